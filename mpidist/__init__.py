@@ -1,0 +1,65 @@
+"""mpidist: plain NumPy and CuPy models trained on an MPI job.
+
+Importing this package neither initialises MPI nor imports cupy; each public name is imported
+from its module when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "MpidistError": "errors",
+    "MismatchError": "errors",
+    "RankFailure": "errors",
+    "CheckpointError": "errors",
+    "NoCheckpoint": "errors",
+    "ConfigError": "errors",
+    "ProtocolError": "errors",
+    "Topology": "topology",
+    "node_once": "topology",
+    "free": "context",
+    "allreduce": "collectives.allreduce",
+    "iallreduce": "collectives.allreduce",
+    "plan": "collectives.allreduce",
+    "reduce_scatter": "collectives.blocks",
+    "allgather": "collectives.blocks",
+    "broadcast": "collectives.rooted",
+    "reduce": "collectives.rooted",
+    "gather": "collectives.rooted",
+    "scatter": "collectives.rooted",
+    "train": "training.train",
+    "Summary": "training.train",
+    "AllReduce": "training.strategies",
+    "ParameterServer": "training.strategies",
+    "BSP": "parameter_server.consistency",
+    "ASP": "parameter_server.consistency",
+    "SSP": "parameter_server.consistency",
+    "parameter_server": "parameter_server.group",
+    "ServerGroup": "parameter_server.group",
+    "CheckpointStore": "checkpoint.store",
+    "Shard": "checkpoint.layout",
+    "load": "checkpoint.load",
+    "guard": "elastic.guard",
+    "watch": "elastic.watch",
+}
+_SUBMODULES = ("optim", "data", "models", "testing")
+
+__all__ = [*_HOME, *_SUBMODULES, "__version__"]
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    elif name in _SUBMODULES:
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

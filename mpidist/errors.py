@@ -1,0 +1,57 @@
+"""Every error that mpidist raises by name, and the exit code each one stands for.
+
+A message is one line: what happened, what was given, what was expected, where (rank, host,
+operation), what to do. An error whose ``everywhere`` is true has been raised on all ranks
+together, so one rank speaks for all of them.
+"""
+
+
+class MpidistError(Exception):
+    """Base of all errors raised by mpidist. Local."""
+
+    exit_code = 1
+    everywhere = False
+
+
+class ConfigError(MpidistError, ValueError):
+    """Bad input: an argument, a job file, a launch that cannot work. Local."""
+
+    exit_code = 2
+
+
+class ProtocolError(MpidistError, RuntimeError):
+    """A call in the wrong order or on a closed object, or a message nobody can read. Local."""
+
+
+class MismatchError(MpidistError):
+    """The ranks of a communicator do not agree on what they are doing. Raised on all ranks."""
+
+    everywhere = True
+
+
+class RankFailure(MpidistError):
+    """A rank died or did not answer before its deadline. Raised on the living ranks."""
+
+    exit_code = 70
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()):
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class CheckpointError(MpidistError):
+    """A checkpoint could not be written, or what was read is damaged or foreign."""
+
+
+class NoCheckpoint(CheckpointError):
+    """There is no good checkpoint where one was asked for."""
+
+    exit_code = 2
+
+
+def nearest(given: str, known) -> str:
+    """Name the known key closest to `given`, as ``did you mean 'x'?``, or an empty string. Local."""
+    import difflib
+
+    close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

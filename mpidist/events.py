@@ -1,0 +1,109 @@
+"""What happened, how often and how long: counters, spans and a JSON-lines event log.
+
+Everything here is local to a process and free of MPI. Counters are added up once per finished
+operation (a plan knows its messages and bytes beforehand), so counting costs nothing per message.
+The newest events stay in memory, so that a hang report can say where this rank stands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+#: The one verbosity variable: 0 errors only, 1 notes on rank 0 (default), 2 a line per operation.
+VERBOSITY = int(os.environ.get("MPIDIST_VERBOSE", "1") or 1)
+
+#: Newest (seconds since the epoch, kind, fields) of this process.
+recent: deque[tuple[float, str, dict]] = deque(maxlen=256)
+
+
+@dataclass
+class Counters:
+    """Messages and bytes that one process sent, received and reduced. Local."""
+
+    messages_sent: int = 0
+    bytes_sent: int = 0
+    messages_received: int = 0
+    bytes_received: int = 0
+    bytes_reduced: int = 0
+    native_calls: int = 0
+    native_bytes: int = 0
+
+    def add(self, other: Counters) -> None:
+        """Add every field of `other` to this one."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    def snapshot(self) -> dict[str, int]:
+        """Return the counts as a plain dict."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def reset(self) -> None:
+        """Set every count to zero."""
+        for field in fields(self):
+            setattr(self, field.name, 0)
+
+
+#: Everything this process has sent and received, over all communicators.
+total = Counters()
+
+_log = None
+_who: dict = {}
+
+
+def open_log(path, **who) -> None:
+    """Append events to the JSON-lines file `path` from now on. Local.
+
+    `who` (rank, host, role, ...) is written into every line. The folder is made where missing.
+    """
+    global _log
+    close_log()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    _who.clear()
+    _who.update(who)
+    _log = Path(path).open("a", encoding="utf-8", buffering=1)
+
+
+def close_log() -> None:
+    """Close the event log; a second call does nothing. Local."""
+    global _log
+    if _log is not None:
+        _log.close()
+        _log = None
+
+
+def emit(kind: str, **details) -> None:
+    """Record one event: kept in `recent`, and written to the log where one is open. Local.
+
+    `details` must be JSON scalars or lists of them; anything else is written as its ``str``.
+    """
+    now = time.time()
+    recent.append((now, kind, details))
+    if _log is not None:
+        line = {"time": round(now, 6), **_who, "event": kind, **details}
+        _log.write(json.dumps(line, default=str) + "\n")
+    if VERBOSITY >= 2:
+        text = " ".join(f"{key}={value}" for key, value in details.items())
+        print(f"mpidist: {_who.get('rank', '?')}: {kind} {text}", file=sys.stderr, flush=True)
+
+
+#: name -> [count, seconds] of every span that ended in this process.
+spans: dict[str, list] = {}
+
+
+@contextmanager
+def span(name: str):
+    """Time a block; count and seconds are summed in `spans`. Local."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        entry = spans.setdefault(name, [0, 0.0])
+        entry[0] += 1
+        entry[1] += time.perf_counter() - start

@@ -1,0 +1,39 @@
+"""Options shared by all tests: real data, and skips that must not be silent."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+#: A skip whose reason starts with one of these is expected everywhere, also in CI.
+EXPECTED_SKIPS = ("no GPU",)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fail-on-skip", action="store_true",
+                     help="an unexpected skip is a failure (CI)")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    report = outcome.get_result()
+    if report.skipped and item.config.getoption("--fail-on-skip"):
+        reason = str(call.excinfo.value) if call.excinfo else str(report.longrepr)
+        if not any(expected in reason for expected in EXPECTED_SKIPS):
+            report.outcome = "failed"
+            report.longrepr = f"unexpected skip: {reason}"
+
+
+def shared_data() -> Path | None:
+    """The folder with real data sets beside the clone, or None."""
+    root = Path(os.environ.get("MPIDIST_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
+    return root if root.is_dir() else None
+
+
+@pytest.fixture(scope="session")
+def data_dir():
+    root = shared_data()
+    if root is None:
+        pytest.skip("no real data: set MPIDIST_TEST_DATA to a folder with mnist10k/")
+    return root

@@ -1,0 +1,97 @@
+"""One launch, many sizes: ``mpiexec -n 9 python -m pytest tests/mpi``.
+
+``@pytest.mark.ranks(1, 2, 3)`` runs a test once for each size; its fixture ``comm`` is a split of
+the world to the first n ranks. Ranks outside it wait. A failure on any rank fails the test on
+all, and is reported once, by rank 0, with its rank. A test that hangs ends the whole job with
+every rank's stack.
+"""
+
+import faulthandler
+import os
+import sys
+import traceback
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+WORLD = MPI.COMM_WORLD
+HANG_SECONDS = float(os.environ.get("MPIDIST_TEST_HANG", "90"))
+
+
+def pytest_configure(config):
+    if WORLD.rank:
+        # One report is enough: the other ranks keep their terminal to themselves.
+        reporter = config.pluginmanager.getplugin("terminalreporter")
+        if reporter is not None:
+            config.pluginmanager.unregister(reporter)
+
+
+def pytest_generate_tests(metafunc):
+    if "comm" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("ranks")
+        sizes = marker.args if marker else (WORLD.size,)
+        metafunc.parametrize("comm", sizes, indirect=True, ids=lambda n: f"n{n}")
+
+
+@pytest.fixture
+def comm(request):
+    size = request.param
+    if size > WORLD.size:
+        pytest.skip(f"needs {size} ranks, launched with {WORLD.size}")
+    comm = WORLD.Split(0 if WORLD.rank < size else MPI.UNDEFINED)
+    yield comm
+    if comm != MPI.COMM_NULL and not getattr(request.node, "mpi_failed", False):
+        from mpidist.context import free
+
+        free(comm)
+        comm.Free()
+
+
+@pytest.fixture(params=["numpy", "cupy"])
+def xp(request):
+    """The array namespace: every test that takes it runs on NumPy, and on CuPy where a GPU is."""
+    if request.param == "numpy":
+        return np
+    try:
+        import cupy
+
+        cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        pytest.skip(f"no GPU: {type(error).__name__}")
+    return cupy
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    comm = pyfuncitem.funcargs.get("comm")
+    if comm is None:
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    mine = None
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    try:
+        if comm != MPI.COMM_NULL:
+            pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    except pytest.skip.Exception as skip:
+        mine = ("skip", str(skip))
+    except BaseException:
+        mine = ("fail", traceback.format_exc())
+    everyone = WORLD.allgather(mine)
+    faulthandler.cancel_dump_traceback_later()
+    failures = {r: text for r, (kind, text) in enumerate(e or ("", "") for e in everyone)
+                if kind == "fail"}
+    if failures:
+        pyfuncitem.mpi_failed = True
+        first = min(failures)
+        same = sorted(failures)
+        raise AssertionError(f"failed on ranks {same}; rank {first} says:\n{failures[first]}")
+    skips = [text for e in everyone if e for kind, text in [e] if kind == "skip"]
+    if skips:
+        pytest.skip(skips[0])
+    return True
+
+
+def pytest_sessionfinish(session, exitstatus):
+    sys.stdout.flush()
+    sys.stderr.flush()
