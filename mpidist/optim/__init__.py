@@ -1,0 +1,55 @@
+"""Optimizers as (init, update) pairs over dicts of arrays, and learning-rate schedules.
+
+No optimizer here knows about ranks: a worker applies one to the reduced gradients, a parameter
+server to the pushed ones, and both get the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from mpidist.errors import ConfigError
+from mpidist.optim.adam import adam
+from mpidist.optim.momentum import momentum
+from mpidist.optim.optimizer import Optimizer
+from mpidist.optim.schedules import SCHEDULES, Schedule, constant, cosine, step_decay
+from mpidist.optim.sgd import sgd
+from mpidist.tables import build
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "momentum": momentum, "adam": adam}
+
+__all__ = [
+    "OPTIMIZERS",
+    "SCHEDULES",
+    "Optimizer",
+    "Schedule",
+    "adam",
+    "constant",
+    "cosine",
+    "from_settings",
+    "momentum",
+    "sgd",
+    "step_decay",
+]
+
+
+def from_settings(name: str, settings: Mapping) -> Optimizer:
+    """Make the optimizer `name` as a job file describes it. Local.
+
+    `settings` are the maker's keywords; ``lr`` may be a number or a table with the key
+    ``schedule`` and that schedule's keywords, as in
+    ``{"lr": {"schedule": "cosine", "lr": 0.05, "steps": 2000}}``, which is also how
+    ``Optimizer.settings`` gives it back. Raises ConfigError for an unknown name or key (with the
+    nearest one) and for a missing one.
+    """
+    settings = dict(settings)
+    rate = settings.get("lr")
+    if isinstance(rate, Mapping):
+        rate = dict(rate)
+        if "schedule" not in rate:
+            known = ", ".join(repr(key) for key in SCHEDULES)
+            raise ConfigError(
+                f"optimizer {name!r}: lr is a table without the key 'schedule'; give one of {known}"
+            )
+        settings["lr"] = build(SCHEDULES, rate.pop("schedule"), rate, "schedule")
+    return build(OPTIMIZERS, name, settings, "optimizer")

@@ -1,0 +1,79 @@
+"""Adam, with decoupled weight decay (AdamW)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from mpidist.optim.optimizer import Optimizer, check_range, elementwise
+from mpidist.optim.schedules import Rate
+
+
+def adam(
+    lr: Rate,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> Optimizer:
+    """Adam: a step of about `lr` per parameter, whatever the scale of its gradient. Local.
+
+    ::
+
+        m = beta1 m + (1 - beta1) g        mean of gradients
+        v = beta2 v + (1 - beta2) g^2      mean of squares
+        p -= lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p)
+
+    Pitfalls: gradients of any size make steps of the same size, so weighting a push by scaling
+    its gradient does nothing; the `weight` of ``update`` scales `lr` instead. The moments decay
+    per update, hence per push on an asynchronous server. A shard server and a worker reach the
+    same bits, since nothing is summed over an array. In float16 the default `eps` is zero: keep
+    float32 parameters, or pass 1e-4.
+
+    Parameters
+    ----------
+    lr : float or callable
+        Learning rate, or a schedule ``step -> float``.
+    beta1, beta2 : float
+        Decay of the two means, in [0, 1).
+    eps : float
+        Added to the root, outside of it.
+    weight_decay : float
+        Decoupled decay: it does not pass through the means.
+
+    References
+    ----------
+    Kingma and Ba, ICLR 2015, arXiv:1412.6980; Loshchilov and Hutter, Decoupled Weight Decay
+    Regularization, ICLR 2019, arXiv:1711.05101.
+    """
+    beta1 = check_range("adam", "beta1", beta1, 0, 1)
+    beta2 = check_range("adam", "beta2", beta2, 0, 1)
+    eps = check_range("adam", "eps", eps, 0, float("inf"))
+    decay = check_range("adam", "weight_decay", weight_decay, 0, float("inf"))
+
+    def coefficients(rate: float, count: int) -> tuple:
+        unbiased = rate / (1 - beta1**count), 1 / math.sqrt(1 - beta2**count)
+        return beta1, 1 - beta1, beta2, 1 - beta2, eps, rate * decay, *unbiased
+
+    def kernel(p, g, mean, square, scratch, keep1, new1, keep2, new2, small, shrink, rate, scale):
+        dtype = p.dtype
+        np.multiply(mean, keep1, out=mean, dtype=dtype)
+        np.multiply(g, new1, out=scratch, dtype=dtype)
+        np.add(mean, scratch, out=mean, dtype=dtype)
+        np.multiply(square, keep2, out=square, dtype=dtype)
+        np.multiply(g, g, out=scratch, dtype=dtype)
+        np.multiply(scratch, new2, out=scratch, dtype=dtype)
+        np.add(square, scratch, out=square, dtype=dtype)
+        if decay:
+            np.multiply(p, shrink, out=scratch, dtype=dtype)
+            np.subtract(p, scratch, out=p, dtype=dtype)
+        np.sqrt(square, out=scratch, dtype=dtype)
+        np.multiply(scratch, scale, out=scratch, dtype=dtype)
+        np.add(scratch, small, out=scratch, dtype=dtype)
+        np.divide(mean, scratch, out=scratch, dtype=dtype)
+        np.multiply(scratch, rate, out=scratch, dtype=dtype)
+        np.subtract(p, scratch, out=p, dtype=dtype)
+
+    settings = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay}
+    return elementwise("adam", lr, settings, ("mean", "square"), coefficients, kernel)
