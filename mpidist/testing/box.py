@@ -1,0 +1,99 @@
+"""A box of namespaces: processes, mounts, shared memory and, if asked, a network of its own.
+
+Everything a one-box cluster makes, it makes in here. The first process of a PID namespace takes
+all others with it when it ends, and mounts, network devices and /dev/shm live exactly as long as
+the last process that sees them. So there is one thing to clean up and the kernel does it, also
+when the test process is killed: the first process reads its stdin from us and ends with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..errors import ConfigError
+from .process import Finished, Started
+
+#: The shell reaps orphans while it waits for cat, which a bare cat as first process would not.
+_FIRST = "mount -t tmpfs tmpfs /dev/shm && echo ready; cat >/dev/null; exit 0"
+
+
+def missing(programs: Sequence[str], packages: str) -> str | None:
+    """Say in one line why a box cannot be made here, or None if it can. Local."""
+    if os.geteuid() != 0:
+        return f"needs root, given uid {os.geteuid()}"
+    absent = [p for p in ("unshare", "nsenter", *programs) if not shutil.which(p)]
+    if absent:
+        return f"needs {', '.join(absent)}: apt-get install {packages}"
+    return None
+
+
+class Box:
+    """Private PID, mount and IPC namespaces; `close` ends all that runs in them. Local.
+
+    Parameters
+    ----------
+    network : bool
+        Also a private network namespace, with the loopback device up.
+    """
+
+    def __init__(self, *, network: bool = False):
+        flags = ["--net"] if network else []
+        self._unshare = subprocess.Popen(
+            ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--ipc", *flags]
+            + ["--mount-proc", "sh", "-c", _FIRST],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._unshare.stdout is not None
+        if self._unshare.stdout.readline() != b"ready\n":
+            said = self._unshare.communicate()[1].decode(errors="replace").strip()
+            raise ConfigError(f"this machine gives no namespaces: {said}")
+        pid = self._unshare.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        self._first = int(children[0])
+        kinds = ["--pid", "--mount", "--ipc", *flags]
+        self._nsenter = ["nsenter", f"--target={self._first}", *kinds]
+        if network:
+            self.run(["ip", "link", "set", "lo", "up"]).check()
+
+    def start(
+        self,
+        args: Sequence[str | os.PathLike],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike | None = None,
+    ) -> Started:
+        """Start a command in the box, as `Started` does. Local."""
+        # Entering the mount namespace moves to its root unless told where to stay.
+        where = Path(cwd) if cwd else Path.cwd()
+        return Started([*self._nsenter, f"--wd={where.resolve()}", "--", *args], env=env)
+
+    def run(self, args: Sequence[str | os.PathLike], *, timeout: float = 60, **options) -> Finished:
+        """Run a command in the box to its end. Local."""
+        return self.start(args, **options).finish(timeout)
+
+    def close(self) -> None:
+        """End all processes of the box and free what it holds; a second call does nothing. Local."""
+        if self._unshare.poll() is None:
+            self._unshare.kill()
+        self._unshare.wait()
+        for stream in (self._unshare.stdin, self._unshare.stdout, self._unshare.stderr):
+            if stream is not None and not stream.closed:
+                stream.close()
+        # --kill-child sends the signal; the namespace is empty when its first process is gone.
+        deadline = time.monotonic() + 10
+        while Path(f"/proc/{self._first}").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def __enter__(self) -> Box:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()

@@ -1,0 +1,175 @@
+"""Child processes that end: output in files, a deadline, and no survivor in the background.
+
+An MPI launcher is not one process but a tree whose leaves make their own process groups and
+outlive a killed launcher. Every process started here therefore inherits a random mark in its
+environment, and whoever still carries that mark when the launcher is gone is ended too. Nobody
+else's process can carry it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+#: The environment variable that marks all descendants of one start.
+MARK = "MPIDIST_TEST_MARK"
+
+#: The exit code reported for a command that was ended at its deadline, as timeout(1) does.
+TIMED_OUT = 124
+
+#: How Open MPI, UCX and MPICH name their shared memory; other files there may hold users' data.
+_MPI_SEGMENTS = ("sm_segment.", "vader_segment.", "ucx_shm_", "mpich_shm_")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a command left: exit code, both outputs and the seconds it took."""
+
+    args: tuple[str, ...]
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+    timed_out: bool = False
+
+    def check(self) -> Finished:
+        """Return self, or raise ``RuntimeError`` with both outputs if the command failed. Local."""
+        if self.returncode == 0:
+            return self
+        how = "was ended at its deadline" if self.timed_out else f"exited with {self.returncode}"
+        raise RuntimeError(
+            f"{' '.join(self.args)} {how} after {self.seconds:.1f} s"
+            f"\n--- stdout\n{self.stdout[-4000:]}\n--- stderr\n{self.stderr[-4000:]}"
+        )
+
+
+class Started:
+    """A running command; `finish` must be called. Local.
+
+    Parameters
+    ----------
+    args : sequence of str
+        The command line.
+    env : mapping, optional
+        The whole environment; None is that of this process.
+    cwd : path, optional
+        Its working directory.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[str | os.PathLike],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike | None = None,
+    ):
+        self.args = tuple(os.fspath(a) for a in args)
+        self.mark = uuid.uuid4().hex
+        environment = {**(os.environ if env is None else env), MARK: self.mark}
+        # Files and not pipes: a rank that outlives its launcher would keep a pipe open, and
+        # reading to its end would wait for that rank.
+        self._files = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115
+        self._begin = time.monotonic()
+        self.process = subprocess.Popen(
+            self.args,
+            env=environment,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=self._files[0],
+            stderr=self._files[1],
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """The pid of the command itself."""
+        return self.process.pid
+
+    def output(self) -> str:
+        """Return what it has written to stdout so far. Local."""
+        return self._read(0)
+
+    def _read(self, which: int) -> str:
+        file = self._files[which]
+        length = os.fstat(file.fileno()).st_size
+        # pread leaves the offset alone, which the child shares and appends at.
+        return os.pread(file.fileno(), length, 0).decode(errors="replace")
+
+    def finish(self, timeout: float = 60) -> Finished:
+        """Wait for the end, at most `timeout` seconds, and end all that is left of it. Local."""
+        timed_out = False
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        finally:
+            # Also after KeyboardInterrupt: nothing may stay behind.
+            self._end()
+        code = TIMED_OUT if timed_out else self.process.returncode
+        out, err = self._read(0), self._read(1)
+        for file in self._files:
+            file.close()
+        return Finished(self.args, code, out, err, time.monotonic() - self._begin, timed_out)
+
+    def _end(self) -> None:
+        # A library that is killed leaves its shared memory behind, so note it while it is mapped.
+        segments = mpi_segments(marked(self.mark))
+        if self.process.poll() is None:
+            # A launcher that is asked first removes its folders and ends its own ranks.
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(2)
+        end_marked(self.mark)
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for segment in segments:
+            segment.unlink(missing_ok=True)
+
+
+def run(args, *, env=None, cwd=None, timeout: float = 60) -> Finished:
+    """Run a command to its end or its deadline and leave no process of it behind. Local."""
+    return Started(args, env=env, cwd=cwd).finish(timeout)
+
+
+def marked(mark: str) -> list[int]:
+    """Pids of the living processes that inherited `mark`. Local."""
+    wanted = f"{MARK}={mark}".encode()
+    pids = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            # A process may end, or belong to another user, while we look.
+            with contextlib.suppress(OSError):
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    pids.append(int(entry.name))
+    return pids
+
+
+def mpi_segments(pids: list[int]) -> set[Path]:
+    """Files in /dev/shm that the MPI library of these processes has mapped. Local."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                path = Path(line.split(maxsplit=5)[-1])
+                if path.parent == Path("/dev/shm") and path.name.startswith(_MPI_SEGMENTS):
+                    found.add(path)
+    return found
+
+
+def end_marked(mark: str, patience: float = 5) -> None:
+    """Kill every process that inherited `mark` and wait until all are gone. Local."""
+    deadline = time.monotonic() + patience
+    while (pids := marked(mark)) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)

@@ -1,0 +1,355 @@
+"""A Slurm cluster of several nodes on this machine: real daemons, real sbatch, gone afterwards.
+
+::
+
+    with slurm_cluster(nodes=4) as cluster:
+        job = cluster.sbatch("jobs/allreduce.sbatch", timeout=60)
+        print(job.state, job.exit_code, job.output)
+
+One munged, one slurmctld and one ``slurmd -N nI`` per node run in a `Box`: own ports, own key, own
+state, own /dev/shm and host name per node, so that MPI sees as many hosts as Slurm has nodes. A
+Slurm or munge that the machine itself runs is neither used nor touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError, MpidistError
+from .box import Box, missing
+from .process import Finished, Started
+
+#: What apt-get has to install on Debian and Ubuntu.
+PACKAGES = "slurm-wlm munge libpmix2"
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+
+_CONF = """\
+ClusterName=onebox
+SlurmctldHost=ctl(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser=root
+AuthType=auth/munge
+# Besides the lifetime of credentials this is the pause before a requeued job may start again;
+# the default of 120 s is most of a test's time.
+AuthInfo=socket={run}/munge.socket,cred_expire={requeue_delay}
+StateSaveLocation={run}/state
+SlurmctldPidFile={run}/slurmctld.pid
+SlurmctldLogFile={logs}/slurmctld.log
+SlurmdSpoolDir={run}/%n/spool
+SlurmdPidFile={run}/%n/slurmd.pid
+SlurmdLogFile={logs}/%n.log
+# PMIx keeps its sockets here: nodes that share the folder overwrite each other's.
+TmpFS={run}/%n/tmp
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,sched_interval=2,sched_min_interval=0,batch_sched_delay=0
+ReturnToService=2
+JobRequeue=1
+KillWait={kill_wait}
+MessageTimeout=30
+SlurmdTimeout=600
+MinJobAge=86400
+MpiDefault=none
+PropagateResourceLimits=NONE
+NodeName=n[1-{nodes}] NodeAddr=127.0.0.1 Port=[{ports}] CPUs={cpus} RealMemory={memory}
+PartitionName=all Nodes=ALL Default=YES OverSubscribe=FORCE:4 MaxTime=60 State=UP
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What Slurm knows of a batch job: state, exit code, signal, restarts, output file."""
+
+    id: int
+    state: str
+    exit_code: int
+    signal: int
+    restarts: int
+    output_file: Path
+    fields: Mapping[str, str]
+
+    @property
+    def output(self) -> str:
+        """What the job has written so far."""
+        path = self.output_file
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+class SlurmCluster:
+    """A running cluster; made by `slurm_cluster`. Its methods are all local."""
+
+    def __init__(self, box: Box, env: dict[str, str], directory: Path, logs: Path):
+        self.box = box
+        self.env = env
+        self.directory = directory
+        self.logs = logs
+
+    def run(
+        self,
+        args: Sequence[str | os.PathLike],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike | None = None,
+        timeout: float = 60,
+    ) -> Finished:
+        """Run a command, such as ``["srun", "-n", "4", ...]``, as on the login node. Local."""
+        environment = {**self.env, **(env or {})}
+        return self.box.run(args, env=environment, cwd=cwd or self.directory, timeout=timeout)
+
+    def submit(
+        self,
+        script: str | os.PathLike,
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+        cwd: str | os.PathLike | None = None,
+    ) -> int:
+        """Give a script to sbatch and return the job's id at once. Local."""
+        command = ["sbatch", "--parsable", *options, os.fspath(script), *args]
+        return int(self.run(command, env=env, cwd=cwd).check().stdout.split(";")[0])
+
+    def sbatch(
+        self,
+        script: str | os.PathLike,
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+        cwd: str | os.PathLike | None = None,
+        timeout: float = 60,
+    ) -> Job:
+        """Give a script to sbatch and wait for the job's end. Local.
+
+        Parameters
+        ----------
+        script : path
+            The batch script.
+        *args : str
+            Its arguments.
+        env : mapping, optional
+            Added to the environment that sbatch hands on.
+        options : sequence of str
+            Command line options of sbatch, which overrule the ``#SBATCH`` lines.
+        timeout : float
+            Seconds; the job is cancelled and ``TimeoutError`` raised after it.
+        """
+        return self.wait(self.submit(script, *args, env=env, options=options, cwd=cwd), timeout)
+
+    def job(self, job_id: int) -> Job:
+        """Ask Slurm about a job. Local."""
+        text = self.run(["scontrol", "show", "job", str(job_id)]).check().stdout
+        fields = dict(re.findall(r"(\S+?)=(.*?)(?=\s+\S+?=|\s*$)", text, re.MULTILINE))
+        code, _, signal = fields["ExitCode"].partition(":")
+        return Job(
+            job_id,
+            fields["JobState"],
+            int(code),
+            int(signal or 0),
+            int(fields["Restarts"]),
+            Path(fields.get("StdOut", os.devnull)),
+            fields,
+        )
+
+    def wait(self, job_id: int, timeout: float = 60) -> Job:
+        """Wait until a job has ended for good: a requeued job has not. Local."""
+        deadline = time.monotonic() + timeout
+        while True:
+            job = self.job(job_id)
+            if job.state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED"):
+                # Between the end of the script and the requeue it asked for, Slurm shows an end
+                # state for a moment; a second look a little later tells them apart.
+                time.sleep(0.3)
+                if self.job(job_id) == job:
+                    return job
+            elif time.monotonic() > deadline:
+                self.run(["scancel", str(job_id)])
+                raise TimeoutError(
+                    f"job {job_id} was {job.state} after {timeout:g} s "
+                    f"({job.fields.get('Reason')}); its output:\n{job.output[-4000:]}"
+                )
+            time.sleep(0.2)
+
+
+def unavailable() -> str | None:
+    """Say in one line why there can be no Slurm cluster here, or None. Local."""
+    return missing(_PROGRAMS, PACKAGES)
+
+
+@contextlib.contextmanager
+def slurm_cluster(
+    nodes: int = 4,
+    directory: str | os.PathLike | None = None,
+    *,
+    cpus: int = 2,
+    requeue_delay: int = 5,
+    kill_wait: int = 5,
+    start_timeout: float = 60,
+) -> Iterator[SlurmCluster]:
+    """Bring up a Slurm cluster on this machine, and tear it down whatever happens. Local.
+
+    Parameters
+    ----------
+    nodes : int
+        Nodes n1, n2, ...; all on this machine's cores.
+    directory : path, optional
+        Where jobs start and the daemons' logs go; None is a temporary folder, removed at the end.
+    cpus : int
+        Cores that each node claims to have.
+    requeue_delay : int
+        Seconds before a requeued job may start again; Slurm takes no less than 5.
+    kill_wait : int
+        Seconds between SIGTERM and SIGKILL at a job's time limit.
+    start_timeout : float
+        Seconds for all nodes to become idle.
+
+    Raises
+    ------
+    ConfigError
+        No root, no Slurm packages, no namespaces, or a daemon that does not start; the message
+        quotes its log.
+    """
+    if reason := unavailable():
+        raise ConfigError(f"no Slurm cluster on this machine: {reason}")
+    with contextlib.ExitStack() as stack:
+        # Unix socket paths end at 107 bytes, hence a short folder and not one in `directory`.
+        run = Path(tempfile.mkdtemp(prefix="onebox-"))
+        stack.callback(shutil.rmtree, run, ignore_errors=True)
+        home = Path(directory).resolve() if directory else run / "home"
+        logs = home / "slurm-logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        box = stack.enter_context(Box())
+        daemons: list[Started] = []
+        stack.callback(_finish, box, daemons)
+        env = _configure(run, logs, nodes, cpus, requeue_delay, kill_wait)
+        cluster = SlurmCluster(box, env, home, logs)
+        _start(cluster, run, nodes, daemons)
+        _wait_idle(cluster, nodes, daemons, start_timeout)
+        yield cluster
+
+
+def _configure(run: Path, logs: Path, nodes: int, cpus: int, requeue_delay: int, kill_wait: int):
+    """Write key, configuration and hosts file; return the environment of clients."""
+    key = run / "munge.key"
+    key.write_bytes(secrets.token_bytes(128))
+    key.chmod(0o600)
+    run.chmod(0o755)
+    (run / "state").mkdir()
+    for i in range(1, nodes + 1):
+        (run / f"n{i}" / "spool").mkdir(parents=True)
+        (run / f"n{i}" / "tmp").mkdir()
+    ports = _free_ports(nodes + 1)
+    conf = run / "slurm.conf"
+    conf.write_text(
+        _CONF.format(
+            controller_port=ports[0],
+            ports=",".join(map(str, ports[1:])),
+            run=run,
+            logs=logs,
+            nodes=nodes,
+            cpus=cpus,
+            memory=2000,
+            requeue_delay=requeue_delay,
+            kill_wait=kill_wait,
+        )
+    )
+    (run / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    names = " ".join(f"n{i}" for i in range(1, nodes + 1))
+    (run / "hosts").write_text(Path("/etc/hosts").read_text() + f"\n127.0.0.1 ctl {names}\n")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
+    return {**clean, "SLURM_CONF": str(conf)}
+
+
+def _free_ports(count: int) -> list[int]:
+    """Find `count` TCP ports that nobody listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
+
+
+def _start(cluster: SlurmCluster, run: Path, nodes: int, daemons: list[Started]) -> None:
+    """Start munged, slurmctld and the slurmds in the foreground, in that order."""
+    box, env = cluster.box, cluster.env
+    box.run(["mount", "--bind", run / "hosts", "/etc/hosts"]).check()
+    _offer_pmix(box, run)
+
+    def daemon(*words) -> None:
+        daemons.append(box.start(words, env=env, cwd=run))
+
+    daemon(
+        *("munged", "--foreground", "--force", f"--socket={run}/munge.socket"),
+        *(f"--key-file={run}/munge.key", f"--pid-file={run}/munge.pid"),
+        *(f"--log-file={cluster.logs}/munged.log", f"--seed-file={run}/munge.seed"),
+    )
+    _until(lambda: (run / "munge.socket").exists(), daemons, 10, "munged has no socket")
+    daemon("unshare", "--uts", "sh", "-c", "hostname ctl && exec slurmctld -D -i")
+    for i in range(1, nodes + 1):
+        # Own /dev/shm, IPC and host name make the node a node for MPI too.
+        body = f"mount -t tmpfs tmpfs /dev/shm && hostname n{i} && exec slurmd -D -N n{i}"
+        daemon("unshare", "--mount", "--ipc", "--uts", "sh", "-c", body)
+
+
+def _offer_pmix(box: Box, run: Path) -> None:
+    """Let Slurm's plugin find libpmix by the unversioned name that only its -dev package has."""
+    known = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True).stdout
+    match = re.search(r"libpmix\.so\.\d+ .*=> (\S+)", known)
+    if match is None:
+        raise ConfigError(f"no libpmix for srun --mpi=pmix: apt-get install {PACKAGES}")
+    library = Path(match[1]).resolve()
+    if not (library.parent / "libpmix.so").exists():
+        # Seen in the box only: the machine's own folder stays as it is.
+        (run / "lib").mkdir()
+        (run / "lib" / "libpmix.so").symlink_to(library.name)
+        layers = f"lowerdir={run}/lib:{library.parent}"
+        said = box.run(["mount", "-t", "overlay", "overlay", "-o", layers, library.parent])
+        if said.returncode:
+            raise ConfigError(f"no {library.parent}/libpmix.so: apt-get install libpmix-dev")
+
+
+def _wait_idle(cluster, nodes: int, daemons: list[Started], timeout: float) -> None:
+    def idle() -> bool:
+        said = cluster.run(["sinfo", "--noheader", "--Node", "--format=%T"])
+        return said.stdout.split() == ["idle"] * nodes
+
+    _until(idle, daemons, timeout, "the nodes did not become idle", cluster.logs)
+
+
+def _until(test, daemons, timeout: float, what: str, logs: Path | None = None) -> None:
+    """Poll `test`; fail at once, with what it said, when a daemon has died."""
+    deadline = time.monotonic() + timeout
+    while True:
+        dead = [d for d in daemons if d.process.poll() is not None]
+        if not dead and test():
+            return
+        if dead or time.monotonic() > deadline:
+            said = [f"{' '.join(d.args[-4:])}: {d.finish(0).stderr.strip()}" for d in dead]
+            if logs is not None:
+                said += [f"{p.name}: {p.read_text()[-1500:]}" for p in sorted(logs.iterdir())]
+            raise MpidistError(f"no Slurm cluster: {what} in {timeout:g} s\n" + "\n".join(said))
+        time.sleep(0.1)
+
+
+def _finish(box: Box, daemons: list[Started]) -> None:
+    """End the box, then collect the daemons, which ended with it."""
+    box.close()
+    for daemon in daemons:
+        with contextlib.suppress(ValueError):
+            daemon.finish(5)
