@@ -182,5 +182,6 @@ def _failed_elsewhere(failed) -> MpidistError:
     rank, host, text = failed[0]
     more = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
     error = MpidistError(f"node_once: rank {rank} on {host}: {text}{more}")
-    error.everywhere = True  # all ranks raise together; one of them speaks
+    error.everywhere = True  # all ranks raise together; one of them speaks,
+    error.consequence = True  # but the leader, who knows the cause, goes first
     return error

@@ -1,0 +1,193 @@
+"""One rank's failure ends the job, and is told once.
+
+Left alone, a rank whose Python program raises goes to MPI_Finalize and waits there for ranks that
+wait for it: the job hangs with the traceback lost among hours of silence. `install_hook` makes
+plain ``python program.py`` end the whole job instead:
+
+    rank 0   Allreduce .................................| killed by the launcher
+    rank 1   ValueError -> waits 0.5 s -> traceback ->  Abort(1)
+    rank 2   ValueError -> waits 0.51 s ................| killed before it could repeat the same
+
+The higher a rank, the longer it waits: of several ranks that fail alike the lowest speaks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+
+from mpi4py import MPI
+
+from mpidist import events
+from mpidist.errors import ConfigError, MpidistError
+
+#: Seconds that every rank but the lowest keeps silent, and what each further rank adds to it.
+HOLD_BACK, PER_RANK, MOST = 0.5, 0.01, 3.0
+
+#: Seconds that a rank leaving by ``sys.exit(nonzero)`` waits for the others to leave as well.
+LEAVE_TOGETHER = 2.0
+
+_previous = None  # (sys.excepthook, threading.excepthook) from before ours
+_original_exit = sys.exit
+_exit_code = 0  # what the last sys.exit(...) asked for
+_farewell = MPI.COMM_NULL  # where the ranks of the job tell each other that they leave
+_speaking = threading.Lock()
+
+
+def install_hook(comm: MPI.Comm) -> None:
+    """Let an uncaught exception on one rank end the job on all ranks. Collective over `comm`.
+
+    Does nothing the second time. Hooks that were installed before ours still print the traceback,
+    and all of the work where the job has one rank only. With a `comm` of all ranks, a lone
+    ``sys.exit(nonzero)`` is noticed too; a bare ``raise SystemExit`` is not (Python tells nobody).
+    """
+    global _previous, _farewell
+    if _previous is None:
+        _previous = (sys.excepthook, threading.excepthook)
+        sys.excepthook = _uncaught
+        threading.excepthook = _uncaught_in_thread
+    # Whether this comm has all ranks is known alike on all of them, so the Dup is collective.
+    world = MPI.COMM_WORLD.size
+    if _farewell == MPI.COMM_NULL and comm.size == world > 1 and not comm.Is_inter():
+        _farewell = comm.Dup()
+        sys.exit = _recording_exit
+        atexit.register(_leave)
+
+
+# ---------------------------------------------------------------------------- uncaught exceptions
+
+
+def _uncaught(kind, error, trace) -> None:
+    if not _job_is_alive():
+        _previous[0](kind, error, trace)
+        return
+    _end_job(error, lambda: _previous[0](kind, error, trace))
+
+
+def _uncaught_in_thread(args) -> None:
+    # SystemExit in a thread ends that thread and nothing else: that is Python's own meaning of it.
+    if args.exc_type is SystemExit or not _job_is_alive():
+        _previous[1](args)
+        return
+    _end_job(args.exc_value, lambda: _previous[1](args))
+
+
+def _job_is_alive() -> bool:
+    return MPI.Is_initialized() and not MPI.Is_finalized()
+
+
+def _end_job(error: BaseException, show_traceback) -> None:
+    # The job is what ends, so this is one of the few places where the world is meant.
+    world = MPI.COMM_WORLD
+    code = exit_code(error)
+    with _speaking:  # a second thread that fails waits here until the process is gone
+        time.sleep(silence(world.rank, error) if world.size > 1 else 0)
+        if speaks_in_one_line(error):
+            print(one_line(error), file=sys.stderr)
+        else:
+            if world.size > 1:
+                host = socket.gethostname()
+                who = f"rank {world.rank} of {world.size} on {host}"
+                print(f"mpidist: {who} failed and ends the job:", file=sys.stderr)
+            show_traceback()
+        _flush()
+        if world.size > 1:
+            world.Abort(code)
+        elif code != 1 and threading.current_thread() is threading.main_thread():
+            _leave_alone(code)
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code that `error` stands for. Local."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return error.exit_code if isinstance(error, MpidistError) else 1
+
+
+def speaks_in_one_line(error: BaseException) -> bool:
+    """Whether `error` is told without a traceback: bad input, or raised on all ranks. Local."""
+    if events.VERBOSITY >= 2 or not isinstance(error, MpidistError):
+        return False
+    return error.everywhere or isinstance(error, ConfigError)
+
+
+def one_line(error: BaseException) -> str:
+    """Return the line that stands for `error`. Local."""
+    return f"mpidist: error: {' '.join(str(error).split())}"
+
+
+def silence(rank: int, error: BaseException) -> float:
+    """Seconds that `rank` waits before it speaks about `error`. Local.
+
+    An error that only reports another rank's exception waits longer: the cause has the word.
+    """
+    echo = 2 * HOLD_BACK if getattr(error, "consequence", False) else 0.0
+    return echo + (min(HOLD_BACK + rank * PER_RANK, MOST) if rank else 0.0)
+
+
+def _leave_alone(code: int) -> None:
+    """End a job of one rank with `code`: an excepthook cannot set it, so Python is not returned to.
+
+    With nobody to wait for, MPI is finalised and not aborted, which would print a banner.
+    """
+    atexit._run_exitfuncs()
+    if _job_is_alive():
+        MPI.Finalize()
+    _flush()
+    os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            continue  # closed, or never there: nothing to save
+
+
+# ------------------------------------------------------------------------------ sys.exit(nonzero)
+
+
+def _recording_exit(status=None):
+    global _exit_code
+    # Python's own rule: None is 0, a number is itself, anything else is printed and means 1.
+    _exit_code = 0 if status is None else status if isinstance(status, int) else 1
+    _original_exit(status)
+
+
+def _leave() -> None:
+    """At exit: leave together, or, with a nonzero code, end the job that the others still run.
+
+    With code 0 there is no deadline: a rank may write for an hour while the rest are done, and
+    MPI_Finalize would wait for it as well, only hotter.
+    """
+    global _farewell
+    if not _job_is_alive():
+        return
+    start = time.monotonic()
+    try:
+        everyone = _farewell.Ibarrier()
+        while not everyone.Test():
+            waited = time.monotonic() - start
+            if _exit_code and waited > LEAVE_TOGETHER:
+                _leave_by_force(waited)
+            time.sleep(0.0002 if waited < 0.2 else 0.01)
+        _farewell.Free()
+    except MPI.Exception:
+        pass  # a rank died: whoever noticed ends the job, there is nobody to say goodbye to
+    _farewell = MPI.COMM_NULL
+
+
+def _leave_by_force(waited: float) -> None:
+    world = MPI.COMM_WORLD
+    print(
+        f"mpidist: rank {world.rank} of {world.size} on {socket.gethostname()} called "
+        f"sys.exit({_exit_code}) {waited:.0f} s ago and other ranks go on; it ends the job",
+        file=sys.stderr,
+    )
+    _flush()
+    world.Abort(_exit_code)
