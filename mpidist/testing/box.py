@@ -42,23 +42,20 @@ class Box:
     """
 
     def __init__(self, *, network: bool = False):
-        flags = ["--net"] if network else []
+        kinds = ["--pid", "--mount", "--ipc", *(["--net"] if network else [])]
         self._unshare = subprocess.Popen(
-            ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--ipc", *flags]
-            + ["--mount-proc", "sh", "-c", _FIRST],
+            ["unshare", *kinds, "--fork", "--kill-child", "--mount-proc", "sh", "-c", _FIRST],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        assert self._unshare.stdout is not None
-        if self._unshare.stdout.readline() != b"ready\n":
+        if self._unshare.stdout.readline() != b"ready\n":  # type: ignore[union-attr]
             said = self._unshare.communicate()[1].decode(errors="replace").strip()
             raise ConfigError(f"this machine gives no namespaces: {said}")
         pid = self._unshare.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         self._first = int(children[0])
-        kinds = ["--pid", "--mount", "--ipc", *flags]
         self._nsenter = ["nsenter", f"--target={self._first}", *kinds]
         if network:
             self.run(["ip", "link", "set", "lo", "up"]).check()
@@ -80,7 +77,7 @@ class Box:
         return self.start(args, **options).finish(timeout)
 
     def close(self) -> None:
-        """End all processes of the box and free what it holds; a second call does nothing. Local."""
+        """End all processes of the box and free what it holds. Local."""
         if self._unshare.poll() is None:
             self._unshare.kill()
         self._unshare.wait()
