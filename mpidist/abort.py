@@ -4,11 +4,13 @@ Left alone, a rank whose Python program raises goes to MPI_Finalize and waits th
 wait for it: the job hangs with the traceback lost among hours of silence. `install_hook` makes
 plain ``python program.py`` end the whole job instead:
 
-    rank 0   Allreduce .................................| killed by the launcher
-    rank 1   ValueError -> waits 0.5 s -> traceback ->  Abort(1)
-    rank 2   ValueError -> waits 0.51 s ................| killed before it could repeat the same
+    rank 0   Allreduce ................................| killed by the launcher
+    rank 1   ValueError -> note to all -> 0.5 s -> traceback -> Abort(1)
+    rank 2   ValueError -> note to all -> 0.5 s, hears of rank 1 .| silent, killed
 
-The higher a rank, the longer it waits: of several ranks that fail alike the lowest speaks.
+Of several ranks that fail alike the lowest speaks: each tells all others that it failed, and
+keeps silent when it hears of a lower one while it waits. An error that only reports another
+rank's exception gives way to every rank that knows the cause.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ from mpi4py import MPI
 from mpidist import events
 from mpidist.errors import ConfigError, MpidistError
 
-#: Seconds that every rank but the lowest keeps silent, and what each further rank adds to it.
-HOLD_BACK, PER_RANK, MOST = 0.5, 0.01, 3.0
+#: Seconds in which a failing rank listens for lower ranks that failed as well.
+HOLD_BACK = 0.5
+
+#: Seconds between the last word and MPI_Abort: MPICH's launcher stops forwarding output when it
+#: hears of the abort, and about one traceback in twenty was lost without this pause.
+DRAIN = 0.15
 
 #: Seconds that a rank leaving by ``sys.exit(nonzero)`` waits for the others to leave as well.
-LEAVE_TOGETHER = 2.0
+LEAVE_TOGETHER = 1.0
 
 _previous = None  # (sys.excepthook, threading.excepthook) from before ours
 _original_exit = sys.exit
@@ -85,7 +91,9 @@ def _end_job(error: BaseException, show_traceback) -> None:
     world = MPI.COMM_WORLD
     code = exit_code(error)
     with _speaking:  # a second thread that fails waits here until the process is gone
-        time.sleep(silence(world.rank, error) if world.size > 1 else 0)
+        if world.size > 1 and _others_speak(world.rank, error):
+            time.sleep(10 * HOLD_BACK)  # the launcher ends us in the midst of this
+            _abort(code)
         if speaks_in_one_line(error):
             print(one_line(error), file=sys.stderr)
         else:
@@ -96,9 +104,14 @@ def _end_job(error: BaseException, show_traceback) -> None:
             show_traceback()
         _flush()
         if world.size > 1:
-            world.Abort(code)
+            _abort(code)
         elif code != 1 and threading.current_thread() is threading.main_thread():
             _leave_alone(code)
+
+
+def _abort(code: int) -> None:
+    time.sleep(DRAIN)
+    MPI.COMM_WORLD.Abort(code)
 
 
 def exit_code(error: BaseException) -> int:
@@ -120,13 +133,29 @@ def one_line(error: BaseException) -> str:
     return f"mpidist: error: {' '.join(str(error).split())}"
 
 
-def silence(rank: int, error: BaseException) -> float:
-    """Seconds that `rank` waits before it speaks about `error`. Local.
-
-    An error that only reports another rank's exception waits longer: the cause has the word.
-    """
-    echo = 2 * HOLD_BACK if getattr(error, "consequence", False) else 0.0
-    return echo + (min(HOLD_BACK + rank * PER_RANK, MOST) if rank else 0.0)
+def _others_speak(rank: int, error: BaseException) -> bool:
+    """Tell all ranks that this one failed; whether one that goes before it failed too."""
+    hearsay = bool(getattr(error, "consequence", False))
+    wait = 3 * HOLD_BACK if hearsay else HOLD_BACK if rank else 0.0
+    if _farewell == MPI.COMM_NULL:
+        time.sleep(wait + rank * 0.01)  # no channel to ask: different moments are the next best
+        return False
+    try:
+        # One byte goes out at once, whether or not its receiver ever looks for it.
+        others = (other for other in range(_farewell.size) if other != rank)
+        notes = [_farewell.Isend([b"!", MPI.BYTE], other, tag=1 + hearsay) for other in others]
+        deadline = time.monotonic() + wait
+        status = MPI.Status()
+        while time.monotonic() < deadline:
+            while _farewell.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+                if (status.tag, status.source) < (1 + hearsay, rank):
+                    return True
+                _farewell.Recv([bytearray(1), MPI.BYTE], status.source, status.tag)
+            time.sleep(0.01)
+        MPI.Request.Testall(notes)
+    except MPI.Exception:
+        pass  # an MPI that is beyond notes may still be able to abort
+    return False
 
 
 def _leave_alone(code: int) -> None:
@@ -190,4 +219,4 @@ def _leave_by_force(waited: float) -> None:
         file=sys.stderr,
     )
     _flush()
-    world.Abort(_exit_code)
+    _abort(_exit_code)

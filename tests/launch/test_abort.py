@@ -1,0 +1,168 @@
+"""A failing rank ends a plain ``python program.py`` at once, and one traceback is shown."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mpidist.testing.launch import launch
+
+PROGRAM = """
+import sys, threading, time
+import numpy as np
+from mpi4py import MPI
+from mpidist.abort import install_hook
+from mpidist.errors import ConfigError, MismatchError, MpidistError, NoCheckpoint
+import mpidist as md
+
+comm = MPI.COMM_WORLD
+install_hook(comm)
+install_hook(comm)
+
+def wait_for_all():
+    comm.Allreduce(MPI.IN_PLACE, np.ones(1000))
+
+def of_my_own():
+    raise ValueError("deep trouble")
+
+def in_a_thread():
+    thread = threading.Thread(target=of_my_own)
+    thread.start()
+    thread.join()
+    time.sleep(30)
+
+def everywhere():
+    raise MismatchError("the ranks disagree:\\n  about much")
+
+def config():
+    raise ConfigError("algorithm='rnig': did you mean 'ring'?")
+
+def node_once():
+    with md.node_once(comm, ranks_per_node=2) as first:
+        if comm.rank == comm.size - comm.size % 2 - 2:
+            of_my_own()
+
+def hook():
+    sys.excepthook = lambda *a: print("user hook", a[0].__name__, file=sys.stderr)
+
+what, ranks = sys.argv[1], eval(sys.argv[2])
+if comm.rank == 0:
+    print("fails at", time.time(), flush=True)
+if comm.rank in ranks:
+    {"raise": of_my_own, "thread": in_a_thread, "everywhere": everywhere, "config": config,
+     "exit": lambda: sys.exit(3), "node_once": node_once, "none": lambda: None,
+     "interrupt": lambda: (_ for _ in ()).throw(KeyboardInterrupt()),
+    }[what]()
+elif what != "node_once":
+    wait_for_all()
+if what == "none":
+    wait_for_all()
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("abort") / "program.py"
+    path.write_text(PROGRAM)
+    return str(path)
+
+
+def run(program, n, what, ranks="range(9)"):
+    """Run, and check what every end must be: soon, nonzero and by our doing."""
+    result = launch(n, [sys.executable, program, what, ranks], timeout=30)
+    ended = time.time()
+    assert not result.timed_out, result.stderr
+    # From the failure on: how long the launcher needs to start depends on who else is working.
+    assert ended - float(result.stdout.split("fails at")[1].split()[0]) < 5, result.stderr
+    return result
+
+
+def said(result, text):
+    return result.stderr.count(text)
+
+
+@pytest.mark.parametrize(("n", "ranks"), [(2, "[1]"), (4, "[1, 2]")])
+def test_one_traceback_and_the_job_is_over(program, n, ranks):
+    """R97: rank, host and traceback, once; nobody hangs in a collective."""
+    result = run(program, n, "raise", ranks)
+    assert result.returncode == 1
+    assert said(result, "Traceback (most recent call last)") == 1
+    assert said(result, "ValueError: deep trouble") == 1
+    assert said(result, f"mpidist: rank {eval(ranks)[0]} of {n} on ") == 1
+
+
+def test_all_fail_alike_and_the_lowest_speaks(program):
+    result = run(program, 4, "raise")
+    assert result.returncode == 1
+    assert said(result, "Traceback (most recent call last)") == 1
+    assert said(result, "mpidist: rank 0 of 4 on ") == 1
+
+
+def test_a_thread_s_exception_counts(program):
+    result = run(program, 2, "thread", "[1]")
+    assert result.returncode == 1
+    assert said(result, "ValueError: deep trouble") == 1
+
+
+def test_raised_everywhere_is_one_line(program):
+    result = run(program, 4, "everywhere")
+    assert result.returncode == 1
+    assert said(result, "mpidist: error: the ranks disagree: about much\n") == 1
+    assert said(result, "Traceback") == 0
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_bad_input_is_one_line_and_exit_code_2(program, n):
+    result = run(program, n, "config")
+    assert result.returncode == 2
+    assert said(result, "mpidist: error: algorithm='rnig': did you mean 'ring'?\n") == 1
+    assert said(result, "Traceback") == 0
+
+
+def test_bad_input_without_a_launcher(program):
+    command = [sys.executable, program, "config", "[0]"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert result.returncode == 2
+    assert result.stderr == "mpidist: error: algorithm='rnig': did you mean 'ring'?\n"
+
+
+def test_one_rank_keeps_python_s_own_traceback(program):
+    result = run(program, 1, "raise")
+    assert result.returncode == 1
+    assert said(result, "Traceback (most recent call last)") == 1
+    assert said(result, "mpidist:") == 0
+
+
+def test_the_leader_with_the_cause_speaks_first(program):
+    """R144: ranks 0 and 1 know of rank 2's failure only by hearsay, and keep silent."""
+    result = run(program, 4, "node_once")
+    assert result.returncode == 1
+    assert said(result, "mpidist: rank 2 of 4 on ") == 1
+    assert said(result, "ValueError: deep trouble") == 1
+    assert said(result, "mpidist: error") == 0
+
+
+def test_sys_exit_of_one_rank_alone(program):
+    result = run(program, 4, "exit", "[2]")
+    assert result.returncode == 3
+    assert said(result, "mpidist: rank 2 of 4 on ") == 1
+    assert said(result, "called sys.exit(3)") == 1
+
+
+def test_sys_exit_of_all_is_an_ordinary_end(program):
+    result = run(program, 4, "exit")
+    assert result.returncode == 3
+    assert said(result, "mpidist:") == 0
+
+
+def test_interrupted_rank(program):
+    result = run(program, 2, "interrupt", "[1]")
+    assert result.returncode == 130
+    assert said(result, "\nKeyboardInterrupt\n") == 1
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_nothing_happens_when_all_is_well(program, n):
+    result = run(program, n, "none")
+    assert (result.returncode, result.stderr) == (0, "")
