@@ -10,8 +10,9 @@ EXPECTED_SKIPS = ("no GPU",)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--fail-on-skip", action="store_true",
-                     help="an unexpected skip is a failure (CI)")
+    parser.addoption(
+        "--fail-on-skip", action="store_true", help="an unexpected skip is a failure (CI)"
+    )
 
 
 @pytest.hookimpl(hookwrapper=True)

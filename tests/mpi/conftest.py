@@ -19,12 +19,12 @@ WORLD = MPI.COMM_WORLD
 HANG_SECONDS = float(os.environ.get("MPIDIST_TEST_HANG", "90"))
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     if WORLD.rank:
-        # One report is enough: the other ranks keep their terminal to themselves.
-        reporter = config.pluginmanager.getplugin("terminalreporter")
-        if reporter is not None:
-            config.pluginmanager.unregister(reporter)
+        # One report is enough. Stacks of a hang still come from every rank: they go to stderr.
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115, PTH123
 
 
 def pytest_generate_tests(metafunc):
@@ -79,13 +79,14 @@ def pytest_pyfunc_call(pyfuncitem):
         mine = ("fail", traceback.format_exc())
     everyone = WORLD.allgather(mine)
     faulthandler.cancel_dump_traceback_later()
-    failures = {r: text for r, (kind, text) in enumerate(e or ("", "") for e in everyone)
-                if kind == "fail"}
+    failures = {
+        r: text for r, (kind, text) in enumerate(e or ("", "") for e in everyone) if kind == "fail"
+    }
     if failures:
         pyfuncitem.mpi_failed = True
         first = min(failures)
         same = sorted(failures)
-        raise AssertionError(f"failed on ranks {same}; rank {first} says:\n{failures[first]}")
+        pytest.fail(f"failed on ranks {same}; rank {first} says:\n{failures[first]}", pytrace=False)
     skips = [text for e in everyone if e for kind, text in [e] if kind == "skip"]
     if skips:
         pytest.skip(skips[0])

@@ -1,0 +1,78 @@
+"""The tables of algorithms. A new one is one file and one line here.
+
+Every builder is called as ``build(size, rank, n or counts, itemsize)`` and returns the steps of
+`rank`. ``native`` is MPI's own and has no steps; ``auto`` measures (``selection``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ..errors import ConfigError, nearest
+from . import butterfly, direct, ring, tree
+
+#: A ring chunk is cut in segments of about this many bytes, so that adding one overlaps the wire.
+SEGMENT_BYTES = 256 << 10
+MAX_SEGMENTS = 16
+
+
+def segments(nbytes: int, size: int) -> int:
+    """Number of segments of one ring chunk of a vector of `nbytes`. Local."""
+    return max(1, min(MAX_SEGMENTS, nbytes // max(size, 1) // SEGMENT_BYTES))
+
+
+def _ring(size, rank, n, itemsize):
+    return ring.allreduce(size, rank, n, segments=segments(n * itemsize, size))
+
+
+def _ring_reduce_scatter(size, rank, counts, itemsize):
+    count = segments(sum(counts) * itemsize, size)
+    return ring.reduce_scatter(size, rank, counts, segments=count)
+
+
+def _ring_allgather(size, rank, counts, itemsize):
+    count = segments(sum(counts) * itemsize, size)
+    return ring.allgather(size, rank, counts, segments=count)
+
+
+def _plain(build: Callable) -> Callable:
+    return lambda size, rank, problem, itemsize: build(size, rank, problem)
+
+
+ALLREDUCE: dict[str, Callable] = {
+    "ring": _ring,
+    "tree": _plain(tree.allreduce),
+    "butterfly": lambda size, rank, n, itemsize: butterfly.butterfly(
+        size, rank, n, itemsize=itemsize
+    ),
+    "recursive_doubling": _plain(butterfly.recursive_doubling),
+    "halving_doubling": _plain(butterfly.halving_doubling),
+    "direct": _plain(direct.allreduce),
+    "naive": _plain(direct.naive),
+}
+REDUCE_SCATTER: dict[str, Callable] = {
+    "ring": _ring_reduce_scatter,
+    "direct": _plain(direct.reduce_scatter),
+}
+ALLGATHER: dict[str, Callable] = {
+    "ring": _ring_allgather,
+    "direct": _plain(direct.allgather),
+}
+#: Rooted builders take ``root`` as well.
+BROADCAST: dict[str, Callable] = {"tree": tree.broadcast, "direct": direct.broadcast}
+REDUCE: dict[str, Callable] = {"tree": tree.reduce, "direct": direct.reduce}
+GATHER: dict[str, Callable] = {"direct": direct.gather}
+SCATTER: dict[str, Callable] = {"direct": direct.scatter}
+
+#: Names that every collective takes besides those in its table.
+MEASURED, NATIVE = "auto", "native"
+
+
+def check_name(algorithm: str, table: Iterable[str], what: str = "allreduce") -> None:
+    """Raise ConfigError that lists the names, and the nearest one, for an unknown algorithm."""
+    names = [MEASURED, NATIVE, *table]
+    if algorithm not in names:
+        raise ConfigError(
+            f"unknown {what} algorithm {algorithm!r}; expected one of {', '.join(names)}"
+            + nearest(str(algorithm), names)
+        )

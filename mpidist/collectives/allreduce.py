@@ -1,0 +1,167 @@
+"""``md.allreduce``, ``md.iallreduce`` and ``md.plan``: combine an array over all ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..arrays import as_array, is_writable
+from ..context import Context, of
+from ..errors import ConfigError
+from . import algorithms
+from .plans import Plan, find
+
+
+def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None):
+    """Combine `x` over all ranks; every rank gets the same bits.
+
+    Collective over `comm`. In place unless `out` is given; returns the array that holds the result.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm
+    x : array
+        NumPy, CuPy or DLPack array of the same shape and dtype on every rank; any layout, any
+        length (also zero). float16 and bfloat16 are summed in float32 and rounded once.
+    op : str or ufunc
+        "sum", "mean", "min", "max", "prod", or a binary ufunc that keeps its dtype and is
+        associative and commutative. NaN propagates.
+    out : array, optional
+        Where the result goes; same shape and dtype as `x`, which then stays as it is.
+    algorithm : str
+        "auto" (measured once per size class), "native" (MPI's own), "ring", "tree", "butterfly",
+        "recursive_doubling", "halving_doubling", "direct", "naive".
+    weight : float, optional
+        With op="mean": the weight of this rank's array, e.g. its number of samples.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown op or algorithm, a read-only array, the mean of integers, weights that
+        add up to zero.
+    MismatchError
+        On all ranks, when they differ in shape, dtype, op, algorithm or order of calls.
+
+    Notes
+    -----
+    The cost of each algorithm stands in its module; Thakur, Rabenseifner, Gropp, "Optimization of
+    Collective Communication Operations in MPICH", IJHPCA 19(1), 2005, compares them.
+    """
+    if out is None and weight is None and type(x) is np.ndarray and x.flags.writeable:
+        # The short way, for a plan that is there already: nothing is looked up but the plan.
+        plan = of(comm).plans.get(("allreduce", op, algorithm, x.dtype, x.shape))
+        if plan is not None:
+            plan(x)
+            return x
+    target = _target(x, out)
+    context = of(comm)
+    total = _total(context, op, weight)
+    find(context, target, op, algorithm)(target, weight, total)
+    return x if out is None else out
+
+
+class Handle:
+    """An allreduce under way. `test` makes progress; `wait` returns the result."""
+
+    def __init__(self, context: Context, plan: Plan, target, result, total, weight):
+        self.context, self.plan, self.target, self.result = context, plan, target, result
+        self.total, self.done = total, False
+        self.sequence = plan._last_used = context.begin(plan.signature)
+        if context.size == 1:
+            self.done = True
+            return
+        self.work = plan.load(target, weight, fresh=not plan.in_place(target))
+        tag = context.tag(plan.signature, self.sequence)
+        self.run = plan.program.start(context.data, self.work, tag)
+
+    def test(self) -> bool:
+        """Make progress; true when the result is there. Local."""
+        if not self.done and self.run.test():
+            self.plan.store(self.target, self.work, self.total)
+            self.context.counters.add(self.plan.program.counters)
+            self.done = True
+        return self.done
+
+    def wait(self):
+        """Wait for the result and return it. Collective."""
+        self.context.wait(self.test, self.sequence)
+        return self.result
+
+
+def iallreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None) -> Handle:
+    """Begin an allreduce and return a `Handle`; `x` must not be touched until it is done.
+
+    Collective over `comm`, in the same order on all ranks. Parameters as for `allreduce`. Progress
+    happens in ``handle.test()`` and in every wait on a handle. "auto" and "native" mean the
+    butterfly here: MPI's own nonblocking allreduce is slower for long vectors, and only an own
+    schedule can be left when the ranks disagree.
+    """
+    target = _target(x, out)
+    context = of(comm)
+    total = _total(context, op, weight)
+    algorithms.check_name(algorithm, algorithms.ALLREDUCE)
+    if algorithm in (algorithms.MEASURED, algorithms.NATIVE):
+        algorithm = "butterfly"
+    plan = find(context, target, op, algorithm)
+    return Handle(context, plan, target, x if out is None else out, total, weight)
+
+
+class BoundPlan:
+    """An allreduce bound to one array: call it as often as you like. Made by `plan`."""
+
+    def __init__(self, comm, plan: Plan, x, target):
+        self.comm, self.plan, self.array, self._target = comm, plan, x, target
+        on_host = plan.staged is not None and type(target) is np.ndarray
+        self._run = plan.staged if on_host else plan
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm that runs, also where "auto" was asked for."""
+        return self.plan.algorithm
+
+    def __call__(self):
+        """Combine the bound array in place and return it. Collective over the communicator."""
+        self._run(self._target)
+        return self.array
+
+
+def plan(comm, x, op="sum", *, algorithm="auto") -> BoundPlan:
+    """Prepare an allreduce of `x` in place; calling the result runs it.
+
+    Collective over `comm`, here and at each call. Parameters and errors as for `allreduce`.
+    """
+    target = _target(x, None)
+    return BoundPlan(comm, find(of(comm), target, op, algorithm), x, target)
+
+
+def _target(x, out):
+    """Return the array that is reduced in place: `x`, or `out` after it has taken the values."""
+    x = as_array(x)
+    if out is None:
+        if not is_writable(x):
+            raise ConfigError(
+                f"array of shape {x.shape} is read-only; the result is written in place: "
+                "pass out=, or a writable copy"
+            )
+        return x
+    out = as_array(out)
+    if out.shape != x.shape or out.dtype != x.dtype:
+        raise ConfigError(
+            f"out has shape {out.shape} and dtype {out.dtype}, expected {x.shape} and {x.dtype}"
+        )
+    if not is_writable(out):
+        raise ConfigError(f"out of shape {out.shape} is read-only; pass a writable array")
+    out[...] = x
+    return out
+
+
+def _total(context: Context, op, weight) -> float | None:
+    """Sum of all ranks' weights, or None without weights. Collective when `weight` is given."""
+    if weight is None:
+        return None
+    if op != "mean":
+        raise ConfigError(f"weight={weight} needs op='mean', got op={op!r}")
+    total = np.array([weight], np.float64)
+    find(context, total, "sum", algorithms.NATIVE)(total)
+    if not total[0] > 0:
+        raise ConfigError(f"the weights of all ranks add up to {total[0]}; expected more than 0")
+    return float(total[0])

@@ -1,0 +1,113 @@
+"""Butterflies: in round k every rank exchanges with the rank whose number differs in bit k.
+
+    4 ranks    round 0   0<->1   2<->3        round 1   0<->2   1<->3
+
+recursive_doubling exchanges whole vectors: L alpha + L N beta + L N gamma. Shortest latency.
+halving_doubling (Rabenseifner) exchanges halves, quarters, ... and adds, then walks back gathering:
+2L alpha + 2(p-1)/p N beta + (p-1)/p N gamma. The bytes of the ring in log2 p rounds.
+`butterfly` picks: recursive doubling below `SHORT` bytes, halving and doubling above.
+
+p that is not a power of two: with r = p - 2^k, the first 2r ranks fold in pairs (odd gives its
+vector to even), 2^k ranks do the work, and even hands the result back: two rounds more.
+Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..partition import BlockPartition
+from .schedule import Range, Step, combine, length, recv, send
+
+#: Bytes below which `butterfly` is recursive doubling.
+SHORT = 8192
+
+
+def recursive_doubling(size: int, rank: int, n: int) -> list[Step]:
+    """Everyone exchanges everything, log2 p times."""
+    return _folded(size, rank, n, _doubling)
+
+
+def halving_doubling(size: int, rank: int, n: int) -> list[Step]:
+    """Recursive halving (reduce-scatter), then recursive doubling (allgather)."""
+    return _folded(size, rank, n, _halving)
+
+
+def butterfly(size: int, rank: int, n: int, *, itemsize: int = 4) -> list[Step]:
+    """Pick by length: `recursive_doubling` for short vectors, `halving_doubling` for long ones."""
+    if n * itemsize < SHORT or n < size:
+        return recursive_doubling(size, rank, n)
+    return halving_doubling(size, rank, n)
+
+
+def _folded(size: int, rank: int, n: int, inner: Callable) -> list[Step]:
+    """Run `inner` on the largest power of two of ranks, the others folded onto neighbours."""
+    power = 1 << (size.bit_length() - 1)
+    rest = size - power
+    whole: Range = (0, n)
+    if not rest:
+        return inner(power, rank, n, list(range(power)), n, 0)
+    if rank < 2 * rest and rank % 2:
+        last = 2 + 2 * power.bit_length()
+        return [send(0, rank - 1, whole), recv(last, rank - 1, whole)]
+    steps: list[Step] = []
+    scratch = n
+    if rank < 2 * rest:
+        slot = (n, 2 * n)
+        scratch = 2 * n
+        steps = [recv(0, rank + 1, slot), combine(0, rank, rank + 1, slot, whole)]
+    # Ranks of the inner butterfly: the even folded ones first, then the unfolded ones.
+    members = [2 * i for i in range(rest)] + list(range(2 * rest, size))
+    steps += inner(power, members.index(rank), n, members, scratch, 1)
+    if rank < 2 * rest:
+        steps.append(send(2 + 2 * power.bit_length(), rank + 1, whole))
+    return steps
+
+
+def _doubling(size: int, me: int, n: int, members: list[int], scratch: int, first: int):
+    steps: list[Step] = []
+    whole: Range = (0, n)
+    for k in range(size.bit_length() - 1):
+        other = me ^ (1 << k)
+        slot = (scratch, scratch + n)
+        scratch += n
+        steps += [
+            send(first + k, members[other], whole),
+            recv(first + k, members[other], slot),
+            combine(first + k, me, other, slot, whole),
+        ]
+    return steps
+
+
+def _halving(size: int, me: int, n: int, members: list[int], scratch: int, first: int):
+    blocks = BlockPartition(n, size)
+    levels = size.bit_length() - 1
+    low, high = 0, size
+    kept: list[tuple[int, int, int]] = []
+    steps: list[Step] = []
+    for k in range(levels):
+        distance = size >> (k + 1)
+        other = me ^ distance
+        middle = (low + high) // 2
+        mine, theirs = ((low, middle), (middle, high))
+        if me & distance:
+            mine, theirs = theirs, mine
+        away: Range = (blocks.start(theirs[0]), blocks.start(theirs[1]))
+        home: Range = (blocks.start(mine[0]), blocks.start(mine[1]))
+        slot = (scratch, scratch + length(home))
+        scratch = slot[1]
+        steps += [
+            send(first + k, members[other], away),
+            recv(first + k, members[other], slot),
+            combine(first + k, me, other, slot, home),
+        ]
+        kept.append((other, *theirs))
+        low, high = mine
+    for k, (other, start, stop) in enumerate(reversed(kept)):
+        round = first + levels + k
+        steps += [
+            send(round, members[other], (blocks.start(low), blocks.start(high))),
+            recv(round, members[other], (blocks.start(start), blocks.start(stop))),
+        ]
+        low, high = min(low, start), max(high, stop)
+    return steps

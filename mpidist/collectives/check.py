@@ -1,0 +1,170 @@
+"""The proof: run all ranks' steps symbolically and see what every element is made of.
+
+Each element carries the list of ranks whose values were added into it, in order, so a value added
+twice, forgotten, or added in another order on another rank is found. No MPI: the schedules of any
+number of ranks are proved in one process. Messages match in posting order, as MPI promises.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from ..partition import bounds_of
+from .schedule import COPY, RECV, SEND, Step, extent, length, split_messages, without_empty
+
+Value = tuple | int | None
+
+
+class ScheduleError(AssertionError):
+    """A schedule is wrong; the message says which rank, step or element."""
+
+
+def run(programs: Sequence[list[Step]], vectors: list[list[Value]]) -> list[list[Value]]:
+    """Execute all programs on symbolic vectors; returns the memories at the end.
+
+    Sends do not block; a receive waits for its message. In-order execution that ends proves that
+    the executor, which only starts steps earlier than that, ends as well.
+    """
+    n = max((len(v) for v in vectors), default=0)
+    memory = [v + [None] * (extent(p, n) - len(v)) for v, p in zip(vectors, programs, strict=True)]
+    wires: dict[tuple[int, int], deque] = {}
+    cursor = [0] * len(programs)
+    moved = True
+    while moved:
+        moved = False
+        for rank, steps in enumerate(programs):
+            while cursor[rank] < len(steps):
+                if not _execute(rank, steps[cursor[rank]], memory[rank], wires):
+                    break
+                cursor[rank] += 1
+                moved = True
+    for rank, steps in enumerate(programs):
+        if cursor[rank] < len(steps):
+            raise ScheduleError(f"rank {rank} waits for ever in {steps[cursor[rank]]}")
+    left = {pair: len(queue) for pair, queue in wires.items() if queue}
+    if left:
+        raise ScheduleError(f"messages nobody received: {left}")
+    return memory
+
+
+def _execute(rank: int, step: Step, memory: list, wires: dict) -> bool:
+    (a, b), (c, d) = step.source, step.target
+    if step.kind == SEND:
+        wires.setdefault((rank, step.peer), deque()).append(memory[a:b])
+    elif step.kind == RECV:
+        queue = wires.get((step.peer, rank))
+        if not queue:
+            return False
+        message = queue.popleft()
+        if len(message) != d - c:
+            raise ScheduleError(f"rank {rank}: {step} meets a message of {len(message)} elements")
+        memory[c:d] = message
+    elif step.kind == COPY:
+        memory[c:d] = memory[a:b]
+    else:
+        if length(step.source) != length(step.target):
+            raise ScheduleError(f"rank {rank}: {step} reduces ranges of different length")
+        for i, j in zip(range(a, b), range(c, d), strict=True):
+            pair = (memory[j], memory[i]) if step.kind == "reduce" else (memory[i], memory[j])
+            if None in pair:
+                raise ScheduleError(f"rank {rank}: {step} reads an element nobody wrote")
+            memory[j] = pair
+    return True
+
+
+def contributions(value: Value) -> list[int]:
+    """Ranks whose values were added into an element, left to right."""
+    found: list[int] = []
+    stack = [value]
+    while stack:
+        top = stack.pop()
+        if isinstance(top, tuple):
+            stack += [top[1], top[0]]
+        elif top is not None:
+            found.append(top)
+    return found
+
+
+def programs(build: Callable, size: int, *args, limit: int | None = None, **kwargs):
+    """Build the steps of all ranks as the executor sees them (empty steps gone, messages cut)."""
+    result = []
+    for rank in range(size):
+        steps = without_empty(build(size, rank, *args, **kwargs))
+        result.append(split_messages(steps, limit) if limit else steps)
+    return result
+
+
+def check_allreduce(build: Callable, size: int, n: int, **kwargs) -> None:
+    """Every element, everywhere: each rank exactly once, and the same order of additions."""
+    memory = run(programs(build, size, n, **kwargs), [[rank] * n for rank in range(size)])
+    everyone = list(range(size))
+    for element in range(n):
+        first = memory[0][element]
+        if sorted(contributions(first)) != everyone:
+            raise ScheduleError(f"element {element} on rank 0 holds {contributions(first)}")
+        for rank in range(1, size):
+            if memory[rank][element] != first:
+                raise ScheduleError(f"element {element} of rank {rank} is added in another order")
+
+
+def check_reduce_scatter(build: Callable, size: int, counts: Sequence[int], **kwargs) -> None:
+    """Block r on rank r: each rank exactly once."""
+    bounds = bounds_of(counts)
+    memory = run(programs(build, size, counts, **kwargs), [[r] * bounds[-1] for r in range(size)])
+    for rank in range(size):
+        for element in range(bounds[rank], bounds[rank + 1]):
+            if sorted(contributions(memory[rank][element])) != list(range(size)):
+                raise ScheduleError(f"element {element} of block {rank} is not the full sum")
+
+
+def check_allgather(build: Callable, size: int, counts: Sequence[int], **kwargs) -> None:
+    """Every block on every rank is its owner's."""
+    bounds = bounds_of(counts)
+    owner = [r for r in range(size) for _ in range(counts[r])]
+    memory = run(
+        programs(build, size, counts, **kwargs),
+        [[r if owner[e] == r else None for e in range(bounds[-1])] for r in range(size)],
+    )
+    for rank in range(size):
+        if memory[rank][: bounds[-1]] != owner:
+            raise ScheduleError(f"rank {rank} did not gather all blocks")
+
+
+def check_broadcast(build: Callable, size: int, n: int, root: int) -> None:
+    """Every rank ends with the root's vector."""
+    start = [[root if r == root else None] * n for r in range(size)]
+    memory = run(programs(build, size, n, root=root), start)
+    for rank in range(size):
+        if memory[rank][:n] != [root] * n:
+            raise ScheduleError(f"rank {rank} did not get the vector of rank {root}")
+
+
+def check_reduce(build: Callable, size: int, n: int, root: int) -> None:
+    """The root ends with each rank exactly once."""
+    memory = run(programs(build, size, n, root=root), [[rank] * n for rank in range(size)])
+    for element in range(n):
+        if sorted(contributions(memory[root][element])) != list(range(size)):
+            raise ScheduleError(f"element {element} on root {root} is not the full sum")
+
+
+def check_gather(build: Callable, size: int, counts: Sequence[int], root: int) -> None:
+    """The root ends with every rank's block."""
+    bounds = bounds_of(counts)
+    owner = [r for r in range(size) for _ in range(counts[r])]
+    start = [[r if owner[e] == r else None for e in range(bounds[-1])] for r in range(size)]
+    memory = run(programs(build, size, counts, root=root), start)
+    if memory[root][: bounds[-1]] != owner:
+        raise ScheduleError(f"root {root} did not gather all blocks")
+
+
+def check_scatter(build: Callable, size: int, counts: Sequence[int], root: int) -> None:
+    """Every rank ends with its block of the root's vector."""
+    bounds = bounds_of(counts)
+    whole: list[Value] = list(range(bounds[-1]))
+    start = [whole[:] if r == root else [None] * bounds[-1] for r in range(size)]
+    memory = run(programs(build, size, counts, root=root), start)
+    for rank in range(size):
+        block = slice(bounds[rank], bounds[rank + 1])
+        if memory[rank][block] != whole[block]:
+            raise ScheduleError(f"rank {rank} did not get its block")

@@ -1,0 +1,152 @@
+"""A plan: one allreduce problem (operation, dtype, shape, algorithm) made ready to run many times.
+
+Making a plan is collective: the ranks prove to each other that they begin the same operation, then
+choose, build and allocate. Running it looks nothing up. Plans live in the communicator's context,
+at most `context.MAX_PLANS` of them; the one not used for the longest time goes first.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+
+from ..arrays import copy_into, host_empty, is_device
+from ..context import MAX_PLANS, Context
+from ..mismatch import Signature
+from . import algorithms, selection
+from .executor import Program
+from .native import Blocking, Staged, can_stage
+from .reductions import Reduction, finish_mean, resolve
+
+
+class Plan:
+    """One allreduce, ready to run on any array of its shape and dtype."""
+
+    def __init__(self, context: Context, signature: Signature, reduction: Reduction, shape, name):
+        self.context, self.signature, self.reduction = context, signature, reduction
+        self.shape, self.n, self.algorithm = shape, prod(shape), name
+        self._last_used = context.sequence
+        self.staged: Staged | None = None
+        self.blocking: Blocking | None = None
+        self.program: Program | None = None
+        self._buffer: np.ndarray | None = None
+        if context.size == 1:
+            return
+        if name == algorithms.NATIVE:
+            if can_stage(reduction, self.n, context.size):
+                self.staged = Staged(context, signature, reduction, shape)
+            else:
+                self.blocking = Blocking(context, signature, reduction, self.n)
+            return
+        build = algorithms.ALLREDUCE[name]
+        steps = build(context.size, context.rank, self.n, reduction.work.itemsize)
+        self.program = Program(steps, self.n, reduction.work, reduction.ufunc)
+
+    def __call__(self, x, weight=None, total=None) -> None:
+        """Reduce `x` in place as the next operation of the communicator. Collective."""
+        if self.staged is not None and weight is None and type(x) is np.ndarray:
+            self.staged(x, total)
+            return
+        context = self.context
+        if self.staged is not None:
+            # Device arrays and weights go through a host vector; the mean is divided in there.
+            work = self.load(x, weight, fresh=True)
+            self.staged(work.reshape(self.shape), total)
+            copy_into(x, work.reshape(self.shape))
+            return
+        sequence = self._last_used = context.begin(self.signature)
+        if context.size > 1:
+            work = self.load(x, weight)
+            self.run(work, sequence)
+            self.store(x, work, total)
+
+    @property
+    def last_used(self) -> int:
+        """Number of the last operation that ran this plan."""
+        return self._last_used if self.staged is None else self.staged.last_used
+
+    def run(self, work: np.ndarray, sequence: int) -> None:
+        """Reduce the flat host vector `work` in place and wait. Collective."""
+        context = self.context
+        if self.program is not None:
+            tag = context.tag(self.signature, sequence)
+            context.wait(self.program.start(context.data, work, tag).test)
+            context.counters.add(self.program.counters)
+        elif self.blocking is not None:
+            self.blocking(work)
+            context.counters.add(self.blocking.counters)
+
+    def load(self, x, weight=None, *, fresh: bool = False) -> np.ndarray:
+        """Return `x` as a flat host vector of the work dtype: itself where it can be. Local.
+
+        C-contiguous arrays of the work dtype are used where they lie. All others are packed in C
+        order, so ranks may hold the same array in different memory orders.
+        """
+        if self.in_place(x) and not fresh:
+            work = x.reshape(-1)
+        else:
+            if fresh:
+                work = host_empty(self.n, self.reduction.work, like=x)
+            else:
+                if self._buffer is None:
+                    self._buffer = host_empty(self.n, self.reduction.work, like=x)
+                work = self._buffer
+            copy_into(work.reshape(self.shape), x)
+        if weight is not None:
+            np.multiply(work, work.dtype.type(weight), out=work)
+        return work
+
+    def in_place(self, x) -> bool:
+        """Whether `x` can be reduced where it lies: host memory, C order, the work dtype. Local."""
+        return not is_device(x) and x.flags.c_contiguous and x.dtype == self.reduction.work
+
+    def store(self, x, work: np.ndarray, total=None) -> None:
+        """Divide a mean and put the result into `x`, rounding once. Local."""
+        finish_mean(self.reduction, work, self.context.size if total is None else total)
+        if not (type(x) is np.ndarray and np.may_share_memory(x, work)):
+            copy_into(x, work.reshape(self.shape))
+
+    def close(self) -> None:
+        """Free what the plan made. Local."""
+        for part in (self.staged, self.blocking):
+            if part is not None:
+                part.close()
+        self.staged = self.blocking = None
+
+
+def find(context: Context, x, op, algorithm: str) -> Plan:
+    """Return the plan for `x`, making it when it is not there yet. Collective when made."""
+    dtype = x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
+    key = ("allreduce", op, algorithm, dtype, x.shape)
+    plan = context.plans.get(key)
+    if plan is None:
+        plan = _make(context, dtype, x.shape, op, algorithm)
+        remember(context, key, plan)
+    return plan
+
+
+def remember(context: Context, key, plan) -> None:
+    """Keep a plan; drop the one unused for the longest time when there are too many. Local."""
+    if len(context.plans) >= MAX_PLANS:
+        # Every rank has run the same operations, so every rank drops the same plan.
+        oldest = min(context.plans, key=lambda k: context.plans[k].last_used)
+        context.plans.pop(oldest).close()
+    context.plans[key] = plan
+
+
+def _make(context: Context, dtype: np.dtype, shape, op, algorithm: str) -> Plan:
+    algorithms.check_name(algorithm, algorithms.ALLREDUCE)
+    reduction = resolve(op, dtype)
+    signature = Signature(
+        "allreduce", dtype.name, f"({', '.join(map(str, shape))})", reduction.name, algorithm
+    )
+    # The plan to come is an operation of its own, so that a rank that has it already and goes
+    # straight on into it does not share a number with the ranks that still agree on it.
+    first = signature._replace(extra="first call")
+    context.begin(first)
+    context.agree(first)
+    name = algorithm
+    if algorithm == algorithms.MEASURED:
+        name = selection.choose(context, signature, reduction, shape, Plan)
+    return Plan(context, signature, reduction, shape, name)

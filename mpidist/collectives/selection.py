@@ -1,0 +1,99 @@
+"""``algorithm="auto"``: measured once per communicator and size class, then frozen.
+
+A size class is a power of two of bytes. The first call of a class times the candidates on this
+communicator, interleaved, on a vector of its own length; every rank takes the slowest rank's
+medians, so all choose alike. The table can be printed, stored in a checkpoint and put back, so
+that a resumed run adds in the same order as the one that it continues.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+from .. import events
+from ..context import Context, of
+from ..errors import ConfigError
+from ..mismatch import Signature
+from . import algorithms
+from .reductions import Reduction
+
+CANDIDATES = ("native", "ring", "butterfly")
+ROUNDS = 5
+
+#: Vectors are measured up to this size; longer ones are taken to behave alike.
+_LARGEST = 64 << 20
+
+
+def size_class(nbytes: int) -> int:
+    """Class of a vector: log2 of its bytes, rounded up; 0 for eight bytes and fewer. Local."""
+    return min(max((nbytes - 1).bit_length(), 3) if nbytes else 3, _LARGEST.bit_length() - 1)
+
+
+def table(comm: MPI.Comm) -> dict[str, dict]:
+    """Return what has been measured and chosen: class -> algorithm and microseconds. Local.
+
+    JSON-ready: ``{"1048576": {"algorithm": "ring", "us": {"native": 812.0, "ring": 640.5}}}``;
+    the key is the largest size of the class in bytes, with the number of ranks beside it.
+    """
+    return dict(_chosen(of(comm)))
+
+
+def restore(comm: MPI.Comm, saved: dict[str, dict]) -> None:
+    """Put a table back, as `table` returned it. Local; every rank must pass the same one.
+
+    Entries measured with another number of ranks are ignored: they are measured anew.
+    """
+    context = of(comm)
+    for key, entry in saved.items():
+        if entry.get("algorithm") not in (algorithms.NATIVE, *algorithms.ALLREDUCE):
+            raise ConfigError(f"selection table names unknown algorithm {entry.get('algorithm')!r}")
+        if entry.get("ranks") == context.size:
+            _chosen(context)[key] = dict(entry)
+
+
+def _chosen(context: Context) -> dict[str, dict]:
+    return context.store.setdefault("selection", {})
+
+
+def choose(context: Context, signature: Signature, reduction: Reduction, shape, make) -> str:
+    """Return the algorithm for this problem, measuring its class first if needed. Collective."""
+    if context.size == 1:
+        return "native"
+    n = int(np.prod(shape, dtype=np.int64))
+    nbytes = n * reduction.work.itemsize
+    key = str(1 << size_class(nbytes))
+    builtin = reduction.ufunc is np.add or reduction.work.kind in "iu"
+    if not builtin:
+        # MPI would call back into Python for every piece; the butterfly does the same sum in
+        # log2 p rounds without that.
+        return "butterfly"
+    chosen = _chosen(context)
+    if key not in chosen:
+        length = min(n, _LARGEST // reduction.work.itemsize)
+        times = _measure(context, signature, reduction, length, make)
+        best = min(times, key=times.__getitem__)
+        chosen[key] = {"algorithm": best, "ranks": context.size, "us": times}
+        events.emit("selection", bytes=int(key), algorithm=best, us=times)
+    return chosen[key]["algorithm"]
+
+
+def _measure(context: Context, signature: Signature, reduction, n: int, make) -> dict[str, float]:
+    probe = signature._replace(kind="selection", shape=f"({n})")
+    plans = [make(context, probe, reduction, (n,), name) for name in CANDIDATES]
+    data = np.zeros(n, reduction.work)
+    seconds = np.empty((ROUNDS + 1, len(plans)))
+    for measured in range(ROUNDS + 1):
+        for k, plan in enumerate(plans):
+            context.wait(context.control.Ibarrier().Test)
+            start = time.perf_counter()
+            plan(data)
+            seconds[measured, k] = time.perf_counter() - start
+    # The first round pays for connections and page faults.
+    medians = np.median(seconds[1:], axis=0)
+    context.wait(context.control.Iallreduce(MPI.IN_PLACE, medians, MPI.MAX).Test)
+    for plan in plans:
+        plan.close()
+    return {name: round(float(t) * 1e6, 2) for name, t in zip(CANDIDATES, medians, strict=True)}

@@ -1,0 +1,293 @@
+"""What hangs on a communicator: private duplicates, operation numbers, cached plans.
+
+One `Context` per communicator, found by an MPI attribute (a quarter of a microsecond), so users
+pass their mpi4py communicator and nothing else. It is closed by `free(comm)`, or at exit before
+MPI is finalised (MPI never runs delete callbacks for COMM_WORLD).
+
+A context also knows how to wait: `wait(test)` polls, and once it has waited longer than a moment
+it exchanges statuses with the other ranks, so that ranks in different operations find out and
+raise `MismatchError` together instead of hanging.
+"""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+from . import events
+from .abort import install_hook
+from .errors import MismatchError, ProtocolError
+from .mismatch import LEFT, STATUS_BYTES, VERDICT, WAITING, Signature, Status, conflict, encode
+from .waiting import wait_until
+
+#: Plans kept per communicator; the least recently used one is dropped (and closed) first.
+MAX_PLANS = 256
+_HISTORY = 64
+_STATUS_TAG = 1
+
+_keyval = MPI.KEYVAL_INVALID
+_open: list[Context] = []
+
+
+class Context:
+    """Everything mpidist keeps for one communicator. Made by `of`, closed by `free`."""
+
+    def __init__(self, comm: MPI.Comm):
+        self.comm = comm
+        self.rank, self.size = comm.rank, comm.size
+        self.host = socket.gethostname()
+        # Two duplicates: plans send and reduce on `data`, statuses and agreements travel on
+        # `control`. So a status can be probed with wildcards without ever catching data.
+        self.data = comm.Dup()
+        self.control = comm.Dup()
+        self.tag_limit = (self.data.Get_attr(MPI.TAG_UB) or 32767) - 1
+        self.counters = events.Counters()
+        self.plans: OrderedDict = OrderedDict()
+        self.quick: dict = {}
+        self.store: dict = {}
+        self.sequence = 0
+        self.history: list[Signature | None] = [None] * _HISTORY
+        self.failed: str | None = None
+        self.closed = self.stopped = False
+        self._current = self._told = -1
+        self._statuses: dict[int, Status] = {}
+        self._inbox = bytearray(STATUS_BYTES)
+        self._outbox: list = []
+
+    # -- operation numbers -------------------------------------------------------------
+
+    def begin(self, signature: Signature) -> int:
+        """Number the next operation; every rank's n-th call must have the same signature."""
+        if self.stopped:
+            if self.failed:
+                raise MismatchError(f"this communicator failed earlier: {self.failed}")
+            raise ProtocolError("the context of this communicator was freed by md.free(comm)")
+        self.sequence = sequence = self.sequence + 1
+        self.history[sequence % _HISTORY] = signature
+        return sequence
+
+    def tag(self, signature: Signature, sequence: int) -> int:
+        """Message tag of one operation: a rank in another operation never matches it."""
+        return (signature.key ^ (sequence * 0x9E3779B97F4A7C15)) % self.tag_limit
+
+    # -- waiting -----------------------------------------------------------------------
+
+    def wait(self, test: Callable[[], bool], sequence: int | None = None) -> None:
+        """Poll `test` until true; raise MismatchError when the ranks turn out to disagree.
+
+        `sequence` is the number of the operation waited for: the newest one by default, an older
+        one for a nonblocking operation that others have been begun after.
+        """
+        self._current = self.sequence if sequence is None else sequence
+        wait_until(test, self.look_around)
+
+    def look_around(self, waited: float) -> None:
+        """Exchange statuses with the other ranks and raise on a conflict. Local, no blocking."""
+        if self._told != self._current:
+            self._told = self._current
+            events.emit("waiting", sequence=self._current, seconds=round(waited, 2))
+            self._tell(self._status(WAITING))
+        self._listen()
+        conflicting = self._conflicting()
+        if conflicting:
+            # Give the ranks that have not spoken yet a moment, so that the message names all.
+            if len(self._statuses) < self.size - 1 and waited < 2.5:
+                return
+            self.fail(conflict(conflicting) or "the ranks disagree")
+
+    def disagree(self) -> None:
+        """Raise MismatchError: the data showed that the ranks were in different operations."""
+        self._current = self._told = self.sequence
+        self._tell(self._status(WAITING))
+        waited = 0.0
+
+        def everyone_spoke() -> bool:
+            self._listen()
+            current = [s for s in self._statuses.values() if s.sequence >= self.sequence]
+            return len(current) == self.size - 1
+
+        def give_up(seconds: float) -> None:
+            nonlocal waited
+            waited = seconds
+            if seconds > 2.0:
+                raise TimeoutError
+
+        try:
+            wait_until(everyone_spoke, give_up)
+        except TimeoutError:
+            events.emit("mismatch", waited=waited, heard=sorted(self._statuses))
+        statuses = [*self._statuses.values(), self._status(WAITING)]
+        same = [s for s in statuses if s.state != WAITING or s.sequence == self.sequence]
+        mine = self.history[self.sequence % _HISTORY]
+        text = conflict(same) or f"operation #{self.sequence}: other ranks are not in {mine.text()}"
+        self.fail(text)
+
+    def fail(self, text: str) -> None:
+        """Mark the communicator as failed, tell all ranks, raise MismatchError. Local."""
+        self.failed, self.stopped = text, True
+        self._tell(Status(self.rank, VERDICT, self.sequence, text, "", ""))
+        events.emit("mismatch", message=text)
+        raise MismatchError(text)
+
+    def _status(self, state: int) -> Status:
+        number = self.sequence if state == LEFT else self._current
+        signature = self.history[number % _HISTORY]
+        text = encode(signature) if signature is not None else ""
+        return Status(self.rank, state, number, text, self.host, call_site())
+
+    def _tell(self, status: Status) -> None:
+        data = status.pack()
+        self._outbox = [pair for pair in self._outbox if not pair[0].Test()]
+        for rank in range(self.size):
+            if rank != self.rank:
+                request = self.control.Isend([data, MPI.BYTE], rank, _STATUS_TAG)
+                self._outbox.append((request, data))
+
+    def _listen(self) -> None:
+        while self.control.Iprobe(MPI.ANY_SOURCE, _STATUS_TAG):
+            self.control.Recv([self._inbox, MPI.BYTE], MPI.ANY_SOURCE, _STATUS_TAG)
+            status = Status.unpack(self._inbox)
+            if status.state == VERDICT:
+                self.failed, self.stopped = status.signature, True
+                raise MismatchError(status.signature)
+            self._statuses[status.rank] = status
+
+    def _conflicting(self) -> list[Status]:
+        """Statuses (mine included) of the first operation number on which ranks disagree."""
+        for other in self._statuses.values():
+            if other.state == LEFT:
+                if other.sequence < self._current:
+                    return [*self._statuses.values(), self._status(WAITING)]
+                continue
+            if not self.sequence - _HISTORY < other.sequence <= self.sequence:
+                continue
+            mine = self.history[other.sequence % _HISTORY]
+            if mine is not None and encode(mine) != other.signature:
+                number = other.sequence
+                group = [
+                    s for s in self._statuses.values() if s.sequence == number and s.state != LEFT
+                ]
+                site = call_site() if number == self._current else ""
+                group.append(Status(self.rank, WAITING, number, encode(mine), self.host, site))
+                return group
+        return []
+
+    # -- agreement ---------------------------------------------------------------------
+
+    def agree(self, signature: Signature) -> None:
+        """Prove that all ranks begin the same new operation. Collective, polled.
+
+        One small nonblocking allreduce of (key, -key): equal on all ranks only when both
+        maxima belong to one key. Runs when a plan is made, never when it is re-used.
+        """
+        if self.size == 1:
+            return
+        key = signature.key
+        values = np.array([key, -key], dtype=np.int64)
+        request = self.control.Iallreduce(MPI.IN_PLACE, [values, MPI.INT64_T], MPI.MAX)
+        self.wait(request.Test)
+        if values[0] != key or values[1] != -key:
+            self.disagree()
+
+    # -- end ---------------------------------------------------------------------------
+
+    def close(self, *, at_exit: bool = False) -> None:
+        """Wait for the other ranks, then free what was made. Collective; idempotent.
+
+        A rank that leaves early tells the ranks that still wait for it, so that they raise
+        MismatchError instead of waiting for ever.
+        """
+        if self.closed:
+            return
+        self.closed = self.stopped = True
+        if self in _open:
+            _open.remove(self)
+        for plan in self.plans.values():
+            plan.close()
+        for item in self.store.values():
+            if hasattr(item, "close"):
+                item.close()
+        self.plans.clear()
+        self.quick.clear()
+        self.store.clear()
+        if self.failed or not self._goodbye():
+            return
+        self.data.Free()
+        self.control.Free()
+
+    def _goodbye(self) -> bool:
+        if self.size == 1:
+            return True
+        request = self.control.Ibarrier()
+        answered: set[int] = set()
+
+        def answer(_seconds: float) -> None:
+            self._listen()
+            for other in self._statuses.values():
+                if other.sequence > self.sequence and other.rank not in answered:
+                    answered.add(other.rank)
+                    self._tell(self._status(LEFT))
+
+        try:
+            wait_until(request.Test, answer, patience=0.2)
+        except MismatchError:
+            return False
+        return True
+
+
+def call_site() -> str:
+    """File and line of the user's code that is inside mpidist now, as ``train.py:31``. Local."""
+    package = str(Path(__file__).parent)
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(package):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
+
+
+def of(comm: MPI.Comm) -> Context:
+    """Return the context of `comm`, made on first use. Collective over `comm` on first use."""
+    if _keyval != MPI.KEYVAL_INVALID:
+        context = comm.Get_attr(_keyval)
+        if context is not None:
+            return context
+    return _make(comm)
+
+
+def _make(comm: MPI.Comm) -> Context:
+    global _keyval
+    if _keyval == MPI.KEYVAL_INVALID:
+        _keyval = MPI.Comm.Create_keyval()
+        # Registered after mpi4py's own exit handler was, so it runs before MPI is finalised.
+        atexit.register(_close_all)
+    install_hook(comm)
+    context = Context(comm)
+    comm.Set_attr(_keyval, context)
+    _open.append(context)
+    return context
+
+
+def free(comm: MPI.Comm) -> None:
+    """Free everything mpidist keeps for `comm`. Collective over `comm`; a second call does nothing.
+
+    Needed only for communicators that come and go; what is left is freed at exit.
+    """
+    if _keyval == MPI.KEYVAL_INVALID:
+        return
+    context = comm.Get_attr(_keyval)
+    if context is not None:
+        context.close()
+        comm.Delete_attr(_keyval)
+
+
+def _close_all() -> None:
+    if MPI.Is_finalized():
+        return
+    for context in list(_open):
+        context.close(at_exit=True)

@@ -1,0 +1,139 @@
+"""Every schedule is proved for every p up to 64 (R33, R38, R74, R76, R78, R123)."""
+
+import pytest
+
+from mpidist.collectives import butterfly, check, direct, ring, tree
+from mpidist.collectives.schedule import SEND, length, split_messages
+from mpidist.partition import BlockPartition
+
+ALLREDUCE = {
+    "ring": ring.allreduce,
+    "ring_segmented": lambda p, r, n: ring.allreduce(p, r, n, segments=3),
+    "tree": tree.allreduce,
+    "recursive_doubling": butterfly.recursive_doubling,
+    "halving_doubling": butterfly.halving_doubling,
+    "direct": direct.allreduce,
+    "naive": direct.naive,
+}
+
+
+def uneven(p):
+    """Blocks of very different length, some empty."""
+    return [(3 * r) % 5 for r in range(p)]
+
+
+@pytest.mark.parametrize("name", ALLREDUCE)
+def test_allreduce_is_proved(name):
+    for p in range(1, 65):
+        for n in {0, 1, p - 1, p, p + 1, 2 * p + 3} if p < 17 else {1, p - 1, p + 1}:
+            check.check_allreduce(ALLREDUCE[name], p, n)
+
+
+@pytest.mark.parametrize("name", ALLREDUCE)
+def test_cut_messages_are_proved(name):
+    for p in (2, 3, 5, 8):
+        check.check_allreduce(ALLREDUCE[name], p, 23, limit=2)
+
+
+@pytest.mark.parametrize("build", [ring.reduce_scatter, direct.reduce_scatter])
+def test_reduce_scatter_is_proved(build):
+    for p in range(1, 65):
+        check.check_reduce_scatter(build, p, uneven(p))
+
+
+@pytest.mark.parametrize("build", [ring.allgather, direct.allgather])
+def test_allgather_is_proved(build):
+    for p in range(1, 65):
+        check.check_allgather(build, p, uneven(p))
+
+
+def test_rooted_are_proved():
+    for p in range(1, 65):
+        for root in {0, 1 % p, p // 2, p - 1}:
+            check.check_broadcast(tree.broadcast, p, 3, root)
+            check.check_broadcast(direct.broadcast, p, 3, root)
+            check.check_reduce(tree.reduce, p, 3, root)
+            check.check_reduce(direct.reduce, p, 3, root)
+            check.check_gather(direct.gather, p, uneven(p), root)
+            check.check_scatter(direct.scatter, p, uneven(p), root)
+
+
+def sent(build, p, n):
+    """(messages, elements) that each rank sends."""
+    steps = [[s for s in program if s.kind == SEND] for program in check.programs(build, p, n)]
+    return [len(s) for s in steps], [sum(length(x.source) for x in s) for s in steps]
+
+
+def test_counts_equal_the_formulas():
+    """R38: 2(p-1) messages and 2(p-1)/p N per rank; R123: k(k-1) G against 2(k-1) G in total."""
+    for p in range(2, 65):
+        n = 4 * p
+        messages, elements = sent(ring.allreduce, p, n)
+        assert messages == [2 * (p - 1)] * p
+        assert elements == [2 * (p - 1) * n // p] * p
+        assert sum(sent(direct.allreduce, p, n)[1]) == p * (p - 1) * n
+        assert sum(sent(ring.allreduce, p, n)[1]) == 2 * (p - 1) * n
+        assert sum(sent(tree.allreduce, p, n)[1]) == 2 * (p - 1) * n
+        assert sum(sent(direct.naive, p, n)[1]) == 2 * (p - 1) * n
+    for k in range(1, 7):
+        p = 1 << k
+        n = 4 * p
+        assert sent(butterfly.recursive_doubling, p, n) == ([k] * p, [k * n] * p)
+        messages, elements = sent(butterfly.halving_doubling, p, n)
+        assert messages == [2 * k] * p
+        assert elements == [2 * (p - 1) * n // p] * p
+
+
+def test_tree_depth_is_logarithmic():
+    for p in range(2, 65):
+        last = max(s.round for r in range(p) for s in tree.allreduce(p, r, 8))
+        assert last + 1 == 2 * tree.rounds(p)
+
+
+def test_butterfly_picks_by_length():
+    p = 8
+    short, long = (butterfly.butterfly(p, 0, n, itemsize=4) for n in (16, 1 << 20))
+    assert short == butterfly.recursive_doubling(p, 0, 16)
+    assert long == butterfly.halving_doubling(p, 0, 1 << 20)
+
+
+def test_the_checker_finds_mistakes():
+    def twice(p, r, n):
+        return ring.allreduce(p, r, n) + direct.allreduce(p, r, n)
+
+    def forgets(p, r, n):
+        return [s for s in ring.allreduce(p, r, n) if s.round > 0]
+
+    def hangs(p, r, n):
+        return [s for s in ring.allreduce(p, r, n) if s.kind != SEND or r]
+
+    def unread(p, r, n):
+        return [s for s in tree.allreduce(p, r, n) if s.kind != "recv"]
+
+    for wrong in (twice, forgets, hangs, unread):
+        with pytest.raises(check.ScheduleError):
+            check.check_allreduce(wrong, 4, 8)
+
+
+def test_different_order_of_addition_is_found():
+    def each_its_own(p, r, n):
+        steps = direct.allreduce(p, r, n)
+        return [s._replace(kind="reduce_left") if s.kind == "reduce" and r else s for s in steps]
+
+    with pytest.raises(check.ScheduleError, match="another order"):
+        check.check_allreduce(each_its_own, 3, 2)
+
+
+def test_split_keeps_pairs_together():
+    for p in (2, 4):
+        programs = [split_messages(ring.allreduce(p, r, 40), 3) for r in range(p)]
+        assert all(length(s.source) <= 3 for prog in programs for s in prog if s.kind == SEND)
+
+
+def test_blocks_cover():
+    for p in range(1, 40):
+        for n in (0, 1, p - 1, p, p + 1, 97):
+            blocks = BlockPartition(n, p)
+            assert sum(blocks.counts()) == n
+            assert max(blocks.counts()) - min(blocks.counts()) <= 1
+            assert all(blocks.start(blocks.owner(e)) <= e for e in range(n))
