@@ -1,0 +1,182 @@
+"""Every system call that changes the disk, and the opening of files that nobody vouches for.
+
+The writer calls these functions and no others, so that a test can kill the process, or refuse,
+at each single one. Folders are held open and everything below is named relative to them, without
+following links: a folder swapped for a link in between is not entered.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+#: One read or write, one checksum. Lowered by tests; readers take it from the manifest.
+BLOCK = 4 << 20
+
+#: The functions that change something, in the order a save uses them.
+CHANGES = (
+    "make_root",
+    "make_folder",
+    "create",
+    "lock",
+    "write_at",
+    "sync",
+    "rename",
+    "remove_file",
+    "remove_folder",
+)
+
+
+# ---------------------------------------------------------------------------------- changing
+
+
+def make_root(path: str) -> None:
+    """Make the store's own folder, and those above it, where missing. Local."""
+    Path(path).mkdir(parents=True, exist_ok=True)
+
+
+def make_folder(name: str, root: int) -> None:
+    """Make a folder that must not exist yet. Local."""
+    os.mkdir(name, dir_fd=root)
+
+
+def create(name: str, folder: int) -> int:
+    """Create a file that must not exist yet and return its descriptor. Local."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(name, flags, 0o666, dir_fd=folder)
+
+
+def lock(descriptor: int) -> bool:
+    """Lock a file until it is closed or its process ends; False where another holds it. Local."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def write_at(descriptor: int, data, offset: int) -> None:
+    """Write all of `data` at `offset`. Local. Raises OSError, also when the disk is full."""
+    view = memoryview(data).cast("B")
+    while len(view):
+        written = os.pwrite(descriptor, view, offset)
+        if written == 0:
+            raise OSError(errno.ENOSPC, "the file system takes no more bytes")
+        view, offset = view[written:], offset + written
+
+
+def sync(descriptor: int) -> None:
+    """Wait until a file's bytes, or a folder's names, are on stable storage. Local."""
+    os.fsync(descriptor)
+
+
+def rename(old: str, new: str, folder: int) -> None:
+    """Rename within one folder. Local. A folder is never put over one that has entries."""
+    os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def remove_file(name: str, folder: int) -> None:
+    """Remove a file. Local. One that is gone already is no error."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        return
+
+
+def remove_folder(name: str, root: int) -> bool:
+    """Remove an empty folder. Local. False where something is left in it."""
+    try:
+        os.rmdir(name, dir_fd=root)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    return True
+
+
+# ----------------------------------------------------------------------------------- reading
+
+
+@contextmanager
+def folder(name: str, root: int | None = None) -> Iterator[int]:
+    """Hold a folder open. Local. Below `root` a link in its place is refused."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    descriptor = os.open(name, flags | (0 if root is None else os.O_NOFOLLOW), dir_fd=root)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def open_regular(name: str, where: int) -> tuple[int, int]:
+    """Open a file for reading and return (descriptor, size). Local.
+
+    Raises OSError for links and for everything that is not a regular file. O_NONBLOCK, because
+    opening a FIFO would wait for a writer that never comes.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(name, flags, dir_fd=where)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", name)
+    return descriptor, found.st_size
+
+
+def open_for_lock(name: str, where: int) -> int:
+    """Open a file that is there, so that it can be locked. Local. NFS wants it writable."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.open(name, flags, dir_fd=where)
+
+
+def read_at(descriptor: int, view: memoryview, offset: int) -> int:
+    """Fill `view` from `offset` on and return the bytes read, fewer only at the end. Local."""
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def read_small(name: str, where: int, limit: int) -> bytes:
+    """Return a whole regular file of at most `limit` bytes. Local."""
+    descriptor, size = open_regular(name, where)
+    try:
+        if size > limit:
+            raise OSError(errno.EFBIG, f"{size} bytes, at most {limit} are allowed", name)
+        buffer = bytearray(size)
+        return bytes(buffer[: read_at(descriptor, memoryview(buffer), 0)])
+    finally:
+        os.close(descriptor)
+
+
+def names(where: int) -> list[str]:
+    """Return the names in an open folder, sorted. Local."""
+    return sorted(os.listdir(where))
+
+
+def is_folder(name: str, root: int) -> bool:
+    """Whether `name` is a real folder, not a link to one. Local."""
+    try:
+        return stat.S_ISDIR(os.stat(name, dir_fd=root, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
+
+
+def close(descriptor: int) -> None:
+    """Close a descriptor. Local."""
+    os.close(descriptor)
+
+
+def size(descriptor: int) -> int:
+    """Return the size of an open file in bytes. Local."""
+    return os.fstat(descriptor).st_size

@@ -1,0 +1,124 @@
+"""What may be removed from a store: old steps of ours, and what dead saves left behind.
+
+Only names that a save makes are touched, only inside folders that a save names, never through a
+link, and a folder that holds anything else stays. Removing begins with the manifest: without it
+the rest is no checkpoint any more, so an interrupted removal is not a damaged one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+from contextlib import suppress
+
+from mpidist.checkpoint import files, steps
+from mpidist.checkpoint.manifest import NAME, Damaged
+from mpidist.checkpoint.steps import Entry
+
+OWNER = "OWNER"
+_OURS = re.compile(r"shard-[0-9]{5}\.h5|MANIFEST\.json|OWNER", re.ASCII)
+_TEMPORARY = re.compile(r"\.tmp-step-[0-9]{12}-[0-9a-f]{16}", re.ASCII)
+
+#: A temporary folder that looks abandoned, but may be of another host, is left alone this long.
+PATIENCE_SECONDS = 3600.0
+
+
+def temporary_name(step: int) -> str:
+    """Return a new name for the folder of a save that is under way. Local."""
+    return f".tmp-step-{step:012d}-{secrets.token_hex(8)}"
+
+
+def claim(folder: int) -> int:
+    """Mark an open temporary folder as owned by this process, until the descriptor is closed.
+
+    Local. The lock ends with the process, whatever ends it.
+    """
+    descriptor = files.create(OWNER, folder)
+    try:
+        with suppress(OSError):  # a file system without locks: then age alone tells
+            files.lock(descriptor)
+        files.write_at(descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode(), 0)
+    except BaseException:
+        files.close(descriptor)
+        raise
+    return descriptor
+
+
+def remove(name: str, root: int) -> bool:
+    """Remove a folder of ours; False where something foreign keeps it. Local."""
+    with files.folder(name, root) as folder:
+        ours = [entry for entry in files.names(folder) if _OURS.fullmatch(entry)]
+        for entry in sorted(ours, key=lambda entry: (entry != NAME, entry == OWNER, entry)):
+            files.remove_file(entry, folder)
+    return files.remove_folder(name, root)
+
+
+def remove_dead(root: int) -> list[str]:
+    """Remove temporary folders whose save has died; return their names. Local."""
+    removed = []
+    for name in files.names(root):
+        if _TEMPORARY.fullmatch(name) and files.is_folder(name, root):
+            try:
+                if _is_dead(name, root) and remove(name, root):
+                    removed.append(name)
+            except OSError:
+                continue  # someone else is removing it, or it is not ours to remove
+    return removed
+
+
+def _is_dead(name: str, root: int) -> bool:
+    """Whether nobody is writing into a temporary folder any more.
+
+    The lock tells. But some cluster file systems keep locks to one host, so the lock of another
+    host's owner, and a folder that has no owner yet, must in addition be old, by the clock of
+    the file system itself.
+    """
+    with files.folder(name, root) as folder:
+        try:
+            descriptor = files.open_for_lock(OWNER, folder)
+        except FileNotFoundError:
+            return _age(folder, root) > PATIENCE_SECONDS
+        try:
+            if not files.lock(descriptor):
+                return False
+            host = os.pread(descriptor, 300, 0).split()[:1]
+            mine = host == [socket.gethostname().encode()]
+            return mine or _age(folder, root) > PATIENCE_SECONDS
+        finally:
+            files.close(descriptor)
+
+
+def _age(folder: int, root: int) -> float:
+    """Seconds between the last change of a folder and the last change of the store."""
+    return os.fstat(root).st_mtime - os.fstat(folder).st_mtime
+
+
+def remove_old(path: str, root: int, keep: int | None, saved: Entry, bad: set[Entry]) -> None:
+    """Remove steps older than the newest `keep` good ones. Local.
+
+    What was just saved always stays, so the last good checkpoint is never removed. A step known
+    as damaged (in `bad`, or by its manifest and file sizes) does not count as kept, and goes
+    when it is older than all that are.
+    """
+    entries = steps.folders(root)
+    for entry in entries:
+        if entry.step == saved.step and entry.generation < saved.generation:
+            remove(entry.name, root)
+    if keep is None:
+        return
+    entries = [entry for entry in entries if entry.step != saved.step]
+    good = [entry for entry in entries if entry not in bad and _looks_good(path, entry)]
+    kept = [saved, *good[: keep - 1]]
+    for entry in entries:
+        if entry not in kept and (entry in good or entry < min(kept)):
+            remove(entry.name, root)
+
+
+def _looks_good(path: str, entry: Entry) -> bool:
+    try:
+        steps.read_manifest(path, entry)
+    except Damaged:
+        return False
+    return True

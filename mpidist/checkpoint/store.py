@@ -1,0 +1,229 @@
+"""`CheckpointStore`: save and restore the state of a job, on any number of ranks.
+
+A thin face: `save.py` is how a step is written and committed, `restore.py` how the newest good
+one is found and read, `load.py` the same without MPI.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from mpidist import events
+from mpidist.checkpoint import load, steps
+from mpidist.checkpoint.restore import restore
+from mpidist.checkpoint.save import Save
+from mpidist.checkpoint.steps import MAX_STEP, Entry
+from mpidist.checkpoint.together import together
+from mpidist.errors import CheckpointError, ConfigError, ProtocolError
+
+
+class CheckpointStore:
+    """Checkpoints of one job in one folder. Collective over `comm`.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm
+        Its ranks save and restore together; duplicated, so the store's messages are its own.
+    path : path-like
+        Folder that all ranks can reach; made at the first save. The same on all ranks.
+    keep : int or None
+        How many good steps to keep; None keeps all.
+
+    Notes
+    -----
+    Every method is called by all ranks, and what goes wrong on one is raised on all. Use it with
+    ``with``, or call `close`.
+    """
+
+    def __init__(self, comm, path, keep: int | None = 3):
+        self.path = str(Path(path).absolute())
+        if keep is not None and (not _is_integer(keep) or keep < 1):
+            raise ConfigError(f"keep={keep!r}; expected a number of steps of 1 or more, or None")
+        self.keep = keep
+        self._comm = comm.Dup()
+        self._pending: tuple[Save, threading.Thread] | None = None
+        self._bad: set[Entry] = set()
+
+    def save(self, step: int, state: Mapping) -> None:
+        """Save `state` as `step` and return when it is committed. Collective.
+
+        Parameters
+        ----------
+        step : int
+            The same on all ranks. Saving a step again replaces it, without a moment in which
+            neither is there.
+        state : dict
+            Nested dicts with string keys. Arrays are replicated state: equal on the ranks that
+            have them, written once. `Shard`s are pieces, which must tile their global array.
+            JSON values (extras) must be equal on the ranks that have them.
+
+        Raises
+        ------
+        CheckpointError
+            When a rank cannot write (a full disk, ...), or shards overlap or leave a hole.
+            Nothing of the step remains, earlier steps are as they were.
+        MismatchError
+            When the ranks disagree on the step, a name, a shape, a dtype or an extra.
+        ConfigError
+            When a leaf cannot be saved.
+        """
+        with events.span("checkpoint.save"):
+            self._start(step, state, copy=False)[0].write()
+            self._finish()
+
+    def save_async(self, step: int, state: Mapping) -> None:
+        """Copy what this rank writes of `state`, write it in the background. Collective.
+
+        The state may be changed when this returns. The step is committed by the next `save`,
+        `save_async`, `restore`, `wait` or `close`, which also raises what went wrong; a job that
+        ends before has not saved it. The background thread makes no MPI calls.
+        """
+        with events.span("checkpoint.save_async"):
+            self._start(step, state, copy=True)[1].start()
+
+    def restore(self, like: Mapping | None = None, step: int | None = None):
+        """Return (step, state) of a step, by default the newest good one. Collective.
+
+        Parameters
+        ----------
+        like : dict, optional
+            A state of this model on these ranks, in any layout: its arrays, and those of its
+            `Shard`s, are filled in place and returned in new dicts, with the extras that were
+            saved. Extras that the checkpoint does not have keep their value. None gives every
+            rank every array whole.
+        step : int, optional
+            None takes the newest step that every rank can read; damaged ones are passed over,
+            which is said once on stderr.
+
+        Raises
+        ------
+        NoCheckpoint
+            When there is none, or none that is good; `like` is then unchanged.
+        CheckpointError
+            When `step` was given and is damaged, or `like` is of another model: the message
+            names what differs.
+        """
+        self._finish()
+        self._agree(self._step(step) if step is not None else None)
+        with events.span("checkpoint.restore"):
+            return restore(self._comm, self.path, like, step, self._bad)
+
+    def latest_step(self) -> int | None:
+        """Return the newest committed step, or None; its data are not checked. Collective."""
+        found = self.all_steps()
+        return found[-1] if found else None
+
+    def all_steps(self) -> list[int]:
+        """Return the committed steps, ascending. Collective. A save under way is not among them."""
+        self._check_open()
+        return together(self._comm, "all_steps", lambda: None, lambda _: steps.all_steps(self.path))
+
+    def verify(self, step: int | None = None) -> int:
+        """Check every byte of a step, by default the newest. Collective.
+
+        Each rank reads some of the files. Returns the bytes looked at; raises CheckpointError
+        that names the damage, NoCheckpoint where there is no such step.
+        """
+        self._check_open()
+        comm = self._comm
+        self._agree(self._step(step) if step is not None else None)
+        entry = together(
+            comm, "verify", lambda: None, lambda _: steps.candidates(self.path, step)[0]
+        )
+
+        def total(answers: list) -> int:
+            found = list(dict.fromkeys(text for damages, _ in answers for text in damages))
+            if found:
+                raise CheckpointError(f"{self.path}/{entry.name} is damaged: {'; '.join(found)}")
+            return sum(count for _, count in answers)
+
+        return together(
+            comm, "verify", lambda: load.damages(self.path, entry, comm.rank, comm.size), total
+        )
+
+    def wait(self) -> None:
+        """Commit the save that is under way, if there is one. Collective."""
+        self._finish()
+
+    def close(self) -> None:
+        """Commit the save that is under way and free the communicator. Collective.
+
+        A second call does nothing.
+        """
+        if self._comm is None:
+            return
+        try:
+            self._finish()
+        finally:
+            self._comm.Free()
+            self._comm = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        if kind is None:
+            self.close()
+        else:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Leave without a word to the other ranks: an exception may be on this rank alone.
+
+        The communicator is not freed, since that would wait for them; the save under way is not
+        committed.
+        """
+        if self._pending is not None:
+            save, thread = self._pending
+            self._pending = None
+            thread.join()
+            save.abandon()
+        self._comm = None
+
+    def _start(self, step, state: Mapping, copy: bool) -> tuple[Save, threading.Thread]:
+        self._finish()
+        self._agree(self._step(step))
+        save = Save(self._comm, self.path, operator.index(step), state, copy)
+        # Not a daemon: a process that ends while it writes waits for it, instead of tearing down
+        # the interpreter under it.
+        self._pending = (save, threading.Thread(target=save.write, name="mpidist-save"))
+        return self._pending
+
+    def _finish(self) -> None:
+        self._check_open()
+        if self._pending is not None:
+            save, thread = self._pending
+            self._pending = None
+            if thread.ident is not None:
+                thread.join()
+            save.finish(self.keep, self._bad)
+
+    def _step(self, step) -> Exception | None:
+        """Return what is wrong with a step number, or None."""
+        if _is_integer(step) and 0 <= step <= MAX_STEP:
+            return None
+        return ConfigError(f"step={step!r}; expected an integer from 0 to {MAX_STEP}")
+
+    def _agree(self, problem: Exception | None) -> None:
+        def local():
+            if problem is not None:
+                raise problem
+
+        together(self._comm, "checkpoint", local)
+
+    def _check_open(self) -> None:
+        if self._comm is None:
+            raise ProtocolError(f"the checkpoint store of {self.path} is closed")
+
+
+def _is_integer(value) -> bool:
+    if isinstance(value, bool):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
