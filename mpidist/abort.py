@@ -94,7 +94,9 @@ def _end_job(error: BaseException, show_traceback) -> None:
         if world.size > 1 and _others_speak(world.rank, error):
             time.sleep(10 * HOLD_BACK)  # the launcher ends us in the midst of this
             _abort(code)
-        if speaks_in_one_line(error):
+        if getattr(error, "quiet", False):
+            pass  # another process of this launch says the same
+        elif speaks_in_one_line(error):
             print(one_line(error), file=sys.stderr)
         else:
             if world.size > 1:
