@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,7 +19,12 @@ from ..errors import ConfigError
 from .process import Finished, Started
 
 #: The shell reaps orphans while it waits for cat, which a bare cat as first process would not.
-_FIRST = "mount -t tmpfs tmpfs /dev/shm && echo ready; cat >/dev/null; exit 0"
+#: It kills before it removes, since a daemon would go on writing into the folder.
+_FIRST = """mount -t tmpfs tmpfs /dev/shm && echo ready
+cat >/dev/null
+kill -9 -1
+rm -rf "$0"
+"""
 
 
 def missing(programs: Sequence[str], packages: str) -> str | None:
@@ -42,9 +47,12 @@ class Box:
     """
 
     def __init__(self, *, network: bool = False):
+        #: Short, since the path of a Unix socket ends at 107 bytes; gone with the box.
+        self.folder = Path(tempfile.mkdtemp(prefix="onebox-"))
         kinds = ["--pid", "--mount", "--ipc", *(["--net"] if network else [])]
+        unshare = ["unshare", *kinds, "--fork", "--kill-child", "--mount-proc"]
         self._unshare = subprocess.Popen(
-            ["unshare", *kinds, "--fork", "--kill-child", "--mount-proc", "sh", "-c", _FIRST],
+            [*unshare, "sh", "-c", _FIRST, str(self.folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -52,6 +60,7 @@ class Box:
         )
         if self._unshare.stdout.readline() != b"ready\n":  # type: ignore[union-attr]
             said = self._unshare.communicate()[1].decode(errors="replace").strip()
+            shutil.rmtree(self.folder, ignore_errors=True)
             raise ConfigError(f"this machine gives no namespaces: {said}")
         pid = self._unshare.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -78,16 +87,15 @@ class Box:
 
     def close(self) -> None:
         """End all processes of the box and free what it holds. Local."""
-        if self._unshare.poll() is None:
-            self._unshare.kill()
-        self._unshare.wait()
         for stream in (self._unshare.stdin, self._unshare.stdout, self._unshare.stderr):
-            if stream is not None and not stream.closed:
-                stream.close()
-        # --kill-child sends the signal; the namespace is empty when its first process is gone.
-        deadline = time.monotonic() + 10
-        while Path(f"/proc/{self._first}").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+            stream.close()  # type: ignore[union-attr]
+        # The end of its input ends the first process; unshare then has seen the namespace empty.
+        try:
+            self._unshare.wait(10)
+        except subprocess.TimeoutExpired:
+            self._unshare.kill()
+            self._unshare.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> Box:
         return self

@@ -18,10 +18,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -47,10 +45,10 @@ exec ip netns exec h$n unshare --uts --ipc --mount sh -c \
 class ShapedNetwork:
     """Hosts 1, 2, ... behind links of one speed; made by `shaped_network`. All methods local."""
 
-    def __init__(self, box: Box, hosts: int, folder: Path):
+    def __init__(self, box: Box, hosts: int):
         self.box = box
         self.hosts = hosts
-        self._agent = folder / "agent"
+        self._agent = box.folder / "agent"
         self._agent.write_text(_AGENT)
         self._agent.chmod(0o755)
 
@@ -158,17 +156,14 @@ def shaped_network(
     """
     if reason := unavailable():
         raise ConfigError(f"no shaped network on this machine: {reason}")
-    with contextlib.ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="onebox-"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        box = stack.enter_context(Box(network=True))
+    with Box(network=True) as box:
         made = box.run(["sh", "-ec", _wiring(hosts, rate, burst)])
         if made.returncode:
             raise ConfigError(
                 f"no shaped network on this machine: {made.stderr.strip()} "
                 "(needs veth, bridge and sch_tbf in the kernel)"
             )
-        yield ShapedNetwork(box, hosts, folder)
+        yield ShapedNetwork(box, hosts)
 
 
 def _wiring(hosts: int, rate: str, burst: str) -> str:

@@ -52,7 +52,7 @@ class Finished:
 
 
 class Started:
-    """A running command; `finish` must be called. Local.
+    """A running command; `finish` must be called, and may be called again. Local.
 
     Parameters
     ----------
@@ -77,6 +77,7 @@ class Started:
         # Files and not pipes: a rank that outlives its launcher would keep a pipe open, and
         # reading to its end would wait for that rank.
         self._files = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115
+        self._finished: Finished | None = None
         self._begin = time.monotonic()
         self.process = subprocess.Popen(
             self.args,
@@ -95,6 +96,8 @@ class Started:
 
     def output(self) -> str:
         """Return what it has written to stdout so far. Local."""
+        if self._finished is not None:
+            return self._finished.stdout
         return self._read(0)
 
     def _read(self, which: int) -> str:
@@ -105,6 +108,8 @@ class Started:
 
     def finish(self, timeout: float = 60) -> Finished:
         """Wait for the end, at most `timeout` seconds, and end all that is left of it. Local."""
+        if self._finished is not None:
+            return self._finished
         timed_out = False
         try:
             self.process.wait(timeout)
@@ -117,7 +122,9 @@ class Started:
         out, err = self._read(0), self._read(1)
         for file in self._files:
             file.close()
-        return Finished(self.args, code, out, err, time.monotonic() - self._begin, timed_out)
+        seconds = time.monotonic() - self._begin
+        self._finished = Finished(self.args, code, out, err, seconds, timed_out)
+        return self._finished
 
     def _end(self) -> None:
         # A library that is killed leaves its shared memory behind, so note it while it is mapped.

@@ -17,10 +17,8 @@ import contextlib
 import os
 import re
 import secrets
-import shutil
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,8 +63,11 @@ MessageTimeout=30
 SlurmdTimeout=600
 MinJobAge=86400
 MpiDefault=none
+MailProg=/bin/true
 PropagateResourceLimits=NONE
-NodeName=n[1-{nodes}] NodeAddr=127.0.0.1 Port=[{ports}] CPUs={cpus} RealMemory={memory}
+GresTypes=gpu
+NodeName=DEFAULT CPUs={cpus} RealMemory={memory} Gres=gpu:{gpus}
+NodeName=n[1-{nodes}] NodeAddr=127.0.0.1 Port=[{ports}]
 PartitionName=all Nodes=ALL Default=YES OverSubscribe=FORCE:4 MaxTime=60 State=UP
 """
 
@@ -195,6 +196,7 @@ def slurm_cluster(
     directory: str | os.PathLike | None = None,
     *,
     cpus: int = 2,
+    gpus: int = 0,
     requeue_delay: int = 5,
     kill_wait: int = 5,
     start_timeout: float = 60,
@@ -209,6 +211,8 @@ def slurm_cluster(
         Where jobs start and the daemons' logs go; None is a temporary folder, removed at the end.
     cpus : int
         Cores that each node claims to have.
+    gpus : int
+        GPUs that each node claims to have; Slurm hands them out, but no device is behind them.
     requeue_delay : int
         Seconds before a requeued job may start again; Slurm takes no less than 5.
     kill_wait : int
@@ -224,24 +228,30 @@ def slurm_cluster(
     """
     if reason := unavailable():
         raise ConfigError(f"no Slurm cluster on this machine: {reason}")
-    with contextlib.ExitStack() as stack:
-        # Unix socket paths end at 107 bytes, hence a short folder and not one in `directory`.
-        run = Path(tempfile.mkdtemp(prefix="onebox-"))
-        stack.callback(shutil.rmtree, run, ignore_errors=True)
-        home = Path(directory).resolve() if directory else run / "home"
+    with Box() as box:
+        home = Path(directory).resolve() if directory else box.folder / "home"
         logs = home / "slurm-logs"
         logs.mkdir(parents=True, exist_ok=True)
-        box = stack.enter_context(Box())
-        daemons: list[Started] = []
-        stack.callback(_finish, box, daemons)
-        env = _configure(run, logs, nodes, cpus, requeue_delay, kill_wait)
+        env = _configure(
+            *(box.folder, logs, nodes),
+            cpus=cpus,
+            gpus=gpus,
+            requeue_delay=requeue_delay,
+            kill_wait=kill_wait,
+        )
         cluster = SlurmCluster(box, env, home, logs)
-        _start(cluster, run, nodes, daemons)
-        _wait_idle(cluster, nodes, daemons, start_timeout)
-        yield cluster
+        daemons: list[Started] = []
+        try:
+            _start(cluster, nodes, daemons)
+            _wait_idle(cluster, nodes, daemons, start_timeout)
+            yield cluster
+        finally:
+            box.close()
+            for daemon in daemons:
+                daemon.finish(5)
 
 
-def _configure(run: Path, logs: Path, nodes: int, cpus: int, requeue_delay: int, kill_wait: int):
+def _configure(run: Path, logs: Path, nodes: int, **settings: int) -> dict[str, str]:
     """Write key, configuration and hosts file; return the environment of clients."""
     key = run / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
@@ -260,13 +270,14 @@ def _configure(run: Path, logs: Path, nodes: int, cpus: int, requeue_delay: int,
             run=run,
             logs=logs,
             nodes=nodes,
-            cpus=cpus,
             memory=2000,
-            requeue_delay=requeue_delay,
-            kill_wait=kill_wait,
+            **settings,
         )
     )
-    (run / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    devices = [run / f"nvidia{i}" for i in range(settings["gpus"])]
+    for device in devices:
+        device.touch()
+    (run / "gres.conf").write_text("".join(f"Name=gpu File={d}\n" for d in devices))
     names = " ".join(f"n{i}" for i in range(1, nodes + 1))
     (run / "hosts").write_text(Path("/etc/hosts").read_text() + f"\n127.0.0.1 ctl {names}\n")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
@@ -285,11 +296,11 @@ def _free_ports(count: int) -> list[int]:
             s.close()
 
 
-def _start(cluster: SlurmCluster, run: Path, nodes: int, daemons: list[Started]) -> None:
+def _start(cluster: SlurmCluster, nodes: int, daemons: list[Started]) -> None:
     """Start munged, slurmctld and the slurmds in the foreground, in that order."""
-    box, env = cluster.box, cluster.env
+    box, env, run = cluster.box, cluster.env, cluster.box.folder
     box.run(["mount", "--bind", run / "hosts", "/etc/hosts"]).check()
-    _offer_pmix(box, run)
+    _offer_pmix(box)
 
     def daemon(*words) -> None:
         daemons.append(box.start(words, env=env, cwd=run))
@@ -307,7 +318,7 @@ def _start(cluster: SlurmCluster, run: Path, nodes: int, daemons: list[Started])
         daemon("unshare", "--mount", "--ipc", "--uts", "sh", "-c", body)
 
 
-def _offer_pmix(box: Box, run: Path) -> None:
+def _offer_pmix(box: Box) -> None:
     """Let Slurm's plugin find libpmix by the unversioned name that only its -dev package has."""
     known = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True).stdout
     match = re.search(r"libpmix\.so\.\d+ .*=> (\S+)", known)
@@ -316,9 +327,10 @@ def _offer_pmix(box: Box, run: Path) -> None:
     library = Path(match[1]).resolve()
     if not (library.parent / "libpmix.so").exists():
         # Seen in the box only: the machine's own folder stays as it is.
-        (run / "lib").mkdir()
-        (run / "lib" / "libpmix.so").symlink_to(library.name)
-        layers = f"lowerdir={run}/lib:{library.parent}"
+        ours = box.folder / "lib"
+        ours.mkdir()
+        (ours / "libpmix.so").symlink_to(library.name)
+        layers = f"lowerdir={ours}:{library.parent}"
         said = box.run(["mount", "-t", "overlay", "overlay", "-o", layers, library.parent])
         if said.returncode:
             raise ConfigError(f"no {library.parent}/libpmix.so: apt-get install libpmix-dev")
@@ -345,11 +357,3 @@ def _until(test, daemons, timeout: float, what: str, logs: Path | None = None) -
                 said += [f"{p.name}: {p.read_text()[-1500:]}" for p in sorted(logs.iterdir())]
             raise MpidistError(f"no Slurm cluster: {what} in {timeout:g} s\n" + "\n".join(said))
         time.sleep(0.1)
-
-
-def _finish(box: Box, daemons: list[Started]) -> None:
-    """End the box, then collect the daemons, which ended with it."""
-    box.close()
-    for daemon in daemons:
-        with contextlib.suppress(ValueError):
-            daemon.finish(5)
