@@ -1,0 +1,398 @@
+"""Servers and workers out of one communicator: who is what, the models they share, begin and end.
+
+ranks        0  1  2  3  4  5            servers=2, dedicated: the last ranks serve only
+workers      0  1  2  3                  group.workers: a communicator of these
+servers                  0  1
+
+ranks        0  1  2  3                  servers=2, colocated: all ranks work,
+workers      0  1  2  3                  the last ones serve as well, from inside
+servers            0  1                  the calls of their clients
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from ..context import free
+from ..errors import ConfigError, MpidistError, ProtocolError, nearest
+from .agreement import check_equal, everywhere, together
+from .client import Client
+from .consistency import BSP, Consistency
+from .link import Link
+from .memory import available_memory, check_capacity, needed, state_copies
+from .model import check_optimizer, parse_model
+from .placement import Layout, choose_ranks, place
+from .protocol import BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER, Header
+from .server import Hosted, Server
+from .shards import Shard
+from .values import hand_out
+
+
+class ServerGroup:
+    """Parameter servers and their workers. Collective over `comm`, as are `add` and leaving.
+
+    Parameters
+    ----------
+    comm : MPI.Comm
+    servers : int or sequence of int
+        How many (the last ranks of `comm`), or which ranks.
+    placement : str
+        "dedicated": a server rank does nothing else. "colocated": every rank works, and server
+        ranks serve from inside the calls of their clients, so that a long computation between
+        two calls delays the others.
+
+    Attributes
+    ----------
+    workers : MPI.Comm or None
+        Communicator of the workers in rank order, None on a dedicated server; freed at the end.
+    server_ranks, worker_ranks : list of int
+        Ranks on `comm`.
+    is_server, is_worker : bool
+        The roles of this rank.
+    """
+
+    def __init__(
+        self, comm: MPI.Comm, *, servers: int | Sequence[int] = 1, placement: str = "dedicated"
+    ):
+        self.comm = comm.Dup()
+        self._link = Link(self.comm)
+        self._server: Server | None = None
+        self._layouts: dict[str, Layout] = {}
+        self._clients: list[Client] = []
+        self._everyone: list[dict] | None = None
+        self._served = self.closed = False
+        asked = servers if isinstance(servers, int) else [int(rank) for rank in servers]
+        try:
+            # Ranks may have been given different numbers: what one refuses, all refuse.
+            together(self._link, lambda: choose_ranks(comm.size, asked, placement))
+            facts = {"servers": asked, "placement": placement}
+            check_equal("ServerGroup", self._link.exchange(facts))
+        except MpidistError:
+            self.comm.Free()
+            raise
+        self.placement = placement
+        self.server_ranks, self.worker_ranks = choose_ranks(comm.size, asked, placement)
+        self.is_server = comm.rank in self.server_ranks
+        self.is_worker = comm.rank in self.worker_ranks
+        split = self.comm.Split(0 if self.is_worker else MPI.UNDEFINED)
+        self.workers = None if split == MPI.COMM_NULL else split
+        if self.is_server:
+            index = self.server_ranks.index(comm.rank)
+            self._server = Server(self._link, index, self.worker_ranks)
+            self._server.pauses_here = not self.is_worker
+            self._link.background = self._server.poll if self.is_worker else None
+
+    # -- models ----------------------------------------------------------------------------
+
+    def add(
+        self,
+        name: str,
+        model: Mapping,
+        *,
+        optimizer,
+        consistency: Consistency | None = None,
+        seed: int = 0,
+        global_batch: int | None = None,
+    ) -> Client | None:
+        """Put a model on the servers; returns its client, None on a dedicated server.
+
+        Collective over the group's `comm`, before the first client is used.
+
+        Parameters
+        ----------
+        name : str
+        model : mapping
+            Name to array (the lowest worker rank's values are used), or name to
+            ``(shape, dtype)`` or ``(shape, dtype, init)``: then the servers allocate and fill it,
+            and nobody needs the whole. init is "zeros", "normal", "uniform", a number, or
+            ``(kind, scale)``. Ranks may mix the two forms.
+        optimizer : object with init and update
+            Applied by the servers, elementwise: see ``mpidist.optim``.
+        consistency : BSP, ASP or SSP
+            BSP by default.
+        seed : int
+            Of initial values; they depend on seed, name and position only.
+        global_batch : int, optional
+            With ASP and SSP a push is an update of weight samples / global_batch. Without it its
+            weight is 1 / (number of workers), whatever its samples; 0 samples weigh 0.
+
+        Raises
+        ------
+        ConfigError
+            On all ranks: a spec that cannot work, ranks that disagree, a model that does not fit
+            the memory of the servers, an optimizer that is not elementwise.
+        """
+        self._open()
+        if any(client.started for client in self._clients):
+            raise ProtocolError(f"add {name!r}: add all models before the first pull or push")
+        mode = BSP() if consistency is None else consistency
+
+        def describe():
+            if name in self._layouts:
+                raise ConfigError(f"add {name!r}: this group has a model of that name")
+            check_optimizer(name, optimizer)
+            spec = parse_model(name, model, mode, global_batch, seed)
+            node = [socket.gethostname(), available_memory()]
+            return {"facts": spec.facts, "inits": spec.inits, "node": node}
+
+        everyone = together(self._link, describe)
+        check_equal(f"add {name!r}", [e["facts"] for e in everyone])
+        given = [e["inits"] for e in everyone if e["inits"] is not None]
+        check_equal(f"add {name!r}: init", given or [{}])
+        layout = place(everyone[0]["facts"]["tensors"], len(self.server_ranks))
+        self._check_memory(name, layout, mode, state_copies(optimizer), everyone)
+        workers = len(self.worker_ranks)
+
+        def allocate():
+            if self._server is not None:
+                inits = given[0] if given else {}
+                shard = Shard(layout, self._server.index, optimizer, inits, seed)
+                self._server.models.append(Hosted(name, shard, mode, workers, global_batch))
+
+        together(self._link, allocate)
+        source = self.worker_ranks[0]
+        if everyone[source]["inits"] is None:
+            shard = None if self._server is None else self._server.models[-1].shard
+            hand_out(
+                self._link, layout, self.server_ranks, source=source, arrays=model, shard=shard
+            )
+        self._layouts[name] = layout
+        if not self.is_worker:
+            return None
+        number = len(self._layouts) - 1
+        client = Client(
+            self._link,
+            self.server_ranks,
+            number,
+            name,
+            layout,
+            global_batch=global_batch,
+            group=self,
+        )
+        self._clients.append(client)
+        return client
+
+    def _check_memory(self, name, layout, mode, copies, everyone) -> None:
+        workers, servers = len(self.worker_ranks), []
+        for index, rank in enumerate(self.server_ranks):
+            need = needed(layout, index, copies=copies, workers=workers, consistency=mode)
+            servers.append((rank, everyone[rank]["node"][0], need, everyone[rank]["node"][1]))
+        with everywhere():
+            check_capacity(name, servers)
+
+    # -- serving, pausing ------------------------------------------------------------------
+
+    def serve(self, on_pause: Callable[[Any], None] | None = None) -> None:
+        """Serve until all workers have left. Local; on dedicated server ranks only.
+
+        Leaving the group does this by itself; call it to pass `on_pause`.
+
+        Parameters
+        ----------
+        on_pause : callable, optional
+            Called with the tag when the workers call `pause`: the place for what all ranks do
+            together in mid-training, such as a checkpoint. Serving resumes when it returns.
+        """
+        self._open()
+        if self.is_worker:
+            raise ProtocolError(f"serve: rank {self.comm.rank} works; it serves within its calls")
+        server, link = self._server, self._link
+        server.on_pause = on_pause
+        while not server.done:
+            # A wait ends with every event: what is long is a wait without any.
+            link.waits["worker"] += link.wait(lambda: server.poll() or server.done)
+        link.waits["worker"] -= server.busy_seconds
+        self._served = True
+
+    def pause(self, tag: str | int) -> None:
+        """Bring the servers out of their loop, between two clocks. Collective over the workers.
+
+        Returns when every server has all that was pushed before and is about to call its
+        ``on_pause(tag)``; a worker then does its side of the same thing. A colocated server
+        calls nothing: its worker half acts for both.
+        """
+        self._open()
+        link, replies = self._link, []
+        data = np.frombuffer(json.dumps(tag).encode(), np.uint8)
+        for rank in self.server_ranks:
+            replies.append(link.receive(rank, TO_WORKER, HEADER_BYTES))
+            buffer, total = link.pool.take(HEADER_BYTES + data.size), HEADER_BYTES + data.size
+            Header(PAUSE, total=total).write(buffer)
+            buffer[HEADER_BYTES:total] = data
+            link.send(buffer, total, rank, TO_SERVER)
+        link.waits["worker"] += link.wait(lambda: all([reply.test() for reply in replies]))
+        for reply in replies:
+            link.pool.give(reply.buffer)
+
+    # -- shards ------------------------------------------------------------------------
+
+    def shards(self, name: str) -> dict:
+        """What this server holds of a model. Local; on server ranks, not while they serve.
+
+        Returns
+        -------
+        dict
+            ``parameters``: list of (tensor name, flat start, 1-D array); ``optimizer``: the same
+            per kind of state; ``scalars``: its 0-d arrays; ``version`` and ``clock``: updates
+            applied, clocks finished by the slowest worker. The arrays are the live ones: what is
+            written into them is what the server has.
+        """
+        hosted = self._hosted(name)
+        return {**hosted.shard.export(), "clock": min(hosted.gate.clocks, default=0)}
+
+    def load_shards(self, name: str, saved: Mapping) -> None:
+        """Set parameters, optimizer state and version from what `shards` gave. Local.
+
+        The pieces may have been cut for any number of servers, as long as they cover this
+        server's ranges; clocks begin anew. On server ranks, before serving or in a pause.
+        """
+        self._hosted(name).shard.load(saved)
+
+    def _hosted(self, name: str) -> Hosted:
+        self._open()
+        if self._server is None:
+            raise ProtocolError(
+                f"rank {self.comm.rank} holds no shards; servers are ranks {self.server_ranks}"
+            )
+        if name not in self._layouts:
+            raise ConfigError(f"no model {name!r} here{nearest(name, self._layouts)}")
+        return next(model for model in self._server.models if model.name == name)
+
+    # -- facts ------------------------------------------------------------------------
+
+    def report(self) -> dict:
+        """Counts of all ranks once the group is closed, of this rank before. Local.
+
+        ``models`` has bytes per server and the imbalance factor (fullest over mean); ``ranks``
+        one entry per rank, with ``server`` (queue lengths, and per model staleness of pushes,
+        gaps, updates), ``clients`` (see `Client.stats`) and ``waits``, the seconds waited for
+        servers, for workers, and for all together.
+        """
+        ranks = [self._facts()] if self._everyone is None else self._everyone
+        return {
+            "servers": self.server_ranks,
+            "placement": self.placement,
+            "models": {
+                name: {
+                    "bytes": [layout.bytes_of(s) for s in range(len(self.server_ranks))],
+                    "imbalance": layout.imbalance,
+                }
+                for name, layout in self._layouts.items()
+            },
+            "ranks": ranks,
+        }
+
+    def _facts(self) -> dict:
+        return {
+            "rank": self.comm.rank,
+            "server": None if self._server is None else self._server.facts(),
+            "clients": {client.name: client.stats for client in self._clients},
+            "waits": dict(self._link.waits),
+        }
+
+    # -- the end -----------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the group: clients leave, servers serve until all have. Collective; twice is fine."""
+        if self.closed:
+            return
+        if not self.is_worker:
+            if not self._served:
+                self.serve()
+        else:
+            self._say_goodbye()
+        self._link.wait(self._link.reap)
+        mine = self._facts()
+        self._everyone = [_with_histograms(facts) for facts in self._link.exchange(mine)]
+        self.closed = True
+        if self.workers is not None:
+            free(self.workers)
+            self.workers.Free()
+        self.comm.Free()
+
+    def _say_goodbye(self) -> None:
+        link = self._link
+        for client in self._clients:
+            client.close()
+        for rank in self.server_ranks:
+            buffer = link.pool.take(HEADER_BYTES)
+            Header(BYE).write(buffer)
+            link.send(buffer, HEADER_BYTES, rank, TO_SERVER)
+        if self._server is not None:
+            link.waits["worker"] += link.wait(lambda: self._server.done)
+
+    def __enter__(self) -> ServerGroup:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is None:
+            try:
+                self.close()
+            except BaseException as failure:
+                self._abandon(failure)
+                raise
+        elif not self.closed:
+            self._abandon(error)
+
+    def _abandon(self, failure: BaseException) -> None:
+        """Give up without waiting for anyone; the communicator stays, messages may be under way."""
+        self.closed = True
+        for client in self._clients:
+            client.closed = True
+        self._link.notify(failure)
+
+    def _open(self) -> None:
+        if self.closed:
+            raise ProtocolError("this server group is closed; it was used after its end")
+
+
+def _with_histograms(facts):
+    """JSON has turned the integer keys of histograms into strings; turn them back."""
+    if not isinstance(facts, dict):
+        return facts
+    return {
+        key: {int(k): n for k, n in value.items()}
+        if key in ("gaps", "staleness", "queue")
+        else _with_histograms(value)
+        for key, value in facts.items()
+    }
+
+
+@contextmanager
+def parameter_server(
+    comm: MPI.Comm,
+    params: Mapping,
+    *,
+    optimizer,
+    servers: int | Sequence[int] = 1,
+    consistency: Consistency | None = None,
+    placement: str = "dedicated",
+    seed: int = 0,
+    global_batch: int | None = None,
+    on_pause: Callable[[Any], None] | None = None,
+) -> Iterator[Client | None]:
+    """One model on parameter servers, as a ``with`` block. Collective over `comm`.
+
+    A worker gets its client. A dedicated server serves on entering and gets None when all
+    workers have left the block. Parameters as in `ServerGroup` and `ServerGroup.add`;
+    `on_pause` as in `ServerGroup.serve`.
+    """
+    with ServerGroup(comm, servers=servers, placement=placement) as group:
+        client = group.add(
+            "model",
+            params,
+            optimizer=optimizer,
+            consistency=consistency,
+            seed=seed,
+            global_batch=global_batch,
+        )
+        if client is None:
+            group.serve(on_pause)
+        yield client

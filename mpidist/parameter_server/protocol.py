@@ -1,0 +1,156 @@
+"""What travels between workers and servers: one format, and how a message of any size is received.
+
+One message per server per push, pull or fused push-pull, each way, in one contiguous buffer:
+
+    | header: 16 int64 | push selection | pull selection | push data, parts aligned to 8 bytes |
+
+A selection says which tensors, or rows of tensors, are meant (`routing`). A message above
+`MESSAGE_BYTES` is cut: the first piece carries the header, and with it the number of bytes to
+come. Nothing is pickled: the step loop sends raw bytes, set-up exchanges JSON.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from ..errors import ProtocolError
+from ..partition import pieces
+
+MAGIC = 0x6D70696470737276  # "mpidpsrv"
+FORMAT = 1
+
+#: Largest single MPI message in bytes; a count must fit in 31 bits. Tests lower it.
+MESSAGE_BYTES = 1 << 30
+
+# What a request asks for: bits, so that a fused request is one message.
+PUSH, CLOCK, PULL, LEAVE, PAUSE, BYE = 1, 2, 4, 8, 16, 32
+
+ALL = -1  # as the length of a selection: everything that the server holds
+
+# Own tags for the two directions: a rank may be worker and server at once, and talk to itself.
+TO_SERVER, TO_WORKER, NOTICE, VALUES = 1, 2, 3, 4
+
+_STRUCT = struct.Struct("<16q")
+HEADER_BYTES = _STRUCT.size
+
+
+class Header(NamedTuple):
+    """The numbers in front of every message; requests and replies share them."""
+
+    flags: int
+    model: int = 0
+    clock: int = 0
+    total: int = HEADER_BYTES  # bytes of the whole message
+    push_words: int = 0  # int64 words of the push selection, or ALL
+    pull_words: int = 0  # int64 words of the pull selection, or ALL
+    samples: int = -1  # of a push; -1 is not given
+    version: int = 0  # reply: updates that this server has applied
+    gap: int = 0  # reply: clocks ahead of the slowest worker
+    held_ns: int = 0  # reply: how long the clocks held the pull back
+    staleness: int = -1  # reply: of the worker's newest applied push; -1 is none
+    queue: int = 0  # reply: workers with a message waiting when this one was taken up
+    spare0: int = 0
+    spare1: int = 0
+
+    def write(self, buffer: np.ndarray) -> None:
+        """Put the header at the front of a byte buffer."""
+        _STRUCT.pack_into(buffer, 0, MAGIC, FORMAT, *self)
+
+
+def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
+    """Parse the first `nbytes` received from `rank`. Local.
+
+    Raises
+    ------
+    ProtocolError
+        Too short, no message of ours, or of another format.
+    """
+    if nbytes < HEADER_BYTES:
+        raise ProtocolError(f"parameter server: {nbytes} bytes from rank {rank} are no message")
+    magic, form, *fields = _STRUCT.unpack_from(buffer, 0)
+    if magic != MAGIC:
+        raise ProtocolError(f"parameter server: unknown message from rank {rank} ({magic:#x})")
+    if form != FORMAT:
+        raise ProtocolError(
+            f"parameter server: rank {rank} speaks message format {form}, this rank {FORMAT}; "
+            "all ranks must run the same mpidist"
+        )
+    header = Header(*fields)
+    if header.total < nbytes or min(header.push_words, header.pull_words) < ALL:
+        raise ProtocolError(f"parameter server: damaged header from rank {rank}: {header}")
+    return header
+
+
+class Pool:
+    """Byte buffers that are used again and again. Local."""
+
+    def __init__(self, keep: int):
+        self.keep = keep
+        self._free: list[np.ndarray] = []
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """Return the smallest free buffer of at least `nbytes`, or a new one."""
+        fitting = [i for i, buffer in enumerate(self._free) if buffer.size >= nbytes]
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda i: self._free[i].size))
+        return np.empty(-(-max(nbytes, 1) // 4096) * 4096, np.uint8)
+
+    def give(self, buffer: np.ndarray) -> None:
+        """Take a buffer back; the smallest is dropped when there are too many."""
+        self._free.append(buffer)
+        if len(self._free) > self.keep:
+            del self._free[min(range(len(self._free)), key=lambda i: self._free[i].size)]
+
+
+class Incoming:
+    """One message that is being received into a buffer of the pool. Local.
+
+    Attributes
+    ----------
+    header : Header or None
+        Known once the first piece is here.
+    buffer : ndarray of uint8
+        The whole message once `test` is true; the owner gives it back to the pool.
+    """
+
+    def __init__(self, comm: MPI.Comm, pool: Pool, source: int, tag: int, first: int, total: int):
+        self.source = source
+        self.header: Header | None = None
+        self.buffer = pool.take(max(first, total))
+        self.posted = first
+        self._comm, self._pool, self._tag = comm, pool, tag
+        self._requests = [comm.Irecv([self.buffer[:first], MPI.BYTE], source, tag)]
+
+    def test(self) -> bool:
+        """Whether the whole message is here. Makes progress."""
+        while self._requests:
+            status = MPI.Status()
+            if not self._requests[0].Test(status):
+                return False
+            del self._requests[0]
+            if self.header is None:
+                self._open(status.Get_count(MPI.BYTE))
+        return True
+
+    def _open(self, got: int) -> None:
+        """Read the header in the first piece and post receives for the pieces to come."""
+        self.header = read_header(self.buffer, got, self.source)
+        total = self.header.total
+        if total > got and got != MESSAGE_BYTES:
+            raise ProtocolError(
+                f"parameter server: rank {self.source} sent {got} bytes of {total}; a message is "
+                f"cut at {MESSAGE_BYTES} bytes"
+            )
+        if total > self.buffer.size:
+            small, self.buffer = self.buffer, self._pool.take(total)
+            self.buffer[:got] = small[:got]
+            self._pool.give(small)
+        # The pieces follow on the same tag: a sender's messages arrive in order, and nobody
+        # probes this source until they are all here.
+        for start, stop in pieces(got, total, MESSAGE_BYTES):
+            view = [self.buffer[start:stop], MPI.BYTE]
+            self._requests.append(self._comm.Irecv(view, self.source, self._tag))
