@@ -1,0 +1,26 @@
+"""Small reference models in the array namespace: NumPy, or CuPy once their arrays are.
+
+A model of your own needs none of this; see docs/models.md for what one must look like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from mpidist.models.lenet import lenet
+from mpidist.models.logistic import logistic
+from mpidist.models.mlp import mlp
+from mpidist.models.network import Network
+from mpidist.tables import build
+
+MODELS: dict[str, Callable[..., Network]] = {"logistic": logistic, "mlp": mlp, "lenet": lenet}
+
+__all__ = ["MODELS", "Network", "from_settings", "lenet", "logistic", "mlp"]
+
+
+def from_settings(name: str, settings: Mapping) -> Network:
+    """Make the model `name` as a job file describes it. Local.
+
+    Raises ConfigError for an unknown name or key (with the nearest one) and for a missing one.
+    """
+    return build(MODELS, name, settings, "model")

@@ -22,9 +22,9 @@ import numpy as np
 from mpidist.errors import ConfigError
 from mpidist.optim.schedules import Rate, Schedule, as_schedule
 
-#: Elements per piece. The three or four arrays of an update then share a 1 MiB cache: Adam on
-#: 16 Mi float32 elements runs about twice as fast as in whole-array passes.
-PIECE = 1 << 15
+#: Elements per piece: the arrays of one piece then share a level-2 cache. Measured on 16 Mi float32
+#: elements, against whole-array passes: sgd 9.3 ms for 14.7, momentum 14 for 22, adam 31 for 54.
+PIECE = 1 << 16
 
 
 @dataclass(frozen=True)

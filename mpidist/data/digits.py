@@ -1,0 +1,72 @@
+"""Handwritten digits that need no network: the 1,797 images of 8 x 8 bundled with scikit-learn."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+
+from mpidist.data.sources import ArraySource
+from mpidist.errors import ConfigError
+
+
+def digits(seed: int = 0, test: int = 360) -> tuple[ArraySource, ArraySource]:
+    """Return (train, test): images float32 (n, 1, 8, 8) from 0 to 1, labels int64. Local.
+
+    The split is stratified: each class gives the test set its share of `test`, rounded so that
+    the shares add up. It is a pure function of `seed`; no seed of a training run should change
+    it.
+
+    Raises
+    ------
+    ConfigError
+        If scikit-learn is not installed.
+
+    References
+    ----------
+    E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
+    Repository, 1998, doi 10.24432/C50P49 (its test part).
+    """
+    table = _table()
+    images = (table[:, :64] / 16).astype(np.float32).reshape(-1, 1, 8, 8)
+    labels = table[:, 64].astype(np.int64)
+    if not 0 < test < len(labels):
+        raise ConfigError(f"digits: test is {test}, expected from 1 to {len(labels) - 1}")
+    chosen = stratified(labels, test, seed)
+    rest = np.setdiff1d(np.arange(len(labels)), chosen)
+    return ArraySource(images[rest], labels[rest]), ArraySource(images[chosen], labels[chosen])
+
+
+def _table() -> np.ndarray:
+    """The bundled table: a row per image, 64 pixels from 0 to 16 and the label."""
+    found = importlib.util.find_spec("sklearn")
+    if found is None or not found.submodule_search_locations:
+        raise ConfigError(
+            "the digits data set comes with scikit-learn, which is not installed here: "
+            'pip install "mpidist[examples]"'
+        )
+    # Importing scikit-learn takes a second of every rank, reading its file a tenth of that.
+    path = Path(found.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    if path.is_file():
+        return np.loadtxt(path, delimiter=",")
+    from sklearn.datasets import load_digits
+
+    bundle = load_digits()
+    return np.column_stack([bundle.data, bundle.target])
+
+
+def stratified(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """Return `count` sorted indices in which each class has its share of `labels`. Local."""
+    rng = np.random.default_rng(seed)
+    classes, sizes = np.unique(labels, return_counts=True)
+    # Largest remainder: round down, then one more for those who lost most, ties by class.
+    exact = sizes * count / len(labels)
+    shares = np.floor(exact).astype(int)
+    lost = np.argsort(shares - exact, kind="stable")
+    shares[lost[: count - shares.sum()]] += 1
+    picks = [
+        rng.permutation(np.flatnonzero(labels == label))[:share]
+        for label, share in zip(classes, shares, strict=True)
+    ]
+    return np.sort(np.concatenate(picks))

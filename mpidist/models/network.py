@@ -1,0 +1,129 @@
+"""A chain of layers as a model: what `mpidist.train` and the servers call.
+
+    model.parameters                      dict name -> array, in forward order
+    model.loss_and_gradients(batch, gradients, ready)
+    model.predict(inputs)
+
+Nothing here knows about ranks. Training code may replace any entry of `parameters` by another
+array of the same shape: it is looked up at every call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mpidist.arrays import array_module
+from mpidist.errors import ConfigError
+from mpidist.models.layers import softmax_cross_entropy
+
+#: Samples per pass of `predict`: an evaluation then needs no more memory than a training step.
+CHUNK = 128
+
+
+class Network:
+    """A classifier: layers, then softmax cross entropy. Local.
+
+    Parameters
+    ----------
+    layers : sequence
+        Layers as in `mpidist.models.layers`; the last gives one score per class.
+    sample_shape : tuple of int
+        Shape of one input; a dimension of None takes any.
+    seed : int
+        Seeds the weights: normal, of variance 2 / inputs before a ReLU and 1 / inputs in the
+        last layer (He et al., 2015, arXiv:1502.01852); biases are zero.
+
+    Attributes
+    ----------
+    parameters : dict of str to array
+        float32, in forward order; gradients become ready in the reverse order.
+    state : dict of str to array
+        Empty: these models keep no statistics.
+    """
+
+    def __init__(self, layers: Sequence, sample_shape: Sequence[int], seed: int = 0):
+        self.layers = list(layers)
+        self.sample_shape = tuple(sample_shape)
+        self.state: dict = {}
+        self.parameters = _initial(self.layers, seed)
+        self.classes = list(self.parameters.values())[-1].size
+        self._first = next(i for i, layer in enumerate(self.layers) if layer.shapes())
+
+    def loss_and_gradients(
+        self, batch, gradients, ready: Callable[[str], None] | None = None
+    ) -> float:
+        """Write the gradient of the mean loss over `batch` into `gradients`, return that mean.
+
+        Local. `batch` is (inputs, labels), labels being integers from 0. ``ready(name)`` is
+        called as soon as that gradient is final, last layer first. An empty batch has zero
+        gradients and loss 0.0, so that a rank without samples can take part in a sum.
+        """
+        ready = ready or (lambda name: None)
+        inputs, labels = batch
+        if len(inputs) != len(labels):
+            raise ConfigError(f"batch: {len(inputs)} inputs but {len(labels)} labels")
+        if len(inputs) == 0:
+            for name in reversed(self.parameters):
+                gradients[name][...] = 0
+                ready(name)
+            return 0.0
+        x, tape = self._input(inputs), []
+        for layer in self.layers:
+            x, saved = layer.forward(self.parameters, x)
+            tape.append(saved)
+        loss, dy = softmax_cross_entropy(x, self._labels(labels, x))
+        # What lies before the first layer with parameters needs no gradient.
+        for i in range(len(self.layers) - 1, self._first - 1, -1):
+            first = i == self._first
+            dy = self.layers[i].backward(
+                self.parameters, tape.pop(), dy, gradients, ready, first=first
+            )
+        return loss
+
+    def predict(self, inputs):
+        """Return the scores, (samples, classes); the largest of a row is the answer. Local."""
+        chunks = [inputs[i : i + CHUNK] for i in range(0, max(len(inputs), 1), CHUNK)]
+        scores = [self._scores(chunk) for chunk in chunks]
+        return array_module(scores[0]).concatenate(scores)
+
+    def _scores(self, inputs):
+        x = self._input(inputs)
+        for layer in self.layers:
+            x, _ = layer.forward(self.parameters, x)
+        return x
+
+    def _input(self, inputs):
+        if tuple(inputs.shape[1:]) != self.sample_shape:
+            expected = ", ".join(map(str, ("n", *self.sample_shape)))
+            raise ConfigError(f"model input has shape {inputs.shape}, expected ({expected})")
+        like = next(iter(self.parameters.values()))
+        return array_module(like).asarray(inputs, dtype=like.dtype)
+
+    def _labels(self, labels, scores):
+        if isinstance(labels, np.ndarray) and not 0 <= labels.min() <= labels.max() < self.classes:
+            # NumPy would take a negative label as one counted from the end.
+            low, high = labels.min(), labels.max()
+            raise ConfigError(
+                f"labels run from {low} to {high}, expected 0 to {self.classes - 1}: "
+                f"the model has {self.classes} classes"
+            )
+        return array_module(scores).asarray(labels)
+
+
+def _initial(layers: Sequence, seed: int) -> dict:
+    rng = np.random.default_rng(seed)
+    parameters = {}
+    last = [layer for layer in layers if layer.shapes()][-1]
+    for layer in layers:
+        for name, shape in layer.shapes().items():
+            if len(shape) == 1:
+                parameters[name] = np.zeros(shape, np.float32)
+                continue
+            # Dense weights are (inputs, outputs), kernels (outputs, inputs, k, k).
+            inputs = shape[0] if len(shape) == 2 else math.prod(shape[1:])
+            spread = math.sqrt((1 if layer is last else 2) / inputs)
+            parameters[name] = (rng.standard_normal(shape) * spread).astype(np.float32)
+    return parameters
