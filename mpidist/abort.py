@@ -190,6 +190,11 @@ def _recording_exit(status=None):
     _original_exit(status)
 
 
+def asked_exit_code() -> int:
+    """Return what the last ``sys.exit`` of this process asked for; 0 before any. Local."""
+    return _exit_code
+
+
 def _leave() -> None:
     """At exit: leave together, or, with a nonzero code, end the job that the others still run.
 

@@ -22,7 +22,7 @@ import numpy as np
 from mpi4py import MPI
 
 from . import events
-from .abort import install_hook
+from .abort import asked_exit_code, install_hook
 from .errors import MismatchError, ProtocolError
 from .mismatch import LEFT, STATUS_BYTES, VERDICT, WAITING, Signature, Status, conflict, encode
 from .waiting import wait_until
@@ -198,7 +198,7 @@ class Context:
 
     # -- end ---------------------------------------------------------------------------
 
-    def close(self, *, at_exit: bool = False) -> None:
+    def close(self) -> None:
         """Wait for the other ranks, then free what was made. Collective; idempotent.
 
         A rank that leaves early tells the ranks that still wait for it, so that they raise
@@ -228,7 +228,9 @@ class Context:
         request = self.control.Ibarrier()
         answered: set[int] = set()
 
-        def answer(_seconds: float) -> None:
+        def answer(seconds: float) -> None:
+            if seconds > 1.0 and asked_exit_code():
+                raise MismatchError("leaving with an error: the others are not waited for")
             self._listen()
             for other in self._statuses.values():
                 if other.sequence > self.sequence and other.rank not in answered:
@@ -262,11 +264,11 @@ def of(comm: MPI.Comm) -> Context:
 
 def _make(comm: MPI.Comm) -> Context:
     global _keyval
+    install_hook(comm)
     if _keyval == MPI.KEYVAL_INVALID:
         _keyval = MPI.Comm.Create_keyval()
-        # Registered after mpi4py's own exit handler was, so it runs before MPI is finalised.
+        # Handlers run last in, first out: before the hook's own farewell and before MPI_Finalize.
         atexit.register(_close_all)
-    install_hook(comm)
     context = Context(comm)
     comm.Set_attr(_keyval, context)
     _open.append(context)
@@ -290,4 +292,4 @@ def _close_all() -> None:
     if MPI.Is_finalized():
         return
     for context in list(_open):
-        context.close(at_exit=True)
+        context.close()

@@ -1,0 +1,171 @@
+"""``md.reduce_scatter`` and ``md.allgather``: the two halves of the ring, uneven blocks included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from ..arrays import as_array, copy_into, host_empty, is_writable
+from ..context import Context, of
+from ..errors import ConfigError
+from ..mismatch import Signature
+from ..partition import BlockPartition, bounds_of
+from . import algorithms
+from .native import handshake
+from .reductions import finish_mean, native_op, resolve
+from .transfer import check_counts, exchange_lengths, prepared, run_program
+
+
+def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"):
+    """Combine `x` over all ranks; rank r gets block r of the result.
+
+    Collective over `comm`. `x` stays as it is; returns the block, a new array unless `out` is given.
+
+    Parameters
+    ----------
+    x : array
+        Same shape and dtype on every rank. Blocks are cut along the first axis.
+    op : str or ufunc
+        As for `allreduce`.
+    counts : sequence of int, optional
+        Rows of every rank's block, the same on all ranks, adding up to ``len(x)``; blocks may be
+        empty. Default: as equal as possible, longer ones first.
+    out : array, optional
+        Takes the block.
+    algorithm : str
+        "auto" (the ring), "ring", "direct", "native".
+
+    Raises
+    ------
+    ConfigError, MismatchError
+        As for `allreduce`, and for counts that do not add up.
+
+    Notes
+    -----
+    The first half of Patarasuk and Yuan's ring, JPDC 69(2), 2009: (p-1)/p N bytes per rank.
+    """
+    x = as_array(x)
+    context = of(comm)
+    algorithms.check_name(algorithm, algorithms.REDUCE_SCATTER, "reduce_scatter")
+    rows, width = _rows(x)
+    counts = (
+        tuple(counts) if counts is not None else tuple(BlockPartition(rows, comm.size).counts())
+    )
+    check_counts(counts, rows, comm.size)
+    reduction = resolve(op, x.dtype)
+    elements = [count * width for count in counts]
+    shape = (counts[comm.rank], *x.shape[1:])
+    name = "ring" if algorithm == algorithms.MEASURED else algorithm
+    signature = Signature(
+        "reduce_scatter", x.dtype.name, str(x.shape), reduction.name, name, f"counts={counts}"
+    )
+    work = host_empty(rows * width, reduction.work, like=x)
+    copy_into(work.reshape(x.shape), x)
+    start, stop = bounds_of(elements)[comm.rank : comm.rank + 2]
+    if comm.size > 1:
+        if name == algorithms.NATIVE:
+            _native_reduce_scatter(context, signature, reduction, work, elements)
+        else:
+            build = algorithms.REDUCE_SCATTER[name]
+            plan = prepared(context, signature, build, elements, reduction.work, reduction.ufunc)
+            run_program(context, signature, plan, work)
+    else:
+        context.begin(signature)
+    block = work[start:stop]
+    finish_mean(reduction, block, comm.size)
+    return _deliver(block.reshape(shape), x, out, shape)
+
+
+def _native_reduce_scatter(context: Context, signature, reduction, work, elements) -> None:
+    context.begin(signature)
+    handshake(context)(signature.key)
+    start, stop = bounds_of(elements)[context.rank : context.rank + 2]
+    op = native_op(reduction)
+    block = np.empty(stop - start, work.dtype)
+    context.data.Reduce_scatter(work, block, elements, op)
+    work[start:stop] = block
+    context.counters.native_calls += 1
+    context.counters.native_bytes += work.nbytes
+
+
+def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
+    """Give every rank the blocks of all ranks, one after the other along the first axis.
+
+    Collective over `comm`. `x` stays as it is; returns the whole, a new array unless `out` is given.
+
+    Parameters
+    ----------
+    x : array
+        This rank's block; dtype and trailing shape are the same on every rank, the length of the
+        first axis may differ.
+    counts : sequence of int, optional
+        Rows of every rank's block. Default: the ranks tell each other (8 bytes each).
+    out : array, optional
+        Takes the whole.
+    algorithm : str
+        "auto" (the ring), "ring", "direct", "native".
+
+    Raises
+    ------
+    ConfigError, MismatchError
+        As for `allreduce`, and for a block whose length is not what `counts` says.
+    """
+    x = as_array(x)
+    context = of(comm)
+    algorithms.check_name(algorithm, algorithms.ALLGATHER, "allgather")
+    rows, width = _rows(x)
+    name = "ring" if algorithm == algorithms.MEASURED else algorithm
+    trailing = x.shape[1:]
+    signature = Signature("allgather", x.dtype.name, f"(*, {trailing})", "", name)
+    counts = tuple(counts) if counts is not None else exchange_lengths(context, signature, rows)
+    check_counts(counts, None, comm.size)
+    if counts[comm.rank] != rows:
+        raise ConfigError(
+            f"rank {comm.rank} has a block of {rows} rows, counts say {counts[comm.rank]}"
+        )
+    elements = [count * width for count in counts]
+    bounds = bounds_of(elements)
+    whole = host_empty(bounds[-1], x.dtype, like=x)
+    mine = whole[bounds[comm.rank] : bounds[comm.rank + 1]]
+    copy_into(mine.reshape(x.shape), x)
+    signature = signature._replace(extra=f"counts={counts}")
+    if comm.size == 1:
+        context.begin(signature)
+    elif name == algorithms.NATIVE:
+        context.begin(signature)
+        handshake(context)(signature.key)
+        item = x.dtype.itemsize
+        spec = [whole.view(np.uint8), [e * item for e in elements], None, MPI.BYTE]
+        context.data.Allgatherv(MPI.IN_PLACE, spec)
+        context.counters.native_calls += 1
+        context.counters.native_bytes += mine.nbytes
+    else:
+        build = algorithms.ALLGATHER[name]
+        plan = prepared(context, signature, build, elements, x.dtype, np.add)
+        run_program(context, signature, plan, whole)
+    shape = (sum(counts), *trailing)
+    return _deliver(whole.reshape(shape), x, out, shape)
+
+
+def _rows(x) -> tuple[int, int]:
+    """Length of the first axis, and elements per row."""
+    if x.ndim == 0:
+        raise ConfigError("a 0-d array has no first axis to cut blocks from; use x.reshape(1)")
+    return x.shape[0], int(np.prod(x.shape[1:], dtype=np.int64))
+
+
+def _deliver(block, like, out, shape):
+    """Put a host block where the caller wants it: into `out`, or a new array beside `like`."""
+    if out is None:
+        if isinstance(like, np.ndarray):
+            return block if block.dtype == like.dtype else block.astype(like.dtype)
+        from ..arrays import array_module
+
+        out = array_module(like).empty(shape, like.dtype)
+    out = as_array(out)
+    if out.shape != tuple(shape) or not is_writable(out):
+        raise ConfigError(f"out has shape {out.shape}; expected a writable array of shape {shape}")
+    copy_into(out, block)
+    return out

@@ -1,0 +1,91 @@
+"""Shared machinery of the collectives other than allreduce: cached programs, lengths, roots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from ..context import Context
+from ..errors import ConfigError
+from ..mismatch import Signature
+from .executor import Program
+from .plans import remember
+
+
+class Prepared:
+    """A program in the plan cache."""
+
+    def __init__(self, program: Program, sequence: int):
+        self.program, self.last_used = program, sequence
+
+    def close(self) -> None:
+        """Nothing to free: scratch is memory of Python's."""
+
+
+def prepared(
+    context: Context, signature: Signature, build: Callable, problem, dtype, ufunc, **root
+):
+    """Return the cached program of an operation; made, and agreed on, when first needed.
+
+    Collective when made. `build` is called as ``build(size, rank, problem[, itemsize], **root)``.
+    """
+    plan = context.plans.get(signature)
+    if plan is None:
+        first = signature._replace(algorithm=signature.algorithm + ", first call")
+        context.begin(first)
+        context.agree(first)
+        if root:
+            steps = build(context.size, context.rank, problem, **root)
+        else:
+            steps = build(context.size, context.rank, problem, np.dtype(dtype).itemsize)
+        n = sum(problem) if isinstance(problem, Sequence) else problem
+        plan = Prepared(Program(steps, n, np.dtype(dtype), ufunc), context.sequence)
+        remember(context, signature, plan)
+    return plan
+
+
+def run_program(context: Context, signature: Signature, plan: Prepared, vector) -> None:
+    """Run a prepared program on a flat host vector, in place, and wait. Collective."""
+    sequence = plan.last_used = context.begin(signature)
+    run = plan.program.start(context.data, vector, context.tag(signature, sequence))
+    context.wait(run.test)
+    context.counters.add(plan.program.counters)
+
+
+def exchange_lengths(context: Context, signature: Signature, length: int) -> tuple[int, ...]:
+    """Tell all ranks the length of this rank's block. Collective, polled."""
+    asking = signature._replace(extra="lengths")
+    context.begin(asking)
+    if context.size == 1:
+        return (length,)
+    context.agree(asking)
+    mine = np.array([length], np.int64)
+    lengths = np.empty(context.size, np.int64)
+    context.wait(context.control.Iallgather(mine, lengths).Test)
+    return tuple(int(n) for n in lengths)
+
+
+def from_root(context: Context, signature: Signature, values: np.ndarray, root: int) -> np.ndarray:
+    """Broadcast a few int64 values from the root. Collective, polled."""
+    asking = signature._replace(extra="facts")
+    context.begin(asking)
+    if context.size > 1:
+        context.agree(asking)
+        context.wait(context.control.Ibcast([values, MPI.INT64_T], root).Test)
+    return values
+
+
+def check_counts(counts: Sequence[int], total: int | None, size: int) -> None:
+    """Raise ConfigError unless `counts` are `size` lengths that add up to `total`. Local."""
+    if len(counts) != size or any(count < 0 for count in counts):
+        raise ConfigError(f"counts={tuple(counts)}: expected {size} lengths of 0 or more")
+    if total is not None and sum(counts) != total:
+        raise ConfigError(f"counts={tuple(counts)} add up to {sum(counts)}, expected {total} rows")
+
+
+def check_root(root: int, size: int) -> None:
+    """Raise ConfigError for a root that is no rank. Local."""
+    if not 0 <= root < size:
+        raise ConfigError(f"root={root}: expected a rank from 0 to {size - 1}")

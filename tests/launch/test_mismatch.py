@@ -1,0 +1,62 @@
+"""Ranks that disagree raise MismatchError together, within 5 s, in every case (DESIGN, R97)."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpidist.testing.launch import launch
+
+PROGRAM = Path(__file__).parent / "programs" / "mismatch.py"
+
+CASES = {
+    "dtype": (["auto", "native", "ring"], "rank 2 float64 .*ranks 0,1,3 float32"),
+    "dtype_cached": (["auto", "native", "ring"], "rank 2 float64 .*ranks 0,1,3 float32"),
+    "count": (["auto", "ring"], r"rank 2 shape \(20\) .*ranks 0,1,3 shape \(10\)"),
+    "count_cached": (["auto", "native", "tree"], r"rank 2 shape \(300000\) .*ranks 0,1,3"),
+    "order": (["native", "ring"], r"rank 2 shape \(20\) .*ranks 0,1,3 shape \(10\)"),
+    "op": (["auto"], "rank 2 .*max.*ranks 0,1,3 .*sum"),
+    "kind": (["auto", "ring"], "rank 2 broadcast .*ranks 0,1,3 allreduce"),
+    "algorithm": (["auto"], "rank 2 algorithm=ring .*ranks 0,1,3 algorithm=tree"),
+    "nonblocking": (["auto"], r"rank 2 shape \(4001\) .*ranks 0,1,3 shape \(4000\)"),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "algorithm"), [(case, a) for case, (names, _) in CASES.items() for a in names]
+)
+def test_all_ranks_raise(case, algorithm):
+    result = launch(4, [sys.executable, PROGRAM, case, algorithm], timeout=40)
+    lines = re.findall(r"rank (\d) after ([0-9.]+) s: (.*)", result.stdout)
+    assert sorted(int(rank) for rank, _, _ in lines) == [0, 1, 2, 3], result.stdout + result.stderr
+    assert all(float(seconds) < 5 for _, seconds, _ in lines), result.stdout
+    for _, _, text in lines:
+        assert re.search(CASES[case][1], text), text
+        assert re.search(r"#\d+", text), text
+        assert "mismatch.py:" in text
+
+
+def test_a_rank_that_left_is_named():
+    result = launch(4, [sys.executable, PROGRAM, "left"], timeout=40)
+    lines = re.findall(r"rank (\d) after ([0-9.]+) s: (.*)", result.stdout)
+    assert sorted(int(rank) for rank, _, _ in lines) == [0, 1, 3], result.stdout + result.stderr
+    assert all("rank 2 left after" in text for _, _, text in lines)
+    assert all(float(seconds) < 5 for _, seconds, _ in lines)
+
+
+def test_uncaught_it_ends_the_job_in_one_line(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import numpy as np\nfrom mpi4py import MPI\nimport mpidist as md\n"
+        "comm = MPI.COMM_WORLD\n"
+        "md.allreduce(comm, np.ones(4, 'f8' if comm.rank == 2 else 'f4'))\n"
+    )
+    result = launch(4, [sys.executable, program], timeout=40)
+    assert result.returncode != 0
+    assert not result.timed_out
+    ours = [line for line in result.stderr.splitlines() if line.startswith("mpidist: error")]
+    assert len(ours) == 1, result.stderr
+    assert "rank 2 float64" in ours[0]
+    assert "train.py:5" in ours[0]
+    assert "Traceback" not in result.stderr

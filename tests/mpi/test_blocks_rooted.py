@@ -1,0 +1,131 @@
+"""reduce_scatter, allgather, broadcast, reduce, gather, scatter (R32, R74, R78): uneven, any p."""
+
+import numpy as np
+import pytest
+
+import mpidist as md
+from mpidist.collectives import executor
+from mpidist.errors import ConfigError
+
+SIZES = (1, 2, 3, 5, 8)
+
+
+def host(x):
+    return x if isinstance(x, np.ndarray) else x.get()
+
+
+def uneven(p):
+    return [(3 * r + 1) % 5 for r in range(p)]
+
+
+@pytest.mark.ranks(*SIZES)
+def test_reduce_scatter(comm, xp):
+    for name in ("auto", "ring", "direct", "native"):
+        for counts in (None, uneven(comm.size)):
+            rows = sum(counts) if counts else comm.size + 1
+            whole = np.arange(rows * 3, dtype=np.float32).reshape(rows, 3)
+            x = xp.asarray(whole + comm.rank)
+            block = md.reduce_scatter(comm, x, counts=counts, algorithm=name)
+            expected = comm.size * whole + sum(range(comm.size))
+            used = counts or [len(part) for part in np.array_split(whole, comm.size)]
+            start = sum(used[: comm.rank])
+            np.testing.assert_array_equal(host(block), expected[start : start + used[comm.rank]])
+            np.testing.assert_array_equal(host(x), whole + comm.rank)
+            mean = md.reduce_scatter(comm, x, "mean", counts=counts, algorithm=name)
+            np.testing.assert_allclose(host(mean), host(block) / comm.size, rtol=1e-6)
+
+
+@pytest.mark.ranks(*SIZES)
+def test_allgather(comm, xp):
+    counts = uneven(comm.size)
+    blocks = [np.full((n, 2), r, np.int32) for r, n in enumerate(counts)]
+    for name in ("auto", "ring", "direct", "native"):
+        for given in (None, counts):
+            x = xp.asarray(blocks[comm.rank])
+            whole = md.allgather(comm, x, counts=given, algorithm=name)
+            np.testing.assert_array_equal(host(whole), np.concatenate(blocks))
+    out = xp.empty((sum(counts), 2), dtype=xp.int32)
+    assert md.allgather(comm, xp.asarray(blocks[comm.rank]), out=out) is out
+    np.testing.assert_array_equal(host(out), np.concatenate(blocks))
+
+
+@pytest.mark.ranks(*SIZES)
+def test_broadcast(comm, xp):
+    for name in ("auto", "tree", "direct", "native"):
+        for root in {0, comm.size - 1, comm.size // 2}:
+            for shape in ((), (0,), (7,), (3, 4)):
+                x = xp.full(shape, comm.rank, dtype=xp.float64)
+                assert md.broadcast(comm, x, root=root, algorithm=name) is x
+                assert (host(x) == root).all()
+            view = xp.zeros((4, 6))[::2, ::3]
+            view[...] = comm.rank
+            md.broadcast(comm, view, root=root, algorithm=name)
+            assert (host(view) == root).all()
+
+
+@pytest.mark.ranks(*SIZES)
+def test_reduce(comm, xp):
+    for name in ("auto", "tree", "direct", "native"):
+        for root in {0, comm.size - 1}:
+            for op, value in (("sum", 3 * comm.size), ("max", 3), ("mean", 3)):
+                x = xp.full((2, 3), 3.0)
+                result = md.reduce(comm, x, op, root=root, algorithm=name)
+                if comm.rank == root:
+                    assert (host(result) == value).all()
+                else:
+                    assert result is None
+                assert (host(x) == 3).all()
+
+
+@pytest.mark.ranks(*SIZES)
+def test_gather_and_scatter(comm, xp):
+    counts = uneven(comm.size)
+    blocks = [np.full((n, 2), r + 0.5) for r, n in enumerate(counts)]
+    for name in ("auto", "direct", "native"):
+        for root in {0, comm.size - 1}:
+            mine = xp.asarray(blocks[comm.rank])
+            whole = md.gather(comm, mine, root=root, algorithm=name)
+            assert (whole is None) == (comm.rank != root)
+            if whole is not None:
+                np.testing.assert_array_equal(host(whole), np.concatenate(blocks))
+            back = md.scatter(comm, whole, root=root, counts=counts, algorithm=name)
+            np.testing.assert_array_equal(host(back), blocks[comm.rank])
+            even = np.arange(comm.size + 2) if comm.rank == root else None
+            block = md.scatter(comm, even, root=root, algorithm=name)
+            expected = np.array_split(np.arange(comm.size + 2), comm.size)[comm.rank]
+            np.testing.assert_array_equal(host(block), expected)
+
+
+@pytest.mark.ranks(3)
+def test_long_messages_are_cut(comm, monkeypatch):
+    """R32: nothing reaches 2^31 elements; tested with messages of 64 bytes."""
+    monkeypatch.setattr(executor, "MAX_MESSAGE", 64)
+    for name in ("tree", "direct", "native"):
+        x = np.arange(1001.0) if comm.rank == 0 else np.zeros(1001)
+        md.broadcast(comm, x, algorithm=name)
+        np.testing.assert_array_equal(x, np.arange(1001.0))
+    gathered = md.allgather(comm, np.full(300, comm.rank), algorithm="ring")
+    np.testing.assert_array_equal(gathered, np.repeat([0, 1, 2], 300))
+
+
+@pytest.mark.ranks(2)
+def test_reduce_scatter_then_allgather_is_allreduce(comm):
+    """R78: the two halves of the ring are there as calls of their own."""
+    x = np.random.default_rng(comm.rank).standard_normal(101).astype(np.float32)
+    halves = md.allgather(comm, md.reduce_scatter(comm, x, algorithm="ring"), algorithm="ring")
+    np.testing.assert_array_equal(halves, md.allreduce(comm, x.copy(), algorithm="ring"))
+
+
+@pytest.mark.ranks(2)
+def test_bad_input(comm):
+    x = np.zeros((4, 2))
+    with pytest.raises(ConfigError, match="add up to 3, expected 4"):
+        md.reduce_scatter(comm, x, counts=[1, 2])
+    with pytest.raises(ConfigError, match="expected 2 lengths"):
+        md.reduce_scatter(comm, x, counts=[4])
+    with pytest.raises(ConfigError, match="root=2"):
+        md.broadcast(comm, x, root=2)
+    with pytest.raises(ConfigError, match="did you mean 'ring'"):
+        md.allgather(comm, x, algorithm="rign")
+    with pytest.raises(ConfigError, match="0-d"):
+        md.allgather(comm, np.array(1.0))
