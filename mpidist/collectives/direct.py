@@ -13,6 +13,7 @@ The rooted and blockwise forms (gather, scatter, allgather, reduce_scatter) are 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from ..partition import bounds_of
@@ -32,7 +33,7 @@ def reduce_scatter(size: int, rank: int, counts: Sequence[int]) -> list[Step]:
     if size == 1:
         return []
     bounds = bounds_of(counts)
-    blocks = list(zip(bounds[:-1], bounds[1:], strict=True))
+    blocks = list(itertools.pairwise(bounds))
     return _exchange(size, rank, blocks, blocks[rank], bounds[-1])
 
 

@@ -16,6 +16,7 @@ list *is* the dependency graph, and `compile_steps` writes it down.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -69,7 +70,7 @@ def cut(span: Range, pieces: int) -> list[Range]:
     count = length(span)
     pieces = max(1, min(pieces, count))
     bounds = [span[0] + count * k // pieces for k in range(pieces + 1)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(itertools.pairwise(bounds))
 
 
 def without_empty(steps: list[Step]) -> list[Step]:

@@ -1,0 +1,83 @@
+"""``mpidist`` and ``python -m mpidist``: find the command, run it, turn errors into exit codes.
+
+Commands are imported only when called, so ``mpidist --help`` and ``mpidist checkpoint show`` work
+on a login node without MPI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+
+from .. import __version__
+from ..errors import ConfigError, MpidistError, nearest
+
+#: command -> one line of help. The module of the same name has add_parser and run.
+COMMANDS = {
+    "train": "train a model as a TOML job file says (under mpirun or srun)",
+    "bench": "measure allreduce or parameter servers against the MPI library's own",
+    "simulate": "who sends what, and what it costs, for any number of ranks; needs no MPI",
+    "checkpoint": "list, show, verify or export checkpoints; needs no MPI",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Bad arguments are a ConfigError like any other bad input: one line, exit code 2."""
+
+    def error(self, message: str):
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code. Local, or collective, as the command is."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(argv)
+    except MpidistError as error:
+        return _report(error)
+    except BrokenPipeError:
+        # `mpidist checkpoint list | head`: the reader has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(argv: list[str]) -> int:
+    parser = _Parser(
+        prog="mpidist",
+        description="Distributed training of plain NumPy and CuPy models on an MPI job.",
+    )
+    parser.add_argument("--version", action="version", version=f"mpidist {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    wanted = next((word for word in argv if not word.startswith("-")), None)
+    if wanted is not None and wanted not in COMMANDS:
+        raise ConfigError(
+            f"unknown command {wanted!r}; expected one of {', '.join(COMMANDS)}"
+            + nearest(wanted, COMMANDS)
+        )
+    module = None
+    for name, text in COMMANDS.items():
+        if name == wanted:
+            module = importlib.import_module(f"{__package__}.{name}")
+            module.add_parser(commands)
+        else:
+            commands.add_parser(name, help=text)
+    args = parser.parse_args(argv)
+    if module is None:
+        parser.print_help()
+        return 2
+    return module.run(args)
+
+
+def _report(error: MpidistError) -> int:
+    """Say what is wrong in one line, once per job, and return the exit code."""
+    from ..launch import rank_hint
+
+    if rank_hint(os.environ) == 0:
+        print(f"mpidist: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
