@@ -26,7 +26,6 @@ from mpidist.checkpoint.regions import Box, Region
 #: Every data set begins on such a byte: elements are aligned for those who map the file, and
 #: HDF5 does not gather small data sets elsewhere, so that the data lie in the order of the parts.
 _ALIGNMENT = 64
-_NATIVE = tuple("biufc")
 
 
 class Part(NamedTuple):
@@ -73,7 +72,8 @@ def plan(parts: Sequence[Part]) -> Plan:
 def _add(file: h5py.File, name: str, part: Part) -> int:
     """Make one dataset without data and return its byte offset."""
     dtype, shape = dtype_of(part.dtype), part.region.shape
-    if dtype.kind not in _NATIVE or dtype.itemsize > 8 * (1 + (dtype.kind == "c")):
+    known = part.dtype[0] in "<>|" and dtype.kind in "biufc"
+    if not known or dtype.itemsize > (16 if dtype.kind == "c" else 8):
         dtype, shape = np.dtype(np.uint8), (*shape, dtype.itemsize)
     settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     settings.set_layout(h5py.h5d.CONTIGUOUS)

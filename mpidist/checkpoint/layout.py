@@ -27,6 +27,13 @@ MAX_DEPTH = 32
 _SCALARS = (str, bool, int, float, type(None))
 
 
+class Unreadable(CheckpointError):
+    """A checkpoint is whole, but this installation cannot read it: a format or dtype it lacks.
+
+    Not damage: an older step would be the wrong answer.
+    """
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
     """A piece of a global array. Local.
@@ -159,7 +166,7 @@ def dtype_name(dtype) -> str:
     name.
     """
     dtype = np.dtype(dtype)
-    if dtype.kind in _KINDS and dtype.names is None and dtype.subdtype is None:
+    if dtype.kind in _KINDS and _by_string(dtype.str) == dtype:
         return dtype.str
     if not dtype.hasobject and dtype.names is None and _extended(dtype.name) == dtype:
         return dtype.name
@@ -169,22 +176,27 @@ def dtype_name(dtype) -> str:
 def dtype_of(name: str) -> np.dtype:
     """Return the dtype that `dtype_name` named. Local.
 
-    Raises CheckpointError for a name that is none, and where ml_dtypes is needed and absent.
+    Raises Unreadable for a name that is none, and where ml_dtypes is needed and absent.
     """
     if name[:1] in ("<", ">", "|") and name[1:2] in tuple(_KINDS) and len(name) <= 24:
-        try:
-            dtype = np.dtype(name)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{name!r} is not a dtype here: {error}") from error
-        if dtype.str == name and 0 < dtype.itemsize < 2**31:
+        dtype = _by_string(name)
+        if dtype is not None and dtype.str == name and 0 < dtype.itemsize < 2**31:
             return dtype
     elif name.isidentifier() and len(name) <= 24:
         found = _extended(name)
         if found is not None:
             return found
-    raise CheckpointError(
+    raise Unreadable(
         f"{name[:40]!r} is not a dtype known here (float types beyond NumPy's need ml_dtypes)"
     )
+
+
+def _by_string(name: str) -> np.dtype | None:
+    """Return NumPy's own dtype of a short string, or None. Local."""
+    try:
+        return np.dtype(name)
+    except (TypeError, ValueError):
+        return None
 
 
 def _extended(name: str) -> np.dtype | None:

@@ -24,7 +24,15 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from mpidist.checkpoint.layout import MAX_DEPTH, Path, dtype_of, from_json, show, tree
+from mpidist.checkpoint.layout import (
+    MAX_DEPTH,
+    Path,
+    Unreadable,
+    dtype_of,
+    from_json,
+    show,
+    tree,
+)
 from mpidist.checkpoint.regions import Box, Flat, Region, untiled
 from mpidist.errors import CheckpointError
 
@@ -135,7 +143,7 @@ def decode(data: bytes) -> Manifest:
     ------
     Damaged
         When the digest, the form, a name, a size or the tiling is not what a writer makes.
-    CheckpointError
+    Unreadable
         When it is whole and this installation cannot read it: a newer format, an unknown dtype.
     """
     head, tail = data[:-_TAIL], data[-_TAIL:]
@@ -148,9 +156,9 @@ def decode(data: bytes) -> Manifest:
         )
         found = _manifest(body)
         _prove(found)
-    except CheckpointError:
+    except (Damaged, Unreadable):
         raise
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, CheckpointError) as error:
         raise Damaged(f"{NAME} is not a manifest that mpidist wrote: {error}") from error
     return found
 
@@ -170,8 +178,7 @@ def _manifest(body) -> Manifest:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise Damaged(f"{NAME} is of another program")
     if body.get("version") != VERSION:
-        # Whole, but not for us: an older step would be the wrong answer, so this is no damage.
-        raise CheckpointError(
+        raise Unreadable(
             f"{NAME} has format version {body.get('version')!r}, this mpidist reads {VERSION}"
         )
     files = tuple(_file(item) for item in _list(body["files"]))

@@ -38,8 +38,6 @@ class Leaf(NamedTuple):
 class Description(NamedTuple):
     """What one rank wants to save. Extras as JSON-ready values."""
 
-    step: int
-    path: str
     leaves: tuple[Leaf, ...]
     extras: tuple[tuple[Path, object], ...]
 
@@ -53,12 +51,6 @@ def agree(all_ranks: Sequence[Description]) -> tuple[list[Leaf], list[tuple[Path
     tensors: dict[Path, tuple[int, Leaf]] = {}
     extras: dict[Path, tuple[int, object]] = {}
     for rank, one in enumerate(all_ranks):
-        zero = all_ranks[0]
-        if (one.step, one.path) != (zero.step, zero.path):
-            raise MismatchError(
-                f"save: rank {rank} saves step {one.step} to {one.path}, rank 0 step {zero.step} "
-                f"to {zero.path}; all ranks must pass the same"
-            )
         for leaf in one.leaves:
             _same(rank, leaf.path, _facts(leaf), tensors, leaf, _facts)
         for path, value in one.extras:

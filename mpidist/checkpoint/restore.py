@@ -31,7 +31,7 @@ from mpidist.checkpoint.layout import (
 from mpidist.checkpoint.manifest import Damaged, Manifest
 from mpidist.checkpoint.reader import fill, opened
 from mpidist.checkpoint.steps import Entry
-from mpidist.checkpoint.together import together
+from mpidist.checkpoint.together import everywhere, together
 from mpidist.errors import CheckpointError
 
 _LISTED = 8
@@ -42,9 +42,7 @@ def restore(comm, path: str, like: Mapping | None, step: int | None, bad: set[En
 
     Entries found damaged are added to `bad` on every rank.
     """
-    wanted = together(comm, "restore", lambda: None if like is None else _wanted(like))
-    del wanted  # every rank keeps its own; the round was for the errors
-    items = None if like is None else list(leaves(like))
+    items = everywhere(comm, "restore", lambda: None if like is None else _wanted(like))
     entries = together(
         comm, f"restore from {path}", lambda: None, lambda _: steps.candidates(path, step)
     )
@@ -64,9 +62,10 @@ def _raise(error: Exception):
     raise error
 
 
-def _wanted(like: Mapping) -> None:
-    """Raise ConfigError for leaves that cannot be filled. Local."""
-    for path, leaf in leaves(like):
+def _wanted(like: Mapping) -> list:
+    """Return the leaves to fill; raises CheckpointError for what cannot be. Local."""
+    items = list(leaves(like))
+    for path, leaf in items:
         if isinstance(leaf, Shard) or is_array(leaf):
             array = array_of(leaf)
             dtype_name(array.dtype)
@@ -74,6 +73,7 @@ def _wanted(like: Mapping) -> None:
                 raise CheckpointError(
                     f"{show(path)} is read-only and cannot be filled; pass a writable array"
                 )
+    return items
 
 
 def _attempt(comm, path: str, entry: Entry, items) -> tuple[str | None, Any]:
@@ -81,7 +81,7 @@ def _attempt(comm, path: str, entry: Entry, items) -> tuple[str | None, Any]:
     reason, data = together(comm, "restore", lambda: None, lambda _: _manifest(path, entry))
     if reason is not None:
         return reason, None
-    found = together_each(comm, lambda: steps.parse(data, entry))
+    found = everywhere(comm, "restore", lambda: steps.parse(data, entry))
     if items is not None:
         _same_model(comm, path, entry, found, items)
         reason = _agreed(comm, lambda: _read(path, entry, found, items, check=True))
@@ -91,13 +91,6 @@ def _attempt(comm, path: str, entry: Entry, items) -> tuple[str | None, Any]:
     work = _whole if items is None else _fill
     reason = _agreed(comm, lambda: result.append(work(path, entry, found, items)))
     return reason, None if reason is not None else result[0]
-
-
-def together_each(comm, local):
-    """Run `local` everywhere; returns this rank's result once no rank failed. Collective."""
-    mine: list = []
-    together(comm, "restore", lambda: mine.append(local()))
-    return mine[0]
 
 
 def _manifest(path: str, entry: Entry) -> tuple[str | None, bytes | None]:

@@ -48,7 +48,7 @@ from mpidist.errors import CheckpointError
 Written = tuple[manifest.File | None, list[int]]
 
 
-def describe(step: int, path: str, state: Mapping) -> Description:
+def describe(state: Mapping) -> Description:
     """Say what `state` holds, without its numbers. Local."""
     found, extras = [], []
     for name, leaf in leaves(state):
@@ -59,7 +59,7 @@ def describe(step: int, path: str, state: Mapping) -> Description:
         else:
             # An empty dict is a leaf: it has no entries that could keep its name.
             extras.append((name, {"dict": {}} if leaf == {} else to_json(leaf, name)))
-    return Description(step, path, tuple(found), tuple(extras))
+    return Description(tuple(found), tuple(extras))
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Save:
     def _plan(self, state: Mapping) -> tuple[str, list[hdf5.Part]]:
         comm, mine, problem = self.comm, None, None
         try:
-            mine = describe(self.step, self.path, state)
+            mine = describe(state)
         except Exception as error:
             problem = error
         # Most ranks hold the same as rank 0; those need not send their description.

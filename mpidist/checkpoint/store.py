@@ -17,7 +17,7 @@ from mpidist.checkpoint.restore import restore
 from mpidist.checkpoint.save import Save
 from mpidist.checkpoint.steps import MAX_STEP, Entry
 from mpidist.checkpoint.together import together
-from mpidist.errors import CheckpointError, ConfigError, ProtocolError
+from mpidist.errors import CheckpointError, ConfigError, MismatchError, ProtocolError
 
 
 class CheckpointStore:
@@ -107,7 +107,7 @@ class CheckpointStore:
             names what differs.
         """
         self._finish()
-        self._agree(self._step(step) if step is not None else None)
+        self._agree("restore", step)
         with events.span("checkpoint.restore"):
             return restore(self._comm, self.path, like, step, self._bad)
 
@@ -129,7 +129,7 @@ class CheckpointStore:
         """
         self._check_open()
         comm = self._comm
-        self._agree(self._step(step) if step is not None else None)
+        self._agree("verify", step)
         entry = together(
             comm, "verify", lambda: None, lambda _: steps.candidates(self.path, step)[0]
         )
@@ -185,7 +185,7 @@ class CheckpointStore:
 
     def _start(self, step, state: Mapping, copy: bool) -> tuple[Save, threading.Thread]:
         self._finish()
-        self._agree(self._step(step))
+        self._agree("save", step, given=True)
         save = Save(self._comm, self.path, operator.index(step), state, copy)
         # Not a daemon: a process that ends while it writes waits for it, instead of tearing down
         # the interpreter under it.
@@ -201,18 +201,24 @@ class CheckpointStore:
                 thread.join()
             save.finish(self.keep, self._bad)
 
-    def _step(self, step) -> Exception | None:
-        """Return what is wrong with a step number, or None."""
-        if _is_integer(step) and 0 <= step <= MAX_STEP:
-            return None
-        return ConfigError(f"step={step!r}; expected an integer from 0 to {MAX_STEP}")
+    def _agree(self, doing: str, step, given: bool = False) -> None:
+        """Raise on all ranks unless they all mean the same, possible step. Collective."""
 
-    def _agree(self, problem: Exception | None) -> None:
         def local():
-            if problem is not None:
-                raise problem
+            possible = _is_integer(step) and 0 <= step <= MAX_STEP
+            if not possible and (given or step is not None):
+                raise ConfigError(f"step={step!r}; expected an integer from 0 to {MAX_STEP}")
+            return step, self.path
 
-        together(self._comm, "checkpoint", local)
+        def same(given: list) -> None:
+            for rank, (other, path) in enumerate(given):
+                if (other, path) != given[0]:
+                    raise MismatchError(
+                        f"{doing}: rank {rank} means step {other} in {path}, rank 0 step "
+                        f"{given[0][0]} in {given[0][1]}; all ranks must pass the same"
+                    )
+
+        together(self._comm, doing, local, same)
 
     def _check_open(self) -> None:
         if self._comm is None:

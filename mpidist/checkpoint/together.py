@@ -14,7 +14,6 @@ from typing import Any
 
 from mpidist.errors import CheckpointError, MpidistError
 
-
 #: What a rank says, or is told: (class and text of an error, or None; the result).
 Answer = tuple[tuple[type, str] | None, Any]
 
@@ -53,14 +52,14 @@ def together(
         mine = (None, local())
     except Exception as error:
         cause, mine = error, (_portable(error), None)
-    everyone = comm.gather(mine, root=0)
+    everyone: list[Answer] = comm.gather(mine, root=0)
     answers: list[Answer] = []
     if comm.rank == 0:
         verdict = _failed(doing, everyone)
         if verdict is None:
             try:
-                value = decide([result for _, result in everyone]) if decide else None
-                answers = [(None, item) for item in (value if each else [value] * comm.size)]
+                chosen: Any = decide([result for _, result in everyone]) if decide else None
+                answers = [(None, item) for item in (chosen if each else [chosen] * comm.size)]
             except Exception as error:
                 cause, verdict = error, _portable(error)
                 if not isinstance(error, MpidistError):
@@ -76,6 +75,13 @@ def together(
         failure.everywhere = True
         raise failure from cause
     return value
+
+
+def everywhere(comm, doing: str, local: Callable[[], Any]):
+    """Run `local` on every rank and return this rank's own result. Collective over `comm`."""
+    mine: list = []
+    together(comm, doing, lambda: mine.append(local()))
+    return mine[0]
 
 
 def _portable(error: Exception) -> tuple[type, str]:

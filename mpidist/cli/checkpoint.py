@@ -1,0 +1,129 @@
+"""``mpidist checkpoint list | show | verify | export``: look at a store without MPI.
+
+Made for login nodes: neither mpi4py nor a GPU is needed. Exit codes: 0 good, 1 something is
+damaged, 2 there is nothing to look at or the arguments cannot work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from mpidist.errors import MpidistError
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Add the command to the subparsers of ``mpidist``. Local."""
+    parser = subparsers.add_parser(
+        "checkpoint", help="list, show, verify or export checkpoints (no MPI needed)"
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    helps = {
+        "list": "the steps of a store, newest last",
+        "show": "the arrays and values of one step",
+        "verify": "check every byte of all steps, or of one",
+        "export": "write one step as one plain .h5 or .npz file",
+    }
+    for name, text in helps.items():
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument("path", metavar="PATH", help="folder of the store")
+        if name == "export":
+            action.add_argument("out", metavar="OUT", help="file to write: .h5, .hdf5 or .npz")
+        if name != "list":
+            default = "all" if name == "verify" else "the newest good one"
+            action.add_argument("--step", type=int, metavar="N", help=f"default: {default}")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the arguments say and return the exit code. Local."""
+    try:
+        return _ACTIONS[args.action](args)
+    except MpidistError as error:
+        print(f"mpidist checkpoint {args.action}: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"mpidist checkpoint {args.action}: {error}", file=sys.stderr)
+        return 2
+
+
+def _list(args) -> int:
+    from mpidist.checkpoint import steps
+    from mpidist.checkpoint.manifest import Damaged
+
+    bad = 0
+    print(f"{'step':>12}  {'arrays':>7}  {'bytes':>15}  {'writers':>7}  state")
+    for entry in reversed(steps.candidates(args.path, None)):
+        try:
+            found = steps.parse(steps.read_manifest(args.path, entry), entry)
+        except Damaged as damage:
+            bad += 1
+            print(f"{entry.step:>12}  {'-':>7}  {'-':>15}  {'-':>7}  damaged: {damage}")
+            continue
+        print(
+            f"{entry.step:>12}  {len(found.tensors):>7}  {found.nbytes:>15,}  "
+            f"{found.writers:>7}  manifest and sizes good"
+        )
+    return 1 if bad else 0
+
+
+def _show(args) -> int:
+    from mpidist.checkpoint.layout import show
+
+    entry, found = _chosen(args)
+    software = " ".join(f"{name} {version}" for name, version in found.software.items())
+    print(f"step {found.step}  {args.path}/{entry.name}")
+    print(f"written by {found.writers} ranks  {found.nbytes:,} bytes of arrays  ({software})")
+    width = max([len(show(t.path)) for t in found.tensors] + [5])
+    print(f"{'array':<{width}}  {'dtype':<9}  {'shape':<18}  {'bytes':>14}  pieces")
+    for tensor in found.tensors:
+        print(
+            f"{show(tensor.path):<{width}}  {tensor.dtype:<9}  {tensor.shape!s:<18}  "
+            f"{tensor.nbytes:>14,}  {len(tensor.pieces)}"
+        )
+    for path, value in found.extras:
+        text = repr(value)
+        print(f"{show(path)} = {text if len(text) <= 200 else text[:200] + ' ...'}")
+    return 0
+
+
+def _verify(args) -> int:
+    from mpidist.checkpoint import load, steps
+
+    bad = 0
+    for entry in reversed(steps.candidates(args.path, args.step)):
+        found, looked_at = load.damages(args.path, entry)
+        bad += bool(found)
+        verdict = f"damaged: {'; '.join(found)}" if found else f"good, {looked_at:,} bytes"
+        print(f"step {entry.step}: {verdict}")
+    return 1 if bad else 0
+
+
+def _export(args) -> int:
+    from mpidist.checkpoint import export, load
+
+    out = Path(args.out)
+    export.check(out)
+    step, state = load.load_step(args.path, args.step)
+    export.write(state, out)
+    print(f"step {step} of {args.path} -> {out} ({out.stat().st_size:,} bytes)")
+    return 0
+
+
+def _chosen(args):
+    """Return (entry, manifest) of ``--step``, or of the newest whose manifest is good."""
+    from mpidist.checkpoint import load, steps
+    from mpidist.checkpoint.manifest import Damaged
+
+    tried = []
+    for entry in steps.candidates(args.path, args.step):
+        try:
+            return entry, steps.parse(steps.read_manifest(args.path, entry), entry)
+        except Damaged as damage:
+            tried.append(load.note(args.path, entry, str(damage)))
+    raise load.failure(args.path, args.step, tried)
+
+
+_ACTIONS = {"list": _list, "show": _show, "verify": _verify, "export": _export}

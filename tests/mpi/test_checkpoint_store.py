@@ -1,0 +1,376 @@
+"""The store among ranks: failures are everybody's, mismatches are named, saves may overlap."""
+
+import resource
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpidist as md
+from mpidist.checkpoint import files, save
+from mpidist.checkpoint.layout import Shard
+from mpidist.checkpoint.store import CheckpointStore
+from mpidist.errors import (
+    CheckpointError,
+    ConfigError,
+    MismatchError,
+    NoCheckpoint,
+    ProtocolError,
+)
+
+
+@pytest.fixture
+def folder(comm):
+    """A folder that all ranks see, made and removed by rank 0."""
+    if comm == MPI.COMM_NULL:
+        yield None
+        return
+    made = tempfile.mkdtemp(prefix="mpidist-test-") if comm.rank == 0 else None
+    made = comm.bcast(made)
+    yield Path(made)
+    comm.Barrier()
+    if comm.rank == 0:
+        shutil.rmtree(made)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def state_of(step):
+    rng = np.random.default_rng(step)
+    return {
+        "parameters": {"w": rng.standard_normal((40, 9)), "b": rng.standard_normal(9)},
+        "step": step,
+        "losses": [0.5, float("nan"), None, {"name": "x"}],
+    }
+
+
+def blank():
+    return {"parameters": {"w": np.zeros((40, 9)), "b": np.zeros(9)}, "step": -1}
+
+
+def same(state, step):
+    expected = state_of(step)
+    assert state["step"] == step
+    assert repr(state["losses"]) == repr(expected["losses"])
+    for name, array in expected["parameters"].items():
+        assert state["parameters"][name].tobytes() == array.tobytes()
+
+
+def everywhere(comm, kind, work):
+    """The text of the error that `work` raises on all ranks: of one class, the same text."""
+    with pytest.raises(kind) as caught:
+        work()
+    texts = comm.allgather(str(caught.value))
+    assert len(set(texts)) == 1, texts
+    assert caught.value.everywhere
+    return texts[0]
+
+
+@pytest.mark.ranks(1, 3)
+def test_save_restore_keep(comm, folder):
+    """R52, R53: what was saved comes back, in place, and only `keep` steps stay."""
+    with CheckpointStore(comm, folder / "new" / "store", keep=2) as store:
+        assert store.all_steps() == []
+        assert store.latest_step() is None
+        for step in (1, 2, 3):
+            store.save(step, state_of(step))
+        assert store.all_steps() == [2, 3]
+        assert store.latest_step() == 3
+        like = blank()
+        step, state = store.restore(like)
+        assert step == 3
+        same(state, 3)
+        assert state["parameters"]["w"] is like["parameters"]["w"]
+        assert store.restore(blank(), step=np.int64(2))[0] == 2
+        same(md.load(store.path), 3)
+    store.close()
+    with pytest.raises(ProtocolError, match="closed"):
+        store.save(4, state_of(4))
+
+
+@pytest.mark.ranks(2)
+def test_async_gives_the_same_bytes(comm, folder):
+    """R58: the copy is taken before the call returns; the files equal those of a plain save."""
+    with CheckpointStore(comm, folder / "a") as store:
+        state = state_of(5)
+        store.save_async(5, state)
+        for array in state["parameters"].values():
+            array[...] = -7
+        assert store.all_steps() == []
+        store.wait()
+        assert store.all_steps() == [5]
+        store.save_async(6, state_of(6))  # committed by close
+    with CheckpointStore(comm, folder / "b") as store:
+        store.save(5, state_of(5))
+        store.save_async(6, state_of(6))
+        assert store.restore(blank())[0] == 6
+        store.save_async(7, state_of(7))
+        store.save(8, state_of(8))
+        assert store.all_steps() == [6, 7, 8]
+    if comm.rank == 0:
+        for one in sorted((folder / "a").rglob("step-*/*")):
+            if one.parent.name.endswith("6"):
+                assert one.read_bytes() == (folder / "b" / one.parent.name / one.name).read_bytes()
+        with CheckpointStore(MPI.COMM_SELF, folder / "a") as store:
+            same(store.restore(step=5)[1], 5)
+
+
+@pytest.mark.ranks(2)
+def test_interrupted_async_is_invisible(comm, folder):
+    """An exception on one rank alone neither hangs nor commits; the background thread is over."""
+    with CheckpointStore(comm, folder) as store:
+        store.save(1, state_of(1))
+    before = threading.active_count()
+    try:
+        with CheckpointStore(comm, folder) as store:
+            store.save_async(2, state_of(2))
+            if comm.rank == 1:
+                raise KeyError("user")
+            store._abandon()  # what the launcher's abort does to the others
+    except KeyError:
+        assert comm.rank == 1
+    assert threading.active_count() == before
+    comm.Barrier()
+    assert [name for name in names(folder) if not name.startswith(".")] == ["step-000000000001"]
+    with CheckpointStore(comm, folder) as store:
+        same(store.restore()[1], 1)
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("method", ["save", "save_async"])
+def test_a_full_disk_on_one_rank(comm, folder, method):
+    """The same CheckpointError on all ranks, no litter, earlier steps intact, later saves work."""
+    with CheckpointStore(comm, folder) as store:
+        store.save(1, state_of(1))
+        big = {"parameters": {"w": np.ones(90_000)}}
+        old = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if comm.rank == comm.size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))
+
+        def work():
+            getattr(store, method)(2, big)
+            store.wait()
+
+        try:
+            text = everywhere(comm, CheckpointError, work)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        assert f"rank {comm.size - 1} of {comm.size}" in text
+        assert "File too large" in text
+        comm.Barrier()
+        assert names(folder) == ["step-000000000001"]
+        same(store.restore()[1], 1)
+        store.save(2, state_of(2))
+        same(store.restore()[1], 2)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("call", ["make_folder", "create", "write_at", "sync", "rename"])
+def test_no_space_at_any_call(comm, folder, call, monkeypatch):
+    """ENOSPC from any call of rank 0 is one error on all ranks, and the store goes on."""
+    with CheckpointStore(comm, folder) as store:
+        store.save(1, state_of(1))
+
+        def refuse(*_):
+            raise OSError(28, "No space left on device")
+
+        if comm.rank == 0:
+            monkeypatch.setattr(files, call, refuse)
+        text = everywhere(comm, CheckpointError, lambda: store.save(2, state_of(2)))
+        assert "No space left on device" in text
+        monkeypatch.undo()
+        store.save(3, state_of(3))
+        assert store.all_steps() == [1, 3]
+        if comm.rank == 0:
+            assert all(not name.startswith(".") for name in names(folder))
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_disagree(comm, folder):
+    """Steps, names, shapes, kinds and extras that differ are named, with their ranks."""
+    last = comm.size - 1
+    mine = comm.rank == last
+    with CheckpointStore(comm, folder) as store:
+        a = np.zeros(3)
+        cases = [
+            ("means step 2", 2 if mine else 1, {"a": a}),
+            ("a is replicated <f8 of global shape (4,)", 1, {"a": np.zeros(4) if mine else a}),
+            ("a is replicated <f4", 1, {"a": a.astype("f4") if mine else a}),
+            ("a is sharded", 1, {"a": Shard(a, (3,), 0) if mine else a}),
+            ("lr is 0.2", 1, {"lr": 0.2 if mine else 0.1}),
+            ("arrays on some ranks", 1, {"a": 5 if mine else a}),
+        ]
+        for text, step, state in cases:
+            said = everywhere(comm, MismatchError, lambda: store.save(step, state))  # noqa: B023
+            assert text in said, said
+        assert store.all_steps() == []
+
+
+@pytest.mark.ranks(2)
+def test_shards_that_do_not_tile(comm, folder):
+    """A hole or an overlap is refused before anything is written; equal copies are no overlap."""
+    r = comm.rank
+    with CheckpointStore(comm, folder) as store:
+        for text, shard in [
+            ("are covered", Shard(np.zeros(2), (5,), 3 * r)),
+            ("overlap", Shard(np.zeros(3), (5,), 2 * r)),
+            ("overlap", Shard(np.zeros((2, 2)), (2, 3), (0, r))),
+        ]:
+            said = everywhere(comm, CheckpointError, lambda: store.save(1, {"x": shard}))  # noqa: B023
+            assert text in said, said
+        store.save(1, {"x": Shard(np.arange(5.0), (5,), 0)})  # replicas of one shard
+        assert (store.restore()[1]["x"] == np.arange(5.0)).all()
+        assert sum(1 for _ in folder.rglob("shard-*.h5")) == 1
+
+
+@pytest.mark.ranks(1, 3)
+def test_bad_input(comm, folder):
+    """One line on all ranks for what cannot be saved, and for steps that are none."""
+    with CheckpointStore(comm, folder) as store:
+        for text, state in [
+            ("f: builtin_function_or_method cannot be saved", {"f": len}),
+            ("keys of the state must be strings", {"a": {3: 1}}),
+            ("dtype object", {"a": np.array([None])}),
+            ("must be a dict", [1]),
+            ("bytes cannot be saved", {"a": {"b": b"x"}}),
+        ]:
+            said = everywhere(comm, ConfigError, lambda: store.save(1, state))  # noqa: B023
+            assert text in said, said
+        for step in (-1, 10**12, 1.5, True, None, "3"):
+            assert "expected an integer" in everywhere(
+                comm,
+                ConfigError,
+                lambda: store.save(step, {}),  # noqa: B023
+            )
+        assert names(folder) == []
+    for keep in (0, -1, 2.5, True):
+        with pytest.raises(ConfigError, match="keep="):
+            CheckpointStore(comm, folder, keep=keep)
+    for bad in (((2, 2), (0, 2)), ((2,), 1), ((4,), -1), ((3, 3), (0,))):
+        with pytest.raises(ConfigError):
+            Shard(np.zeros((2, 2) if isinstance(bad[1], tuple) else 2), *bad)
+
+
+@pytest.mark.ranks(1, 3)
+def test_another_model(comm, folder):
+    """A checkpoint of another model: the error names what differs; the arrays stay."""
+    with CheckpointStore(comm, folder) as store:
+        store.save(1, state_of(1))
+        like = blank()
+        like["parameters"]["w"] = np.full((40, 8), 3.0)
+        like["parameters"]["b"] = np.full(9, 3, "f4")
+        like["momentum"] = {"w": np.zeros(3)}
+        like["losses"] = np.zeros(2)
+        said = everywhere(comm, CheckpointError, lambda: store.restore(like))
+        for text in (
+            "another model",
+            "parameters/w has shape (40, 9) in the checkpoint, (40, 8) here",
+            "parameters/b has dtype <f8 in the checkpoint, <f4 here",
+            "momentum/w is missing in the checkpoint",
+            "losses is a plain value in the checkpoint",
+        ):
+            assert text in said, said
+        assert (like["parameters"]["w"] == 3).all()
+        said = everywhere(comm, CheckpointError, lambda: store.restore({"step": 0}))
+        assert "parameters/w is in the checkpoint only" in said
+        read_only = blank()
+        read_only["parameters"]["w"].flags.writeable = False
+        assert "read-only" in everywhere(comm, CheckpointError, lambda: store.restore(read_only))
+
+
+@pytest.mark.ranks(1, 2)
+def test_nothing_there(comm, folder):
+    """NoCheckpoint (exit code 2) says what was looked for, and what is there instead."""
+    with CheckpointStore(comm, folder / "none") as store:
+        assert "does not exist" in everywhere(comm, NoCheckpoint, lambda: store.restore())
+        assert "does not exist" in everywhere(comm, NoCheckpoint, lambda: store.verify())
+    with CheckpointStore(comm, folder) as store:
+        assert "holds no step-" in everywhere(comm, NoCheckpoint, lambda: store.restore())
+        store.save(4, state_of(4))
+        said = everywhere(comm, NoCheckpoint, lambda: store.restore(step=9))
+        assert "steps there: [4]" in said
+        assert NoCheckpoint.exit_code == 2
+
+
+@pytest.mark.ranks(1, 3)
+def test_damage_on_one_rank_is_a_fallback_of_all(comm, folder, capfd):
+    """A block that only one rank reads is bad: all ranks go back to the step before, once said."""
+    flat = Shard(np.arange(comm.size * 1000.0) + comm.rank, (comm.size * 1000,), 0)
+    part = slice(comm.rank * 1000, comm.rank * 1000 + 1000)
+    mine = Shard(flat.array[part].copy(), flat.global_shape, comm.rank * 1000)
+    with CheckpointStore(comm, folder) as store:
+        store.save(1, {"x": mine})
+        store.save(2, {"x": Shard(mine.array + 1, mine.global_shape, mine.start)})
+        last = folder / "step-000000000002" / f"shard-{comm.size - 1:05d}.h5"
+        if comm.rank == 0:
+            data = bytearray(last.read_bytes())
+            data[len(data) // 2] ^= 4
+            last.write_bytes(data)
+        comm.Barrier()
+        like = Shard(np.zeros(1000), mine.global_shape, mine.start)
+        step, _ = store.restore({"x": like})
+        assert step == 1
+        assert (like.array == mine.array).all()
+        said = comm.gather(capfd.readouterr().err)
+        if comm.rank == 0:
+            assert "".join(said).count("damaged checkpoint passed over") == 1
+            assert last.name in said[0]
+        text = everywhere(comm, CheckpointError, lambda: store.verify(2))
+        assert "fail their checksum" in text
+        text = everywhere(comm, CheckpointError, lambda: store.restore({"x": like}, step=2))
+        assert "step 2" in text
+        assert "fail their checksum" in text
+        # Both are bad now: nothing is good, and the arrays stay as they are.
+        if comm.rank == 0:
+            (folder / "step-000000000001" / "shard-00000.h5").unlink()
+        comm.Barrier()
+        like.array[...] = 8
+        text = everywhere(comm, NoCheckpoint, lambda: store.restore({"x": like}))
+        assert "step-000000000002" in text
+        assert "step-000000000001: shard-00000.h5 is missing" in text
+        assert (like.array == 8).all()
+
+
+@pytest.mark.ranks(2)
+def test_resave_after_a_fallback(comm, folder):
+    """Saving a damaged step again replaces it, and the last good step is never removed."""
+    with CheckpointStore(comm, folder, keep=1) as store:
+        store.keep = None
+        for step in (1, 2, 3):
+            store.save(step, state_of(step))
+        store.keep = 1
+        if comm.rank == 0:
+            for step in (2, 3):
+                path = folder / f"step-{step:012d}" / "shard-00001.h5"
+                path.write_bytes(path.read_bytes()[:-1])
+        comm.Barrier()
+        assert store.restore(blank())[0] == 1
+        store.save(2, state_of(2))
+        assert store.restore(blank())[0] == 2
+        store.save(3, state_of(3))
+        assert store.restore(blank())[0] == 3
+        comm.Barrier()
+        if comm.rank == 0:
+            assert names(folder) == ["step-000000000003.1"]
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_memory_is_an_error_of_all(comm, folder, monkeypatch):
+    """A failing copy, before the background write, is reported by wait() on all ranks."""
+    with CheckpointStore(comm, folder) as store:
+
+        def fail(*_, **__):
+            raise MemoryError("no host memory")
+
+        if comm.rank == 1:
+            monkeypatch.setattr(save, "_source", fail)
+        store.save_async(1, state_of(1))
+        assert "no host memory" in everywhere(comm, CheckpointError, store.wait)
+        store.wait()
+        assert store.all_steps() == []

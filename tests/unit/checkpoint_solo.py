@@ -1,0 +1,112 @@
+"""A communicator of one, so that the store is tested where no MPI is."""
+
+import numpy as np
+
+
+class Solo:
+    """What the store asks of a communicator, for a job of one rank."""
+
+    rank, size = 0, 1
+
+    def Dup(self):
+        return Solo()
+
+    def Free(self):
+        self.freed = True
+
+    def gather(self, value, root=0):
+        return [value]
+
+    def bcast(self, value, root=0):
+        return value
+
+    def scatter(self, values, root=0):
+        return values[0]
+
+
+def state_of(seed, rows=50):
+    """A state with something of everything."""
+    rng = np.random.default_rng(seed)
+    return {
+        "step": seed,
+        "parameters": {
+            "w": rng.standard_normal((rows, 7)).astype("f4"),
+            "b": rng.standard_normal(rows),
+        },
+        "momentum": {"w": rng.standard_normal((rows, 7)).astype("f4").T},
+        "mask": rng.random(11) < 0.5,
+        "count": np.int64(seed + 3),
+        "scalar": np.array(rng.random()),
+        "schedule": [0.1, float("inf"), {"name": "cosine", "at": [seed, None, True]}],
+        "empty": {},
+        "nothing": np.zeros((0, 3), "f4"),
+    }
+
+
+def equal(one, other):
+    """Whether two states are the same to the last bit."""
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(equal(one[key], other[key]) for key in one)
+        )
+    if isinstance(one, (np.ndarray, np.generic)):
+        one, other = np.asarray(one), np.asarray(other)
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and (
+            one.tobytes() == other.tobytes()
+        )
+    return repr(one) == repr(other)
+
+
+def split_state(seed):
+    """A state whose arrays are cut between two ranks into files of one size."""
+    rng = np.random.default_rng(seed)
+    return {"parameters": {"w": rng.standard_normal((8, 3))}, "step": seed}
+
+
+def two_ranks(folder, numbers):
+    """Write the checkpoints that two ranks would write, one after the other; returns the folder."""
+    from concurrent.futures import ThreadPoolExecutor
+    from queue import Queue
+
+    from mpidist.checkpoint.store import CheckpointStore
+
+    boxes = [[Queue(), Queue()], [Queue(), Queue()]]
+
+    def job(rank):
+        with CheckpointStore(Threaded(rank, boxes), folder) as store:
+            for number in numbers:
+                store.save(number, split_state(number))
+
+    with ThreadPoolExecutor(2) as pool:
+        for one in [pool.submit(job, rank) for rank in (0, 1)]:
+            one.result(timeout=30)
+    return folder
+
+
+class Threaded(Solo):
+    """One of two ranks that are threads of one process."""
+
+    size = 2
+
+    def __init__(self, rank, boxes):
+        self.rank, self._boxes = rank, boxes
+
+    def Dup(self):
+        return self
+
+    def gather(self, value, root=0):
+        if self.rank:
+            self._boxes[0][1].put(value)
+            return None
+        return [value, self._boxes[0][1].get(timeout=30)]
+
+    def scatter(self, values, root=0):
+        if self.rank:
+            return self._boxes[1][0].get(timeout=30)
+        self._boxes[1][0].put(values[1])
+        return values[0]
+
+    def bcast(self, value, root=0):
+        return self.scatter([value, value] if self.rank == 0 else None)

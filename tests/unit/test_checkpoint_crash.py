@@ -1,0 +1,197 @@
+"""kill -9 at every system call of a save: the store is step k or k+1, whole, and goes on.
+
+The child is a fork, so that no interpreter has to start for each of the calls.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from checkpoint_solo import Solo, equal, state_of
+
+from mpidist.checkpoint import files, retention
+from mpidist.checkpoint.load import load_step
+from mpidist.checkpoint.store import CheckpointStore
+
+
+def kill_at(number, after=False):
+    """Make the calling process kill itself before, or right after, the n-th change to the disk."""
+    count = 0
+
+    def wrap(function):
+        def call(*args):
+            nonlocal count
+            count += 1
+            if count == number and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = function(*args)
+            if count == number and after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return call
+
+    for name in files.CHANGES:
+        setattr(files, name, wrap(getattr(files, name)))
+
+
+def in_child(work):
+    """Run `work` in a fork; returns the signal that ended it, or 0."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+
+def save(folder, step, method="save"):
+    store = CheckpointStore(Solo(), folder, keep=2)
+    getattr(store, method)(step, state_of(step))
+    store.close()
+
+
+@pytest.mark.parametrize("method", ["save", "save_async"])
+@pytest.mark.parametrize("after", [False, True])
+def test_kill_at_every_call(tmp_path, monkeypatch, after, method):
+    """R52: for each call n: kill there, then load, save again, and find no litter."""
+    monkeypatch.setattr(files, "BLOCK", 2048)  # a shard is several writes
+    # A folder whose owner died before it could sign is left alone for an hour: now.
+    monkeypatch.setattr(retention, "PATIENCE_SECONDS", -1.0)
+    number, ended = 0, signal.SIGKILL
+    committed = 0
+    while ended == signal.SIGKILL:
+        number += 1
+        folder = tmp_path / str(number)
+        for step in (1, 2):
+            save(folder, step)
+
+        def work(folder=folder, number=number):
+            kill_at(number, after)
+            save(folder, 3, method)
+
+        ended = in_child(work)
+        step, state = load_step(folder)
+        assert step in (2, 3)
+        assert equal(state, state_of(step))
+        committed += step == 3
+        like = state_of(50)
+        with CheckpointStore(Solo(), folder, keep=2) as store:
+            assert store.restore(like)[0] == step
+            assert equal(store.restore(like)[1], state_of(step))
+            store.verify(step)
+            store.save(4, state_of(4))
+            assert store.all_steps() == [step, 4]
+            assert store.restore()[0] == 4
+        assert sorted(p.name for p in folder.iterdir()) == [
+            f"step-{step:012d}",
+            "step-000000000004",
+        ]
+    assert number > 20  # every call of a save, the removal of old steps included
+    assert 3 <= committed < number
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kill_at_any_time(tmp_path, seed):
+    """The same with a real process and a clock: whatever it was doing."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[2])\n"
+        "from checkpoint_solo import *\n"
+        "from mpidist.checkpoint.store import CheckpointStore\n"
+        "store = CheckpointStore(Solo(), sys.argv[1], keep=2)\n"
+        "step = (store.latest_step() or 0) + 1\n"
+        "print('ready', flush=True)\n"
+        "while True:\n"
+        "    (store.save_async if step % 2 else store.save)(step, state_of(step, 3000))\n"
+        "    step += 1\n"
+    )
+    here = str(Path(__file__).parent)
+    command = [sys.executable, "-c", code, str(tmp_path), here]
+    newest = 0
+    for attempt in range(2):
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+            child.stdout.readline()
+            time.sleep(random.Random(10 * seed + attempt).uniform(0.05, 0.25))
+            child.kill()
+        step, state = load_step(tmp_path)
+        assert step >= newest > -1
+        assert equal(state, state_of(step, 3000))
+        newest = step
+
+
+def test_a_living_save_is_left_alone(tmp_path):
+    """Temporary folders go only when their owner is dead: it holds a lock while it lives."""
+    one = CheckpointStore(Solo(), tmp_path)
+    one.save_async(1, state_of(1))
+    with CheckpointStore(Solo(), tmp_path) as other:
+        other.save(2, state_of(2))
+        assert other.all_steps() == [2]
+    one.close()
+    assert equal(load_step(tmp_path, 1)[1], state_of(1))
+
+
+def test_dead_saves_of_other_hosts_are_left_for_an_hour(tmp_path, monkeypatch):
+    """Locks may not reach from host to host, so age must agree; then they go as well."""
+    with CheckpointStore(Solo(), tmp_path) as store:
+        store.save(1, state_of(1))
+        dead = tmp_path / retention.temporary_name(7)
+        dead.mkdir()
+        (dead / "OWNER").write_text("elsewhere 12\n")
+        (dead / "shard-00000.h5").write_bytes(b"x")
+        unowned = tmp_path / retention.temporary_name(8)
+        unowned.mkdir()
+        foreign = tmp_path / ".tmp-mine"
+        foreign.mkdir()
+        kept = tmp_path / retention.temporary_name(9)
+        kept.mkdir()
+        (kept / "thesis.tex").write_text("mine")
+        link = tmp_path / retention.temporary_name(10)
+        link.symlink_to(foreign)
+        (foreign / "shard-00000.h5").write_text("mine")
+        store.save(2, state_of(2))
+        assert dead.exists()
+        assert unowned.exists()
+        monkeypatch.setattr(retention, "PATIENCE_SECONDS", -1.0)
+        store.save(3, state_of(3))
+        assert not dead.exists()
+        assert not unowned.exists()
+        assert (kept / "thesis.tex").exists()
+        assert (foreign / "shard-00000.h5").exists()
+        assert link.is_symlink()
+
+
+def test_a_folder_that_cannot_be_cleaned_does_not_stop_a_save(tmp_path, monkeypatch, capfd):
+    """What fails after the commit is said, and the step is there."""
+    with CheckpointStore(Solo(), tmp_path, keep=1) as store:
+        store.save(1, state_of(1))
+
+        def refuse(*_):
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(retention, "remove", refuse)
+        store.save(2, state_of(2))
+        assert "old checkpoints" in capfd.readouterr().err
+        monkeypatch.undo()
+        assert store.restore()[0] == 2
+        store.save(3, state_of(3))
+        assert store.all_steps() == [3]
+
+
+def test_saving_a_step_again(tmp_path):
+    """The new one replaces the old one only when it is complete; the old one is gone after it."""
+    with CheckpointStore(Solo(), tmp_path) as store:
+        store.save(1, state_of(1))
+        store.save(1, state_of(8))
+        assert equal(store.restore()[1], state_of(8))
+        assert store.all_steps() == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000000001.1"]
