@@ -1,0 +1,28 @@
+"""Counts steps into a file; on SIGUSR1 it stops with exit code 75, once done with 0.
+
+A stand-in for a training run in tests of the batch script alone: ``until_signal.py FILE STEPS``.
+"""
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+from mpi4py import MPI
+
+comm = MPI.COMM_WORLD
+path, steps = Path(sys.argv[1]), int(sys.argv[2])
+asked = []
+signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
+begin = int(path.read_text()) if path.exists() else 0
+begin = comm.bcast(begin)
+for step in range(begin, steps):
+    time.sleep(0.1)
+    if comm.allreduce(len(asked), MPI.MAX):
+        if comm.rank == 0:
+            path.write_text(str(step + 1))
+            print(f"stopped at {step + 1}", flush=True)
+        comm.Barrier()
+        sys.exit(75)
+if comm.rank == 0:
+    print(f"done from {begin} to {steps}", flush=True)

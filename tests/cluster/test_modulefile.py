@@ -1,0 +1,67 @@
+"""The modulefile, loaded by the real Lmod."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+INIT = next(
+    (p for p in map(Path, ("/usr/share/lmod/lmod/init/bash", "/etc/profile.d/lmod.sh"))
+     if p.exists()), None,
+)  # fmt: skip
+pytestmark = pytest.mark.skipif(INIT is None, reason="no Lmod: apt-get install lmod")
+
+
+def shell(commands, **variables):
+    """Run bash with Lmod and the module path set; return the process."""
+    clean = {"HOME": os.environ.get("HOME", "/"), "PATH": "/usr/bin:/bin", "USER": "user"}
+    script = f". {INIT}; module use {ROOT}/jobs/modulefiles; {commands}"
+    return subprocess.run(
+        ["bash", "-c", script], env={**clean, **variables},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def prefix_of(python):
+    return str(python.parent.parent)
+
+
+def test_load_gives_the_command(openmpi):
+    """R91: `module load mpidist`, then `mpidist --version` and `--help`, with no activation."""
+    prefix = prefix_of(openmpi)
+    done = shell(
+        "module load mpidist && command -v mpidist && mpidist --version && mpidist --help",
+        MPIDIST_PREFIX=prefix,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"{prefix}/bin/mpidist"
+    assert "train" in done.stdout
+
+
+def test_threads_default_to_one_and_come_back(openmpi):
+    commands = "module load mpidist; echo $OMP_NUM_THREADS; module unload mpidist; "
+    commands += "echo ${OMP_NUM_THREADS-unset}; command -v mpidist || echo no command"
+    prefix = prefix_of(openmpi)
+    done = shell(commands, MPIDIST_PREFIX=prefix)
+    assert done.stdout.split("\n")[:3] == ["1", "unset", "no command"], done.stderr
+    done = shell(commands, MPIDIST_PREFIX=prefix, OMP_NUM_THREADS="6")
+    assert done.stdout.split("\n")[:2] == ["6", "6"], done.stderr
+
+
+def test_help_and_family(openmpi):
+    commands = "module help mpidist; module load mpidist; echo family $LMOD_FAMILY_MPIDIST"
+    done = shell(commands, MPIDIST_PREFIX=prefix_of(openmpi))
+    text = done.stdout + done.stderr
+    assert "mpirun -n 8 mpidist train JOB.toml" in text
+    assert "family mpidist" in text
+
+
+def test_without_an_mpi_it_asks_for_one(tmp_path):
+    """A prefix without an mpiexec of its own needs the site's MPI module first."""
+    done = shell("module load mpidist && echo loaded", MPIDIST_PREFIX=str(tmp_path))
+    assert "loaded" not in done.stdout
+    assert "At least" in done.stderr
+    assert "openmpi" in done.stderr

@@ -1,0 +1,77 @@
+"""mpidist.testing.launch: every launch ends, says what it said, and leaves nothing behind."""
+
+import signal
+import sys
+import time
+
+import pytest
+
+from mpidist.errors import ConfigError
+from mpidist.testing import launch, launcher_command, launcher_kind, start
+from mpidist.testing.launch import find_launcher
+from mpidist.testing.process import marked, mpi_segments
+
+WAITING = """
+import time
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+print("here", flush=True)
+time.sleep(100)
+"""
+
+
+def until(test, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not test():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_ranks_see_each_other():
+    code = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank))"
+    done = launch(3, [sys.executable, "-c", code]).check()
+    # Not split(): lines of different ranks may run into each other.
+    assert done.stdout.count("3") == 3
+
+
+def test_exit_code_and_both_outputs():
+    code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(5)"
+    done = launch(1, [sys.executable, "-c", code])
+    assert (done.returncode, done.timed_out) == (5, False)
+    assert "out" in done.stdout
+    assert "err" in done.stderr
+    with pytest.raises(RuntimeError, match="exited with 5"):
+        done.check()
+
+
+def test_deadline_leaves_no_process_and_no_shared_memory():
+    job = start(3, [sys.executable, "-c", WAITING])
+    until(lambda: job.output().count("here") == 3)
+    segments = mpi_segments(marked(job.mark))
+    done = job.finish(0.5)
+    assert (done.timed_out, done.returncode) == (True, 124)
+    assert marked(job.mark) == []
+    assert [s for s in segments if s.exists()] == []
+
+
+def test_ranks_of_a_killed_launcher_are_ended():
+    job = start(2, [sys.executable, "-c", WAITING])
+    until(lambda: job.output().count("here") == 2)
+    job.process.send_signal(signal.SIGKILL)
+    assert job.finish(10).returncode == -signal.SIGKILL
+    assert marked(job.mark) == []
+
+
+def test_environment_is_added_and_the_launcher_named():
+    code = "import os; print(os.environ['MINE'], 'PATH' in os.environ)"
+    done = launch(1, [sys.executable, "-c", code], env={"MINE": "7"}, mpi=find_launcher()).check()
+    assert done.stdout.split() == ["7", "True"]
+    assert done.args[0] == str(find_launcher())
+    assert launcher_command(2)[-2:] == ["-n", "2"]
+
+
+def test_what_is_no_launcher_is_named():
+    with pytest.raises(
+        ConfigError, match=r"/bin/true --version says .* expected Open MPI or MPICH"
+    ):
+        launcher_kind("/bin/true")
