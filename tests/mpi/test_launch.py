@@ -25,6 +25,6 @@ def test_check_launch_passes_and_fails_on_all_ranks(comm):
     facts = launch.fingerprint()
     if comm.rank == comm.size - 1:
         facts.update(h5py="0.1", host="odd")
-    with pytest.raises(ConfigError, match="but 0.1 on odd") as error:
+    with pytest.raises(ConfigError, match=r"but 0\.1 on odd") as error:
         launch.check_launch(comm, {}, facts)
     assert len(set(comm.allgather(str(error.value)))) == 1

@@ -1,0 +1,286 @@
+"""Stop a training loop well: all ranks at the same step, with a checkpoint, to be requeued.
+
+A signal reaches a rank at any moment, and not all ranks at the same one. Its handler therefore
+only sets a flag; once per step the flags are combined, so that all ranks learn of it at the same
+step, save the same state and leave with exit code 75, which tells a batch script to requeue.
+
+    rank 0   step 7 . . . . . . . . . step 8 |  all: save(8), exit 75
+    rank 1   step 7 . SIGTERM, flag . step 8 |
+
+A signal that arrives while MPI blocks is handled when MPI returns: Python runs handlers between
+its own instructions only. Slurm sends it where ``--signal=USR1@120`` says so.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+from mpi4py import MPI
+
+from mpidist import arrays, events
+from mpidist.abort import install_hook
+from mpidist.errors import ConfigError, MismatchError, MpidistError, ProtocolError
+from mpidist.waiting import wait_until
+
+#: The exit code of a run that stopped to be requeued (EX_TEMPFAIL of sysexits.h).
+REQUEUE = 75
+
+# Why to stop; the larger one is told. Signals are _SIGNAL + their number.
+_TIME, _CODE, _SIGNAL = 1, 2, 100
+
+
+class Stopped(SystemExit):
+    """All ranks agreed to stop and have saved what they had; ends the program with code 75.
+
+    A SystemExit, so that a loop which does not care about it ends the program rightly. ``step``
+    and ``reason`` say where and why.
+    """
+
+    def __init__(self, step: int, reason: str):
+        super().__init__(REQUEUE)
+        self.step, self.reason = step, reason
+
+    def __str__(self):
+        return f"stopped at step {self.step}: {self.reason}"
+
+
+class guard:
+    """Watch for signals, a time limit and a bad loss around a training loop.
+
+    Collective over `comm`. To be entered in the main thread, where Python delivers signals.
+    Its name is a word because it is read in ``with md.guard(comm) as run``.
+
+    >>> with md.guard(comm, state, store) as run:
+    ...     for step in range(first, last):
+    ...         loss = train_one_step()         # reduced: the same on all ranks
+    ...         run.check_loss(loss, step)
+    ...         if run.should_stop(step):
+    ...             run.leave(step)             # store.save(step, state), then exit code 75
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+    state : dict or callable, optional
+        What `leave` saves; a callable is asked for it at that time.
+    store : object with ``save(step, state)``, optional
+        Usually a CheckpointStore.
+    signals : iterable of signal numbers
+        Handlers are set on entering and the former ones put back on leaving.
+    time_limit : float, optional
+        Seconds from entering after which the loop is stopped as by a signal.
+    every : int
+        Combine the flags at every n-th step only.
+    deciders : MPI.Intracomm, optional
+        The ranks that run the loop and call `should_stop`, if that is not all of `comm`; the
+        others (servers) pass ``MPI.COMM_NULL``, and get their Stopped when they leave the block.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        state: Mapping | Callable[[], Mapping] | None = None,
+        store=None,
+        *,
+        signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
+        time_limit: float | None = None,
+        every: int = 1,
+        deciders: MPI.Intracomm | None = None,
+    ):
+        if time_limit is not None and not time_limit > 0:
+            raise ConfigError(f"guard: time_limit={time_limit!r}; expected seconds > 0, or None")
+        if operator.index(every) < 1:
+            raise ConfigError(f"guard: every={every!r}; expected a whole number of steps >= 1")
+        self.state, self.store = state, store
+        self.signals, self.every = tuple(signals), every
+        self.reason: str | None = None
+        self.exit_code = 0
+        self._given = comm
+        self._deciders = deciders
+        self._time_limit = time_limit
+        self._deadline = math.inf
+        self._asked = self._agreed = 0
+        self._former: dict[int, object] = {}
+        self._all = self._loop = MPI.COMM_NULL
+
+    # ------------------------------------------------------------------------------- around it
+
+    def __enter__(self) -> guard:
+        if threading.current_thread() is not threading.main_thread():
+            raise ProtocolError("guard: enter it in the main thread; Python delivers signals there")
+        install_hook(self._given)
+        self._all = self._given.Dup()
+        self._loop = self._all if self._deciders is None else self._deciders
+        if self._time_limit is not None:
+            self._deadline = time.monotonic() + self._time_limit
+        for number in self.signals:
+            self._former[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        for number, handler in self._former.items():
+            # None: set by C code, which signal.signal cannot put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._former.clear()
+        if error is not None and not isinstance(error, Stopped):
+            return  # this rank leaves alone: anything collective here would wait for the others
+        stopped = error is not None
+        if self._deciders is not None and not stopped:
+            self._end_with_the_loop()
+        self._all.Free()
+
+    def _end_with_the_loop(self) -> None:
+        """Tell the ranks outside the loop how it ended; there, raise Stopped if it was stopped."""
+        step, code = self._reduce(self._all, (-1, 0))
+        if code and not self.exit_code:
+            self._note(code)
+            self._all.Free()
+            raise Stopped(step, self.reason)
+
+    # ------------------------------------------------------------------------------ in the loop
+
+    @property
+    def flag(self) -> int:
+        """1 if this rank wants to stop, else 0: for loops that reduce it with their own data."""
+        return int(self._wish() != 0)
+
+    def stop(self, reason: str | None = None) -> None:
+        """Ask for a stop at the next `should_stop`. Local: one rank's wish is enough."""
+        self._asked = max(self._asked, _CODE)
+        events.emit("stop_requested", reason=reason or "stop() was called")
+
+    def should_stop(self, step: int) -> bool:
+        """Whether all ranks stop at this step. Collective over the ranks that run the loop.
+
+        Costs one reduction of three integers.
+
+        Raises
+        ------
+        MismatchError
+            The ranks are at different steps. On all ranks.
+        """
+        if step % self.every:
+            return False
+        low, code, high = self._reduce(self._loop, (-step, self._code(), step))
+        if -low != high:
+            raise MismatchError(
+                f"guard: should_stop is called at step {-low} by one rank and at step {high} by "
+                "another; call it once per step on every rank"
+            )
+        if code:
+            self._note(code)
+        return bool(code)
+
+    def heard(self, flags: float) -> bool:
+        """Take the sum or the maximum of all ranks' `flag`; whether all ranks stop. Local.
+
+        For a loop that lets the flag ride in a reduction of its own instead of `should_stop`.
+        """
+        if flags:
+            self._note(self._code() or _CODE << 32)
+        return bool(flags)
+
+    def leave(self, step: int, state: Mapping | None = None) -> None:
+        """Save the state as `step`, if there is a store, and raise Stopped. Collective."""
+        if not self.exit_code:
+            raise ProtocolError("guard: leave() without a stop that all ranks agreed on")
+        self._save(step, state)
+        if self._deciders is not None:
+            self._reduce(self._all, (step, self._agreed))
+        events.emit("stopped", step=step, reason=self.reason)
+        raise Stopped(step, self.reason)
+
+    def check_loss(self, loss: float, step: int) -> None:
+        """Stop the run with a checkpoint when the loss is not a number any more.
+
+        Collective over the ranks of the loop, but free of communication while all is well: `loss`
+        is the reduced one, equal on all ranks. To be called before the update of `step`, while the
+        parameters are still those that `step` began with; they are saved under that number, unless
+        they hold a NaN or infinity themselves.
+
+        Raises
+        ------
+        MpidistError
+            On all ranks, after the checkpoint was saved.
+        """
+        if math.isfinite(loss):
+            return
+        saved = self._save_if_finite(step)
+        error = MpidistError(
+            f"step {step}: the loss is {loss}; {saved}. Lower the learning rate, clip the "
+            "gradients, or look for a bad record in this step's batch"
+        )
+        error.everywhere = True
+        events.emit("bad_loss", step=step, loss=str(loss))
+        raise error
+
+    # ------------------------------------------------------------------------------ underneath
+
+    def _on_signal(self, number: int, frame) -> None:
+        # Nothing but a flag: this runs between two instructions of whatever was going on.
+        self._asked = max(self._asked, _SIGNAL + number)
+
+    def _wish(self) -> int:
+        return self._asked or (_TIME if time.monotonic() >= self._deadline else 0)
+
+    def _code(self) -> int:
+        """Give this rank's wish and number as one integer; the maximum of all is one rank's."""
+        wish = self._wish()
+        return wish << 32 | self._all.rank if wish else 0
+
+    def _note(self, code: int) -> None:
+        self._agreed = code
+        kind, rank = code >> 32, code & 0xFFFFFFFF
+        if kind >= _SIGNAL:
+            self.reason = f"{signal.Signals(kind - _SIGNAL).name} on rank {rank}"
+        elif kind == _TIME:
+            self.reason = f"time limit of {self._time_limit:g} s"
+        else:
+            self.reason = f"requested on rank {rank}"
+        self.exit_code = REQUEUE
+
+    def _reduce(self, comm, values) -> list[int]:
+        send, result = np.array(values, np.int64), np.empty(len(values), np.int64)
+        # Polled and not blocking, so that a signal which arrives while we wait is handled now.
+        wait_until(comm.Iallreduce(send, result, MPI.MAX).Test)
+        return result.tolist()
+
+    def _current_state(self):
+        return self.state() if callable(self.state) else self.state
+
+    def _save(self, step: int, state: Mapping | None = None) -> bool:
+        state = self._current_state() if state is None else state
+        if self.store is None or state is None:
+            return False
+        self.store.save(step, state)
+        return True
+
+    def _save_if_finite(self, step: int) -> str:
+        state = self._current_state()
+        if self.store is None or state is None:
+            return "nothing was saved, for the guard was given no store and state"
+        # Ranks may hold different parts of the state, so they decide together.
+        if self._reduce(self._loop, (int(not is_finite(state)),))[0]:
+            return "nothing was saved, for the state holds NaN or infinity already"
+        self._save(step, state)
+        return f"the state before this step was saved as step {step}"
+
+
+def is_finite(state) -> bool:
+    """Whether no array or number in nested dicts and lists is NaN or infinite. Local."""
+    if isinstance(state, Mapping):
+        return all(is_finite(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return all(is_finite(value) for value in state)
+    if isinstance(state, float):
+        return math.isfinite(state)
+    state = getattr(state, "array", state)  # a Shard of a global array
+    dtype = getattr(state, "dtype", None)
+    if dtype is None or dtype.kind in "iubSUOmM" or dtype.names:
+        return True
+    return bool(arrays.array_module(state).isfinite(state).all())

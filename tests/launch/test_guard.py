@@ -1,0 +1,179 @@
+"""Signals, time limit, bad loss: all ranks leave at one step, with a checkpoint, with code 75."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+
+import pytest
+
+from mpidist.testing.launch import launch, start
+
+PROGRAM = """
+import json, os, signal, sys, time
+import numpy as np
+from mpi4py import MPI
+import mpidist as md
+from mpidist.elastic.guard import Stopped
+
+what, folder = sys.argv[1], sys.argv[2]
+comm = MPI.COMM_WORLD
+
+class Store:
+    def save(self, step, state):
+        with open(f"{folder}/rank-{comm.rank}.json", "w") as file:
+            json.dump({"step": step, "w": state["w"].tolist()}, file)
+
+state = {"w": np.zeros(3)}
+before = signal.getsignal(signal.SIGTERM)
+
+def loop(run, ranks, steps=1000):
+    for step in range(steps):
+        loss = np.array([1.0])
+        if what == "nan" and step == 7 and comm.rank == 1:
+            loss[:] = np.nan
+        if what == "poisoned" and step == 7:
+            loss[:] = np.inf
+            state["w"][1] = np.nan if comm.rank == 1 else 1.0
+        ranks.Allreduce(MPI.IN_PLACE, loss)
+        run.check_loss(loss[0], step)
+        if what == "code" and step == 5 and comm.rank == 1:
+            run.stop("enough")
+        if what == "apart" and step == 4 and ranks.rank == 1:
+            step += 1
+        if what == "piggyback":
+            flags = np.array([run.flag], "i4")
+            ranks.Allreduce(MPI.IN_PLACE, flags)
+            stop = run.heard(flags[0])
+        else:
+            stop = run.should_stop(step)
+        if stop:
+            run.leave(step)
+        state["w"] += 1
+        if step == 3 and ranks.rank == 0:
+            print("under way", flush=True)
+        time.sleep(0.01)
+
+print(f"<pid {comm.rank} {os.getpid()}>", flush=True)
+options = {"time_limit": 0.5} if what == "limit" else {}
+workers = MPI.COMM_NULL
+if what in ("servers", "servers-finish"):
+    # The last rank is a server: it is outside the loop and leaves when the workers have left.
+    color = 0 if comm.rank < comm.size - 1 else MPI.UNDEFINED
+    workers = options["deciders"] = comm.Split(color)
+try:
+    with md.guard(comm, state, Store(), **options) as run:
+        if workers == MPI.COMM_NULL and "deciders" in options:
+            print("serving", flush=True)
+        else:
+            loop(run, workers if "deciders" in options else comm,
+                 5 if what in ("finish", "servers-finish") else 1000)
+except Stopped as stop:
+    assert signal.getsignal(signal.SIGTERM) == before
+    print(f"rank {comm.rank} stopped at {stop.step}: {stop.reason}", flush=True)
+    raise
+assert run.exit_code == 0
+assert signal.getsignal(signal.SIGTERM) == before
+print(f"rank {comm.rank} finished", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("guard") / "program.py"
+    path.write_text(PROGRAM)
+    return str(path)
+
+
+def saved(folder, n):
+    """Read what each rank saved, check that all saved the same, and return it."""
+    states = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(n)]
+    assert all(state == states[0] for state in states), states
+    return states[0]
+
+
+def run_and_signal(program, n, what, folder, number, ranks):
+    """Start the program, send a signal to some ranks when it is under way, wait for its end."""
+    job = start(n, [sys.executable, program, what, str(folder)])
+    try:
+        deadline = time.monotonic() + 30
+        while "under way" not in job.output() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        # Not by lines: the launcher may mix the ranks' output in the midst of one.
+        pids = dict(re.findall(r"<pid (\d+) (\d+)>", job.output()))
+        for rank in ranks:
+            os.kill(int(pids[str(rank)]), number)
+    finally:
+        result = job.finish(timeout=15)
+    assert not result.timed_out, result.stderr
+    return result
+
+
+@pytest.mark.parametrize("what", ["loop", "piggyback"])
+@pytest.mark.parametrize(
+    ("number", "ranks"), [(signal.SIGTERM, [2]), (signal.SIGUSR1, [0, 1, 2])], ids=["term", "usr1"]
+)
+def test_signal_stops_all_ranks_at_one_step(program, tmp_path, what, number, ranks):
+    """R47: any rank's signal; all save the same step, and leave with the code for requeueing."""
+    result = run_and_signal(program, 3, what, tmp_path, number, ranks)
+    assert result.returncode == 75, result.stderr
+    state = saved(tmp_path, 3)
+    # The step that is saved is the one the weights belong to: no step is lost or done twice.
+    assert state["w"] == [state["step"]] * 3
+    assert result.stdout.count(f"stopped at {state['step']}: ") == 3
+    if what == "loop":
+        assert result.stdout.count(f"{number.name} on rank ") == 3
+    assert "Traceback" not in result.stderr
+
+
+def test_servers_leave_with_the_workers(program, tmp_path):
+    """A signal that only a worker got ends the server as well, with the same code and reason."""
+    result = run_and_signal(program, 3, "servers", tmp_path, signal.SIGTERM, [1])
+    assert result.returncode == 75, result.stderr
+    step = saved(tmp_path, 2)["step"]
+    assert result.stdout.count(f"stopped at {step}: SIGTERM on rank 1") == 3
+    assert not (tmp_path / "rank-2.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"), [("limit", "time limit of 0.5 s"), ("code", "requested on rank 1")]
+)
+def test_other_reasons_to_stop(program, tmp_path, what, reason):
+    result = launch(2, [sys.executable, program, what, str(tmp_path)], timeout=30)
+    assert result.returncode == 75, result.stderr
+    step = saved(tmp_path, 2)["step"]
+    assert step == 5 or what == "limit"
+    assert result.stdout.count(f"stopped at {step}: {reason}") == 2
+
+
+@pytest.mark.parametrize("what", ["finish", "servers-finish"])
+def test_an_undisturbed_run_ends_as_ever(program, tmp_path, what):
+    result = launch(3, [sys.executable, program, what, str(tmp_path)], timeout=30).check()
+    assert result.stdout.count("finished") == 3
+    assert result.stderr == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_loss_saves_the_state_before_the_step(program, tmp_path):
+    """R141: a NaN on one rank is in the reduced loss, so all stop alike and tell it once."""
+    result = launch(2, [sys.executable, program, "nan", str(tmp_path)], timeout=30)
+    assert result.returncode == 1
+    assert saved(tmp_path, 2) == {"step": 7, "w": [7.0] * 3}
+    assert result.stderr.count("mpidist: error: step 7: the loss is nan") == 1
+    assert "Traceback" not in result.stderr
+
+
+def test_a_poisoned_state_is_not_saved(program, tmp_path):
+    """R141: one rank's NaN is enough, or the newest checkpoint would be the useless one."""
+    result = launch(2, [sys.executable, program, "poisoned", str(tmp_path)], timeout=30)
+    assert result.returncode == 1
+    assert list(tmp_path.iterdir()) == []
+    assert result.stderr.count("holds NaN or infinity already") == 1
+
+
+def test_ranks_at_different_steps_are_told(program, tmp_path):
+    result = launch(2, [sys.executable, program, "apart", str(tmp_path)], timeout=30)
+    assert result.returncode == 1
+    assert "at step 4 by one rank and at step 5 by another" in result.stderr
