@@ -51,9 +51,7 @@ def _split(state: Mapping) -> tuple[dict[str, np.ndarray], str]:
     extras: dict[str, object] = {}
     dtypes: dict[str, str] = {}
     for path, leaf in leaves(state):
-        # Keys become groups, so a key must not look like a path of its own.
-        name = "/".join(key.replace("%", "%25").replace("/", "%2F") or "%" for key in path)
-        name = "/".join("%2E" * len(key) if key in (".", "..") else key for key in name.split("/"))
+        name = "/".join(_escaped(key) for key in path)
         if not is_array(leaf):
             extras[show(path)] = to_json(leaf, path)
             continue
@@ -66,6 +64,14 @@ def _split(state: Mapping) -> tuple[dict[str, np.ndarray], str]:
             raise ConfigError(f"an array is named {EXTRAS}, which is the name of the extras")
         arrays[name] = array
     return arrays, json.dumps({"values": extras, "dtypes": dtypes})
+
+
+def _escaped(key: str) -> str:
+    """Return a key that is one name, not a path: keys become groups, and members of a zip file."""
+    if not key:
+        return "%"
+    key = key.replace("%", "%25").replace("/", "%2F")
+    return key.replace(".", "%2E") if key in (".", "..") else key
 
 
 def _write_h5(arrays: Mapping[str, np.ndarray], extras: str, path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpidist import events
-from mpidist.arrays import copy_into, is_device, is_writable
+from mpidist.arrays import copy_into, host_empty, is_device, is_writable
 from mpidist.checkpoint import load, steps
 from mpidist.checkpoint.layout import (
     Path,
@@ -213,8 +213,9 @@ def _read(path: str, entry: Entry, found: Manifest, items: list, check: bool) ->
             if check:
                 fill(reader, tensor, region, size, None)
                 continue
-            direct = not is_device(array) and not isinstance(leaf, np.generic)
-            host = array if direct else np.empty(array.shape, array.dtype)
+            host = array
+            if is_device(array) or isinstance(leaf, np.generic):
+                host = host_empty(array.size, array.dtype, like=array).reshape(array.shape)
             fill(reader, tensor, region, size, host)
             if is_device(array):
                 copy_into(array, host)

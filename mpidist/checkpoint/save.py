@@ -27,7 +27,7 @@ import numpy as np
 
 import mpidist
 from mpidist import events
-from mpidist.arrays import copy_into, is_device
+from mpidist.arrays import copy_into, host_empty, is_device
 from mpidist.checkpoint import files, hdf5, manifest, retention, steps
 from mpidist.checkpoint.layout import (
     Path,
@@ -281,7 +281,7 @@ def _bytes_of(leaf, region: Region, copy: bool) -> np.ndarray:
         straight = array.flags.c_contiguous or is_device(array)
         array = (array.reshape(-1) if straight else array.flat)[region.start : stop]
     if is_device(array):
-        host = np.empty(array.shape, array.dtype)
+        host = host_empty(array.size, array.dtype, like=array)
         copy_into(host, array)
     else:
         host = np.array(array, order="C", copy=True) if copy else np.ascontiguousarray(array)

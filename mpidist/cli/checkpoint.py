@@ -41,12 +41,10 @@ def run(args: argparse.Namespace) -> int:
     """Do what the arguments say and return the exit code. Local."""
     try:
         return _ACTIONS[args.action](args)
-    except MpidistError as error:
-        print(f"mpidist checkpoint {args.action}: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"mpidist checkpoint {args.action}: {error}", file=sys.stderr)
-        return 2
+    except (MpidistError, OSError) as error:
+        text = " ".join(str(error).split())
+        print(f"mpidist: error: checkpoint {args.action}: {text}", file=sys.stderr)
+        return error.exit_code if isinstance(error, MpidistError) else 2
 
 
 def _list(args) -> int:
