@@ -16,8 +16,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,49 +25,11 @@ from pathlib import Path
 from ..errors import ConfigError, MpidistError
 from .box import Box, missing
 from .process import Finished, Started
+from .slurm_files import configure
 
 #: What apt-get has to install on Debian and Ubuntu.
 PACKAGES = "slurm-wlm munge libpmix2"
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
-
-_CONF = """\
-ClusterName=onebox
-SlurmctldHost=ctl(127.0.0.1)
-SlurmctldPort={controller_port}
-SlurmUser=root
-AuthType=auth/munge
-# Besides the lifetime of credentials this is the pause before a requeued job may start again;
-# the default of 120 s is most of a test's time.
-AuthInfo=socket={run}/munge.socket,cred_expire={requeue_delay}
-StateSaveLocation={run}/state
-SlurmctldPidFile={run}/slurmctld.pid
-SlurmctldLogFile={logs}/slurmctld.log
-SlurmdSpoolDir={run}/%n/spool
-SlurmdPidFile={run}/%n/slurmd.pid
-SlurmdLogFile={logs}/%n.log
-# PMIx keeps its sockets here: nodes that share the folder overwrite each other's.
-TmpFS={run}/%n/tmp
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SwitchType=switch/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=1,sched_interval=2,sched_min_interval=0,batch_sched_delay=0
-ReturnToService=2
-JobRequeue=1
-KillWait={kill_wait}
-MessageTimeout=30
-SlurmdTimeout=600
-MinJobAge=86400
-MpiDefault=none
-MailProg=/bin/true
-PropagateResourceLimits=NONE
-GresTypes=gpu
-NodeName=DEFAULT CPUs={cpus} RealMemory={memory} Gres=gpu:{gpus}
-NodeName=n[1-{nodes}] NodeAddr=127.0.0.1 Port=[{ports}]
-PartitionName=all Nodes=ALL Default=YES OverSubscribe=FORCE:4 MaxTime=60 State=UP
-"""
 
 
 @dataclass(frozen=True)
@@ -174,7 +134,8 @@ class SlurmCluster:
                 # Between the end of the script and the requeue it asked for, Slurm shows an end
                 # state for a moment; a second look a little later tells them apart.
                 time.sleep(0.3)
-                if self.job(job_id) == job:
+                again = self.job(job_id)
+                if (again.state, again.restarts) == (job.state, job.restarts):
                     return job
             elif time.monotonic() > deadline:
                 self.run(["scancel", str(job_id)])
@@ -232,7 +193,7 @@ def slurm_cluster(
         home = Path(directory).resolve() if directory else box.folder / "home"
         logs = home / "slurm-logs"
         logs.mkdir(parents=True, exist_ok=True)
-        env = _configure(
+        env = configure(
             *(box.folder, logs, nodes),
             cpus=cpus,
             gpus=gpus,
@@ -249,51 +210,6 @@ def slurm_cluster(
             box.close()
             for daemon in daemons:
                 daemon.finish(5)
-
-
-def _configure(run: Path, logs: Path, nodes: int, **settings: int) -> dict[str, str]:
-    """Write key, configuration and hosts file; return the environment of clients."""
-    key = run / "munge.key"
-    key.write_bytes(secrets.token_bytes(128))
-    key.chmod(0o600)
-    run.chmod(0o755)
-    (run / "state").mkdir()
-    for i in range(1, nodes + 1):
-        (run / f"n{i}" / "spool").mkdir(parents=True)
-        (run / f"n{i}" / "tmp").mkdir()
-    ports = _free_ports(nodes + 1)
-    conf = run / "slurm.conf"
-    conf.write_text(
-        _CONF.format(
-            controller_port=ports[0],
-            ports=",".join(map(str, ports[1:])),
-            run=run,
-            logs=logs,
-            nodes=nodes,
-            memory=2000,
-            **settings,
-        )
-    )
-    devices = [run / f"nvidia{i}" for i in range(settings["gpus"])]
-    for device in devices:
-        device.touch()
-    (run / "gres.conf").write_text("".join(f"Name=gpu File={d}\n" for d in devices))
-    names = " ".join(f"n{i}" for i in range(1, nodes + 1))
-    (run / "hosts").write_text(Path("/etc/hosts").read_text() + f"\n127.0.0.1 ctl {names}\n")
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
-    return {**clean, "SLURM_CONF": str(conf)}
-
-
-def _free_ports(count: int) -> list[int]:
-    """Find `count` TCP ports that nobody listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
 
 
 def _start(cluster: SlurmCluster, nodes: int, daemons: list[Started]) -> None:

