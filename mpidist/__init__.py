@@ -37,7 +37,6 @@ _HOME = {
     "BSP": "parameter_server.consistency",
     "ASP": "parameter_server.consistency",
     "SSP": "parameter_server.consistency",
-    "parameter_server": "parameter_server.group",
     "ServerGroup": "parameter_server.group",
     "CheckpointStore": "checkpoint.store",
     "Shard": "checkpoint.layout",
@@ -45,7 +44,7 @@ _HOME = {
     "guard": "elastic.guard",
     "watch": "elastic.watch",
 }
-_SUBMODULES = ("optim", "data", "models", "testing")
+_SUBMODULES = ("optim", "data", "models", "testing", "parameter_server")
 
 __all__ = [*_HOME, *_SUBMODULES, "__version__"]
 

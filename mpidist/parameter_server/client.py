@@ -19,7 +19,6 @@ import numpy as np
 
 from ..errors import ConfigError, ProtocolError
 from . import protocol
-from .link import Link
 from .placement import Layout
 from .protocol import ALL, CLOCK, HEADER_BYTES, LEAVE, PULL, PUSH, TO_SERVER, TO_WORKER, Header
 from .routing import Part, data_bytes, encode, owned, route, views, whole
@@ -43,26 +42,16 @@ class Client:
         Where it came from.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        servers: list[int],
-        model: int,
-        name: str,
-        layout: Layout,
-        *,
-        global_batch: int | None = None,
-        group=None,
-    ):
+    def __init__(self, group, name: str, layout: Layout, model: int, global_batch: int | None):
         self.name, self.layout, self.group = name, layout, group
-        self.versions = [0] * len(servers)
+        self._link, self._servers, self._model = group.link, group.server_ranks, model
+        self.versions = [0] * len(self._servers)
         self.finished = 0
         self.gaps: Counter[int] = Counter()
         self.closed = self.started = False
-        self._link, self._servers, self._model = link, servers, model
         self._batch = global_batch
         self._names = Selection(name, layout)
-        self._whole = [whole(layout, server) for server in range(len(servers))]
+        self._whole = [whole(layout, server) for server in range(len(self._servers))]
         self._entered = self._pushed = -1
         self._staleness: Counter[int] = Counter()
         self._queue: Counter[int] = Counter()

@@ -12,7 +12,6 @@ servers            0  1                  the calls of their clients
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,17 +21,14 @@ from mpi4py import MPI
 
 from ..context import free
 from ..errors import ConfigError, MpidistError, ProtocolError, nearest
-from .agreement import check_equal, everywhere, together
+from .agreement import check_equal, together
 from .client import Client
 from .consistency import BSP, Consistency
+from .hosting import host_model
 from .link import Link
-from .memory import available_memory, check_capacity, needed, state_copies
-from .model import check_optimizer, parse_model
-from .placement import Layout, choose_ranks, place
+from .placement import Layout, choose_ranks
 from .protocol import BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER, Header
 from .server import Hosted, Server
-from .shards import Shard
-from .values import hand_out
 
 
 class ServerGroup:
@@ -62,7 +58,7 @@ class ServerGroup:
         self, comm: MPI.Comm, *, servers: int | Sequence[int] = 1, placement: str = "dedicated"
     ):
         self.comm = comm.Dup()
-        self._link = Link(self.comm)
+        self.link = Link(self.comm)
         self._server: Server | None = None
         self._layouts: dict[str, Layout] = {}
         self._clients: list[Client] = []
@@ -71,9 +67,9 @@ class ServerGroup:
         asked = servers if isinstance(servers, int) else [int(rank) for rank in servers]
         try:
             # Ranks may have been given different numbers: what one refuses, all refuse.
-            together(self._link, lambda: choose_ranks(comm.size, asked, placement))
+            together(self.link, lambda: choose_ranks(comm.size, asked, placement))
             facts = {"servers": asked, "placement": placement}
-            check_equal("ServerGroup", self._link.exchange(facts))
+            check_equal("ServerGroup", self.link.exchange(facts))
         except MpidistError:
             self.comm.Free()
             raise
@@ -85,9 +81,9 @@ class ServerGroup:
         self.workers = None if split == MPI.COMM_NULL else split
         if self.is_server:
             index = self.server_ranks.index(comm.rank)
-            self._server = Server(self._link, index, self.worker_ranks)
+            self._server = Server(self.link, index, self.worker_ranks)
             self._server.pauses_here = not self.is_worker
-            self._link.background = self._server.poll if self.is_worker else None
+            self.link.background = self._server.poll if self.is_worker else None
 
     # -- models ----------------------------------------------------------------------------
 
@@ -132,60 +128,27 @@ class ServerGroup:
         self._open()
         if any(client.started for client in self._clients):
             raise ProtocolError(f"add {name!r}: add all models before the first pull or push")
-        mode = BSP() if consistency is None else consistency
-
-        def describe():
-            if name in self._layouts:
-                raise ConfigError(f"add {name!r}: this group has a model of that name")
-            check_optimizer(name, optimizer)
-            spec = parse_model(name, model, mode, global_batch, seed)
-            node = [socket.gethostname(), available_memory()]
-            return {"facts": spec.facts, "inits": spec.inits, "node": node}
-
-        everyone = together(self._link, describe)
-        check_equal(f"add {name!r}", [e["facts"] for e in everyone])
-        given = [e["inits"] for e in everyone if e["inits"] is not None]
-        check_equal(f"add {name!r}: init", given or [{}])
-        layout = place(everyone[0]["facts"]["tensors"], len(self.server_ranks))
-        self._check_memory(name, layout, mode, state_copies(optimizer), everyone)
-        workers = len(self.worker_ranks)
-
-        def allocate():
-            if self._server is not None:
-                inits = given[0] if given else {}
-                shard = Shard(layout, self._server.index, optimizer, inits, seed)
-                self._server.models.append(Hosted(name, shard, mode, workers, global_batch))
-
-        together(self._link, allocate)
-        source = self.worker_ranks[0]
-        if everyone[source]["inits"] is None:
-            shard = None if self._server is None else self._server.models[-1].shard
-            hand_out(
-                self._link, layout, self.server_ranks, source=source, arrays=model, shard=shard
+        if name in self._layouts:
+            raise ConfigError(f"add {name!r}: this group has a model of that name")
+        # A colocated server must not answer for a model whose values are still on their way.
+        with self.link.quiet():
+            self._layouts[name] = host_model(
+                self.link,
+                self._server,
+                self.server_ranks,
+                self.worker_ranks,
+                name=name,
+                model=model,
+                optimizer=optimizer,
+                consistency=BSP() if consistency is None else consistency,
+                seed=seed,
+                global_batch=global_batch,
             )
-        self._layouts[name] = layout
         if not self.is_worker:
             return None
-        number = len(self._layouts) - 1
-        client = Client(
-            self._link,
-            self.server_ranks,
-            number,
-            name,
-            layout,
-            global_batch=global_batch,
-            group=self,
-        )
+        client = Client(self, name, self._layouts[name], len(self._layouts) - 1, global_batch)
         self._clients.append(client)
         return client
-
-    def _check_memory(self, name, layout, mode, copies, everyone) -> None:
-        workers, servers = len(self.worker_ranks), []
-        for index, rank in enumerate(self.server_ranks):
-            need = needed(layout, index, copies=copies, workers=workers, consistency=mode)
-            servers.append((rank, everyone[rank]["node"][0], need, everyone[rank]["node"][1]))
-        with everywhere():
-            check_capacity(name, servers)
 
     # -- serving, pausing ------------------------------------------------------------------
 
@@ -203,13 +166,21 @@ class ServerGroup:
         self._open()
         if self.is_worker:
             raise ProtocolError(f"serve: rank {self.comm.rank} works; it serves within its calls")
-        server, link = self._server, self._link
+        server, link = self._server, self.link
         server.on_pause = on_pause
         while not server.done:
             # A wait ends with every event: what is long is a wait without any.
             link.waits["worker"] += link.wait(lambda: server.poll() or server.done)
         link.waits["worker"] -= server.busy_seconds
         self._served = True
+
+    def progress(self) -> None:
+        """Serve what is waiting, where this worker is a server as well. Local, returns at once.
+
+        For a colocated worker that waits for something else than its client.
+        """
+        if self.link.background is not None:
+            self.link.background()
 
     def pause(self, tag: str | int) -> None:
         """Bring the servers out of their loop, between two clocks. Collective over the workers.
@@ -219,7 +190,7 @@ class ServerGroup:
         calls nothing: its worker half acts for both.
         """
         self._open()
-        link, replies = self._link, []
+        link, replies = self.link, []
         data = np.frombuffer(json.dumps(tag).encode(), np.uint8)
         for rank in self.server_ranks:
             replies.append(link.receive(rank, TO_WORKER, HEADER_BYTES))
@@ -230,6 +201,14 @@ class ServerGroup:
         link.waits["worker"] += link.wait(lambda: all([reply.test() for reply in replies]))
         for reply in replies:
             link.pool.give(reply.buffer)
+
+    def barrier(self) -> None:
+        """Wait for all workers, serving meanwhile. Collective over the workers.
+
+        With colocated servers a barrier of MPI's own would not serve those that are not there yet.
+        """
+        self._open()
+        self.link.waits["worker"] += self.link.wait(self.workers.Ibarrier().Test)
 
     # -- shards ------------------------------------------------------------------------
 
@@ -294,7 +273,7 @@ class ServerGroup:
             "rank": self.comm.rank,
             "server": None if self._server is None else self._server.facts(),
             "clients": {client.name: client.stats for client in self._clients},
-            "waits": dict(self._link.waits),
+            "waits": dict(self.link.waits),
         }
 
     # -- the end -----------------------------------------------------------------------
@@ -308,9 +287,9 @@ class ServerGroup:
                 self.serve()
         else:
             self._say_goodbye()
-        self._link.wait(self._link.reap)
+        self.link.wait(self.link.reap)
         mine = self._facts()
-        self._everyone = [_with_histograms(facts) for facts in self._link.exchange(mine)]
+        self._everyone = [_with_histograms(facts) for facts in self.link.exchange(mine)]
         self.closed = True
         if self.workers is not None:
             free(self.workers)
@@ -318,7 +297,7 @@ class ServerGroup:
         self.comm.Free()
 
     def _say_goodbye(self) -> None:
-        link = self._link
+        link = self.link
         for client in self._clients:
             client.close()
         for rank in self.server_ranks:
@@ -346,7 +325,7 @@ class ServerGroup:
         self.closed = True
         for client in self._clients:
             client.closed = True
-        self._link.notify(failure)
+        self.link.notify(failure)
 
     def _open(self) -> None:
         if self.closed:

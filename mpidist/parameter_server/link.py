@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from mpi4py import MPI
@@ -104,6 +105,15 @@ class Link:
             wait_until(look, self.on_wait)
         return time.monotonic() - start
 
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Serve nothing in the background for a while."""
+        background, self.background = self.background, None
+        try:
+            yield
+        finally:
+            self.background = background
+
     def check_notice(self) -> None:
         """Raise what another rank has sent before it gave up."""
         status = MPI.Status()
@@ -123,7 +133,8 @@ class Link:
         """
         if getattr(failure, "from_notice", False) or getattr(failure, "everywhere", False):
             return
-        what = f"{type(failure).__name__}: {failure}".splitlines()[0]
+        lines = str(failure).strip().splitlines() or [""]
+        what = f"{type(failure).__name__}: {lines[0]}"
         text = f"parameter server: rank {self.comm.rank} gave up with {what}"
         data = np.frombuffer(text.encode()[:_NOTICE_BYTES], np.uint8)
         others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]

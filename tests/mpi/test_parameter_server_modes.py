@@ -1,5 +1,7 @@
 """What each mode promises, against serial descent."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -62,3 +64,126 @@ def test_bsp_equals_serial(comm, make, placement):
                 assert client.versions == [4] * servers
                 assert set(client.gaps) == {0}
                 close(params, serial(arrays(0), optimizer, count, 4, samples))
+
+
+@pytest.mark.ranks(3, 4, 8)
+@pytest.mark.parametrize("global_batch", [None, 12])
+def test_ssp_without_staleness_equals_bsp(comm, global_batch):
+    """R68: SSP(0) takes the same path as BSP for plain descent, whoever is slow."""
+    servers = 2 if comm.size > 3 else 1
+    workers = comm.size - servers
+    share = 12 if global_batch is None else 12 // workers
+    params = arrays(0)
+    with md.parameter_server(
+        comm,
+        params,
+        servers=servers,
+        consistency=md.SSP(0),
+        optimizer=md.optim.sgd(0.1),
+        global_batch=None if global_batch is None else share * workers,
+    ) as client:
+        if client is not None:
+            me = client.group.workers.rank
+            for clock in range(5):
+                client.pull(out=params)
+                if (clock + me) % workers == 0:
+                    time.sleep(0.005)
+                client.push(gradient(me, clock), samples=share)
+                client.clock()
+            client.pull(out=params)
+            expected = serial(arrays(0), md.optim.sgd(0.1), workers, 5, lambda w, c: share)
+            close(params, expected)
+            # Worker order, not order of arrival: every run has the same bits.
+            every = client.group.workers.allgather(params["w"].tobytes())
+            assert len(set(every)) == 1
+
+
+@pytest.mark.ranks(2, 4, 7)
+@pytest.mark.parametrize("mode", [md.BSP(), md.SSP(0), md.SSP(2), md.ASP()], ids=str)
+@pytest.mark.parametrize("placement", ["dedicated", "colocated"])
+def test_every_push_counts_once(comm, mode, placement):
+    """R66, R67, R68: exact sums whatever the order; the bound holds; uneven epochs end."""
+    steps, size = 12, 50
+    spec = {"x": ((size,), "f8"), "y": ((3, size), "f4", 1.0)}
+    with md.ServerGroup(comm, servers=min(2, comm.size - 1), placement=placement) as group:
+        client = group.add("m", spec, consistency=mode, optimizer=md.optim.sgd(1.0))
+        if client is not None:
+            me, workers = group.workers.rank, group.workers.size
+            mine = steps + me  # uneven epochs
+            for clock in range(mine):
+                if clock % 2:
+                    client.pull()
+                if me == 0:
+                    time.sleep(0.002)
+                # Weight 1 / workers: integers stay integers.
+                value = -float(workers * (clock + 1))
+                client.push({"x": np.full(size, value), "y": np.full((3, size), value, "f4")})
+                client.clock()
+            bound = mode.bound
+            assert bound is None or max(client.gaps) <= bound
+            client.close()
+            group.barrier()
+    facts = [r["server"]["models"]["m"] for r in group.report()["ranks"] if r["server"]]
+    for model in facts:
+        pushes = sum(steps + w for w in range(len(group.worker_ranks)))
+        assert sum(model["staleness"].values()) == pushes
+        assert model["updates"] == (max(model["clocks"]) if mode.merges else pushes)
+        assert mode.bound is None or max(model["gaps"]) <= mode.bound
+        if mode.holds:
+            assert set(model["staleness"]) <= set(range(len(group.worker_ranks)))
+
+
+@pytest.mark.ranks(3, 6)
+@pytest.mark.parametrize("mode", [md.SSP(2), md.ASP()], ids=str)
+def test_sum_after_the_last_clock(comm, mode):
+    """No push is lost: after all have finished, the parameters are the sum of all of them."""
+    with md.parameter_server(
+        comm, {"x": np.zeros(10)}, consistency=mode, optimizer=md.optim.sgd(1.0), global_batch=4
+    ) as client:
+        if client is not None:
+            group, workers = client.group, client.group.workers.size
+            for clock in range(9):
+                client.push({"x": np.full(10, -4.0)}, samples=clock % 3)
+                client.clock()
+            client.pull()  # answered after this worker's own pushes
+            group.barrier()
+            np.testing.assert_array_equal(client.pull()["x"], 9.0 * workers)
+
+
+@pytest.mark.ranks(5)
+def test_only_the_fast_wait(comm):
+    """R68, R39: with one slow worker SSP blocks the fast ones only, and says who waited."""
+    params = {"x": np.zeros(4)}
+    with md.parameter_server(
+        comm, params, consistency=md.SSP(2), optimizer=md.optim.sgd(0.1)
+    ) as client:
+        if client is not None:
+            me = client.group.workers.rank
+            for _ in range(12):
+                client.pull(out=params)
+                time.sleep(0.03 if me == 0 else 0.001)
+                client.push({"x": np.ones(4)})
+                client.clock()
+            waits = client.group.workers.allgather(client.stats["waits"])
+            assert waits[0]["worker"] < 0.01
+            assert all(w["worker"] > 0.15 for w in waits[1:])
+            assert max(client.gaps) == (0 if me == 0 else 2)
+
+
+@pytest.mark.ranks(5)
+def test_asp_never_waits_for_workers(comm):
+    """R67, R21: a slow worker delays nobody; its gradients are old, and that is measured."""
+    params = {"x": np.zeros(4)}
+    with md.parameter_server(
+        comm, params, consistency=md.ASP(), optimizer=md.optim.sgd(0.1)
+    ) as client:
+        if client is not None:
+            me = client.group.workers.rank
+            for _ in range(4 if me == 0 else 10):
+                client.pull(out=params)
+                time.sleep(0.05 if me == 0 else 0.002)
+                client.push_pull({"x": np.ones(4)}, out=params)
+            assert client.stats["waits"]["worker"] < 0.01
+            oldest = client.group.workers.gather(max(client.stats["staleness"]))
+            if me == 0:
+                assert oldest[0] >= 6

@@ -154,9 +154,10 @@ def test_a_broken_gate_is_found():
 
     world = World(SSP(1), (3, 3))
     world.gate = Generous(SSP(1), 2)
+    for _ in range(6):
+        world.step(0)
     with pytest.raises(AssertionError):
-        for _ in range(8):
-            world.step(0)
+        world.step(0)  # the pull of clock 2, with the other worker at 0
 
 
 def test_only_the_fast_wait():
@@ -171,7 +172,7 @@ def test_only_the_fast_wait():
                 gate.tick(worker)
                 gate.pull(worker)
         assert gate.is_open(2)
-        assert [a for a in gate.pull(2) if isinstance(a, Answer)][0].worker == 2
+        assert next(a for a in gate.pull(2) if isinstance(a, Answer)).worker == 2
 
 
 def test_a_worker_that_leaves_frees_the_others():
@@ -207,7 +208,7 @@ def test_wrong_orders_are_named():
 
 @pytest.mark.parametrize("bad", [-1, 1.5, "3", True, None])
 def test_bad_staleness(bad):
-    with pytest.raises(ConfigError, match="staleness is .*; give an integer >= 0"):
+    with pytest.raises(ConfigError, match="give an integer >= 0"):
         SSP(bad)
 
 

@@ -1,0 +1,107 @@
+"""Putting a model on the servers: agree, check, allocate, and bring the initial values."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+
+from . import protocol
+from .agreement import check_equal, everywhere, together
+from .consistency import Consistency
+from .link import Link
+from .memory import available_memory, check_capacity, needed, state_copies
+from .model import check_optimizer, parse_model
+from .placement import Layout, place
+from .protocol import HEADER_BYTES, VALUES, Header
+from .routing import data_bytes, views, whole
+from .selection import Selection
+from .server import Hosted, Server
+from .shards import Shard
+
+
+def host_model(
+    link: Link,
+    server: Server | None,
+    servers: Sequence[int],
+    workers: Sequence[int],
+    *,
+    name: str,
+    model: Mapping,
+    optimizer,
+    consistency: Consistency,
+    seed: int,
+    global_batch: int | None,
+) -> Layout:
+    """Place one model and make `server` (this rank's, or None) ready. Collective over the link.
+
+    `servers` and `workers` are ranks; the rest is described at `ServerGroup.add`, with what is
+    raised.
+    """
+
+    def describe():
+        check_optimizer(name, optimizer)
+        spec = parse_model(name, model, consistency, global_batch, seed)
+        node = [socket.gethostname(), available_memory()]
+        return {"facts": spec.facts, "inits": spec.inits, "node": node}
+
+    everyone = together(link, describe)
+    check_equal(f"add {name!r}", [each["facts"] for each in everyone])
+    given = [each["inits"] for each in everyone if each["inits"] is not None] or [{}]
+    check_equal(f"add {name!r}: init", given)
+    layout = place(everyone[0]["facts"]["tensors"], len(servers))
+    copies = state_copies(optimizer)
+    needs = []
+    for index, rank in enumerate(servers):
+        host, free = everyone[rank]["node"]
+        need = needed(layout, index, copies=copies, workers=len(workers), consistency=consistency)
+        needs.append((rank, host, need, free))
+    with everywhere():
+        check_capacity(name, needs)
+
+    def allocate():
+        if server is not None:
+            shard = Shard(layout, server.index, optimizer, given[0], seed)
+            server.models.append(Hosted(name, shard, consistency, len(workers), global_batch))
+
+    together(link, allocate)
+    source = workers[0]
+    if everyone[source]["inits"] is None:
+        shard = None if server is None else server.models[-1].shard
+        hand_out(link, layout, servers, source=source, arrays=model, shard=shard)
+    return layout
+
+
+def hand_out(
+    link: Link,
+    layout: Layout,
+    servers: Sequence[int],
+    *,
+    source: int,
+    arrays: Mapping,
+    shard: Shard | None,
+) -> None:
+    """Set the shards to the values of `arrays` on rank `source`. Collective over the link.
+
+    `shard` is this rank's, None where it does not serve; `arrays` matters on the source only.
+    """
+    incoming = None
+    if shard is not None:
+        parts = whole(layout, shard.server)
+        total = HEADER_BYTES + data_bytes(layout, parts)
+        # Posted before anything is sent: the source may be a server, and sends to itself.
+        incoming = link.receive(source, VALUES, min(total, protocol.MESSAGE_BYTES), total)
+    if link.comm.rank == source:
+        flat = Selection("", layout).split({t.name: arrays[t.name] for t in layout.tensors})
+        for server, rank in enumerate(servers):
+            parts = whole(layout, server)
+            total = HEADER_BYTES + data_bytes(layout, parts)
+            buffer = link.pool.take(total)
+            Header(0, total=total).write(buffer)
+            for part, view in views(layout, parts, buffer, HEADER_BYTES):
+                tensor, start, stop = part.piece
+                view[...] = flat[layout.tensors[tensor].name][1][start:stop]
+            link.send(buffer, total, rank, VALUES)
+    link.waits["all"] += link.wait(lambda: (not incoming or incoming.test()) and link.reap())
+    if incoming:
+        shard.write(whole(layout, shard.server), incoming.buffer, HEADER_BYTES)
+        link.pool.give(incoming.buffer)
