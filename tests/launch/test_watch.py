@@ -1,0 +1,190 @@
+"""md.watch on real hangs: the absent rank is named, everybody's place is told, all is over."""
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpidist.testing.launch import launch, start
+
+PROGRAM = """
+import os, sys, time
+import numpy as np
+from mpi4py import MPI
+import mpidist as md
+from mpidist import events
+from mpidist.waiting import wait_until
+
+what, seconds = sys.argv[1], float(sys.argv[2])
+comm = MPI.COMM_WORLD
+x = np.ones(1000)
+
+def exchange():
+    comm.Allreduce(MPI.IN_PLACE, x)
+
+def other_place():
+    comm.Barrier()
+    comm.Recv(x, source=0, tag=99)
+
+def compute(rounds):
+    total = 0
+    for number in range(rounds):
+        total += number
+    return total
+
+def forever():
+    while True:
+        pass
+
+events.emit("started", rank=comm.rank)
+watch = md.watch(comm, seconds=seconds, directory=sys.argv[3] if len(sys.argv) > 3 else None)
+exchange()
+print(f"<pid {comm.rank} {os.getpid()}>", flush=True)
+if what == "stop":
+    while True:
+        exchange()
+elif what == "loop":
+    if comm.rank == 2:
+        forever()
+    exchange()
+elif what == "polled":  # everybody waits politely, and Python runs all the time
+    request = comm.Irecv(x, source=(comm.rank + 1) % comm.size)
+    wait_until(request.Test)
+elif what == "deadlock":
+    other_place() if comm.rank == 1 else exchange()
+elif what == "control":
+    # Slower than `seconds` in every way that is no hang.
+    if comm.rank == 0:
+        end = time.monotonic() + 2.5 * seconds
+        while time.monotonic() < end:
+            compute(10_000)
+    exchange()
+    end = time.monotonic() + 2 * seconds
+    going = np.ones(1)
+    while going[0]:                         # native calls, always at the same line
+        going[0] = time.monotonic() < end
+        comm.Allreduce(MPI.IN_PLACE, going, MPI.MIN)
+    if comm.rank == 1:
+        compute(60_000_000)                 # one line of pure Python, for long
+    wait_until(comm.Ibarrier().Test)
+    for _ in range(3):
+        time.sleep(seconds / 2)             # all are in a native call, but never for `seconds`
+elif what == "leave":
+    if comm.rank == 1:
+        watch.stop()
+        compute(10_000_000)
+        watch.stop()
+    else:
+        watch.stop()
+    with md.watch(comm, seconds=seconds):
+        exchange()
+"""
+SECONDS = 1.5
+HOST = socket.gethostname()
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("watch") / "program.py"
+    path.write_text(PROGRAM)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    before = set(Path("/dev/shm").glob(".mpidist*"))
+    yield
+    assert set(Path("/dev/shm").glob(".mpidist*")) <= before
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def pids_of(job, n):
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        pids = dict(re.findall(r"<pid (\d+) (\d+)>", job.output()))
+        if len(pids) == n:
+            return {int(rank): int(pid) for rank, pid in pids.items()}
+        time.sleep(0.02)
+    raise AssertionError(f"the job did not start: {job.output()}")
+
+
+def stop_rank(program, folder, *more):
+    """Stop one of four ranks inside Allreduce; return what the job said, all being gone."""
+    job = start(4, [sys.executable, program, "stop", str(SECONDS), *more], cwd=folder)
+    try:
+        pids = pids_of(job, 4)
+        time.sleep(0.3)
+        os.kill(pids[2], signal.SIGSTOP)
+        began = time.monotonic()
+        job.process.wait(20)
+        took = time.monotonic() - began
+        while any(alive(pid) for pid in pids.values()) and time.monotonic() < began + 10:
+            time.sleep(0.02)
+        gone = time.monotonic() - began
+    finally:
+        result = job.finish(timeout=5)
+    assert result.returncode == 70, result.stderr
+    assert took < SECONDS + 3
+    assert gone < SECONDS + 3
+    return result.stderr
+
+
+def test_stopped_rank_is_named_and_all_are_gone(program, tmp_path):
+    """R56, R97: rank, host, condition and places; exit code 70; the stopped process is gone too."""
+    said = stop_rank(program, tmp_path)
+    assert said.count("mpidist: watch: nothing moved") == 1
+    assert f"absent: rank 2 on {HOST} (stopped by a signal)" in said
+    for rank in (0, 1, 3):
+        assert re.search(
+            rf"rank {rank} on {HOST} \w+ for \d s at .*program.py:\d+ in exchange", said
+        )
+        assert f"mpidist: watch: rank {rank} stands at" in said
+    assert re.search(r"rank 2 on .* gave no sign for \d s; last seen at .*program.py", said)
+    assert said.count("newest event: started rank=") == 4
+    assert "in exchange\n    comm.Allreduce(MPI.IN_PLACE, x)" in said
+
+
+def test_board_in_a_shared_folder(program, tmp_path):
+    """The way of several hosts: a file in a folder, removed in the end."""
+    said = stop_rank(program, tmp_path, str(tmp_path))
+    assert f"absent: rank 2 on {HOST}" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("loop", ["not where the others wait: rank 2 on", "rank 2 on {} looping", "in forever"]),
+        ("polled", ["all ranks wait at one place", "rank 0 on {} waiting"]),
+        ("deadlock", ["not where the others wait: rank 1 on", "in other_place"]),
+    ],
+)
+def test_other_hangs(program, what, words):
+    """R56: an endless loop, a wait of ours that cannot end, ranks in different calls."""
+    result = launch(3, [sys.executable, program, what, str(SECONDS)], timeout=20)
+    assert result.returncode == 70, result.stderr
+    assert result.stderr.count("mpidist: watch: nothing moved") == 1
+    for word in words:
+        assert word.format(HOST) in result.stderr, result.stderr
+
+
+def test_slow_is_not_a_hang(program):
+    """A rank that computes, native calls in a loop, a long loop in one line: no false alarm."""
+    result = launch(3, [sys.executable, program, "control", str(SECONDS)], timeout=60).check()
+    assert result.stderr == ""
+
+
+def test_stop_twice_and_watch_again(program):
+    result = launch(3, [sys.executable, program, "leave", "0.5"], timeout=30).check()
+    assert result.stderr == ""
