@@ -222,6 +222,8 @@ def to_json(value, path: Path = ()):
     """
     if isinstance(value, np.generic):
         value = value.item()
+    elif isinstance(value, Shard) or is_array(value):
+        raise ConfigError(f"{show(path)}: an array inside a list cannot be saved; use a dict")
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if isinstance(value, _SCALARS):

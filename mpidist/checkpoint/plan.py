@@ -52,9 +52,9 @@ def agree(all_ranks: Sequence[Description]) -> tuple[list[Leaf], list[tuple[Path
     extras: dict[Path, tuple[int, object]] = {}
     for rank, one in enumerate(all_ranks):
         for leaf in one.leaves:
-            _same(rank, leaf.path, _facts(leaf), tensors, leaf, _facts)
+            _same(rank, leaf.path, leaf, tensors, _facts)
         for path, value in one.extras:
-            _same(rank, path, repr(value)[:200], extras, value, lambda v: repr(v)[:200])
+            _same(rank, path, value, extras, repr)
     both = sorted(show(path) for path in tensors.keys() & extras.keys())
     if both:
         raise MismatchError(f"save: {both} are arrays on some ranks and plain values on others")
@@ -67,11 +67,13 @@ def _facts(leaf: Leaf) -> str:
     return f"{kind} {leaf.dtype} of global shape {leaf.shape}"
 
 
-def _same(rank: int, path: Path, facts: str, known: dict, value, tell) -> None:
+def _same(rank: int, path: Path, value, known: dict, tell) -> None:
+    """Raise unless `value` is told like the one that is known under its path."""
     first, other = known.setdefault(path, (rank, value))
-    if tell(other) != facts:
+    here, there = tell(value), tell(other)
+    if here != there:
         raise MismatchError(
-            f"save: {show(path)} is {facts} on rank {rank}, {tell(other)} on rank {first}"
+            f"save: {show(path)} is {here[:200]} on rank {rank}, {there[:200]} on rank {first}"
         )
 
 

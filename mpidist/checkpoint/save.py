@@ -140,11 +140,12 @@ class Save:
         if self.outcome is not None:
             return
         try:
-            self.outcome = (None, [])
             if self.parts:
                 with files.folder(self.path) as root, files.folder(self.name, root) as folder:
                     name = f"shard-{self.comm.rank:05d}.h5"
                     self.outcome = write_shard(folder, name, self.parts, self._data)
+            else:
+                self.outcome = (None, [])
         except Exception as error:
             self.outcome = error
         self._data = []
@@ -155,6 +156,8 @@ class Save:
         def local():
             if isinstance(self.outcome, Exception):
                 raise self.outcome
+            if self.outcome is None:
+                raise CheckpointError("writing was interrupted")
             return self.outcome
 
         try:
@@ -194,10 +197,12 @@ class Save:
                 files.sync(descriptor)
             finally:
                 files.close(descriptor)
-            files.remove_file(retention.OWNER, folder)
             files.sync(folder)
-        saved = _publish(leader.name, self.step, leader.root)
-        files.sync(leader.root)
+            saved = _publish(leader.name, self.step, leader.root)
+            files.sync(leader.root)
+            # Only now, or a death just before the rename would leave a folder without an owner.
+            with suppress(OSError):
+                files.remove_file(retention.OWNER, folder)
         try:
             retention.remove_old(self.path, leader.root, keep, saved, bad)
         except OSError as error:  # the new step is safe; only space is lost

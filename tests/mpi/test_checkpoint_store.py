@@ -204,6 +204,7 @@ def test_ranks_that_disagree(comm, folder):
             ("a is replicated <f4", 1, {"a": a.astype("f4") if mine else a}),
             ("a is sharded", 1, {"a": Shard(a, (3,), 0) if mine else a}),
             ("lr is 0.2", 1, {"lr": 0.2 if mine else 0.1}),
+            ("log is", 1, {"log": "x" * 500 + ("a" if mine else "b")}),
             ("arrays on some ranks", 1, {"a": 5 if mine else a}),
         ]
         for text, step, state in cases:
@@ -238,6 +239,7 @@ def test_bad_input(comm, folder):
             ("keys of the state must be strings", {"a": {3: 1}}),
             ("dtype object", {"a": np.array([None])}),
             ("must be a dict", [1]),
+            ("array inside a list", {"a": [1, np.zeros(2)]}),
             ("bytes cannot be saved", {"a": {"b": b"x"}}),
         ]:
             said = everywhere(comm, ConfigError, lambda: store.save(1, state))  # noqa: B023

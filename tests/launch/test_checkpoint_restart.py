@@ -1,0 +1,120 @@
+"""A real job is killed inside a save; another number of ranks goes on from what it left."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from mpidist.checkpoint.load import load_step
+from mpidist.testing.launch import launch
+
+PROGRAM = """
+import os, signal, sys
+import numpy as np
+from mpi4py import MPI
+import mpidist as md
+from mpidist.checkpoint import files
+from mpidist.partition import BlockPartition
+
+comm = MPI.COMM_WORLD
+path, steps, victim, call, number = sys.argv[1], *map(eval, sys.argv[2:])
+files.BLOCK = 1024
+
+def state(step):
+    w = np.arange(3000.0).reshape(100, 30) * step
+    low, high = BlockPartition(100, comm.size).range(comm.rank)
+    return {"parameters": {"w": w}, "momentum": {"w": md.Shard(w[low:high] + 1, w.shape, (low, 0))},
+            "step": step}
+
+def blank():
+    zero = state(0)
+    for leaf in (zero["parameters"]["w"], zero["momentum"]["w"].array):
+        leaf[...] = -1
+    return zero
+
+def kill_at(call, number):
+    count, original = 0, getattr(files, call)
+    def counting(*args):
+        nonlocal count
+        count += 1
+        if count == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args)
+    setattr(files, call, counting)
+
+with md.CheckpointStore(comm, path, keep=2) as store:
+    start = 0
+    try:
+        start, got = store.restore(blank())
+        want = state(start)
+        assert got["step"] == start
+        assert got["parameters"]["w"].tobytes() == want["parameters"]["w"].tobytes()
+        assert got["momentum"]["w"].array.tobytes() == want["momentum"]["w"].array.tobytes()
+    except md.NoCheckpoint:
+        pass
+    if comm.rank == victim:
+        kill_at(call, number)
+    for step in range(start + 1, start + 1 + steps):
+        store.save_async(step, state(step))
+    store.wait()
+    newest = store.latest_step()
+    if comm.rank == 0:
+        print(f"from {start} to {newest}", flush=True)
+"""
+
+#: ranks, the rank that is killed, in which call and at which of them, ranks that go on
+KILLS = [
+    (4, 3, "write_at", 3, 3),
+    (3, 0, "sync", 6, 6),
+    (2, 1, "create", 2, 1),
+    (3, 0, "rename", 2, 2),
+    (2, 0, "remove_file", 3, 4),
+]
+
+
+def test_killed_in_a_save_then_resumed_on_another_size(tmp_path):
+    """R52: save at p, kill -9 one rank inside a save, restore at q: five times in one store."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    folder = tmp_path / "store"
+
+    def job(ranks, steps, victim=-1, call="sync", number=0):
+        words = [str(folder), str(steps), str(victim), repr(call), str(number)]
+        return launch(ranks, [sys.executable, str(program), *words], timeout=60)
+
+    first = job(1, 1).check()
+    assert "from 0 to 1" in first.stdout
+    newest = 1
+    for ranks, victim, call, number, others in KILLS:
+        killed = job(ranks, 4, victim, call, number)
+        assert killed.returncode != 0
+        assert not killed.timed_out
+        step, state = load_step(folder)
+        assert newest <= step <= newest + 4
+        assert (state["parameters"]["w"].reshape(-1) == np.arange(3000.0) * step).all()
+        resumed = job(others, 2).check()
+        assert f"from {step} to {step + 2}" in resumed.stdout
+        newest = step + 2
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"step-{newest - 1:012d}",
+        f"step-{newest:012d}",
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_empty_store_is_one_line_for_the_whole_job(tmp_path, ranks):
+    """Resume from an empty folder: NoCheckpoint on every rank, exit code 2 where nobody catches."""
+    code = (
+        "import sys; from mpi4py import MPI; import mpidist as md\n"
+        "with md.CheckpointStore(MPI.COMM_WORLD, sys.argv[1]) as store:\n"
+        "    try:\n"
+        "        store.restore()\n"
+        "    except md.NoCheckpoint as error:\n"
+        "        if MPI.COMM_WORLD.rank == 0:\n"
+        "            print(error)\n"
+        "        code = error.exit_code\n"
+        "sys.exit(code)\n"
+    )
+    done = launch(ranks, [sys.executable, "-c", code, str(tmp_path)], timeout=30)
+    assert done.returncode == 2
+    assert "holds no step-* folder" in done.stdout
