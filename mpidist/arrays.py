@@ -103,6 +103,25 @@ def _from_dlpack(x):
     return other if same and other.flags.writeable else array
 
 
+def load_cupy():
+    """Import and return cupy, for those who make device arrays. Local.
+
+    Raises
+    ------
+    ConfigError
+        cupy is not installed, or finds no device.
+    """
+    try:
+        import cupy
+
+        if cupy.cuda.runtime.getDeviceCount() > 0:
+            return cupy
+        reason = "no device"
+    except Exception as error:  # a broken driver has many names
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+    raise ConfigError(f"no GPU to work on ({reason}); install mpidist[cuda12] or use NumPy arrays")
+
+
 def is_writable(x) -> bool:
     """Whether the memory of `x` may be written; device memory always may. Local."""
     return x.flags.writeable if isinstance(x, np.ndarray) else True

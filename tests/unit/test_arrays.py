@@ -274,3 +274,10 @@ def test_direct_needs_both_a_word_and_a_proof(cupy, tmp_path, monkeypatch, proof
         assert arrays.mpi_direct(np.ones(2)) is True
     finally:
         arrays.set_direct(None)
+
+
+def test_load_cupy(cupy):
+    assert arrays.load_cupy() is cupy
+    cupy.cuda.runtime.getDeviceCount = lambda: 0
+    with pytest.raises(ConfigError, match="no device"):
+        arrays.load_cupy()
