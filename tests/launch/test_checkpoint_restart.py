@@ -15,6 +15,7 @@ from mpi4py import MPI
 import mpidist as md
 from mpidist.checkpoint import files
 from mpidist.partition import BlockPartition
+from mpidist.testing.process import mpi_segments
 
 comm = MPI.COMM_WORLD
 path, steps, victim, call, number = sys.argv[1], *map(eval, sys.argv[2:])
@@ -38,6 +39,9 @@ def kill_at(call, number):
         nonlocal count
         count += 1
         if count == number:
+            # The MPI library's shared memory outlives a killed rank: unlink it while it is mapped.
+            for segment in mpi_segments([os.getpid()]):
+                segment.unlink(missing_ok=True)
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args)
     setattr(files, call, counting)
