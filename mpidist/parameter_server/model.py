@@ -85,7 +85,7 @@ def _described(model: str, name: str, value) -> tuple[tuple[int, ...], np.dtype]
     try:
         shape = tuple(int(n) for n in value[0])
         dtype = np.dtype(value[1])
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"model {model!r}: {name!r}: {error}") from error
     if any(n < 0 for n in shape):
         raise ConfigError(f"model {model!r}: {name!r} has a negative length in shape {shape}")

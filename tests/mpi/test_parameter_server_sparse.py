@@ -1,0 +1,91 @@
+"""Distributed subgradient descent on real sparse data, R71, as Li et al. (OSDI 2014) describe it.
+
+Each worker has a part of the data; in each step it pulls the weights of the features that occur
+in its minibatch, computes a subgradient there, and pushes these rows only.
+"""
+
+import numpy as np
+import pytest
+
+import mpidist as md
+from mpidist.parameter_server.protocol import HEADER_BYTES
+
+FEATURES = 127
+BATCH = 60  # of all workers together
+
+
+def read_libsvm(path):
+    """Labels -1 and 1, and per record its features (all values are 1)."""
+    lines = [line.split() for line in path.read_text().splitlines()]
+    labels = np.array([2.0 * float(line[0]) - 1 for line in lines])
+    return labels, [np.array([int(f.split(":")[0]) for f in line[1:]]) for line in lines]
+
+
+def subgradient(weights, labels, records, rows):
+    """Mean subgradient of the logistic loss log(1 + exp(-y w.x)), at `rows` only."""
+    place = {int(row): i for i, row in enumerate(rows)}
+    gradient = np.zeros(len(rows))
+    for label, record in zip(labels, records, strict=True):
+        at = [place[int(feature)] for feature in record]
+        gradient[at] -= label / (1 + np.exp(label * weights[at].sum()))
+    return gradient / max(1, len(labels))
+
+
+def part(step, worker, workers, count):
+    """Which records a worker uses in a step: a fixed order, the global batch cut in parts."""
+    order = np.random.default_rng((5, step * BATCH // count)).permutation(count)
+    start = step * BATCH % count
+    return np.array_split(order[start : start + BATCH], workers)[worker]
+
+
+def touched(records):
+    return np.unique(np.concatenate([*records, np.empty(0, np.int64)])).astype(np.int64)
+
+
+def serial(labels, records, steps):
+    weights = np.zeros(FEATURES)
+    rows = np.arange(FEATURES)
+    for step in range(steps):
+        mine = part(step, 0, 1, len(labels))
+        weights -= 1.0 * subgradient(weights, labels[mine], [records[i] for i in mine], rows)
+    return weights
+
+
+@pytest.mark.ranks(2, 5)
+@pytest.mark.parametrize("mode", [md.BSP(), md.SSP(2), md.ASP()], ids=str)
+def test_subgradient_descent_on_agaricus(comm, data_dir, mode):
+    """R71, R6: partition, gradient, push, combine, pull; 0.99 accuracy on real data."""
+    labels, records = read_libsvm(data_dir / "agaricus" / "agaricus.txt.train")
+    steps = 150
+    with md.ServerGroup(comm, servers=max(1, comm.size // 2)) as group:
+        client = group.add(
+            "logistic",
+            {"w": ((FEATURES,), "f8")},
+            consistency=mode,
+            optimizer=md.optim.sgd(1.0),
+            global_batch=BATCH,
+        )
+        if client is None:
+            return
+        moved = 0
+        for step in range(steps):
+            mine = part(step, group.workers.rank, group.workers.size, len(labels))
+            batch = [records[i] for i in mine]
+            rows = touched(batch)
+            moved += len(rows)
+            weights = client.pull({"w": rows})["w"]
+            gradient = subgradient(weights, labels[mine], batch, rows)
+            client.push({"w": (rows, gradient)}, samples=len(mine))
+            client.clock()
+        group.barrier()
+        weights = client.pull()["w"]
+        if comm.size == 2:
+            # What travels is what the minibatch touches: per step three headers, and for each row
+            # its number to pull, its number and its gradient to push. Then one pull of it all.
+            words = 3 * moved + 2 * 2 * steps
+            assert client.stats["bytes_sent"] == 8 * words + (3 * steps + 1) * HEADER_BYTES
+    if mode.merges:
+        np.testing.assert_allclose(weights, serial(labels, records, steps), atol=1e-9)
+    labels, records = read_libsvm(data_dir / "agaricus" / "agaricus.txt.test")
+    right = sum(y * weights[r].sum() > 0 for y, r in zip(labels, records, strict=True))
+    assert right / len(labels) >= 0.99

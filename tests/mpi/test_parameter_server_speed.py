@@ -1,0 +1,88 @@
+"""How much of the speed that a mode promises is reached, and what an idle server costs."""
+
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpidist as md
+from mpidist.parameter_server.consistency import simulate
+
+STEP, STEPS, WORKERS = 0.020, 40, 4
+
+
+def delays():
+    """Each step of each worker takes t, or 5t with probability 1/4."""
+    slow = np.random.default_rng(11).random((WORKERS, STEPS)) < 0.25
+    return np.where(slow, 5 * STEP, STEP)
+
+
+def run(comm, consistency):
+    """Seconds that 4 workers with these delays and 1 server take."""
+    params = {"w": np.zeros((64, 10), "f4"), "b": np.zeros(10, "f4")}
+    grads = {name: np.ones_like(value) for name, value in params.items()}
+    with md.parameter_server(
+        comm, params, consistency=consistency, optimizer=md.optim.sgd(0.01)
+    ) as client:
+        seconds = 0.0
+        if client is not None:
+            mine = delays()[client.group.workers.rank]
+            client.group.barrier()
+            start = time.perf_counter()
+            client.pull(out=params)
+            for delay in mine[:-1]:
+                time.sleep(delay)
+                client.push_pull(grads, out=params)
+            time.sleep(mine[-1])
+            client.push(grads)
+            client.clock()
+            seconds = time.perf_counter() - start
+    return comm.allreduce(seconds, MPI.MAX)
+
+
+@pytest.mark.ranks(9)
+def test_share_of_the_simulated_speed_up(comm):
+    """R67, R68: SSP(4) and ASP reach 0.85 of the speed-up over BSP that the delays allow."""
+    # The other ranks of the launch sleep: a rank in a blocking call would take a core away.
+    part = comm.Split(0 if comm.rank <= WORKERS else MPI.UNDEFINED)
+    if part != MPI.COMM_NULL:
+        modes = {"BSP": md.BSP(), "SSP(4)": md.SSP(4), "ASP": md.ASP()}
+        model = {name: simulate(delays(), mode).seconds for name, mode in modes.items()}
+        real = {name: run(part, mode) for name, mode in modes.items()}
+        for name in ("SSP(4)", "ASP"):
+            promised = model["BSP"] / model[name]
+            reached = real["BSP"] / real[name]
+            if comm.rank == 0:
+                print(
+                    f"\n{name}: speed-up {reached:.2f} of {promised:.2f}, share "
+                    f"{reached / promised:.3f}; BSP {real['BSP']:.2f} s for {model['BSP']:.2f} s, "
+                    f"{name} {real[name]:.2f} s for {model[name]:.2f} s"
+                )
+            assert promised > 1.3
+            assert reached / promised >= 0.85
+        part.Free()
+    over = comm.Ibarrier()
+    while not over.Test():
+        time.sleep(0.01)
+
+
+@pytest.mark.ranks(9)
+def test_an_idle_server_uses_little_cpu(comm):
+    """R17: a server that waits for its workers leaves the core to others."""
+    part = comm.Split(0 if comm.rank < 2 else MPI.UNDEFINED)
+    if part != MPI.COMM_NULL:
+        with md.ServerGroup(part, servers=1) as group:
+            client = group.add("m", {"x": np.zeros(10)}, optimizer=md.optim.sgd(1.0))
+            begun = time.process_time()
+            if client is None:
+                group.serve()
+                used = time.process_time() - begun
+                print(f"\nidle server: {used:.3f} s of CPU in 1.5 s")
+                assert used < 0.3
+            else:
+                time.sleep(1.5)
+        part.Free()
+    over = comm.Ibarrier()
+    while not over.Test():
+        time.sleep(0.01)

@@ -1,0 +1,217 @@
+"""Roles, specs, initial values, memory and selections of a server group, without MPI."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpidist import optim
+from mpidist.errors import ConfigError, ProtocolError
+from mpidist.parameter_server.consistency import ASP, BSP
+from mpidist.parameter_server.memory import (
+    available_memory,
+    check_capacity,
+    needed,
+    size,
+    state_copies,
+)
+from mpidist.parameter_server.model import check_optimizer, parse_model
+from mpidist.parameter_server.placement import choose_ranks, place
+from mpidist.parameter_server.routing import data_bytes, decode, encode, route, views
+from mpidist.parameter_server.shards import Shard, initial
+
+
+def test_roles():
+    """R17, R122, R151: any servers among any workers."""
+    assert choose_ranks(4, 1, "dedicated") == ([3], [0, 1, 2])
+    assert choose_ranks(4, 3, "dedicated") == ([1, 2, 3], [0])
+    assert choose_ranks(4, [2, 0], "dedicated") == ([2, 0], [1, 3])
+    assert choose_ranks(4, 2, "colocated") == ([2, 3], [0, 1, 2, 3])
+    assert choose_ranks(1, 1, "colocated") == ([0], [0])
+
+
+@pytest.mark.parametrize(
+    ("size", "servers", "text"),
+    [
+        (4, 4, "4 servers leave 0 workers; use at most 3"),
+        (4, 9, "9 servers leave 0 workers; use at most 3"),
+        (1, 1, "1 servers leave 0 workers; start at least 2 ranks"),
+        (4, -1, "servers=-1; expected at least 1"),
+        (4, [], "expected distinct ranks in 0..3"),
+        (4, [4], "expected distinct ranks in 0..3"),
+    ],
+)
+def test_bad_roles(size, servers, text):
+    with pytest.raises(ConfigError) as error:
+        choose_ranks(size, servers, "dedicated")
+    assert text in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_both_forms_of_a_model_agree():
+    arrays = {"b": np.zeros(3), "a": np.zeros((2, 2), "f4")}
+    spec = {"a": ((2, 2), "f4", ("normal", 2)), "b": ((3,), float, 1)}
+    first = parse_model("m", arrays, BSP(), None, 0)
+    second = parse_model("m", spec, BSP(), None, 0)
+    assert first.facts == second.facts
+    assert first.inits is None
+    assert second.inits == {"a": ("normal", 2.0), "b": ("constant", 1.0)}
+
+
+@pytest.mark.parametrize(
+    "model", [[1], {1: np.zeros(2)}, {"x": ((2,),)}, {"x": ("ab", "f4")}, {"x": ((2,), "blue")}]
+)
+def test_bad_models(model):
+    with pytest.raises(ConfigError):
+        parse_model("m", model, BSP(), None, 0)
+
+
+def test_optimizers_that_do_not_fit():
+    with pytest.raises(ConfigError, match="has no init and update"):
+        check_optimizer("m", None)
+    whole = type("Lamb", (), {"init": dict, "update": dict, "elementwise": False})()
+    with pytest.raises(ConfigError, match="Lamb needs whole tensors"):
+        check_optimizer("m", whole)
+    for make in optim.OPTIMIZERS.values():
+        check_optimizer("m", make(0.1))
+
+
+@given(st.integers(0, 200_000), st.integers(0, 3000), st.sampled_from(["normal", "uniform"]))
+def test_initial_values_follow_from_position(start, count, kind):
+    whole = np.empty(140_000)
+    initial(whole, "w", 0, (kind, 2.0), 1)
+    start = min(start, whole.size)
+    count = min(count, whole.size - start)
+    part = np.empty(count)
+    initial(part, "w", start, (kind, 2.0), 1)
+    assert (part == whole[start : start + count]).all()
+    other = np.empty(100)
+    for name, seed in (("v", 1), ("w", 2)):
+        initial(other, name, 0, (kind, 2.0), seed)
+        assert (other != whole[:100]).any()
+
+
+def test_memory_of_a_container(tmp_path):
+    """R12: the smallest of node, control group and its parents counts."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    assert available_memory(tmp_path) == 8000 * 1024
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/job/step\n0::/job/step\n")
+    v1 = tmp_path / "sys/fs/cgroup/memory/job/step"
+    v1.mkdir(parents=True)
+    (v1 / "memory.limit_in_bytes").write_text("900000\n")
+    (v1 / "memory.usage_in_bytes").write_text("100000\n")
+    assert available_memory(tmp_path) == 800_000
+    v2 = tmp_path / "sys/fs/cgroup/job"
+    (v2 / "step").mkdir(parents=True)
+    (v2 / "step/memory.max").write_text("max\n")
+    (v2 / "step/memory.current").write_text("5\n")
+    (v2 / "memory.max").write_text("700000\n")
+    (v2 / "memory.current").write_text("200000\n")
+    assert available_memory(tmp_path) == 500_000
+    assert available_memory(tmp_path / "nowhere") is None
+    assert available_memory() > 0
+
+
+def test_capacity_counts_servers_of_a_node_together():
+    """R12: two servers of 60 on a node with 100 do not fit, on two nodes they do."""
+    check_capacity("m", [(1, "a", 60, 100), (2, "b", 60, 100), (3, "c", 10**9, None)])
+    with pytest.raises(ConfigError, match=r"server ranks 1, 2 on a need 120 B .* 100 B are avail"):
+        check_capacity("m", [(1, "a", 60, 100), (2, "a", 60, 110)])
+    assert size(3 * 2**40) == "3 TiB"
+    assert [state_copies(make(0.1)) for make in optim.OPTIMIZERS.values()] == [0, 1, 2]
+
+
+def test_held_pushes_are_counted():
+    layout = place({"x": ((1 << 26,), "f4")}, 1)
+    shard = 1 << 28
+    held = needed(layout, 0, copies=2, workers=8, consistency=BSP())
+    free = needed(layout, 0, copies=2, workers=8, consistency=ASP())
+    assert held == shard * (1 + 2 + 1 + 8 + 1)
+    assert free == shard * (1 + 2 + 1 + 1 + 1)
+
+
+MODEL = {"e": ((30, 4), "f4"), "b": ((5,), "f8"), "s": ((), "f4")}
+
+
+@given(st.integers(1, 4), st.lists(st.integers(0, 29), max_size=9), st.sets(st.sampled_from("bs")))
+def test_selections_survive_the_wire(servers, rows, names):
+    """R6: what is wanted is cut among the servers, each part once, in order."""
+    layout = place(MODEL, servers)
+    index = {t.name: i for i, t in enumerate(layout.tensors)}
+    rows = np.array(rows, np.int64)
+    wanted = {index["e"]: rows, **{index[name]: None for name in names}}
+    found = []
+    for server in range(servers):
+        parts = route(layout, server, wanted)
+        again = decode(encode(parts), layout, server)
+        assert [(p.piece, None if p.rows is None else p.rows.tolist()) for p in parts] == [
+            (p.piece, None if p.rows is None else p.rows.tolist()) for p in again
+        ]
+        buffer = np.zeros(data_bytes(layout, parts), np.uint8)
+        for part, view in views(layout, parts, buffer, 0):
+            assert view.size == part.elements(layout)
+            assert view.ctypes.data % view.itemsize == 0
+            if part.rows is not None:
+                found += part.rows.tolist()
+    assert sorted(found) == sorted(rows.tolist())
+
+
+@pytest.mark.parametrize("words", [[7, -1], [0], [0, 3, 1], [0, -2], [0, 1, 99], [1, -1]])
+def test_selections_of_something_else_are_refused(words):
+    layout = place({"a": ((6,), "f4"), "b": ((6,), "f4")}, 2)
+    with pytest.raises(ProtocolError, match="parameter server 0: selection"):
+        decode(np.array(words, np.int64), layout, 0)
+
+
+def test_a_shard_of_every_cut_moves_alike():
+    """Optimizers on pieces give the bits of the whole, and shards move between cuts."""
+    specs = {"w": ((50, 3), "f4"), "b": ((7,), "f8")}
+    inits = {"w": ("normal", 1.0), "b": ("constant", 1.0)}
+    optimizer = optim.adam(0.1)
+    rng = np.random.default_rng(0)
+    grads = {
+        name: rng.standard_normal(shape).astype(d).ravel() for name, (shape, d) in specs.items()
+    }
+
+    def shards(servers):
+        layout = place(specs, servers)
+        return [Shard(layout, s, optimizer, inits, 0) for s in range(servers)]
+
+    def step(every):
+        for shard in every:
+            layout = shard.layout
+            parts = route(layout, shard.server, dict.fromkeys(range(len(layout.tensors))))
+            data = [
+                (p, grads[layout.tensors[p.piece.tensor].name][p.piece.start : p.piece.stop].copy())
+                for p in parts
+            ]
+            assert shard.apply([(1.0, data)])
+
+    def gathered(every):
+        whole = {name: np.empty(int(np.prod(shape)), d) for name, (shape, d) in specs.items()}
+        for shard in every:
+            for name, start, array in shard.export()["parameters"]:
+                whole[name][start : start + array.size] = array
+        return {name: value.tobytes() for name, value in whole.items()}
+
+    one, three = shards(1), shards(3)
+    for every in (one, three):
+        step(every)
+        step(every)
+    assert gathered(one) == gathered(three)
+    two = shards(2)
+    saved = [shard.export() for shard in three]
+    merged = {**saved[0], "parameters": [], "optimizer": {"mean": [], "square": []}}
+    for shard in saved:
+        merged["parameters"] += shard["parameters"]
+        for slot in merged["optimizer"]:
+            merged["optimizer"][slot] += shard["optimizer"].get(slot, [])
+    for shard in two:
+        shard.load(merged)
+    step(one)
+    step(two)
+    assert gathered(one) == gathered(two)
+    assert two[0].version == 3
+    assert not two[0].apply([(0.0, [])])
+    assert not two[0].apply([(1.0, [])], 0.0)
