@@ -93,6 +93,19 @@ def pytest_pyfunc_call(pyfuncitem):
     return True
 
 
+_status = 0
+
+
 def pytest_sessionfinish(session, exitstatus):
+    global _status
+    _status = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config):
+    """End a failed session at once: what its tests left behind may never be finalised."""
     sys.stdout.flush()
     sys.stderr.flush()
+    if _status:
+        WORLD.Barrier()
+        os._exit(_status)

@@ -1,0 +1,197 @@
+"""Where a run stands, and how that gets into a checkpoint and back."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from .. import events
+from ..arrays import array_module
+from ..collectives import selection
+from ..collectives.allreduce import allreduce
+from ..data import Position, Sampler
+from ..errors import ConfigError, MpidistError, NoCheckpoint
+
+
+class Step(NamedTuple):
+    """What a callback is told after a step. `loss` is global under AllReduce, else the worker's."""
+
+    step: int
+    last: int
+    epoch: int
+    loss: float
+    samples: int
+    compute_seconds: float
+    exchange_seconds: float
+
+
+def last_step(epochs: int | None, steps: int | None, sampler: Sampler) -> int:
+    """Return the number of steps of a whole run. Local."""
+    if (epochs is None) == (steps is None):
+        raise ConfigError(f"epochs={epochs}, steps={steps}: give one of the two")
+    given = {"epochs": epochs} if steps is None else {"steps": steps}
+    for name, value in given.items():
+        if isinstance(value, bool) or int(value) != value or value < 1:
+            raise ConfigError(f"{name}={value!r}: expected a whole number of 1 or more")
+    return int(steps) if epochs is None else int(epochs) * sampler.steps_per_epoch
+
+
+def check_batch(global_batch: int, workers: int) -> None:
+    """Raise ConfigError where some worker would never have a sample. Local."""
+    if global_batch < workers:
+        raise ConfigError(
+            f"global_batch={global_batch} is smaller than the {workers} workers, and some would "
+            "never have a sample; use a larger batch or fewer ranks"
+        )
+
+
+def beside(batch: tuple, model) -> tuple:
+    """Return a batch of host arrays where the model's parameters are. Local."""
+    xp = array_module(next(iter(model.parameters.values())))
+    return batch if xp is np else tuple(xp.asarray(array) for array in batch)
+
+
+class Progress:
+    """One run: step, data position, losses, and the checkpoint store. Local unless it says so."""
+
+    def __init__(self, comm, model, exchange, store, sampler: Sampler):
+        self.comm, self.model, self.exchange, self.store = comm, model, exchange, store
+        self.sampler = sampler
+        self.step, self.position = 0, Position(0, 0)
+        self.first_step, self.saved_step = 0, None
+        self.samples = 0
+        self.stopping = self.bad = False
+        self.began = self.loop_began = time.perf_counter()
+        self.loop_seconds = 0.0
+        self._losses = [0.0, 0]
+        self.last = 0
+
+    # -- the loop ----------------------------------------------------------------------
+
+    def note_loss(self, loss: float, samples: int) -> None:
+        """Add a loss to the mean of this epoch; remember one that is no number."""
+        if math.isfinite(loss):
+            self._losses[0] += loss * samples
+            self._losses[1] += samples
+        elif samples:
+            self.bad = True
+
+    def advance(self, after: Position, samples: int) -> None:
+        """A step is done: `samples` over all workers, `after` is the new data position."""
+        if after.epoch != self.position.epoch and self.step + 1 < self.last:
+            self._losses = [0.0, 0]
+        self.step += 1
+        self.samples += samples
+        self.position = after
+
+    def start_loop(self, last: int) -> None:
+        """The clock of samples per second begins here."""
+        self.last = last
+        self.loop_began = time.perf_counter()
+
+    def end_loop(self) -> None:
+        """The clock of samples per second ends here."""
+        self.loop_seconds = time.perf_counter() - self.loop_began
+
+    def train_loss(self) -> float:
+        """Mean loss per sample since the last epoch began. Collective over the workers."""
+        totals = np.array(self._losses, np.float64)
+        allreduce(self.exchange.workers, totals, algorithm="native")
+        return float(totals[0] / totals[1]) if totals[1] else math.nan
+
+    # -- checkpoints -------------------------------------------------------------------
+
+    def state(self, saving: bool = True) -> dict:
+        """The state of the run by its live arrays: what is saved, and what a restore fills."""
+        facts = {
+            "step": self.step,
+            **self.position.as_dict(),
+            "seed": self.sampler.seed,
+            "global_batch": self.sampler.global_batch,
+            "workers": 0 if self.exchange.dedicated else self.exchange.workers.size,
+            "selection": {},
+        }
+        state = self.exchange.state(saving)
+        if self.exchange.dedicated:
+            return state
+        facts["selection"] = selection.table(self.exchange.workers)
+        more = getattr(self.model, "state", {})
+        return {**state, "run": facts, **({"model": dict(more)} if more else {})}
+
+    def checkpoint(self) -> None:
+        """Save this step, unless it is saved. Collective over the workers; servers follow."""
+        if self.store is None or self.saved_step == self.step:
+            return
+        self._average_model_state()
+        self.exchange.save_point(self.step)
+        self.save(self.step)
+
+    def save(self, step: int) -> None:
+        """Write what this rank holds as `step`. Collective over all ranks."""
+        self.store.save(step, self.state())
+        self.saved_step = step
+        events.emit("checkpoint", step=step)
+
+    def _average_model_state(self) -> None:
+        # Running statistics differ from rank to rank; what is saved is their mean.
+        for array in getattr(self.model, "state", {}).values():
+            if array.dtype.kind == "f":
+                allreduce(self.exchange.workers, array, "mean")
+
+    def resume(self, resume: bool | str) -> None:
+        """Fill the state from the newest good step, as `resume` says. Collective."""
+        if resume not in (True, False, "auto"):
+            raise ConfigError(f"resume={resume!r}: expected True, False or 'auto'")
+        if self.store is None:
+            if resume is True:
+                raise ConfigError("resume=True needs checkpoint=, the folder to resume from")
+            return
+        if not resume:
+            there = self.store.all_steps()
+            if there:
+                raise ConfigError(
+                    f"resume=False, but {self.store.path} has checkpoints up to step {there[-1]}; "
+                    "choose another folder or remove it"
+                )
+            return
+        like = self.state(saving=False)
+        like.setdefault("run", {"step": 0, "epoch": 0, "offset": 0, "seed": 0, "selection": {}})
+        try:
+            _, state = self.store.restore(like)
+        except NoCheckpoint:
+            if resume is True:
+                raise
+            return
+        facts = state["run"]
+        if facts["seed"] != self.sampler.seed and not self.exchange.dedicated:
+            raise ConfigError(
+                f"the checkpoint in {self.store.path} was made with seed {facts['seed']}, this run "
+                f"has seed {self.sampler.seed}: the data order would change; use the same seed"
+            )
+        self.step = self.first_step = self.saved_step = int(facts["step"])
+        self.position = Position.from_dict(facts)
+        if not self.exchange.dedicated:
+            selection.restore(self.exchange.workers, facts["selection"])
+        events.emit("resumed", step=self.step)
+
+    # -- the end -----------------------------------------------------------------------
+
+    def agree_on_the_end(self, watcher) -> None:
+        """Raise on all ranks what ends the run early: a bad loss, a stop. Collective."""
+        mine = np.array([self.step, self.bad, self.stopping], np.int64)
+        self.comm.Allreduce(MPI.IN_PLACE, mine, MPI.MAX)
+        self.step = int(mine[0])
+        if mine[1]:
+            saved = f"the state was saved as step {self.step}" if self.store else "nothing saved"
+            error = MpidistError(
+                f"the loss is not a number any more near step {self.step}; {saved}. Lower the "
+                "learning rate, clip the gradients, or look for a bad record"
+            )
+            error.everywhere = True
+            raise error
+        if mine[2] and watcher.should_stop(self.step):
+            watcher.leave(self.step)

@@ -1,0 +1,98 @@
+"""Strategies: how the ranks combine their gradients. Plain descriptions; `open` makes them work.
+
+A new strategy is one dataclass here, with one line in `STRATEGIES`, and one exchange: an object
+with ``workers, reduce, update, state, load, save_point, finish, close`` (see ``replicas.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..collectives.algorithms import ALLREDUCE, check_name
+from ..errors import ConfigError
+from ..parameter_server.consistency import ASP, BSP, SSP, Consistency
+from ..parameter_server.placement import choose_ranks
+from ..tables import build, choose
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Every rank holds the whole model and works; gradients are averaged by `md.allreduce`. Local.
+
+    All ranks apply the same update to the same bits, so replicas stay equal (synchronous SGD).
+    `algorithm` is one of `md.allreduce`'s.
+    """
+
+    algorithm: str = "auto"
+
+    def __post_init__(self):
+        check_name(self.algorithm, ALLREDUCE)
+
+    def workers(self, size: int) -> int:
+        """Return how many of `size` ranks work. Local."""
+        return size
+
+    def open(self, comm, model, optimizer, **settings):
+        """Return the exchange for one run. Collective over `comm`."""
+        from .replicas import Replicas
+
+        return Replicas(comm, model, optimizer, self.algorithm)
+
+
+@dataclass(frozen=True)
+class ParameterServer:
+    """Servers hold the parameters and apply the updates; workers push and pull. Local.
+
+    Parameters
+    ----------
+    servers : int or sequence of int
+        How many ranks serve (the last ones), or which.
+    consistency : BSP, ASP or SSP
+        How far workers may run apart.
+    placement : str
+        "dedicated" (servers only serve) or "colocated" (servers work as well).
+    """
+
+    servers: int | Sequence[int] = 1
+    consistency: Consistency = field(default_factory=BSP)
+    placement: str = "dedicated"
+
+    def workers(self, size: int) -> int:
+        """Return how many of `size` ranks work; ConfigError where none is left. Local."""
+        return len(choose_ranks(size, self.servers, self.placement)[1])
+
+    def open(self, comm, model, optimizer, *, global_batch: int, seed: int):
+        """Return the exchange for one run. Collective over `comm`."""
+        from .served import Served
+
+        return Served(comm, model, optimizer, self, global_batch, seed)
+
+
+CONSISTENCIES = {"bsp": BSP, "asp": ASP, "ssp": SSP}
+
+
+def _allreduce(algorithm: str = "auto") -> AllReduce:
+    return AllReduce(algorithm)
+
+
+def _parameter_server(
+    servers=1, consistency: str = "bsp", staleness: int | None = None, placement="dedicated"
+) -> ParameterServer:
+    settings = {} if staleness is None else {"staleness": staleness}
+    if settings and consistency != "ssp":
+        raise ConfigError(f"staleness={staleness} needs consistency='ssp', got {consistency!r}")
+    mode = build(CONSISTENCIES, consistency, settings, "consistency")
+    if not isinstance(servers, int | list) or isinstance(servers, bool):
+        raise ConfigError(f"servers={servers!r}: expected a number of ranks, or a list of ranks")
+    choose_ranks(2**31, servers, placement)
+    return ParameterServer(servers, mode, placement)
+
+
+STRATEGIES = {"allreduce": _allreduce, "parameter_server": _parameter_server}
+
+
+def from_settings(name: str, settings: Mapping):
+    """Make a strategy as a job file describes it; ConfigError for what it cannot be. Local."""
+    choose(STRATEGIES, name, "strategy")
+    return build(STRATEGIES, name, settings, "strategy")

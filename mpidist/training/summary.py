@@ -1,0 +1,100 @@
+"""What came of a run: accuracy, speed, and a digest of the parameters. The same on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+
+import numpy as np
+
+from ..arrays import array_module
+from ..collectives.allreduce import allreduce
+from ..data import as_source
+from ..partition import BlockPartition
+from .progress import Progress, beside
+
+#: Samples per call of ``model.predict``.
+_CHUNK = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Result of `md.train`. Seconds are wall clock; rank_hours is wall time times ranks."""
+
+    test_accuracy: float | None
+    train_loss: float
+    steps: int
+    epochs: int
+    ranks: int
+    workers: int
+    wall_seconds: float
+    samples_per_second: float
+    rank_hours: float
+    resizes: int
+    skipped_records: int
+    resumed_at: int
+    finished: bool
+    parameters_sha256: str
+
+    def as_dict(self) -> dict:
+        """Plain numbers and strings, for ``summary.json``."""
+        return dataclasses.asdict(self)
+
+
+def gather_facts(run: Progress, test_data) -> dict:
+    """Evaluate, and note what this run has done. Collective over the workers."""
+    workers = run.exchange.workers
+    accuracy = None if test_data is None else evaluate(workers, run.model, test_data)
+    return {
+        "test_accuracy": accuracy,
+        "train_loss": run.train_loss(),
+        "steps": run.step,
+        "epochs": run.position.epoch,
+        "ranks": run.comm.size,
+        "workers": workers.size,
+        "samples_per_second": round(run.samples / max(run.loop_seconds, 1e-9), 1),
+        "resizes": 0,
+        "skipped_records": 0,
+        "resumed_at": run.first_step,
+        "finished": run.step == run.last,
+        "parameters_sha256": digest(run.model.parameters),
+    }
+
+
+def share(run: Progress, facts: dict | None) -> Summary:
+    """Return the summary on all ranks: dedicated servers have none of their own. Collective."""
+    if facts is not None:
+        facts["wall_seconds"] = wall = round(time.perf_counter() - run.began, 3)
+        facts["rank_hours"] = round(wall * run.comm.size / 3600, 6)
+    everyone = run.comm.allgather(facts)
+    return Summary(**next(entry for entry in everyone if entry is not None))
+
+
+def evaluate(comm, model, data) -> float:
+    """Return the share of samples whose largest score is at their label. Collective over `comm`.
+
+    Each rank predicts its part of the data; hits are counted as integers, so the result is exact
+    and does not depend on the number of ranks (R146).
+    """
+    source = as_source(data)
+    start, stop = BlockPartition(len(source), comm.size).range(comm.rank)
+    hits = 0
+    for first in range(start, stop, _CHUNK):
+        indices = np.arange(first, min(first + _CHUNK, stop))
+        *inputs, labels = beside(source.take(indices), model)
+        hits += int((model.predict(*inputs).argmax(axis=1) == labels).sum())
+    total = np.array([hits], np.int64)
+    allreduce(comm, total, algorithm="native")
+    return int(total[0]) / len(source)
+
+
+def digest(parameters: dict) -> str:
+    """Return the sha256 over names, dtypes, shapes and bytes of all parameters. Local."""
+    total = hashlib.sha256()
+    for name in sorted(parameters):
+        array = parameters[name]
+        host = array if array_module(array) is np else array.get()
+        total.update(f"{name} {host.dtype.str} {host.shape}\n".encode())
+        total.update(np.ascontiguousarray(host).tobytes())
+    return total.hexdigest()

@@ -1,0 +1,130 @@
+"""``md.train``: the training loop, on one screen. Everything it uses can be used without it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from ..checkpoint.store import CheckpointStore
+from ..data import Sampler, as_source
+from ..elastic.guard import guard
+from . import progress
+from .progress import Progress, Step
+from .strategies import AllReduce
+from .summary import Summary, gather_facts, share
+
+__all__ = ["Step", "Summary", "train"]
+
+
+def train(
+    comm,
+    model,
+    data,
+    *,
+    optimizer,
+    global_batch: int,
+    epochs: int | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    strategy=None,
+    test_data=None,
+    checkpoint=None,
+    checkpoint_every: int | None = None,
+    resume: bool | str = "auto",
+    stop_after: int | None = None,
+    callbacks: Sequence[Callable[[Step], None]] = (),
+) -> Summary:
+    """Train `model` on `data` over all ranks of `comm`. Collective over `comm`.
+
+    Parameters
+    ----------
+    model : object
+        With ``parameters`` (name to array), ``loss_and_gradients(batch, gradients, ready=None)``
+        and ``predict(inputs)``; see docs/models.md. Its parameters are trained in place.
+    data : tuple of arrays, or a source
+        The same on every rank; each rank takes its part of every global batch.
+    optimizer : Optimizer
+        From `md.optim`, or any object with ``init`` and ``update``.
+    global_batch : int
+        Samples per step over all ranks together. Never changed silently.
+    epochs, steps : int
+        How long: one of the two.
+    seed : int
+        Of the data order.
+    strategy : AllReduce or ParameterServer
+        AllReduce by default.
+    test_data : tuple (inputs, labels), or a source
+        Evaluated at the end.
+    checkpoint : path or CheckpointStore
+        Where the state goes, every `checkpoint_every` steps (default: once per epoch), at the
+        end, and when the run is stopped by a signal.
+    resume : "auto", True or False
+        Go on from the newest good step: if there is one; it must be there; never.
+    stop_after : int
+        Stop with a checkpoint after this many steps in all, as a planned pause.
+    callbacks : functions of a `Step`
+        Called after every step on every worker.
+
+    Returns
+    -------
+    Summary
+        The same on every rank.
+
+    Raises
+    ------
+    ConfigError
+        Bad input, on all ranks.
+    NoCheckpoint, CheckpointError
+        ``resume=True`` without a checkpoint; one of another model.
+    MpidistError
+        The loss is not a number any more (a checkpoint was saved before that update).
+    Stopped
+        A SystemExit with code 75: a signal asked for a stop, the state is saved.
+    """
+    strategy = AllReduce() if strategy is None else strategy
+    source = as_source(data)
+    sampler = Sampler(len(source), global_batch, seed)
+    last = progress.last_step(epochs, steps, sampler)
+    progress.check_batch(global_batch, strategy.workers(comm.size))
+    own_store = checkpoint is not None and not hasattr(checkpoint, "restore")
+    store = CheckpointStore(comm, checkpoint) if own_store else checkpoint
+    exchange = strategy.open(comm, model, optimizer, global_batch=global_batch, seed=seed)
+    run = Progress(comm, model, exchange, store, sampler)
+    run.resume(resume)
+    every = checkpoint_every or sampler.steps_per_epoch
+    facts = None
+    with guard(comm, run.state, store) as watcher:
+        if exchange.dedicated:
+            exchange.serve(run.save)
+        else:
+            exchange.begin()
+            run.start_loop(last)
+            while run.step < last and run.step != stop_after and not run.stopping:
+                indices, after = sampler.batch(run.position)
+                mine = sampler.local(indices, exchange.workers.rank, exchange.workers.size)
+                began = time.perf_counter()
+                batch = progress.beside(source.take(mine), model)
+                loss = model.loss_and_gradients(batch, exchange.gradients)
+                computed = time.perf_counter()
+                wish = watcher.flag or run.bad
+                loss, run.stopping = exchange.reduce(loss, len(mine), len(indices), wish)
+                if exchange.synchronous:
+                    watcher.check_loss(loss, run.step)
+                exchange.update()
+                run.note_loss(loss, len(mine))
+                run.advance(after, len(indices))
+                times = (computed - began, time.perf_counter() - computed)
+                for callback in callbacks:
+                    callback(Step(run.step, last, after.epoch, loss, len(indices), *times))
+                if run.step % every == 0 and run.step < last:
+                    run.checkpoint()
+            run.end_loop()
+            run.checkpoint()
+            exchange.finish()
+            if not run.stopping:
+                facts = gather_facts(run, test_data)
+        exchange.close()
+        run.agree_on_the_end(watcher)
+    if own_store:
+        store.close()
+    return share(run, facts)
