@@ -75,11 +75,13 @@ class Box:
         *,
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike | None = None,
+        sweep: bool = True,
     ) -> Started:
         """Start a command in the box, as `Started` does. Local."""
         # Entering the mount namespace moves to its root unless told where to stay.
         where = Path(cwd) if cwd else Path.cwd()
-        return Started([*self._nsenter, f"--wd={where.resolve()}", "--", *args], env=env)
+        command = [*self._nsenter, f"--wd={where.resolve()}", "--", *args]
+        return Started(command, env=env, sweep=sweep)
 
     def run(self, args: Sequence[str | os.PathLike], *, timeout: float = 60, **options) -> Finished:
         """Run a command in the box to its end. Local."""

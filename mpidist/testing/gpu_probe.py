@@ -26,7 +26,7 @@ def probe(comm) -> list[str]:
     from mpi4py import MPI
 
     cupy = arrays.load_cupy()
-    wrong = []
+    wrong: list[str] = []
     for count in _COUNTS:
         mine = np.arange(count, dtype=np.float32) % 1000 + comm.rank
         expected = comm.size * (mine - comm.rank) + comm.size * (comm.size - 1) // 2

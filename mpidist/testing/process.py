@@ -62,6 +62,9 @@ class Started:
         The whole environment; None is that of this process.
     cwd : path, optional
         Its working directory.
+    sweep : bool
+        Mark all descendants and end those that are left at the end. Not for ``sbatch``, whose
+        jobs inherit its environment and are to outlive it.
     """
 
     def __init__(
@@ -70,10 +73,14 @@ class Started:
         *,
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike | None = None,
+        sweep: bool = True,
     ):
         self.args = tuple(os.fspath(a) for a in args)
-        self.mark = uuid.uuid4().hex
-        environment = {**(os.environ if env is None else env), MARK: self.mark}
+        self.mark = uuid.uuid4().hex if sweep else None
+        environment = dict(os.environ if env is None else env)
+        environment.pop(MARK, None)
+        if self.mark:
+            environment[MARK] = self.mark
         # Files and not pipes: a rank that outlives its launcher would keep a pipe open, and
         # reading to its end would wait for that rank.
         self._files = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115
@@ -128,18 +135,30 @@ class Started:
 
     def _end(self) -> None:
         # A library that is killed leaves its shared memory behind, so note it while it is mapped.
-        segments = mpi_segments(marked(self.mark))
-        if self.process.poll() is None:
-            # A launcher that is asked first removes its folders and ends its own ranks.
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(2)
-        end_marked(self.mark)
-        if self.process.poll() is None:
-            self.process.kill()
+        segments = mpi_segments(marked(self.mark)) if self.mark else set()
+        if late := self.process.poll() is None:
+            # A launcher that is asked first removes its folders and ends its own ranks. The group,
+            # since the command may be a child of one that only entered a namespace for it.
+            self._signal(signal.SIGTERM)
+            deadline = time.monotonic() + 2
+            while self._signal(0) and time.monotonic() < deadline:
+                self.process.poll()
+                time.sleep(0.02)
+        if self.mark:
+            end_marked(self.mark)
+        if late:
+            self._signal(signal.SIGKILL)
         self.process.wait()
         for segment in segments:
             segment.unlink(missing_ok=True)
+
+    def _signal(self, number: int) -> bool:
+        """Send a signal to the command's process group; False if nobody is left in it."""
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 def run(args, *, env=None, cwd=None, timeout: float = 60) -> Finished:

@@ -70,7 +70,8 @@ class SlurmCluster:
     ) -> Finished:
         """Run a command, such as ``["srun", "-n", "4", ...]``, as on the login node. Local."""
         environment = {**self.env, **(env or {})}
-        return self.box.run(args, env=environment, cwd=cwd or self.directory, timeout=timeout)
+        where = cwd or self.directory
+        return self.box.run(args, env=environment, cwd=where, timeout=timeout, sweep=False)
 
     def submit(
         self,

@@ -1,6 +1,7 @@
 """The cluster itself: both MPIs reach all nodes by every launcher that docs/slurm.md names."""
 
 import re
+import time
 
 import pytest
 from interpreters import job_environment
@@ -64,3 +65,20 @@ def test_a_job_beyond_its_deadline_is_cancelled(cluster, tmp_path):
     script.write_text("#!/bin/bash\necho begun\nsleep 600\n")
     with pytest.raises(TimeoutError, match=r"RUNNING after 2 s[\s\S]*begun"):
         cluster.sbatch(script, timeout=2, cwd=tmp_path)
+
+
+def test_a_command_beyond_its_deadline_is_ended(cluster):
+    done = cluster.run(["srun", "-N2", "sleep", "500"], timeout=2)
+    assert (done.timed_out, done.returncode) == (True, 124)
+    until = time.monotonic() + 10
+    while cluster.run(["squeue", "--noheader", "--states=RUNNING"]).stdout.strip():
+        assert time.monotonic() < until, "the step is still there"
+        time.sleep(0.2)
+
+
+def test_jobs_outlive_their_sbatch(cluster, tmp_path):
+    """A job inherits the environment of sbatch, but not its end."""
+    script = tmp_path / "short.sbatch"
+    script.write_text("#!/bin/bash\nsleep 1\necho through\n")
+    jobs = [cluster.submit(script, cwd=tmp_path) for _ in range(5)]
+    assert [cluster.wait(job).output for job in jobs] == ["through\n"] * 5
