@@ -46,7 +46,7 @@ def array_module(x):
 
 
 def as_array(x):
-    """Return `x` as a NumPy or CuPy array over the same memory, never a copy. Local.
+    """Return `x` as a NumPy or CuPy array; what is writable shares its memory. Local.
 
     Parameters
     ----------
@@ -91,6 +91,8 @@ def _from_dlpack(x):
             "install mpidist[cuda12] or mpidist[cuda13]"
         ) from error
     except Exception as error:  # each library refuses in its own way: BufferError, TypeError, ...
+        if (readable := _readable(x)) is not None:
+            return readable
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"{name} cannot be shared as an array: {reason}") from error
     if array.flags.writeable:
@@ -101,6 +103,19 @@ def _from_dlpack(x):
     same = other.shape == array.shape and other.dtype == array.dtype
     same = same and other.__array_interface__["data"][0] == array.__array_interface__["data"][0]
     return other if same and other.flags.writeable else array
+
+
+def _readable(x) -> np.ndarray | None:
+    """Return what the array protocol gives where DLPack does not know the dtype (bfloat16).
+
+    It may be a copy, so it is not writable: nothing may be lost by writing into it.
+    """
+    try:
+        array = x.__array__().view()
+    except Exception:  # it refuses here too, or has no such protocol; DLPack's reason is told
+        return None
+    array.flags.writeable = False
+    return array
 
 
 def load_cupy():
@@ -120,6 +135,17 @@ def load_cupy():
     except Exception as error:  # a broken driver has many names
         reason = " ".join(f"{type(error).__name__}: {error}".split())
     raise ConfigError(f"no GPU to work on ({reason}); install mpidist[cuda12] or use NumPy arrays")
+
+
+def to_device(x, local_rank: int):
+    """Return a copy of a host array on this rank's GPU: local rank modulo the GPUs it sees. Local.
+
+    Right both where the batch system shows each rank its own GPU and where all see all of them.
+    Raises ConfigError without cupy or without a GPU.
+    """
+    cupy = load_cupy()
+    cupy.cuda.Device(local_rank % cupy.cuda.runtime.getDeviceCount()).use()
+    return cupy.asarray(x)
 
 
 def is_writable(x) -> bool:

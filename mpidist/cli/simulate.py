@@ -38,9 +38,9 @@ def run(args: argparse.Namespace) -> int:
     network = Network(args.alpha * 1e-6, 1e-9 / args.bandwidth, 1e-9 / args.reduction)
     cost = simulate(build, args.ranks, max(1, args.bytes // 4), network=network)
     print(
-        f"{args.bytes} bytes: {_time(cost.seconds)} in {cost.rounds} rounds; the busiest rank sends "
-        f"{cost.messages} messages and {cost.bytes} bytes and reduces {cost.reduced} bytes "
-        f"(alpha {args.alpha} us, {args.bandwidth} GB/s, reduction {args.reduction} GB/s; simulated)"
+        f"{args.bytes} bytes: {_time(cost.seconds)} in {cost.rounds} rounds (simulated); the busiest "
+        f"rank sends {cost.messages} messages and {cost.bytes} bytes and reduces {cost.reduced} "
+        f"bytes; alpha {args.alpha} us, links {args.bandwidth} GB/s, adding {args.reduction} GB/s"
     )
     return 0
 

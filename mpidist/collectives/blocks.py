@@ -1,4 +1,4 @@
-"""``md.reduce_scatter`` and ``md.allgather``: the two halves of the ring, uneven blocks included."""
+"""``md.reduce_scatter`` and ``md.allgather``: the two halves of the ring; uneven blocks too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .transfer import check_counts, exchange_lengths, prepared, run_program
 def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"):
     """Combine `x` over all ranks; rank r gets block r of the result.
 
-    Collective over `comm`. `x` stays as it is; returns the block, a new array unless `out` is given.
+    Collective over `comm`. `x` stays as it is; returns the block: new, unless `out` is given.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ def _native_reduce_scatter(context: Context, signature, reduction, work, element
 def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
     """Give every rank the blocks of all ranks, one after the other along the first axis.
 
-    Collective over `comm`. `x` stays as it is; returns the whole, a new array unless `out` is given.
+    Collective over `comm`. `x` stays as it is; returns the whole: new, unless `out` is given.
 
     Parameters
     ----------

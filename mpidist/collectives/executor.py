@@ -112,7 +112,7 @@ class Run:
         return self.data[start:stop]
 
     def _release(self, ready: list[int]) -> None:
-        """Begin steps, and whatever each of them releases. A list, not recursion: chains are long."""
+        """Begin steps, and what each of them releases. A list, not recursion: chains are long."""
         compiled, needs = self.program.compiled, self.needs
         todo = list(reversed(ready))
         while todo:

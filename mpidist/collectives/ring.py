@@ -1,4 +1,4 @@
-"""Ring: every rank talks to two neighbours only, and every byte crosses the wire as rarely as it can.
+"""Ring: every rank talks to two neighbours, and every byte crosses the wire as rarely as it can.
 
 The vector is cut into p chunks. In p-1 rounds each rank passes a partial sum to the right and adds
 what comes from the left; then the finished chunks go once around.

@@ -24,6 +24,10 @@ class Network(NamedTuple):
     gamma: float = 2e-10
 
 
+#: A node's shared memory, roughly.
+DEFAULT = Network()
+
+
 class Cost(NamedTuple):
     """What the busiest rank does, and when the last one is done."""
 
@@ -42,7 +46,7 @@ class _Rank:
         self.send_port = self.receive_port = self.processor = self.end = 0.0
 
 
-def simulate(build: Callable, size: int, n: int, *, itemsize: int = 4, network=Network()) -> Cost:
+def simulate(build: Callable, size: int, n: int, *, itemsize: int = 4, network=DEFAULT) -> Cost:
     """Return the cost of an allreduce schedule ``build(size, rank, n, itemsize)``. Local."""
     plans = programs(lambda p, r, m: build(p, r, m, itemsize), size, n)
     seconds = run(plans, itemsize, network)

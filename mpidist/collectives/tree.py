@@ -1,4 +1,4 @@
-"""Binomial tree: log2 p rounds, each doubling the ranks that know (or halving those that owe).
+"""Binomial tree: log2 p rounds, each doubling the ranks that know, or halving those that owe.
 
     broadcast from 0, 8 ranks          reduce to 0 is the same picture backwards
     round 0   0 -> 4

@@ -29,26 +29,6 @@ class Step(NamedTuple):
     exchange_seconds: float
 
 
-def last_step(epochs: int | None, steps: int | None, sampler: Sampler) -> int:
-    """Return the number of steps of a whole run. Local."""
-    if (epochs is None) == (steps is None):
-        raise ConfigError(f"epochs={epochs}, steps={steps}: give one of the two")
-    given = {"epochs": epochs} if steps is None else {"steps": steps}
-    for name, value in given.items():
-        if isinstance(value, bool) or int(value) != value or value < 1:
-            raise ConfigError(f"{name}={value!r}: expected a whole number of 1 or more")
-    return int(steps) if epochs is None else int(epochs) * sampler.steps_per_epoch
-
-
-def check_batch(global_batch: int, workers: int) -> None:
-    """Raise ConfigError where some worker would never have a sample. Local."""
-    if global_batch < workers:
-        raise ConfigError(
-            f"global_batch={global_batch} is smaller than the {workers} workers, and some would "
-            "never have a sample; use a larger batch or fewer ranks"
-        )
-
-
 def beside(batch: tuple, model) -> tuple:
     """Return a batch of host arrays where the model's parameters are. Local."""
     xp = array_module(next(iter(model.parameters.values())))
@@ -163,7 +143,8 @@ class Progress:
         try:
             _, state = self.store.restore(like)
         except NoCheckpoint:
-            if resume is True:
+            # Nothing there is a beginning; steps that are all damaged must not be written over.
+            if resume is True or self.store.all_steps():
                 raise
             return
         facts = state["run"]

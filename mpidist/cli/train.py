@@ -1,0 +1,177 @@
+"""``mpidist train JOB.toml``: a whole run, under mpirun or srun, or alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from .. import events, launch
+from ..errors import ConfigError
+
+#: Seconds between progress lines where no terminal is at the other end.
+_LINE_EVERY = 10.0
+
+
+def add_parser(commands) -> None:
+    """Add this command to the argument parser. Local."""
+    parser = commands.add_parser("train", help="train a model as a TOML job file says")
+    parser.add_argument("job", metavar="JOB.toml")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+        help="change a key of the job file, e.g. --set optimizer.lr=0.1 --set out=runs/a",
+    )  # fmt: skip
+    resume = parser.add_mutually_exclusive_group()
+    resume.add_argument("--resume", action="store_true", help="fail where there is no checkpoint")
+    resume.add_argument("--no-resume", action="store_true", help="fail where there is one")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; collective over all ranks of the launch. Returns 0, or raises with its exit code."""
+    from ..training import job as jobs
+
+    job = jobs.read_job(args.job, args.settings)
+    claim = launch.claimed_size(os.environ)
+    parts = jobs.build(job, claim.size if claim else None)
+    store_path = job.folder / "checkpoints"
+    if args.resume and not any(store_path.glob("step-*")):
+        raise ConfigError(f"--resume: no checkpoint in {store_path}; leave --resume out to begin")
+    MPI = launch.initialize(os.environ)
+    comm = MPI.COMM_WORLD
+    from ..abort import install_hook
+    from ..errors import MpidistError
+
+    install_hook(comm)
+    try:
+        _train(comm, job, parts, args, store_path)
+    except MpidistError as error:
+        if comm.size == 1:
+            raise
+        # The hook knows which rank speaks and how the job ends. Errors with a name of ours are
+        # told in one line on the command line, without a traceback.
+        error.everywhere = True
+        sys.excepthook(type(error), error, error.__traceback__)
+    return 0
+
+
+def _train(comm, job, parts, args, store_path: Path) -> None:
+    from ..checkpoint.store import CheckpointStore
+    from ..elastic.watch import watch
+    from ..topology import Topology
+    from ..training.train import train
+
+    launch.check_launch(comm, os.environ)
+    if comm.rank == 0:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    with Topology(comm) as topology:
+        nbytes = sum(array.nbytes for array in parts.model.parameters.values())
+        facts = (f"data {job.data['name']}", f"model {job.model['name']} {nbytes / 1e6:.2f} MB")
+        line = launch.startup_line(comm, topology, os.environ, *facts)
+        if job.device == "gpu":
+            _to_device(parts.model, topology.local_rank)
+        host = topology.hosts[topology.node]
+    if comm.rank == 0:
+        print(line, flush=True)
+    events.open_log(job.folder / "events" / f"rank-{comm.rank}.jsonl", rank=comm.rank, host=host)
+    watcher = watch(comm, seconds=job.watch_seconds) if job.watch_seconds else None
+    reporter = Reporter(job, show=comm.rank == 0)
+    resume = True if args.resume else False if args.no_resume else "auto"
+    try:
+        with CheckpointStore(comm, store_path, keep=job.keep) as store:
+            summary = train(
+                comm, parts.model, parts.train, optimizer=parts.optimizer,
+                global_batch=job.global_batch, epochs=job.epochs, steps=job.steps, seed=job.seed,
+                strategy=parts.strategy, test_data=parts.test, checkpoint=store,
+                checkpoint_every=job.checkpoint_every, resume=resume, stop_after=job.stop_after,
+                callbacks=[reporter],
+            )  # fmt: skip
+    finally:
+        reporter.close()
+        if watcher is not None:
+            watcher.stop()
+        events.close_log()
+    if comm.rank == 0:
+        _report(job, args, comm.size, summary)
+
+
+def _to_device(model, local_rank: int) -> None:
+    """Move the model's arrays to this rank's GPU: local rank modulo the devices it can see."""
+    from ..arrays import to_device
+
+    for arrays in (model.parameters, getattr(model, "state", {})):
+        for name, array in arrays.items():
+            arrays[name] = to_device(array, local_rank)
+
+
+def _report(job, args, ranks: int, summary) -> None:
+    facts = summary.as_dict()
+    text = json.dumps(facts, indent=2)
+    partial = job.folder / "summary.json.part"
+    partial.write_text(text + "\n", encoding="utf-8")
+    partial.replace(job.folder / "summary.json")
+    accuracy = (
+        "" if summary.test_accuracy is None else f"test accuracy {summary.test_accuracy:.4f}, "
+    )
+    done = "done" if summary.finished else f"stopped as planned after {summary.steps} steps"
+    print(
+        f"{done}: {accuracy}train loss {summary.train_loss:.4f}, {summary.epochs} epochs, "
+        f"{summary.samples_per_second:.0f} samples/s, {summary.wall_seconds:.1f} s on {ranks} ranks"
+    )
+    words = ["mpidist", "train", args.job]
+    for setting in args.settings:
+        words += ["--set", setting]
+    prefix = f"mpirun -n {ranks} " if ranks > 1 else ""
+    print(f"results in {job.folder}; again, or further: {prefix}{shlex.join(words)}", flush=True)
+
+
+class Reporter:
+    """Callback of rank 0: metrics.jsonl, and a progress bar or a line now and then."""
+
+    def __init__(self, job, show: bool):
+        self.every, self.show = job.log_every, show
+        self.bar = None
+        self._next_line = time.monotonic() + _LINE_EVERY
+        self._file = None
+        if show:
+            self._file = (job.folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+
+    def __call__(self, step) -> None:
+        """Take note of one step. Local."""
+        if not self.show:
+            return
+        if step.step % self.every == 0 or step.step == step.last:
+            facts = {key: round(v, 6) if isinstance(v, float) else v
+                     for key, v in step._asdict().items()}  # fmt: skip
+            self._file.write(json.dumps({"time": round(time.time(), 3), **facts}) + "\n")
+        if sys.stderr.isatty():
+            self._draw(step)
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + _LINE_EVERY
+            text = f"step {step.step}/{step.last} epoch {step.epoch} loss {step.loss:.4f}"
+            print(text, file=sys.stderr, flush=True)
+
+    def _draw(self, step) -> None:
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            share = step.step / step.last
+            bar = ("#" * round(30 * share)).ljust(30, ".")
+            print(
+                f"\r[{bar}] {step.step}/{step.last} loss {step.loss:.4f}", end="", file=sys.stderr
+            )
+            return
+        if self.bar is None:
+            self.bar = tqdm(total=step.last, initial=step.step - 1, unit="step", leave=True)
+        self.bar.set_postfix_str(f"loss {step.loss:.4f}", refresh=False)
+        self.bar.update(1)
+
+    def close(self) -> None:
+        """Finish the bar and the file. Local."""
+        if self.bar is not None:
+            self.bar.close()
+        if self._file is not None:
+            self._file.close()

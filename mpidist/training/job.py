@@ -1,0 +1,161 @@
+"""A job file: TOML tables into the objects that `md.train` takes. Everything here is before MPI.
+
+    global_batch = 64            # samples per step over all ranks
+    epochs = 20                  # or steps
+    [data]      name = "digits"
+    [model]     name = "lenet"            image_shape = [1, 8, 8]
+    [optimizer] name = "momentum"         lr = 0.05
+    [strategy]  name = "parameter_server" servers = 2   consistency = "ssp"   staleness = 4
+
+A table's ``name`` picks from its table of choices; its other keys are that choice's settings.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, nearest
+
+TABLES = ("data", "model", "optimizer", "strategy")
+
+
+@dataclass
+class Job:
+    """A validated job file. Paths in it are relative to the current folder."""
+
+    data: dict = field(default_factory=dict)
+    model: dict = field(default_factory=dict)
+    optimizer: dict = field(default_factory=dict)
+    strategy: dict = field(default_factory=lambda: {"name": "allreduce"})
+    global_batch: int = 64
+    epochs: int | None = None
+    steps: int | None = None
+    seed: int = 0
+    out: str = ""
+    checkpoint_every: int | None = None
+    keep: int = 3
+    stop_after: int | None = None
+    log_every: int = 10
+    watch_seconds: float = 600.0
+    device: str = "cpu"
+
+    @property
+    def folder(self) -> Path:
+        """Where the run writes."""
+        return Path(self.out or f"runs/{self.model['name']}")
+
+
+_WHOLE = ("global_batch", "epochs", "steps", "checkpoint_every", "keep", "stop_after", "log_every")
+
+
+def read_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
+    """Read a job file and apply ``key=value`` settings on top. Local.
+
+    Raises ConfigError: missing file, TOML that does not parse, unknown keys (with the nearest),
+    values of the wrong kind.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(
+            f"no job file {path}; give the path of a TOML file, e.g. jobs/digits.toml"
+        )
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    for text in settings:
+        _apply(values, text)
+    given = {text.partition("=")[0].strip() for text in settings}
+    for asked, other in (("steps", "epochs"), ("epochs", "steps")):
+        # Asking for steps on the command line replaces the epochs of the file, and vice versa.
+        if asked in given and other not in given:
+            values.pop(other, None)
+    return check(values, str(path))
+
+
+def _apply(values: dict, text: str) -> None:
+    """Put one ``a.b=value`` into nested tables; the value is TOML, or else a plain string."""
+    key, found, value = text.partition("=")
+    if not found or not key.strip():
+        raise ConfigError(f"--set {text!r}: expected KEY=VALUE, for instance --set model.seed=3")
+    *tables, last = key.strip().split(".")
+    for name in tables:
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"--set {text!r}: {name!r} is a value, not a table")
+    try:
+        values[last] = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        values[last] = value
+
+
+def check(values: Mapping, where: str = "job") -> Job:
+    """Check keys and kinds and return the `Job`. Local."""
+    known = [f.name for f in fields(Job)]
+    for key in values:
+        if key not in known:
+            raise ConfigError(
+                f"{where}: unknown key {key!r}; expected one of {', '.join(known)}"
+                + nearest(key, known)
+            )
+    job = Job(**values)
+    for name in TABLES:
+        table = getattr(job, name)
+        if not isinstance(table, dict) or not isinstance(table.get("name"), str):
+            raise ConfigError(f"{where}: [{name}] with a name is missing, got {table!r}")
+    for name in _WHOLE:
+        value = getattr(job, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ConfigError(f"{where}: {name}={value!r}; expected a whole number")
+        if value is not None and value < 1:
+            raise ConfigError(f"{where}: {name}={value}; expected 1 or more")
+    if (job.epochs is None) == (job.steps is None):
+        raise ConfigError(f"{where}: epochs={job.epochs}, steps={job.steps}; give one of the two")
+    if job.device not in ("cpu", "gpu"):
+        raise ConfigError(f"{where}: device={job.device!r}; expected 'cpu' or 'gpu'")
+    if not isinstance(job.watch_seconds, int | float) or job.watch_seconds < 0:
+        raise ConfigError(
+            f"{where}: watch_seconds={job.watch_seconds!r}; expected seconds, 0 is off"
+        )
+    return job
+
+
+@dataclass
+class Parts:
+    """The objects that a job describes."""
+
+    train: Any
+    test: Any
+    model: Any
+    optimizer: Any
+    strategy: Any
+
+
+def build(job: Job, ranks: int | None) -> Parts:
+    """Make data, model, optimizer and strategy; check them against `ranks`, if known. Local."""
+    from .. import data, models, optim
+    from . import strategies
+    from .limits import check_batch, last_step
+
+    strategy = strategies.from_settings(*_split(job.strategy))
+    if ranks is not None:
+        check_batch(job.global_batch, strategy.workers(ranks))
+    model = models.from_settings(*_split({"seed": job.seed, **job.model}))
+    train, test = data.from_settings(*_split(job.data))
+    name, settings = _split(job.optimizer)
+    rate = settings.get("lr")
+    if isinstance(rate, dict) and rate.get("schedule") == "cosine":
+        # A schedule without an end lasts as long as the run.
+        sampler = data.Sampler(len(train), job.global_batch)
+        settings["lr"] = {"steps": last_step(job.epochs, job.steps, sampler), **rate}
+    optimizer = optim.from_settings(name, settings)
+    return Parts(train, test, model, optimizer, strategy)
+
+
+def _split(table: Mapping) -> tuple[str, dict]:
+    rest = dict(table)
+    return rest.pop("name"), rest
