@@ -37,7 +37,8 @@ DRAIN = 0.15
 #: Seconds that a rank leaving by ``sys.exit(nonzero)`` waits for the others to leave as well.
 LEAVE_TOGETHER = 1.0
 
-_previous = None  # (sys.excepthook, threading.excepthook) from before ours
+_installed = False
+_hook_before, _thread_hook_before = sys.excepthook, threading.excepthook
 _original_exit = sys.exit
 _exit_code = 0  # what the last sys.exit(...) asked for
 _farewell = MPI.COMM_NULL  # where the ranks of the job tell each other that they leave
@@ -51,9 +52,10 @@ def install_hook(comm: MPI.Comm) -> None:
     and all of the work where the job has one rank only. With a `comm` of all ranks, a lone
     ``sys.exit(nonzero)`` is noticed too; a bare ``raise SystemExit`` is not (Python tells nobody).
     """
-    global _previous, _farewell
-    if _previous is None:
-        _previous = (sys.excepthook, threading.excepthook)
+    global _installed, _hook_before, _thread_hook_before, _farewell
+    if not _installed:
+        _installed = True
+        _hook_before, _thread_hook_before = sys.excepthook, threading.excepthook
         sys.excepthook = _uncaught
         threading.excepthook = _uncaught_in_thread
     # Whether this comm has all ranks is known alike on all of them, so the Dup is collective.
@@ -69,17 +71,17 @@ def install_hook(comm: MPI.Comm) -> None:
 
 def _uncaught(kind, error, trace) -> None:
     if not _job_is_alive():
-        _previous[0](kind, error, trace)
+        _hook_before(kind, error, trace)
         return
-    _end_job(error, lambda: _previous[0](kind, error, trace))
+    _end_job(error, lambda: _hook_before(kind, error, trace))
 
 
 def _uncaught_in_thread(args) -> None:
     # SystemExit in a thread ends that thread and nothing else: that is Python's own meaning of it.
     if args.exc_type is SystemExit or not _job_is_alive():
-        _previous[1](args)
+        _thread_hook_before(args)
         return
-    _end_job(args.exc_value, lambda: _previous[1](args))
+    _end_job(args.exc_value, lambda: _thread_hook_before(args))
 
 
 def _job_is_alive() -> bool:
@@ -94,7 +96,7 @@ def _end_job(error: BaseException, show_traceback) -> None:
         if world.size > 1 and _others_speak(world.rank, error):
             time.sleep(10 * HOLD_BACK)  # the launcher ends us in the midst of this
             _abort(code)
-        if getattr(error, "quiet", False):
+        if isinstance(error, MpidistError) and error.quiet:
             pass  # another process of this launch says the same
         elif speaks_in_one_line(error):
             print(one_line(error), file=sys.stderr)
@@ -137,7 +139,7 @@ def one_line(error: BaseException) -> str:
 
 def _others_speak(rank: int, error: BaseException) -> bool:
     """Tell all ranks that this one failed; whether one that goes before it failed too."""
-    hearsay = bool(getattr(error, "consequence", False))
+    hearsay = isinstance(error, MpidistError) and error.consequence
     wait = 3 * HOLD_BACK if hearsay else HOLD_BACK if rank else 0.0
     if _farewell == MPI.COMM_NULL:
         time.sleep(wait + rank * 0.01)  # no channel to ask: different moments are the next best

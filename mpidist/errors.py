@@ -11,6 +11,10 @@ class MpidistError(Exception):
 
     exit_code = 1
     everywhere = False
+    #: It only reports another rank's exception, so the rank that knows the cause speaks first.
+    consequence = False
+    #: Another process tells the same; this one keeps silent.
+    quiet = False
 
 
 class ConfigError(MpidistError, ValueError):

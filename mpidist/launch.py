@@ -273,9 +273,16 @@ def initialize(environ: Mapping[str, str]):
         check_launcher(environ, MPI.Get_library_version())
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         # Handlers run last in, first out, so this one runs after all that are registered later.
-        atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
+        atexit.register(_finalize)
     check_singletons(MPI.COMM_WORLD.size, environ, MPI.Get_library_version())
     return MPI
+
+
+def _finalize() -> None:
+    from mpi4py import MPI
+
+    if not MPI.Is_finalized():
+        MPI.Finalize()
 
 
 # ---------------------------------------------------------------------------- the start-up report

@@ -56,11 +56,12 @@ class Topology:
 
     def __init__(self, comm: MPI.Intracomm, ranks_per_node: int | None = None):
         self.size, self.rank = comm.size, comm.rank
-        self.faked = _agreed(comm, ranks_per_node) is not None
-        if self.faked:
-            self.intra_comm = comm.Split(comm.rank // operator.index(ranks_per_node), comm.rank)
-        else:
+        group = _agreed(comm, ranks_per_node)
+        self.faked = group is not None
+        if group is None:
             self.intra_comm = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
+        else:
+            self.intra_comm = comm.Split(comm.rank // group, comm.rank)
         leader = self.intra_comm.bcast(comm.rank, root=0)
         self.inter_comm = comm.Split(0 if leader == comm.rank else MPI.UNDEFINED, comm.rank)
         self._open = True
@@ -109,7 +110,7 @@ class Topology:
         self.close()
 
 
-def _agreed(comm, ranks_per_node):
+def _agreed(comm, ranks_per_node) -> int | None:
     """Check `ranks_per_node` on all ranks together, so that nobody is left alone in a split."""
     given = comm.allgather(repr(ranks_per_node))
     if len(set(given)) > 1:

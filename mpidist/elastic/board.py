@@ -39,13 +39,13 @@ class Board:
     def __init__(self, comm, directory: str | os.PathLike | None = None):
         self.rank, self.size = comm.rank, comm.size
         self.fd: int | None = None
-        self.path: Path | None = None
+        self.path = Path()
+        self._named = False  # whether the file still has a name
         alone = len(set(comm.allgather((socket.gethostname(), _namespace())))) == 1
         if directory is None and alone and self._open(comm, _MEMORY):
             self.fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             comm.Barrier()
             self._unlink()
-            self.path = None
             return
         where = Path(directory) if directory is not None else Path.cwd()
         if not self._open(comm, where):
@@ -70,11 +70,10 @@ class Board:
             seen = Path(name).stat().st_size == RECORD * comm.size
         except OSError:
             seen = False
-        self.path = Path(name)
+        self.path, self._named = Path(name), True
         if all(comm.allgather(seen)):
             return True
         self._unlink()
-        self.path = None
         return False
 
     def write(self, record: dict) -> None:
@@ -121,10 +120,11 @@ class Board:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
-        if last and self.path is not None:
+        if last and self._named:
             self.path.unlink(missing_ok=True)
 
     def _unlink(self) -> None:
+        self._named = False
         if self.rank == 0:
             self.path.unlink(missing_ok=True)
 

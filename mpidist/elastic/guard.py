@@ -98,14 +98,14 @@ class guard:
             raise ConfigError(f"guard: every={every!r}; expected a whole number of steps >= 1")
         self.state, self.store = state, store
         self.signals, self.every = tuple(signals), every
-        self.reason: str | None = None
+        self.reason = ""
         self.exit_code = 0
         self._given = comm
         self._deciders = deciders
         self._time_limit = time_limit
         self._deadline = math.inf
         self._asked = self._agreed = 0
-        self._former: dict[int, object] = {}
+        self._former: dict = {}
         self._all = self._loop = MPI.COMM_NULL
 
     # ------------------------------------------------------------------------------- around it

@@ -259,7 +259,8 @@ class MainThread:
         if came_back and ctypes.pythonapi.Py_AddPendingCall(self._callback, None) == 0:
             self._asked += 1
         self.where = place(frame)
-        wait, values = _enclosing_wait(frame), None
+        wait = _enclosing_wait(frame)
+        values, signature = None, ()  # type: dict | None, tuple
         if wait is not None:
             # The moment at which this wait began stands for it: another wait, another moment.
             signature, state = ("wait", _variables(wait).get("start")), "waiting"

@@ -111,10 +111,11 @@ def run_and_signal(program, n, what, folder, number, ranks):
     return result
 
 
-@pytest.mark.parametrize("what", ["loop", "piggyback"])
 @pytest.mark.parametrize(
-    ("number", "ranks"), [(signal.SIGTERM, [2]), (signal.SIGUSR1, [0, 1, 2])], ids=["term", "usr1"]
-)
+    ("what", "number", "ranks"),
+    [("loop", signal.SIGTERM, [2]), ("loop", signal.SIGUSR1, [0, 1, 2]),
+     ("piggyback", signal.SIGTERM, [1])],
+)  # fmt: skip
 def test_signal_stops_all_ranks_at_one_step(program, tmp_path, what, number, ranks):
     """R47: any rank's signal; all save the same step, and leave with the code for requeueing."""
     result = run_and_signal(program, 3, what, tmp_path, number, ranks)

@@ -60,24 +60,24 @@ elif what == "deadlock":
 elif what == "control":
     # Slower than `seconds` in every way that is no hang.
     if comm.rank == 0:
-        end = time.monotonic() + 2.5 * seconds
+        end = time.monotonic() + 1.7 * seconds
         while time.monotonic() < end:
             compute(10_000)
     exchange()
-    end = time.monotonic() + 2 * seconds
+    end = time.monotonic() + 1.7 * seconds
     going = np.ones(1)
     while going[0]:                         # native calls, always at the same line
         going[0] = time.monotonic() < end
         comm.Allreduce(MPI.IN_PLACE, going, MPI.MIN)
     if comm.rank == 1:
-        compute(60_000_000)                 # one line of pure Python, for long
+        compute(40_000_000)                 # one line of pure Python, for long
     wait_until(comm.Ibarrier().Test)
-    for _ in range(3):
+    for _ in range(2):
         time.sleep(seconds / 2)             # all are in a native call, but never for `seconds`
 elif what == "leave":
     if comm.rank == 1:
         watch.stop()
-        compute(10_000_000)
+        compute(2_000_000)
         watch.stop()
     else:
         watch.stop()

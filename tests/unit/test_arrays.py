@@ -99,6 +99,15 @@ def test_refusing_tensor_gives_its_reason_in_one_line():
         arrays.as_array(tensor)
 
 
+def test_bfloat16_that_dlpack_does_not_know_can_be_read():
+    tensor = Tensor(np.ones(2, ml_dtypes.bfloat16), refusal="unsupported dtype")
+    tensor.__class__ = type("Bfloat16", (Tensor,), {"__array__": lambda self: self.memory})
+    array = arrays.as_array(tensor)
+    assert array.dtype.name == "bfloat16"
+    assert not arrays.is_writable(array)
+    assert tensor.memory.flags.writeable
+
+
 def test_device_tensor_without_cupy_names_the_extra():
     with pytest.raises(ConfigError, match=r"needs cupy.*mpidist\[cuda12\]"):
         arrays.as_array(Tensor(np.ones(2), device=2))
