@@ -16,11 +16,13 @@ rank's exception gives way to every rank that knows the cause.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 from mpi4py import MPI
 
@@ -43,6 +45,9 @@ _original_exit = sys.exit
 _exit_code = 0  # what the last sys.exit(...) asked for
 _farewell = MPI.COMM_NULL  # where the ranks of the job tell each other that they leave
 _speaking = threading.Lock()
+
+#: How MPICH, UCX and Open MPI name their shared memory; other files there may hold users' data.
+_SEGMENTS = ("mpich_shm_", "ucx_shm_", "sm_segment.", "vader_segment.")
 
 
 def install_hook(comm: MPI.Comm) -> None:
@@ -113,7 +118,24 @@ def _end_job(error: BaseException, show_traceback) -> None:
             _leave_alone(code)
 
 
+def unlink_segments() -> None:
+    """Remove the names of the shared memory that the MPI library of this process has made. Local.
+
+    For a process that is about to be killed: MPICH leaves megabytes in /dev/shm behind a job that
+    was aborted. The memory itself stays with whoever has it mapped.
+    """
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for path in {Path(line.split()[-1]) for line in maps.splitlines() if "/dev/shm/" in line}:
+        if path.name.startswith(_SEGMENTS):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
 def _abort(code: int) -> None:
+    unlink_segments()
     time.sleep(DRAIN)
     MPI.COMM_WORLD.Abort(code)
 

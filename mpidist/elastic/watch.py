@@ -33,6 +33,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from mpidist import events, waiting
+from mpidist.abort import unlink_segments
 from mpidist.elastic.board import Board
 from mpidist.elastic.hang import Hang, Seen, judge, tell
 from mpidist.errors import ConfigError
@@ -176,6 +177,7 @@ class watch:
         the only MPI call made here, and nothing depends on it: if it blocks, the alarm ends this
         process, and the other ranks leave by themselves a moment later.
         """
+        unlink_segments()
         if by_abort:
             signal.alarm(2)
             MPI.COMM_WORLD.Abort(HANG)  # the job is meant, and the user may have freed `comm`

@@ -1,8 +1,10 @@
 """A failing rank ends a plain ``python program.py`` at once, and one traceback is shown."""
 
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +48,11 @@ def node_once():
 def hook():
     sys.excepthook = lambda *a: print("user hook", a[0].__name__, file=sys.stderr)
 
+x = np.ones(100_000)
+comm.Allreduce(MPI.IN_PLACE, x)
+segments = {line.split()[-1] for line in open("/proc/self/maps") if "/dev/shm/" in line}
+print("".join(f"<segment {path}>" for path in segments), flush=True)
+comm.Barrier()
 what, ranks = sys.argv[1], eval(sys.argv[2])
 if comm.rank == 0:
     print("fails at", time.time(), flush=True)
@@ -75,6 +82,9 @@ def run(program, n, what, ranks="range(9)"):
     assert not result.timed_out, result.stderr
     # From the failure on: how long the launcher needs to start depends on who else is working.
     assert ended - float(result.stdout.split("fails at")[1].split()[0]) < 5, result.stderr
+    # However it ended: the memory that the MPI library shared has no name any more.
+    segments = re.findall(r"<segment (/dev/shm/[^>]+)>", result.stdout)
+    assert [path for path in segments if Path(path).exists()] == []
     return result
 
 
