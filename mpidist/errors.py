@@ -54,7 +54,7 @@ class NoCheckpoint(CheckpointError):
 
 
 def nearest(given: str, known) -> str:
-    """Name the known key closest to `given`, as ``did you mean 'x'?``, or an empty string. Local."""
+    """Name the known key closest to `given`, as ``did you mean 'x'?``, or "". Local."""
     import difflib
 
     close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)

@@ -11,6 +11,8 @@ alone, that all are about to make it; then MPI's blocking Allreduce runs in piec
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 from mpi4py import MPI
 
@@ -53,8 +55,8 @@ def can_stage(reduction: Reduction, n: int, size: int) -> bool:
 class _Nonblocking:
     """Start and Test of an allreduce, for an MPI without persistent collectives (before MPI 4)."""
 
-    def __init__(self, comm, spec, op):
-        self.arguments, self.comm = (MPI.IN_PLACE, spec, op), comm
+    def __init__(self, comm, arguments):
+        self.arguments, self.comm = arguments, comm
         self.request = MPI.REQUEST_NULL
 
     def Start(self):
@@ -67,32 +69,38 @@ class _Nonblocking:
         """Nothing to free."""
 
 
-def persistent_allreduce(comm: MPI.Comm, buffer: np.ndarray, op: MPI.Op):
-    """Return a request with Start and Test that reduces `buffer` in place. Collective."""
-    spec = [buffer, buffer.size, MPI.Datatype.fromcode(buffer.dtype.char)]
+def persistent_allreduce(comm: MPI.Comm, source: np.ndarray, result: np.ndarray, op: MPI.Op):
+    """Return a request with Start and Test that reduces `source` into `result`. Collective."""
+    datatype = MPI.Datatype.fromcode(source.dtype.char)
+    arguments = ([source, source.size, datatype], [result, result.size, datatype], op)
     try:
-        return comm.Allreduce_init(MPI.IN_PLACE, spec, op)
+        return comm.Allreduce_init(*arguments)
     except NotImplementedError:
-        return _Nonblocking(comm, spec, op)
+        return _Nonblocking(comm, arguments)
 
 
 class Staged:
-    """Allreduce of a short vector through a registered buffer with a header."""
+    """Allreduce of a short vector through registered buffers with a header.
+
+    The send buffer's header never changes; the receive buffer's must come back as `size` times
+    that. Both are eight bytes (or more), so one look at an integer tells.
+    """
 
     def __init__(self, context: Context, signature: Signature, reduction: Reduction, shape):
-        self.context, self.reduction = context, reduction
-        n = int(np.prod(shape, dtype=np.int64))
+        n = prod(shape)
         dtype = reduction.work
         header = header_values(signature.key, f"{dtype.kind}{dtype.itemsize}", context.size)
-        self.stage = np.empty(n + header.size, dtype)
-        self.payload = self.stage[:n].reshape(shape)
-        self.header = memoryview(self.stage).cast("B")[n * dtype.itemsize :]
-        self.mine = header.tobytes()
+        source, result = np.zeros(n + header.size, dtype), np.zeros(n + header.size, dtype)
+        source[n:] = header
+        self.context, self.history = context, context.history
+        self.reduction, self.mean, self.size = reduction, reduction.mean, context.size
+        self.source, self.result = source[:n].reshape(shape), result[:n].reshape(shape)
+        self.header = memoryview(result).cast("B")[n * dtype.itemsize :]
         self.expected = (header * dtype.type(context.size)).tobytes()
-        self.request = persistent_allreduce(context.data, self.stage, MPI.SUM)
+        self.request = persistent_allreduce(context.data, source, result, MPI.SUM)
         self.begin, self.test = self.request.Start, self.request.Test
         self.signature, self.last_used = signature, context.sequence
-        self.nbytes = n * dtype.itemsize
+        self.nbytes, self.calls = n * dtype.itemsize, 0
 
     def __call__(self, x: np.ndarray, total=None) -> None:
         """Reduce `x` in place as the next operation. Collective.
@@ -104,21 +112,23 @@ class Staged:
         if context.stopped:
             context.begin(self.signature)
         context.sequence = self.last_used = sequence = context.sequence + 1
-        context.history[sequence & 63] = self.signature
-        payload = self.payload
-        payload[...] = x
-        self.header[:] = self.mine
+        self.history[sequence & 63] = self.signature
+        self.source[...] = x
         self.begin()
-        if not self.test():
-            context.wait(self.test)
+        test = self.test
+        if not (test() or test() or test() or test() or test() or test()):
+            context.wait(test)
         if self.header != self.expected:
             context.disagree()
-        if self.reduction.mean:
-            finish_mean(self.reduction, payload, total or context.size)
-        x[...] = payload
-        counters = context.counters
-        counters.native_calls += 1
-        counters.native_bytes += self.nbytes
+        if self.mean:
+            finish_mean(self.reduction, self.result, total or self.size)
+        x[...] = self.result
+        self.calls += 1
+
+    def counters(self) -> Counters:
+        """Return what ran since the last look."""
+        calls, self.calls = self.calls, 0
+        return Counters(native_calls=calls, native_bytes=calls * self.nbytes)
 
     def close(self) -> None:
         """Free the persistent request. Local."""
@@ -130,16 +140,15 @@ class Handshake:
 
     def __init__(self, context: Context):
         self.context = context
-        self.values = np.empty(2, np.int64)
-        self.request = persistent_allreduce(context.control, self.values, MPI.MAX)
+        self.mine, self.most = np.empty(2, np.int64), np.empty(2, np.int64)
+        self.request = persistent_allreduce(context.control, self.mine, self.most, MPI.MAX)
 
     def __call__(self, key: int) -> None:
         """Return when all ranks passed the same key; raise MismatchError otherwise. Collective."""
-        values = self.values
-        values[0], values[1] = key, -key
+        self.mine[0], self.mine[1] = key, -key
         self.request.Start()
         self.context.wait(self.request.Test)
-        if values[0] != key or values[1] != -key:
+        if self.most[0] != key or self.most[1] != -key:
             self.context.disagree()
 
     def close(self) -> None:

@@ -123,6 +123,7 @@ def find(context: Context, x, op, algorithm: str) -> Plan:
     if plan is None:
         plan = _make(context, dtype, x.shape, op, algorithm)
         remember(context, key, plan)
+        context.quick[key[1:]] = plan if plan.staged is None else plan.staged
     return plan
 
 
@@ -131,7 +132,11 @@ def remember(context: Context, key, plan) -> None:
     if len(context.plans) >= MAX_PLANS:
         # Every rank has run the same operations, so every rank drops the same plan.
         oldest = min(context.plans, key=lambda k: context.plans[k].last_used)
-        context.plans.pop(oldest).close()
+        evicted = context.plans.pop(oldest)
+        context.quick.pop(oldest[1:], None)
+        if getattr(evicted, "staged", None) is not None:
+            context.counters.add(evicted.staged.counters())
+        evicted.close()
     context.plans[key] = plan
 
 

@@ -1,0 +1,103 @@
+"""``mpidist bench {allreduce,ps}``: measured figures, with the MPI library's own beside them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from .. import launch
+from ..errors import ConfigError
+
+
+def add_parser(commands) -> None:
+    """Add this command to the argument parser. Local."""
+    parser = commands.add_parser("bench", help="measure allreduce or parameter servers")
+    what = parser.add_subparsers(dest="what", required=True, metavar="{allreduce,ps}")
+    reduce = what.add_parser("allreduce", help="every algorithm against native, 8 B to 64 MiB")
+    reduce.add_argument("--min", type=int, default=8, dest="low", help="smallest size in bytes (8)")
+    reduce.add_argument("--max", type=int, default=64 << 20, dest="high", help="largest (64 MiB)")
+    reduce.add_argument("--algorithms", default="auto,ring", help="comma-separated (auto,ring)")
+    reduce.add_argument("--rounds", type=int, default=21, help="interleaved rounds (21)")
+    reduce.add_argument("--dtype", default="f4", choices=["f4", "f8"], help="elements (f4)")
+    reduce.add_argument("--thread-level", choices=["funneled", "multiple"], default="multiple")
+    servers = what.add_parser("ps", help="speed-up of SSP and ASP over BSP with uneven steps")
+    servers.add_argument("--servers", type=int, default=1)
+    servers.add_argument("--staleness", type=int, default=4)
+    servers.add_argument("--steps", type=int, default=100)
+    servers.add_argument("--unit", type=float, default=0.02, help="seconds of a short step (0.02)")
+    servers.add_argument("--seed", type=int, default=0)
+    for each in (reduce, servers):
+        each.add_argument("--json", metavar="FILE", help="write the rows to FILE as well")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; collective over all ranks of the launch."""
+    for name in ("low", "rounds", "servers", "steps", "unit"):
+        if getattr(args, name, 1) <= 0:
+            raise ConfigError(f"--{name} {getattr(args, name)}: expected more than 0")
+    names = [n.strip() for n in getattr(args, "algorithms", "").split(",") if n.strip()]
+    if args.what == "allreduce":
+        from ..collectives.algorithms import ALLREDUCE, check_name
+
+        for name in names:
+            check_name(name, ALLREDUCE)
+        if args.thread_level == "funneled":
+            # MPICH switches its fast on-node collectives off at THREAD_MULTIPLE.
+            import mpi4py
+
+            mpi4py.rc.thread_level = "funneled"
+            from mpi4py import MPI  # noqa: F401
+    MPI_ = launch.initialize(os.environ)
+    comm = MPI_.COMM_WORLD
+    launch.check_launch(comm, os.environ)
+    rows = _allreduce(comm, args, names) if args.what == "allreduce" else _servers(comm, args)
+    if args.json and comm.rank == 0:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _allreduce(comm, args, names) -> list[dict]:
+    from ..cluster.bench_allreduce import measure, sizes
+
+    rows: list[dict] = []
+    if comm.rank == 0:
+        print(f"# mpidist allreduce, {comm.size} ranks, {_library()}, {args.dtype}, "
+              f"{args.rounds} rounds, thread level {args.thread_level}")  # fmt: skip
+        print(f"# {'Size':>10} {'Latency(us)':>12} {'native(us)':>11} {'ratio':>7} {'extra(us)':>10} "
+              f"{'busbw(GB/s)':>11}  algorithm")  # fmt: skip
+    for size in sizes(args.low, args.high):
+        for row in measure(comm, size, names, args.rounds, args.dtype):
+            rows.append(row)
+            if comm.rank == 0:
+                print(f"{row['bytes']:>12} {row['median_us']:>12.2f} {row['native_us']:>11.2f} "
+                      f"{row['ratio']:>7.3f} {row['extra_us']:>10.2f} {row['busbw']:>11.3f}  "
+                      f"{row['algorithm']}", flush=True)  # fmt: skip
+    return rows
+
+
+def _servers(comm, args) -> list[dict]:
+    from ..cluster.bench_servers import measure
+
+    if comm.size - args.servers < 2:
+        raise ConfigError(
+            f"{comm.size} ranks with {args.servers} servers leave fewer than 2 workers"
+        )
+    rows = measure(comm, steps=args.steps, unit=args.unit, servers=args.servers,
+                   staleness=args.staleness, seed=args.seed)  # fmt: skip
+    if comm.rank == 0:
+        print(f"# {comm.size - args.servers} workers, {args.servers} servers, {args.steps} steps "
+              f"of {args.unit} s or 5 times that with probability 1/4, {_library()}")  # fmt: skip
+        print(f"# {'mode':>8} {'seconds':>9} {'simulated':>10} {'speed-up':>9} {'promised':>9} "
+              f"{'share':>7}")  # fmt: skip
+        for row in rows:
+            print(f"{row['mode']:>10} {row['seconds']:>9.2f} {row['simulated']:>10.2f} "
+                  f"{row['speed_up']:>9.2f} {row['promised']:>9.2f} {row['share']:>7.3f}")  # fmt: skip
+    return rows
+
+
+def _library() -> str:
+    from mpi4py import MPI
+
+    return launch.mpi_name(MPI.Get_library_version())
