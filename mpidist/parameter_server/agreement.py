@@ -58,7 +58,7 @@ def differing(everyone: Sequence[dict], path: tuple[str, ...] = ()) -> str:
         if all(value == values[0] for value in values):
             continue
         if all(isinstance(value, dict) for value in values):
-            return differing(values, (*path, key))
+            return differing([v or {} for v in values], (*path, key))
         groups: dict[str, list[int]] = {}
         for rank, value in enumerate(values):
             groups.setdefault(str(value), []).append(rank)

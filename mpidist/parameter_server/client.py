@@ -229,7 +229,7 @@ class Client:
         else:
             shape = (-1, self.layout.tensors[part.piece.tensor].width)
             here = owned(self.layout, part.piece, rows)
-            flat, view = flat.reshape(len(rows), shape[1]), view.reshape(len(part.rows), shape[1])
+            flat, view = flat.reshape(len(rows), shape[1]), view.reshape(-1, shape[1])
             if not to_message:
                 flat[here] = view
                 return

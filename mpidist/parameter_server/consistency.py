@@ -171,7 +171,12 @@ class Gate:
     def is_open(self, worker: int) -> bool:
         """Whether `worker` may work on its clock now. Once open it stays open until it ticks."""
         bound = self.consistency.bound
-        return bound is None or self.clocks[worker] - self.slowest() <= bound
+        return bound is None or self.ahead(worker) <= bound
+
+    def ahead(self, worker: int) -> int:
+        """Clocks that `worker`, a live one, is ahead of the slowest."""
+        slowest = self.slowest()
+        return 0 if slowest is None else self.clocks[worker] - slowest
 
     def push(self, worker: int, item: Any = None) -> list[Apply | Answer]:
         """Take one push of `worker` in its present clock."""
@@ -233,7 +238,7 @@ class Gate:
         return [self._enter(worker, self.waiting.pop(worker)) for worker in free]
 
     def _enter(self, worker: int, item: Any) -> Answer:
-        gap = self.clocks[worker] - self.slowest()
+        gap = self.ahead(worker)
         if self.entered[worker] != self.clocks[worker]:
             # A second pull in the same clock is not a second step: the histogram counts steps.
             self.entered[worker] = self.clocks[worker]

@@ -164,7 +164,7 @@ class ServerGroup:
             together in mid-training, such as a checkpoint. Serving resumes when it returns.
         """
         self._open()
-        if self.is_worker:
+        if self.is_worker or self._server is None:
             raise ProtocolError(f"serve: rank {self.comm.rank} works; it serves within its calls")
         server, link = self._server, self.link
         server.on_pause = on_pause
@@ -189,7 +189,7 @@ class ServerGroup:
         ``on_pause(tag)``; a worker then does its side of the same thing. A colocated server
         calls nothing: its worker half acts for both.
         """
-        self._open()
+        self._workers("pause")
         link, replies = self.link, []
         data = np.frombuffer(json.dumps(tag).encode(), np.uint8)
         for rank in self.server_ranks:
@@ -207,8 +207,8 @@ class ServerGroup:
 
         With colocated servers a barrier of MPI's own would not serve those that are not there yet.
         """
-        self._open()
-        self.link.waits["worker"] += self.link.wait(self.workers.Ibarrier().Test)
+        workers = self._workers("barrier")
+        self.link.waits["worker"] += self.link.wait(workers.Ibarrier().Test)
 
     # -- shards ------------------------------------------------------------------------
 
@@ -304,8 +304,9 @@ class ServerGroup:
             buffer = link.pool.take(HEADER_BYTES)
             Header(BYE).write(buffer)
             link.send(buffer, HEADER_BYTES, rank, TO_SERVER)
-        if self._server is not None:
-            link.waits["worker"] += link.wait(lambda: self._server.done)
+        server = self._server
+        if server is not None:
+            link.waits["worker"] += link.wait(lambda: server.done)
 
     def __enter__(self) -> ServerGroup:
         return self
@@ -326,6 +327,12 @@ class ServerGroup:
         for client in self._clients:
             client.closed = True
         self.link.notify(failure)
+
+    def _workers(self, call: str) -> MPI.Comm:
+        self._open()
+        if self.workers is None:
+            raise ProtocolError(f"{call}: rank {self.comm.rank} is no worker; the workers call it")
+        return self.workers
 
     def _open(self) -> None:
         if self.closed:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from functools import partial
 
+from mpi4py import MPI
+
+from ..errors import ProtocolError
 from . import protocol
 from .agreement import check_equal, everywhere, together
 from .consistency import Consistency
@@ -12,7 +16,7 @@ from .link import Link
 from .memory import available_memory, check_capacity, needed, state_copies
 from .model import check_optimizer, parse_model
 from .placement import Layout, place
-from .protocol import HEADER_BYTES, VALUES, Header
+from .protocol import ADD, HEADER_BYTES, TO_SERVER, VALUES, Header
 from .routing import data_bytes, views, whole
 from .selection import Selection
 from .server import Hosted, Server
@@ -44,6 +48,7 @@ def host_model(
         node = [socket.gethostname(), available_memory()]
         return {"facts": spec.facts, "inits": spec.inits, "node": node}
 
+    _announce(link, server, servers, workers)
     everyone = together(link, describe)
     check_equal(f"add {name!r}", [each["facts"] for each in everyone])
     given = [each["inits"] for each in everyone if each["inits"] is not None] or [{}]
@@ -69,6 +74,28 @@ def host_model(
         shard = None if server is None else server.models[-1].shard
         hand_out(link, layout, servers, source=source, arrays=model, shard=shard)
     return layout
+
+
+def _announce(link: Link, server: Server | None, servers, workers) -> None:
+    """Meet in `add`: a worker that adds while a server serves, or the reverse, is an error."""
+    if link.comm.rank in workers:
+        for rank in servers:
+            buffer = link.pool.take(HEADER_BYTES)
+            Header(ADD).write(buffer)
+            link.send(buffer, HEADER_BYTES, rank, TO_SERVER)
+    if server is None:
+        return
+    for rank in workers:
+        status = MPI.Status()
+        link.wait(partial(link.comm.Iprobe, rank, TO_SERVER, status))
+        incoming = link.receive(rank, TO_SERVER, status.Get_count(MPI.BYTE))
+        link.wait(incoming.test)
+        if not incoming.header.flags & ADD:
+            raise ProtocolError(
+                f"parameter server {server.index}: rank {rank} is not in add while this server "
+                "is; all ranks call add, in the same order"
+            )
+        link.pool.give(incoming.buffer)
 
 
 def hand_out(
@@ -102,6 +129,6 @@ def hand_out(
                 view[...] = flat[layout.tensors[tensor].name][1][start:stop]
             link.send(buffer, total, rank, VALUES)
     link.waits["all"] += link.wait(lambda: (not incoming or incoming.test()) and link.reap())
-    if incoming:
+    if shard is not None and incoming is not None:
         shard.write(whole(layout, shard.server), incoming.buffer, HEADER_BYTES)
         link.pool.give(incoming.buffer)

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -121,7 +122,7 @@ class Link:
             return
         text = np.empty(status.Get_count(MPI.BYTE), np.uint8)
         self.comm.Recv([text, MPI.BYTE], status.Get_source(), NOTICE)
-        error = ProtocolError(text.tobytes().decode(errors="replace"))
+        error: Any = ProtocolError(text.tobytes().decode(errors="replace"))
         error.from_notice = True
         raise error
 

@@ -10,8 +10,11 @@ from ..errors import ConfigError
 from .consistency import Consistency
 from .placement import Layout
 
-#: Pulls are answered with at most this many bytes in flight (or one answer), see `server`.
-REPLY_BYTES = 64 << 20
+#: Pushes are received, and pulls answered, this many bytes at a time (or one), see `server`.
+ROOM_BYTES = 64 << 20
+
+
+_CACHES = ("active", "inactive")
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
@@ -34,13 +37,22 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
 
 def _left(base: Path, path: str, limit: str, usage: str) -> list[int]:
-    """Limit minus usage of a control group and of all its parents."""
+    """Limit minus usage of a control group and of all its parents.
+
+    Usage counts cached files, which the kernel drops when memory is asked for: a job that has
+    read its data would seem to have nothing left.
+    """
     left = []
     folder = base / path.strip("/")
     while True:
         most, used = _lines(folder / limit), _lines(folder / usage)
         if most and used and most[0] != "max":
-            left.append(int(most[0]) - int(used[0]))
+            stat = dict(line.split() for line in _lines(folder / "memory.stat"))
+            # The first version has own and total numbers; the second only totals, of other names.
+            files = (
+                stat.get(f"total_{kind}_file", stat.get(f"{kind}_file", 0)) for kind in _CACHES
+            )
+            left.append(int(most[0]) - int(used[0]) + sum(map(int, files)))
         if folder == base or base not in folder.parents:
             return left
         folder = folder.parent
@@ -76,8 +88,8 @@ def needed(
     per worker where they wait for each other), and the answers in flight.
     """
     shard = layout.bytes_of(server)
-    pushes = workers if consistency.holds else max(1, min(workers, REPLY_BYTES // max(1, shard)))
-    answers = max(shard, min(workers * shard, REPLY_BYTES))
+    pushes = workers if consistency.holds else max(1, min(workers, ROOM_BYTES // max(1, shard)))
+    answers = max(shard, min(workers * shard, ROOM_BYTES))
     return round(shard * (2 + copies + pushes)) + answers
 
 

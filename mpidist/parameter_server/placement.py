@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -85,7 +85,7 @@ class Layout(NamedTuple):
         return tensor.name if whole else f"{tensor.name}@{piece.start}"
 
 
-def place(specs: Mapping[str, tuple[Sequence[int], object]], servers: int) -> Layout:
+def place(specs: Mapping[str, tuple[Sequence[int], Any]], servers: int) -> Layout:
     """Cut the tensors of a model into byte-balanced parts, one per server.
 
     Local; the result depends on names, shapes, dtypes and `servers` only, not on their order.

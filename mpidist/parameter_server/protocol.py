@@ -27,7 +27,7 @@ FORMAT = 1
 MESSAGE_BYTES = 1 << 30
 
 # What a request asks for: bits, so that a fused request is one message.
-PUSH, CLOCK, PULL, LEAVE, PAUSE, BYE = 1, 2, 4, 8, 16, 32
+PUSH, CLOCK, PULL, LEAVE, PAUSE, BYE, ADD = 1, 2, 4, 8, 16, 32, 64
 
 ALL = -1  # as the length of a selection: everything that the server holds
 
@@ -58,7 +58,7 @@ class Header(NamedTuple):
 
     def write(self, buffer: np.ndarray) -> None:
         """Put the header at the front of a byte buffer."""
-        _STRUCT.pack_into(buffer, 0, MAGIC, FORMAT, *self)
+        _STRUCT.pack_into(buffer.data, 0, MAGIC, FORMAT, *self)
 
 
 def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
@@ -71,7 +71,7 @@ def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
     """
     if nbytes < HEADER_BYTES:
         raise ProtocolError(f"parameter server: {nbytes} bytes from rank {rank} are no message")
-    magic, form, *fields = _STRUCT.unpack_from(buffer, 0)
+    magic, form, *fields = _STRUCT.unpack_from(buffer.data, 0)
     if magic != MAGIC:
         raise ProtocolError(f"parameter server: unknown message from rank {rank} ({magic:#x})")
     if form != FORMAT:
@@ -111,15 +111,16 @@ class Incoming:
 
     Attributes
     ----------
-    header : Header or None
-        Known once the first piece is here.
+    header : Header
+        Known once the first piece is here, see `opened`.
     buffer : ndarray of uint8
         The whole message once `test` is true; the owner gives it back to the pool.
     """
 
     def __init__(self, comm: MPI.Comm, pool: Pool, source: int, tag: int, first: int, total: int):
         self.source = source
-        self.header: Header | None = None
+        self.header = Header(0)
+        self.opened = False
         self.buffer = pool.take(max(first, total))
         self.posted = first
         self._comm, self._pool, self._tag = comm, pool, tag
@@ -132,13 +133,13 @@ class Incoming:
             if not self._requests[0].Test(status):
                 return False
             del self._requests[0]
-            if self.header is None:
+            if not self.opened:
                 self._open(status.Get_count(MPI.BYTE))
         return True
 
     def _open(self, got: int) -> None:
         """Read the header in the first piece and post receives for the pieces to come."""
-        self.header = read_header(self.buffer, got, self.source)
+        self.header, self.opened = read_header(self.buffer, got, self.source), True
         total = self.header.total
         if total > got and got != MESSAGE_BYTES:
             raise ProtocolError(

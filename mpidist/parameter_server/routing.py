@@ -31,8 +31,9 @@ class Part(NamedTuple):
         return len(self.rows) * layout.tensors[self.piece.tensor].width
 
     def local_rows(self, layout: Layout) -> np.ndarray:
-        """Rows counted from the start of the piece."""
-        return self.rows - self.piece.start // max(1, layout.tensors[self.piece.tensor].width)
+        """Rows counted from the start of the piece; only for a part that has rows."""
+        width = max(1, layout.tensors[self.piece.tensor].width)
+        return np.asarray(self.rows) - self.piece.start // width
 
 
 def whole(layout: Layout, server: int) -> list[Part]:

@@ -22,8 +22,9 @@ from mpi4py import MPI
 from ..errors import ProtocolError
 from .consistency import Answer, Apply, Consistency, Gate
 from .link import Link
-from .memory import REPLY_BYTES
+from .memory import ROOM_BYTES
 from .protocol import (
+    ADD,
     ALL,
     BYE,
     CLOCK,
@@ -158,12 +159,20 @@ class Server:
             # would find are the later pieces of that message.
             if worker not in self._arriving and comm.Iprobe(rank, TO_SERVER, status):
                 waiting.append((worker, status.Get_count(MPI.BYTE)))
-        if waiting:
-            self.queue[len(waiting)] += 1
-            self._turn = (waiting[0][0] + 1) % n
+        room = ROOM_BYTES - sum(incoming.buffer.size for incoming in self._arriving.values())
+        begun = 0
         for worker, nbytes in waiting:
+            if self._arriving and nbytes > room:
+                self._turn = worker  # the first to be served when there is room again
+                break
             self._arriving[worker] = self.link.receive(self.workers[worker], TO_SERVER, nbytes)
-        return bool(waiting)
+            room -= nbytes
+            begun += 1
+        else:
+            self._turn = (self._turn + 1) % n
+        if begun:
+            self.queue[len(waiting)] += 1
+        return begun > 0
 
     def _finish_receives(self) -> bool:
         queue = len(self._arriving)
@@ -177,6 +186,11 @@ class Server:
 
     def _handle(self, worker: int, header: Header, buffer: np.ndarray, queue: int) -> bool:
         """Carry out one message; true if its buffer is still needed."""
+        if header.flags & ADD:
+            raise ProtocolError(
+                f"parameter server {self.index}: worker {worker} adds a model while this server "
+                "serves; all ranks call add, in the same order, before a server serves"
+            )
         if header.flags & BYE:
             self._present.discard(worker)
             self._check_pause()
@@ -239,7 +253,7 @@ class Server:
         """
         sent = False
         self.link.reap()
-        while self._answers and self.link.bytes_in_flight < REPLY_BYTES:
+        while self._answers and self.link.bytes_in_flight < ROOM_BYTES:
             model, worker, pull, gap, held = self._answers.popleft()
             shard = model.shard
             total = HEADER_BYTES + data_bytes(shard.layout, pull.parts)
@@ -280,7 +294,8 @@ class Server:
                 f"parameter server {self.index}: pause: workers stand at different clocks of "
                 f"{held}; let all call clock() equally often before a pause"
             )
-        if self.pauses_here and self.on_pause is None:
+        on_pause = self.on_pause
+        if self.pauses_here and on_pause is None:
             raise ProtocolError(
                 f"parameter server {self.index}: the workers pause ({tags[0]!r}) but this server "
                 "has no on_pause; call group.serve(on_pause=...) on server ranks"
@@ -290,8 +305,8 @@ class Server:
             buffer = self.link.pool.take(HEADER_BYTES)
             Header(PAUSE).write(buffer)
             self.link.send(buffer, HEADER_BYTES, rank, TO_WORKER)
-        if self.pauses_here:
-            self.on_pause(tags[0])
+        if self.pauses_here and on_pause is not None:
+            on_pause(tags[0])
 
     def facts(self) -> dict:
         """Counts for the report, as JSON."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.parameter_server import protocol
+from mpidist.parameter_server import protocol, server
 
 SGD = md.optim.sgd(1.0)
 
@@ -213,3 +213,50 @@ def test_no_worker_starves(comm):
             assert min(finished) > 40 * 8 / 4
     report = group.report()["ranks"][-1]["server"]
     assert report["models"]["m"]["updates"] == 40 * 8
+
+
+@pytest.mark.ranks(6)
+@pytest.mark.parametrize("mode", [md.BSP(), md.SSP(1), md.ASP()], ids=str)
+def test_little_room(comm, monkeypatch, mode):
+    """R12, R18: with room for one message at a time all are served in turn, none is lost."""
+    monkeypatch.setattr(server, "ROOM_BYTES", 1)
+    size, steps, most = 3000, 8, 0
+    with md.ServerGroup(comm, servers=1) as group:
+        client = group.add("m", {"x": ((size,), "f8")}, consistency=mode, optimizer=SGD)
+        if client is None:
+            ours = group._server
+            poll = ours.poll
+
+            def watched():
+                nonlocal most
+                acted = poll()
+                most = max(most, len(ours._arriving))
+                return acted
+
+            monkeypatch.setattr(ours, "poll", watched)
+            group.serve()
+            assert most <= 1
+            ((_, _, x),) = group.shards("m")["parameters"]
+            np.testing.assert_allclose(x, steps, rtol=1e-12)
+        else:
+            for _ in range(steps):
+                client.push_pull({"x": np.full(size, -1.0)})
+
+
+@pytest.mark.ranks(3)
+def test_arrays_of_any_kind(comm, xp):
+    """R122: host or device, Fortran order, strides, other dtypes, when names and shapes fit."""
+    start = {"w": np.arange(60, dtype="f4").reshape(12, 5), "b": np.zeros(4, "f8")}
+    params = {name: xp.asarray(value) for name, value in start.items()}
+    with md.parameter_server(comm, params, optimizer=SGD) as client:
+        if client is not None:
+            gradient = xp.asarray(np.full((5, 12), 2.0)).T
+            strided = xp.zeros(8)[::2]
+            client.push({"w": gradient, "b": strided + 1})
+            client.clock()
+            out = {"w": xp.zeros((12, 5), "f8", order="F"), "b": strided}
+            client.pull(out=out)
+            np.testing.assert_array_equal(np.asarray(out["w"].tolist()), start["w"] - 2)
+            assert strided.tolist() == [-1] * 4
+            got = client.pull({"w": [11, 0]}, out={"w": xp.zeros((2, 5), "f4")})["w"]
+            np.testing.assert_array_equal(np.asarray(got.tolist()), start["w"][[11, 0]] - 2)

@@ -234,3 +234,20 @@ def test_an_exception_in_an_optimizer_reaches_all(comm):
         assert raised(run, FloatingPointError) == "overflow"
     else:
         assert "rank 2 gave up with FloatingPointError: overflow" in raised(run, md.ProtocolError)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("who", ["workers", "server"])
+def test_adding_a_model_on_some_ranks_only(comm, who):
+    """Ranks that disagree on the order of calls get an error, not a hang."""
+
+    def run():
+        with md.ServerGroup(comm, servers=1) as group:
+            client = group.add("m", {"x": np.zeros(5)}, optimizer=SGD)
+            if (client is None) == (who == "server"):
+                group.add("n", {"x": np.zeros(5)}, optimizer=SGD)
+            elif client is not None:
+                client.pull()
+
+    text = raised(run, md.ProtocolError)
+    assert "all ranks call add, in the same order" in text

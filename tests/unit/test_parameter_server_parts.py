@@ -109,6 +109,13 @@ def test_memory_of_a_container(tmp_path):
     (v2 / "memory.max").write_text("700000\n")
     (v2 / "memory.current").write_text("200000\n")
     assert available_memory(tmp_path) == 500_000
+    # Cached files are not counted as used.
+    (v2 / "memory.max").write_text("300000\n")
+    (v2 / "memory.stat").write_text("anon 7\nactive_file 1000\ninactive_file 50000\n")
+    assert available_memory(tmp_path) == 151_000
+    (v1 / "memory.limit_in_bytes").write_text("110000\n")
+    (v1 / "memory.stat").write_text("active_file 7\ntotal_active_file 20\n")
+    assert available_memory(tmp_path) == 10_020
     assert available_memory(tmp_path / "nowhere") is None
     assert available_memory() > 0
 
