@@ -12,6 +12,7 @@ raise `MismatchError` together instead of hanging.
 from __future__ import annotations
 
 import atexit
+import os
 import socket
 import sys
 from collections import OrderedDict
@@ -21,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from . import events
+from . import arrays, events
 from .abort import asked_exit_code, install_hook
 from .errors import MismatchError, ProtocolError
 from .mismatch import LEFT, STATUS_BYTES, VERDICT, WAITING, Signature, Status, conflict, encode
@@ -275,6 +276,7 @@ def of(comm: MPI.Comm) -> Context:
 def _make(comm: MPI.Comm) -> Context:
     global _keyval
     install_hook(comm)
+    arrays.set_direct(arrays.direct_wanted(os.environ))
     if _keyval == MPI.KEYVAL_INVALID:
         _keyval = MPI.Comm.Create_keyval(delete_fn=_forget)
         # Handlers run last in, first out: before the hook's own farewell and before MPI_Finalize.

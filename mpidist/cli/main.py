@@ -74,7 +74,7 @@ def _report(error: MpidistError) -> int:
     """Say what is wrong in one line, once per job, and return the exit code."""
     from ..launch import rank_hint
 
-    if rank_hint(os.environ) == 0:
+    if rank_hint(os.environ) == 0 and not getattr(error, "quiet", False):
         print(f"mpidist: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     return error.exit_code
 
