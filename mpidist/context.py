@@ -15,6 +15,7 @@ import atexit
 import os
 import socket
 import sys
+import types
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -140,7 +141,8 @@ class Context:
         statuses = [*self._statuses.values(), self._status(WAITING)]
         same = [s for s in statuses if s.state != WAITING or s.sequence == self.sequence]
         mine = self.history[self.sequence % _HISTORY]
-        text = conflict(same) or f"operation #{self.sequence}: other ranks are not in {mine.text()}"
+        here = mine.text() if mine else "it"
+        text = conflict(same) or f"operation #{self.sequence}: other ranks are not in {here}"
         self.fail(text)
 
     def fail(self, text: str) -> None:
@@ -261,7 +263,7 @@ class Context:
 def call_site() -> str:
     """File and line of the user's code that is inside mpidist now, as ``train.py:31``. Local."""
     package = str(Path(__file__).parent)
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(package):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""

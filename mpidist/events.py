@@ -72,7 +72,7 @@ def open_log(path, **who) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     _who.clear()
     _who.update(who)
-    _log = Path(path).open("a", encoding="utf-8", buffering=1)
+    _log = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
 
 def close_log() -> None:

@@ -58,7 +58,7 @@ class Status(NamedTuple):
         return (_HEAD.pack(self.rank, self.state, self.sequence) + text).ljust(STATUS_BYTES, b"\0")
 
     @classmethod
-    def unpack(cls, data: bytes) -> Status:
+    def unpack(cls, data: bytes | bytearray) -> Status:
         """Decode what `pack` made."""
         rank, state, sequence = _HEAD.unpack_from(data)
         text = bytes(data[_HEAD.size :]).rstrip(b"\0").decode(errors="replace")

@@ -18,7 +18,7 @@ class BlockPartition(NamedTuple):
     Local. `count` may be smaller than `parts`; the last blocks are then empty.
     """
 
-    count: int
+    count: int  # type: ignore[assignment]  # tuple.count is not missed
     parts: int
 
     def start(self, part: int) -> int:

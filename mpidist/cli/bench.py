@@ -61,40 +61,59 @@ def run(args: argparse.Namespace) -> int:
 def _allreduce(comm, args, names) -> list[dict]:
     from ..cluster.bench_allreduce import measure, sizes
 
+    columns = ("Size", "Latency(us)", "native(us)", "ratio", "extra(us)", "busbw(GB/s)")
+    _say(
+        comm,
+        f"# mpidist allreduce, {comm.size} ranks, {_library()}, {args.dtype}, "
+        f"{args.rounds} rounds, thread level {args.thread_level}",
+        "#" + "".join(f"{name:>12}" for name in columns)[1:] + "  algorithm",
+    )
     rows: list[dict] = []
-    if comm.rank == 0:
-        print(f"# mpidist allreduce, {comm.size} ranks, {_library()}, {args.dtype}, "
-              f"{args.rounds} rounds, thread level {args.thread_level}")  # fmt: skip
-        print(f"# {'Size':>10} {'Latency(us)':>12} {'native(us)':>11} {'ratio':>7} {'extra(us)':>10} "
-              f"{'busbw(GB/s)':>11}  algorithm")  # fmt: skip
     for size in sizes(args.low, args.high):
         for row in measure(comm, size, names, args.rounds, args.dtype):
             rows.append(row)
-            if comm.rank == 0:
-                print(f"{row['bytes']:>12} {row['median_us']:>12.2f} {row['native_us']:>11.2f} "
-                      f"{row['ratio']:>7.3f} {row['extra_us']:>10.2f} {row['busbw']:>11.3f}  "
-                      f"{row['algorithm']}", flush=True)  # fmt: skip
+            _say(
+                comm,
+                f"{row['bytes']:>12}{row['median_us']:>12.2f}{row['native_us']:>12.2f}"
+                f"{row['ratio']:>12.3f}{row['extra_us']:>12.2f}{row['busbw']:>12.3f}"
+                f"  {row['algorithm']}",
+            )
     return rows
 
 
 def _servers(comm, args) -> list[dict]:
     from ..cluster.bench_servers import measure
 
-    if comm.size - args.servers < 2:
-        raise ConfigError(
-            f"{comm.size} ranks with {args.servers} servers leave fewer than 2 workers"
+    workers = comm.size - args.servers
+    if workers < 2:
+        raise ConfigError(f"{comm.size} ranks with {args.servers} servers leave under 2 workers")
+    rows = measure(
+        comm,
+        steps=args.steps,
+        unit=args.unit,
+        servers=args.servers,
+        staleness=args.staleness,
+        seed=args.seed,
+    )
+    columns = ("mode", "seconds", "simulated", "speed-up", "promised", "share")
+    _say(
+        comm,
+        f"# {workers} workers, {args.servers} servers, {args.steps} steps of {args.unit} s or 5 "
+        f"times that with probability 1/4, {_library()}",
+        "#" + "".join(f"{name:>11}" for name in columns)[1:],
+    )
+    for row in rows:
+        _say(
+            comm,
+            f"{row['mode']:>11}{row['seconds']:>11.2f}{row['simulated']:>11.2f}"
+            f"{row['speed_up']:>11.2f}{row['promised']:>11.2f}{row['share']:>11.3f}",
         )
-    rows = measure(comm, steps=args.steps, unit=args.unit, servers=args.servers,
-                   staleness=args.staleness, seed=args.seed)  # fmt: skip
-    if comm.rank == 0:
-        print(f"# {comm.size - args.servers} workers, {args.servers} servers, {args.steps} steps "
-              f"of {args.unit} s or 5 times that with probability 1/4, {_library()}")  # fmt: skip
-        print(f"# {'mode':>8} {'seconds':>9} {'simulated':>10} {'speed-up':>9} {'promised':>9} "
-              f"{'share':>7}")  # fmt: skip
-        for row in rows:
-            print(f"{row['mode']:>10} {row['seconds']:>9.2f} {row['simulated']:>10.2f} "
-                  f"{row['speed_up']:>9.2f} {row['promised']:>9.2f} {row['share']:>7.3f}")  # fmt: skip
     return rows
+
+
+def _say(comm, *lines: str) -> None:
+    if comm.rank == 0:
+        print("\n".join(lines), flush=True)
 
 
 def _library() -> str:

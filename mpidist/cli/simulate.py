@@ -37,10 +37,11 @@ def run(args: argparse.Namespace) -> int:
         print(picture(build, args.ranks, args.ranks) or "nothing is sent")
     network = Network(args.alpha * 1e-6, 1e-9 / args.bandwidth, 1e-9 / args.reduction)
     cost = simulate(build, args.ranks, max(1, args.bytes // 4), network=network)
+    print(f"{args.bytes} bytes in {cost.rounds} rounds: {_time(cost.seconds)} (simulated)")
     print(
-        f"{args.bytes} bytes: {_time(cost.seconds)} in {cost.rounds} rounds (simulated); the "
-        f"busiest rank sends {cost.messages} messages and {cost.bytes} bytes and reduces {cost.reduced} "
-        f"bytes; alpha {args.alpha} us, links {args.bandwidth} GB/s, adding {args.reduction} GB/s"
+        f"the busiest rank sends {cost.messages} messages and {cost.bytes} bytes and reduces "
+        f"{cost.reduced} bytes; alpha {args.alpha} us, links {args.bandwidth} GB/s, adding "
+        f"{args.reduction} GB/s"
     )
     return 0
 

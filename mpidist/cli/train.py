@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from .. import events, launch
 from ..errors import ConfigError
@@ -133,9 +134,9 @@ class Reporter:
 
     def __init__(self, job, show: bool):
         self.every, self.show = job.log_every, show
-        self.bar = None
+        self.bar: Any = None
         self._next_line = time.monotonic() + _LINE_EVERY
-        self._file = None
+        self._file: Any = None
         if show:
             self._file = (job.folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
 

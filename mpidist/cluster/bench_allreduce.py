@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from mpi4py import MPI
@@ -49,7 +50,7 @@ def measure(comm, nbytes: int, algorithms: Sequence[str], rounds: int, dtype="f4
     }
     bound = {}
     for name in algorithms:
-        run[name] = lambda name=name: allreduce(comm, x, algorithm=name)
+        run[name] = partial(allreduce, comm, x, algorithm=name)
         bound[f"{name} plan"] = plan(comm, x, algorithm=name)
     run.update(bound)
     seconds = {name: np.empty(rounds) for name in run}

@@ -73,15 +73,17 @@ class Handle:
         if context.size == 1:
             self.done = True
             return
+        assert plan.program is not None  # iallreduce never asks for a native plan
+        self.program = plan.program
         self.work = plan.load(target, weight, fresh=not plan.in_place(target))
         tag = context.tag(plan.signature, self.sequence)
-        self.run = plan.program.start(context.data, self.work, tag)
+        self.run = self.program.start(context.data, self.work, tag)
 
     def test(self) -> bool:
         """Make progress; true when the result is there. Local."""
         if not self.done and self.run.test():
             self.plan.store(self.target, self.work, self.total)
-            self.context.counters.add(self.plan.program.counters)
+            self.context.counters.add(self.program.counters)
             self.done = True
         return self.done
 

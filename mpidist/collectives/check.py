@@ -20,14 +20,16 @@ class ScheduleError(AssertionError):
     """A schedule is wrong; the message says which rank, step or element."""
 
 
-def run(programs: Sequence[list[Step]], vectors: list[list[Value]]) -> list[list[Value]]:
+def run(programs: Sequence[list[Step]], vectors: Sequence[Sequence[Value]]) -> list[list]:
     """Execute all programs on symbolic vectors; returns the memories at the end.
 
     Sends do not block; a receive waits for its message. In-order execution that ends proves that
     the executor, which only starts steps earlier than that, ends as well.
     """
     n = max((len(v) for v in vectors), default=0)
-    memory = [v + [None] * (extent(p, n) - len(v)) for v, p in zip(vectors, programs, strict=True)]
+    memory = [
+        [*v] + [None] * (extent(p, n) - len(v)) for v, p in zip(vectors, programs, strict=True)
+    ]
     wires: dict[tuple[int, int], deque] = {}
     cursor = [0] * len(programs)
     moved = True

@@ -90,12 +90,14 @@ class Staged:
         n = prod(shape)
         dtype = reduction.work
         header = header_values(signature.key, f"{dtype.kind}{dtype.itemsize}", context.size)
+        assert header is not None  # can_stage has asked
         source, result = np.zeros(n + header.size, dtype), np.zeros(n + header.size, dtype)
         source[n:] = header
         self.context, self.history = context, context.history
         self.reduction, self.mean, self.size = reduction, reduction.mean, context.size
         self.source, self.result = source[:n].reshape(shape), result[:n].reshape(shape)
-        self.header = memoryview(result).cast("B")[n * dtype.itemsize :]
+        raw = memoryview(result).cast("B")  # type: ignore[arg-type]
+        self.header = raw[n * dtype.itemsize :]
         self.expected = (header * dtype.type(context.size)).tobytes()
         self.request = persistent_allreduce(context.data, source, result, MPI.SUM)
         self.begin, self.test = self.request.Start, self.request.Test

@@ -10,11 +10,10 @@ def last_step(epochs: int | None, steps: int | None, sampler: Sampler) -> int:
     """Return the number of steps of a whole run. Local."""
     if (epochs is None) == (steps is None):
         raise ConfigError(f"epochs={epochs}, steps={steps}: give one of the two")
-    given = {"epochs": epochs} if steps is None else {"steps": steps}
-    for name, value in given.items():
-        if isinstance(value, bool) or int(value) != value or value < 1:
-            raise ConfigError(f"{name}={value!r}: expected a whole number of 1 or more")
-    return int(steps) if epochs is None else int(epochs) * sampler.steps_per_epoch
+    name, value = ("steps", steps) if epochs is None else ("epochs", epochs)
+    if value is None or isinstance(value, bool) or int(value) != value or value < 1:
+        raise ConfigError(f"{name}={value!r}: expected a whole number of 1 or more")
+    return int(value) if name == "steps" else int(value) * sampler.steps_per_epoch
 
 
 def check_batch(global_batch: int, workers: int) -> None:

@@ -42,7 +42,8 @@ class Progress:
         self.comm, self.model, self.exchange, self.store = comm, model, exchange, store
         self.sampler = sampler
         self.step, self.position = 0, Position(0, 0)
-        self.first_step, self.saved_step = 0, None
+        self.first_step = 0
+        self.saved_step: int | None = None
         self.samples = 0
         self.stopping = self.bad = False
         self.began = self.loop_began = time.perf_counter()
@@ -87,7 +88,7 @@ class Progress:
 
     def state(self, saving: bool = True) -> dict:
         """The state of the run by its live arrays: what is saved, and what a restore fills."""
-        facts = {
+        facts: dict = {
             "step": self.step,
             **self.position.as_dict(),
             "seed": self.sampler.seed,

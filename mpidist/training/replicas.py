@@ -77,7 +77,8 @@ def flat_views(parameters: dict) -> tuple[dict, list]:
     groups: dict = {}
     for name, array in parameters.items():
         groups.setdefault(array.dtype, []).append(name)
-    gradients, vectors = {}, []
+    gradients: dict = {}
+    vectors: list = []
     for dtype, names in groups.items():
         sizes = [prod(parameters[name].shape) for name in names]
         xp = array_module(parameters[names[0]])

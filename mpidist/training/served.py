@@ -8,6 +8,7 @@ a checkpoint (all pause between the same two clocks) and the end. A wish to stop
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -31,8 +32,8 @@ class Served:
         self.comm, self.model = comm, model
         self.group = ServerGroup(comm, servers=strategy.servers, placement=strategy.placement)
         self.dedicated = not self.group.is_worker
-        self.workers = self.group.workers
-        self.client = self.group.add(
+        self.workers: Any = self.group.workers
+        self.client: Any = self.group.add(
             MODEL,
             model.parameters,
             optimizer=optimizer,
@@ -46,6 +47,7 @@ class Served:
             broadcast(self.workers, array)
         self.gradients, _ = flat_views(model.parameters)
         slack = strategy.consistency.staleness if isinstance(strategy.consistency, SSP) else 0
+        assert self.workers is not None  # this rank works
         self.agreement = Agreement(self.workers, slack + 2, self.group.progress)
         self._samples = 0
 

@@ -6,7 +6,7 @@ with ``workers, reduce, update, state, load, save_point, finish, close`` (see ``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..collectives.algorithms import ALLREDUCE, check_name
@@ -89,7 +89,7 @@ def _parameter_server(
     return ParameterServer(servers, mode, placement)
 
 
-STRATEGIES = {"allreduce": _allreduce, "parameter_server": _parameter_server}
+STRATEGIES: dict[str, Callable] = {"allreduce": _allreduce, "parameter_server": _parameter_server}
 
 
 def from_settings(name: str, settings: Mapping):

@@ -225,9 +225,9 @@ def test_counters_equal_the_formulas(comm):
 @pytest.mark.ranks(2)
 def test_bad_input_is_refused_in_one_line(comm):
     x = np.zeros(3)
-    with pytest.raises(ConfigError, match="rnig.*ring, tree.*did you mean 'ring'"):
+    with pytest.raises(ConfigError, match=r"rnig.*ring, tree.*did you mean 'ring'"):
         md.allreduce(comm, x, algorithm="rnig")
-    with pytest.raises(ConfigError, match="mean.*int64"):
+    with pytest.raises(ConfigError, match=r"mean.*int64"):
         md.allreduce(comm, np.zeros(3, np.int64), "mean")
     frozen = np.zeros(3)
     frozen.flags.writeable = False

@@ -93,7 +93,7 @@ def test_node_once_failure_is_everybodys(comm):
     failing = 2 if comm.size > 2 else 0
     ran = []
     # fmt: off
-    with pytest.raises((MpidistError, FileNotFoundError)) as caught:  # noqa: PT012
+    with pytest.raises((MpidistError, FileNotFoundError)) as caught:  # noqa: PT012, SIM117
         with md.node_once(comm, ranks_per_node=2) as first:
             ran.append(first)
             if comm.rank == failing:

@@ -1,4 +1,4 @@
-"""Ranks that do not agree. Each case runs on a communicator of its own; prints one line per rank."""
+"""Ranks that do not agree; prints one line per rank."""
 
 import sys
 import time
