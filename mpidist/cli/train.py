@@ -14,8 +14,8 @@ from typing import Any
 from .. import events, launch
 from ..errors import ConfigError
 
-#: Seconds between progress lines where no terminal is at the other end.
-_LINE_EVERY = 10.0
+#: Seconds between progress lines where no terminal is at the other end (mpirun hides it).
+_LINE_EVERY = 2.0
 
 
 def add_parser(commands) -> None:
@@ -152,18 +152,13 @@ class Reporter:
             self._draw(step)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_EVERY
-            text = f"step {step.step}/{step.last} epoch {step.epoch} loss {step.loss:.4f}"
-            print(text, file=sys.stderr, flush=True)
+            print(_bar(step), file=sys.stderr, flush=True)
 
     def _draw(self, step) -> None:
         try:
             from tqdm import tqdm
         except ImportError:
-            share = step.step / step.last
-            bar = ("#" * round(30 * share)).ljust(30, ".")
-            print(
-                f"\r[{bar}] {step.step}/{step.last} loss {step.loss:.4f}", end="", file=sys.stderr
-            )
+            print(f"\r{_bar(step)}", end="", file=sys.stderr, flush=True)
             return
         if self.bar is None:
             self.bar = tqdm(total=step.last, initial=step.step - 1, unit="step", leave=True)
@@ -176,3 +171,9 @@ class Reporter:
             self.bar.close()
         if self._file is not None:
             self._file.close()
+
+
+def _bar(step) -> str:
+    filled = round(30 * step.step / step.last)
+    bar = "#" * filled + "." * (30 - filled)
+    return f"[{bar}] step {step.step}/{step.last} epoch {step.epoch} loss {step.loss:.4f}"

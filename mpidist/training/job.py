@@ -67,7 +67,8 @@ def read_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
-    for text in settings:
+    # Names first: another choice than the file's begins without the file's settings for it.
+    for text in sorted(settings, key=lambda text: not text.partition("=")[0].endswith(".name")):
         _apply(values, text)
     given = {text.partition("=")[0].strip() for text in settings}
     for asked, other in (("steps", "epochs"), ("epochs", "steps")):
@@ -88,9 +89,12 @@ def _apply(values: dict, text: str) -> None:
         if not isinstance(values, dict):
             raise ConfigError(f"--set {text!r}: {name!r} is a value, not a table")
     try:
-        values[last] = tomllib.loads(f"value = {value}")["value"]
+        new = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
-        values[last] = value
+        new = value
+    if last == "name" and tables and values.get("name") != new:
+        values.clear()
+    values[last] = new
 
 
 def check(values: Mapping, where: str = "job") -> Job:

@@ -48,13 +48,15 @@ class Progress:
         self.stopping = self.bad = False
         self.began = self.loop_began = time.perf_counter()
         self.loop_seconds = 0.0
-        self._losses = [0.0, 0]
+        self._losses, self._losses_of = [0.0, 0], -1
         self.last = 0
 
     # -- the loop ----------------------------------------------------------------------
 
     def note_loss(self, loss: float, samples: int) -> None:
         """Add a loss to the mean of this epoch; remember one that is no number."""
+        if self._losses_of != self.position.epoch:
+            self._losses_of, self._losses = self.position.epoch, [0.0, 0]
         if math.isfinite(loss):
             self._losses[0] += loss * samples
             self._losses[1] += samples
@@ -63,8 +65,6 @@ class Progress:
 
     def advance(self, after: Position, samples: int) -> None:
         """A step is done: `samples` over all workers, `after` is the new data position."""
-        if after.epoch != self.position.epoch and self.step + 1 < self.last:
-            self._losses = [0.0, 0]
         self.step += 1
         self.samples += samples
         self.position = after

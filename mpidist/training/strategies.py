@@ -83,9 +83,13 @@ def _parameter_server(
     if settings and consistency != "ssp":
         raise ConfigError(f"staleness={staleness} needs consistency='ssp', got {consistency!r}")
     mode = build(CONSISTENCIES, consistency, settings, "consistency")
-    if not isinstance(servers, int | list) or isinstance(servers, bool):
+    ranks = servers if isinstance(servers, list) else [servers]
+    if not all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in ranks):
         raise ConfigError(f"servers={servers!r}: expected a number of ranks, or a list of ranks")
-    choose_ranks(2**31, servers, placement)
+    if len(ranks) != len(set(ranks)) or not ranks:
+        raise ConfigError(f"servers={servers!r}: expected distinct ranks")
+    # The number of ranks may not be known yet: two are enough to hear of 0 servers or a placement.
+    choose_ranks(2, min(servers, 1) if isinstance(servers, int) else 1, placement)
     return ParameterServer(servers, mode, placement)
 
 
