@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+
 import numpy as np
 
 from ..arrays import as_array, is_writable
 from ..context import Context, contexts, of
 from ..errors import ConfigError
 from . import algorithms
+from .native import bound
 from .plans import Plan, find
 
 _ndarray = np.ndarray
@@ -111,32 +116,28 @@ def iallreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None) ->
     return Handle(context, plan, target, x if out is None else out, total, weight)
 
 
-class BoundPlan:
-    """An allreduce bound to one array: call it as often as you like. Made by `plan`."""
+def plan(comm, x, op="sum", *, algorithm="auto") -> Callable:
+    """Prepare an allreduce of `x` in place; calling the result runs it and returns `x`.
 
-    def __init__(self, comm, plan: Plan, x, target):
-        self.comm, self.plan, self.array, self._target = comm, plan, x, target
-        on_host = plan.staged is not None and type(target) is np.ndarray
-        self._run = plan.staged if on_host else plan
-
-    @property
-    def algorithm(self) -> str:
-        """The algorithm that runs, also where "auto" was asked for."""
-        return self.plan.algorithm
-
-    def __call__(self):
-        """Combine the bound array in place and return it. Collective over the communicator."""
-        self._run(self._target)
-        return self.array
-
-
-def plan(comm, x, op="sum", *, algorithm="auto") -> BoundPlan:
-    """Prepare an allreduce of `x` in place; calling the result runs it.
-
-    Collective over `comm`, here and at each call. Parameters and errors as for `allreduce`.
+    Collective over `comm`, here and at each call. Parameters and errors as for `allreduce`. The
+    function that comes back has two attributes: ``algorithm``, the one that runs (also where
+    "auto" was asked for), and ``plan``.
     """
     target = _target(x, None)
-    return BoundPlan(comm, find(of(comm), target, op, algorithm), x, target)
+    made = find(of(comm), target, op, algorithm)
+    if made.staged is not None and type(target) is np.ndarray:
+        reduce = bound(made.staged, target)
+    else:
+        reduce = partial(made, target)
+
+    def run():
+        reduce()
+        return x
+
+    # Where the array is its own target, nothing has to be wrapped: one function call less.
+    call = reduce if target is x and isinstance(reduce, FunctionType) else run
+    call.algorithm, call.plan = made.algorithm, made  # type: ignore[attr-defined]
+    return call
 
 
 def _target(x, out):

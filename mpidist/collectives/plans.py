@@ -46,13 +46,14 @@ class Plan:
     def __call__(self, x, weight=None, total=None) -> None:
         """Reduce `x` in place as the next operation of the communicator. Collective."""
         if self.staged is not None and weight is None and type(x) is np.ndarray:
-            self.staged(x, total)
+            self.staged.run(x, self.context.size if total is None else total)
             return
         context = self.context
         if self.staged is not None:
             # Device arrays and weights go through a host vector; the mean is divided in there.
             work = self.load(x, weight, fresh=True)
-            self.staged(work.reshape(self.shape), total)
+            shaped = work.reshape(self.shape)
+            self.staged.run(shaped, self.context.size if total is None else total)
             copy_into(x, work.reshape(self.shape))
             return
         sequence = self._last_used = context.begin(self.signature)
@@ -123,7 +124,7 @@ def find(context: Context, x, op, algorithm: str) -> Plan:
     if plan is None:
         plan = _make(context, dtype, x.shape, op, algorithm)
         remember(context, key, plan)
-        context.quick[key[1:]] = plan if plan.staged is None else plan.staged
+        context.quick[key[1:]] = plan if plan.staged is None else plan.staged.run
     return plan
 
 

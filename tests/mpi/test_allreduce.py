@@ -270,7 +270,7 @@ def test_plans_are_bounded_and_buffers_reused(comm, monkeypatch):
     x = np.zeros(1000, np.float32)
     run = md.plan(comm, x, algorithm="ring")
     run()
-    scratch = run.plan.program._idle
+    scratch = run.plan.program._idle  # the closure names its plan
     before = [id(s) for s in scratch]
     for _ in range(5):
         run()
