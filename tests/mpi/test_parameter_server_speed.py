@@ -1,6 +1,7 @@
 """How much of the speed that a mode promises is reached, and what an idle server costs."""
 
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -10,6 +11,23 @@ import mpidist as md
 from mpidist.parameter_server.consistency import simulate
 
 STEP, STEPS, WORKERS = 0.020, 40, 4
+
+
+@contextmanager
+def first_ranks(comm, count):
+    """A communicator of the first ranks, None on the others, which sleep until these are done.
+
+    A rank in a blocking call would take a core away from those that are measured.
+    """
+    part = comm.Split(0 if comm.rank < count else MPI.UNDEFINED)
+    try:
+        yield None if part == MPI.COMM_NULL else part
+    finally:
+        over = comm.Ibarrier()
+        while not over.Test():
+            time.sleep(0.01)
+    if part != MPI.COMM_NULL:
+        part.Free()
 
 
 def delays():
@@ -47,9 +65,9 @@ def run(comm, consistency):
 @pytest.mark.ranks(9)
 def test_share_of_the_simulated_speed_up(comm):
     """R67, R68: SSP(4) and ASP reach 0.85 of the speed-up over BSP that the delays allow."""
-    # The other ranks of the launch sleep: a rank in a blocking call would take a core away.
-    part = comm.Split(0 if comm.rank <= WORKERS else MPI.UNDEFINED)
-    if part != MPI.COMM_NULL:
+    with first_ranks(comm, WORKERS + 1) as part:
+        if part is None:
+            return
         modes = {"BSP": md.BSP(), "SSP(4)": md.SSP(4), "ASP": md.ASP()}
         model = {name: simulate(delays(), mode).seconds for name, mode in modes.items()}
         real = {name: run(part, mode) for name, mode in modes.items()}
@@ -64,28 +82,30 @@ def test_share_of_the_simulated_speed_up(comm):
                 )
             assert promised > 1.3
             assert reached / promised >= 0.85
-        part.Free()
-    over = comm.Ibarrier()
-    while not over.Test():
-        time.sleep(0.01)
 
 
 @pytest.mark.ranks(9)
-def test_an_idle_server_uses_little_cpu(comm):
+def test_an_idle_server_uses_little_cpu(comm, monkeypatch):
     """R17: a server that waits for its workers leaves the core to others."""
-    part = comm.Split(0 if comm.rank < 2 else MPI.UNDEFINED)
-    if part != MPI.COMM_NULL:
+    with first_ranks(comm, 2) as part:
+        if part is None:
+            return
         with md.ServerGroup(part, servers=1) as group:
             client = group.add("m", {"x": np.zeros(10)}, optimizer=md.optim.sgd(1.0))
-            begun = time.process_time()
             if client is None:
+                looks, poll = 0, group._server.poll
+
+                def counted():
+                    nonlocal looks
+                    looks += 1
+                    return poll()
+
+                monkeypatch.setattr(group._server, "poll", counted)
+                begun = time.process_time()
                 group.serve()
                 used = time.process_time() - begun
-                print(f"\nidle server: {used:.3f} s of CPU in 1.5 s")
-                assert used < 0.3
+                print(f"\nidle server: {looks} looks, {used:.3f} s of CPU in 1.5 s")
+                # Seconds of CPU depend on what else runs here; how often it looks does not.
+                assert looks < 3000
             else:
                 time.sleep(1.5)
-        part.Free()
-    over = comm.Ibarrier()
-    while not over.Test():
-        time.sleep(0.01)
