@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 from mpi4py import MPI
@@ -151,12 +152,20 @@ def speaks_in_one_line(error: BaseException) -> bool:
     """Whether `error` is told without a traceback: bad input, or raised on all ranks. Local."""
     if events.VERBOSITY >= 2 or not isinstance(error, MpidistError):
         return False
-    return error.everywhere or isinstance(error, ConfigError)
+    return error.everywhere or error.exit_code == ConfigError.exit_code
 
 
 def one_line(error: BaseException) -> str:
-    """Return the line that stands for `error`. Local."""
-    return f"mpidist: error: {' '.join(str(error).split())}"
+    """Return the line that stands for `error`, with the line of the user's program. Local."""
+    where = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] == "mpidist":
+            # In a command of ours the user wrote a job file, not the line that called it.
+            where = "" if module.startswith("mpidist.cli") else where
+            break
+        where = f" ({Path(frame.f_code.co_filename).name}:{line})"
+    return f"mpidist: error: {' '.join(str(error).split())}{where}"
 
 
 def _others_speak(rank: int, error: BaseException) -> bool:

@@ -27,6 +27,12 @@ class ProtocolError(MpidistError, RuntimeError):
     """A call in the wrong order or on a closed object, or a message nobody can read. Local."""
 
 
+class ClosedError(ProtocolError):
+    """Something was used after it was closed. Local."""
+
+    exit_code = 2
+
+
 class MismatchError(MpidistError):
     """The ranks of a communicator do not agree on what they are doing. Raised on all ranks."""
 
@@ -45,6 +51,12 @@ class RankFailure(MpidistError):
 
 class CheckpointError(MpidistError):
     """A checkpoint could not be written, or what was read is damaged or foreign."""
+
+
+class ForeignCheckpoint(CheckpointError):
+    """A checkpoint is good, but of another model than the one it is restored to."""
+
+    exit_code = 2
 
 
 class NoCheckpoint(CheckpointError):

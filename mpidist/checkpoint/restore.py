@@ -32,7 +32,7 @@ from mpidist.checkpoint.manifest import Damaged, Manifest
 from mpidist.checkpoint.reader import fill, opened
 from mpidist.checkpoint.steps import Entry
 from mpidist.checkpoint.together import everywhere, together
-from mpidist.errors import CheckpointError
+from mpidist.errors import CheckpointError, ForeignCheckpoint
 
 _LISTED = 8
 
@@ -145,7 +145,7 @@ def _same_model(comm, path: str, entry: Entry, found: Manifest, items: list) -> 
         ]
         if lines:
             more = f"; and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
-            raise CheckpointError(
+            raise ForeignCheckpoint(
                 f"{path}/{entry.name} is of another model: {'; '.join(lines[:_LISTED])}{more}"
             )
 

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mpidist import events
+from mpidist.abort import install_hook
 from mpidist.checkpoint import load, steps
 from mpidist.checkpoint.restore import restore
 from mpidist.checkpoint.save import Save
 from mpidist.checkpoint.steps import MAX_STEP, Entry
 from mpidist.checkpoint.together import together
-from mpidist.errors import CheckpointError, ConfigError, MismatchError, ProtocolError
+from mpidist.errors import CheckpointError, ClosedError, ConfigError, MismatchError
 
 
 class CheckpointStore:
@@ -43,6 +44,7 @@ class CheckpointStore:
         if keep is not None and (not _is_integer(keep) or keep < 1):
             raise ConfigError(f"keep={keep!r}; expected a number of steps of 1 or more, or None")
         self.keep = keep
+        install_hook(comm)
         self._comm = comm.Dup()
         self._pending: tuple[Save, threading.Thread] | None = None
         self._bad: set[Entry] = set()
@@ -222,7 +224,7 @@ class CheckpointStore:
 
     def _check_open(self) -> None:
         if self._comm is None:
-            raise ProtocolError(f"the checkpoint store of {self.path} is closed")
+            raise ClosedError(f"the checkpoint store of {self.path} is closed")
 
 
 def _is_integer(value) -> bool:

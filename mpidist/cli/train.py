@@ -67,7 +67,13 @@ def _train(comm, job, parts, args, store_path: Path) -> None:
 
     launch.check_launch(comm, os.environ)
     if comm.rank == 0:
-        job.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            job.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the folder {job.folder}: {error.strerror}; choose another one with "
+                "--set out=DIR"
+            ) from None
     with Topology(comm) as topology:
         nbytes = sum(array.nbytes for array in parts.model.parameters.values())
         facts = (f"data {job.data['name']}", f"model {job.model['name']} {nbytes / 1e6:.2f} MB")

@@ -44,8 +44,8 @@ def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"
     -----
     The first half of Patarasuk and Yuan's ring, JPDC 69(2), 2009: (p-1)/p N bytes per rank.
     """
-    x = as_array(x)
     context = of(comm)
+    x = as_array(x)
     algorithms.check_name(algorithm, algorithms.REDUCE_SCATTER, "reduce_scatter")
     rows, width = _rows(x)
     counts = (
@@ -110,8 +110,8 @@ def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
     ConfigError, MismatchError
         As for `allreduce`, and for a block whose length is not what `counts` says.
     """
-    x = as_array(x)
     context = of(comm)
+    x = as_array(x)
     algorithms.check_name(algorithm, algorithms.ALLGATHER, "allgather")
     rows, width = _rows(x)
     name = "ring" if algorithm == algorithms.MEASURED else algorithm

@@ -45,8 +45,8 @@ def broadcast(comm, x, *, root=0, algorithm="auto"):
     MismatchError
         On all ranks, when they differ in shape, dtype, root or order of calls.
     """
-    x = as_array(x)
     context = of(comm)
+    x = as_array(x)
     algorithms.check_name(algorithm, algorithms.BROADCAST, "broadcast")
     check_root(root, comm.size)
     if not is_writable(x):
@@ -93,8 +93,8 @@ def reduce(comm, x, op="sum", *, root=0, out=None, algorithm="auto"):
     ConfigError, MismatchError
         As for `allreduce`.
     """
-    x = as_array(x)
     context = of(comm)
+    x = as_array(x)
     algorithms.check_name(algorithm, algorithms.REDUCE, "reduce")
     check_root(root, comm.size)
     reduction = resolve(op, x.dtype)
@@ -131,8 +131,8 @@ def gather(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
     Collective over `comm`. Parameters and errors as for `allgather`, and `root`. R74: a gather is a
     reduce whose operation is concatenation. algorithm: "auto" (direct), "direct", "native".
     """
-    x = as_array(x)
     context = of(comm)
+    x = as_array(x)
     algorithms.check_name(algorithm, algorithms.GATHER, "gather")
     check_root(root, comm.size)
     rows, width = _rows(x)

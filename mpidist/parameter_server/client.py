@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..errors import ConfigError, ProtocolError
+from ..errors import ClosedError, ConfigError, ProtocolError
 from . import protocol
 from .placement import Layout
 from .protocol import ALL, CLOCK, HEADER_BYTES, LEAVE, PULL, PUSH, TO_SERVER, TO_WORKER, Header
@@ -167,7 +167,7 @@ class Client:
 
     def _ready(self) -> None:
         if self.closed:
-            raise ProtocolError(f"client {self.name!r} is closed; it was used after close()")
+            raise ClosedError(f"client {self.name!r} is closed; it was used after close()")
         self._link.check_notice()
 
     def _serve_once(self) -> None:

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from ..abort import install_hook
 from ..context import free
-from ..errors import ConfigError, MpidistError, ProtocolError, nearest
+from ..errors import ClosedError, ConfigError, MpidistError, ProtocolError, nearest
 from .agreement import check_equal, together
 from .client import Client
 from .consistency import BSP, Consistency
@@ -57,6 +58,7 @@ class ServerGroup:
     def __init__(
         self, comm: MPI.Comm, *, servers: int | Sequence[int] = 1, placement: str = "dedicated"
     ):
+        install_hook(comm)
         self.comm = comm.Dup()
         self.link = Link(self.comm)
         self._server: Server | None = None
@@ -336,7 +338,7 @@ class ServerGroup:
 
     def _open(self) -> None:
         if self.closed:
-            raise ProtocolError("this server group is closed; it was used after its end")
+            raise ClosedError("this server group is closed; it was used after its end")
 
 
 def _with_histograms(facts):

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..errors import ConfigError, nearest
 
 TABLES = ("data", "model", "optimizer", "strategy")
@@ -49,7 +51,9 @@ class Job:
         return Path(self.out or f"runs/{self.model['name']}")
 
 
-_WHOLE = ("global_batch", "epochs", "steps", "checkpoint_every", "keep", "stop_after", "log_every")
+_WHOLE = (
+    "global_batch", "epochs", "steps", "seed", "checkpoint_every", "keep", "stop_after", "log_every"
+)  # fmt: skip
 
 
 def read_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
@@ -106,6 +110,10 @@ def check(values: Mapping, where: str = "job") -> Job:
                 f"{where}: unknown key {key!r}; expected one of {', '.join(known)}"
                 + nearest(key, known)
             )
+    strategy = values.get("strategy")
+    if isinstance(strategy, dict):
+        # --set strategy.algorithm=ring is enough said: a table without a name is the default's.
+        values = {**values, "strategy": {"name": "allreduce", **strategy}}
     job = Job(**values)
     for name in TABLES:
         table = getattr(job, name)
@@ -115,16 +123,18 @@ def check(values: Mapping, where: str = "job") -> Job:
         value = getattr(job, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise ConfigError(f"{where}: {name}={value!r}; expected a whole number")
-        if value is not None and value < 1:
-            raise ConfigError(f"{where}: {name}={value}; expected 1 or more")
+        least = 0 if name == "seed" else 1
+        if value is not None and value < least:
+            raise ConfigError(f"{where}: {name}={value}; expected {least} or more")
     if (job.epochs is None) == (job.steps is None):
         raise ConfigError(f"{where}: epochs={job.epochs}, steps={job.steps}; give one of the two")
     if job.device not in ("cpu", "gpu"):
         raise ConfigError(f"{where}: device={job.device!r}; expected 'cpu' or 'gpu'")
-    if not isinstance(job.watch_seconds, int | float) or job.watch_seconds < 0:
-        raise ConfigError(
-            f"{where}: watch_seconds={job.watch_seconds!r}; expected seconds, 0 is off"
-        )
+    seconds = job.watch_seconds
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+        raise ConfigError(f"{where}: watch_seconds={seconds!r}; expected seconds, 0 is off")
+    if not isinstance(job.out, str):
+        raise ConfigError(f"{where}: out={job.out!r}; expected the path of a folder, in quotes")
     return job
 
 
@@ -150,6 +160,8 @@ def build(job: Job, ranks: int | None) -> Parts:
         check_batch(job.global_batch, strategy.workers(ranks))
     model = models.from_settings(*_split({"seed": job.seed, **job.model}))
     train, test = data.from_settings(*_split(job.data))
+    # One sample tells whether the two fit each other, before any rank waits for another.
+    model.predict(*train.take(np.arange(1))[:-1])
     name, settings = _split(job.optimizer)
     rate = settings.get("lr")
     if isinstance(rate, dict) and rate.get("schedule") == "cosine":

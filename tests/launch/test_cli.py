@@ -1,0 +1,213 @@
+"""The command line as its users meet it: bad input, help, and what works on a login node."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpidist.testing.launch import launch, launch_environment
+
+MPIDIST = [sys.executable, "-m", "mpidist"]
+BAD_CALL = str(Path(__file__).with_name("programs") / "bad_call.py")
+
+JOB = """
+global_batch = 60
+steps = 4
+out = "run"
+[data]
+name = "digits"
+[model]
+name = "mlp"
+sizes = [[1, 8, 8], 16, 10]
+[optimizer]
+name = "sgd"
+lr = 0.1
+"""
+
+#: Python runs this at its start: whoever imports the blocked module ends, and says so.
+GUARD = """
+import os, sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["BLOCKED"]:
+            print("blocked import of", name, file=sys.stderr)
+            os._exit(99)
+sys.meta_path.insert(0, Blocked())
+"""
+
+#: What is wrong, as words for `mpidist train`, and what the one line must say.
+BEFORE_MPI = {
+    "algorithm": (
+        ["job.toml", "--set", "strategy.algorithm=rnig"],
+        ["'rnig'", "native, ring, tree, butterfly, recursive_doubling", "did you mean 'ring'?"],
+    ),
+    "unknown key": (["job.toml", "--set", "epohcs=3"], ["'epohcs'", "did you mean 'epochs'?"]),
+    "unknown setting": (["job.toml", "--set", "optimizer.lrr=3"], ["'lrr'", "mean 'lr'?"]),
+    "no job file": (["jbo.toml"], ["no job file jbo.toml", "give the path"]),
+    "no data file": (
+        ["job.toml", "--set", 'data={name="idx", images_path="a", labels_path="b"}'],
+        ["no such file: a"],
+    ),
+    "truncated data": (
+        ["job.toml", "--set", 'data={name="idx", images_path="cut", labels_path="b"}'],
+        ["cut: truncated: 100 bytes, expected 7856 for (10, 28, 28)"],
+    ),
+    "staleness": (
+        ["job.toml", "--set", 'strategy={name="parameter_server", consistency="ssp"}',
+         "--set", "strategy.staleness=-1"],
+        ["staleness is -1", ">= 0"],
+    ),
+    "nothing to resume": (["job.toml", "--resume"], ["no checkpoint in run/checkpoints"]),
+    "seed": (["job.toml", "--set", "seed=-1"], ["seed=-1; expected 0 or more"]),
+    "no path": (["job.toml", "--set", "out=3"], ["out=3; expected the path"]),
+    "wrong shape": (["job.toml", "--set", "model.sizes=[63, 10]"], ["expected (n, 63)"]),
+}  # fmt: skip
+
+#: Wrong only for so many ranks, which the launcher tells before MPI starts.
+AT_FOUR_RANKS = {
+    "servers": (
+        ["job.toml", "--set", 'strategy={name="parameter_server", servers=4}'],
+        ["4 servers leave 0 workers; use at most 3"],
+    ),
+    "batch": (
+        ["job.toml", "--set", "global_batch=3"],
+        ["global_batch=3 is smaller than the 4 workers"],
+    ),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "job.toml").write_text(JOB)
+    header = bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in (10, 28, 28))
+    (tmp_path / "cut").write_bytes(header.ljust(100, b"\0"))
+    (tmp_path / "sitecustomize.py").write_text(GUARD)
+    return tmp_path
+
+
+def blocking(folder, module):
+    """The environment in which nobody can import `module`."""
+    return {"PYTHONPATH": str(folder), "BLOCKED": module}
+
+
+def alone(folder, args, module="mpi4py.MPI"):
+    """Run without a launcher, and without a module."""
+    env = {**launch_environment(), **blocking(folder, module)}
+    return subprocess.run(
+        [*MPIDIST, *args], cwd=folder, env=env, capture_output=True, text=True, timeout=60
+    )
+
+
+def told_once(result, words, code=2):
+    """Check for one line of ours in all that was printed, and return it."""
+    said = result.stdout + result.stderr
+    assert result.returncode == code, said
+    assert "Traceback" not in said
+    assert "blocked import" not in said
+    lines = [line for line in said.splitlines() if line.startswith("mpidist: ")]
+    assert len(lines) == 1, said
+    assert lines[0].startswith("mpidist: error: ")
+    assert [word for word in words if word not in lines[0]] == [], lines[0]
+    return lines[0]
+
+
+@pytest.mark.parametrize("case", BEFORE_MPI)
+def test_bad_input_without_a_launcher(folder, case):
+    """R97: one line, exit code 2, and MPI was not even imported."""
+    args, words = BEFORE_MPI[case]
+    result = alone(folder, ["train", *args])
+    assert result.stderr == told_once(result, words) + "\n"
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "case", [*AT_FOUR_RANKS, "algorithm", "no job file", "truncated data", "nothing to resume"]
+)
+def test_bad_input_on_four_ranks(folder, case):
+    """R97: one line for the whole job, from rank 0, before MPI starts on any rank."""
+    args, words = {**BEFORE_MPI, **AT_FOUR_RANKS}[case]
+    env = blocking(folder, "mpi4py.MPI")
+    told_once(launch(4, [*MPIDIST, "train", *args], cwd=folder, env=env), words)
+
+
+def test_checkpoint_of_another_model(folder):
+    """What differs is named, whoever reads it; nothing was written."""
+    launch(2, [*MPIDIST, "train", "job.toml"], cwd=folder).check()
+    before = sorted((folder / "run" / "checkpoints").iterdir())
+    args = ["train", "job.toml", "--resume", "--set", "model.sizes=[[1, 8, 8], 20, 10]"]
+    for ranks in (1, 4):
+        result = launch(ranks, [*MPIDIST, *args], cwd=folder)
+        said = result.stdout + result.stderr
+        lines = [line for line in said.splitlines() if line.startswith("mpidist: error: ")]
+        assert (result.returncode, len(lines)) == (2, 1), said
+        assert "Traceback" not in said
+        assert "is of another model: " in lines[0]
+        assert "(64, 20)" in lines[0]
+        assert "(64, 16)" in lines[0]
+    assert sorted((folder / "run" / "checkpoints").iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("call", "ranks", "words"),
+    [
+        ("integer_mean", (1, 3), ["mean", "int64"]),
+        ("read_only", (3,), ["read-only"]),
+        ("rnig", (3,), ["did you mean 'ring'?"]),
+        ("closed_client", (2, 3), ["is closed; it was used after close()"]),
+        ("closed_store", (1, 3), ["store of", "is closed"]),
+    ],
+)
+def test_bad_calls_in_a_program(tmp_path, call, ranks, words):
+    """R97: the same for a user's own program under plain python, with the line of that call."""
+    program = Path(BAD_CALL).read_text().splitlines()
+    for n in ranks:
+        result = launch(n, [sys.executable, BAD_CALL, call, str(tmp_path / "store")])
+        line = told_once(result, words)
+        assert line.endswith(")")
+        file, _, number = line[:-1].rpartition("(")[2].partition(":")
+        assert file == "bad_call.py"
+        # The line that is wrong lies in the function that was asked for, before any other.
+        above = "\n".join(program[: int(number)])
+        assert above.rpartition("\ndef ")[2].startswith(f"{call}(")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "out", "err"),
+    [
+        (["--help"], 0, "usage: mpidist", ""),
+        (["--version"], 0, "mpidist 0.1.0\n", ""),
+        (["train", "--help"], 0, "JOB.toml", ""),
+        ([], 2, "COMMAND", ""),
+        (["trian"], 2, "", "unknown command 'trian'; expected one of train, bench"),
+        (["train"], 2, "", "JOB.toml"),
+        (["train", "job.toml", "--bogus"], 2, "", "unrecognized arguments: --bogus"),
+        (["train", "job.toml", "--set", "a"], 2, "", "expected KEY=VALUE"),
+        (["checkpoint", "list", "store"], 0, "           7  ", ""),
+        (["checkpoint", "show", "store"], 0, "w      <f4        (2, 3)", ""),
+        (["checkpoint", "show", "nowhere"], 2, "", "nowhere"),
+        (["simulate", "allreduce", "--ranks", "3"], 0, "ring, 3 ranks", ""),
+    ],
+)
+def test_login_node(folder, args, code, out, err):
+    """R95: what needs no MPI works where mpi4py cannot even be imported."""
+    if "store" in args:
+        store(folder / "store")
+    result = alone(folder, args, module="mpi4py")
+    assert result.returncode == code, result.stderr
+    assert out in result.stdout
+    assert err in result.stderr
+    if err:
+        told_once(result, [err])
+    else:
+        assert result.stderr == ""
+
+
+def store(path):
+    """Write a checkpoint from one rank, in a process of its own."""
+    program = (
+        "import sys, numpy as np\nfrom mpi4py import MPI\nimport mpidist as md\n"
+        "with md.CheckpointStore(MPI.COMM_SELF, sys.argv[1]) as store:\n"
+        "    store.save(7, {'w': np.ones((2, 3), 'f4')})\n"
+    )
+    launch(1, [sys.executable, "-c", program, str(path)]).check()
