@@ -15,6 +15,7 @@ import atexit
 import os
 import socket
 import sys
+import time
 import types
 from collections import OrderedDict
 from collections.abc import Callable
@@ -34,8 +35,15 @@ MAX_PLANS = 256
 _HISTORY = 64
 _STATUS_TAG = 1
 
+#: Nonblocking operations under way in this process (objects with `context` and `test`). Every wait
+#: makes progress for all of them, so ranks may wait for theirs in different orders.
+running: list = []
+
 _keyval = MPI.KEYVAL_INVALID
 _open: list[Context] = []
+
+# Operations that can no longer end: MPI may still write into their buffers.
+_abandoned: list = []
 
 #: MPI handle -> context. Reading an MPI attribute costs 270 ns, a handle and a dict 70; the
 #: attribute is still set, for MPI tells us through it when a handle dies.
@@ -66,6 +74,7 @@ class Context:
         self._statuses: dict[int, Status] = {}
         self._inbox = bytearray(STATUS_BYTES)
         self._outbox: list = []
+        self._said = self._heard = 0
 
     @property
     def counters(self) -> events.Counters:
@@ -101,7 +110,14 @@ class Context:
         one for a nonblocking operation that others have been begun after.
         """
         self._current = self.sequence if sequence is None else sequence
-        wait_until(test, self.look_around)
+        try:
+            wait_until(_with_running(test) if running else test, self.look_around)
+        except BaseException as error:
+            _abandoned.append(test)
+            if not self.failed:
+                name = type(error).__name__
+                self.failed, self.stopped = f"#{self._current} was broken off by {name}", True
+            raise
 
     def look_around(self, waited: float) -> None:
         """Exchange statuses with the other ranks and raise on a conflict. Local, no blocking."""
@@ -160,6 +176,7 @@ class Context:
 
     def _tell(self, status: Status) -> None:
         data = status.pack()
+        self._said += 1
         self._outbox = [pair for pair in self._outbox if not pair[0].Test()]
         for rank in range(self.size):
             if rank != self.rank:
@@ -169,6 +186,7 @@ class Context:
     def _listen(self) -> None:
         while self.control.Iprobe(MPI.ANY_SOURCE, _STATUS_TAG):
             self.control.Recv([self._inbox, MPI.BYTE], MPI.ANY_SOURCE, _STATUS_TAG)
+            self._heard += 1
             status = Status.unpack(self._inbox)
             if status.state == VERDICT:
                 self.failed, self.stopped = status.signature, True
@@ -180,7 +198,9 @@ class Context:
         for other in self._statuses.values():
             if other.state == LEFT:
                 if other.sequence < self._current:
-                    return [*self._statuses.values(), self._status(WAITING)]
+                    known = self._statuses.values()
+                    same = [s for s in known if s.state == LEFT or s.sequence == self._current]
+                    return [*same, self._status(WAITING)]
                 continue
             if not self.sequence - _HISTORY < other.sequence <= self.sequence:
                 continue
@@ -214,17 +234,30 @@ class Context:
 
     # -- end ---------------------------------------------------------------------------
 
+    def drop(self, key) -> None:
+        """Close a plan and forget it. Local; all ranks must drop the same ones."""
+        plan = self.plans.pop(key)
+        self.quick.pop(key[1:], None)
+        if getattr(plan, "staged", None) is not None:
+            self._counters.add(plan.staged.counters())
+        plan.close()
+
     def close(self) -> None:
         """Wait for the other ranks, then free what was made. Collective; idempotent.
 
-        A rank that leaves early tells the ranks that still wait for it, so that they raise
-        MismatchError instead of waiting for ever.
+        Nonblocking operations are finished first. A rank that leaves early tells the ranks that
+        still wait for it, so that they raise MismatchError instead of waiting for ever.
         """
         if self.closed:
             return
         self.closed = self.stopped = True
         if self in _open:
             _open.remove(self)
+        if self.failed or not self._goodbye():
+            # Requests that never end cannot be freed, nor the buffers that belong to them.
+            _abandoned.append((self, [handle for handle in running if handle.context is self]))
+            running[:] = [handle for handle in running if handle.context is not self]
+            return
         for plan in self.plans.values():
             plan.close()
         for item in self.store.values():
@@ -233,8 +266,6 @@ class Context:
         self.plans.clear()
         self.quick.clear()
         self.store.clear()
-        if self.failed or not self._goodbye():
-            return
         self.data.Free()
         self.control.Free()
 
@@ -254,10 +285,50 @@ class Context:
                     self._tell(self._status(LEFT))
 
         try:
-            wait_until(request.Test, answer, patience=0.2)
+            wait_until(_with_running(request.Test), answer, patience=0.2)
+            return self._settle()
         except MismatchError:
             return False
+
+    def _settle(self) -> bool:
+        """Finish what is under way and take in all statuses; false where it cannot be done.
+
+        All ranks are here: nobody begins anything any more. A status that was left behind would
+        reach whoever gets a new communicator with the number of the one that is freed.
+        """
+
+        def give_up(seconds: float) -> None:
+            if seconds > 1.0 and asked_exit_code():
+                raise MismatchError("leaving with an error: the others are not waited for")
+
+        def unfinished() -> bool:
+            return any(handle.context is self for handle in running)
+
+        end = time.monotonic() + 5.0
+        wait_until(_with_running(lambda: not unfinished() or time.monotonic() > end), give_up)
+        counts = np.array([self._said, unfinished()], np.int64)
+        wait_until(self.control.Iallreduce(MPI.IN_PLACE, counts, MPI.SUM).Test, give_up)
+        if counts[1]:
+            return False
+
+        def quiet() -> bool:
+            self._listen()
+            sent = all(request.Test() for request, _ in self._outbox)
+            return sent and self._heard == counts[0] - self._said
+
+        wait_until(quiet, give_up)
         return True
+
+
+def _with_running(test: Callable[[], bool]) -> Callable[[], bool]:
+    """Return a test that makes progress for everything that runs in this process as well."""
+
+    def look() -> bool:
+        for handle in tuple(running):
+            handle.test()
+        return test()
+
+    return look
 
 
 def call_site() -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 STATUS_BYTES = 512
+_TEXT_BYTES = 360
 _HEAD = struct.Struct("<qqq")
 
 #: What a status says: waiting inside an operation, left the communicator, or passing a verdict on.
@@ -67,8 +68,16 @@ class Status(NamedTuple):
 
 
 def encode(signature: Signature) -> str:
-    """Write a signature as the text that a `Status` carries."""
-    return "\x1e".join(signature)
+    """Write a signature as the text that a `Status` carries, equal only for equal ones.
+
+    A long one (the counts of a hundred ranks) is cut, with its key in place of the rest: what a
+    status cut off by itself would look like another signature.
+    """
+    text = "\x1e".join(signature)
+    data = text.encode()
+    if len(data) <= _TEXT_BYTES:
+        return text
+    return f"{data[:_TEXT_BYTES].decode(errors='ignore')}... ({signature.key:x})"
 
 
 def decode(text: str) -> Signature:

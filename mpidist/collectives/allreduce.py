@@ -9,7 +9,7 @@ from types import FunctionType
 import numpy as np
 
 from ..arrays import as_array, is_writable
-from ..context import Context, contexts, of
+from ..context import Context, contexts, of, running
 from ..errors import ConfigError
 from . import algorithms
 from .native import bound
@@ -83,6 +83,7 @@ class Handle:
         self.work = plan.load(target, weight, fresh=not plan.in_place(target))
         tag = context.tag(plan.signature, self.sequence)
         self.run = self.program.start(context.data, self.work, tag)
+        running.append(self)
 
     def test(self) -> bool:
         """Make progress; true when the result is there. Local."""
@@ -90,6 +91,8 @@ class Handle:
             self.plan.store(self.target, self.work, self.total)
             self.context.counters.add(self.program.counters)
             self.done = True
+            if self in running:
+                running.remove(self)
         return self.done
 
     def wait(self):
@@ -102,7 +105,8 @@ def iallreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None) ->
     """Begin an allreduce and return a `Handle`; `x` must not be touched until it is done.
 
     Collective over `comm`, in the same order on all ranks. Parameters as for `allreduce`. Progress
-    happens in ``handle.test()`` and in every wait on a handle. "auto" and "native" mean the
+    happens in ``handle.test()`` and in every wait of a collective of mpidist, so handles may be
+    waited for in any order; MPI's own calls make none. "auto" and "native" mean the
     butterfly here: MPI's own nonblocking allreduce is slower for long vectors, and only an own
     schedule can be left when the ranks disagree.
     """
@@ -125,6 +129,7 @@ def plan(comm, x, op="sum", *, algorithm="auto") -> Callable:
     """
     target = _target(x, None)
     made = find(of(comm), target, op, algorithm)
+    made.bound = True
     if made.staged is not None and type(target) is np.ndarray:
         reduce = bound(made.staged, target)
     else:

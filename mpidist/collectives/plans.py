@@ -23,6 +23,8 @@ from .reductions import Reduction, finish_mean, resolve
 class Plan:
     """One allreduce, ready to run on any array of its shape and dtype."""
 
+    bound = False  # made by `md.plan`: whoever has it may call it at any time, so it stays
+
     def __init__(self, context: Context, signature: Signature, reduction: Reduction, shape, name):
         self.context, self.signature, self.reduction = context, signature, reduction
         self.shape, self.n, self.algorithm = shape, prod(shape), name
@@ -132,12 +134,9 @@ def remember(context: Context, key, plan) -> None:
     """Keep a plan; drop the one unused for the longest time when there are too many. Local."""
     if len(context.plans) >= MAX_PLANS:
         # Every rank has run the same operations, so every rank drops the same plan.
-        oldest = min(context.plans, key=lambda k: context.plans[k].last_used)
-        evicted = context.plans.pop(oldest)
-        context.quick.pop(oldest[1:], None)
-        if getattr(evicted, "staged", None) is not None:
-            context.counters.add(evicted.staged.counters())
-        evicted.close()
+        loose = [k for k, kept in context.plans.items() if not kept.bound]
+        if loose:
+            context.drop(min(loose, key=lambda k: context.plans[k].last_used))
     context.plans[key] = plan
 
 

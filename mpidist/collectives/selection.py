@@ -52,6 +52,10 @@ def restore(comm: MPI.Comm, saved: dict[str, dict]) -> None:
             raise ConfigError(f"selection table names unknown algorithm {entry.get('algorithm')!r}")
         if entry.get("ranks") == context.size:
             _chosen(context)[key] = dict(entry)
+    # Plans that were chosen by the former table would go on adding in another order.
+    for key, plan in list(context.plans.items()):
+        if key[0] == "allreduce" and key[2] == algorithms.MEASURED and not plan.bound:
+            context.drop(key)
 
 
 def _chosen(context: Context) -> dict[str, dict]:

@@ -17,6 +17,8 @@ from .plans import remember
 class Prepared:
     """A program in the plan cache."""
 
+    bound = False
+
     def __init__(self, program: Program, sequence: int):
         self.program, self.last_used = program, sequence
 

@@ -1,0 +1,111 @@
+"""What outlives a call: handles, bound plans, statuses, failed communicators."""
+
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpidist as md
+from mpidist import context
+from mpidist.collectives import selection
+from mpidist.errors import MismatchError
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_handles_are_waited_for_in_any_order(comm):
+    """R33: a wait makes progress for all that runs, also on another communicator."""
+    other = comm.Dup()
+    for _ in range(3):
+        x, y = np.ones(5000), np.ones(300)
+        handles = [
+            md.iallreduce(comm, x, algorithm="ring"),
+            md.iallreduce(other, y, algorithm="recursive_doubling"),
+        ]
+        for handle in handles[:: 1 if comm.rank % 2 else -1]:
+            handle.wait()
+        assert (x == comm.size).all()
+        assert (y == comm.size).all()
+        h = md.iallreduce(comm, x, algorithm="ring")
+        if comm.rank:
+            h.wait()
+        md.allreduce(other, y, algorithm="ring")
+        h.wait()
+        assert (x == comm.size**2).all()
+    assert not context.running
+    md.free(other)
+    other.Free()
+
+
+@pytest.mark.ranks(3)
+def test_free_finishes_what_nobody_waited_for(comm):
+    x = np.ones(5000)
+    handle = md.iallreduce(comm, x, algorithm="ring")
+    if comm.rank == 0:
+        time.sleep(0.3)
+    md.free(comm)
+    assert (x == 3).all()
+    assert handle.wait() is x
+
+
+@pytest.mark.ranks(2)
+def test_a_bound_plan_outlives_the_cache(comm, monkeypatch):
+    monkeypatch.setattr("mpidist.collectives.plans.MAX_PLANS", 4)
+    short, long = np.ones(4), np.ones(5000)
+    bound = [md.plan(comm, x, algorithm="native") for x in (short, long)]
+    for n in range(10):
+        md.allreduce(comm, np.ones(20 + n), algorithm="ring")
+    assert len(context.of(comm).plans) == 4
+    for x, call in zip((short, long), bound, strict=True):
+        x[:] = 1
+        assert call() is x
+        assert (x == 2).all()
+
+
+@pytest.mark.ranks(3)
+def test_no_status_is_left_behind(comm):
+    """A status that nobody read would reach the next communicator of the same number."""
+    for _ in range(2):
+        mine = comm.Dup()
+        md.allreduce(mine, np.ones(3), algorithm="ring")
+        if comm.rank == 0:
+            time.sleep(1.3)  # the others tell where they are, and nobody needs to know
+        md.allreduce(mine, np.ones(3), algorithm="ring")
+        md.free(mine)
+        mine.Free()
+        later = [comm.Dup() for _ in range(6)]
+        comm.Barrier()
+        assert not any(c.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG) for c in later)
+        for c in later:
+            c.Free()
+
+
+@pytest.mark.ranks(3)
+def test_a_failed_communicator_can_be_freed_and_used_anew(comm):
+    """Requests that never end are kept with their buffers; a new context begins afresh."""
+    for algorithm in ("native", "ring"):
+        four, five = np.ones(4), np.ones(5)
+        for x in (four, five):
+            md.allreduce(comm, x, algorithm=algorithm)
+        with pytest.raises(MismatchError, match="rank 1"):
+            md.allreduce(comm, five if comm.rank == 1 else four, algorithm=algorithm)
+        with pytest.raises(MismatchError, match="failed earlier"):
+            md.allreduce(comm, four, algorithm=algorithm)
+        comm.Barrier()
+        md.free(comm)
+        x = np.ones(4)
+        md.allreduce(comm, x, algorithm=algorithm)
+        assert (x == 3).all()
+
+
+@pytest.mark.ranks(2)
+def test_a_restored_choice_holds_for_cached_plans_too(comm):
+    """R32: a run that is resumed in the same process adds as the saved table says."""
+    x = np.ones(3000, np.float32)
+    md.allreduce(comm, x)
+    (key, entry), *_ = selection.table(comm).items()
+    for algorithm in ("ring", "butterfly"):
+        selection.restore(comm, {key: {**entry, "algorithm": algorithm}})
+        md.allreduce(comm, x)
+        (plan,) = [p for k, p in context.of(comm).plans.items() if k[2] == "auto"]
+        assert plan.algorithm == algorithm
