@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from mpidist.data.digits import digits
+from mpidist.data.distortion import Distorted
 from mpidist.data.idx import idx
 from mpidist.data.sampler import Position, Sampler
 from mpidist.data.sources import ArraySource, Source, as_source
@@ -18,6 +19,7 @@ SOURCES: dict[str, Callable[..., tuple[Source, Source]]] = {"digits": digits, "i
 __all__ = [
     "SOURCES",
     "ArraySource",
+    "Distorted",
     "Position",
     "Sampler",
     "Source",

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from mpidist.data.sources import ArraySource
+from mpidist.data.distortion import distorted
+from mpidist.data.sources import ArraySource, Source
 from mpidist.errors import ConfigError
 
 
-def digits(seed: int = 0, test: int = 360) -> tuple[ArraySource, ArraySource]:
+def digits(
+    seed: int = 0, test: int = 360, distort: Mapping | None = None
+) -> tuple[Source, ArraySource]:
     """Return (train, test): images float32 (n, 1, 8, 8) from 0 to 1, labels int64. Local.
 
     The split is stratified: each class gives the test set its share of `test`, rounded so that
     the shares add up. It is a pure function of `seed`; no seed of a training run should change
-    it.
+    it. `distort` are keywords of `Distorted`, for the training images only:
+    ``{"copies": 20, "shift": 0.5, "turn": 10, "scale": 0.1}``.
 
     Raises
     ------
@@ -35,7 +40,8 @@ def digits(seed: int = 0, test: int = 360) -> tuple[ArraySource, ArraySource]:
         raise ConfigError(f"digits: test is {test}, expected from 1 to {len(labels) - 1}")
     chosen = stratified(labels, test, seed)
     rest = np.setdiff1d(np.arange(len(labels)), chosen)
-    return ArraySource(images[rest], labels[rest]), ArraySource(images[chosen], labels[chosen])
+    train = ArraySource(images[rest], labels[rest])
+    return distorted(train, distort), ArraySource(images[chosen], labels[chosen])
 
 
 def _table() -> np.ndarray:

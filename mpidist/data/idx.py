@@ -12,11 +12,13 @@ import math
 import os
 import struct
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from mpidist.data.sources import ArraySource
+from mpidist.data.distortion import distorted
+from mpidist.data.sources import ArraySource, Source
 from mpidist.errors import ConfigError
 
 _GZIP = b"\x1f\x8b"
@@ -24,11 +26,15 @@ _UNSIGNED_BYTE = 8
 
 
 def idx(
-    images_path: str | os.PathLike, labels_path: str | os.PathLike, train: int = 8000
-) -> tuple[ArraySource, ArraySource]:
+    images_path: str | os.PathLike,
+    labels_path: str | os.PathLike,
+    train: int = 8000,
+    distort: Mapping | None = None,
+) -> tuple[Source, ArraySource]:
     """Return (train, test): the first `train` samples and the others. Local.
 
-    Images are float32 (n, 1, height, width) from 0 to 1, labels int64.
+    Images are float32 (n, 1, height, width) from 0 to 1, labels int64. `distort` are keywords of
+    `Distorted`, for the training images only.
 
     Raises
     ------
@@ -55,7 +61,7 @@ def idx(
     pixels /= 255
     classes = labels.astype(np.int64)
     return (
-        ArraySource(pixels[:train], classes[:train]),
+        distorted(ArraySource(pixels[:train], classes[:train]), distort),
         ArraySource(pixels[train:], classes[train:]),
     )
 

@@ -96,7 +96,8 @@ class Convolution:
         ready(f"{self.name}.bias")
         columns = self._columns(x)
         weight = gradients[f"{self.name}.weight"]
-        weight[...] = (flat @ columns.T).reshape(weight.shape)
+        # As a product with the long matrix first: OpenBLAS takes half the time for this side.
+        weight[...] = (columns @ flat.T).T.reshape(weight.shape)
         ready(f"{self.name}.weight")
         if first:
             return None

@@ -1,5 +1,7 @@
 """What training code may rely on in a model."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -167,3 +169,29 @@ def test_bad_batches():
     ]:
         with pytest.raises(ConfigError, match=message):
             model.loss_and_gradients(bad, zeros(model))
+
+
+def test_the_model_in_the_documentation():
+    """The example of docs/models.md is a model: right gradients, in place, any batch."""
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    names = {}
+    exec(compile(code, "docs/models.md", "exec"), names)
+    model = names["Line"](3)
+    rng = np.random.default_rng(0)
+    model.parameters = {"weight": rng.standard_normal(3), "bias": rng.standard_normal(1)}
+    batch = rng.standard_normal((5, 3)), rng.standard_normal(5)
+    gradients = {k: np.full_like(v, np.nan) for k, v in model.parameters.items()}
+    spare = {k: v.copy() for k, v in gradients.items()}
+    order = []
+    loss = model.loss_and_gradients(batch, gradients, order.append)
+    assert loss == pytest.approx(np.mean((model.predict(batch[0]) - batch[1]) ** 2))
+    assert order == ["bias", "weight"]
+    for key, value in model.parameters.items():
+        for i in range(value.size):
+            value[i] += 1e-6
+            higher = model.loss_and_gradients(batch, spare)
+            value[i] -= 1e-6
+            assert (higher - loss) / 1e-6 == pytest.approx(gradients[key][i], abs=1e-4)
+    assert model.loss_and_gradients((batch[0][:0], batch[1][:0]), gradients) == 0
+    assert not any(g.any() for g in gradients.values())
