@@ -49,7 +49,7 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 
 run: $(VENV)/.run
 	@rm -rf runs/digits
-	$(EXEC) 4 $(BIN)/mpidist train jobs/digits.toml --set stop_after=460
+	$(EXEC) 4 $(BIN)/mpidist train jobs/digits.toml --set stop_after=1120
 	$(EXEC) 3 $(BIN)/mpidist train jobs/digits.toml --resume
 
 test: test-unit test-mpi test-launch test-cluster
