@@ -13,7 +13,7 @@ from ..partition import BlockPartition, bounds_of
 from . import algorithms
 from .native import handshake
 from .reductions import finish_mean, native_op, resolve
-from .transfer import check_counts, exchange_lengths, prepared, run_program
+from .transfer import check_counts, element_name, exchange_lengths, prepared, run_program
 
 
 def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"):
@@ -48,10 +48,9 @@ def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"
     x = as_array(x)
     algorithms.check_name(algorithm, algorithms.REDUCE_SCATTER, "reduce_scatter")
     rows, width = _rows(x)
-    counts = (
-        tuple(counts) if counts is not None else tuple(BlockPartition(rows, comm.size).counts())
-    )
-    check_counts(counts, rows, comm.size)
+    if counts is None:
+        counts = BlockPartition(rows, comm.size).counts()
+    counts = check_counts(counts, rows, comm.size)
     reduction = resolve(op, x.dtype)
     elements = [count * width for count in counts]
     shape = (counts[comm.rank], *x.shape[1:])
@@ -71,7 +70,8 @@ def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"
             run_program(context, signature, plan, work)
     else:
         context.begin(signature)
-    block = work[start:stop]
+    # A copy: a view would keep the memory of the whole for as long as the block lives.
+    block = work[start:stop].copy()
     finish_mean(reduction, block, comm.size)
     return _deliver(block.reshape(shape), x, out, shape)
 
@@ -116,9 +116,10 @@ def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
     rows, width = _rows(x)
     name = "ring" if algorithm == algorithms.MEASURED else algorithm
     trailing = x.shape[1:]
-    signature = Signature("allgather", x.dtype.name, f"(*, {trailing})", "", name)
-    counts = tuple(counts) if counts is not None else exchange_lengths(context, signature, rows)
-    check_counts(counts, None, comm.size)
+    signature = Signature("allgather", element_name(x.dtype), f"(*, {trailing})", "", name)
+    if counts is None:
+        counts = exchange_lengths(context, signature, rows)
+    counts = check_counts(counts, None, comm.size)
     if counts[comm.rank] != rows:
         raise ConfigError(
             f"rank {comm.rank} has a block of {rows} rows, counts say {counts[comm.rank]}"
@@ -163,7 +164,10 @@ def _deliver(block, like, out, shape):
 
         out = array_module(like).empty(shape, like.dtype)
     out = as_array(out)
-    if out.shape != tuple(shape) or not is_writable(out):
-        raise ConfigError(f"out has shape {out.shape}; expected a writable array of shape {shape}")
+    if out.shape != tuple(shape) or out.dtype != like.dtype or not is_writable(out):
+        raise ConfigError(
+            f"out has shape {out.shape} and dtype {out.dtype}; expected a writable array of shape "
+            f"{tuple(shape)} and dtype {like.dtype}"
+        )
     copy_into(out, block)
     return out

@@ -65,6 +65,8 @@ def resolve(op, dtype: np.dtype) -> Reduction:
 
 
 def _resolve_ufunc(ufunc: np.ufunc, dtype: np.dtype) -> Reduction:
+    if dtype.hasobject:
+        raise ConfigError(f"elements of dtype {dtype} are Python objects; convert them to numbers")
     if ufunc.nin != 2 or ufunc.nout != 1:
         raise ConfigError(f"op {ufunc.__name__!r} is not a binary ufunc (two inputs, one output)")
     work = work_dtype(dtype)

@@ -17,6 +17,7 @@ from .reductions import finish_mean, native_op, resolve
 from .transfer import (
     check_counts,
     check_root,
+    element_name,
     exchange_lengths,
     from_root,
     prepared,
@@ -52,7 +53,8 @@ def broadcast(comm, x, *, root=0, algorithm="auto"):
     if not is_writable(x):
         raise ConfigError(f"array of shape {x.shape} is read-only; broadcast writes it in place")
     name = "tree" if algorithm == algorithms.MEASURED else algorithm
-    signature = Signature("broadcast", x.dtype.name, str(x.shape), "", name, f"root={root}")
+    dtype = element_name(x.dtype)
+    signature = Signature("broadcast", dtype, str(x.shape), "", name, f"root={root}")
     if comm.size == 1:
         context.begin(signature)
         return x
@@ -137,9 +139,11 @@ def gather(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
     check_root(root, comm.size)
     rows, width = _rows(x)
     name = "direct" if algorithm == algorithms.MEASURED else algorithm
-    signature = Signature("gather", x.dtype.name, f"(*, {x.shape[1:]})", "", name, f"root={root}")
-    counts = tuple(counts) if counts is not None else exchange_lengths(context, signature, rows)
-    check_counts(counts, None, comm.size)
+    dtype = element_name(x.dtype)
+    signature = Signature("gather", dtype, f"(*, {x.shape[1:]})", "", name, f"root={root}")
+    if counts is None:
+        counts = exchange_lengths(context, signature, rows)
+    counts = check_counts(counts, None, comm.size)
     if counts[comm.rank] != rows:
         raise ConfigError(
             f"rank {comm.rank} has a block of {rows} rows, counts say {counts[comm.rank]}"
@@ -198,14 +202,13 @@ def scatter(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
     check_root(root, comm.size)
     name = "direct" if algorithm == algorithms.MEASURED else algorithm
     signature = Signature("scatter", "", "", "", name, f"root={root}")
-    x = as_array(x) if comm.rank == root else None
-    dtype, shape, counts = _announce(context, signature, x, counts, root)
+    dtype, shape, counts, x = _announce(context, signature, x, counts, root)
     width = int(np.prod(shape[1:], dtype=np.int64))
     elements = [count * width for count in counts]
     bounds = bounds_of(elements)
     mine = slice(bounds[comm.rank], bounds[comm.rank + 1])
     signature = Signature(
-        "scatter", dtype.name, str(shape), "", name, f"root={root} counts={counts}"
+        "scatter", element_name(dtype), str(shape), "", name, f"root={root} counts={counts}"
     )
     if comm.rank == root:
         vector = whole = _packed(x)
@@ -274,28 +277,34 @@ def _native(context: Context, signature: Signature, nbytes: int) -> None:
 
 
 _CODES = "?bBhHiIlLqQefdgFDG"
+_MOST_AXES = 64
 
 
 def _announce(context: Context, signature: Signature, x, counts, root: int):
-    """Tell all ranks dtype, shape and counts of the root's array. Collective."""
-    facts = np.full(16, -1, np.int64)
+    """Tell all ranks dtype, shape and counts of the root's array. Collective.
+
+    Returns them, and on the root the array.
+    """
+    facts = np.full(3 + _MOST_AXES, -1, np.int64)
     size = context.size
     lengths = np.zeros(size, np.int64)
     problem = None
     if context.rank == root:
         try:
+            x = as_array(x)
             rows, _ = _rows(x)
-            counts = BlockPartition(rows, size).counts() if counts is None else list(counts)
-            check_counts(counts, rows, size)
+            counts = BlockPartition(rows, size).counts() if counts is None else counts
+            lengths[:] = check_counts(counts, rows, size)
             if x.dtype.char not in _CODES:
                 raise ConfigError(f"cannot scatter elements of dtype {x.dtype}")
-            facts[: 2 + x.ndim] = [_CODES.index(x.dtype.char), x.ndim, *x.shape]
-            lengths[:] = counts
+            code = _CODES.index(x.dtype.char)
+            facts[: 3 + x.ndim] = [code, x.dtype.isnative, x.ndim, *x.shape]
         except ConfigError as error:
             problem = error
     from_root(context, signature, facts, root)
     if facts[0] < 0:
         raise problem or ConfigError(f"scatter: rank {root} (root) refused its array")
     from_root(context, signature, lengths, root)
-    shape = tuple(int(n) for n in facts[2 : 2 + int(facts[1])])
-    return np.dtype(_CODES[int(facts[0])]), shape, tuple(int(n) for n in lengths)
+    dtype = np.dtype(_CODES[int(facts[0])])
+    shape = tuple(int(n) for n in facts[3 : 3 + int(facts[2])])
+    return dtype if facts[1] else dtype.newbyteorder(), shape, tuple(map(int, lengths)), x

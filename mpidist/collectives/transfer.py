@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -79,12 +80,31 @@ def from_root(context: Context, signature: Signature, values: np.ndarray, root: 
     return values
 
 
-def check_counts(counts: Sequence[int], total: int | None, size: int) -> None:
-    """Raise ConfigError unless `counts` are `size` lengths that add up to `total`. Local."""
+def element_name(dtype: np.dtype) -> str:
+    """Name elements whose bytes travel as they are, for a signature. Local.
+
+    Swapped bytes are part of the name: the receiver would read other numbers. References to
+    Python objects mean nothing in another process: ConfigError.
+    """
+    if dtype.hasobject:
+        raise ConfigError(f"elements of dtype {dtype} are Python objects; convert them to numbers")
+    return dtype.name if dtype.isnative and not dtype.names else str(dtype)
+
+
+def check_counts(counts: Sequence[int], total: int | None, size: int) -> tuple[int, ...]:
+    """Return `counts` as plain integers; ConfigError unless they are `size` lengths. Local.
+
+    Where `total` is given they must add up to it.
+    """
+    try:
+        counts = tuple(operator.index(count) for count in counts)
+    except TypeError:
+        raise ConfigError(f"counts={counts!r}: expected {size} whole numbers") from None
     if len(counts) != size or any(count < 0 for count in counts):
-        raise ConfigError(f"counts={tuple(counts)}: expected {size} lengths of 0 or more")
+        raise ConfigError(f"counts={counts}: expected {size} lengths of 0 or more")
     if total is not None and sum(counts) != total:
-        raise ConfigError(f"counts={tuple(counts)} add up to {sum(counts)}, expected {total} rows")
+        raise ConfigError(f"counts={counts} add up to {sum(counts)}, expected {total} rows")
+    return counts
 
 
 def check_root(root: int, size: int) -> None:

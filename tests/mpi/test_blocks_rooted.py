@@ -5,7 +5,7 @@ import pytest
 
 import mpidist as md
 from mpidist.collectives import executor
-from mpidist.errors import ConfigError
+from mpidist.errors import ConfigError, MismatchError
 
 SIZES = (1, 2, 3, 5, 8)
 
@@ -116,9 +116,53 @@ def test_reduce_scatter_then_allgather_is_allreduce(comm):
     np.testing.assert_array_equal(halves, md.allreduce(comm, x.copy(), algorithm="ring"))
 
 
+@pytest.mark.ranks(3)
+def test_swapped_bytes(comm):
+    """Elements of the other byte order keep it; ranks that differ in it are told."""
+    whole = np.arange(6, dtype=">f8")
+    for name in ("auto", "native"):
+        x = whole if comm.rank == 1 else None
+        block = md.scatter(comm, x, root=1, algorithm=name)
+        np.testing.assert_array_equal(block, whole[2 * comm.rank : 2 * comm.rank + 2])
+        np.testing.assert_array_equal(md.allgather(comm, block, algorithm=name), whole)
+    with pytest.raises(MismatchError, match="float64"):
+        md.broadcast(comm, np.zeros(3, ">f8" if comm.rank else "<f8"))
+
+
+@pytest.mark.ranks(2)
+def test_a_block_does_not_hold_the_whole(comm):
+    block = md.reduce_scatter(comm, np.ones(1000))
+    assert block.base is None or block.base.nbytes == block.nbytes
+
+
+@pytest.mark.ranks(2)
+def test_counts_may_be_any_integers(comm):
+    """NumPy's integers on one rank and Python's on the other are the same operation."""
+    counts = np.array([2, 1]) if comm.rank else [2, 1]
+    x = np.full(2 - comm.rank, comm.rank)
+    assert md.allgather(comm, x, counts=counts).tolist() == [0, 0, 1]
+    assert md.reduce_scatter(comm, np.ones(3), counts=counts).tolist() == [2.0] * x.size
+
+
+@pytest.mark.ranks(2)
+def test_references_do_not_travel(comm):
+    x = np.array(["a", None], object)
+    for call in (md.broadcast, md.allgather, md.gather, md.scatter):
+        with pytest.raises(ConfigError, match=r"object|refused"):
+            call(comm, x)
+    with pytest.raises(ConfigError, match="Python objects"):
+        md.allreduce(comm, x, np.add)
+
+
 @pytest.mark.ranks(2)
 def test_bad_input(comm):
     x = np.zeros((4, 2))
+    with pytest.raises(ConfigError, match="expected 2 whole numbers"):
+        md.reduce_scatter(comm, x, counts=[2.0, 2.0])
+    with pytest.raises(ConfigError, match=r"expected a writable array .* dtype float64"):
+        md.allgather(comm, x, out=np.zeros((8, 2), np.float32))
+    with pytest.raises(ConfigError, match=r"got list|refused"):
+        md.scatter(comm, [1, 2] if comm.rank == 0 else None)
     with pytest.raises(ConfigError, match="add up to 3, expected 4"):
         md.reduce_scatter(comm, x, counts=[1, 2])
     with pytest.raises(ConfigError, match="expected 2 lengths"):
