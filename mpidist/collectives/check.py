@@ -13,15 +13,51 @@ from collections.abc import Callable, Sequence
 from ..partition import bounds_of
 from .schedule import COPY, RECV, SEND, Step, extent, length, split_messages, without_empty
 
-Value = tuple | int | None
+#: A rank (its own value), the number of a sum made by `Sums`, or nothing yet.
+Value = int | None
+
+
+class Sums:
+    """Gives every sum of two values a number, the same one each time: equal numbers, equal bits."""
+
+    _FIRST = 1 << 20
+
+    def __init__(self):
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._pairs: list[tuple[int, int]] = []
+        self._ranks: dict[int, list[int]] = {}
+
+    def add(self, left: int, right: int) -> int:
+        """Return the number of ``left op right``."""
+        pair = (left, right)
+        number = self._numbers.get(pair)
+        if number is None:
+            number = self._numbers[pair] = self._FIRST + len(self._pairs)
+            self._pairs.append(pair)
+        return number
+
+    def ranks(self, value: Value) -> list[int]:
+        """Ranks whose values were added into `value`, left to right."""
+        if value is None:
+            return []
+        if value < self._FIRST:
+            return [value]
+        if value not in self._ranks:
+            # Operands are older than their sum, so going up in age needs no recursion.
+            for number in range(self._FIRST + len(self._ranks), value + 1):
+                left, right = self._pairs[number - self._FIRST]
+                self._ranks[number] = self.ranks(left) + self.ranks(right)
+        return self._ranks[value]
 
 
 class ScheduleError(AssertionError):
     """A schedule is wrong; the message says which rank, step or element."""
 
 
-def run(programs: Sequence[list[Step]], vectors: Sequence[Sequence[Value]]) -> list[list]:
-    """Execute all programs on symbolic vectors; returns the memories at the end.
+def run(
+    programs: Sequence[list[Step]], vectors: Sequence[Sequence[Value]]
+) -> tuple[list[list], Sums]:
+    """Execute all programs on symbolic vectors; returns the memories at the end, and the sums.
 
     Sends do not block; a receive waits for its message. In-order execution that ends proves that
     the executor, which only starts steps earlier than that, ends as well.
@@ -31,13 +67,14 @@ def run(programs: Sequence[list[Step]], vectors: Sequence[Sequence[Value]]) -> l
         [*v] + [None] * (extent(p, n) - len(v)) for v, p in zip(vectors, programs, strict=True)
     ]
     wires: dict[tuple[int, int], deque] = {}
+    sums = Sums()
     cursor = [0] * len(programs)
     moved = True
     while moved:
         moved = False
         for rank, steps in enumerate(programs):
             while cursor[rank] < len(steps):
-                if not _execute(rank, steps[cursor[rank]], memory[rank], wires):
+                if not _execute(rank, steps[cursor[rank]], memory[rank], wires, sums):
                     break
                 cursor[rank] += 1
                 moved = True
@@ -47,10 +84,10 @@ def run(programs: Sequence[list[Step]], vectors: Sequence[Sequence[Value]]) -> l
     left = {pair: len(queue) for pair, queue in wires.items() if queue}
     if left:
         raise ScheduleError(f"messages nobody received: {left}")
-    return memory
+    return memory, sums
 
 
-def _execute(rank: int, step: Step, memory: list, wires: dict) -> bool:
+def _execute(rank: int, step: Step, memory: list, wires: dict, sums: Sums) -> bool:
     (a, b), (c, d) = step.source, step.target
     if step.kind == SEND:
         wires.setdefault((rank, step.peer), deque()).append(memory[a:b])
@@ -71,21 +108,8 @@ def _execute(rank: int, step: Step, memory: list, wires: dict) -> bool:
             pair = (memory[j], memory[i]) if step.kind == "reduce" else (memory[i], memory[j])
             if None in pair:
                 raise ScheduleError(f"rank {rank}: {step} reads an element nobody wrote")
-            memory[j] = pair
+            memory[j] = sums.add(*pair)
     return True
-
-
-def contributions(value: Value) -> list[int]:
-    """Ranks whose values were added into an element, left to right."""
-    found: list[int] = []
-    stack = [value]
-    while stack:
-        top = stack.pop()
-        if isinstance(top, tuple):
-            stack += [top[1], top[0]]
-        elif top is not None:
-            found.append(top)
-    return found
 
 
 def programs(build: Callable, size: int, *args, limit: int | None = None, **kwargs):
@@ -99,12 +123,12 @@ def programs(build: Callable, size: int, *args, limit: int | None = None, **kwar
 
 def check_allreduce(build: Callable, size: int, n: int, **kwargs) -> None:
     """Every element, everywhere: each rank exactly once, and the same order of additions."""
-    memory = run(programs(build, size, n, **kwargs), [[rank] * n for rank in range(size)])
+    memory, sums = run(programs(build, size, n, **kwargs), [[rank] * n for rank in range(size)])
     everyone = list(range(size))
     for element in range(n):
         first = memory[0][element]
-        if sorted(contributions(first)) != everyone:
-            raise ScheduleError(f"element {element} on rank 0 holds {contributions(first)}")
+        if sorted(sums.ranks(first)) != everyone:
+            raise ScheduleError(f"element {element} on rank 0 holds {sums.ranks(first)}")
         for rank in range(1, size):
             if memory[rank][element] != first:
                 raise ScheduleError(f"element {element} of rank {rank} is added in another order")
@@ -113,10 +137,11 @@ def check_allreduce(build: Callable, size: int, n: int, **kwargs) -> None:
 def check_reduce_scatter(build: Callable, size: int, counts: Sequence[int], **kwargs) -> None:
     """Block r on rank r: each rank exactly once."""
     bounds = bounds_of(counts)
-    memory = run(programs(build, size, counts, **kwargs), [[r] * bounds[-1] for r in range(size)])
+    start = [[r] * bounds[-1] for r in range(size)]
+    memory, sums = run(programs(build, size, counts, **kwargs), start)
     for rank in range(size):
         for element in range(bounds[rank], bounds[rank + 1]):
-            if sorted(contributions(memory[rank][element])) != list(range(size)):
+            if sorted(sums.ranks(memory[rank][element])) != list(range(size)):
                 raise ScheduleError(f"element {element} of block {rank} is not the full sum")
 
 
@@ -124,7 +149,7 @@ def check_allgather(build: Callable, size: int, counts: Sequence[int], **kwargs)
     """Every block on every rank is its owner's."""
     bounds = bounds_of(counts)
     owner = [r for r in range(size) for _ in range(counts[r])]
-    memory = run(
+    memory, _ = run(
         programs(build, size, counts, **kwargs),
         [[r if owner[e] == r else None for e in range(bounds[-1])] for r in range(size)],
     )
@@ -136,7 +161,7 @@ def check_allgather(build: Callable, size: int, counts: Sequence[int], **kwargs)
 def check_broadcast(build: Callable, size: int, n: int, root: int) -> None:
     """Every rank ends with the root's vector."""
     start = [[root if r == root else None] * n for r in range(size)]
-    memory = run(programs(build, size, n, root=root), start)
+    memory, _ = run(programs(build, size, n, root=root), start)
     for rank in range(size):
         if memory[rank][:n] != [root] * n:
             raise ScheduleError(f"rank {rank} did not get the vector of rank {root}")
@@ -144,9 +169,10 @@ def check_broadcast(build: Callable, size: int, n: int, root: int) -> None:
 
 def check_reduce(build: Callable, size: int, n: int, root: int) -> None:
     """The root ends with each rank exactly once."""
-    memory = run(programs(build, size, n, root=root), [[rank] * n for rank in range(size)])
+    start = [[rank] * n for rank in range(size)]
+    memory, sums = run(programs(build, size, n, root=root), start)
     for element in range(n):
-        if sorted(contributions(memory[root][element])) != list(range(size)):
+        if sorted(sums.ranks(memory[root][element])) != list(range(size)):
             raise ScheduleError(f"element {element} on root {root} is not the full sum")
 
 
@@ -155,7 +181,7 @@ def check_gather(build: Callable, size: int, counts: Sequence[int], root: int) -
     bounds = bounds_of(counts)
     owner = [r for r in range(size) for _ in range(counts[r])]
     start = [[r if owner[e] == r else None for e in range(bounds[-1])] for r in range(size)]
-    memory = run(programs(build, size, counts, root=root), start)
+    memory, _ = run(programs(build, size, counts, root=root), start)
     if memory[root][: bounds[-1]] != owner:
         raise ScheduleError(f"root {root} did not gather all blocks")
 
@@ -165,7 +191,7 @@ def check_scatter(build: Callable, size: int, counts: Sequence[int], root: int) 
     bounds = bounds_of(counts)
     whole: list[Value] = list(range(bounds[-1]))
     start = [whole[:] if r == root else [None] * bounds[-1] for r in range(size)]
-    memory = run(programs(build, size, counts, root=root), start)
+    memory, _ = run(programs(build, size, counts, root=root), start)
     for rank in range(size):
         block = slice(bounds[rank], bounds[rank + 1])
         if memory[rank][block] != whole[block]:

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import shutil
-import sys
 
 import pytest
 from checkpoint_solo import Solo, equal, state_of
@@ -296,7 +295,3 @@ def test_damage_between_check_and_read_is_found(copy, monkeypatch):
         step, state = store.restore(like)
     assert step == 1
     assert equal(state, state_of(1))
-
-
-def test_no_mpi_was_imported():
-    assert "mpi4py" not in sys.modules
