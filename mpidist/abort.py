@@ -70,6 +70,10 @@ def install_hook(comm: MPI.Comm) -> None:
         _farewell = comm.Dup()
         sys.exit = _recording_exit
         atexit.register(_leave)
+        # After the Dup all ranks have left MPI_Init, where MPICH's ranks map their common memory.
+        # Its name is of no use from then on, and would outlive a job that is killed as a whole.
+        # Open MPI's ranks map each other's later, and its daemons clean up.
+        unlink_segments(_SEGMENTS[:1])
 
 
 # ---------------------------------------------------------------------------- uncaught exceptions
@@ -119,18 +123,18 @@ def _end_job(error: BaseException, show_traceback) -> None:
             _leave_alone(code)
 
 
-def unlink_segments() -> None:
+def unlink_segments(prefixes: tuple[str, ...] = _SEGMENTS) -> None:
     """Remove the names of the shared memory that the MPI library of this process has made. Local.
 
-    For a process that is about to be killed: MPICH leaves megabytes in /dev/shm behind a job that
-    was aborted. The memory itself stays with whoever has it mapped.
+    For a process that may be killed, or is about to be: MPICH leaves megabytes in /dev/shm behind
+    a job that was aborted. The memory itself stays with whoever has it mapped.
     """
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return
     for path in {Path(line.split()[-1]) for line in maps.splitlines() if "/dev/shm/" in line}:
-        if path.name.startswith(_SEGMENTS):
+        if path.name.startswith(prefixes):
             with contextlib.suppress(OSError):
                 path.unlink()
 
