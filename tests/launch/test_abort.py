@@ -88,9 +88,14 @@ def run(program, n, what, ranks="range(9)"):
     # From the failure on: how long the launcher needs to start depends on who else is working.
     assert ended - float(result.stdout.split("fails at")[1].split()[0]) < 5, result.stderr
     # However it ended: the memory that the MPI library shared has no name any more.
-    segments = re.findall(r"<segment (/dev/shm/[^>]+)>", result.stdout)
-    assert [path for path in segments if Path(path).exists()] == []
+    assert left_behind(result) == []
     return result
+
+
+def left_behind(result):
+    """Names of shared memory that the program had, and that are there without it."""
+    segments = re.findall(r"<segment (/dev/shm/[^>]+)>", result.stdout)
+    return [path for path in segments if Path(path).exists()]
 
 
 def said(result, text):
@@ -141,6 +146,15 @@ def test_bad_input_without_a_launcher(program):
     result = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert result.returncode == 2
     assert result.stderr == CONFIG
+    assert left_behind(result) == []
+
+
+def test_an_ordinary_end_without_a_launcher(program):
+    """Open MPI alone would leave its shared memory behind."""
+    command = [sys.executable, program, "none", "[0]"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert left_behind(result) == []
 
 
 def test_one_rank_keeps_python_s_own_traceback(program):
