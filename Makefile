@@ -58,10 +58,10 @@ test-unit: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/unit $(PYTEST_ARGS)
 
 test-mpi: $(VENV)/.test
-	$(EXEC) $(RANKS) $(BIN)/python -m pytest -q tests/mpi $(PYTEST_ARGS)
+	$(EXEC) $(RANKS) $(BIN)/python -m pytest -q --capture=sys tests/mpi $(PYTEST_ARGS)
 
 test-%: $(VENV)/.test
-	$(EXEC) $* $(BIN)/python -m pytest -q tests/mpi $(PYTEST_ARGS)
+	$(EXEC) $* $(BIN)/python -m pytest -q --capture=sys tests/mpi $(PYTEST_ARGS)
 
 test-launch: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/launch $(PYTEST_ARGS)
@@ -76,7 +76,7 @@ test-net: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/cluster -m network $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.test
-	$(EXEC) 2 $(BIN)/python -m pytest -q tests/mpi -k cupy $(PYTEST_ARGS)
+	$(EXEC) 2 $(BIN)/python -m pytest -q --capture=sys tests/mpi -k cupy $(PYTEST_ARGS)
 
 test-floor:
 	$(MAKE) VENV=.venv-floor .venv-floor/.test
@@ -94,7 +94,7 @@ bench: $(VENV)/.run
 	$(EXEC) 6 $(BIN)/mpidist bench ps
 
 soak: $(VENV)/.test
-	$(EXEC) 4 $(BIN)/python -m pytest -q tests/soak $(PYTEST_ARGS)
+	$(EXEC) 4 $(BIN)/python tests/launch/programs/soak.py 300
 
 docs: $(VENV)/bin/python
 	$(BIN)/python -m pip install -q -e ".[docs]"
