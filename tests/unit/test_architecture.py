@@ -1,6 +1,7 @@
 """docs/architecture.md, checked: floors, cycles, one door to each hard thing, short files."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -189,6 +190,15 @@ def test_comm_world_is_the_job_and_nothing_else():
     found = users(lambda n: isinstance(n, ast.Attribute) and n.attr == "COMM_WORLD")
     allowed = ("cli/", "abort.py", "launch.py", "elastic/watch.py", "testing/gpu_probe.py")
     assert outside(found, *(f"mpidist/{a}" for a in allowed)) == {}
+
+
+def test_own_algorithms_are_point_to_point():
+    """R29: what runs a schedule knows Isend and Irecv and none of MPI's collectives."""
+    tree = TREES["mpidist/collectives/executor.py"]
+    called = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert called >= {"Isend", "Irecv"}
+    assert not {name for name in called if re.match(r"I?(all|bcast|reduce|gather|scatter|barr)",
+                                                    name, re.IGNORECASE)}  # fmt: skip
 
 
 def test_files_are_short():
