@@ -96,7 +96,7 @@ def test_what_a_run_leaves(tmp_path):
 
 
 def test_signal_then_plain_rerun(tmp_path):
-    """R47, R106: exit code 75, and the same command again ends with the undisturbed bits."""
+    """R44, R47, R106: code 75, and the same command again ends with the undisturbed bits."""
     (tmp_path / "job.toml").write_text(JOB)
     undisturbed = train(tmp_path, 3, "--set", "out=undisturbed")
     assert undisturbed["steps"] == 1500

@@ -137,7 +137,7 @@ def test_missing_file(files, tmp_path):
 
 @pytest.mark.parametrize("compressed", [False, True])
 def test_every_truncation_is_found(files, tmp_path, compressed):
-    """A file cut anywhere is refused with the bytes expected and found."""
+    """R42: a file cut anywhere is refused with the bytes expected and found."""
     (path, _), _, _ = files
     whole = path.read_bytes()
     stored = gzip.compress(whole) if compressed else whole

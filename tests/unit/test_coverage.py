@@ -1,0 +1,72 @@
+"""docs/coverage.md names tests and pages that exist, and every row that is said to be settled."""
+
+import ast
+import re
+from functools import lru_cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "coverage.md").read_text(encoding="utf-8")
+ROWS = [
+    (int(match[1]), match[2], re.findall(r"`([^`]+)`", match[3]))
+    for match in re.finditer(r"^\| R(\d+) \| (.*?) \| (.*) \|$", PAGE, re.MULTILINE)
+]
+
+#: "Core and collectives" but R79 and R101, then the rest of the first release.
+SETTLED = {
+    1, 13, 15, 27, 29, 30, 31, 32, 33, 34, 35, 37, 38, 40, 64, 73, 74, 76, 78, 81, 109, 117, 123,
+    124, 149, 152,
+    4, 5, 6, 7, 12, 17, 18, 19, 20, 22, 39, 66, 67, 68, 71, 151,
+    42, 44, 52, 53, 143, 90, 95, 97, 98, 144,
+}  # fmt: skip
+
+
+@lru_cache
+def functions(file: str) -> set[str]:
+    """Names of the functions that a file defines, without importing it."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_row_is_read():
+    assert len(ROWS) == len(re.findall(r"^\| R\d+", PAGE, re.MULTILINE)) > 60
+
+
+def test_no_row_twice():
+    numbers = [number for number, _, _ in ROWS]
+    assert sorted(numbers) == sorted(set(numbers))
+
+
+def test_every_row_that_is_due_is_there():
+    assert SETTLED - {number for number, _, _ in ROWS} == set()
+
+
+def test_every_reference_exists():
+    wrong = []
+    for number, _, references in ROWS:
+        if not references:
+            wrong.append(f"R{number}: nothing settles it")
+        for reference in references:
+            file, test, name = reference.partition("::")
+            page, anchor, heading = reference.partition("#")
+            if test:
+                good = name.startswith("test_") and (ROOT / file).is_file()
+                good = good and name in functions(file)
+            else:
+                good = bool(anchor) and (ROOT / page).is_file()
+                pattern = rf"^#+ {re.escape(heading)}$"
+                good = good and bool(re.search(pattern, (ROOT / page).read_text(), re.MULTILINE))
+            if not good:
+                wrong.append(f"R{number}: no {reference}")
+    assert wrong == []
+
+
+def test_a_test_quotes_the_row_it_settles():
+    """At least one of the files that settle a row names its number, so that grep finds it."""
+    silent = []
+    for number, _, references in ROWS:
+        files = {r.partition("::")[0] for r in references if "::" in r}
+        texts = [(ROOT / file).read_text(encoding="utf-8") for file in files]
+        if files and not any(re.search(rf"\bR{number}\b", text) for text in texts):
+            silent.append(f"R{number}: {sorted(files)}")
+    assert silent == []
