@@ -97,7 +97,7 @@ soak: $(VENV)/.test
 	$(EXEC) 4 $(BIN)/python tests/launch/programs/soak.py 300
 
 docs: $(VENV)/bin/python
-	$(BIN)/python -m pip install -q -e ".[docs]"
+	$(BIN)/python -m pip install -q -e ".[$(MPI),docs]"
 	$(BIN)/sphinx-build -W -q docs docs/_build
 
 clean:

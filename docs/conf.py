@@ -1,12 +1,11 @@
 """Sphinx configuration: ``make docs``."""
 
-from importlib.metadata import version
+import importlib.metadata
 
 project = "mpidist"
 author = "the mpidist authors"
-release = version("mpidist")
-extensions = ["myst_parser", "sphinx.ext.autodoc", "numpydoc"]
-numpydoc_show_class_members = False
+release = importlib.metadata.version("mpidist")
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "pydata_sphinx_theme"
 exclude_patterns = ["_build"]
 autodoc_mock_imports = ["cupy"]

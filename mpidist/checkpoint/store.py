@@ -59,7 +59,7 @@ class CheckpointStore:
             neither is there.
         state : dict
             Nested dicts with string keys. Arrays are replicated state: equal on the ranks that
-            have them, written once. `Shard`s are pieces, which must tile their global array.
+            have them, written once. shards are pieces, which must tile their global array.
             JSON values (extras) must be equal on the ranks that have them.
 
         Raises
@@ -93,7 +93,7 @@ class CheckpointStore:
         ----------
         like : dict, optional
             A state of this model on these ranks, in any layout: its arrays, and those of its
-            `Shard`s, are filled in place and returned in new dicts, with the extras that were
+            shards, are filled in place and returned in new dicts, with the extras that were
             saved. Extras that the checkpoint does not have keep their value. None gives every
             rank every array whole.
         step : int, optional
