@@ -20,6 +20,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from ..errors import ConfigError, MpidistError
@@ -29,6 +30,8 @@ from .slurm_files import configure
 
 #: What apt-get has to install on Debian and Ubuntu.
 PACKAGES = "slurm-wlm munge libpmix2"
+#: Seconds between Slurm's looks at time limits; a constant in its source.
+LIMIT_CHECK_EVERY = 30
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 
 
@@ -76,7 +79,7 @@ class SlurmCluster:
     def submit(
         self,
         script: str | os.PathLike,
-        *args: str,
+        *args: str | os.PathLike,
         env: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
         cwd: str | os.PathLike | None = None,
@@ -88,7 +91,7 @@ class SlurmCluster:
     def sbatch(
         self,
         script: str | os.PathLike,
-        *args: str,
+        *args: str | os.PathLike,
         env: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
         cwd: str | os.PathLike | None = None,
@@ -145,6 +148,18 @@ class SlurmCluster:
                     f"({job.fields.get('Reason')}); its output:\n{job.output[-4000:]}"
                 )
             time.sleep(0.2)
+
+    def next_limit_check(self) -> float:
+        """Seconds until Slurm next looks at time limits and sends ``--signal``. Local.
+
+        It does so every 30 s, and sends a signal up to 30 s too early rather than too late: the
+        signal of a job that is within 30 s of its due time comes exactly then.
+        """
+        log = (self.logs / "slurmctld.log").read_text(errors="replace")
+        # The first look comes a whole interval after the start.
+        seen = re.findall(r"\[(\S+)\] (?:debug2: Testing job time limits|Running as primary)", log)
+        since = (datetime.now() - datetime.fromisoformat(seen[-1])).total_seconds()
+        return LIMIT_CHECK_EVERY - since % LIMIT_CHECK_EVERY
 
 
 def unavailable() -> str | None:

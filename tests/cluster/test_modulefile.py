@@ -5,13 +5,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from interpreters import ROOT
+from interpreters import ROOT, job_environment
 
 INIT = next(
     (p for p in map(Path, ("/usr/share/lmod/lmod/init/bash", "/etc/profile.d/lmod.sh"))
      if p.exists()), None,
 )  # fmt: skip
-pytestmark = pytest.mark.skipif(INIT is None, reason="no Lmod: apt-get install lmod")
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.skipif(INIT is None, reason="no Lmod: apt-get install lmod"),
+]
 
 
 def shell(commands, **variables):
@@ -65,3 +68,25 @@ def test_without_an_mpi_it_asks_for_one(tmp_path):
     assert "loaded" not in done.stdout
     assert "At least" in done.stderr
     assert "openmpi" in done.stderr
+
+
+def test_site_line_of_a_batch_script(cluster, openmpi, tmp_path):
+    """R91: the commented line of the batch scripts is all that a site with the module needs."""
+    text = (ROOT / "jobs" / "allreduce.sbatch").read_text()
+    line = "# module load mpidist"
+    assert line in text
+    script = tmp_path / "allreduce.sbatch"
+    script.write_text(
+        text.replace(line, f". {INIT}; module use {ROOT}/jobs/modulefiles\n{line[2:]}")
+    )
+    env = {
+        **job_environment(openmpi),
+        "PATH": "/usr/bin:/bin",
+        "MPIDIST_PREFIX": prefix_of(openmpi),
+    }
+    job = cluster.sbatch(
+        *(script, ROOT / "jobs" / "digits.toml", "--set", "steps=2", "--set", "optimizer.lr=0.02"),
+        options=["--ntasks-per-node=1"], env=env, cwd=tmp_path, timeout=120,
+    )  # fmt: skip
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), job.output
+    assert "4 ranks on 4 hosts" in job.output
