@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from ..data import Sampler
+from ..data import Position, Sampler
 from ..errors import ConfigError
 
 
-def last_step(epochs: int | None, steps: int | None, sampler: Sampler) -> int:
-    """Return the number of steps of a whole run. Local."""
+def last_step(
+    epochs: int | None,
+    steps: int | None,
+    sampler: Sampler,
+    step: int = 0,
+    position: Position | None = None,
+) -> int:
+    """Return the number of steps of a whole run that stands at `step` and `position`. Local.
+
+    Epochs are counted in samples: a run that goes on with another global batch ends with them.
+    """
     if (epochs is None) == (steps is None):
         raise ConfigError(f"epochs={epochs}, steps={steps}: give one of the two")
     name, value = ("steps", steps) if epochs is None else ("epochs", epochs)
     if value is None or isinstance(value, bool) or int(value) != value or value < 1:
         raise ConfigError(f"{name}={value!r}: expected a whole number of 1 or more")
-    return int(value) if name == "steps" else int(value) * sampler.steps_per_epoch
+    if name == "steps":
+        return int(value)
+    epoch, offset = position or Position()
+    if epoch >= value:
+        return step
+    rest = -(-(sampler.count - offset) // sampler.global_batch)
+    return step + rest + (int(value) - epoch - 1) * sampler.steps_per_epoch
+
+
+def check_whole(**values: int | None) -> None:
+    """Raise ConfigError for a number of steps that is none; None is no number at all. Local."""
+    for name, value in values.items():
+        whole = value is None or (isinstance(value, int) and not isinstance(value, bool))
+        if not whole or (value is not None and value < 1):
+            raise ConfigError(f"{name}={value!r}: expected a whole number of 1 or more, or None")
 
 
 def check_batch(global_batch: int, workers: int) -> None:

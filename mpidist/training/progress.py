@@ -107,8 +107,10 @@ class Progress:
         """Save this step, unless it is saved. Collective over the workers; servers follow."""
         if self.store is None or self.saved_step == self.step:
             return
-        self._average_model_state()
+        # Only after the point where all have arrived may workers wait for each other alone: servers
+        # on their ranks would not serve those that are still on their way.
         self.exchange.save_point(self.step)
+        self.average_model_state()
         self.save(self.step)
 
     def save(self, step: int) -> None:
@@ -117,8 +119,11 @@ class Progress:
         self.saved_step = step
         events.emit("checkpoint", step=step)
 
-    def _average_model_state(self) -> None:
-        # Running statistics differ from rank to rank; what is saved is their mean.
+    def average_model_state(self) -> None:
+        """Make the model's state the mean of all workers'. Collective over the workers.
+
+        Running statistics differ from rank to rank; what is saved and evaluated is their mean.
+        """
         for array in getattr(self.model, "state", {}).values():
             if array.dtype.kind == "f":
                 allreduce(self.exchange.workers, array, "mean")
@@ -149,7 +154,7 @@ class Progress:
                 raise
             return
         facts = state["run"]
-        if facts["seed"] != self.sampler.seed and not self.exchange.dedicated:
+        if facts["seed"] != self.sampler.seed:
             raise ConfigError(
                 f"the checkpoint in {self.store.path} was made with seed {facts['seed']}, this run "
                 f"has seed {self.sampler.seed}: the data order would change; use the same seed"
@@ -176,4 +181,5 @@ class Progress:
             error.everywhere = True
             raise error
         if mine[2] and watcher.should_stop(self.step):
+            watcher.state = None  # `checkpoint` has saved this step, and servers are gone by now
             watcher.leave(self.step)

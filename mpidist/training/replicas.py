@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from math import prod
 
+import numpy as np
+
 from ..arrays import array_module
 from ..collectives.allreduce import allreduce
 from ..collectives.rooted import broadcast
+from ..errors import ConfigError
 
 _EXTRAS = 2
 
@@ -33,12 +36,14 @@ class Replicas:
             broadcast(comm, array)
         self.optimizer_state = optimizer.init(model.parameters)
         self.gradients, self.flat = flat_views(model.parameters)
+        self._views = dict(self.gradients)
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
         """Turn local mean gradients into the global mean; returns (global loss, stop). Collective.
 
         `samples` of the `total` samples of this step were this rank's.
         """
+        check_in_place(self.gradients, self._views)
         share = samples / total
         for vector in self.flat:
             vector *= share
@@ -72,16 +77,20 @@ class Replicas:
 def flat_views(parameters: dict) -> tuple[dict, list]:
     """Return (gradients, vectors): a view per parameter into one zeroed vector per dtype. Local.
 
-    The first vector has room for `_EXTRAS` further numbers at its end.
+    The first vector has room for `_EXTRAS` further numbers at its end. It is one of the widest
+    real type, and of float32 at least, if need be for them alone: a loss in float16 would overflow.
     """
     groups: dict = {}
     for name, array in parameters.items():
         groups.setdefault(array.dtype, []).append(name)
+    wide = [dtype for dtype in groups if dtype.kind == "f" and dtype.itemsize >= 4]
+    first = max(wide, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
+    groups = {first: groups.pop(first, []), **groups}
+    xp = array_module(next(iter(parameters.values())))
     gradients: dict = {}
     vectors: list = []
     for dtype, names in groups.items():
         sizes = [prod(parameters[name].shape) for name in names]
-        xp = array_module(parameters[names[0]])
         vector = xp.zeros(sum(sizes) + (0 if vectors else _EXTRAS), dtype)
         start = 0
         for name, size in zip(names, sizes, strict=True):
@@ -89,3 +98,16 @@ def flat_views(parameters: dict) -> tuple[dict, list]:
             start += size
         vectors.append(vector)
     return {name: gradients[name] for name in parameters}, vectors
+
+
+def check_in_place(gradients: dict, views: dict) -> None:
+    """Raise ConfigError where a model has put arrays of its own into `gradients`. Local.
+
+    Nobody would send them: the replicas would drift apart without a word.
+    """
+    for name, view in views.items():
+        if gradients.get(name) is not view:
+            raise ConfigError(
+                f"the model replaced gradients[{name!r}] by another array; write into the one "
+                f"that is there: gradients[{name!r}][...] = values"
+            )

@@ -18,7 +18,7 @@ from ..collectives.rooted import broadcast
 from ..parameter_server.consistency import SSP
 from ..parameter_server.group import ServerGroup
 from ..waiting import wait_until
-from .replicas import flat_views
+from .replicas import check_in_place, flat_views
 
 MODEL = "model"
 
@@ -46,10 +46,19 @@ class Served:
         for array in getattr(model, "state", {}).values():
             broadcast(self.workers, array)
         self.gradients, _ = flat_views(model.parameters)
+        self._views = dict(self.gradients)
         slack = strategy.consistency.staleness if isinstance(strategy.consistency, SSP) else 0
         assert self.workers is not None  # this rank works
         self.agreement = Agreement(self.workers, slack + 2, self.group.progress)
         self._samples = 0
+        # A wish to stop is answered from inside every wait, where servers of this rank serve too:
+        # those that wish wait for the answer of all, and others may be waiting for those.
+        self._serve = self.group.link.background
+        self.group.link.background = self._attend
+
+    def _attend(self) -> bool:
+        self.agreement.listen()
+        return self._serve is not None and self._serve()
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
         """Take note of this step; returns (this worker's loss, whether all stop here). Local.
@@ -57,6 +66,7 @@ class Served:
         A loss that is no number is not pushed: this worker asks for a stop instead, and pushes
         nothing until all have stopped.
         """
+        check_in_place(self.gradients, self._views)
         if not np.isfinite(loss):
             for gradient in self.gradients.values():
                 gradient[...] = 0
@@ -83,7 +93,8 @@ class Served:
             state["optimizer"][slot] = _pieces(triples, shapes)
         if not saving or self.comm.rank == self.group.server_ranks[0]:
             state["optimizer"].update(held["scalars"])
-        return state
+        # A server may hold nothing of a kind; an empty dict would be an entry of its own.
+        return {kind: entries for kind, entries in state.items() if entries}
 
     def begin(self) -> None:
         """Pull the parameters that the first clock begins with. Local."""
@@ -105,6 +116,7 @@ class Served:
         self.agreement.wait(self.workers.Ibarrier().Test)
         self.client.pull(out=self.model.parameters)
         self.agreement.wait(self.workers.Ibarrier().Test)
+        self.group.link.background = self._serve
         self.agreement.close()
 
     def close(self) -> None:
@@ -121,8 +133,10 @@ class Agreement:
 
     A worker that wants to stop tells all others. Each, once it knows, names a clock that it has
     not passed yet (its own plus some slack) and goes on until then while a nonblocking maximum of
-    the names is under way: the maximum is the clock after which all stop. The slack is more than
-    the staleness bound, so a fast worker that is held back by a slow one is set free meanwhile.
+    the names is under way: the maximum is the clock after which all stop. Wishes are heard at
+    every clock and in every wait (`listen`), so whoever has come to the clock it named may wait
+    for the others, also for those that wait for it. One that has finished names a clock beyond the
+    last, and then nobody stops early.
     """
 
     _TAG = 7
@@ -131,24 +145,29 @@ class Agreement:
         self.comm = workers.Dup()
         self.slack, self.progress = slack, progress
         self.clock: int | None = None
-        self._limit = 0
+        self._reached = self._limit = 0
         self._named: np.ndarray | None = None
         self._request = MPI.REQUEST_NULL
         self._notes: list = []
 
     def at(self, clock: int, wish: bool) -> bool:
         """Whether all workers stop after `clock`. Local; called once per clock."""
+        self._reached = clock
         if self.clock is None:
-            if self._named is None and (wish or self.comm.Iprobe(MPI.ANY_SOURCE, self._TAG)):
-                others = (rank for rank in range(self.comm.size) if rank != self.comm.rank)
-                self._notes = [self.comm.Isend([b"", MPI.BYTE], r, self._TAG) for r in others]
-                self._name(clock + self.slack)
+            self.listen(wish)
             if self._named is not None:
                 if clock >= self._limit:
                     self.wait(self._request.Test)
                 if self._request.Test():
                     self.clock = int(self._named[0])
         return self.clock is not None and clock >= self.clock
+
+    def listen(self, wish: bool = False) -> None:
+        """Name a clock if this worker or another one wishes to stop. Local, returns at once."""
+        if self._named is None and (wish or self.comm.Iprobe(MPI.ANY_SOURCE, self._TAG)):
+            others = (rank for rank in range(self.comm.size) if rank != self.comm.rank)
+            self._notes = [self.comm.Isend([b"", MPI.BYTE], r, self._TAG) for r in others]
+            self._name(self._reached + self.slack)
 
     def _name(self, clock: int) -> None:
         self._limit = clock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import time
 
 import numpy as np
@@ -38,13 +39,19 @@ class Summary:
     parameters_sha256: str
 
     def as_dict(self) -> dict:
-        """Plain numbers and strings, for ``summary.json``."""
-        return dataclasses.asdict(self)
+        """Plain numbers and strings, for ``summary.json``: JSON has no NaN, so None stands for it.
+
+        A run that was resumed at its end has no train loss.
+        """
+        loss = None if math.isnan(self.train_loss) else self.train_loss
+        return {**dataclasses.asdict(self), "train_loss": loss}
 
 
 def gather_facts(run: Progress, test_data) -> dict:
     """Evaluate, and note what this run has done. Collective over the workers."""
     workers = run.exchange.workers
+    if run.store is None:
+        run.average_model_state()  # the last checkpoint has done it where there is a store
     accuracy = None if test_data is None else evaluate(workers, run.model, test_data)
     return {
         "test_accuracy": accuracy,
@@ -57,7 +64,7 @@ def gather_facts(run: Progress, test_data) -> dict:
         "resizes": 0,
         "skipped_records": 0,
         "resumed_at": run.first_step,
-        "finished": run.step == run.last,
+        "finished": run.step >= run.last,
         "parameters_sha256": digest(run.model.parameters),
     }
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from ..checkpoint.store import CheckpointStore
 from ..data import Sampler, as_source
 from ..elastic.guard import guard
-from .limits import check_batch, last_step
+from .limits import check_batch, check_whole, last_step
 from .progress import Progress, Step, beside
 from .strategies import AllReduce
 from .summary import Summary, gather_facts, share
@@ -85,12 +85,15 @@ def train(
     source = as_source(data)
     sampler = Sampler(len(source), global_batch, seed)
     last = last_step(epochs, steps, sampler)
+    check_whole(checkpoint_every=checkpoint_every, stop_after=stop_after)
     check_batch(global_batch, strategy.workers(comm.size))
     own_store = checkpoint is not None and not hasattr(checkpoint, "restore")
     store = CheckpointStore(comm, checkpoint) if own_store else checkpoint
     exchange = strategy.open(comm, model, optimizer, global_batch=global_batch, seed=seed)
     run = Progress(comm, model, exchange, store, sampler)
     run.resume(resume)
+    last = last_step(epochs, steps, sampler, run.step, run.position)
+    end = last if stop_after is None else min(last, stop_after)
     every = checkpoint_every or sampler.steps_per_epoch
     facts = None
     with guard(comm, run.state, store) as watcher:
@@ -99,7 +102,7 @@ def train(
         else:
             exchange.begin()
             run.start_loop(last)
-            while run.step < last and run.step != stop_after and not run.stopping:
+            while run.step < end and not run.stopping:
                 indices, after = sampler.batch(run.position)
                 mine = sampler.local(indices, exchange.workers.rank, exchange.workers.size)
                 began = time.perf_counter()
