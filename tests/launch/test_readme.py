@@ -1,0 +1,81 @@
+"""README.md: its program runs as it stands, and every command and file it names exists."""
+
+import re
+import shlex
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from mpidist.testing.launch import launch, launch_environment
+from mpidist.testing.process import run
+from mpidist.training.job import build, read_job
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    """The text of the fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def commands(text):
+    """The commands of a block: without prompts and remarks, continued lines joined."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        if words:
+            yield words
+
+
+@pytest.mark.parametrize("ranks", [None, 3, 4])
+def test_the_loop_runs_as_it_stands(tmp_path, ranks):
+    """R117, R109: pasted into a file, with plain python and on 3 and 4 ranks."""
+    (program,) = blocks("python")
+    (tmp_path / "loop.py").write_text(program)
+    command = [sys.executable, "loop.py"]
+    if ranks is None:
+        result = run(command, cwd=tmp_path, env=launch_environment(), timeout=60)
+    else:
+        result = launch(ranks, command, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    found = re.findall(r"^distance to the truth: (\S+)$", result.stdout, re.MULTILINE)
+    assert len(found) == 1, result.stdout
+    assert float(found[0]) < 1e-3
+    assert (tmp_path / "runs" / "loop").is_dir()
+    assert result.stderr == ""
+
+
+def test_the_loop_changes_five_lines():
+    """R117: of the loop itself, at most five lines name mpidist or the communicator."""
+    (program,) = blocks("python")
+    loop = program[program.index("with md.") : program.index("if comm.rank")]
+    touched = [line for line in loop.splitlines() if re.search(r"\bmd\.|\bcomm\b|\bstore\b", line)]
+    assert 0 < len(touched) <= 5, touched
+
+
+def test_make_targets_exist():
+    menu = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = [
+        words[1] for text in blocks("console") for words in commands(text) if words[0] == "make"
+    ]
+    assert targets == ["run", "test"]
+    for target in targets:
+        assert re.search(rf"^{target}:", menu, re.MULTILINE), target
+
+
+def test_the_job_lines_are_jobs(monkeypatch):
+    """Every `mpidist train` of README, with its settings, is a job that could start on 8 ranks."""
+    monkeypatch.chdir(ROOT)
+    seen = 0
+    for text in blocks("bash"):
+        for words in commands(text):
+            assert words[0] == "srun"
+            assert words[1].startswith("--mpi=")
+            assert words[2:4] == ["mpidist", "train"]
+            settings = [value for flag, value in pairwise(words) if flag == "--set"]
+            parts = build(read_job(words[4], settings), 8)
+            assert parts.strategy.workers(8) in (8, 6)
+            seen += 1
+    assert seen == 2
