@@ -1,7 +1,7 @@
 """Strategies: how the ranks combine their gradients. Plain descriptions; `open` makes them work.
 
 A new strategy is one dataclass here, with one line in `STRATEGIES`, and one exchange: an object
-with ``workers, reduce, update, state, load, save_point, finish, close`` (see ``replicas.py``).
+with ``workers, begin, reduce, update, state, save_point, finish, close`` (see ``replicas.py``).
 """
 
 from __future__ import annotations
