@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from . import arrays, events
 from .abort import asked_exit_code, install_hook
-from .errors import MismatchError, ProtocolError
+from .errors import ClosedError, MismatchError
 from .mismatch import LEFT, STATUS_BYTES, VERDICT, WAITING, Signature, Status, conflict, encode
 from .waiting import wait_until
 
@@ -92,7 +92,7 @@ class Context:
         if self.stopped:
             if self.failed:
                 raise MismatchError(f"this communicator failed earlier: {self.failed}")
-            raise ProtocolError("the context of this communicator was freed by md.free(comm)")
+            raise ClosedError("the context of this communicator was freed by md.free(comm)")
         self.sequence = sequence = self.sequence + 1
         self.history[sequence % _HISTORY] = signature
         return sequence

@@ -61,8 +61,8 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None):
             if run is not None:
                 run(x)
                 return x
+    context = of(comm)  # first: with it comes the hook that ends the job where a check fails
     target = _target(x, out)
-    context = of(comm)
     total = _total(context, op, weight)
     find(context, target, op, algorithm)(target, weight, total)
     return x if out is None else out
@@ -110,8 +110,8 @@ def iallreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None) ->
     butterfly here: MPI's own nonblocking allreduce is slower for long vectors, and only an own
     schedule can be left when the ranks disagree.
     """
+    context = of(comm)  # first: with it comes the hook that ends the job where a check fails
     target = _target(x, out)
-    context = of(comm)
     total = _total(context, op, weight)
     algorithms.check_name(algorithm, algorithms.ALLREDUCE)
     if algorithm in (algorithms.MEASURED, algorithms.NATIVE):
@@ -127,8 +127,9 @@ def plan(comm, x, op="sum", *, algorithm="auto") -> Callable:
     function that comes back has two attributes: ``algorithm``, the one that runs (also where
     "auto" was asked for), and ``plan``.
     """
+    context = of(comm)
     target = _target(x, None)
-    made = find(of(comm), target, op, algorithm)
+    made = find(context, target, op, algorithm)
     made.bound = True
     if made.staged is not None and type(target) is np.ndarray:
         reduce = bound(made.staged, target)

@@ -79,3 +79,13 @@ def test_the_job_lines_are_jobs(monkeypatch):
             assert parts.strategy.workers(8) in (8, 6)
             seen += 1
     assert seen == 2
+
+
+def test_links_and_extras_exist():
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        if not link.startswith("http"):
+            assert (ROOT / link).exists(), link
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (extras,) = re.findall(r"^Extras: (.*)$", README, re.MULTILINE)
+    for extra in re.findall(r"`(\w+)`", extras):
+        assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
