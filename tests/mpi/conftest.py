@@ -16,6 +16,8 @@ import pytest
 from mpi4py import MPI
 
 WORLD = MPI.COMM_WORLD
+#: The real stderr, under ``--capture=sys``: stacks of a hang must not end in a captured file.
+STDERR = os.fdopen(os.dup(2), "w")
 HANG_SECONDS = float(os.environ.get("MPIDIST_TEST_HANG", "90"))
 
 
@@ -69,7 +71,7 @@ def pytest_pyfunc_call(pyfuncitem):
         return None
     names = pyfuncitem._fixtureinfo.argnames
     mine = None
-    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=STDERR)
     try:
         if comm != MPI.COMM_NULL:
             pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
