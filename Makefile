@@ -82,7 +82,7 @@ test-floor:
 	$(MAKE) VENV=.venv-floor .venv-floor/.test
 	.venv-floor/bin/python -m pip install -q "mpi4py==4.1.0" "numpy==1.26.4" "h5py==3.10.0" \
 	    "ml_dtypes<0.5" "scikit-learn<1.6"
-	$(MAKE) VENV=.venv-floor test-unit test-mpi
+	$(MAKE) VENV=.venv-floor RANKS=6 test-unit test-mpi
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check mpidist tests jobs
