@@ -5,7 +5,7 @@ communicator and nothing else. It is closed by `free(comm)`, or at exit before
 MPI is finalised (MPI never runs delete callbacks for COMM_WORLD).
 
 A context also knows how to wait: `wait(test)` polls, and once it has waited longer than a moment
-it exchanges statuses with the other ranks, so that ranks in different operations find out and
+it exchanges statuses with the other ranks (`statuses.py`), so that ranks in different operations
 raise `MismatchError` together instead of hanging.
 """
 
@@ -14,12 +14,9 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-import sys
 import time
-import types
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
@@ -27,13 +24,12 @@ from mpi4py import MPI
 from . import arrays, events
 from .abort import asked_exit_code, install_hook
 from .errors import ClosedError, MismatchError
-from .mismatch import LEFT, STATUS_BYTES, VERDICT, WAITING, Signature, Status, conflict, encode
+from .mismatch import Signature
+from .statuses import HISTORY, Statuses
 from .waiting import wait_until
 
 #: Plans kept per communicator; the least recently used one is dropped (and closed) first.
 MAX_PLANS = 256
-_HISTORY = 64
-_STATUS_TAG = 1
 
 #: Nonblocking operations under way in this process (objects with `context` and `test`). Every wait
 #: makes progress for all of them, so ranks may wait for theirs in different orders.
@@ -67,14 +63,10 @@ class Context:
         self.quick: dict = {}
         self.store: dict = {}
         self.sequence = 0
-        self.history: list[Signature | None] = [None] * _HISTORY
+        self.history: list[Signature | None] = [None] * HISTORY
         self.failed: str | None = None
         self.closed = self.stopped = False
-        self._current = self._told = -1
-        self._statuses: dict[int, Status] = {}
-        self._inbox = bytearray(STATUS_BYTES)
-        self._outbox: list = []
-        self._said = self._heard = 0
+        self.statuses = Statuses(self)
 
     @property
     def counters(self) -> events.Counters:
@@ -94,7 +86,7 @@ class Context:
                 raise MismatchError(f"this communicator failed earlier: {self.failed}")
             raise ClosedError("the context of this communicator was freed by md.free(comm)")
         self.sequence = sequence = self.sequence + 1
-        self.history[sequence % _HISTORY] = signature
+        self.history[sequence % HISTORY] = signature
         return sequence
 
     def tag(self, signature: Signature, sequence: int) -> int:
@@ -109,111 +101,22 @@ class Context:
         `sequence` is the number of the operation waited for: the newest one by default, an older
         one for a nonblocking operation that others have been begun after.
         """
-        self._current = self.sequence if sequence is None else sequence
+        self.statuses.current = self.sequence if sequence is None else sequence
         try:
-            wait_until(_with_running(test) if running else test, self.look_around)
+            wait_until(_with_running(test) if running else test, self.statuses.look_around)
         except BaseException as error:
             _abandoned.append(test)
             if not self.failed:
                 name = type(error).__name__
-                self.failed, self.stopped = f"#{self._current} was broken off by {name}", True
+                self.failed, self.stopped = (
+                    f"#{self.statuses.current} was broken off by {name}",
+                    True,
+                )
             raise
-
-    def look_around(self, waited: float) -> None:
-        """Exchange statuses with the other ranks and raise on a conflict. Local, no blocking."""
-        if self._told != self._current:
-            self._told = self._current
-            events.emit("waiting", sequence=self._current, seconds=round(waited, 2))
-            self._tell(self._status(WAITING))
-        self._listen()
-        conflicting = self._conflicting()
-        if conflicting:
-            # Give the ranks that have not spoken yet a moment, so that the message names all.
-            if len(self._statuses) < self.size - 1 and waited < 2.5:
-                return
-            self.fail(conflict(conflicting) or "the ranks disagree")
 
     def disagree(self) -> None:
         """Raise MismatchError: the data showed that the ranks were in different operations."""
-        self._current = self._told = self.sequence
-        self._tell(self._status(WAITING))
-        waited = 0.0
-
-        def everyone_spoke() -> bool:
-            self._listen()
-            current = [s for s in self._statuses.values() if s.sequence >= self.sequence]
-            return len(current) == self.size - 1
-
-        def give_up(seconds: float) -> None:
-            nonlocal waited
-            waited = seconds
-            if seconds > 2.0:
-                raise TimeoutError
-
-        try:
-            wait_until(everyone_spoke, give_up)
-        except TimeoutError:
-            events.emit("mismatch", waited=waited, heard=sorted(self._statuses))
-        statuses = [*self._statuses.values(), self._status(WAITING)]
-        same = [s for s in statuses if s.state != WAITING or s.sequence == self.sequence]
-        mine = self.history[self.sequence % _HISTORY]
-        here = mine.text() if mine else "it"
-        text = conflict(same) or f"operation #{self.sequence}: other ranks are not in {here}"
-        self.fail(text)
-
-    def fail(self, text: str) -> None:
-        """Mark the communicator as failed, tell all ranks, raise MismatchError. Local."""
-        self.failed, self.stopped = text, True
-        self._tell(Status(self.rank, VERDICT, self.sequence, text, "", ""))
-        events.emit("mismatch", message=text)
-        raise MismatchError(text)
-
-    def _status(self, state: int) -> Status:
-        number = self.sequence if state == LEFT else self._current
-        signature = self.history[number % _HISTORY]
-        text = encode(signature) if signature is not None else ""
-        return Status(self.rank, state, number, text, self.host, call_site())
-
-    def _tell(self, status: Status) -> None:
-        data = status.pack()
-        self._said += 1
-        self._outbox = [pair for pair in self._outbox if not pair[0].Test()]
-        for rank in range(self.size):
-            if rank != self.rank:
-                request = self.control.Isend([data, MPI.BYTE], rank, _STATUS_TAG)
-                self._outbox.append((request, data))
-
-    def _listen(self) -> None:
-        while self.control.Iprobe(MPI.ANY_SOURCE, _STATUS_TAG):
-            self.control.Recv([self._inbox, MPI.BYTE], MPI.ANY_SOURCE, _STATUS_TAG)
-            self._heard += 1
-            status = Status.unpack(self._inbox)
-            if status.state == VERDICT:
-                self.failed, self.stopped = status.signature, True
-                raise MismatchError(status.signature)
-            self._statuses[status.rank] = status
-
-    def _conflicting(self) -> list[Status]:
-        """Statuses (mine included) of the first operation number on which ranks disagree."""
-        for other in self._statuses.values():
-            if other.state == LEFT:
-                if other.sequence < self._current:
-                    known = self._statuses.values()
-                    same = [s for s in known if s.state == LEFT or s.sequence == self._current]
-                    return [*same, self._status(WAITING)]
-                continue
-            if not self.sequence - _HISTORY < other.sequence <= self.sequence:
-                continue
-            mine = self.history[other.sequence % _HISTORY]
-            if mine is not None and encode(mine) != other.signature:
-                number = other.sequence
-                group = [
-                    s for s in self._statuses.values() if s.sequence == number and s.state != LEFT
-                ]
-                site = call_site() if number == self._current else ""
-                group.append(Status(self.rank, WAITING, number, encode(mine), self.host, site))
-                return group
-        return []
+        self.statuses.disagree()
 
     # -- agreement ---------------------------------------------------------------------
 
@@ -273,16 +176,11 @@ class Context:
         if self.size == 1:
             return True
         request = self.control.Ibarrier()
-        answered: set[int] = set()
 
         def answer(seconds: float) -> None:
             if seconds > 1.0 and asked_exit_code():
                 raise MismatchError("leaving with an error: the others are not waited for")
-            self._listen()
-            for other in self._statuses.values():
-                if other.sequence > self.sequence and other.rank not in answered:
-                    answered.add(other.rank)
-                    self._tell(self._status(LEFT))
+            self.statuses.answer()
 
         try:
             wait_until(_with_running(request.Test), answer, patience=0.2)
@@ -306,17 +204,11 @@ class Context:
 
         end = time.monotonic() + 5.0
         wait_until(_with_running(lambda: not unfinished() or time.monotonic() > end), give_up)
-        counts = np.array([self._said, unfinished()], np.int64)
+        counts = np.array([self.statuses.said, unfinished()], np.int64)
         wait_until(self.control.Iallreduce(MPI.IN_PLACE, counts, MPI.SUM).Test, give_up)
         if counts[1]:
             return False
-
-        def quiet() -> bool:
-            self._listen()
-            sent = all(request.Test() for request, _ in self._outbox)
-            return sent and self._heard == counts[0] - self._said
-
-        wait_until(quiet, give_up)
+        wait_until(lambda: self.statuses.settled(int(counts[0])), give_up)
         return True
 
 
@@ -329,15 +221,6 @@ def _with_running(test: Callable[[], bool]) -> Callable[[], bool]:
         return test()
 
     return look
-
-
-def call_site() -> str:
-    """File and line of the user's code that is inside mpidist now, as ``train.py:31``. Local."""
-    package = str(Path(__file__).parent)
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(package):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
 
 
 def of(comm: MPI.Comm) -> Context:

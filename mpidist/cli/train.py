@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import sys
 import time
 from pathlib import Path
@@ -35,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     """Train; collective over all ranks of the launch. Returns 0, or raises with its exit code."""
     from ..training import job as jobs
 
+    # A request to stop that comes while we still start waits until the guard can take it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     job = jobs.read_job(args.job, args.settings)
     claim = launch.claimed_size(os.environ)
     parts = jobs.build(job, claim.size if claim else None)

@@ -120,6 +120,8 @@ class guard:
             self._deadline = time.monotonic() + self._time_limit
         for number in self.signals:
             self._former[number] = signal.signal(number, self._on_signal)
+        # Whoever blocked them until now, `mpidist train` does: from here on they are heard.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
