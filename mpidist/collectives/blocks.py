@@ -13,7 +13,7 @@ from ..partition import BlockPartition, bounds_of
 from . import algorithms
 from .native import handshake
 from .reductions import finish_mean, native_op, resolve
-from .transfer import check_counts, element_name, exchange_lengths, prepared, run_program
+from .transfer import block_lengths, check_counts, element_name, prepared, run_program
 
 
 def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"):
@@ -117,13 +117,7 @@ def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
     name = "ring" if algorithm == algorithms.MEASURED else algorithm
     trailing = x.shape[1:]
     signature = Signature("allgather", element_name(x.dtype), f"(*, {trailing})", "", name)
-    if counts is None:
-        counts = exchange_lengths(context, signature, rows)
-    counts = check_counts(counts, None, comm.size)
-    if counts[comm.rank] != rows:
-        raise ConfigError(
-            f"rank {comm.rank} has a block of {rows} rows, counts say {counts[comm.rank]}"
-        )
+    counts = block_lengths(context, signature, counts, rows)
     elements = [count * width for count in counts]
     bounds = bounds_of(elements)
     whole = host_empty(bounds[-1], x.dtype, like=x)

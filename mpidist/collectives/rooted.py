@@ -15,10 +15,10 @@ from .blocks import _deliver, _rows
 from .native import handshake
 from .reductions import finish_mean, native_op, resolve
 from .transfer import (
+    block_lengths,
     check_counts,
     check_root,
     element_name,
-    exchange_lengths,
     from_root,
     prepared,
     run_program,
@@ -141,13 +141,7 @@ def gather(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
     name = "direct" if algorithm == algorithms.MEASURED else algorithm
     dtype = element_name(x.dtype)
     signature = Signature("gather", dtype, f"(*, {x.shape[1:]})", "", name, f"root={root}")
-    if counts is None:
-        counts = exchange_lengths(context, signature, rows)
-    counts = check_counts(counts, None, comm.size)
-    if counts[comm.rank] != rows:
-        raise ConfigError(
-            f"rank {comm.rank} has a block of {rows} rows, counts say {counts[comm.rank]}"
-        )
+    counts = block_lengths(context, signature, counts, rows)
     elements = [count * width for count in counts]
     bounds = bounds_of(elements)
     whole = host_empty(bounds[-1] if comm.rank == root else 0, x.dtype, like=x)

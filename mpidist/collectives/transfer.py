@@ -57,8 +57,23 @@ def run_program(context: Context, signature: Signature, plan: Prepared, vector) 
     context.counters.add(plan.program.counters)
 
 
-def exchange_lengths(context: Context, signature: Signature, length: int) -> tuple[int, ...]:
-    """Tell all ranks the length of this rank's block. Collective, polled."""
+def block_lengths(context: Context, signature: Signature, counts, mine: int) -> tuple[int, ...]:
+    """Return the length of every rank's block, where this rank's is `mine`.
+
+    Collective, polled, where `counts` is None: then the ranks tell each other. Given counts are
+    checked: ConfigError where they do not say `mine` for this rank.
+    """
+    if counts is None:
+        return _exchange(context, signature, mine)
+    counts = check_counts(counts, None, context.size)
+    if counts[context.rank] != mine:
+        raise ConfigError(
+            f"rank {context.rank} has a block of {mine} rows, counts say {counts[context.rank]}"
+        )
+    return counts
+
+
+def _exchange(context: Context, signature: Signature, length: int) -> tuple[int, ...]:
     asking = signature._replace(extra="lengths")
     context.begin(asking)
     if context.size == 1:
