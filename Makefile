@@ -73,7 +73,7 @@ test-slurm: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/cluster -m slurm $(PYTEST_ARGS)
 
 test-net: $(VENV)/.test
-	$(BIN)/python -m pytest -q tests/cluster -m network $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -s tests/cluster -m network $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.test
 	$(EXEC) 2 $(BIN)/python -m pytest -q --capture=sys tests/mpi -k cupy $(PYTEST_ARGS)

@@ -58,7 +58,7 @@ class Context:
         self.data = comm.Dup()
         self.control = comm.Dup()
         self.tag_limit = (self.data.Get_attr(MPI.TAG_UB) or 32767) - 1
-        self._counters = events.Counters()
+        self.sent = events.Counters()
         self.plans: OrderedDict = OrderedDict()
         self.quick: dict = {}
         self.store: dict = {}
@@ -70,12 +70,15 @@ class Context:
 
     @property
     def counters(self) -> events.Counters:
-        """Messages and bytes of this rank so far on this communicator."""
+        """Messages and bytes of this rank so far on this communicator.
+
+        For reading: it asks every plan. Operations add to ``sent``.
+        """
         for plan in self.plans.values():
             if getattr(plan, "staged", None) is not None:
                 # The hot path only counts its calls; here they become messages and bytes.
-                self._counters.add(plan.staged.counters())
-        return self._counters
+                self.sent.add(plan.staged.counters())
+        return self.sent
 
     # -- operation numbers -------------------------------------------------------------
 
@@ -142,7 +145,7 @@ class Context:
         plan = self.plans.pop(key)
         self.quick.pop(key[1:], None)
         if getattr(plan, "staged", None) is not None:
-            self._counters.add(plan.staged.counters())
+            self.sent.add(plan.staged.counters())
         plan.close()
 
     def close(self) -> None:

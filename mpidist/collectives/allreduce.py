@@ -89,7 +89,7 @@ class Handle:
         """Make progress; true when the result is there. Local."""
         if not self.done and self.run.test():
             self.plan.store(self.target, self.work, self.total)
-            self.context.counters.add(self.program.counters)
+            self.context.sent.add(self.program.counters)
             self.done = True
             if self in running:
                 running.remove(self)

@@ -84,8 +84,8 @@ def _native_reduce_scatter(context: Context, signature, reduction, work, element
     block = np.empty(stop - start, work.dtype)
     context.data.Reduce_scatter(work, block, elements, op)
     work[start:stop] = block
-    context.counters.native_calls += 1
-    context.counters.native_bytes += work.nbytes
+    context.sent.native_calls += 1
+    context.sent.native_bytes += work.nbytes
 
 
 def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
@@ -132,8 +132,8 @@ def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
         item = x.dtype.itemsize
         spec = [whole.view(np.uint8), [e * item for e in elements], None, MPI.BYTE]
         context.data.Allgatherv(MPI.IN_PLACE, spec)
-        context.counters.native_calls += 1
-        context.counters.native_bytes += mine.nbytes
+        context.sent.native_calls += 1
+        context.sent.native_bytes += mine.nbytes
     else:
         build = algorithms.ALLGATHER[name]
         plan = prepared(context, signature, build, elements, x.dtype, np.add)

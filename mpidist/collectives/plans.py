@@ -75,10 +75,10 @@ class Plan:
         if self.program is not None:
             tag = context.tag(self.signature, sequence)
             context.wait(self.program.start(context.data, work, tag).test)
-            context.counters.add(self.program.counters)
+            context.sent.add(self.program.counters)
         elif self.blocking is not None:
             self.blocking(work)
-            context.counters.add(self.blocking.counters)
+            context.sent.add(self.blocking.counters)
 
     def load(self, x, weight=None, *, fresh: bool = False) -> np.ndarray:
         """Return `x` as a flat host vector of the work dtype: itself where it can be. Local.
@@ -107,7 +107,7 @@ class Plan:
     def store(self, x, work: np.ndarray, total=None) -> None:
         """Divide a mean and put the result into `x`, rounding once. Local."""
         finish_mean(self.reduction, work, self.context.size if total is None else total)
-        if not (type(x) is np.ndarray and np.may_share_memory(x, work)):
+        if not self.in_place(x):
             copy_into(x, work.reshape(self.shape))
 
     def close(self) -> None:

@@ -266,8 +266,8 @@ def _native(context: Context, signature: Signature, nbytes: int) -> None:
     """Agree that all ranks are about to make the same blocking call of MPI's own."""
     context.begin(signature)
     handshake(context)(signature.key)
-    context.counters.native_calls += 1
-    context.counters.native_bytes += nbytes
+    context.sent.native_calls += 1
+    context.sent.native_bytes += nbytes
 
 
 _CODES = "?bBhHiIlLqQefdgFDG"

@@ -63,6 +63,8 @@ def test_ring_against_a_plain_tcp_stream(net, openmpi, programs):
         ours = timed(net, openmpi, programs / "ring_time.py", 7, "ring")["ring"]
         streams.append(net.stream(RING_BYTES))
         ratios.append(statistics.mean(streams) / statistics.median(ours))
+        print(f"\nplain TCP {statistics.mean(streams) * 1e3:.0f} ms, ring "
+              f"{statistics.median(ours) * 1e3:.0f} ms, ratio {ratios[-1]:.3f}")  # fmt: skip
         if ratios[-1] >= 0.90:
             return
     pytest.fail(f"stream / ring = {[round(r, 3) for r in ratios]}, expected at least 0.90")
