@@ -12,7 +12,7 @@ from ..errors import ConfigError, nearest
 from . import butterfly, direct, ring, tree
 
 #: A ring chunk is cut in segments of about this many bytes, so that adding one overlaps the wire.
-SEGMENT_BYTES = 256 << 10
+SEGMENT_BYTES = 1 << 20
 MAX_SEGMENTS = 16
 
 
