@@ -20,6 +20,7 @@ from mpi4py import MPI
 from ..context import Context
 from ..events import Counters
 from ..mismatch import Signature
+from ..statuses import HISTORY
 from .executor import MAX_MESSAGE
 from .reductions import Reduction, finish_mean, native_op
 
@@ -136,7 +137,7 @@ def _hot_path(staged: Staged):
         if context.stopped:
             context.begin(signature)
         context.sequence = staged.last_used = sequence = context.sequence + 1
-        history[sequence & 63] = signature
+        history[sequence % HISTORY] = signature
         source[...] = x
         begin()
         for _ in spins:
@@ -170,7 +171,7 @@ def bound(staged: Staged, x: np.ndarray):
         if context.stopped:
             context.begin(signature)
         context.sequence = staged.last_used = sequence = context.sequence + 1
-        history[sequence & 63] = signature
+        history[sequence % HISTORY] = signature
         source[:] = mine
         begin()
         for _ in spins:
