@@ -8,8 +8,11 @@ every rank's stack.
 
 import faulthandler
 import os
+import shutil
 import sys
+import tempfile
 import traceback
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,6 +51,20 @@ def comm(request):
 
         free(comm)
         comm.Free()
+
+
+@pytest.fixture
+def folder(comm):
+    """A folder that all ranks see, made and removed by rank 0."""
+    if comm == MPI.COMM_NULL:
+        yield None
+        return
+    made = tempfile.mkdtemp(prefix="mpidist-test-") if comm.rank == 0 else None
+    made = comm.bcast(made)
+    yield Path(made)
+    comm.Barrier()
+    if comm.rank == 0:
+        shutil.rmtree(made)
 
 
 @pytest.fixture(params=["numpy", "cupy"])

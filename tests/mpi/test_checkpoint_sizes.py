@@ -1,9 +1,5 @@
 """Save on p ranks, restore on q: all pairs, three layouts, to the last bit."""
 
-import shutil
-import tempfile
-from pathlib import Path
-
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -15,20 +11,6 @@ from mpidist.checkpoint.store import CheckpointStore
 from mpidist.partition import BlockPartition
 
 SHAPES = {"w": (13, 5), "b": (7,), "t": (4, 3, 6), "one": (1,), "zero": (0, 4)}
-
-
-@pytest.fixture
-def folder(comm):
-    """A folder that all ranks see, made and removed by rank 0."""
-    if comm == MPI.COMM_NULL:
-        yield None
-        return
-    made = tempfile.mkdtemp(prefix="mpidist-test-") if comm.rank == 0 else None
-    made = comm.bcast(made)
-    yield Path(made)
-    comm.Barrier()
-    if comm.rank == 0:
-        shutil.rmtree(made)
 
 
 def truth(name, dtype):

@@ -1,10 +1,7 @@
 """The store among ranks: failures are everybody's, mismatches are named, saves may overlap."""
 
 import resource
-import shutil
-import tempfile
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,20 +18,6 @@ from mpidist.errors import (
     NoCheckpoint,
     ProtocolError,
 )
-
-
-@pytest.fixture
-def folder(comm):
-    """A folder that all ranks see, made and removed by rank 0."""
-    if comm == MPI.COMM_NULL:
-        yield None
-        return
-    made = tempfile.mkdtemp(prefix="mpidist-test-") if comm.rank == 0 else None
-    made = comm.bcast(made)
-    yield Path(made)
-    comm.Barrier()
-    if comm.rank == 0:
-        shutil.rmtree(made)
 
 
 def names(folder):
