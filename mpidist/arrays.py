@@ -169,20 +169,6 @@ def work_dtype(dtype) -> np.dtype:
 # ----------------------------------------------------------------------------------- its memory
 
 
-def flat_view(x):
-    """Return a one-dimensional view of `x` in memory order, or None where `x` has gaps. Local.
-
-    C- and Fortran-contiguous arrays have a view; elementwise work does not care about the order,
-    as long as source and result are looked at in the same one.
-    """
-    flags = x.flags
-    if flags.c_contiguous:
-        return x if x.ndim == 1 else x.reshape(-1)
-    if flags.f_contiguous:
-        return x.T.reshape(-1)
-    return None
-
-
 def synchronize(x) -> None:
     """Wait until the current stream has produced `x`; nothing to do for host arrays. Local."""
     if is_device(x):
@@ -202,6 +188,17 @@ def host_empty(count: int, dtype, like=None) -> np.ndarray:
     memory = sys.modules["cupy"].cuda.alloc_pinned_memory(nbytes)
     # The allocator rounds up, so the length is ours to give; the buffer keeps `memory` alive.
     return np.frombuffer(memory, np.uint8, nbytes).view(dtype)
+
+
+def mpi_empty(count: int, dtype, like=None):
+    """Return a flat buffer that MPI can be given for the values of `like`. Local.
+
+    On the device where `mpi_direct` holds for `like`, otherwise as `host_empty`.
+    """
+    if is_device(like) and mpi_direct(like):
+        with like.device:
+            return array_module(like).empty(count, dtype)
+    return host_empty(count, dtype, like)
 
 
 def copy_into(destination, source) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import as_array, copy_into, host_empty, is_writable
+from ..arrays import as_array, copy_into, is_writable, mpi_empty
 from ..context import Context, of
 from ..errors import ConfigError
 from ..mismatch import Signature
@@ -13,7 +13,14 @@ from ..partition import BlockPartition, bounds_of
 from . import algorithms
 from .native import handshake
 from .reductions import finish_mean, native_op, resolve
-from .transfer import block_lengths, check_counts, element_name, prepared, run_program
+from .transfer import (
+    block_lengths,
+    check_counts,
+    element_name,
+    packed_copy,
+    prepared,
+    run_program,
+)
 
 
 def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"):
@@ -58,8 +65,7 @@ def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"
     signature = Signature(
         "reduce_scatter", x.dtype.name, str(x.shape), reduction.name, name, f"counts={counts}"
     )
-    work = host_empty(rows * width, reduction.work, like=x)
-    copy_into(work.reshape(x.shape), x)
+    work = packed_copy(x, reduction, name == algorithms.NATIVE)
     start, stop = bounds_of(elements)[comm.rank : comm.rank + 2]
     if comm.size > 1:
         if name == algorithms.NATIVE:
@@ -81,7 +87,7 @@ def _native_reduce_scatter(context: Context, signature, reduction, work, element
     handshake(context)(signature.key)
     start, stop = bounds_of(elements)[context.rank : context.rank + 2]
     op = native_op(reduction)
-    block = np.empty(stop - start, work.dtype)
+    block = mpi_empty(stop - start, work.dtype, like=work)
     context.data.Reduce_scatter(work, block, elements, op)
     work[start:stop] = block
     context.sent.native_calls += 1
@@ -120,7 +126,7 @@ def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
     counts = block_lengths(context, signature, counts, rows)
     elements = [count * width for count in counts]
     bounds = bounds_of(elements)
-    whole = host_empty(bounds[-1], x.dtype, like=x)
+    whole = mpi_empty(bounds[-1], x.dtype, like=x)
     mine = whole[bounds[comm.rank] : bounds[comm.rank + 1]]
     copy_into(mine.reshape(x.shape), x)
     signature = signature._replace(extra=f"counts={counts}")
@@ -150,7 +156,7 @@ def _rows(x) -> tuple[int, int]:
 
 
 def _deliver(block, like, out, shape):
-    """Put a host block where the caller wants it: into `out`, or a new array beside `like`."""
+    """Put a block where the caller wants it: into `out`, or a new array beside `like`."""
     if out is None:
         if isinstance(like, np.ndarray):
             return block if block.dtype == like.dtype else block.astype(like.dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from mpi4py import MPI
 
+from ..arrays import is_device, mpi_empty, synchronize
 from ..events import Counters
 from .schedule import (
     COPY,
@@ -43,17 +44,21 @@ class Program:
         self.ready = [i for i, needs in enumerate(self.compiled.needs) if not needs]
         self.scratch_size = extent(steps, n) - n
         self.counters = _count(steps, dtype.itemsize)
-        self._idle: list[np.ndarray] = []
+        self._idle: dict[bool, list] = {False: [], True: []}
 
-    def start(self, comm: MPI.Comm, data: np.ndarray, tag: int) -> Run:
-        """Begin on `data`, a 1-D contiguous vector that is used in place. Poll ``run.test``."""
+    def start(self, comm: MPI.Comm, data, tag: int) -> Run:
+        """Begin on `data`, a 1-D contiguous vector that is used in place. Poll ``run.test``.
+
+        `data` is host memory, or device memory that MPI takes; scratch lies where the data does.
+        """
         # Concurrent runs of one plan need scratch of their own; finished runs give theirs back.
-        scratch = self._idle.pop() if self._idle else np.empty(self.scratch_size, self.dtype)
+        idle = self._idle[is_device(data)]
+        scratch = idle.pop() if idle else mpi_empty(self.scratch_size, self.dtype, like=data)
         return Run(self, comm, data, scratch, tag)
 
-    def give_back(self, scratch: np.ndarray) -> None:
+    def give_back(self, scratch) -> None:
         """Keep the scratch of a finished run for the next one."""
-        self._idle.append(scratch)
+        self._idle[is_device(scratch)].append(scratch)
 
 
 def _count(steps: list[Step], itemsize: int) -> Counters:
@@ -148,6 +153,8 @@ class Run:
             self.program.ufunc(target, source, out=target)
         else:
             self.program.ufunc(source, target, out=target)
+        # A device has only queued the work, and the next step may hand the target to MPI.
+        synchronize(target)
 
     def _finish(self, i: int) -> None:
         self.left -= 1

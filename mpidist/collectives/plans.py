@@ -11,13 +11,13 @@ from math import prod
 
 import numpy as np
 
-from ..arrays import copy_into, host_empty, is_device
+from ..arrays import copy_into, host_empty, is_device, mpi_direct, synchronize
 from ..context import MAX_PLANS, Context
 from ..mismatch import Signature
 from . import algorithms, selection
 from .executor import Program
 from .native import Blocking, Staged, can_stage
-from .reductions import Reduction, finish_mean, resolve
+from .reductions import Reduction, device_safe, finish_mean, resolve
 
 
 class Plan:
@@ -29,6 +29,7 @@ class Plan:
         self.context, self.signature, self.reduction = context, signature, reduction
         self.shape, self.n, self.algorithm = shape, prod(shape), name
         self._last_used = context.sequence
+        self._device_safe = device_safe(reduction, name == algorithms.NATIVE)
         self.staged: Staged | None = None
         self.blocking: Blocking | None = None
         self.program: Program | None = None
@@ -69,8 +70,8 @@ class Plan:
         """Number of the last operation that ran this plan."""
         return self._last_used if self.staged is None else self.staged.last_used
 
-    def run(self, work: np.ndarray, sequence: int) -> None:
-        """Reduce the flat host vector `work` in place and wait. Collective."""
+    def run(self, work, sequence: int) -> None:
+        """Reduce the flat vector `work` in place and wait. Collective."""
         context = self.context
         if self.program is not None:
             tag = context.tag(self.signature, sequence)
@@ -80,11 +81,11 @@ class Plan:
             self.blocking(work)
             context.sent.add(self.blocking.counters)
 
-    def load(self, x, weight=None, *, fresh: bool = False) -> np.ndarray:
-        """Return `x` as a flat host vector of the work dtype: itself where it can be. Local.
+    def load(self, x, weight=None, *, fresh: bool = False):
+        """Return `x` as a flat vector of the work dtype for MPI: itself where it can be. Local.
 
         C-contiguous arrays of the work dtype are used where they lie. All others are packed in C
-        order, so ranks may hold the same array in different memory orders.
+        order into host memory, so ranks may hold the same array in different memory orders.
         """
         if self.in_place(x) and not fresh:
             work = x.reshape(-1)
@@ -98,16 +99,24 @@ class Plan:
             copy_into(work.reshape(self.shape), x)
         if weight is not None:
             np.multiply(work, work.dtype.type(weight), out=work)
+        synchronize(work)
         return work
 
     def in_place(self, x) -> bool:
-        """Whether `x` can be reduced where it lies: host memory, C order, the work dtype. Local."""
-        return not is_device(x) and x.flags.c_contiguous and x.dtype == self.reduction.work
+        """Whether `x` can be reduced where it lies: C order, the work dtype, MPI takes it. Local.
 
-    def store(self, x, work: np.ndarray, total=None) -> None:
+        Ranks need not answer alike: the messages are the same from host and device memory.
+        """
+        if not (x.flags.c_contiguous and x.dtype == self.reduction.work):
+            return False
+        return not is_device(x) or (self._device_safe and mpi_direct(x))
+
+    def store(self, x, work, total=None) -> None:
         """Divide a mean and put the result into `x`, rounding once. Local."""
         finish_mean(self.reduction, work, self.context.size if total is None else total)
-        if not self.in_place(x):
+        if self.in_place(x):
+            synchronize(x)
+        else:
             copy_into(x, work.reshape(self.shape))
 
     def close(self) -> None:

@@ -80,6 +80,17 @@ def _resolve_ufunc(ufunc: np.ufunc, dtype: np.dtype) -> Reduction:
     return Reduction(ufunc.__name__, ufunc, False, dtype, work)
 
 
+def device_safe(reduction: Reduction, native: bool) -> bool:
+    """Whether device memory may be reduced where it lies. Local.
+
+    Not by an operation that MPI calls back for: it would be given device pointers; nor by a ufunc
+    that cupy may not have.
+    """
+    if native:
+        return native_op(reduction).is_predefined
+    return reduction.ufunc in OPERATIONS.values()
+
+
 def native_op(reduction: Reduction) -> MPI.Op:
     """Return the MPI operation that computes `reduction`; made once per ufunc and process."""
     if reduction.ufunc is np.add:

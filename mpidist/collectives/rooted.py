@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import array_module, as_array, copy_into, host_empty, is_device, is_writable
+from ..arrays import (
+    array_module,
+    as_array,
+    copy_into,
+    is_writable,
+    mpi_direct,
+    mpi_empty,
+    synchronize,
+)
 from ..context import Context, of
 from ..errors import ConfigError
 from ..mismatch import Signature
@@ -20,6 +28,7 @@ from .transfer import (
     check_root,
     element_name,
     from_root,
+    packed_copy,
     prepared,
     run_program,
 )
@@ -67,7 +76,7 @@ def broadcast(comm, x, *, root=0, algorithm="auto"):
         build = algorithms.BROADCAST[name]
         plan = prepared(context, signature, build, work.size, work.dtype, np.add, root=root)
         run_program(context, signature, plan, work)
-    if not (isinstance(x, np.ndarray) and np.may_share_memory(x, work)):
+    if not (x.flags.c_contiguous and mpi_direct(x)):
         copy_into(x, work.reshape(x.shape))
     return x
 
@@ -104,8 +113,7 @@ def reduce(comm, x, op="sum", *, root=0, out=None, algorithm="auto"):
     signature = Signature(
         "reduce", x.dtype.name, str(x.shape), reduction.name, name, f"root={root}"
     )
-    work = host_empty(x.size, reduction.work, like=x)
-    copy_into(work.reshape(x.shape), x)
+    work = packed_copy(x, reduction, name == algorithms.NATIVE)
     if comm.size == 1:
         context.begin(signature)
     elif name == algorithms.NATIVE:
@@ -144,7 +152,7 @@ def gather(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
     counts = block_lengths(context, signature, counts, rows)
     elements = [count * width for count in counts]
     bounds = bounds_of(elements)
-    whole = host_empty(bounds[-1] if comm.rank == root else 0, x.dtype, like=x)
+    whole = mpi_empty(bounds[-1] if comm.rank == root else 0, x.dtype, like=x)
     signature = signature._replace(extra=f"root={root} counts={counts}")
     vector = whole if comm.rank == root else _SparseVector(bounds, comm.rank, _packed(x))
     if comm.rank == root:
@@ -245,11 +253,12 @@ class _SparseVector:
         return self.block[span.start - self.start : span.stop - self.start]
 
 
-def _packed(x) -> np.ndarray:
-    """Return `x` as a flat host vector in C order: a view where it can be one."""
-    if not is_device(x) and x.flags.c_contiguous:
+def _packed(x):
+    """Return `x` as a flat vector in C order that MPI takes: a view where it can be one."""
+    if x.flags.c_contiguous and mpi_direct(x):
+        synchronize(x)
         return x.reshape(-1)
-    work = host_empty(x.size, x.dtype, like=x)
+    work = mpi_empty(x.size, x.dtype, like=x)
     copy_into(work.reshape(x.shape), x)
     return work
 

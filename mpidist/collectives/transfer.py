@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from mpi4py import MPI
 
+from ..arrays import copy_into, host_empty, mpi_empty
 from ..context import Context
 from ..errors import ConfigError
 from ..mismatch import Signature
 from .executor import Program
 from .plans import remember
+from .reductions import Reduction, device_safe
 
 
 class Prepared:
@@ -49,8 +51,16 @@ def prepared(
     return plan
 
 
+def packed_copy(x, reduction: Reduction, native: bool):
+    """Return a copy of `x` as a flat vector of the work dtype that MPI can be given. Local."""
+    make = mpi_empty if device_safe(reduction, native) else host_empty
+    work = make(x.size, reduction.work, like=x)
+    copy_into(work.reshape(x.shape), x)
+    return work
+
+
 def run_program(context: Context, signature: Signature, plan: Prepared, vector) -> None:
-    """Run a prepared program on a flat host vector, in place, and wait. Collective."""
+    """Run a prepared program on a flat vector, in place, and wait. Collective."""
     sequence = plan.last_used = context.begin(signature)
     run = plan.program.start(context.data, vector, context.tag(signature, sequence))
     context.wait(run.test)

@@ -89,6 +89,21 @@ class ndarray:
         self._queue(lambda: np.add(self.memory, _memory(other), out=self.memory))
         return self
 
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **kwargs):
+        if method != "__call__" or out is None or not isinstance(out[0], ndarray) or kwargs:
+            return NotImplemented
+        if any(isinstance(x, np.ndarray) and x.ndim for x in inputs):
+            raise TypeError("host array among the operands of device work")
+        target = out[0]
+        self._queue(lambda: ufunc(*map(_memory, inputs), out=target.memory))
+        return target
+
+    def copy(self):
+        return self._kernel(self.shape, self.dtype, lambda: self.memory)
+
+    def view(self, dtype):
+        return ndarray(self.memory.view(dtype))
+
     def _queue(self, work):
         calls.append("kernel")
         _stream.queue.append(work)

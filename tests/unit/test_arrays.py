@@ -155,35 +155,6 @@ def test_work_dtype(given, work):
 # -------------------------------------------------------------------------------------- its memory
 
 
-def test_flat_view_shares_memory_in_either_order():
-    for order in "CF":
-        x = np.zeros((3, 4, 2), order=order)
-        flat = arrays.flat_view(x)
-        assert flat.shape == (24,)
-        assert np.shares_memory(flat, x)
-        flat[:] = np.arange(24)
-        assert x.ravel(order="K").tolist() == list(range(24))
-
-
-@pytest.mark.parametrize(
-    "x",
-    [
-        np.zeros(8)[::2], np.zeros((4, 4))[:, 1:3], np.zeros(5)[::-1],
-        np.zeros((2, 3, 4)).transpose(1, 0, 2),
-    ],
-)  # fmt: skip
-def test_flat_view_of_an_array_with_gaps_is_none(x):
-    assert arrays.flat_view(x) is None
-
-
-def test_flat_view_of_small_and_read_only():
-    assert arrays.flat_view(np.array(3.0)).shape == (1,)
-    assert arrays.flat_view(np.zeros((0, 3))).shape == (0,)
-    x = np.zeros((2, 2))
-    x.flags.writeable = False
-    assert not arrays.is_writable(arrays.flat_view(x))
-
-
 def test_host_empty_is_pinned_only_for_device_arrays(cupy):
     assert arrays.host_empty(5, "f4", np.ones(3)).shape == (5,)
     assert fake_cupy.calls == []
