@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ..errors import ConfigError, nearest
-from . import butterfly, direct, ring, tree
+from . import butterfly, direct, double_tree, ring, tree
 
 #: A ring chunk is cut in segments of about this many bytes, so that adding one overlaps the wire.
 SEGMENT_BYTES = 1 << 20
 MAX_SEGMENTS = 16
+#: The same for one half in a double tree, whose pipeline fills while a few segments travel.
+TREE_SEGMENT_BYTES = 128 << 10
+MAX_TREE_SEGMENTS = 64
 
 
 def segments(nbytes: int, size: int) -> int:
@@ -35,6 +38,11 @@ def _ring_allgather(size, rank, counts, itemsize):
     return ring.allgather(size, rank, counts, segments=count)
 
 
+def _double_tree(size, rank, n, itemsize):
+    count = max(1, min(MAX_TREE_SEGMENTS, n * itemsize // 2 // TREE_SEGMENT_BYTES))
+    return double_tree.allreduce(size, rank, n, segments=count)
+
+
 def _plain(build: Callable) -> Callable:
     return lambda size, rank, problem, itemsize: build(size, rank, problem)
 
@@ -42,6 +50,7 @@ def _plain(build: Callable) -> Callable:
 ALLREDUCE: dict[str, Callable] = {
     "ring": _ring,
     "tree": _plain(tree.allreduce),
+    "double_tree": _double_tree,
     "butterfly": lambda size, rank, n, itemsize: butterfly.butterfly(
         size, rank, n, itemsize=itemsize
     ),

@@ -35,8 +35,8 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None):
     out : array, optional
         Where the result goes; same shape and dtype as `x`, which then stays as it is.
     algorithm : str
-        "auto" (measured once per size class), "native" (MPI's own), "ring", "tree", "butterfly",
-        "recursive_doubling", "halving_doubling", "direct", "naive".
+        "auto" (measured once per size class), "native" (MPI's own), "ring", "tree",
+        "double_tree", "butterfly", "recursive_doubling", "halving_doubling", "direct", "naive".
     weight : float, optional
         With op="mean": the weight of this rank's array, e.g. its number of samples.
 

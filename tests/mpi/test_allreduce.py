@@ -5,7 +5,7 @@ import pytest
 
 import mpidist as md
 from mpidist.arrays import host_empty
-from mpidist.collectives import algorithms, executor
+from mpidist.collectives import algorithms, double_tree, executor
 from mpidist.context import of
 from mpidist.errors import ConfigError
 
@@ -212,6 +212,10 @@ def test_counters_equal_the_formulas(comm):
         k = p.bit_length() - 1
         expected["recursive_doubling"] = (k, k * size)
         expected["halving_doubling"] = (2 * k, 2 * (p - 1) * size // p)
+    # One segment: half a vector up to each parent and half a vector down to each child.
+    places = [double_tree.place(p, comm.rank, tree) for tree in (0, 1)]
+    links = sum((place.parent is not None) + len(place.children) for place in places)
+    expected["double_tree"] = (links, links * size // 2)
     for name, (messages, nbytes) in expected.items():
         x = np.zeros(n, np.float32)
         counters = of(comm).counters

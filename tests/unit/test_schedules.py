@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpidist.collectives import butterfly, check, direct, ring, tree
+from mpidist.collectives import butterfly, check, direct, double_tree, ring, tree
 from mpidist.collectives.schedule import SEND, length, split_messages
 from mpidist.partition import BlockPartition
 
@@ -10,6 +10,8 @@ ALLREDUCE = {
     "ring": ring.allreduce,
     "ring_segmented": lambda p, r, n: ring.allreduce(p, r, n, segments=3),
     "tree": tree.allreduce,
+    "double_tree": double_tree.allreduce,
+    "double_tree_segmented": lambda p, r, n: double_tree.allreduce(p, r, n, segments=3),
     "recursive_doubling": butterfly.recursive_doubling,
     "halving_doubling": butterfly.halving_doubling,
     "direct": direct.allreduce,
@@ -88,6 +90,31 @@ def test_tree_depth_is_logarithmic():
     for p in range(2, 65):
         last = max(s.round for r in range(p) for s in tree.allreduce(p, r, 8))
         assert last + 1 == 2 * tree.rounds(p)
+
+
+def test_double_tree_shares_the_work():
+    """Issue 3, point 2: inner in one tree at most, whole trees, the depth and bytes promised."""
+    for p in range(1, 200):
+        places = [[double_tree.place(p, r, k) for r in range(p)] for k in (0, 1)]
+        assert all(not a.children or not b.children for a, b in zip(*places, strict=True))
+        for side in places:
+            assert [r for r in range(p) if side[r].parent is None] == [
+                r for r in range(p) if side[r].depth == 0
+            ]
+            assert sum(len(here.children) for here in side) == p - 1
+            assert all(side[c].parent == r for r in range(p) for c in side[r].children)
+            assert max(here.depth for here in side) <= double_tree.depth(p)
+    segments = 5
+    for p in range(2, 65):
+        n = 20 * p
+        messages, elements = sent(
+            lambda p, r, n: double_tree.allreduce(p, r, n, segments=segments), p, n
+        )
+        assert sum(elements) == 2 * (p - 1) * n
+        assert sum(messages) == 4 * (p - 1) * segments
+        assert max(elements) <= 2 * n
+        last = max(s.round for r in range(p) for s in double_tree.allreduce(p, r, n, segments=5))
+        assert last + 1 <= 2 * double_tree.depth(p) + segments - 1
 
 
 def test_butterfly_picks_by_length():
