@@ -25,12 +25,12 @@ SHORT = 8192
 
 def recursive_doubling(size: int, rank: int, n: int) -> list[Step]:
     """Everyone exchanges everything, log2 p times."""
-    return _folded(size, rank, n, _doubling)
+    return _folded(size, rank, n, doubling)
 
 
 def halving_doubling(size: int, rank: int, n: int) -> list[Step]:
     """Recursive halving (reduce-scatter), then recursive doubling (allgather)."""
-    return _folded(size, rank, n, _halving)
+    return _folded(size, rank, n, halving)
 
 
 def butterfly(size: int, rank: int, n: int, *, itemsize: int = 4) -> list[Step]:
@@ -64,7 +64,8 @@ def _folded(size: int, rank: int, n: int, inner: Callable) -> list[Step]:
     return steps
 
 
-def _doubling(size: int, me: int, n: int, members: list[int], scratch: int, first: int):
+def doubling(size: int, me: int, n: int, members: list[int], scratch: int, first: int):
+    """The inner part of `recursive_doubling`, on `size` members, a power of two."""
     steps: list[Step] = []
     whole: Range = (0, n)
     for k in range(size.bit_length() - 1):
@@ -79,14 +80,28 @@ def _doubling(size: int, me: int, n: int, members: list[int], scratch: int, firs
     return steps
 
 
-def _halving(size: int, me: int, n: int, members: list[int], scratch: int, first: int):
+def halving(
+    size: int,
+    me: int,
+    n: int,
+    members: list[int],
+    scratch: int,
+    first: int,
+    *,
+    neighbours_first: bool = False,
+):
+    """The inner part of `halving_doubling`, on `size` members, a power of two.
+
+    With `neighbours_first` the distances are 1, 2, 4, ... in the halving as well, so that sums
+    are those of neighbouring members, as `recursive_doubling` adds.
+    """
     blocks = BlockPartition(n, size)
     levels = size.bit_length() - 1
     low, high = 0, size
     kept: list[tuple[int, int, int]] = []
     steps: list[Step] = []
     for k in range(levels):
-        distance = size >> (k + 1)
+        distance = 1 << k if neighbours_first else size >> (k + 1)
         other = me ^ distance
         middle = (low + high) // 2
         mine, theirs = ((low, middle), (middle, high))
