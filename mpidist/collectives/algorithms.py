@@ -14,9 +14,10 @@ from . import butterfly, direct, double_tree, ring, tree
 #: A ring chunk is cut in segments of about this many bytes, so that adding one overlaps the wire.
 SEGMENT_BYTES = 1 << 20
 MAX_SEGMENTS = 16
-#: The same for one half in a double tree, whose pipeline fills while a few segments travel.
-TREE_SEGMENT_BYTES = 128 << 10
-MAX_TREE_SEGMENTS = 64
+#: The same for one half in a double tree. Below 64 KiB Open MPI sends eagerly over TCP; longer
+#: ones wait for an answer that queues behind the data of the other tree (docs/benchmarks.md).
+TREE_SEGMENT_BYTES = 60 << 10
+MAX_TREE_SEGMENTS = 512
 
 
 def segments(nbytes: int, size: int) -> int:
