@@ -1,0 +1,130 @@
+"""`PieceSum`: vectors that arrive piece by piece, summed over all ranks in one fixed tree.
+
+    sums = PieceSum(comm, n, np.float32, pieces=16)
+    for piece in sums.mine:             # this rank's pieces, in their order
+        sums.add(vector_of(piece), weight)
+    sums.finish(out)                    # collective: the same bits on any number of ranks
+
+A piece is added as soon as the tree allows (``ordered.push``), so of V/p pieces about
+log2(V/p) + 1 vectors are kept, in the rows of one buffer; what is left at the end lies in the
+first rows, which is where the schedule of ``ordered.piecewise`` expects it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..arrays import array_module, copy_into, host_empty, mpi_direct, synchronize
+from ..arrays import work_dtype as work_of
+from ..context import of
+from ..errors import ProtocolError
+from ..mismatch import Signature
+from . import algorithms, ordered
+from .transfer import prepared, run_program
+
+
+class PieceSum:
+    """A weighted sum of `pieces` vectors in the order of the tree over them.
+
+    Collective over `comm` to make and to finish; `add` is local. Used again after `finish`.
+
+    Parameters
+    ----------
+    n : int
+        Length of the vectors.
+    dtype : dtype
+        Of the vectors. float16 and bfloat16 are added in float32 and rounded once.
+    pieces : int
+        How many vectors there are over all ranks together, at least 1; ranks may have none.
+    votes : int
+        The last `votes` elements are a sum over ranks instead, see `finish`.
+    like : array, optional
+        Where the vectors are: a device array for vectors on a device.
+
+    Attributes
+    ----------
+    mine : range
+        The pieces of this rank.
+    """
+
+    def __init__(self, comm, n: int, dtype, pieces: int, *, votes: int = 0, like=None):
+        self.context = of(comm)
+        self.n, self.pieces, self.votes = n, pieces, votes
+        start, stop = ordered.cuts(pieces, comm.size)[comm.rank : comm.rank + 2]
+        self.mine = range(start, stop)
+        self.dtype = work_of(dtype)
+        xp = np if like is None else array_module(like)
+        self.rows = xp.zeros((ordered.depth(start, stop, pieces), n), self.dtype)
+        self.held = max(len(ordered.partials(start, stop, pieces)), 1)
+        self._stack: list = []
+        self._next = start
+        self._staging: np.ndarray | None = None
+        facts = f"{pieces} pieces, {votes} votes"
+        self._signature = Signature("piece_sum", self.dtype.name, f"({n})", "sum", "ordered", facts)
+
+    def add(self, vector, weight: float = 1.0) -> None:
+        """Add ``weight * vector`` as the next piece of this rank; it may change afterwards. Local.
+
+        Without a vector the piece is zero.
+        """
+        if self._next >= self.mine.stop:
+            raise ProtocolError(f"this rank has the pieces {self.mine} and was given one more")
+        row = self.rows[len(self._stack)]
+        if vector is None:
+            row[...] = 0
+        else:
+            array_module(row).multiply(vector, self.dtype.type(weight), out=row, dtype=self.dtype)
+        joins = ordered.push(self._stack, (self._next, self._next + 1), self.pieces)
+        for right in range(len(self._stack) + joins - 1, len(self._stack) - 1, -1):
+            self.rows[right - 1] += self.rows[right]
+        self._next += 1
+
+    def finish(self, out, votes=()) -> None:
+        """Write the sum over all pieces into `out`. Collective; every rank gets the same bits.
+
+        `votes` are this rank's numbers for the last elements, which every rank has a say in,
+        whether it has pieces or not: `out` ends with their sums over the ranks.
+        """
+        if self._next != self.mine.stop or len(votes) != self.votes:
+            raise ProtocolError(
+                f"finish: {self._next - self.mine.start} of this rank's {len(self.mine)} pieces "
+                f"were added, and {len(votes)} of {self.votes} votes given"
+            )
+        counted = self.rows[: self.held, self.n - self.votes :]
+        counted[...] = 0
+        for k, vote in enumerate(votes):
+            counted[0, k] = vote
+        context = self.context
+        if context.size == 1:
+            context.begin(self._signature)
+        else:
+            self._exchange(self.rows[: self.held].reshape(-1))
+        copy_into(out, self.rows[0])
+        self._stack.clear()
+        self._next = self.mine.start
+
+    def _exchange(self, partial_sums) -> None:
+        """Run the schedule on this rank's partial sums; the total replaces the first of them."""
+        plan = prepared(
+            self.context, self._signature, self._steps, len(partial_sums), self.dtype, np.add
+        )
+        if mpi_direct(partial_sums):
+            synchronize(partial_sums)
+            run_program(self.context, self._signature, plan, partial_sums)
+            return
+        if self._staging is None:
+            self._staging = host_empty(len(partial_sums), self.dtype, like=partial_sums)
+        copy_into(self._staging, partial_sums)
+        run_program(self.context, self._signature, plan, self._staging)
+        copy_into(self.rows[0], self._staging[: self.n])
+
+    def _steps(self, size: int, rank: int, _length: int, itemsize: int):
+        return ordered.piecewise(
+            size,
+            rank,
+            self.n,
+            self.pieces,
+            votes=self.votes,
+            segments=algorithms.segments(self.n * itemsize, size),
+            itemsize=itemsize,
+        )

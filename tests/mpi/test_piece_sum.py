@@ -1,0 +1,98 @@
+"""`PieceSum`: the bits of the serial tree on any number of ranks (issue 3, point 5; R101)."""
+
+import numpy as np
+import pytest
+
+from mpidist import context
+from mpidist.collectives import ordered
+from mpidist.collectives.piecewise import PieceSum
+from mpidist.errors import ProtocolError
+from mpidist.partition import BlockPartition
+
+
+def serial(vectors):
+    """The tree by its definition, in plain NumPy."""
+    if len(vectors) == 1:
+        return vectors[0].copy()
+    middle = 1 << ((len(vectors) - 1).bit_length() - 1)
+    return serial(vectors[:middle]) + serial(vectors[middle:])
+
+
+def vectors(pieces, n, dtype=np.float32):
+    rng = np.random.default_rng((pieces, n))
+    return (rng.standard_normal((pieces, n)) * 10.0 ** rng.integers(-3, 3, (pieces, 1))).astype(
+        dtype
+    )
+
+
+@pytest.mark.ranks(1, 2, 3, 4, 5, 6, 7, 8, 9)
+def test_any_number_of_ranks_gives_the_serial_bits(comm):
+    """p and V not powers of two, p > V, n < p, both forms of the exchange, used again."""
+    for pieces in (1, 2, 3, 5, 7, 8, 16, 31):
+        for n in (1, 7, 40, 5000):
+            sums = PieceSum(comm, n, np.float32, pieces)
+            for turn in range(2):
+                values = vectors(pieces, n) * np.float32(turn + 1)
+                for piece in sums.mine:
+                    sums.add(values[piece], 0.3)
+                out = np.empty(n, np.float32)
+                sums.finish(out)
+                expected = serial(values * np.float32(0.3))
+                assert out.tobytes() == expected.tobytes(), (pieces, n, turn)
+
+
+@pytest.mark.ranks(1, 3, 4, 8)
+def test_dtypes_missing_pieces_and_votes(comm):
+    """float16 is rounded once; an empty piece is zero; every rank votes, with pieces or without."""
+    for dtype, work in ((np.float16, np.float32), (np.float64, np.float64), (">f4", np.float32)):
+        sums = PieceSum(comm, 50, np.dtype(dtype), 5, votes=1)
+        values = vectors(5, 50, dtype)
+        for piece in sums.mine:
+            sums.add(values[piece] if piece != 3 else None, 0.5)
+        out = np.empty(50, dtype)
+        sums.finish(out, [comm.rank + 1])
+        weighted = values.astype(work) * work(0.5)
+        weighted[3] = 0
+        np.testing.assert_array_equal(out[:-1], serial(weighted)[:-1].astype(dtype))
+        assert out[-1] == comm.size * (comm.size + 1) / 2
+
+
+@pytest.mark.ranks(2)
+def test_wrong_calls_are_refused(comm):
+    sums = PieceSum(comm, 3, np.float32, 4)
+    with pytest.raises(ProtocolError, match="0 of this rank's 2 pieces"):
+        sums.finish(np.empty(3, np.float32))
+    sums.add(np.ones(3))
+    sums.add(np.ones(3))
+    with pytest.raises(ProtocolError, match="one more"):
+        sums.add(np.ones(3))
+    out = np.empty(3, np.float32)
+    sums.finish(out)
+    assert list(out) == [4, 4, 4]
+
+
+@pytest.mark.ranks(2, 3, 5, 8)
+def test_counters_equal_the_formulas(comm):
+    """k partial sums cost k (p-1)/p N bytes and the total (p-1)/p N; a binary tree 2 (p-1)/p N."""
+    n, size, rank = 40 * comm.size + 1, comm.size, comm.rank
+    own = BlockPartition(n, size).size(rank)
+    for pieces in (size, 16, 3 * size):
+        sums = PieceSum(comm, n, np.float64, pieces)
+        out = np.empty(n)
+        counters = context.of(comm).counters
+        for _ in range(2):  # the first one also makes the plan
+            before = counters.messages_sent, counters.bytes_sent
+            for _piece in sums.mine:
+                sums.add(np.ones(n))
+            sums.finish(out)
+        messages, sent = counters.messages_sent - before[0], counters.bytes_sent - before[1]
+        assert (out == pieces).all()
+        bounds = ordered.cuts(pieces, size)
+        most = -(-pieces // size)
+        k = len(ordered.partials(bounds[rank], bounds[rank + 1], pieces))
+        if size in (2, 8) and most & (most - 1) == 0:
+            rounds = size.bit_length() - 1  # short: whole vectors
+            assert (messages, sent) == (rounds, rounds * n * 8)
+        else:
+            assert messages == (k + 1) * (size - 1)
+            assert sent == (k * (n - own) + (size - 1) * own) * 8
