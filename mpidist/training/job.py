@@ -2,6 +2,7 @@
 
     global_batch = 64            # samples per step over all ranks
     epochs = 20                  # or steps
+    microbatches = 16            # optional: the same bits on any number of ranks
     [data]      name = "digits"
     [model]     name = "lenet"            image_shape = [1, 8, 8]
     [optimizer] name = "momentum"         lr = 0.05
@@ -41,6 +42,7 @@ class Job:
     checkpoint_every: int | None = None
     keep: int = 3
     stop_after: int | None = None
+    microbatches: int | None = None
     log_every: int = 10
     watch_seconds: float = 600.0
     device: str = "cpu"
@@ -52,7 +54,8 @@ class Job:
 
 
 _WHOLE = (
-    "global_batch", "epochs", "steps", "seed", "checkpoint_every", "keep", "stop_after", "log_every"
+    "global_batch", "epochs", "steps", "seed", "checkpoint_every", "keep", "stop_after",
+    "microbatches", "log_every",
 )  # fmt: skip
 
 
@@ -153,10 +156,11 @@ def build(job: Job, ranks: int | None) -> Parts:
     """Make data, model, optimizer and strategy; check them against `ranks`, if known. Local."""
     from .. import data, models, optim
     from . import strategies
-    from .limits import check_batch, last_step
+    from .limits import check_batch, check_microbatches, last_step
 
     strategy = strategies.from_settings(*_split(job.strategy))
-    if ranks is not None:
+    check_microbatches(job.microbatches, job.global_batch, strategy)
+    if ranks is not None and job.microbatches is None:
         check_batch(job.global_batch, strategy.workers(ranks))
     model = models.from_settings(*_split({"seed": job.seed, **job.model}))
     train, test = data.from_settings(*_split(job.data))

@@ -46,3 +46,20 @@ def check_batch(global_batch: int, workers: int) -> None:
             f"global_batch={global_batch} is smaller than the {workers} workers, and some would "
             "never have a sample; use a larger batch or fewer ranks"
         )
+
+
+def check_microbatches(microbatches: int | None, global_batch: int, strategy) -> None:
+    """Raise ConfigError for a number of pieces that a batch or a strategy cannot have. Local."""
+    check_whole(microbatches=microbatches)
+    if microbatches is None:
+        return
+    if microbatches > global_batch:
+        raise ConfigError(
+            f"microbatches={microbatches} is more than the {global_batch} samples of a global "
+            "batch; use at most as many"
+        )
+    if not getattr(strategy, "takes_microbatches", False):
+        raise ConfigError(
+            f"microbatches={microbatches} needs the allreduce strategy: servers add what comes in "
+            "the order of arrival; leave microbatches out, or use md.AllReduce()"
+        )

@@ -79,9 +79,13 @@ class Progress:
         self.loop_seconds = time.perf_counter() - self.loop_began
 
     def train_loss(self) -> float:
-        """Mean loss per sample since the last epoch began. Collective over the workers."""
+        """Mean loss per sample since the last epoch began. Collective over the workers.
+
+        Where losses are global all ranks have noted the same ones, and nothing is added to them.
+        """
         totals = np.array(self._losses, np.float64)
-        allreduce(self.exchange.workers, totals, algorithm="native")
+        if not self.exchange.synchronous:
+            allreduce(self.exchange.workers, totals, algorithm="native")
         return float(totals[0] / totals[1]) if totals[1] else math.nan
 
     # -- checkpoints -------------------------------------------------------------------
@@ -124,6 +128,8 @@ class Progress:
 
         Running statistics differ from rank to rank; what is saved and evaluated is their mean.
         """
+        if self.exchange.equal_state:
+            return
         for array in getattr(self.model, "state", {}).values():
             if array.dtype.kind == "f":
                 allreduce(self.exchange.workers, array, "mean")

@@ -25,6 +25,8 @@ class Replicas:
 
     dedicated = False
     synchronous = True
+    equal_state = False  # the model's state may differ from rank to rank
+    price: dict | None = None  # what `PieceReplicas` has measured
 
     def __init__(self, comm, model, optimizer, algorithm: str):
         self.comm = self.workers = comm

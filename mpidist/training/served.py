@@ -27,6 +27,8 @@ class Served:
     """One model on a server group. Collective over `comm`."""
 
     synchronous = False
+    equal_state = False
+    price = None
 
     def __init__(self, comm, model, optimizer, strategy, global_batch: int, seed: int):
         self.comm, self.model = comm, model

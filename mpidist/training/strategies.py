@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from ..collectives.algorithms import ALLREDUCE, check_name
 from ..errors import ConfigError
@@ -25,6 +26,7 @@ class AllReduce:
     """
 
     algorithm: str = "auto"
+    takes_microbatches: ClassVar[bool] = True
 
     def __post_init__(self):
         check_name(self.algorithm, ALLREDUCE)
@@ -33,10 +35,13 @@ class AllReduce:
         """Return how many of `size` ranks work. Local."""
         return size
 
-    def open(self, comm, model, optimizer, **settings):
+    def open(self, comm, model, optimizer, *, microbatches: int | None = None, **settings):
         """Return the exchange for one run. Collective over `comm`."""
+        from .pieces import PieceReplicas
         from .replicas import Replicas
 
+        if microbatches:
+            return PieceReplicas(comm, model, optimizer, self.algorithm, microbatches)
         return Replicas(comm, model, optimizer, self.algorithm)
 
 

@@ -37,6 +37,7 @@ class Summary:
     resumed_at: int
     finished: bool
     parameters_sha256: str
+    microbatches_price: dict | None = None
 
     def as_dict(self) -> dict:
         """Plain numbers and strings, for ``summary.json``: JSON has no NaN, so None stands for it.
@@ -66,6 +67,7 @@ def gather_facts(run: Progress, test_data) -> dict:
         "resumed_at": run.first_step,
         "finished": run.step >= run.last,
         "parameters_sha256": digest(run.model.parameters),
+        "microbatches_price": run.exchange.price,
     }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from ..checkpoint.store import CheckpointStore
 from ..data import Sampler, as_source
 from ..elastic.guard import guard
-from .limits import check_batch, check_whole, last_step
+from .limits import check_batch, check_microbatches, check_whole, last_step
 from .progress import Progress, Step, beside
 from .strategies import AllReduce
 from .summary import Summary, gather_facts, share
@@ -32,6 +32,7 @@ def train(
     checkpoint_every: int | None = None,
     resume: bool | str = "auto",
     stop_after: int | None = None,
+    microbatches: int | None = None,
     callbacks: Sequence[Callable[[Step], None]] = (),
 ) -> Summary:
     """Train `model` on `data` over all ranks of `comm`. Collective over `comm`.
@@ -62,6 +63,10 @@ def train(
         Go on from the newest good step: if there is one; it must be there; never.
     stop_after : int
         Stop with a checkpoint after this many steps in all, as a planned pause.
+    microbatches : int
+        Cut every global batch into this many pieces and sum them in one fixed order: the same
+        bits on any number of ranks, also after a resume on another. AllReduce only; see
+        docs/models.md for its price.
     callbacks : functions of a `Step`
         Called after every step on every worker.
 
@@ -86,10 +91,15 @@ def train(
     sampler = Sampler(len(source), global_batch, seed)
     last = last_step(epochs, steps, sampler)
     check_whole(checkpoint_every=checkpoint_every, stop_after=stop_after)
-    check_batch(global_batch, strategy.workers(comm.size))
+    check_microbatches(microbatches, global_batch, strategy)
+    settings: dict = {"global_batch": global_batch, "seed": seed}
+    if microbatches is None:
+        check_batch(global_batch, strategy.workers(comm.size))
+    else:
+        settings["microbatches"] = microbatches
     own_store = checkpoint is not None and not hasattr(checkpoint, "restore")
     store = CheckpointStore(comm, checkpoint) if own_store else checkpoint
-    exchange = strategy.open(comm, model, optimizer, global_batch=global_batch, seed=seed)
+    exchange = strategy.open(comm, model, optimizer, **settings)
     run = Progress(comm, model, exchange, store, sampler)
     run.resume(resume)
     last = last_step(epochs, steps, sampler, run.step, run.position)
@@ -104,17 +114,20 @@ def train(
             run.start_loop(last)
             while run.step < end and not run.stopping:
                 indices, after = sampler.batch(run.position)
-                mine = sampler.local(indices, exchange.workers.rank, exchange.workers.size)
                 began = time.perf_counter()
-                batch = beside(source.take(mine), model)
-                loss = model.loss_and_gradients(batch, exchange.gradients)
+                if microbatches is None:
+                    mine = sampler.local(indices, exchange.workers.rank, exchange.workers.size)
+                    batch, samples = beside(source.take(mine), model), len(mine)
+                    loss = model.loss_and_gradients(batch, exchange.gradients)
+                else:
+                    loss, samples = exchange.compute(source, indices)
                 computed = time.perf_counter()
                 wish = watcher.flag or run.bad
-                loss, run.stopping = exchange.reduce(loss, len(mine), len(indices), wish)
+                loss, run.stopping = exchange.reduce(loss, samples, len(indices), wish)
                 if exchange.synchronous:
                     watcher.check_loss(loss, run.step)
                 exchange.update()
-                run.note_loss(loss, len(mine))
+                run.note_loss(loss, len(indices) if exchange.synchronous else samples)
                 run.advance(after, len(indices))
                 times = (computed - began, time.perf_counter() - computed)
                 for callback in callbacks:
