@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ..errors import ConfigError, nearest
-from . import butterfly, direct, double_tree, ring, tree
+from . import butterfly, direct, double_tree, ordered, ring, tree
 
 #: A ring chunk is cut in segments of about this many bytes, so that adding one overlaps the wire.
 SEGMENT_BYTES = 1 << 20
@@ -58,6 +58,9 @@ ALLREDUCE: dict[str, Callable] = {
     "recursive_doubling": _plain(butterfly.recursive_doubling),
     "halving_doubling": _plain(butterfly.halving_doubling),
     "direct": _plain(direct.allreduce),
+    "ordered": lambda size, rank, n, itemsize: ordered.allreduce(
+        size, rank, n, segments=segments(n * itemsize, size), itemsize=itemsize
+    ),
     "naive": _plain(direct.naive),
 }
 REDUCE_SCATTER: dict[str, Callable] = {
@@ -76,6 +79,8 @@ SCATTER: dict[str, Callable] = {"direct": direct.scatter}
 
 #: Names that every collective takes besides those in its table.
 MEASURED, NATIVE = "auto", "native"
+#: The algorithm whose bits depend on the number of ranks alone.
+ORDERED = "ordered"
 
 
 def check_name(algorithm: str, table: Iterable[str], what: str = "allreduce") -> None:
@@ -86,3 +91,12 @@ def check_name(algorithm: str, table: Iterable[str], what: str = "allreduce") ->
             f"unknown {what} algorithm {algorithm!r}; expected one of {', '.join(names)}"
             + nearest(str(algorithm), names)
         )
+
+
+def in_order(algorithm: str) -> str:
+    """Return what an allreduce with ``reproducible=True`` runs, whatever was asked for. Local.
+
+    ConfigError for an `algorithm` that there is not.
+    """
+    check_name(algorithm, ALLREDUCE)
+    return ORDERED

@@ -18,7 +18,7 @@ from .plans import Plan, find
 _ndarray = np.ndarray
 
 
-def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None):
+def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, reproducible=False):
     """Combine `x` over all ranks; every rank gets the same bits.
 
     Collective over `comm`. In place unless `out` is given; returns the array that holds the result.
@@ -36,9 +36,13 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None):
         Where the result goes; same shape and dtype as `x`, which then stays as it is.
     algorithm : str
         "auto" (measured once per size class), "native" (MPI's own), "ring", "tree",
-        "double_tree", "butterfly", "recursive_doubling", "halving_doubling", "direct", "naive".
+        "double_tree", "butterfly", "recursive_doubling", "halving_doubling", "direct",
+        "ordered", "naive".
     weight : float, optional
         With op="mean": the weight of this rank's array, e.g. its number of samples.
+    reproducible : bool
+        The same bits for every `algorithm`, MPI library and layout of nodes: the sum in the one
+        tree over the ranks that ``collectives/ordered.py`` describes; `algorithm` is only checked.
 
     Raises
     ------
@@ -53,6 +57,8 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None):
     The cost of each algorithm stands in its module; Thakur, Rabenseifner, Gropp, "Optimization of
     Collective Communication Operations in MPICH", IJHPCA 19(1), 2005, compares them.
     """
+    if reproducible:
+        algorithm = algorithms.in_order(algorithm)
     if out is None and weight is None and type(x) is _ndarray and x.flags.writeable:
         # The short way, for a plan that is there already: nothing is looked up but the plan.
         context = contexts.get(comm.handle)
@@ -63,7 +69,7 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None):
                 return x
     context = of(comm)  # first: with it comes the hook that ends the job where a check fails
     target = _target(x, out)
-    total = _total(context, op, weight)
+    total = _total(context, op, weight, algorithm)
     find(context, target, op, algorithm)(target, weight, total)
     return x if out is None else out
 
@@ -101,7 +107,9 @@ class Handle:
         return self.result
 
 
-def iallreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None) -> Handle:
+def iallreduce(
+    comm, x, op="sum", *, out=None, algorithm="auto", weight=None, reproducible=False
+) -> Handle:
     """Begin an allreduce and return a `Handle`; `x` must not be touched until it is done.
 
     Collective over `comm`, in the same order on all ranks. Parameters as for `allreduce`. Progress
@@ -111,8 +119,10 @@ def iallreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None) ->
     schedule can be left when the ranks disagree.
     """
     context = of(comm)  # first: with it comes the hook that ends the job where a check fails
+    if reproducible:
+        algorithm = algorithms.in_order(algorithm)
     target = _target(x, out)
-    total = _total(context, op, weight)
+    total = _total(context, op, weight, algorithm)
     algorithms.check_name(algorithm, algorithms.ALLREDUCE)
     if algorithm in (algorithms.MEASURED, algorithms.NATIVE):
         algorithm = "butterfly"
@@ -120,7 +130,7 @@ def iallreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None) ->
     return Handle(context, plan, target, x if out is None else out, total, weight)
 
 
-def plan(comm, x, op="sum", *, algorithm="auto") -> Callable:
+def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> Callable:
     """Prepare an allreduce of `x` in place; calling the result runs it and returns `x`.
 
     Collective over `comm`, here and at each call. Parameters and errors as for `allreduce`. The
@@ -128,6 +138,8 @@ def plan(comm, x, op="sum", *, algorithm="auto") -> Callable:
     "auto" was asked for), and ``plan``.
     """
     context = of(comm)
+    if reproducible:
+        algorithm = algorithms.in_order(algorithm)
     target = _target(x, None)
     made = find(context, target, op, algorithm)
     made.bound = True
@@ -167,14 +179,16 @@ def _target(x, out):
     return out
 
 
-def _total(context: Context, op, weight) -> float | None:
+def _total(context: Context, op, weight, algorithm: str) -> float | None:
     """Sum of all ranks' weights, or None without weights. Collective when `weight` is given."""
     if weight is None:
         return None
     if op != "mean":
         raise ConfigError(f"weight={weight} needs op='mean', got op={op!r}")
     total = np.array([weight], np.float64)
-    find(context, total, "sum", algorithms.NATIVE)(total)
+    # The total divides, so its bits are the result's: in order where the sum is.
+    in_order = algorithm == algorithms.ORDERED
+    find(context, total, "sum", algorithms.ORDERED if in_order else algorithms.NATIVE)(total)
     if not total[0] > 0:
         raise ConfigError(f"the weights of all ranks add up to {total[0]}; expected more than 0")
     return float(total[0])

@@ -88,9 +88,9 @@ def depth(start: int, stop: int, pieces: int) -> int:
     return most
 
 
-def allreduce(size: int, rank: int, n: int, *, itemsize: int = 4) -> list[Step]:
+def allreduce(size: int, rank: int, n: int, *, segments: int = 1, itemsize: int = 4) -> list[Step]:
     """Everyone gets the sum over the ranks in the order of the tree over `size` pieces."""
-    return piecewise(size, rank, n, size, itemsize=itemsize)
+    return piecewise(size, rank, n, size, segments=segments, itemsize=itemsize)
 
 
 def piecewise(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..collectives.algorithms import ALLREDUCE, check_name
+from ..collectives.algorithms import ALLREDUCE, check_name, in_order
 from ..errors import ConfigError
 from ..parameter_server.consistency import ASP, BSP, SSP, Consistency
 from ..parameter_server.placement import choose_ranks
@@ -22,14 +22,17 @@ class AllReduce:
     """Every rank holds the whole model and works; gradients are averaged by `md.allreduce`. Local.
 
     All ranks apply the same update to the same bits, so replicas stay equal (synchronous SGD).
-    `algorithm` is one of `md.allreduce`'s.
+    `algorithm` and `reproducible` are those of `md.allreduce`.
     """
 
     algorithm: str = "auto"
+    reproducible: bool = False
     takes_microbatches: ClassVar[bool] = True
 
     def __post_init__(self):
         check_name(self.algorithm, ALLREDUCE)
+        if not isinstance(self.reproducible, bool):
+            raise ConfigError(f"reproducible={self.reproducible!r}: expected true or false")
 
     def workers(self, size: int) -> int:
         """Return how many of `size` ranks work. Local."""
@@ -42,7 +45,8 @@ class AllReduce:
 
         if microbatches:
             return PieceReplicas(comm, model, optimizer, self.algorithm, microbatches)
-        return Replicas(comm, model, optimizer, self.algorithm)
+        algorithm = in_order(self.algorithm) if self.reproducible else self.algorithm
+        return Replicas(comm, model, optimizer, algorithm)
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,8 @@ class ParameterServer:
 CONSISTENCIES = {"bsp": BSP, "asp": ASP, "ssp": SSP}
 
 
-def _allreduce(algorithm: str = "auto") -> AllReduce:
-    return AllReduce(algorithm)
+def _allreduce(algorithm: str = "auto", reproducible: bool = False) -> AllReduce:
+    return AllReduce(algorithm, reproducible)
 
 
 def _parameter_server(
