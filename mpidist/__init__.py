@@ -22,6 +22,7 @@ _HOME = {
     "ClosedError": "errors",
     "Topology": "topology",
     "node_once": "topology",
+    "Arena": "arena",
     "free": "context",
     "allreduce": "collectives.allreduce",
     "iallreduce": "collectives.allreduce",

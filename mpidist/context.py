@@ -75,9 +75,9 @@ class Context:
         For reading: it asks every plan. Operations add to ``sent``.
         """
         for plan in self.plans.values():
-            if getattr(plan, "staged", None) is not None:
+            if getattr(plan, "short", None) is not None:
                 # The hot path only counts its calls; here they become messages and bytes.
-                self.sent.add(plan.staged.counters())
+                self.sent.add(plan.short.counters())
         return self.sent
 
     # -- operation numbers -------------------------------------------------------------
@@ -144,8 +144,8 @@ class Context:
         """Close a plan and forget it. Local; all ranks must drop the same ones."""
         plan = self.plans.pop(key)
         self.quick.pop(key[1:], None)
-        if getattr(plan, "staged", None) is not None:
-            self.sent.add(plan.staged.counters())
+        if getattr(plan, "short", None) is not None:
+            self.sent.add(plan.short.counters())
         plan.close()
 
     def close(self) -> None:

@@ -25,13 +25,17 @@ recent: deque[tuple[float, str, dict]] = deque(maxlen=256)
 
 @dataclass
 class Counters:
-    """Messages and bytes that one process sent, received and reduced. Local."""
+    """Messages and bytes that one process sent, received and reduced. Local.
+
+    `shared_bytes` were written into memory that other ranks of the node see: no message.
+    """
 
     messages_sent: int = 0
     bytes_sent: int = 0
     messages_received: int = 0
     bytes_received: int = 0
     bytes_reduced: int = 0
+    shared_bytes: int = 0
     native_calls: int = 0
     native_bytes: int = 0
 
@@ -42,6 +46,7 @@ class Counters:
         self.messages_received += other.messages_received
         self.bytes_received += other.bytes_received
         self.bytes_reduced += other.bytes_reduced
+        self.shared_bytes += other.shared_bytes
         self.native_calls += other.native_calls
         self.native_bytes += other.native_bytes
 

@@ -44,6 +44,8 @@ class Topology:
         Node -> host name.
     leaders : tuple of int
         Node -> its lowest rank.
+    ranks_per_node : int or None
+        What was asked for.
     local_rank, local_size : int
         My place on my node, and how many ranks it has.
     single_host : bool
@@ -54,10 +56,10 @@ class Topology:
         The leaders, in node order; ``MPI.COMM_NULL`` on other ranks.
     """
 
-    def __init__(self, comm: MPI.Intracomm, ranks_per_node: int | None = None):
+    def __init__(self, comm: MPI.Comm, ranks_per_node: int | None = None):
         self.size, self.rank = comm.size, comm.rank
         group = _agreed(comm, ranks_per_node)
-        self.faked = group is not None
+        self.faked, self.ranks_per_node = group is not None, group
         if group is None:
             self.intra_comm = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
         else:

@@ -81,11 +81,13 @@ SCATTER: dict[str, Callable] = {"direct": direct.scatter}
 MEASURED, NATIVE = "auto", "native"
 #: The algorithm whose bits depend on the number of ranks alone.
 ORDERED = "ordered"
+#: Allreduce in memory that the ranks of a node share; "hierarchical" goes on between nodes.
+NODE = ("node", "hierarchical")
 
 
 def check_name(algorithm: str, table: Iterable[str], what: str = "allreduce") -> None:
     """Raise ConfigError that lists the names, and the nearest one, for an unknown algorithm."""
-    names = [MEASURED, NATIVE, *table]
+    names = [MEASURED, NATIVE, *table, *(NODE if table is ALLREDUCE else ())]
     if algorithm not in names:
         raise ConfigError(
             f"unknown {what} algorithm {algorithm!r}; expected one of {', '.join(names)}"

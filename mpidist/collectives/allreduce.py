@@ -8,11 +8,11 @@ from types import FunctionType
 
 import numpy as np
 
+from ..arena import Arena
 from ..arrays import as_array, is_writable
 from ..context import Context, contexts, of, running
 from ..errors import ConfigError
-from . import algorithms
-from .native import bound
+from . import algorithms, arenas
 from .plans import Plan, find
 
 _ndarray = np.ndarray
@@ -29,14 +29,16 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
     x : array
         NumPy, CuPy or DLPack array of the same shape and dtype on every rank; any layout, any
         length (also zero). float16 and bfloat16 are summed in float32 and rounded once.
+        Or an `Arena`: all of it, with no copy inside a node.
     op : str or ufunc
         "sum", "mean", "min", "max", "prod", or a binary ufunc that keeps its dtype and is
         associative and commutative. NaN propagates.
     out : array, optional
         Where the result goes; same shape and dtype as `x`, which then stays as it is.
     algorithm : str
-        "auto" (measured once per size class), "native" (MPI's own), "ring", "tree",
-        "double_tree", "butterfly", "recursive_doubling", "halving_doubling", "direct",
+        "auto" (measured once per size class), "native" (MPI's own), "node" (memory
+        that the ranks of one node share), "hierarchical" (that, and lanes between nodes), "ring",
+        "tree", "double_tree", "butterfly", "recursive_doubling", "halving_doubling", "direct",
         "ordered", "naive".
     weight : float, optional
         With op="mean": the weight of this rank's array, e.g. its number of samples.
@@ -68,6 +70,12 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
                 run(x)
                 return x
     context = of(comm)  # first: with it comes the hook that ends the job where a check fails
+    if isinstance(x, Arena):
+        if out is not None:
+            raise ConfigError("an arena is reduced in place; copy what is needed and leave out=")
+        total = _total(context, op, weight, algorithm)
+        arenas.find(context, x, op, algorithm)(weight, total)
+        return x
     target = _target(x, out)
     total = _total(context, op, weight, algorithm)
     find(context, target, op, algorithm)(target, weight, total)
@@ -79,13 +87,12 @@ class Handle:
 
     def __init__(self, context: Context, plan: Plan, target, result, total, weight):
         self.context, self.plan, self.target, self.result = context, plan, target, result
-        self.total, self.done = total, False
+        self.total, self.done = context.size if total is None else total, False
         self.sequence = plan._last_used = context.begin(plan.signature)
         if context.size == 1:
             self.done = True
             return
-        assert plan.program is not None  # iallreduce never asks for a native plan
-        self.program = plan.program
+        self.program = plan.engine.program
         self.work = plan.load(target, weight, fresh=not plan.in_place(target))
         tag = context.tag(plan.signature, self.sequence)
         self.run = self.program.start(context.data, self.work, tag)
@@ -124,7 +131,7 @@ def iallreduce(
     target = _target(x, out)
     total = _total(context, op, weight, algorithm)
     algorithms.check_name(algorithm, algorithms.ALLREDUCE)
-    if algorithm in (algorithms.MEASURED, algorithms.NATIVE):
+    if algorithm in (algorithms.MEASURED, algorithms.NATIVE, *algorithms.NODE):
         algorithm = "butterfly"
     plan = find(context, target, op, algorithm)
     return Handle(context, plan, target, x if out is None else out, total, weight)
@@ -140,11 +147,20 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> Callable
     context = of(comm)
     if reproducible:
         algorithm = algorithms.in_order(algorithm)
+    if isinstance(x, Arena):
+        prepared = arenas.find(context, x, op, algorithm)
+
+        def reduce_arena():
+            prepared()
+            return x
+
+        reduce_arena.algorithm, reduce_arena.plan = prepared.algorithm, prepared  # type: ignore
+        return reduce_arena
     target = _target(x, None)
     made = find(context, target, op, algorithm)
     made.bound = True
-    if made.staged is not None and type(target) is np.ndarray:
-        reduce = bound(made.staged, target)
+    if made.short is not None and type(target) is np.ndarray:
+        reduce = made.short.bind(target)
     else:
         reduce = partial(made, target)
 

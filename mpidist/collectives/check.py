@@ -11,7 +11,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..partition import bounds_of
-from .schedule import COPY, RECV, SEND, Step, extent, length, split_messages, without_empty
+from .schedule import (
+    COPY,
+    FINISH,
+    NODE_SYNC,
+    NOTHING,
+    RECV,
+    SEND,
+    Step,
+    extent,
+    length,
+    reads_writes,
+    split_messages,
+    without_empty,
+)
 
 #: A rank (its own value), the number of a sum made by `Sums`, or nothing yet.
 Value = int | None
@@ -196,3 +209,66 @@ def check_scatter(build: Callable, size: int, counts: Sequence[int], root: int) 
         block = slice(bounds[rank], bounds[rank + 1])
         if memory[rank][block] != whole[block]:
             raise ScheduleError(f"rank {rank} did not get its block")
+
+
+def intervals(steps: list[Step]) -> list[list[Step]]:
+    """Cut the steps of one rank at the syncs of its node."""
+    rounds: list[list[Step]] = [[]]
+    for step in steps:
+        if step.kind == NODE_SYNC:
+            rounds.append([])
+        else:
+            rounds[-1].append(step)
+    return rounds
+
+
+def check_races(operations: Sequence[tuple[Sequence[list[Step]], int]]) -> None:
+    """Prove that no rank touches memory of the node that another writes between the same syncs.
+
+    `operations` run one after the other: (steps of every rank, length of the private vector). The
+    last interval of one and the first of the next are one interval: nothing separates them.
+    """
+    size = len(operations[0][0])
+    written: list[dict[int, int]] = [{}]
+    touched: list[list[tuple[int, int]]] = [[]]
+    ends = [0] * size
+    for programs, n in operations:
+        counts = {len(intervals(steps)) for steps in programs}
+        if len(counts) != 1:
+            raise ScheduleError(f"the ranks pass different numbers of syncs: {sorted(counts)}")
+        for rank, steps in enumerate(programs):
+            for k, interval in enumerate(intervals(steps), ends[rank]):
+                if k == len(written):
+                    written.append({})
+                    touched.append([])
+                for step in interval:
+                    reads, write = reads_writes(step)
+                    for place in range(*(write or NOTHING)):
+                        if place >= n and written[k].setdefault(place - n, rank) != rank:
+                            raise ScheduleError(f"{step}: two ranks write position {place - n}")
+                    spans = [*reads, write or NOTHING]
+                    touched[k] += [(p - n, rank) for span in spans for p in range(*span) if p >= n]
+            ends[rank] = k
+    for k, places in enumerate(touched):
+        for place, rank in places:
+            if written[k].get(place, rank) != rank:
+                raise ScheduleError(
+                    f"interval {k}: rank {rank} reads {place} while rank {written[k][place]} writes"
+                )
+
+
+def run_node(
+    programs: Sequence[list[Step]], vectors: Sequence[Sequence[Value]], shared: Sequence[Value]
+) -> tuple[list[list], list, Sums]:
+    """Execute the steps of one node's ranks; returns private vectors, shared memory and sums."""
+    n = len(vectors[0])
+    private, common, sums = [list(v) for v in vectors], list(shared), Sums()
+    cut_up = [intervals(steps) for steps in programs]
+    for k in range(len(cut_up[0])):
+        for rank, rounds in enumerate(cut_up):
+            whole = private[rank] + common
+            for step in rounds[k]:
+                if step.kind != FINISH:
+                    _execute(rank, step, whole, {}, sums)
+            private[rank], common = whole[:n], whole[n:]
+    return private, common, sums

@@ -108,6 +108,10 @@ class Staged:
         self.last_used, self.calls = context.sequence, 0
         self.run = _hot_path(self)
 
+    def bind(self, x: np.ndarray):
+        """Return ``run()`` for this array. Local."""
+        return bound(self, x)
+
     def counters(self) -> Counters:
         """Return what ran since the last look."""
         calls, self.calls = self.calls, 0
@@ -226,6 +230,8 @@ def handshake(context: Context) -> Handshake:
 class Blocking:
     """Agree, then MPI's blocking Allreduce in place, in pieces."""
 
+    divides = False
+
     def __init__(self, context: Context, signature: Signature, reduction: Reduction, n: int):
         self.context, self.key = context, signature.key
         self.op, self.n = native_op(reduction), n
@@ -233,14 +239,15 @@ class Blocking:
         self.piece = max(1, MAX_MESSAGE // reduction.work.itemsize)
         self.counters = Counters(native_calls=1, native_bytes=n * reduction.work.itemsize)
 
-    def __call__(self, work: np.ndarray) -> None:
+    def __call__(self, work: np.ndarray, sequence: int, total) -> None:
         """Reduce the flat vector `work` in place. Collective."""
         self.agreed(self.key)
         if self.n <= self.piece:
             self._reduce(work)
-            return
-        for start in range(0, self.n, self.piece):
-            self._reduce(work[start : start + self.piece])
+        else:
+            for start in range(0, self.n, self.piece):
+                self._reduce(work[start : start + self.piece])
+        self.context.sent.add(self.counters)
 
     def _reduce(self, part: np.ndarray) -> None:
         comm = self.context.data

@@ -8,15 +8,14 @@ at most `context.MAX_PLANS` of them; the one not used for the longest time goes 
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import numpy as np
 
 from ..arrays import copy_into, host_empty, is_device, mpi_direct, synchronize
 from ..context import MAX_PLANS, Context
 from ..mismatch import Signature
-from . import algorithms, selection
-from .executor import Program
-from .native import Blocking, Staged, can_stage
+from . import algorithms, engines, selection
 from .reductions import Reduction, device_safe, finish_mean, resolve
 
 
@@ -29,57 +28,37 @@ class Plan:
         self.context, self.signature, self.reduction = context, signature, reduction
         self.shape, self.n, self.algorithm = shape, prod(shape), name
         self._last_used = context.sequence
-        self._device_safe = device_safe(reduction, name == algorithms.NATIVE)
-        self.staged: Staged | None = None
-        self.blocking: Blocking | None = None
-        self.program: Program | None = None
+        native = name == algorithms.NATIVE
+        self._device_safe = name not in algorithms.NODE and device_safe(reduction, native)
+        self.short: Any = None
+        self.engine: Any = None
         self._buffer: np.ndarray | None = None
-        if context.size == 1:
-            return
-        if name == algorithms.NATIVE:
-            if can_stage(reduction, self.n, context.size):
-                self.staged = Staged(context, signature, reduction, shape)
-            else:
-                self.blocking = Blocking(context, signature, reduction, self.n)
-            return
-        build = algorithms.ALLREDUCE[name]
-        steps = build(context.size, context.rank, self.n, reduction.work.itemsize)
-        self.program = Program(steps, self.n, reduction.work, reduction.ufunc)
+        if context.size > 1:
+            self.short, self.engine = engines.make(context, signature, reduction, shape, name)
 
     def __call__(self, x, weight=None, total=None) -> None:
         """Reduce `x` in place as the next operation of the communicator. Collective."""
-        if self.staged is not None and weight is None and type(x) is np.ndarray:
-            self.staged.run(x, self.context.size if total is None else total)
-            return
         context = self.context
-        if self.staged is not None:
+        total = context.size if total is None else total
+        if self.short is not None:
+            if weight is None and type(x) is np.ndarray:
+                self.short.run(x, total)
+                return
             # Device arrays and weights go through a host vector; the mean is divided in there.
-            work = self.load(x, weight, fresh=True)
-            shaped = work.reshape(self.shape)
-            self.staged.run(shaped, self.context.size if total is None else total)
-            copy_into(x, work.reshape(self.shape))
+            shaped = self.load(x, weight, fresh=True).reshape(self.shape)
+            self.short.run(shaped, total)
+            copy_into(x, shaped)
             return
         sequence = self._last_used = context.begin(self.signature)
-        if context.size > 1:
+        if self.engine is not None:
             work = self.load(x, weight)
-            self.run(work, sequence)
+            self.engine(work, sequence, total)
             self.store(x, work, total)
 
     @property
     def last_used(self) -> int:
         """Number of the last operation that ran this plan."""
-        return self._last_used if self.staged is None else self.staged.last_used
-
-    def run(self, work, sequence: int) -> None:
-        """Reduce the flat vector `work` in place and wait. Collective."""
-        context = self.context
-        if self.program is not None:
-            tag = context.tag(self.signature, sequence)
-            context.wait(self.program.start(context.data, work, tag).test)
-            context.sent.add(self.program.counters)
-        elif self.blocking is not None:
-            self.blocking(work)
-            context.sent.add(self.blocking.counters)
+        return self._last_used if self.short is None else self.short.last_used
 
     def load(self, x, weight=None, *, fresh: bool = False):
         """Return `x` as a flat vector of the work dtype for MPI: itself where it can be. Local.
@@ -111,9 +90,10 @@ class Plan:
             return False
         return not is_device(x) or (self._device_safe and mpi_direct(x))
 
-    def store(self, x, work, total=None) -> None:
+    def store(self, x, work, total) -> None:
         """Divide a mean and put the result into `x`, rounding once. Local."""
-        finish_mean(self.reduction, work, self.context.size if total is None else total)
+        if not self.engine.divides:
+            finish_mean(self.reduction, work, total)
         if self.in_place(x):
             synchronize(x)
         else:
@@ -121,10 +101,10 @@ class Plan:
 
     def close(self) -> None:
         """Free what the plan made. Local."""
-        for part in (self.staged, self.blocking):
+        for part in (self.short, self.engine):
             if part is not None:
                 part.close()
-        self.staged = self.blocking = None
+        self.short = self.engine = None
 
 
 def find(context: Context, x, op, algorithm: str) -> Plan:
@@ -135,7 +115,7 @@ def find(context: Context, x, op, algorithm: str) -> Plan:
     if plan is None:
         plan = _make(context, dtype, x.shape, op, algorithm)
         remember(context, key, plan)
-        context.quick[key[1:]] = plan if plan.staged is None else plan.staged.run
+        context.quick[key[1:]] = plan if plan.short is None else plan.short.run
     return plan
 
 
@@ -163,4 +143,5 @@ def _make(context: Context, dtype: np.dtype, shape, op, algorithm: str) -> Plan:
     name = algorithm
     if algorithm == algorithms.MEASURED:
         name = selection.choose(context, signature, reduction, shape, Plan)
+    name = engines.settle(context, name)
     return Plan(context, signature, reduction, shape, name)

@@ -9,6 +9,8 @@ scratch that the executor allocates. The k-th send from a to b meets the k-th re
     reduce       target = target op source
     reduce_left  target = source op target      (operand order fixes the bits, see `combine`)
     copy         target = source
+    node_sync    a barrier of the ranks of this node, which share the memory from n on (`node`)
+    finish       target is a final sum: a mean is divided here
 
 Steps that touch overlapping ranges happen in list order; all others may overlap in time. So the
 list *is* the dependency graph, and `compile_steps` writes it down.
@@ -21,6 +23,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 SEND, RECV, REDUCE, REDUCE_LEFT, COPY = "send", "recv", "reduce", "reduce_left", "copy"
+NODE_SYNC, FINISH = "node_sync", "finish"
 
 Range = tuple[int, int]
 NOTHING: Range = (0, 0)
@@ -107,6 +110,8 @@ def reads_writes(step: Step) -> tuple[list[Range], Range | None]:
         return [], step.target
     if step.kind == COPY:
         return [step.source], step.target
+    if step.kind == FINISH:
+        return [step.target], step.target
     return [step.source, step.target], step.target
 
 

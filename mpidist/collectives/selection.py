@@ -18,10 +18,12 @@ from ..context import Context, of
 from ..errors import ConfigError
 from ..mismatch import Signature
 from . import algorithms
-from .reductions import Reduction
+from .reductions import Reduction, native_op
+from .shared import memory_of
 
-CANDIDATES = ("native", "ring", "butterfly")
-ROUNDS = 5
+#: Rounds of a measurement: many where they are cheap.
+SHORT_ROUNDS, LONG_ROUNDS = 21, 5
+_SHORT = 256 << 10
 
 #: Vectors are measured up to this size; longer ones are taken to behave alike.
 _LARGEST = 64 << 20
@@ -48,7 +50,8 @@ def restore(comm: MPI.Comm, saved: dict[str, dict]) -> None:
     """
     context = of(comm)
     for key, entry in saved.items():
-        if entry.get("algorithm") not in (algorithms.NATIVE, *algorithms.ALLREDUCE):
+        names = (algorithms.NATIVE, *algorithms.ALLREDUCE, *algorithms.NODE)
+        if entry.get("algorithm") not in names:
             raise ConfigError(f"selection table names unknown algorithm {entry.get('algorithm')!r}")
         if entry.get("ranks") == context.size:
             _chosen(context)[key] = dict(entry)
@@ -62,42 +65,59 @@ def _chosen(context: Context) -> dict[str, dict]:
     return context.store.setdefault("selection", {})
 
 
+def candidates(context: Context) -> tuple[str, ...]:
+    """Return what is worth measuring where these ranks are. Collective on first use.
+
+    Where all ranks are on one node, messages are a detour around its memory; where each is on a
+    node of its own, there is nothing to share.
+    """
+    memory = memory_of(context)
+    nodes = memory.topology.nodes
+    if memory.reason is not None or nodes == context.size:
+        return ("native", "ring", "butterfly")
+    if nodes == 1:
+        return ("native", "node")
+    return ("native", "hierarchical", "ring", "butterfly")
+
+
 def choose(context: Context, signature: Signature, reduction: Reduction, shape, make) -> str:
     """Return the algorithm for this problem, measuring its class first if needed. Collective."""
     if context.size == 1:
-        return "native"
+        return algorithms.NATIVE
     n = int(np.prod(shape, dtype=np.int64))
     nbytes = n * reduction.work.itemsize
     key = str(1 << size_class(nbytes))
-    builtin = reduction.ufunc is np.add or reduction.work.kind in "iu"
-    if not builtin:
-        # MPI would call back into Python for every piece; the butterfly does the same sum in
-        # log2 p rounds without that.
-        return "butterfly"
+    names = candidates(context)
+    if not native_op(reduction).is_predefined:
+        # MPI would call back into Python for every piece; our own do the same sum without that.
+        return names[1] if names[1] in algorithms.NODE else "butterfly"
     chosen = _chosen(context)
-    if key not in chosen:
+    known = chosen[key]["algorithm"] if key in chosen else None
+    # A table from another layout of nodes may name what cannot run here.
+    if known is None or (known in algorithms.NODE and known not in names):
         length = min(n, _LARGEST // reduction.work.itemsize)
-        times = _measure(context, signature, reduction, length, make)
+        times = _measure(context, signature, reduction, length, make, names)
         best = min(times, key=times.__getitem__)
         chosen[key] = {"algorithm": best, "ranks": context.size, "us": times}
         events.emit("selection", bytes=int(key), algorithm=best, us=times)
     return chosen[key]["algorithm"]
 
 
-def _measure(context: Context, signature: Signature, reduction, n: int, make) -> dict[str, float]:
+def _measure(context: Context, signature: Signature, reduction, n: int, make, names) -> dict:
     probe = signature._replace(kind="selection", shape=f"({n})")
-    plans = [make(context, probe, reduction, (n,), name) for name in CANDIDATES]
+    plans = [make(context, probe, reduction, (n,), name) for name in names]
     data = np.zeros(n, reduction.work)
-    seconds = np.empty((ROUNDS + 1, len(plans)))
-    for measured in range(ROUNDS + 1):
+    rounds = LONG_ROUNDS if data.nbytes > _SHORT else SHORT_ROUNDS
+    seconds = np.empty((rounds + 1, len(plans)))
+    for measured in range(rounds + 1):
         for k, plan in enumerate(plans):
             context.wait(context.control.Ibarrier().Test)
             start = time.perf_counter()
             plan(data)
             seconds[measured, k] = time.perf_counter() - start
-    # The first round pays for connections and page faults.
+    # A round lasts until its slowest rank is through; the first pays for connections and pages.
+    context.wait(context.control.Iallreduce(MPI.IN_PLACE, seconds, MPI.MAX).Test)
     medians = np.median(seconds[1:], axis=0)
-    context.wait(context.control.Iallreduce(MPI.IN_PLACE, medians, MPI.MAX).Test)
     for plan in plans:
         plan.close()
-    return {name: round(float(t) * 1e6, 2) for name, t in zip(CANDIDATES, medians, strict=True)}
+    return {name: round(float(t) * 1e6, 2) for name, t in zip(names, medians, strict=True)}

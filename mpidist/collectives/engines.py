@@ -1,0 +1,142 @@
+"""What runs a plan: from the name of an algorithm to the object that reduces a vector.
+
+A *short* engine (`native.Staged`, `flat.Flat`) does everything itself: ``run(x, total)`` on the
+user's array. The others take a flat vector of the work dtype: ``engine(work, sequence, total)``;
+those that divide a mean while the piece is in the cache say ``divides``.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from ..context import Context
+from ..errors import ConfigError
+from ..events import emit
+from ..mismatch import Signature
+from . import algorithms, flat, node
+from .executor import Program
+from .flat import Flat
+from .hierarchical import Hierarchical, lanes_of
+from .native import Blocking, Staged, can_stage
+from .reductions import Reduction
+from .shared import NodeMemory, SharedProgram, memory_of
+
+
+class Scheduled:
+    """A schedule on MPI point-to-point."""
+
+    divides = False
+
+    def __init__(self, context: Context, signature: Signature, program: Program):
+        self.context, self.signature, self.program = context, signature, program
+
+    def __call__(self, work, sequence: int, total) -> None:
+        """Reduce the flat vector `work` in place and wait. Collective."""
+        context = self.context
+        tag = context.tag(self.signature, sequence)
+        context.wait(self.program.start(context.data, work, tag).test)
+        context.sent.add(self.program.counters)
+
+    def close(self) -> None:
+        """Nothing to free: scratch is memory of Python's."""
+
+
+class Shared:
+    """The node's own algorithm on private vectors, staged through shared memory."""
+
+    divides = True
+
+    def __init__(self, context, signature: Signature, reduction: Reduction, program, gate):
+        self.context, self.signature, self.reduction = context, signature, reduction
+        self.program, self.gate = program, gate
+
+    def __call__(self, work, sequence: int, total) -> None:
+        """Reduce the flat vector `work` in place. Collective."""
+        divisor = work.dtype.type(total) if self.reduction.mean else None
+        self.program.run(self.gate, self.signature.key, work, divisor)
+        self.context.sent.add(self.program.counters)
+
+    def close(self) -> None:
+        """Nothing to free: the memory is the communicator's."""
+
+
+def settle(context: Context, name: str) -> str:
+    """Return the algorithm that can run here in place of `name`. Collective.
+
+    Without memory to share (a /dev/shm that is too small) the node's algorithms become the
+    butterfly, and that is said. ConfigError for "node" on several nodes.
+    """
+    if name not in algorithms.NODE or context.size == 1:
+        return name
+    memory = memory_of(context)
+    nodes = memory.topology.nodes
+    if name == "node" and nodes > 1:
+        raise ConfigError(
+            f"algorithm='node': the {context.size} ranks are on {nodes} nodes, expected one; "
+            "use 'hierarchical'"
+        )
+    if memory.reason is None:
+        return name
+    emit("fallback", algorithm=name, instead="butterfly", reason=memory.reason)
+    return "butterfly"
+
+
+def make(context: Context, signature: Signature, reduction: Reduction, shape, name: str):
+    """Return (short engine or None, engine or None) for algorithm `name`. Collective."""
+    n = prod(shape)
+    if name == algorithms.NATIVE:
+        if can_stage(reduction, n, context.size):
+            return Staged(context, signature, reduction, shape), None
+        return None, Blocking(context, signature, reduction, n)
+    if name in algorithms.NODE:
+        memory = memory_of(context)
+        if memory.topology.nodes == 1 and flat.can_run(memory, reduction, n):
+            return Flat(context, signature, reduction, shape, memory), None
+        return None, _on_nodes(context, signature, reduction, n, memory)
+    build = algorithms.ALLREDUCE[name]
+    steps = build(context.size, context.rank, n, reduction.work.itemsize)
+    program = Program(steps, n, reduction.work, reduction.ufunc)
+    return None, Scheduled(context, signature, program)
+
+
+def _on_nodes(context, signature, reduction: Reduction, n: int, memory: NodeMemory):
+    dtype, ufunc, topology = reduction.work, reduction.ufunc, memory.topology
+    size, rank = topology.local_size, topology.local_rank
+    staging = memory.staging[: memory.staging.size // dtype.itemsize * dtype.itemsize].view(dtype)
+    piece = node.piece_length(size, dtype.itemsize)
+    if topology.nodes == 1:
+        program = SharedProgram(node.staged(size, rank, n, piece, n), n, staging, ufunc)
+        return Shared(context, signature, reduction, program, memory.gate)
+    lanes = lanes_of(topology)
+    halves = (
+        SharedProgram(node.reduce_scatter(size, rank, n, piece, lanes, n), n, staging, ufunc),
+        SharedProgram(node.allgather(size, rank, n, piece, lanes, n), n, staging, ufunc),
+    )
+    return Hierarchical(context, signature, reduction, n, topology, memory.gate, halves)
+
+
+def on_slots(context, signature, reduction: Reduction, slots: list, memory: NodeMemory):
+    """Return the engine for vectors that lie in an arena, slot r that of local rank r. Local."""
+    n, ufunc, topology = slots[0].size, reduction.ufunc, memory.topology
+    size, rank = topology.local_size, topology.local_rank
+    piece = max(1, node.IN_PLACE_BYTES // reduction.work.itemsize)
+    space = _Slots(slots)
+    if topology.nodes == 1:
+        program = SharedProgram(node.in_place(size, rank, n, piece, n), 0, space, ufunc)
+        return Shared(context, signature, reduction, program, memory.gate)
+    lanes = lanes_of(topology)
+    first = node.in_place_reduce_scatter(size, rank, n, piece, lanes, n)
+    second = node.in_place_allgather(size, rank, n, piece, lanes, n)
+    halves = SharedProgram(first, 0, space, ufunc), SharedProgram(second, 0, space, ufunc)
+    return Hierarchical(context, signature, reduction, n, topology, memory.gate, halves)
+
+
+class _Slots:
+    """The slots of an arena as one address space: slot r begins at r times their length."""
+
+    def __init__(self, slots: list):
+        self.slots, self.stride, self.dtype = slots, max(slots[0].size, 1), slots[0].dtype
+
+    def __getitem__(self, span: slice):
+        slot, start = divmod(span.start, self.stride)
+        return self.slots[slot][start : start + span.stop - span.start]

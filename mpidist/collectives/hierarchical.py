@@ -1,0 +1,87 @@
+"""Allreduce over nodes of several ranks: one copy of the vector per node crosses the wire.
+
+    2 nodes of 2 ranks; each node's ranks first cut the sum of their node in lanes:
+      node reduce-scatter    rank 0: a0+a1 of part 0    rank 1: a0+a1 of part 1      (memory)
+      lane exchange          0 <-> 2 with part 0        1 <-> 3 with part 1          (wire, at once)
+      node allgather         all ranks of a node take the finished parts             (memory)
+
+There are as many lanes as the smallest node has ranks: every lane has a member on each node, and
+all lanes use the wire at the same time. Cost for P nodes of q ranks: 2(P-1)/P N bytes per node over
+the wire, 2(P-1) messages per rank where the lanes run a ring, log2 P times 2 where a butterfly.
+
+Traeff, Hunold, "Decomposing Collectives for Exploiting Multi-lane Communication", CLUSTER 2020.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..context import Context
+from ..mismatch import Signature
+from ..partition import BlockPartition
+from ..topology import Topology
+from . import algorithms
+from .executor import Program
+from .reductions import Reduction
+from .schedule import Step
+from .shared import Gate, SharedProgram
+
+#: Lanes of more bytes run a ring, whose segments overlap the wire and the sum; shorter ones a
+#: butterfly, which needs fewer messages.
+RING_BYTES = 256 << 10
+
+
+def lanes_of(topology: Topology) -> int:
+    """How many ranks of each node exchange with other nodes: the size of the smallest. Local."""
+    return min(topology.node_of.count(node) for node in range(topology.nodes))
+
+
+def lane_steps(topology: Topology, lane: int, n: int, itemsize: int) -> list[Step]:
+    """Steps of the exchange of lane `lane`'s `n` elements between the nodes, by real ranks."""
+    name = "ring" if n * itemsize > RING_BYTES else "butterfly"
+    peers = [topology.members(node)[lane] for node in range(topology.nodes)]
+    steps = algorithms.ALLREDUCE[name](topology.nodes, topology.node, n, itemsize)
+    return [step._replace(peer=peers[step.peer] if step.peer >= 0 else -1) for step in steps]
+
+
+class Hierarchical:
+    """One allreduce in three phases; `first` and `second` are the node's halves of it."""
+
+    divides = True
+
+    def __init__(
+        self,
+        context: Context,
+        signature: Signature,
+        reduction: Reduction,
+        n: int,
+        topology: Topology,
+        gate: Gate,
+        halves: tuple[SharedProgram, SharedProgram],
+    ):
+        self.context, self.signature, self.reduction = context, signature, reduction
+        self.gate, self.first, self.second = gate, *halves
+        lanes, lane = lanes_of(topology), topology.local_rank
+        self.part = BlockPartition(n, lanes).range(lane) if lane < lanes else (0, 0)
+        self.program: Program | None = None
+        if lane < lanes and topology.nodes > 1:
+            count, dtype = self.part[1] - self.part[0], reduction.work
+            steps = lane_steps(topology, lane, count, dtype.itemsize)
+            self.program = Program(steps, count, dtype, reduction.ufunc)
+
+    def __call__(self, work: np.ndarray, sequence: int, total) -> None:
+        """Reduce the flat vector `work` in place. Collective."""
+        context, gate = self.context, self.gate
+        divisor = work.dtype.type(total) if self.reduction.mean else None
+        self.first.run(gate, self.signature.key, work, None)
+        if self.program is not None:
+            part = work[slice(*self.part)]
+            tag = context.tag(self.signature, sequence)
+            context.wait(self.program.start(context.data, part, tag).test)
+            context.sent.add(self.program.counters)
+        self.second.run(gate, None, work, divisor)
+        context.sent.add(self.first.counters)
+        context.sent.add(self.second.counters)
+
+    def close(self) -> None:
+        """Nothing to free."""

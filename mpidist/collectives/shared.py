@@ -1,0 +1,181 @@
+"""The memory that the ranks of a node share for a communicator, and the executor of node schedules.
+
+`memory_of(context)` makes it once: flags, two sets of slots for short vectors, staging for long
+ones. `Gate` is the barrier of the node. `SharedProgram` runs the steps of `node.py`.
+
+Order of memory. A rank writes data, then its counter; another reads the counter, then the data.
+x86 processors keep stores in order and loads in order (TSO), the kernel's and C library's streaming
+copies end in a fence, and an aligned 8-byte write is one write, so the counters need nothing more.
+Other processors may swap them: there the counters are not used, and a barrier of MPI, whose
+messages order memory, stands in their place.
+"""
+
+from __future__ import annotations
+
+import platform
+from itertools import chain
+
+import numpy as np
+from mpi4py import MPI
+
+from ..arena import Segment
+from ..context import Context
+from ..errors import ConfigError
+from ..events import Counters, emit
+from ..topology import Topology
+from .node import FLAT_BYTES, piece_length, staging_length
+from .schedule import COPY, NODE_SYNC, REDUCE, Step, length
+
+#: Looks at the counters before the polite wait begins.
+SPINS = 200
+
+ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")
+
+_LINE = 8  # int64 per cache line
+_PAGE = 4096
+
+
+class Gate:
+    """A barrier of the ranks of a node: a counter for each, on a cache line of its own.
+
+    Beside the counter lie two keys, so that the first sync of an operation also proves that all
+    ranks are in the same one. Two, because a quick rank may announce its next operation while a
+    slow one still looks at the keys of this; it cannot be two ahead.
+    """
+
+    def __init__(self, context: Context, lines: memoryview, topology: Topology):
+        self.context, self.lines, self.topology = context, lines, topology
+        self.mine = _LINE * topology.local_rank
+        self.others = [_LINE * r for r in range(topology.local_size) if r != topology.local_rank]
+        self.count = 0
+
+    def announce(self, key: int) -> None:
+        """Say which operation begins; `check` compares after the next sync. Local."""
+        self.lines[self.mine + 1 + (self.count + 1) % 2] = key
+
+    def check(self, key: int) -> None:
+        """Raise MismatchError unless all ranks announced `key`. Local, after the first sync."""
+        for other in self.others:
+            if self.lines[other + 1 + self.count % 2] != key:
+                self.context.disagree()
+
+    def sync(self) -> None:
+        """Wait until all ranks of the node are here. Collective over the node."""
+        self.count = count = self.count + 1
+        if not ORDERED:
+            self.context.wait(self.topology.intra_comm.Ibarrier().Test)
+            return
+        lines = self.lines
+        lines[self.mine] = count
+        for other in self.others:
+            if lines[other] < count:
+                self.wait(count)
+                return
+
+    def wait(self, count: int) -> None:
+        """Look a few times, then wait politely: a look costs less than the wait's beginning."""
+        lines, others = self.lines, self.others
+
+        def arrived() -> bool:
+            return all(lines[other] >= count for other in others)
+
+        for _ in range(SPINS):
+            if arrived():
+                return
+        self.context.wait(arrived)
+
+
+class NodeMemory:
+    """What a communicator's ranks on one node share. Collective over the communicator.
+
+    `reason` says why there is none, on all ranks alike; then only `topology` may be used.
+    """
+
+    def __init__(self, context: Context, ranks_per_node: int | None = None):
+        self.topology = Topology(context.comm, ranks_per_node)
+        size = self.topology.local_size
+        flags = -(-8 * _LINE * size // _PAGE) * _PAGE
+        flat = 2 * FLAT_BYTES
+        staging = max(staging_length(size, size, piece_length(size, s)) * s for s in (1, 16, 32))
+        self.reason: str | None = None
+        try:
+            parts = Segment(self.topology.intra_comm, -(-(flags + flat + staging) // size)).parts
+        except ConfigError as error:
+            self.reason = str(error)
+        failed = np.array([self.reason is not None], np.int64)
+        context.wait(context.control.Iallreduce(MPI.IN_PLACE, failed, MPI.SUM).Test)
+        if failed[0]:
+            self.reason = self.reason or "no memory shared by the ranks of another node"
+            emit("node_memory", reason=self.reason)
+            return
+        memory = parts[0].base  # the parts are cut from one mapping
+        assert isinstance(memory, np.ndarray)
+        lines = memoryview(memory[:flags]).cast("q")  # type: ignore[arg-type]
+        self.gate = Gate(context, lines, self.topology)
+        self.flat = [
+            memory[flags + k * FLAT_BYTES : flags + (k + 1) * FLAT_BYTES] for k in range(2)
+        ]
+        self.staging = memory[flags + flat : flags + flat + staging]
+
+    def close(self) -> None:
+        """Free the communicators of the topology; the memory goes with its last view."""
+        self.topology.close()
+
+
+def memory_of(context: Context, ranks_per_node: int | None = None) -> NodeMemory:
+    """Return the node memory of a communicator; made on first use. Collective on first use."""
+    if "node" not in context.store:
+        context.store["node"] = NodeMemory(context, ranks_per_node)
+    return context.store["node"]
+
+
+class SharedProgram:
+    """Steps of one rank made ready to run: rounds between syncs, shared ranges as views.
+
+    `memory` holds what lies at positions from `n` on; positions below are the vector of each call.
+    """
+
+    def __init__(self, steps: list[Step], n: int, memory, ufunc: np.ufunc):
+        def place(span):
+            if span[0] < n:
+                return slice(*span)
+            return memory[span[0] - n : span[1] - n]
+
+        self.rounds: list[list[tuple]] = [[]]
+        self.ufunc = ufunc
+        for step in steps:
+            if step.kind == NODE_SYNC:
+                self.rounds.append([])
+            elif length(step.target):
+                self.rounds[-1].append((step.kind, place(step.target), place(step.source)))
+        moved = chain.from_iterable(self.rounds)
+        shared = [t.nbytes for kind, t, _ in moved if kind == COPY and not isinstance(t, slice)]
+        added = [length(step.target) for step in steps if step.kind == REDUCE]
+        self.counters = Counters(
+            shared_bytes=sum(shared), bytes_reduced=sum(added) * memory.dtype.itemsize
+        )
+
+    def run(self, gate: Gate, key: int | None, x: np.ndarray | None, divisor) -> None:
+        """Run all rounds on the flat vector `x`. Collective over the node.
+
+        `key` names the operation, None within one that was checked; `divisor` finishes a mean.
+        """
+        if key is not None:
+            gate.announce(key)
+        last = len(self.rounds) - 1
+        for number, round in enumerate(self.rounds):
+            for kind, target, source in round:
+                if type(target) is slice:
+                    target = x[target]  # type: ignore[index]
+                if type(source) is slice:
+                    source = x[source]  # type: ignore[index]
+                if kind == COPY:
+                    target[...] = source
+                elif kind == REDUCE:
+                    self.ufunc(target, source, out=target)
+                elif divisor is not None:
+                    np.divide(target, divisor, out=target)
+            if number < last:
+                gate.sync()
+                if number == 0 and key is not None:
+                    gate.check(key)

@@ -1,0 +1,123 @@
+"""The node's schedules, proved: every sum whole, and no race between two syncs (R79, R101)."""
+
+import pytest
+
+from mpidist.collectives import check, node
+from mpidist.collectives.schedule import NODE_SYNC
+
+PIECE = 3
+SIZES = (1, 2, 3, 4, 5, 8)
+LENGTHS = (0, 1, 2, 5, 16, 31)
+
+
+def whole(values, sums, size):
+    """Each value is made of every rank exactly once."""
+    return all(sorted(sums.ranks(value)) == list(range(size)) for value in values)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_staged(size, n):
+    programs = [node.staged(size, r, n, PIECE, n) for r in range(size)]
+    shared = [None] * node.staging_length(size, size, PIECE)
+    private, _, sums = check.run_node(programs, [[r] * n for r in range(size)], shared)
+    assert all(vector == private[0] for vector in private)
+    assert whole(private[0], sums, size)
+    check.check_races([(programs, n)] * 3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_flat(size, n):
+    """Two sets of slots, taken in turn; ranks add in rank order."""
+    stride = size * n
+    sets = [[node.flat(size, r, n, n + k * stride) for r in range(size)] for k in (0, 1)]
+    private, _, sums = check.run_node(sets[0], [[r] * n for r in range(size)], [None] * 2 * stride)
+    assert all(sums.ranks(value) == list(range(size)) for vector in private for value in vector)
+    check.check_races([(sets[k % 2], n) for k in range(4)])
+    if size > 1 and n:
+        with pytest.raises(check.ScheduleError, match="interval"):
+            check.check_races([(sets[0], n)] * 2)  # one set of slots alone would be a race
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("lanes", [1, 2, 3, 8])
+@pytest.mark.parametrize("n", LENGTHS)
+def test_the_two_halves(size, lanes, n):
+    """After the first half owner r has part r; after the second, everybody has all parts."""
+    if lanes > size:
+        return
+    first = [node.reduce_scatter(size, r, n, PIECE, lanes, n) for r in range(size)]
+    second = [node.allgather(size, r, n, PIECE, lanes, n) for r in range(size)]
+    shared = [None] * node.staging_length(size, size, PIECE)
+    vectors, shared, sums = check.run_node(first, [[r] * n for r in range(size)], shared)
+    parts = node.BlockPartition(n, lanes)
+    for owner in range(lanes):
+        assert whole(vectors[owner][slice(*parts.range(owner))], sums, size)
+    expected = [vectors[parts.owner(e)][e] for e in range(n)]
+    vectors, _, _ = check.run_node(second, vectors, shared)
+    assert all(vector == expected for vector in vectors)
+    check.check_races([(first, n), (second, n)] * 3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_in_place(size, n):
+    programs = [node.in_place(size, r, n, PIECE, n) for r in range(size)]
+    slots = [r for r in range(size) for _ in range(n)]
+    _, shared, sums = check.run_node(programs, [[]] * size, slots)
+    assert whole(shared, sums, size)
+    assert shared == shared[:n] * size
+    check.check_races([(programs, 0)] * 2)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_the_two_halves_in_place(size, lanes):
+    n = 17
+    first = [node.in_place_reduce_scatter(size, r, n, PIECE, lanes, n) for r in range(size)]
+    second = [node.in_place_allgather(size, r, n, PIECE, lanes, n) for r in range(size)]
+    slots = [r for r in range(size) for _ in range(n)]
+    _, shared, sums = check.run_node(first, [[]] * size, slots)
+    _, shared, _ = check.run_node(second, [[]] * size, shared)
+    assert whole(shared, sums, size)
+    assert shared == shared[:n] * size
+    check.check_races([(first, 0), (second, 0)] * 2)
+
+
+def test_the_check_finds_what_is_wrong():
+    """A schedule without its syncs, and ranks that pass different numbers of them."""
+    programs = [node.staged(2, r, 8, PIECE, 8) for r in range(2)]
+    bare = [[step for step in steps if step.kind != NODE_SYNC] for steps in programs]
+    with pytest.raises(check.ScheduleError, match="interval"):
+        check.check_races([(bare, 8)])
+    with pytest.raises(check.ScheduleError, match="numbers of syncs"):
+        check.check_races([([programs[0], bare[1]], 8)])
+    clash = [[node._copy(0, (0, 1), (2, 3))]] * 2
+    with pytest.raises(check.ScheduleError, match="two ranks write"):
+        check.check_races([(clash, 2)])
+
+
+def test_pieces_and_staging():
+    assert node.piece_length(2, 4) * 4 * 2 == node.ROUND_BYTES
+    assert node.piece_length(1000, 4) * 4 == node.LEAST_PIECE
+    for size in SIZES:
+        programs = [node.staged(size, r, 1000, 7, 1000) for r in range(size)]
+        most = max((s.target[1] for steps in programs for s in steps), default=0)
+        assert most <= 1000 + node.staging_length(size, size, 7)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_vectors_of_different_lengths_one_after_the_other(size):
+    """The staging is the same; the number of rounds is not."""
+
+    def operation(n):
+        return [node.staged(size, r, n, PIECE, n) for r in range(size)], n
+
+    def halves(n):
+        first = [node.reduce_scatter(size, r, n, PIECE, size, n) for r in range(size)]
+        second = [node.allgather(size, r, n, PIECE, size, n) for r in range(size)]
+        return [(first, n), (second, n)]
+
+    check.check_races([operation(n) for n in (31, 1, 16, 0, 2, 31, 5, 5)])
+    check.check_races([part for n in (31, 1, 16, 0, 2, 31, 5, 5) for part in halves(n)])
