@@ -110,7 +110,9 @@ def _end_job(error: BaseException, show_traceback) -> None:
             time.sleep(10 * HOLD_BACK)  # the launcher ends us in the midst of this
             _abort(code)
         if isinstance(error, MpidistError) and error.quiet:
-            pass  # another process of this launch says the same
+            # Another process of this launch says the same. It may be slower than this one, and
+            # the launcher ends all of them when one has failed.
+            time.sleep(6 * HOLD_BACK)
         elif speaks_in_one_line(error):
             print(one_line(error), file=sys.stderr)
         else:

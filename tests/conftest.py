@@ -4,9 +4,15 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 #: A skip whose reason starts with one of these is expected everywhere, also in CI.
 EXPECTED_SKIPS = ("no GPU",)
+
+# No deadline per example, for other work on the machine is no failure of ours; and the same
+# examples in each run, so that a failure belongs to the change that it is seen with.
+settings.register_profile("steady", deadline=None, derandomize=True)
+settings.load_profile("steady")
 
 
 def pytest_addoption(parser):

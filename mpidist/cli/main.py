@@ -10,6 +10,7 @@ import argparse
 import importlib
 import os
 import sys
+import time
 
 from .. import __version__
 from ..errors import ConfigError, MpidistError, nearest
@@ -21,6 +22,10 @@ COMMANDS = {
     "simulate": "who sends what, and what it costs, for any number of ranks; needs no MPI",
     "checkpoint": "list, show, verify or export checkpoints; needs no MPI",
 }
+
+
+#: Seconds that a rank which says nothing waits for the one that speaks.
+HOLD_BACK = 3.0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,6 +81,10 @@ def _report(error: MpidistError) -> int:
 
     if rank_hint(os.environ) == 0 and not getattr(error, "quiet", False):
         print(f"mpidist: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    else:
+        # Open MPI's launcher ends the whole job when the first process of it has failed, and that
+        # must not be one that says nothing: rank 0 may still be on its way to this line.
+        time.sleep(HOLD_BACK)
     return error.exit_code
 
 

@@ -162,7 +162,8 @@ class Reporter:
         if not self.show:
             return
         if step.step % self.every == 0 or step.step == step.last:
-            facts = {key: round(v, 6) if isinstance(v, float) else v
+            # Six digits, wherever the point is: losses may be small, and steps short.
+            facts = {key: float(f"{v:.6g}") if isinstance(v, float) else v
                      for key, v in step._asdict().items()}  # fmt: skip
             self._file.write(json.dumps({"time": round(time.time(), 3), **facts}) + "\n")
         if sys.stderr.isatty():

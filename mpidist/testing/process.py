@@ -179,6 +179,17 @@ def marked(mark: str) -> list[int]:
     return pids
 
 
+def signal_all(pids: Sequence[int], number: int) -> None:
+    """Send a signal to several processes as if at one moment, however slow the sender is. Local.
+
+    They stand still until each has it: a job that ends at the first rank's signal could otherwise
+    be over, or have put its handlers away, before the last rank's is sent.
+    """
+    for step in (signal.SIGSTOP, number, signal.SIGCONT):
+        for pid in pids:
+            os.kill(pid, step)
+
+
 def mpi_segments(pids: list[int]) -> set[Path]:
     """Files in /dev/shm that the MPI library of these processes has mapped. Local."""
     found = set()

@@ -61,7 +61,7 @@ def gather_facts(run: Progress, test_data) -> dict:
         "epochs": run.position.epoch,
         "ranks": run.comm.size,
         "workers": workers.size,
-        "samples_per_second": round(run.samples / max(run.loop_seconds, 1e-9), 1),
+        "samples_per_second": six_digits(run.samples / max(run.loop_seconds, 1e-9)),
         "resizes": 0,
         "skipped_records": 0,
         "resumed_at": run.first_step,
@@ -74,10 +74,16 @@ def gather_facts(run: Progress, test_data) -> dict:
 def share(run: Progress, facts: dict | None) -> Summary:
     """Return the summary on all ranks: dedicated servers have none of their own. Collective."""
     if facts is not None:
-        facts["wall_seconds"] = wall = round(time.perf_counter() - run.began, 3)
-        facts["rank_hours"] = round(wall * run.comm.size / 3600, 6)
+        wall = time.perf_counter() - run.began
+        facts["wall_seconds"] = six_digits(wall)
+        facts["rank_hours"] = six_digits(wall * run.comm.size / 3600)
     everyone = run.comm.allgather(facts)
     return Summary(**next(entry for entry in everyone if entry is not None))
+
+
+def six_digits(value: float) -> float:
+    """Round to six significant digits: short to read, and right for a run of 40 ms too. Local."""
+    return float(f"{value:.6g}")
 
 
 def evaluate(comm, model, data) -> float:

@@ -138,10 +138,11 @@ def undisturbed(cluster, request, tmp_path_factory):
 
 def wait_for_steps(cluster, job, folder, steps=20):
     """Wait until a running job has logged some steps."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while True:
         files = list(folder.glob("runs/*/metrics.jsonl"))
-        lines = files[0].read_text().splitlines() if files else []
+        # The last line may be half written.
+        lines = files[0].read_text().split("\n")[:-1] if files else []
         if lines and json.loads(lines[-1])["step"] >= steps:
             return
         assert time.monotonic() < deadline, cluster.job(job).output

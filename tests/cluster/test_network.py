@@ -37,10 +37,10 @@ def test_ranks_are_on_hosts_of_their_own(net, openmpi, programs):
 
 
 def test_stream_runs_at_the_rate_of_the_link(net):
-    seconds = net.stream(RING_BYTES)
+    seconds = [net.stream(RING_BYTES) for _ in range(3)]
     wire = RING_BYTES * 8 / 1e9
     # Headers cost 4.4 %; a full token bucket of 1 MB gives 8 ms; a busy machine may be slower.
-    assert wire / 1.05 < seconds < wire * 1.5
+    assert wire / 1.05 < min(seconds) < wire * 1.5
 
 
 def test_ring_sends_the_bytes_of_the_formula(net, openmpi, programs):

@@ -40,14 +40,14 @@ def run_script(folder, body, signals=0):
         ["bash", ROOT / "jobs" / "requeue.sbatch", "JOB.toml", "--set", "a.b=c d"],
         env={**os.environ, **variables}, cwd=folder,
     )  # fmt: skip
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while signals and not (folder / "ready").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
     for _ in range(signals):
         script.send_signal(signal.SIGUSR1)
         time.sleep(0.1)
-    code = script.wait(20)
+    code = script.wait(60)
     asked = folder / "scontrol.args"
     assert not asked.exists() or asked.read_text() == "requeue 17\n"
     return code, asked.exists()

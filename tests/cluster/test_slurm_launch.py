@@ -63,14 +63,14 @@ def test_a_job_of_one_failing_rank_fails(cluster, openmpi, tmp_path):
 def test_a_job_beyond_its_deadline_is_cancelled(cluster, tmp_path):
     script = tmp_path / "sleep.sbatch"
     script.write_text("#!/bin/bash\necho begun\nsleep 600\n")
-    with pytest.raises(TimeoutError, match=r"RUNNING after 2 s[\s\S]*begun"):
-        cluster.sbatch(script, timeout=2, cwd=tmp_path)
+    with pytest.raises(TimeoutError, match=r"RUNNING after 8 s[\s\S]*begun"):
+        cluster.sbatch(script, timeout=8, cwd=tmp_path)
 
 
 def test_a_command_beyond_its_deadline_is_ended(cluster):
     done = cluster.run(["srun", "-N2", "sleep", "500"], timeout=2)
     assert (done.timed_out, done.returncode) == (True, 124)
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while cluster.run(["squeue", "--noheader", "--states=RUNNING"]).stdout.strip():
         assert time.monotonic() < until, "the step is still there"
         time.sleep(0.2)

@@ -32,7 +32,7 @@ def in_a_thread():
     thread = threading.Thread(target=of_my_own)
     thread.start()
     thread.join()
-    time.sleep(30)
+    time.sleep(100)
 
 def everywhere():
     raise MismatchError("the ranks disagree:\\n  about much")
@@ -82,11 +82,12 @@ def program(tmp_path_factory):
 
 def run(program, n, what, ranks="range(9)"):
     """Run, and check what every end must be: soon, nonzero and by our doing."""
-    result = launch(n, [sys.executable, program, what, ranks], timeout=30)
+    result = launch(n, [sys.executable, program, what, ranks], timeout=120)
     ended = time.time()
     assert not result.timed_out, result.stderr
-    # From the failure on: how long the launcher needs to start depends on who else is working.
-    assert ended - float(result.stdout.split("fails at")[1].split()[0]) < 5, result.stderr
+    # From the failure on: how long the launcher needs to start depends on who else is working. It
+    # takes one second; nobody's wait in the program ends by itself before 100.
+    assert ended - float(result.stdout.split("fails at")[1].split()[0]) < 20, result.stderr
     # However it ended: the memory that the MPI library shared has no name any more.
     assert left_behind(result) == []
     return result
@@ -143,7 +144,7 @@ def test_bad_input_is_one_line_and_exit_code_2(program, n):
 
 def test_bad_input_without_a_launcher(program):
     command = [sys.executable, program, "config", "[0]"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert result.stderr == CONFIG
     assert left_behind(result) == []
@@ -152,7 +153,7 @@ def test_bad_input_without_a_launcher(program):
 def test_an_ordinary_end_without_a_launcher(program):
     """Open MPI alone would leave its shared memory behind."""
     command = [sys.executable, program, "none", "[0]"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
     assert left_behind(result) == []
 

@@ -40,7 +40,7 @@ sys.meta_path.insert(0, Blocked())
 BEFORE_MPI = {
     "algorithm": (
         ["job.toml", "--set", "strategy.algorithm=rnig"],
-        ["'rnig'", "native, ring, tree, butterfly, recursive_doubling", "did you mean 'ring'?"],
+        ["'rnig'", "one of auto, native, ring, tree", "did you mean 'ring'?"],
     ),
     "unknown key": (["job.toml", "--set", "epohcs=3"], ["'epohcs'", "did you mean 'epochs'?"]),
     "unknown setting": (["job.toml", "--set", "optimizer.lrr=3"], ["'lrr'", "mean 'lr'?"]),

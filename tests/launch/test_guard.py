@@ -1,7 +1,6 @@
 """Signals, time limit, bad loss: all ranks leave at one step, with a checkpoint, with code 75."""
 
 import json
-import os
 import re
 import signal
 import sys
@@ -10,6 +9,7 @@ import time
 import pytest
 
 from mpidist.testing.launch import launch, start
+from mpidist.testing.process import signal_all
 
 PROGRAM = """
 import json, os, signal, sys, time
@@ -29,7 +29,7 @@ class Store:
 state = {"w": np.zeros(3)}
 before = signal.getsignal(signal.SIGTERM)
 
-def loop(run, ranks, steps=1000):
+def loop(run, ranks, steps=3000):
     for step in range(steps):
         loss = np.array([1.0])
         if what == "nan" and step == 7 and comm.rank == 1:
@@ -69,7 +69,7 @@ try:
             print("serving", flush=True)
         else:
             loop(run, workers if "deciders" in options else comm,
-                 5 if what in ("finish", "servers-finish") else 1000)
+                 5 if what in ("finish", "servers-finish") else 3000)
 except Stopped as stop:
     assert signal.getsignal(signal.SIGTERM) == before
     print(f"rank {comm.rank} stopped at {stop.step}: {stop.reason}", flush=True)
@@ -98,15 +98,17 @@ def run_and_signal(program, n, what, folder, number, ranks):
     """Start the program, send a signal to some ranks when it is under way, wait for its end."""
     job = start(n, [sys.executable, program, what, str(folder)])
     try:
-        deadline = time.monotonic() + 30
-        while "under way" not in job.output() and time.monotonic() < deadline:
+        deadline = time.monotonic() + 60
+        pids: dict = {}
+        # What the launcher passes on of one rank may come later than what it has of another.
+        while "under way" not in job.output() or len(pids) < n:
+            assert time.monotonic() < deadline, job.output()
             time.sleep(0.02)
-        # Not by lines: the launcher may mix the ranks' output in the midst of one.
-        pids = dict(re.findall(r"<pid (\d+) (\d+)>", job.output()))
-        for rank in ranks:
-            os.kill(int(pids[str(rank)]), number)
+            # Not by lines: the launcher may mix the ranks' output in the midst of one.
+            pids = dict(re.findall(r"<pid (\d+) (\d+)>", job.output()))
+        signal_all([int(pids[str(rank)]) for rank in ranks], number)
     finally:
-        result = job.finish(timeout=15)
+        result = job.finish(timeout=60)
     assert not result.timed_out, result.stderr
     return result
 
@@ -142,7 +144,7 @@ def test_servers_leave_with_the_workers(program, tmp_path):
     ("what", "reason"), [("limit", "time limit of 0.5 s"), ("code", "requested on rank 1")]
 )
 def test_other_reasons_to_stop(program, tmp_path, what, reason):
-    result = launch(2, [sys.executable, program, what, str(tmp_path)], timeout=30)
+    result = launch(2, [sys.executable, program, what, str(tmp_path)], timeout=90)
     assert result.returncode == 75, result.stderr
     step = saved(tmp_path, 2)["step"]
     assert step == 5 or what == "limit"
@@ -151,7 +153,7 @@ def test_other_reasons_to_stop(program, tmp_path, what, reason):
 
 @pytest.mark.parametrize("what", ["finish", "servers-finish"])
 def test_an_undisturbed_run_ends_as_ever(program, tmp_path, what):
-    result = launch(3, [sys.executable, program, what, str(tmp_path)], timeout=30).check()
+    result = launch(3, [sys.executable, program, what, str(tmp_path)], timeout=90).check()
     assert result.stdout.count("finished") == 3
     assert result.stderr == ""
     assert list(tmp_path.iterdir()) == []
@@ -159,7 +161,7 @@ def test_an_undisturbed_run_ends_as_ever(program, tmp_path, what):
 
 def test_bad_loss_saves_the_state_before_the_step(program, tmp_path):
     """R141: a NaN on one rank is in the reduced loss, so all stop alike and tell it once."""
-    result = launch(2, [sys.executable, program, "nan", str(tmp_path)], timeout=30)
+    result = launch(2, [sys.executable, program, "nan", str(tmp_path)], timeout=90)
     assert result.returncode == 1
     assert saved(tmp_path, 2) == {"step": 7, "w": [7.0] * 3}
     assert result.stderr.count("mpidist: error: step 7: the loss is nan") == 1
@@ -168,13 +170,13 @@ def test_bad_loss_saves_the_state_before_the_step(program, tmp_path):
 
 def test_a_poisoned_state_is_not_saved(program, tmp_path):
     """R141: one rank's NaN is enough, or the newest checkpoint would be the useless one."""
-    result = launch(2, [sys.executable, program, "poisoned", str(tmp_path)], timeout=30)
+    result = launch(2, [sys.executable, program, "poisoned", str(tmp_path)], timeout=90)
     assert result.returncode == 1
     assert list(tmp_path.iterdir()) == []
     assert result.stderr.count("holds NaN or infinity already") == 1
 
 
 def test_ranks_at_different_steps_are_told(program, tmp_path):
-    result = launch(2, [sys.executable, program, "apart", str(tmp_path)], timeout=30)
+    result = launch(2, [sys.executable, program, "apart", str(tmp_path)], timeout=90)
     assert result.returncode == 1
     assert "at step 4 by one rank and at step 5 by another" in result.stderr

@@ -11,14 +11,13 @@ from mpidist.testing.launch import find_launcher, launch, launch_environment, la
 PROGRAM = """
 import os, sys
 from mpidist import launch
+from mpidist.cli import main
 from mpidist.errors import ConfigError
 if "early" in sys.argv:  # as a command of ours does it
     try:
         launch.initialize(os.environ)
     except ConfigError as error:
-        if not error.quiet:
-            print(f"mpidist: error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        sys.exit(main._report(error))
 from mpi4py import MPI
 from mpidist.abort import install_hook
 import mpidist as md

@@ -20,7 +20,7 @@ time.sleep(100)
 """
 
 
-def until(test, seconds=20):
+def until(test, seconds=60):
     deadline = time.monotonic() + seconds
     while not test():
         assert time.monotonic() < deadline

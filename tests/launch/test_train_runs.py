@@ -1,5 +1,6 @@
 """Whole runs of `mpidist train`: what they write, and how they go on after a signal and a kill."""
 
+import contextlib
 import json
 import os
 import signal
@@ -10,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from mpidist.testing.launch import launch, start
-from mpidist.testing.process import marked
+from mpidist.testing.process import marked, signal_all
 
 MPIDIST = [sys.executable, "-m", "mpidist"]
 #: The ring, since what "auto" measures to be fastest may add in another order in the next run.
 JOB = """
 global_batch = 60
-steps = 1500
+steps = 3000
 checkpoint_every = 500
 out = "run"
 [data]
@@ -55,7 +56,7 @@ def lines(path):
 
 def under_way(job, run):
     """Wait until steps are logged, and return the pids of the ranks."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     metrics = run / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text().count("\n") > 5):
         assert time.monotonic() < deadline, job.output()
@@ -63,9 +64,11 @@ def under_way(job, run):
         time.sleep(0.01)
     ranks = []
     for pid in marked(job.mark):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if command[:3] == [word.encode() for word in MPIDIST]:
-            ranks.append(pid)
+        # A helper of the launcher may have ended while we look.
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if command[:3] == [word.encode() for word in MPIDIST]:
+                ranks.append(pid)
     return ranks
 
 
@@ -83,7 +86,7 @@ def test_what_a_run_leaves(tmp_path):
     assert (facts["steps"], facts["ranks"], facts["workers"]) == (40, 3, 2)
     assert 0 < facts["test_accuracy"] <= 1
     assert len(facts["parameters_sha256"]) == 64
-    assert facts["rank_hours"] == pytest.approx(3 * facts["wall_seconds"] / 3600, rel=0.01)
+    assert facts["rank_hours"] == pytest.approx(3 * facts["wall_seconds"] / 3600, rel=1e-4)
     metrics = lines(run / "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(5, 41, 5))
     assert all({"time", "loss", "compute_seconds", "exchange_seconds"} <= set(m) for m in metrics)
@@ -99,21 +102,20 @@ def test_signal_then_plain_rerun(tmp_path):
     """R44, R47, R106: code 75, and the same command again ends with the undisturbed bits."""
     (tmp_path / "job.toml").write_text(JOB)
     undisturbed = train(tmp_path, 3, "--set", "out=undisturbed")
-    assert undisturbed["steps"] == 1500
+    assert undisturbed["steps"] == 3000
     job = start(3, [*MPIDIST, "train", "job.toml"], cwd=tmp_path)
     try:
         ranks = under_way(job, tmp_path / "run")
         assert len(ranks) == 3
-        for pid in ranks:
-            os.kill(pid, signal.SIGUSR1)
+        signal_all(ranks, signal.SIGUSR1)
     finally:
-        result = job.finish(60)
+        result = job.finish(120)
     assert result.returncode == 75, result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "run" / "summary.json").exists()
     resumed = train(tmp_path, 3)
-    assert 0 < resumed["resumed_at"] < 1500
-    assert resumed["steps"] == 1500
+    assert 0 < resumed["resumed_at"] < 3000
+    assert resumed["steps"] == 3000
     assert resumed["parameters_sha256"] == undisturbed["parameters_sha256"]
     assert resumed["test_accuracy"] == undisturbed["test_accuracy"]
 
@@ -145,8 +147,9 @@ def shared_memory(pids):
     """Files of /dev/shm that these processes have mapped, by whatever name."""
     found = set()
     for pid in pids:
-        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-            path = line.split(maxsplit=5)[-1]
-            if path.startswith("/dev/shm/"):
-                found.add(Path(path.removesuffix(" (deleted)")))
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                path = line.split(maxsplit=5)[-1]
+                if path.startswith("/dev/shm/"):
+                    found.add(Path(path.removesuffix(" (deleted)")))
     return found

@@ -110,10 +110,11 @@ def test_kill_at_any_time(tmp_path, seed):
         "from mpidist.checkpoint.store import CheckpointStore\n"
         "store = CheckpointStore(Solo(), sys.argv[1], keep=2)\n"
         "step = (store.latest_step() or 0) + 1\n"
+        "store.save(step, state_of(step, 3000))\n"  # however slow, one is there to be loaded
         "print('ready', flush=True)\n"
         "while True:\n"
-        "    (store.save_async if step % 2 else store.save)(step, state_of(step, 3000))\n"
         "    step += 1\n"
+        "    (store.save_async if step % 2 else store.save)(step, state_of(step, 3000))\n"
     )
     here = str(Path(__file__).parent)
     command = [sys.executable, "-c", code, str(tmp_path), here]

@@ -11,7 +11,7 @@ from mpidist.data import Position, Sampler
 from mpidist.errors import ConfigError
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     count=st.integers(1, 41),
     seed=st.integers(0, 3),
