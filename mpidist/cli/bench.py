@@ -1,4 +1,4 @@
-"""``mpidist bench {allreduce,ps}``: measured figures, with the MPI library's own beside them."""
+"""``mpidist bench {allreduce,ps,checkpoint}``: measured figures, each beside its yardstick."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..errors import ConfigError
 
 def add_parser(commands) -> None:
     """Add this command to the argument parser. Local."""
-    parser = commands.add_parser("bench", help="measure allreduce or parameter servers")
-    what = parser.add_subparsers(dest="what", required=True, metavar="{allreduce,ps}")
+    parser = commands.add_parser("bench", help="measure allreduce, servers or checkpoints")
+    what = parser.add_subparsers(dest="what", required=True, metavar="{allreduce,ps,checkpoint}")
     reduce = what.add_parser("allreduce", help="every algorithm against native, 8 B to 64 MiB")
     reduce.add_argument("--min", type=int, default=8, dest="low", help="smallest size in bytes (8)")
     reduce.add_argument("--max", type=int, default=64 << 20, dest="high", help="largest (64 MiB)")
@@ -28,13 +28,17 @@ def add_parser(commands) -> None:
     servers.add_argument("--steps", type=int, default=100)
     servers.add_argument("--unit", type=float, default=0.02, help="seconds of a short step (0.02)")
     servers.add_argument("--seed", type=int, default=0)
-    for each in (reduce, servers):
+    saves = what.add_parser("checkpoint", help="save, stall and restore against plain files")
+    saves.add_argument("--size", type=float, default=64, help="MiB that are stored (64)")
+    saves.add_argument("--rounds", type=int, default=5, help="interleaved rounds (5)")
+    saves.add_argument("--folder", default=".", help="where, on the file system to measure (.)")
+    for each in (reduce, servers, saves):
         each.add_argument("--json", metavar="FILE", help="write the rows to FILE as well")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; collective over all ranks of the launch."""
-    for name in ("low", "rounds", "servers", "steps", "unit"):
+    for name in ("low", "rounds", "servers", "steps", "unit", "size"):
         if getattr(args, name, 1) <= 0:
             raise ConfigError(f"--{name} {getattr(args, name)}: expected more than 0")
     names = [n.strip() for n in getattr(args, "algorithms", "").split(",") if n.strip()]
@@ -52,7 +56,10 @@ def run(args: argparse.Namespace) -> int:
     MPI_ = launch.initialize(os.environ)
     comm = MPI_.COMM_WORLD
     launch.check_launch(comm, os.environ)
-    rows = _allreduce(comm, args, names) if args.what == "allreduce" else _servers(comm, args)
+    if args.what == "allreduce":
+        rows = _allreduce(comm, args, names)
+    else:
+        rows = (_servers if args.what == "ps" else _checkpoint)(comm, args)
     if args.json and comm.rank == 0:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0
@@ -107,6 +114,28 @@ def _servers(comm, args) -> list[dict]:
             comm,
             f"{row['mode']:>11}{row['seconds']:>11.2f}{row['simulated']:>11.2f}"
             f"{row['speed_up']:>11.2f}{row['promised']:>11.2f}{row['share']:>11.3f}",
+        )
+    return rows
+
+
+def _checkpoint(comm, args) -> list[dict]:
+    from ..cluster.bench_checkpoint import measure
+
+    if not Path(args.folder).is_dir():
+        raise ConfigError(f"--folder {args.folder}: no such folder; all ranks must see it")
+    rows = measure(comm, int(args.size * (1 << 20)), args.rounds, args.folder)
+    columns = ("what", "seconds", "plain(s)", "ratio", "MB/s")
+    _say(
+        comm,
+        f"# {args.size:g} MiB, half replicated and half sharded, {comm.size} ranks, "
+        f"{args.rounds} rounds, {_library()}",
+        "#" + "".join(f"{name:>11}" for name in columns)[1:],
+    )
+    for row in rows:
+        _say(
+            comm,
+            f"{row['what']:>11}{row['median_s']:>11.4f}{row['plain_s']:>11.4f}"
+            f"{row['ratio']:>11.2f}{row['mb_per_s']:>11.0f}",
         )
     return rows
 

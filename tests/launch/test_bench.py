@@ -1,0 +1,40 @@
+"""``mpidist bench``: rows that can be read, figures that fit each other, nothing left behind."""
+
+import json
+import sys
+
+import pytest
+
+from mpidist.testing.launch import launch
+
+MPIDIST = [sys.executable, "-m", "mpidist"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_checkpoint(tmp_path, ranks):
+    """Save, stall and restore, each with its yardstick of the same run; text and JSON agree."""
+    store = tmp_path / "store"
+    store.mkdir()
+    words = ["--size", "0.3", "--rounds", "3", "--folder", str(store), "--json", "rows.json"]
+    result = launch(ranks, [*MPIDIST, "bench", "checkpoint", *words], cwd=tmp_path).check()
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["what"] for row in rows] == ["save", "stall", "restore"]
+    for row in rows:
+        assert set(row) == {
+            "what", "bytes", "ranks", "median_s", "plain_s", "ratio", "mb_per_s",
+        }  # fmt: skip
+        assert row["ranks"] == ranks
+        # Two equal halves of whole float32 elements.
+        assert row["bytes"] == int(0.3 * (1 << 20)) // 8 * 8
+        assert min(row["median_s"], row["plain_s"], row["ratio"]) > 0
+        assert row["mb_per_s"] == pytest.approx(row["bytes"] / row["median_s"] / 1e6, rel=1e-3)
+        (line,) = [t for t in result.stdout.splitlines() if t.split()[:1] == [row["what"]]]
+        assert float(line.split()[3]) == pytest.approx(row["ratio"], abs=0.006)
+    assert list(store.iterdir()) == []
+
+
+def test_bad_input_is_one_line(tmp_path):
+    for words in (["--folder", "nowhere"], ["--size", "0"], ["--rounds", "-1"]):
+        result = launch(2, [*MPIDIST, "bench", "checkpoint", *words], cwd=tmp_path)
+        assert result.returncode == 2
+        assert result.stderr.count("mpidist: error: --") == 1
