@@ -30,6 +30,7 @@ _HOME = {
     "reduce_scatter": "collectives.blocks",
     "allgather": "collectives.blocks",
     "broadcast": "collectives.rooted",
+    "broadcast_parameters": "collectives.parameters",
     "reduce": "collectives.rooted",
     "gather": "collectives.rooted",
     "scatter": "collectives.rooted",

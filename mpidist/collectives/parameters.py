@@ -1,0 +1,163 @@
+"""``md.broadcast_parameters``: every rank begins with the root's values of a whole model.
+
+    description of rank 0:  w (784, 128) float32, b (128,) float32, ...
+    agreement               one small allreduce of its digest; who differs is named
+    messages                [ b | b2 | scale | ... ]  small tensors packed, up to PACK bytes
+                            [ w ]                     large ones where they lie
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..arrays import as_array, copy_into, is_writable
+from ..context import Context, of
+from ..errors import ConfigError, MismatchError
+from ..mismatch import rank_list
+from .allreduce import allreduce
+from .rooted import broadcast
+from .transfer import check_root, element_name
+
+#: Bytes of a message that small tensors are packed into, and from which on a tensor is large.
+PACK = 4 << 20
+
+_ALIGN = 64  # in a pack every tensor begins on a line of its own, whatever its dtype
+
+
+def broadcast_parameters(comm, params, *, root=0):
+    """Give every rank the root's values of all `params`, in place; returns `params`.
+
+    Collective over `comm`. In few messages: small tensors travel together.
+
+    Parameters
+    ----------
+    params : mapping of name -> array, or a model
+        NumPy, CuPy or DLPack arrays, host and device mixed as they come; for a torch module its
+        ``state_dict()``. Of an object with ``parameters`` (and ``state``) those are taken.
+    root : int
+        The rank whose values all get.
+
+    Raises
+    ------
+    ConfigError
+        On all ranks: what is no mapping of arrays, or cannot be written; the message names the
+        tensor and the rank.
+    MismatchError
+        On all ranks, when they differ in names, shapes or dtypes; the message says in which.
+    """
+    context = of(comm)
+    check_root(root, comm.size)
+    named, problem = _named(params)
+    lines = [f"{name!r}\t{x.shape} {element_name(x.dtype)}" for name, x in named]
+    _agree(context, comm, [f"root\t{root}", *lines], problem, root)
+    if comm.size > 1:
+        for group in _packs([x for _, x in named]):
+            _broadcast_group(comm, group, root)
+    return params
+
+
+def _named(params) -> tuple[list[tuple[str, Any]], str | None]:
+    """Return (name, array) in the order of the names, and what is wrong with them. Local.
+
+    Sorted, since dicts may have been filled in another order on another rank.
+    """
+    tree = params
+    if not isinstance(params, Mapping) and hasattr(params, "parameters"):
+        state = getattr(params, "state", None)
+        tree = params.parameters
+        if callable(tree):
+            return [], f"{type(params).__name__}.parameters is a method; pass its state_dict()"
+        if isinstance(tree, Mapping) and isinstance(state, Mapping):
+            tree = {**tree, **{f"state.{name}": x for name, x in state.items()}}
+    if not isinstance(tree, Mapping):
+        return [], f"expected a mapping of name -> array, got {type(tree).__name__}"
+    named = []
+    for name in sorted(tree, key=str):
+        try:
+            x = as_array(tree[name])
+            element_name(x.dtype)
+        except ConfigError as error:
+            return [], f"{name!r}: {error}"
+        if not is_writable(x):
+            return [], f"{name!r} is read-only; pass writable arrays, numpy.array(x) makes one"
+        named.append((str(name), x))
+    return named, None
+
+
+def _agree(context: Context, comm, lines: list[str], problem: str | None, root: int) -> None:
+    """Raise one error on all ranks where a rank has a problem or another model. Collective."""
+    text = "\n".join([f"! {problem}"] if problem else lines)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    key = int.from_bytes(digest, "little") >> 1
+    keys = np.array([key, -key, problem is not None], np.int64)
+    allreduce(comm, keys, "max", algorithm="native")
+    if keys[0] == key and keys[1] == -key and not keys[2]:
+        return
+    # All ranks have seen that something is wrong, so all of them come here.
+    texts = context.control.allgather(text)
+    error: ConfigError | MismatchError
+    if wrong := [rank for rank, other in enumerate(texts) if other.startswith("! ")]:
+        words = texts[wrong[0]].removeprefix("! ")
+        error = ConfigError(f"broadcast_parameters: {rank_list(wrong)}: {words}")
+    else:
+        error = MismatchError(f"broadcast_parameters: {_difference(texts, root)}")
+    error.everywhere = True
+    raise error
+
+
+def _difference(texts: list[str], root: int) -> str:
+    """Say in words what the first rank that differs has, and what the root has. Pure."""
+    other = next(text for text in texts if text != texts[root])
+    odd = [rank for rank, text in enumerate(texts) if text == other]
+    got, expected = (
+        dict(line.split("\t") for line in text.split("\n")) for text in (other, texts[root])
+    )
+    label = next(k for k in {**expected, **got} if got.get(k) != expected.get(k))
+    here, there = (f"{label} {f[label]}" if label in f else f"no {label}" for f in (got, expected))
+    return (
+        f"{rank_list(odd)} has {here}, rank {root} (root) has {there}; all ranks must give the "
+        "same names, shapes and dtypes"
+    )
+
+
+def _packs(arrays: list) -> Iterator[list]:
+    """Group arrays in order: large ones alone, others up to `PACK` bytes. Pure."""
+    group: list = []
+    room = PACK
+    for x in arrays:
+        if x.nbytes >= PACK:
+            yield [x]
+            continue
+        if x.nbytes > room:
+            yield group
+            group, room = [], PACK
+        group.append(x)
+        room -= math.ceil(x.nbytes / _ALIGN) * _ALIGN
+    if group:
+        yield group
+
+
+def _broadcast_group(comm, group: list, root: int) -> None:
+    if len(group) == 1:
+        broadcast(comm, group[0], root=root)
+        return
+    starts = [0]
+    for x in group:
+        starts.append(starts[-1] + math.ceil(x.nbytes / _ALIGN) * _ALIGN)
+    pack = np.empty(starts[-1], np.uint8)
+    views = [
+        pack[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+        for start, x in zip(starts, group, strict=False)
+    ]
+    if comm.rank == root:
+        for view, x in zip(views, group, strict=True):
+            copy_into(view, x)
+    broadcast(comm, pack, root=root)
+    if comm.rank != root:
+        for view, x in zip(views, group, strict=True):
+            copy_into(x, view)
