@@ -4,6 +4,8 @@
     agreement               one small allreduce of its digest; who differs is named
     messages                [ b | b2 | scale | ... ]  small tensors packed, up to PACK bytes
                             [ w ]                     large ones where they lie
+
+What is wrong on one rank (another shape, an array that cannot be written) is raised on all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""md.broadcast_parameters: a whole model from the root, in few messages, or a line that says why."""
+"""md.broadcast_parameters: a whole model from the root, in few messages, or one line why not."""
 
 import ml_dtypes
 import numpy as np
