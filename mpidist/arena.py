@@ -25,6 +25,8 @@ from .errors import ClosedError, ConfigError
 from .topology import Topology
 
 _FOLDER = Path("/dev/shm")
+_HEAD = mmap.PAGESIZE
+_LINE = 8  # int64 per cache line
 
 
 class Segment:
@@ -106,6 +108,8 @@ class Arena(Mapping):
         One per dtype, in order of first appearance.
     slots : list of list of numpy.ndarray
         ``slots[k][r]`` is ``vectors[k]`` of local rank r.
+    lines : list of memoryview
+        A page of int64 of every local rank, for the counters of nonblocking collectives.
     reason : str or None
         Why the memory is private, where it is: then ``slots`` has this rank's vectors only.
 
@@ -122,7 +126,7 @@ class Arena(Mapping):
         self.reason: str | None = None
         nbytes = sum(count * dtype.itemsize for dtype, count, _ in layout)
         try:
-            parts = Segment(self.topology.intra_comm, nbytes + 64 * len(layout)).parts
+            parts = Segment(self.topology.intra_comm, _HEAD + nbytes + 64 * len(layout)).parts
             mine = self.topology.local_rank
         except ConfigError as error:
             self.reason = str(error)
@@ -130,10 +134,12 @@ class Arena(Mapping):
         reasons = [text for text in comm.allgather(self.reason) if text]
         if reasons:
             self.reason, mine = reasons[0], 0
-            parts = [np.zeros(nbytes + 64 * len(layout), np.uint8)]
+            parts = [np.zeros(_HEAD + nbytes + 64 * len(layout), np.uint8)]
+        self.lines = [memoryview(part[:_HEAD]).cast("q") for part in parts]  # type: ignore[arg-type]
+        self._free_line = 0
         self.slots: list[list[np.ndarray]] = []
         self._views: dict[str, np.ndarray] = {}
-        start = 0
+        start = _HEAD
         for dtype, count, tensors in layout:
             stop = start + count * dtype.itemsize
             self.slots.append([part[start:stop].view(dtype) for part in parts])
@@ -171,6 +177,14 @@ class Arena(Mapping):
     def __len__(self) -> int:
         return len(self._views)
 
+    def take_lines(self, count: int) -> int | None:
+        """Reserve `count` cache lines of ``lines``; None when they are used up. Local."""
+        first = self._free_line
+        if (first + count) * 8 * _LINE > _HEAD:
+            return None
+        self._free_line = first + count
+        return first * _LINE
+
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this arena was closed")
@@ -181,7 +195,7 @@ class Arena(Mapping):
             self._closed = True
             self.plans.clear()
             self.topology.close()
-            self.slots, self.vectors, self._views = [], [], {}
+            self.slots, self.vectors, self.lines, self._views = [], [], [], {}
 
     def __enter__(self):
         return self

@@ -120,7 +120,7 @@ def on_slots(context, signature, reduction: Reduction, slots: list, memory: Node
     n, ufunc, topology = slots[0].size, reduction.ufunc, memory.topology
     size, rank = topology.local_size, topology.local_rank
     piece = max(1, node.IN_PLACE_BYTES // reduction.work.itemsize)
-    space = _Slots(slots)
+    space = SlotSpace(slots)
     if topology.nodes == 1:
         program = SharedProgram(node.in_place(size, rank, n, piece, n), 0, space, ufunc)
         return Shared(context, signature, reduction, program, memory.gate)
@@ -131,7 +131,7 @@ def on_slots(context, signature, reduction: Reduction, slots: list, memory: Node
     return Hierarchical(context, signature, reduction, n, topology, memory.gate, halves)
 
 
-class _Slots:
+class SlotSpace:
     """The slots of an arena as one address space: slot r begins at r times their length."""
 
     def __init__(self, slots: list):

@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..arena import Segment
-from ..context import Context
+from ..context import Context, of
 from ..errors import ConfigError
 from ..events import Counters, emit
 from ..topology import Topology
@@ -129,6 +129,12 @@ def memory_of(context: Context, ranks_per_node: int | None = None) -> NodeMemory
     return context.store["node"]
 
 
+def faked_nodes(comm: MPI.Comm) -> int | None:
+    """Return the ranks per node that `comm`'s collectives were told to believe in. Local."""
+    node = of(comm).store.get("node")
+    return None if node is None else node.topology.ranks_per_node
+
+
 class SharedProgram:
     """Steps of one rank made ready to run: rounds between syncs, shared ranges as views.
 
@@ -163,19 +169,23 @@ class SharedProgram:
         if key is not None:
             gate.announce(key)
         last = len(self.rounds) - 1
-        for number, round in enumerate(self.rounds):
-            for kind, target, source in round:
-                if type(target) is slice:
-                    target = x[target]  # type: ignore[index]
-                if type(source) is slice:
-                    source = x[source]  # type: ignore[index]
-                if kind == COPY:
-                    target[...] = source
-                elif kind == REDUCE:
-                    self.ufunc(target, source, out=target)
-                elif divisor is not None:
-                    np.divide(target, divisor, out=target)
+        for number in range(last + 1):
+            self.compute(number, x, divisor)
             if number < last:
                 gate.sync()
                 if number == 0 and key is not None:
                     gate.check(key)
+
+    def compute(self, number: int, x: np.ndarray | None = None, divisor=None) -> None:
+        """Do what lies between two syncs: copies, sums, divisions. Local."""
+        for kind, target, source in self.rounds[number]:
+            if type(target) is slice:
+                target = x[target]  # type: ignore[index]
+            if type(source) is slice:
+                source = x[source]  # type: ignore[index]
+            if kind == COPY:
+                target[...] = source
+            elif kind == REDUCE:
+                self.ufunc(target, source, out=target)
+            elif divisor is not None:
+                np.divide(target, divisor, out=target)

@@ -21,9 +21,10 @@ from .. import events
 from ..collectives.allreduce import allreduce
 from ..collectives.piecewise import PieceSum
 from ..errors import ConfigError
+from ..gradients.vectors import flat_views
 from ..partition import BlockPartition
 from .progress import beside
-from .replicas import Replicas, check_in_place, flat_views
+from .replicas import Replicas, check_in_place
 
 #: Exchanges of each kind that are timed for `PieceReplicas.price`.
 ROUNDS = 5
@@ -36,6 +37,8 @@ class PieceReplicas(Replicas):
 
     def __init__(self, comm, model, optimizer, algorithm: str, pieces: int):
         super().__init__(comm, model, optimizer, algorithm)
+        self.gradients, self.flat = flat_views(model.parameters)
+        self._views = dict(self.gradients)
         self.pieces = pieces
         self._state = checked_state(model)
         self._after, vectors = flat_views(self._state) if self._state else ({}, [])
@@ -45,6 +48,19 @@ class PieceReplicas(Replicas):
             PieceSum(comm, vector.size, vector.dtype, pieces, votes=int(k == 0), like=vector)
             for k, vector in enumerate(self._vectors)
         ]
+
+    def _allocate(self, **settings) -> None:
+        """Nothing here: pieces are summed in memory of their own."""
+
+    def order(self) -> dict[str, int]:
+        """Return nothing: the tree over the pieces does not depend on where a gradient lies."""
+        return {}
+
+    def hidden(self) -> None:
+        """Return None: nothing travels before all pieces are there."""
+
+    def close(self) -> None:
+        """Nothing to free."""
 
     def compute(self, source, indices) -> tuple[float, int]:
         """Compute and add this rank's pieces; returns (its share of the loss, samples). Local.

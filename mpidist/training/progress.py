@@ -99,6 +99,7 @@ class Progress:
             "global_batch": self.sampler.global_batch,
             "workers": 0 if self.exchange.dedicated else self.exchange.workers.size,
             "selection": {},
+            "order": {} if self.exchange.dedicated else self.exchange.order(),
         }
         state = self.exchange.state(saving)
         if self.exchange.dedicated:
@@ -169,6 +170,7 @@ class Progress:
         self.position = Position.from_dict(facts)
         if not self.exchange.dedicated:
             selection.restore(self.exchange.workers, facts["selection"])
+            self.exchange.arrange(facts.get("order", {}))
         events.emit("resumed", step=self.step)
 
     # -- the end -----------------------------------------------------------------------

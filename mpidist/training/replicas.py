@@ -1,23 +1,20 @@
-"""The exchange of `AllReduce`: every rank a replica, one allreduce per step.
+"""The exchange of `AllReduce`: every rank a replica, gradients averaged in every step.
 
-All gradients lie in one flat vector (per dtype), and the loss and the wish to stop ride at its
-end, so a step costs exactly one reduction however many tensors there are (R100).
+The loss and the wish to stop ride beside the gradients, so inside a node a step costs exactly one
+reduction however many tensors there are (R100), and between nodes one per bucket:
 
-    [ conv1.w | conv1.b | ... | dense3.b | loss | stop ]     scaled by local / global samples
+    [ dense3.b | dense3.w | ... | conv1.w | loss | stop ]    scaled by local / global samples
 """
 
 from __future__ import annotations
 
-from math import prod
+from inspect import signature
 
-import numpy as np
-
-from ..arrays import array_module
-from ..collectives.allreduce import allreduce
 from ..collectives.rooted import broadcast
 from ..errors import ConfigError
-
-_EXTRAS = 2
+from ..gradients.exchange import Gradients
+from ..partition import BlockPartition
+from .progress import beside
 
 
 class Replicas:
@@ -28,7 +25,7 @@ class Replicas:
     equal_state = False  # the model's state may differ from rank to rank
     price: dict | None = None  # what `PieceReplicas` has measured
 
-    def __init__(self, comm, model, optimizer, algorithm: str):
+    def __init__(self, comm, model, optimizer, algorithm: str, **settings):
         self.comm = self.workers = comm
         self.model, self.optimizer, self.algorithm = model, optimizer, algorithm
         # The initial parameters are rank 0's on all ranks, whatever the models were seeded with.
@@ -37,23 +34,56 @@ class Replicas:
         for array in getattr(model, "state", {}).values():
             broadcast(comm, array)
         self.optimizer_state = optimizer.init(model.parameters)
-        self.gradients, self.flat = flat_views(model.parameters)
-        self._views = dict(self.gradients)
+        self._allocate(**settings)
+
+    def _allocate(self, **settings) -> None:
+        self.exchange = Gradients(
+            self.comm, self.model.parameters, algorithm=self.algorithm, **settings
+        )
+        self.gradients = self.exchange.views
+        # A model of a user's own may know nothing of `ready`.
+        names = signature(self.model.loss_and_gradients).parameters
+        self._hooks = (self.exchange.ready,) if "ready" in names else ()
+
+    def compute(self, source, indices) -> tuple[float, int]:
+        """Compute this rank's part of a global batch; returns (local mean loss, samples). Local.
+
+        A rank without a sample has zeros, and takes part in every exchange.
+        """
+        start, stop = BlockPartition(len(indices), self.comm.size).range(self.comm.rank)
+        self.exchange.begin((stop - start) / len(indices))
+        views = dict(self.gradients)
+        loss = 0.0
+        if start < stop:
+            batch = beside(source.take(indices[start:stop]), self.model)
+            loss = self.model.loss_and_gradients(batch, self.gradients, *self._hooks)
+            check_in_place(self.gradients, views)
+        else:
+            for name, view in views.items():
+                view[...] = 0
+                self.exchange.ready(name)
+        return loss, stop - start
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
         """Turn local mean gradients into the global mean; returns (global loss, stop). Collective.
 
         `samples` of the `total` samples of this step were this rank's.
         """
-        check_in_place(self.gradients, self._views)
-        share = samples / total
-        for vector in self.flat:
-            vector *= share
-        first = self.flat[0]
-        first[-2], first[-1] = loss * share, stop
-        for vector in self.flat:
-            allreduce(self.comm, vector, algorithm=self.algorithm)
-        return float(first[-2]), bool(first[-1] > 0)
+        self.exchange.reduce(loss * samples / total, stop)
+        return float(self.exchange.extras[0]), bool(self.exchange.extras[1] > 0)
+
+    def order(self) -> dict[str, int]:
+        """Return the place of every gradient where it has been learned: name -> number. Local."""
+        return {name: k for k, name in enumerate(self.exchange.order or [])}
+
+    def arrange(self, order: dict[str, int]) -> None:
+        """Lay the gradients out as a run did that is resumed. Collective; between two steps."""
+        if order:
+            self.exchange.arrange(sorted(order, key=order.__getitem__))
+
+    def hidden(self) -> float | None:
+        """Share of the exchange that ran behind backward. Local."""
+        return self.exchange.hidden()
 
     def update(self) -> None:
         """Apply the reduced gradients. Local."""
@@ -73,33 +103,8 @@ class Replicas:
         """Bring the final parameters to every worker. Nothing to do here."""
 
     def close(self) -> None:
-        """Free what was made. Nothing to do here."""
-
-
-def flat_views(parameters: dict) -> tuple[dict, list]:
-    """Return (gradients, vectors): a view per parameter into one zeroed vector per dtype. Local.
-
-    The first vector has room for `_EXTRAS` further numbers at its end. It is one of the widest
-    real type, and of float32 at least, if need be for them alone: a loss in float16 would overflow.
-    """
-    groups: dict = {}
-    for name, array in parameters.items():
-        groups.setdefault(array.dtype, []).append(name)
-    wide = [dtype for dtype in groups if dtype.kind == "f" and dtype.itemsize >= 4]
-    first = max(wide, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
-    groups = {first: groups.pop(first, []), **groups}
-    xp = array_module(next(iter(parameters.values())))
-    gradients: dict = {}
-    vectors: list = []
-    for dtype, names in groups.items():
-        sizes = [prod(parameters[name].shape) for name in names]
-        vector = xp.zeros(sum(sizes) + (0 if vectors else _EXTRAS), dtype)
-        start = 0
-        for name, size in zip(names, sizes, strict=True):
-            gradients[name] = vector[start : start + size].reshape(parameters[name].shape)
-            start += size
-        vectors.append(vector)
-    return {name: gradients[name] for name in parameters}, vectors
+        """Free what was made. Collective."""
+        self.exchange.close()
 
 
 def check_in_place(gradients: dict, views: dict) -> None:

@@ -15,10 +15,13 @@ from mpi4py import MPI
 
 from ..checkpoint.layout import Shard
 from ..collectives.rooted import broadcast
+from ..gradients.vectors import flat_views
 from ..parameter_server.consistency import SSP
 from ..parameter_server.group import ServerGroup
+from ..partition import BlockPartition
 from ..waiting import wait_until
-from .replicas import check_in_place, flat_views
+from .progress import beside
+from .replicas import check_in_place
 
 MODEL = "model"
 
@@ -61,6 +64,22 @@ class Served:
     def _attend(self) -> bool:
         self.agreement.listen()
         return self._serve is not None and self._serve()
+
+    def compute(self, source, indices) -> tuple[float, int]:
+        """Compute this worker's part of a global batch; returns (mean loss, samples). Local."""
+        start, stop = BlockPartition(len(indices), self.workers.size).range(self.workers.rank)
+        batch = beside(source.take(indices[start:stop]), self.model)
+        return self.model.loss_and_gradients(batch, self.gradients), stop - start
+
+    def order(self) -> dict[str, int]:
+        """Return nothing: servers add gradients wherever they lie. Local."""
+        return {}
+
+    def arrange(self, order: dict[str, int]) -> None:
+        """Nothing to arrange. Local."""
+
+    def hidden(self) -> None:
+        """Return None: what a push hides is in the servers' statistics. Local."""
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
         """Take note of this step; returns (this worker's loss, whether all stop here). Local.

@@ -1,7 +1,8 @@
 """Strategies: how the ranks combine their gradients. Plain descriptions; `open` makes them work.
 
 A new strategy is one dataclass here, with one line in `STRATEGIES`, and one exchange: an object
-with ``workers, begin, reduce, update, state, save_point, finish, close`` (see ``replicas.py``).
+with ``workers, begin, compute, reduce, update, state, save_point, finish, close`` (and a few facts:
+see ``replicas.py``).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import ClassVar
 
 from ..collectives.algorithms import ALLREDUCE, check_name, in_order
 from ..errors import ConfigError
+from ..gradients.buckets import bucket_bytes
 from ..parameter_server.consistency import ASP, BSP, SSP, Consistency
 from ..parameter_server.placement import choose_ranks
 from ..tables import build, choose
@@ -22,17 +24,30 @@ class AllReduce:
     """Every rank holds the whole model and works; gradients are averaged by `md.allreduce`. Local.
 
     All ranks apply the same update to the same bits, so replicas stay equal (synchronous SGD).
-    `algorithm` and `reproducible` are those of `md.allreduce`.
+
+    Parameters
+    ----------
+    algorithm, reproducible
+        Those of `md.allreduce`.
+    bucket_bytes : int or "auto"
+        Gradients that travel together between nodes.
+    overlap : bool
+        Exchange gradients between nodes while backward still runs.
     """
 
     algorithm: str = "auto"
     reproducible: bool = False
+    bucket_bytes: int | str = "auto"
+    overlap: bool = True
     takes_microbatches: ClassVar[bool] = True
 
     def __post_init__(self):
         check_name(self.algorithm, ALLREDUCE)
         if not isinstance(self.reproducible, bool):
             raise ConfigError(f"reproducible={self.reproducible!r}: expected true or false")
+        if not isinstance(self.overlap, bool):
+            raise ConfigError(f"overlap={self.overlap!r}: expected true or false")
+        bucket_bytes(self.bucket_bytes, 0)
 
     def workers(self, size: int) -> int:
         """Return how many of `size` ranks work. Local."""
@@ -46,7 +61,8 @@ class AllReduce:
         if microbatches:
             return PieceReplicas(comm, model, optimizer, self.algorithm, microbatches)
         algorithm = in_order(self.algorithm) if self.reproducible else self.algorithm
-        return Replicas(comm, model, optimizer, algorithm)
+        buckets = {"bucket_bytes": self.bucket_bytes, "overlap": self.overlap}
+        return Replicas(comm, model, optimizer, algorithm, **buckets)
 
 
 @dataclass(frozen=True)
@@ -81,10 +97,6 @@ class ParameterServer:
 CONSISTENCIES = {"bsp": BSP, "asp": ASP, "ssp": SSP}
 
 
-def _allreduce(algorithm: str = "auto", reproducible: bool = False) -> AllReduce:
-    return AllReduce(algorithm, reproducible)
-
-
 def _parameter_server(
     servers=1, consistency: str = "bsp", staleness: int | None = None, placement="dedicated"
 ) -> ParameterServer:
@@ -102,7 +114,7 @@ def _parameter_server(
     return ParameterServer(servers, mode, placement)
 
 
-STRATEGIES: dict[str, Callable] = {"allreduce": _allreduce, "parameter_server": _parameter_server}
+STRATEGIES: dict[str, Callable] = {"allreduce": AllReduce, "parameter_server": _parameter_server}
 
 
 def from_settings(name: str, settings: Mapping):

@@ -38,6 +38,7 @@ class Summary:
     finished: bool
     parameters_sha256: str
     microbatches_price: dict | None = None
+    hidden_exchange: float | None = None
 
     def as_dict(self) -> dict:
         """Plain numbers and strings, for ``summary.json``: JSON has no NaN, so None stands for it.
@@ -68,6 +69,7 @@ def gather_facts(run: Progress, test_data) -> dict:
         "finished": run.step >= run.last,
         "parameters_sha256": digest(run.model.parameters),
         "microbatches_price": run.exchange.price,
+        "hidden_exchange": run.exchange.hidden(),
     }
 
 

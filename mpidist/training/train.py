@@ -9,7 +9,7 @@ from ..checkpoint.store import CheckpointStore
 from ..data import Sampler, as_source
 from ..elastic.guard import guard
 from .limits import check_batch, check_microbatches, check_whole, last_step
-from .progress import Progress, Step, beside
+from .progress import Progress, Step
 from .strategies import AllReduce
 from .summary import Summary, gather_facts, share
 
@@ -115,12 +115,7 @@ def train(
             while run.step < end and not run.stopping:
                 indices, after = sampler.batch(run.position)
                 began = time.perf_counter()
-                if microbatches is None:
-                    mine = sampler.local(indices, exchange.workers.rank, exchange.workers.size)
-                    batch, samples = beside(source.take(mine), model), len(mine)
-                    loss = model.loss_and_gradients(batch, exchange.gradients)
-                else:
-                    loss, samples = exchange.compute(source, indices)
+                loss, samples = exchange.compute(source, indices)
                 computed = time.perf_counter()
                 wish = watcher.flag or run.bad
                 loss, run.stopping = exchange.reduce(loss, samples, len(indices), wish)

@@ -1,4 +1,4 @@
-"""``train(..., microbatches=V)``: the same bits on any rank count (issue 3, point 5; R101)."""
+"""``train(..., microbatches=V)``: the same bits on any rank count (issue 3, point 5)."""
 
 import numpy as np
 import pytest
@@ -9,8 +9,8 @@ import mpidist as md
 from mpidist import data, models, optim
 from mpidist.collectives.piecewise import PieceSum
 from mpidist.errors import ConfigError, MpidistError
+from mpidist.gradients.vectors import flat_views
 from mpidist.partition import BlockPartition
-from mpidist.training.replicas import flat_views
 from mpidist.training.summary import digest
 
 

@@ -12,7 +12,7 @@ from test_train import TEST, TRAIN, fit
 import mpidist as md
 from mpidist import models, optim
 from mpidist.errors import ConfigError
-from mpidist.training.replicas import flat_views
+from mpidist.gradients.vectors import flat_views
 from mpidist.training.summary import digest
 
 

@@ -1,0 +1,157 @@
+"""A contiguous part of an arena, summed while the program goes on: the bucket of a gradient.
+
+Between nodes of one rank it is an `iallreduce` of that part. Between nodes of several it is
+`hierarchical`, cut at the places where it would have to wait:
+
+    ready line   all ranks of the node have written the bucket -> owner adds its part of the slots
+    lane         that part crosses the wire                    -> owner writes it into all slots
+    done line    all owners are through                        -> the bucket is finished
+
+Each line is a counter per rank in the arena, so buckets may overtake each other on the wire.
+"""
+
+from __future__ import annotations
+
+from ..arena import Arena
+from ..context import Context, of, running
+from ..mismatch import Signature
+from ..partition import BlockPartition
+from . import node
+from .algorithms import MEASURED, NODE
+from .allreduce import iallreduce
+from .engines import SlotSpace
+from .executor import Program, Run
+from .hierarchical import lane_steps, lanes_of
+from .reductions import resolve
+from .shared import ORDERED, SharedProgram
+
+
+def can_overlap(arena: Arena, algorithm: str) -> bool:
+    """Whether parts of `arena` can travel in the background. Local.
+
+    Within one node nothing travels: adding is work for the same cores, early or late.
+    """
+    alone = arena.topology.nodes == arena.topology.size
+    if arena.topology.nodes == 1 or arena.comm.size == 1:
+        return False
+    return alone or algorithm not in (MEASURED, *NODE) or (arena.shared and ORDERED)
+
+
+def bucket(arena: Arena, k: int, start: int, stop: int, algorithm: str = MEASURED):
+    """Return a function that begins the sum of ``vectors[k][start:stop]``: a handle to `test`.
+
+    Collective over the arena's communicator, here and at each call, in the same order.
+    """
+    by_lanes = arena.topology.nodes < arena.topology.size and algorithm in (MEASURED, *NODE)
+    lines = arena.take_lines(2) if by_lanes else None
+    vector = arena.vectors[k]
+    if by_lanes and lines is not None and resolve("sum", vector.dtype).work == vector.dtype:
+        return LaneBucket(of(arena.comm), arena, k, start, stop, lines).start
+    part = vector[start:stop]
+    return lambda: iallreduce(arena.comm, part, algorithm=algorithm)
+
+
+class LaneBucket:
+    """One part of an arena on nodes of several ranks, ready to be summed step after step."""
+
+    def __init__(self, context: Context, arena: Arena, k: int, start: int, stop: int, lines: int):
+        topology = arena.topology
+        slots = [slot[start:stop] for slot in arena.slots[k]]
+        n, dtype = stop - start, slots[0].dtype
+        reduction = resolve("sum", dtype)
+        shape = f"({start}:{stop})"
+        self.signature = Signature("allreduce", dtype.name, shape, "sum", "hierarchical", "bucket")
+        self.key, self.context = self.signature.key, context
+        self.lines, self.line = arena.lines, lines
+        self.mine = topology.local_rank
+        self.others = [r for r in range(topology.local_size) if r != self.mine]
+        self.count = 0
+        lanes, lane, size = lanes_of(topology), topology.local_rank, topology.local_size
+        piece = max(1, node.IN_PLACE_BYTES // dtype.itemsize)
+        space = SlotSpace(slots)
+        add = node.in_place_reduce_scatter(size, lane, n, piece, lanes, n)
+        show = node.in_place_allgather(size, lane, n, piece, lanes, n)
+        self.add = SharedProgram(add, 0, space, reduction.ufunc)
+        self.show = SharedProgram(show, 0, space, reduction.ufunc)
+        self.program: Program | None = None
+        if lane < lanes:
+            first, last = BlockPartition(n, lanes).range(lane)
+            self.part = slots[lane][first:last]
+            steps = lane_steps(topology, lane, last - first, dtype.itemsize)
+            self.program = Program(steps, last - first, dtype, reduction.ufunc)
+
+    def start(self) -> LaneRun:
+        """Begin; every rank's bucket is written. Collective."""
+        self.count += 1
+        return LaneRun(self)
+
+    def arrive(self, line: int) -> None:
+        """Tell the node that this rank is at one of the two lines. Local."""
+        mine = self.lines[self.mine]
+        mine[line + 1 + self.count % 2] = self.key
+        mine[line] = self.count
+
+    def everyone_at(self, line: int) -> bool:
+        """Whether all ranks of the node are there, in this operation. Local."""
+        count, lines = self.count, self.lines
+        for other in self.others:
+            if lines[other][line] < count:
+                return False
+        for other in self.others:
+            if lines[other][line + 1 + count % 2] != self.key:
+                self.context.disagree()
+        return True
+
+
+class LaneRun:
+    """One sum of a bucket under way; its stages as in the module's picture."""
+
+    def __init__(self, bucket: LaneBucket):
+        self.bucket, self.context = bucket, bucket.context
+        self.sequence = self.context.begin(bucket.signature)
+        self.tag = self.context.tag(bucket.signature, self.sequence)
+        self.lane: Run | None = None
+        self.done = False
+        bucket.arrive(bucket.line)
+        self._stage = self._add
+        running.append(self)
+
+    def test(self) -> bool:
+        """Make progress; true when the bucket holds the sum on this node. Local."""
+        while not self.done and self._stage():
+            pass
+        return self.done
+
+    def wait(self) -> None:
+        """Wait for the sum. Collective."""
+        self.context.wait(self.test, self.sequence)
+
+    def _add(self) -> bool:
+        bucket = self.bucket
+        if not bucket.everyone_at(bucket.line):
+            return False
+        bucket.add.compute(1)
+        if bucket.program is not None:
+            self.lane = bucket.program.start(self.context.data, bucket.part, self.tag)
+        self._stage = self._show
+        return True
+
+    def _show(self) -> bool:
+        if self.lane is not None and not self.lane.test():
+            return False
+        self.bucket.show.compute(0)
+        self.bucket.arrive(self.bucket.line + 8)
+        self._stage = self._leave
+        return True
+
+    def _leave(self) -> bool:
+        bucket = self.bucket
+        if not bucket.everyone_at(bucket.line + 8):
+            return False
+        for made in (bucket.add, bucket.show, bucket.program):
+            if made is not None:
+                self.context.sent.add(made.counters)
+        self.done = True
+        if self in running:
+            running.remove(self)
+        return False

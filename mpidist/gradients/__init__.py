@@ -1,0 +1,1 @@
+"""Gradients on their way: buckets, and their exchange while backward still runs."""
