@@ -7,7 +7,7 @@ in the fixed tree over the V pieces (``collectives/ordered.py``).
 
     global batch of 10, V = 4    0 1 2 | 3 4 5 | 6 7 | 8 9
     2 ranks                      rank 0         rank 1
-    3 ranks                      rank 0 | rank 1 | rank 2, for instance
+    3 ranks                      rank 0         rank 1       rank 2 has none (``ordered.cuts``)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``reproducible=True``: one tree over the ranks, any algorithm (issue 3, point 5; R101)."""
+"""``reproducible=True``: one tree over the ranks, any algorithm (issue 3, point 5)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The fixed tree: the same bits for any split of the pieces over ranks (issue 3, point 5; R101)."""
+"""The fixed tree: the same bits for any split of the pieces over ranks (issue 3, point 5)."""
 
 import itertools
 
