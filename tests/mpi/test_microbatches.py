@@ -54,10 +54,12 @@ def test_any_number_of_ranks_gives_the_serial_bits(comm):
         parameters, result = fit(comm, microbatches=pieces)
         assert digest(parameters) == serial(pieces), pieces
         assert comm.allgather(result) == [result] * comm.size
-        alone, expected = fit(MPI.COMM_SELF, microbatches=pieces)
-        assert result.parameters_sha256 == expected.parameters_sha256 == digest(alone)
-        assert result.train_loss == expected.train_loss
-        md.free(MPI.COMM_SELF)
+    _, alone = fit(MPI.COMM_SELF, microbatches=pieces)
+    assert (result.parameters_sha256, result.train_loss) == (
+        alone.parameters_sha256,
+        alone.train_loss,
+    )
+    md.free(MPI.COMM_SELF)
 
 
 @pytest.mark.ranks(4)
