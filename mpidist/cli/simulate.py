@@ -1,49 +1,186 @@
-"""``mpidist simulate allreduce``: the map of an algorithm and its cost, without MPI."""
+"""``mpidist simulate {allreduce,fit,measure,check}``: what an algorithm sends and costs.
+
+``allreduce`` needs no MPI; ``fit`` runs on two ranks and writes the parameters that ``allreduce
+--parameters`` reads; ``measure`` times what was predicted; ``check`` does all of it on a shaped
+network of this machine.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+from pathlib import Path
 
+from .. import launch
 from ..errors import ConfigError
 
 
 def add_parser(commands) -> None:
     """Add this command to the argument parser. Local."""
     parser = commands.add_parser("simulate", help="who sends what, and what it costs")
-    parser.add_argument("operation", choices=["allreduce"])
-    parser.add_argument("--algorithm", default="ring", help="ring, tree, butterfly, ... (ring)")
-    parser.add_argument("--ranks", type=int, default=8, help="number of ranks (8)")
-    parser.add_argument("--bytes", type=int, default=1 << 20, help="bytes per rank (1 MiB)")
-    parser.add_argument("--alpha", type=float, default=2.0, help="us per message (2)")
-    parser.add_argument("--bandwidth", type=float, default=1.0, help="GB/s of a link (1)")
-    parser.add_argument("--reduction", type=float, default=5.0, help="GB/s of adding (5)")
+    what = parser.add_subparsers(
+        dest="what", required=True, metavar="{allreduce,fit,measure,check}"
+    )
+    one = what.add_parser("allreduce", help="the map and the cost of one algorithm; needs no MPI")
+    one.add_argument("--algorithm", default="ring", help="ring, tree, butterfly, ... (ring)")
+    one.add_argument("--ranks", type=int, default=8, help="number of ranks (8)")
+    one.add_argument("--nodes", type=int, help="number of nodes (as many as ranks)")
+    one.add_argument("--bytes", type=int, default=1 << 20, help="bytes per rank (1 MiB)")
+    one.add_argument("--repeats", type=int, default=1, help="calls one after the other (1)")
+    one.add_argument("--parameters", metavar="FILE", help="parameters that fit has written")
+    one.add_argument("--alpha", type=float, help="latency in us (2)")
+    one.add_argument("--bandwidth", type=float, help="GB/s of a link (1)")
+    one.add_argument("--reduction", type=float, help="GB/s of adding (5)")
+    one.add_argument("--picture", metavar="FILE.png", help="draw ranks over time")
+    fit = what.add_parser("fit", help="parameters from 2 ranks, on two nodes or on one")
+    fit.add_argument("--json", metavar="FILE", required=True, help="file to write or to complete")
+    fit.add_argument(
+        "--sending-only", action="store_true", help="the link is limited out of a node, not into it"
+    )
+    measure = what.add_parser("measure", help="milliseconds of calls one after the other")
+    check = what.add_parser("check", help="fit, predict, measure on a shaped network (root)")
+    check.add_argument("--rate", default="1gbit", help="speed of a host's link (1gbit)")
+    check.add_argument("--layouts", default="3x1,4x1", help="HOSTSxRANKS, ... (3x1,4x1)")
+    check.add_argument("--json", metavar="FILE", help="write the rows to FILE as well")
+    for each in (measure, check):
+        each.add_argument("--sizes", default="65536,262144,1048576,4194304,16777216")
+        each.add_argument("--algorithms", default="ring,butterfly,double_tree")
+        each.add_argument("--blocks", type=int, default=3, help="blocks of calls (3)")
     parser.set_defaults(command="simulate")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the map (of a short vector) and the cost. Local."""
-    from ..collectives.algorithms import ALLREDUCE, check_name
-    from ..collectives.simulate import Network, picture, simulate
+    """Run one of the four. Local, or collective over all ranks of the launch: fit, measure."""
+    for name in ("ranks", "nodes", "bytes", "repeats", "alpha", "bandwidth", "reduction", "blocks"):
+        value = getattr(args, name, None)
+        if value is not None and value <= 0:
+            raise ConfigError(f"--{name} {value}: expected more than 0")
+    return {"allreduce": _allreduce, "fit": _fit, "measure": _measure, "check": _check}[args.what](
+        args
+    )
 
-    check_name(args.algorithm, ALLREDUCE)
-    if args.algorithm not in ALLREDUCE:
-        raise ConfigError(f"{args.algorithm} has no schedule; choose one of {', '.join(ALLREDUCE)}")
-    for name in ("ranks", "bytes", "bandwidth", "reduction"):
-        if getattr(args, name) <= 0:
-            raise ConfigError(f"--{name} {getattr(args, name)}: expected more than 0")
+
+def _allreduce(args) -> int:
+    from ..collectives import drawing
+    from ..collectives.algorithms import ALLREDUCE
+    from ..collectives.predict import predict
+
+    _named(args.algorithm)
+    nodes = args.nodes or args.ranks
+    if args.ranks % nodes:
+        raise ConfigError(f"--ranks {args.ranks} on --nodes {nodes}: expected a multiple of it")
+    if args.picture:
+        drawing.check_picture(args.picture, args.ranks)
+    network = _network(args)
     build = ALLREDUCE[args.algorithm]
     if args.ranks <= 64:
         print(f"{args.algorithm}, {args.ranks} ranks, a vector of {args.ranks} elements:")
-        print(picture(build, args.ranks, args.ranks) or "nothing is sent")
-    network = Network(args.alpha * 1e-6, 1e-9 / args.bandwidth, 1e-9 / args.reduction)
-    cost = simulate(build, args.ranks, max(1, args.bytes // 4), network=network)
+        print(drawing.text(build, args.ranks, args.ranks) or "nothing is sent")
+    n = max(1, args.bytes // 4)
+    per_node = args.ranks // nodes
+    options = {"network": network, "ranks_per_node": per_node, "repeats": args.repeats}
+    cost = predict(args.algorithm, args.ranks, n, **options)
     print(f"{args.bytes} bytes in {cost.rounds} rounds: {_time(cost.seconds)} (simulated)")
     print(
         f"the busiest rank sends {cost.messages} messages and {cost.bytes} bytes and reduces "
-        f"{cost.reduced} bytes; alpha {args.alpha} us, links {args.bandwidth} GB/s, adding "
-        f"{args.reduction} GB/s"
+        f"{cost.reduced} bytes"
     )
+    print(", ".join(f"{name} {value:.3g}" for name, value in network._asdict().items()))
+    if args.picture:
+        drawing.picture(args.picture, args.algorithm, args.ranks, n, **options)
+        print(f"drawn: {args.picture}")
     return 0
+
+
+def _network(args: argparse.Namespace):
+    from ..collectives.cost import DEFAULT, Network, load
+
+    network = load(args.parameters) if args.parameters else DEFAULT
+    given = {
+        "latency": args.alpha and args.alpha * 1e-6,
+        "gap": args.bandwidth and 1e-9 / args.bandwidth,
+        "reduction": args.reduction and 1e-9 / args.reduction,
+    }
+    return Network(**{**network._asdict(), **{k: v for k, v in given.items() if v}})
+
+
+def _fit(args) -> int:
+    from ..cluster.fit import fit
+    from ..collectives import cost
+
+    comm = _world()
+    network = cost.load(args.json) if Path(args.json).exists() else cost.DEFAULT
+    found = fit(comm)
+    if "gap" in found:
+        found["incoming"] = not args.sending_only
+    if comm.rank == 0:
+        from mpi4py import MPI
+
+        network = cost.Network(**{**network._asdict(), **found})
+        cost.save(args.json, network, mpi=launch.mpi_name(MPI.Get_library_version()))
+        for name, value in found.items():
+            print(f"{name:>12} {value:.4g}")
+    return 0
+
+
+def _measure(args) -> int:
+    from ..cluster.bench_simulate import measure
+
+    sizes, names = _cases(args)
+    comm = _world()
+    for nbytes in sizes:
+        for name in names:
+            seconds = measure(comm, nbytes, name, blocks=args.blocks)
+            if comm.rank == 0:
+                print(f"{nbytes:>10} {name:>20} {seconds * 1e3:.4f}", flush=True)
+    return 0
+
+
+def _check(args) -> int:
+    from ..cluster.bench_simulate import check, median_error
+
+    sizes, names = _cases(args)
+    numbers = [_numbers(word, "x", "--layouts") for word in args.layouts.split(",")]
+    if any(len(pair) != 2 for pair in numbers):
+        raise ConfigError(f"--layouts {args.layouts}: expected HOSTSxRANKS, such as 3x1,4x2")
+    layouts = [(hosts, ranks) for hosts, ranks in numbers]
+    rows = check(args.rate, layouts, sizes, names, blocks=args.blocks)
+    print(f"median error {100 * median_error(rows):.1f} %")
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _cases(args) -> tuple[list[int], list[str]]:
+    names = args.algorithms.split(",")
+    for name in names:
+        _named(name)
+    return _numbers(args.sizes, ",", "--sizes"), names
+
+
+def _numbers(text: str, separator: str, option: str) -> list[int]:
+    try:
+        numbers = [int(word) for word in text.split(separator)]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"{option} {text}: expected whole numbers above 0 between {separator!r}")
+    return numbers
+
+
+def _named(name: str) -> None:
+    from ..collectives.algorithms import ALLREDUCE, check_name
+
+    check_name(name, ALLREDUCE)
+    if name not in ALLREDUCE:
+        raise ConfigError(f"{name} has no schedule; choose one of {', '.join(ALLREDUCE)}")
+
+
+def _world():
+    comm = launch.initialize(os.environ).COMM_WORLD
+    launch.check_launch(comm, os.environ)
+    return comm
 
 
 def _time(seconds: float) -> str:

@@ -39,9 +39,13 @@ def _ring_allgather(size, rank, counts, itemsize):
     return ring.allgather(size, rank, counts, segments=count)
 
 
+def tree_segments(nbytes: int) -> int:
+    """Number of segments of each half in a double tree of `nbytes`. Local."""
+    return max(1, min(MAX_TREE_SEGMENTS, nbytes // 2 // TREE_SEGMENT_BYTES))
+
+
 def _double_tree(size, rank, n, itemsize):
-    count = max(1, min(MAX_TREE_SEGMENTS, n * itemsize // 2 // TREE_SEGMENT_BYTES))
-    return double_tree.allreduce(size, rank, n, segments=count)
+    return double_tree.allreduce(size, rank, n, segments=tree_segments(n * itemsize))
 
 
 def _plain(build: Callable) -> Callable:
@@ -58,6 +62,7 @@ ALLREDUCE: dict[str, Callable] = {
     "recursive_doubling": _plain(butterfly.recursive_doubling),
     "halving_doubling": _plain(butterfly.halving_doubling),
     "direct": _plain(direct.allreduce),
+    "two_hop": _plain(direct.two_hop),
     "ordered": lambda size, rank, n, itemsize: ordered.allreduce(
         size, rank, n, segments=segments(n * itemsize, size), itemsize=itemsize
     ),

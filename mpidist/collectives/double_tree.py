@@ -22,6 +22,7 @@ uses such trees since version 2.4.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .schedule import REDUCE, Range, Step, cut, length, recv, send
@@ -88,20 +89,24 @@ def _children(x: int, size: int) -> list[int]:
 
 def allreduce(size: int, rank: int, n: int, *, segments: int = 1) -> list[Step]:
     """Reduce each half up its tree and send it down again, in `segments` segments."""
-    steps: list[Step] = []
+    return steps(size, [place(size, rank, tree) for tree in (0, 1)], n, segments)
+
+
+def steps(size: int, places: Sequence[Place], n: int, segments: int) -> list[Step]:
+    """Return the steps of a rank that has these places in the two trees."""
+    result: list[Step] = []
     scratch = n
-    for tree, half in enumerate(((0, n // 2), (n // 2, n))):
-        parent, children, level = place(size, rank, tree)
+    for (parent, children, level), half in zip(places, ((0, n // 2), (n // 2, n)), strict=True):
         for k, part in enumerate(cut(half, segments)):
             up, down = depth(size) - level + k, depth(size) + level + k
             for child in children:
                 slot: Range = (scratch, scratch + length(part))
                 scratch = slot[1]
-                steps.append(recv(up - 1, child, slot))
-                steps.append(Step(up - 1, REDUCE, child, slot, part))
+                result.append(recv(up - 1, child, slot))
+                result.append(Step(up - 1, REDUCE, child, slot, part))
             if parent is not None:
-                steps += [send(up, parent, part), recv(down - 1, parent, part)]
-            steps += [send(down, child, part) for child in children]
+                result += [send(up, parent, part), recv(down - 1, parent, part)]
+            result += [send(down, child, part) for child in children]
     # Both ends give a message the same round, and two ranks have at most one message each way per
     # round and tree, so by round they post in the same order; a step needs earlier rounds only.
-    return sorted(steps, key=lambda step: step.round)
+    return sorted(result, key=lambda step: step.round)

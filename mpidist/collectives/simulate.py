@@ -1,137 +1,225 @@
-"""What a schedule costs, for any number of ranks, without running it; and a picture of it.
+"""What a schedule costs, rank by rank, without running it. The model is that of `cost`.
 
-The model: a message of b bytes occupies the sender's port and the receiver's port for b * beta
-seconds each and arrives alpha seconds after its last byte left; reducing b bytes occupies the
-rank for b * gamma. Steps obey the same dependencies as in the executor, so segments overlap here
-exactly where they may overlap there. (Hockney's model with ports and a reduction term; R124.)
+Steps obey the same dependencies as in the executor, so segments overlap here exactly where they
+may overlap there. Links, senders, receivers and processors serve in the order of the schedule: by
+round, then by place in the round, then by rank. So every time is the maximum of a few earlier
+times plus a cost, one sweep over the rounds finds them all, and `vectorised` can do the same for
+all ranks of a class at once with the same result. (R124; issue 3, point 8.)
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from .check import programs
-from .schedule import COPY, RECV, SEND, Step, compile_steps, length
+from .check import ScheduleError, programs
+from .cost import DEFAULT, LONG, Cost, Layout, Network
+from .schedule import RECV, REDUCE, REDUCE_LEFT, SEND, Step, compile_steps, length
 
 
-class Network(NamedTuple):
-    """Seconds per message, per byte on a link, per byte reduced."""
+class Sent(NamedTuple):
+    """A message as the picture needs it: first byte out, last byte out, last byte there."""
 
-    alpha: float = 2e-6
-    beta: float = 1e-9
-    gamma: float = 2e-10
-
-
-#: A node's shared memory, roughly.
-DEFAULT = Network()
-
-
-class Cost(NamedTuple):
-    """What the busiest rank does, and when the last one is done."""
-
-    seconds: float
-    rounds: int
-    messages: int
-    bytes: int
-    reduced: int
+    source: int
+    target: int
+    nbytes: int
+    begin: float
+    left: float
+    end: float
 
 
-class _Rank:
-    def __init__(self, steps: list[Step]):
-        self.compiled = compile_steps(steps)
-        self.needs = self.compiled.needs.copy()
-        self.ready_at = [0.0] * len(steps)
-        self.send_port = self.receive_port = self.processor = self.end = 0.0
+class Reduced(NamedTuple):
+    """A sum as the picture needs it."""
+
+    rank: int
+    begin: float
+    end: float
 
 
-def simulate(build: Callable, size: int, n: int, *, itemsize: int = 4, network=DEFAULT) -> Cost:
-    """Return the cost of an allreduce schedule ``build(size, rank, n, itemsize)``. Local."""
+def simulate(
+    build: Callable,
+    size: int,
+    n: int,
+    *,
+    itemsize: int = 4,
+    network: Network = DEFAULT,
+    ranks_per_node: int = 1,
+    repeats: int = 1,
+    trace: list | None = None,
+) -> Cost:
+    """Return the cost of an allreduce schedule ``build(size, rank, n, itemsize)``. Local.
+
+    Parameters
+    ----------
+    ranks_per_node : int
+        Ranks r with equal ``r // ranks_per_node`` share a node and its link.
+    repeats : int
+        Calls one after the other; the cost is that of one, as in a measurement that does the same.
+    trace : list, optional
+        Gets every `Sent` and `Reduced`.
+    """
     plans = programs(lambda p, r, m: build(p, r, m, itemsize), size, n)
-    seconds = run(plans, itemsize, network)
-    sends = [[s for s in steps if s.kind == SEND] for steps in plans]
-    reduced = max(
-        (
-            sum(length(s.target) for s in steps if s.kind not in (SEND, RECV, COPY))
-            for steps in plans
-        ),
-        default=0,
-    )
+    layout = Layout(size, ranks_per_node)
+    seconds = run(plans, itemsize, network, layout, repeats=repeats, trace=trace)
+    return summary(plans, itemsize, seconds)
+
+
+def summary(plans: Sequence[list[Step]], itemsize: int, seconds: float) -> Cost:
+    """Count what the busiest of some ranks does. Local."""
+    sends = [[length(s.source) for s in steps if s.kind == SEND] for steps in plans]
+    sums = [
+        sum(length(s.target) for s in steps if s.kind in (REDUCE, REDUCE_LEFT)) for steps in plans
+    ]
     return Cost(
         seconds,
         1 + max((s.round for steps in plans for s in steps), default=-1),
-        max(len(s) for s in sends),
-        max(sum(length(x.source) for x in s) for s in sends) * itemsize,
-        reduced * itemsize,
+        max(map(len, sends), default=0),
+        max(map(sum, sends), default=0) * itemsize,
+        max(sums, default=0) * itemsize,
     )
 
 
-def run(plans: list[list[Step]], itemsize: int, network: Network) -> float:
-    """Return the time at which the last rank has finished its steps. Local."""
+def run(
+    plans: Sequence[list[Step]],
+    itemsize: int,
+    network: Network,
+    layout: Layout,
+    *,
+    repeats: int = 1,
+    trace: list | None = None,
+) -> float:
+    """Return the seconds of one of `repeats` calls, until the last rank is done. Local.
+
+    `plans` may be those of the first ranks only, of one node or several, where all nodes do the
+    same in a circle: what goes to rank r of another node then comes, from one as far away as the
+    sender is from r, to the rank in the same place here.
+    """
+    machine = _Machine(network, layout, len(plans))
     ranks = [_Rank(steps) for steps in plans]
-    # The k-th send from a to b meets the k-th receive of b from a.
-    posted: dict[tuple[int, int], list] = {}
-    events: list[tuple[float, int, int, int]] = []
-    order = 0
+    rounds = sorted({step.round for steps in plans for step in steps})
+    for _ in range(repeats):
+        for rank in ranks:
+            rank.begin(network.call)
+        for round in rounds:
+            _send_all(round, ranks, machine, itemsize, trace)
+            for r, rank in enumerate(ranks):
+                for i in rank.others.get(round, ()):
+                    _receive_or_reduce(r, i, rank, machine, itemsize, trace)
+    return max((rank.end for rank in ranks), default=0.0) / repeats
 
-    def release(r: int, i: int, now: float) -> None:
-        nonlocal order
-        rank = ranks[r]
-        rank.ready_at[i] = max(rank.ready_at[i], now)
-        rank.needs[i] -= 1
-        if not rank.needs[i]:
-            order += 1
-            heapq.heappush(events, (rank.ready_at[i], order, r, i))
 
-    def finish(r: int, i: int, now: float) -> None:
-        ranks[r].end = max(ranks[r].end, now)
-        for k in ranks[r].compiled.dependents[i]:
-            release(r, k, now)
+class _Rank:
+    """The steps of one rank and when each of them may begin."""
 
-    def meet(a: int, b: int) -> None:
-        sends, receives = posted.setdefault((a, b), [[], []])
-        while sends and receives:
-            (s, start), (v, posted_at) = sends.pop(0), receives.pop(0)
-            nbytes = length(plans[a][s].source) * itemsize
-            sender, receiver = ranks[a], ranks[b]
-            # Both ports carry the message at once, alpha apart.
-            begin = max(start, posted_at - network.alpha, sender.send_port, receiver.receive_port)
-            sender.send_port = receiver.receive_port = begin + nbytes * network.beta
-            finish(a, s, sender.send_port)
-            finish(b, v, sender.send_port + network.alpha)
+    def __init__(self, steps: list[Step]):
+        self.compiled = compile_steps(steps)
+        self.sends: dict[int, list[int]] = defaultdict(list)
+        self.others: dict[int, list[int]] = defaultdict(list)
+        for i, step in enumerate(steps):
+            (self.sends if step.kind == SEND else self.others)[step.round].append(i)
+        self.end = 0.0
 
-    for r, rank in enumerate(ranks):
-        for i, needs in enumerate(rank.needs):
-            if not needs:
-                rank.needs[i] = 1
-                release(r, i, 0.0)
-    while events:
-        now, _, r, i = heapq.heappop(events)
-        rank, step = ranks[r], plans[r][i]
-        for k in rank.compiled.followers[i]:
-            release(r, k, now)
-        if step.kind == SEND:
-            posted.setdefault((r, step.peer), [[], []])[0].append((i, now))
-            meet(r, step.peer)
-        elif step.kind == RECV:
-            posted.setdefault((step.peer, r), [[], []])[1].append((i, now))
-            meet(step.peer, r)
+    def begin(self, call: float) -> None:
+        self.end += call
+        self.ready = [self.end] * len(self.compiled.steps)
+        self.needs = self.compiled.needs.copy()
+
+    def take(self, i: int) -> float:
+        """Return when step i can begin; what follows it on the same channel may then as well."""
+        if self.needs[i]:
+            raise ScheduleError(f"{self.compiled.steps[i]} needs what a later step of it brings")
+        for k in self.compiled.followers[i]:
+            self._release(k, self.ready[i])
+        return self.ready[i]
+
+    def finish(self, i: int, now: float) -> None:
+        self.end = max(self.end, now)
+        for k in self.compiled.dependents[i]:
+            self._release(k, now)
+
+    def _release(self, k: int, now: float) -> None:
+        self.needs[k] -= 1
+        if now > self.ready[k]:
+            self.ready[k] = now
+
+
+class _Machine:
+    """When each sender, link, receiver and processor is free, and the messages on their way."""
+
+    def __init__(self, network: Network, layout: Layout, simulated: int):
+        self.network, self.layout, self.simulated = network, layout, simulated
+        self.sender, self.receiver, self.processor = ([0.0] * simulated for _ in range(3))
+        self.out: dict[int, float] = defaultdict(float)
+        self.fast: dict[int, float] = defaultdict(float)
+        self.into: dict[int, float] = defaultdict(float)
+        self.arrived: dict[tuple[int, int], deque] = defaultdict(deque)
+        self.crossed: dict[tuple[int, int], float] = {}
+
+    def local(self, source: int, target: int) -> bool:
+        """Whether two ranks are on one node."""
+        return self.layout.node(source) == self.layout.node(target)
+
+    def transmit(self, source: int, target: int, nbytes: int, ready: float):
+        """Put a message on its way; return when it is on the wire, has left and is there."""
+        net = self.network
+        begin = max(self.sender[source], ready) + net.overhead
+        self.sender[source] = begin
+        if self.local(source, target):
+            lane = -1 - source
+            start, before = begin, self.out[lane]
+            left = self.out[lane] = max(before, begin) + nbytes * net.node_gap
+            arrival = left + net.node_latency
         else:
-            cost = 0.0 if step.kind == COPY else network.gamma * length(step.target) * itemsize
-            rank.processor = max(rank.processor, now) + cost
-            finish(r, i, rank.processor)
-    return max((rank.end for rank in ranks), default=0.0)
+            node = self.layout.node(source)
+            start, before = begin, self.out[node]
+            if nbytes > LONG:
+                start = max(begin, self.crossed.pop((source, target), 0.0))
+            # A bucket of tokens is a link whose clock may lag behind by as much as it holds.
+            self.out[node] = max(before, start - net.burst * net.gap) + nbytes * net.gap
+            self.fast[node] = max(self.fast[node], start) + nbytes * net.peak
+            left = max(self.out[node], self.fast[node])
+            if nbytes > LONG:
+                self.crossed[target, source] = start + net.crossing * (left - start)
+            node = self.layout.node(target % self.simulated)
+            busy = nbytes * (net.gap if net.incoming else net.peak)
+            arrival = self.into[node] = max(left + net.latency, self.into[node] + busy)
+        self.arrived[self.seen(source, target)].append(arrival)
+        return max(start, min(before, left)), left, arrival
+
+    def seen(self, source: int, target: int) -> tuple[int, int]:
+        """Move a pair of ranks to where the target is one of those simulated."""
+        here = target % self.simulated
+        return (source - target + here) % self.layout.size, here
 
 
-def picture(build: Callable, size: int, n: int, *, itemsize: int = 4) -> str:
-    """Draw who sends what to whom, a line per round: ``0 -[0:2]-> 1``. Local."""
-    plans = programs(lambda p, r, m: build(p, r, m, itemsize), size, n)
-    rounds: dict[int, list[str]] = {}
-    for rank, steps in enumerate(plans):
-        for step in steps:
-            if step.kind == SEND:
-                a, b = step.source
-                rounds.setdefault(step.round, []).append(f"{rank} -[{a}:{b}]-> {step.peer}")
-    width = len(str(max(rounds, default=0)))
-    return "\n".join(f"round {r:{width}d}   " + "   ".join(rounds[r]) for r in sorted(rounds))
+def _send_all(round: int, ranks, machine: _Machine, itemsize: int, trace) -> None:
+    """Send what all ranks send in a round: first the first messages, then the second ones, ..."""
+    sends = [
+        (place, r, i, rank.compiled.steps[i].peer, length(rank.compiled.steps[i].source) * itemsize)
+        for r, rank in enumerate(ranks)
+        for place, i in enumerate(rank.sends.get(round, ()))
+    ]
+    machine.crossed.clear()
+    for _, r, i, peer, nbytes in sorted(sends):
+        begin, left, arrival = machine.transmit(r, peer, nbytes, ranks[r].take(i))
+        ranks[r].finish(i, left)
+        if trace is not None:
+            trace.append(Sent(r, peer, nbytes, begin, left, arrival))
+
+
+def _receive_or_reduce(r: int, i: int, rank: _Rank, machine: _Machine, itemsize: int, trace):
+    step, ready = rank.compiled.steps[i], rank.take(i)
+    if step.kind == RECV:
+        arrival = machine.arrived[step.peer, r].popleft()
+        end = max(machine.receiver[r], arrival, ready) + machine.network.overhead
+        machine.receiver[r] = end
+    elif step.kind in (REDUCE, REDUCE_LEFT):
+        begin = max(machine.processor[r], ready)
+        end = begin + machine.network.reduction * length(step.target) * itemsize
+        machine.processor[r] = end
+        if trace is not None:
+            trace.append(Reduced(r, begin, end))
+    else:
+        end = ready
+    rank.finish(i, end)

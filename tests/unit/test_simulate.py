@@ -1,71 +1,135 @@
-"""The simulator against the textbook formulas, and the picture (R124)."""
+"""The simulator against textbook formulas and small cases done by hand (R124; issue 3, point 8)."""
 
 import pytest
 
-from mpidist.cli.main import main
-from mpidist.collectives import butterfly, direct, ring, tree
-from mpidist.collectives.simulate import Network, picture, simulate
+from mpidist.collectives import butterfly, check, direct, double_tree, ring, simulate, tree
+from mpidist.collectives.cost import LONG, Layout, Network
+from mpidist.collectives.schedule import REDUCE, Step, recv, send
 
-NET = Network(alpha=1e-5, beta=1e-9, gamma=3e-10)
+NET = Network(latency=1e-5, gap=1e-9, reduction=3e-10)
 
 
 def plain(build):
     return lambda p, r, n, itemsize: build(p, r, n)
 
 
+def cost(build, p, n, network=NET, **options):
+    return simulate.simulate(plain(build), p, n, network=network, **options)
+
+
 @pytest.mark.parametrize("p", [2, 4, 8, 16])
 def test_formulas(p):
     n = 4096 * p
-    a, b, g = NET
+    a, b, g = NET.latency, NET.gap, NET.reduction
     size = 4 * n
     k = p.bit_length() - 1
     share = (p - 1) / p * size
-    cost = simulate(plain(ring.allreduce), p, n, network=NET)
-    assert cost.seconds == pytest.approx(2 * (p - 1) * a + 2 * share * b + share * g)
-    assert (cost.messages, cost.bytes, cost.reduced) == (2 * (p - 1), 2 * share, share)
-    cost = simulate(plain(butterfly.recursive_doubling), p, n, network=NET)
-    assert cost.seconds == pytest.approx(k * (a + size * b + size * g))
-    cost = simulate(plain(butterfly.halving_doubling), p, n, network=NET)
-    assert cost.seconds == pytest.approx(2 * k * a + 2 * share * b + share * g)
-    assert cost.rounds == 2 * k
-    cost = simulate(plain(tree.allreduce), p, n, network=NET)
-    assert cost.seconds == pytest.approx(2 * k * (a + size * b) + k * size * g)
-    cost = simulate(plain(direct.allreduce), p, n, network=NET)
-    assert cost.seconds >= a + (p - 1) * size * b
+    found = cost(ring.allreduce, p, n)
+    assert found.seconds == pytest.approx(2 * (p - 1) * a + 2 * share * b + share * g)
+    assert (found.messages, found.bytes, found.reduced) == (2 * (p - 1), 2 * share, share)
+    found = cost(butterfly.recursive_doubling, p, n)
+    assert found.seconds == pytest.approx(k * (a + size * b + size * g))
+    found = cost(butterfly.halving_doubling, p, n)
+    assert found.seconds == pytest.approx(2 * k * a + 2 * share * b + share * g)
+    assert found.rounds == 2 * k
+    found = cost(tree.allreduce, p, n)
+    assert found.seconds == pytest.approx(2 * k * (a + size * b) + k * size * g)
+    found = cost(direct.allreduce, p, n)
+    assert found.seconds == pytest.approx(a + (p - 1) * size * (b + g))
+
+
+@pytest.mark.parametrize("p", [4, 5, 16, 33, 64])
+def test_double_tree_keeps_its_bound(p):
+    """At most (2D + S - 1) (alpha + 2N/S beta) + N gamma, and at least 2 N beta of p = 4 on."""
+    n, segments = 64_000, 20
+    build = lambda p, r, n: double_tree.allreduce(p, r, n, segments=segments)  # noqa: E731
+    found = cost(build, p, n).seconds
+    steps = 2 * double_tree.depth(p) + segments - 1
+    bound = steps * (NET.latency + 2 * 4 * n / segments * NET.gap) + 4 * n * NET.reduction
+    assert 2 * 4 * n * NET.gap <= found <= bound
 
 
 def test_segments_hide_the_reduction():
     p, n = 4, 1 << 20
-    whole = simulate(plain(ring.allreduce), p, n, network=NET).seconds
-    cut = simulate(lambda p, r, n, i: ring.allreduce(p, r, n, segments=8), p, n, network=NET)
-    assert cut.seconds < whole
+    cut = cost(lambda p, r, n: ring.allreduce(p, r, n, segments=8), p, n)
+    assert cut.seconds < cost(ring.allreduce, p, n).seconds
 
 
-def test_picture_of_the_ring():
-    text = picture(plain(ring.allreduce), 4, 4)
-    lines = text.splitlines()
-    assert len(lines) == 6
-    assert lines[0] == "round 0   0 -[3:4]-> 1   1 -[0:1]-> 2   2 -[1:2]-> 3   3 -[2:3]-> 0"
+def times(plans, network, ranks_per_node=1, **options):
+    """Seconds of byte vectors, in plain numbers: gaps and latencies of the tests are integers."""
+    layout = Layout(len(plans), ranks_per_node)
+    return simulate.run(plans, 1, network, layout, **options)
 
 
-def test_command_prints_map_and_cost(capsys):
-    assert main(["simulate", "allreduce", "--algorithm", "ring", "--ranks", "8"]) == 0
-    out = capsys.readouterr().out
-    assert "round 13" in out
-    assert "14 messages" in out
-    assert "ms" in out or "us" in out
+def one_way(*pairs, nbytes=100):
+    """All the given messages in round 0, into scratch."""
+    size = 1 + max(max(pair) for pair in pairs)
+    plans = [[] for _ in range(size)]
+    for source, target in pairs:
+        plans[source].append(send(0, target, (0, nbytes)))
+        used = sum(1 for step in plans[target] if step.kind == "recv")
+        at = nbytes * (1 + used)
+        plans[target].append(recv(0, source, (at, at + nbytes)))
+    return plans
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["simulate", "allreduce", "--algorithm", "rnig"], "did you mean 'ring'"),
-        (["simulate", "allreduce", "--ranks", "0"], "ranks"),
-        (["simulate", "allreduce", "--algorithm", "native"], "native has no schedule"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(argv, message, capsys):
-    assert main(argv) == 2
-    err = capsys.readouterr().err.strip()
-    assert message in err
-    assert len(err.splitlines()) == 1
+SLOW = Network(latency=7, gap=1, reduction=2, overhead=3, node_latency=5, node_gap=0.5)
+
+
+def test_one_message_by_hand():
+    # 3 to send, 100 on the link, 7 on the way, 3 to receive; then 2 a byte to add.
+    assert times(one_way((0, 1)), SLOW) == 3 + 100 + 7 + 3
+    plans = one_way((0, 1))
+    plans[1].append(Step(0, REDUCE, 0, (100, 200), (0, 100)))
+    assert times(plans, SLOW) == 113 + 200
+    assert times(plans, SLOW._replace(call=11)) == 11 + 113 + 200
+
+
+def test_one_link_out_and_one_in_by_hand():
+    # Two messages of one rank share its link; the second one's overhead is hidden behind it.
+    assert times(one_way((0, 1), (0, 2)), SLOW) == 3 + 200 + 7 + 3
+    # Two messages into one rank share the link as well, unless only sending is limited.
+    assert times(one_way((0, 2), (1, 2)), SLOW) == 3 + 100 + 7 + 100 + 3
+    sending = SLOW._replace(incoming=False)
+    assert times(one_way((0, 2), (1, 2)), sending) == 3 + 100 + 7 + 3 + 3
+    # Full duplex.
+    assert times(one_way((0, 1), (1, 0)), SLOW) == 3 + 100 + 7 + 3
+
+
+def test_ranks_of_a_node_share_its_link_by_hand():
+    """Two nodes of two ranks: 0 and 1 send to 2 and 3 through one link, in turns."""
+    assert times(one_way((0, 2), (1, 3)), SLOW, 2) == 3 + 200 + 7 + 3
+    assert times(one_way((0, 2), (1, 3)), SLOW, 1) == 3 + 100 + 7 + 3
+    # Inside a node nobody waits for the link.
+    assert times(one_way((0, 1), (2, 3)), SLOW, 2) == 3 + 50 + 5 + 3
+    assert times(one_way((0, 1), (0, 2), (1, 3)), SLOW, 2) == 3 + 3 + 200 + 7 + 3 - 3
+
+
+def test_a_bucket_lets_through_what_it_has_saved_by_hand():
+    """After 50 seconds of rest a bucket of 30 has 30, after 10 it has 10."""
+    bucket = Network(latency=0, gap=1, reduction=1, overhead=50, burst=30)
+    assert times(one_way((0, 1)), bucket) == 50 + 70 + 50
+    assert times(one_way((0, 1)), bucket._replace(overhead=10)) == 10 + 90 + 10
+    assert times(one_way((0, 1)), bucket._replace(peak=0.9)) == 50 + 90 + 50
+    # Calls one after the other: the bucket of 30 saves nothing once the link is always busy.
+    steady = times(one_way((0, 1)), bucket._replace(overhead=0), repeats=4)
+    assert steady == 100
+
+
+def test_long_messages_that_cross_by_hand():
+    both = one_way((0, 1), (1, 0), nbytes=LONG + 1)
+    net = Network(latency=0, gap=1, reduction=1, crossing=0.5)
+    assert times(both, net) == 1.5 * (LONG + 1)
+    assert times(one_way((0, 1), (1, 0), nbytes=LONG), net) == LONG
+
+
+def test_repeats_are_the_mean_of_calls_in_a_row():
+    one = cost(ring.allreduce, 3, 3000).seconds
+    assert cost(ring.allreduce, 3, 3000, repeats=5).seconds == pytest.approx(one)
+
+
+def test_a_schedule_that_cannot_be_swept_is_refused():
+    """A send may need what earlier rounds brought, not its own."""
+    plans = [[recv(0, 1, (0, 4)), send(0, 1, (0, 4))], [send(0, 0, (0, 4)), recv(0, 0, (4, 8))]]
+    with pytest.raises(check.ScheduleError, match="needs what a later step"):
+        times(plans, NET)

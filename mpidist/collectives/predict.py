@@ -1,0 +1,86 @@
+"""The cost of an algorithm by name, in the quickest way that is exact: `predict`."""
+
+from __future__ import annotations
+
+from ..errors import ConfigError
+from . import simulate, vectorised
+from .algorithms import ALLREDUCE
+from .classes import CLASSES
+from .cost import DEFAULT, Cost, Layout, Network
+from .schedule import without_empty
+
+#: Ranks up to which every schedule is simulated rank by rank.
+ENUMERATED = 64
+#: Steps up to which a schedule without classes still is: some ten seconds.
+MAX_STEPS = 1_000_000
+
+
+def predict(
+    name: str,
+    size: int,
+    n: int,
+    *,
+    itemsize: int = 4,
+    network: Network = DEFAULT,
+    ranks_per_node: int = 1,
+    repeats: int = 1,
+    fast: bool | None = None,
+) -> Cost:
+    """Return the cost of an allreduce of `n` elements on `size` ranks. Local.
+
+    Up to 64 ranks every rank is simulated. Beyond, a ring is simulated on the ranks of one node,
+    since all nodes do the same, and trees and butterflies by class of ranks; where a rank has a
+    piece of the vector, n is first rounded up so that all pieces are equal. Both give what all
+    ranks would (`tests/unit/test_predict.py`). ``direct`` and ``naive`` have no such form.
+
+    Parameters
+    ----------
+    fast : bool, optional
+        Whether to simulate in the form for many ranks; None decides by their number.
+
+    Raises
+    ------
+    ConfigError
+        Where there is no fast form and the ranks are too many, or the nodes are uneven.
+    """
+    layout = Layout(size, ranks_per_node)
+    quick = size > ENUMERATED if fast is None else fast
+    # Two ranks are each other's both neighbours: their messages cross, as no others in a ring do.
+    if quick and name == "ring" and size != 2:
+        return _ring(layout, _equal(n, size), itemsize, network, repeats)
+    if quick and name in CLASSES:
+        if name in ("butterfly", "halving_doubling"):
+            n = _equal(n, 1 << (size.bit_length() - 1))
+        classes = [each.without_empty() for each in CLASSES[name](size, n, itemsize)]
+        seconds = vectorised.run(classes, itemsize, network, layout, repeats)
+        return simulate.summary([each.steps for each in classes], itemsize, seconds)
+    build = ALLREDUCE[name]
+    if size > ENUMERATED:
+        steps = size * len(build(size, 0, n, itemsize)) if name == "direct" else 6 * size
+        if steps > MAX_STEPS:
+            raise ConfigError(
+                f"{name} on {size} ranks takes {steps} steps to simulate, at most {MAX_STEPS}; "
+                f"forms for many ranks exist of ring, {', '.join(CLASSES)}"
+            )
+    return simulate.simulate(
+        build,
+        size,
+        n,
+        itemsize=itemsize,
+        network=network,
+        ranks_per_node=ranks_per_node,
+        repeats=repeats,
+    )
+
+
+def _ring(layout: Layout, n: int, itemsize: int, network: Network, repeats: int) -> Cost:
+    size, per_node = layout
+    if not layout.even:
+        raise ConfigError(f"{size} ranks on nodes of {per_node}: expected full nodes")
+    plans = [without_empty(ALLREDUCE["ring"](size, r, n, itemsize)) for r in range(per_node)]
+    seconds = simulate.run(plans, itemsize, network, layout, repeats=repeats)
+    return simulate.summary(plans, itemsize, seconds)
+
+
+def _equal(n: int, parts: int) -> int:
+    return -(-n // parts) * parts

@@ -1,0 +1,97 @@
+"""The fast forms of the simulator equal the enumerated one, and are fast (issue 3, point 8)."""
+
+import time
+
+import pytest
+
+from mpidist.collectives.algorithms import ALLREDUCE
+from mpidist.collectives.classes import CLASSES
+from mpidist.collectives.cost import Network
+from mpidist.collectives.predict import ENUMERATED, predict
+from mpidist.errors import ConfigError
+
+#: Every parameter counts in the first network; the second is that of textbooks.
+NETWORKS = [
+    Network(
+        latency=40e-6, gap=8e-9, reduction=3e-10, overhead=6e-6, call=3e-5, burst=1 << 18,
+        peak=5e-10, crossing=0.8, incoming=False, node_latency=2e-6, node_gap=1e-10,
+    ),
+    Network(overhead=1e-6),
+]  # fmt: skip
+FAST = ["ring", *CLASSES]
+
+
+def same(name, p, n, **options):
+    slow = predict(name, p, n, fast=False, **options)
+    quick = predict(name, p, n, fast=True, **options)
+    assert quick[1:] == slow[1:], (name, p, n, options)
+    assert quick.seconds == pytest.approx(slow.seconds, rel=1e-9), (name, p, n, options)
+
+
+def equal_pieces(p, least):
+    """A length of at least `least` that p ranks, or the 2^k of a butterfly, share evenly."""
+    unit = p << (p.bit_length() - 1)
+    return -(-least // unit) * unit
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_fast_equals_enumerated(name):
+    """All p up to 64, on nodes of 1, and up to 32 of 2 and 4 ranks, where they are full."""
+    for p in range(1, ENUMERATED + 1):
+        for per_node in (1, 2, 4) if p <= 32 else (1,):
+            if p % per_node == 0:
+                network = NETWORKS[(p + per_node) % 2]
+                same(name, p, equal_pieces(p, 1), network=network, ranks_per_node=per_node)
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_fast_equals_enumerated_for_long_vectors(name, network):
+    """Segments, messages that cross, and calls in a row on a bucket that empties."""
+    for p, per_node in ((2, 1), (3, 1), (4, 2), (6, 2), (7, 1), (8, 4), (24, 4)):
+        for n in (5_000, 300_000):
+            options = {"network": network, "ranks_per_node": per_node, "repeats": 2}
+            same(name, p, equal_pieces(p, n), **options)
+
+
+def test_trees_need_no_equal_pieces():
+    for name in ("tree", "double_tree", "recursive_doubling"):
+        for p in (5, 8, 21):
+            for n in (0, 1, p + 1, 1001):
+                same(name, p, n, network=NETWORKS[0])
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_65536_ranks_take_seconds(name):
+    """CPU seconds, so that other work on the machine does not count; 1 MiB of float32."""
+    start = time.process_time()
+    cost = predict(name, 65_536, 1 << 18)
+    assert time.process_time() - start < 20
+    rounds = {"ring": 2 * 65_535, "tree": 32, "recursive_doubling": 16, "halving_doubling": 32}
+    assert cost.rounds == rounds.get(name, cost.rounds)
+    assert cost.seconds > 0
+
+
+def test_many_ranks_on_nodes():
+    """Eight ranks share a link: a butterfly suffers, a ring does not."""
+    flat = {a: predict(a, 4096, 1 << 20).seconds for a in ("ring", "butterfly")}
+    nodes = {a: predict(a, 4096, 1 << 20, ranks_per_node=8).seconds for a in ("ring", "butterfly")}
+    assert nodes["ring"] < flat["ring"]
+    assert nodes["butterfly"] > 3 * flat["butterfly"]
+
+
+def test_the_double_tree_wins_where_ranks_are_many():
+    """R37: 16 MiB on 4,096 ranks: the ring's latency grows with p, the tree's with log p."""
+    seconds = {name: predict(name, 4096, 4 << 20).seconds for name in ("ring", "double_tree")}
+    assert seconds["double_tree"] < 0.9 * seconds["ring"]
+    few = {name: predict(name, 8, 4 << 20).seconds for name in ("ring", "double_tree")}
+    assert few["ring"] < few["double_tree"]
+
+
+def test_what_has_no_fast_form_says_so():
+    with pytest.raises(ConfigError, match=r"direct on 65536 ranks .*ring, tree"):
+        predict("direct", 65_536, 1024)
+    assert predict("naive", 2000, 4).messages == 1999
+    assert set(ALLREDUCE) >= set(FAST)
+    with pytest.raises(ConfigError, match="expected full nodes"):
+        predict("ring", 1001, 1001, ranks_per_node=2)
