@@ -1,0 +1,40 @@
+"""``mpidist bench checkpoint``: save, stall and restore against plain files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import ConfigError
+from .bench_common import library, say
+
+
+def add_parser(what):
+    """Add this command; return its parser. Local."""
+    parser = what.add_parser("checkpoint", help="save, stall and restore against plain files")
+    parser.add_argument("--size", type=float, default=64, help="MiB that are stored (64)")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (5)")
+    parser.add_argument("--folder", default=".", help="where, on the file system to measure (.)")
+    return parser
+
+
+def run(comm, args) -> list[dict]:
+    """Measure and print. Collective over `comm`."""
+    from ..cluster.bench_checkpoint import measure
+
+    if not Path(args.folder).is_dir():
+        raise ConfigError(f"--folder {args.folder}: no such folder; all ranks must see it")
+    rows = measure(comm, int(args.size * (1 << 20)), args.rounds, args.folder)
+    columns = ("what", "seconds", "plain(s)", "ratio", "MB/s")
+    say(
+        comm,
+        f"# {args.size:g} MiB, half replicated and half sharded, {comm.size} ranks, "
+        f"{args.rounds} rounds, {library()}",
+        "#" + "".join(f"{name:>11}" for name in columns)[1:],
+    )
+    for row in rows:
+        say(
+            comm,
+            f"{row['what']:>11}{row['median_s']:>11.4f}{row['plain_s']:>11.4f}"
+            f"{row['ratio']:>11.2f}{row['mb_per_s']:>11.0f}",
+        )
+    return rows

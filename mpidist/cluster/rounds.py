@@ -1,0 +1,171 @@
+"""Measuring several candidates fairly: rounds in one run, in which each takes its turn.
+
+The order changes from round to round. The time of a turn is that of the slowest rank, from a
+barrier. Inputs are written anew before each turn and a result is checked after it, both off the
+clock. `ratios.py` makes figures of the rounds.
+
+Hunold, Carpen-Amarie, "MPI Benchmarking Revisited: Experimental Design and Reproducibility",
+arXiv:1505.07734, 2015.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+from ..errors import MpidistError
+from .ratios import Measured
+
+#: Last-level cache where the system does not tell.
+_USUAL_CACHE = 32 << 20
+
+
+@dataclass
+class Candidate:
+    """Something to time: ``calls[k]()`` turns ``inputs[k]`` into ``results[k]``.
+
+    The calls follow each other through the pool, so one with more bytes than the cache never finds
+    its vector there. `summed` says that the result is the sum over the ranks; `around` is entered
+    for each turn, off the clock.
+    """
+
+    calls: Sequence[Callable[[], object]]
+    inputs: Sequence[np.ndarray]
+    results: Sequence[np.ndarray]
+    summed: bool = True
+    around: Callable[[], AbstractContextManager] = nullcontext
+    turn: int = 0
+
+    def next_inputs(self) -> list[np.ndarray]:
+        """Return all inputs, those first that the next calls take: the cache forgets them. Local.
+
+        Whoever writes them in this order has the others in the cache when he is through.
+        """
+        start = self.turn % len(self.calls)
+        return [*self.inputs[start:], *self.inputs[:start]]
+
+    def next_calls(self, repeat: int) -> list[Callable[[], object]]:
+        """Return the next `repeat` calls of the pool. Local."""
+        start = self.turn % len(self.calls)
+        self.turn += repeat
+        return list(islice(cycle(self.calls), start, start + repeat))
+
+
+def interleave(
+    comm: MPI.Comm,
+    candidates: Mapping[str, Candidate],
+    *,
+    rounds: int,
+    repeat: int = 1,
+    meter: Callable[[], np.ndarray] | None = None,
+) -> dict[str, Measured]:
+    """Time all candidates in `rounds` rounds of `repeat` calls each. Collective over `comm`.
+
+    Parameters
+    ----------
+    meter : callable, optional
+        Returns running counts (float64) of this rank; what they grew by is taken per call, the
+        most of all ranks.
+
+    Raises
+    ------
+    MpidistError
+        A candidate gave a wrong sum.
+    """
+    names = list(candidates)
+    size = meter().size if meter else 0
+    seconds = np.empty((len(names), rounds))
+    metered = np.zeros((len(names), rounds, size))
+    rng = np.random.default_rng(0)
+    pattern = _Pattern(comm)
+    for k in range(-1, rounds):  # round -1 warms up
+        for index in rng.permutation(len(names)):
+            candidate = candidates[names[index]]
+            # A vector that one turn sums twice must hold zeros, which stay zeros.
+            once = repeat <= len(candidate.calls)
+            for vector in candidate.next_inputs():
+                pattern.write(vector) if once else vector.fill(0)
+            with candidate.around():
+                elapsed, counts = _turn(comm, candidate.next_calls(repeat), meter)
+            if k >= 0:
+                seconds[index, k] = elapsed
+                metered[index, k] = counts
+            if not once:
+                pattern.write(candidate.next_inputs()[0])
+                candidate.next_calls(1)[0]()
+            last = (candidate.turn - 1) % len(candidate.calls)
+            if candidate.summed:
+                pattern.check(names[index], candidate.results[last])
+    comm.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
+    comm.Allreduce(MPI.IN_PLACE, metered, MPI.MAX)
+    return {name: Measured(seconds[i], metered[i]) for i, name in enumerate(names)}
+
+
+def _turn(comm, calls: list[Callable[[], object]], meter) -> tuple[float, np.ndarray | float]:
+    before = meter() if meter else 0.0
+    comm.Barrier()
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    elapsed = time.perf_counter() - start
+    if meter is None:
+        return elapsed / len(calls), 0.0
+    comm.Barrier()  # what this rank still had to send on others' behalf has been sent
+    return elapsed / len(calls), (meter() - before) / len(calls)
+
+
+class _Pattern:
+    """Small whole numbers, other ones at each place and rank, whose sums are exact. Local."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self.rank, self.size = comm.rank, comm.size
+        self._known: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
+
+    def _of(self, vector) -> tuple[np.ndarray, np.ndarray]:
+        key = (vector.size, vector.dtype)
+        if key not in self._known:
+            base = (np.arange(vector.size) % 97).astype(vector.dtype)
+            total = base * self.size + self.size * (self.size - 1) // 2
+            self._known[key] = base, total.astype(vector.dtype)
+        return self._known[key]
+
+    def write(self, vector) -> None:
+        np.add(self._of(vector)[0], vector.dtype.type(self.rank), out=vector)
+
+    def check(self, name: str, result) -> None:
+        expected = self._of(result)[1]
+        wrong = np.flatnonzero(result != expected)
+        if wrong.size:
+            k = wrong[0]
+            raise MpidistError(
+                f"bench: {name} gave {result[k]} at {k} of {result.size}, expected {expected[k]}"
+            )
+
+
+def last_level_cache() -> int:
+    """Bytes of the largest cache of processor 0. Local."""
+    sizes = []
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = file.read_text().strip()
+        unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
+        sizes.append(int(text.rstrip("KM")) * unit)
+    return max(sizes, default=_USUAL_CACHE)
+
+
+def wire_meter(device: str) -> Callable[[], np.ndarray]:
+    """Return a meter of (bytes, packets) that this host has sent by `device`. Local."""
+    folder = Path("/sys/class/net") / device / "statistics"
+    files = [folder / "tx_bytes", folder / "tx_packets"]
+    return partial(_read_numbers, files)
+
+
+def _read_numbers(files: Sequence[Path]) -> np.ndarray:
+    return np.array([float(file.read_text()) for file in files])
