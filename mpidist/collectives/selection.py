@@ -2,45 +2,61 @@
 
 A size class is a power of two of bytes. The first call of a class times the candidates on this
 communicator, interleaved, on a vector of its own length; every rank takes the slowest rank's
-medians, so all choose alike. The table can be printed, stored in a checkpoint and put back, so
-that a resumed run adds in the same order as the one that it continues.
+figures, so all choose alike. The table can be printed, stored in a checkpoint and put back, so
+that a resumed run adds in the same order as the one that it continues. What was clear is
+remembered for the next run on the like of this cluster (`selection_cache`).
 """
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
 
 from .. import events
-from ..context import Context, of
+from ..context import Context, cache_folder, mpi_settings, of
 from ..errors import ConfigError
 from ..mismatch import Signature
-from . import algorithms
+from . import algorithms, selection_cache
 from .reductions import Reduction, native_op
+from .selection_cache import Remembered
 from .shared import memory_of
 
-#: Rounds of a measurement: many where they are cheap.
-SHORT_ROUNDS, LONG_ROUNDS = 21, 5
-_SHORT = 256 << 10
+#: Seconds that the rounds of one size class may take, and how many there are at least and at most.
+BUDGET, LEAST_ROUNDS, ROUNDS = 0.1, 5, 21
+
+#: Calls are timed together until they last so long: less is mostly how ranks leave a barrier.
+TIMING, MOST_CALLS = 300e-6, 200
+
+#: Vectors up to so many bytes are short: the rough timing that comes first may be repeated.
+_SHORT = 64 << 10
 
 #: Vectors are measured up to this size; longer ones are taken to behave alike.
 _LARGEST = 64 << 20
 
 
 def size_class(nbytes: int) -> int:
-    """Class of a vector: log2 of its bytes, rounded up; 0 for eight bytes and fewer. Local."""
+    """Class of a vector: log2 of its bytes, rounded up; 3 for eight bytes and fewer. Local."""
     return min(max((nbytes - 1).bit_length(), 3) if nbytes else 3, _LARGEST.bit_length() - 1)
 
 
 def table(comm: MPI.Comm) -> dict[str, dict]:
     """Return what has been measured and chosen: class -> algorithm and microseconds. Local.
 
-    JSON-ready: ``{"1048576": {"algorithm": "ring", "us": {"native": 812.0, "ring": 640.5}}}``;
-    the key is the largest size of the class in bytes, with the number of ranks beside it.
+    JSON-ready: ``{"1048576": {"algorithm": "ring", "ranks": 4, "from": "measured",
+    "won": 1.0, "us": {"native": 812.0, "ring": 640.5}}}``; the key is the largest size of the
+    class in bytes, ``won`` the share of the rounds that it won, ``from`` is "measured", "cache" or
+    "checkpoint".
     """
     return dict(_chosen(of(comm)))
+
+
+def fingerprint(table: dict[str, dict]) -> str:
+    """Return sixteen hexadecimal digits that stand for the choices of a table. Local."""
+    return selection_cache.fingerprint({key: e["algorithm"] for key, e in table.items()})
 
 
 def restore(comm: MPI.Comm, saved: dict[str, dict]) -> None:
@@ -54,11 +70,26 @@ def restore(comm: MPI.Comm, saved: dict[str, dict]) -> None:
         if entry.get("algorithm") not in names:
             raise ConfigError(f"selection table names unknown algorithm {entry.get('algorithm')!r}")
         if entry.get("ranks") == context.size:
-            _chosen(context)[key] = dict(entry)
+            _chosen(context)[key] = {**entry, "from": "checkpoint"}
     # Plans that were chosen by the former table would go on adding in another order.
     for key, plan in list(context.plans.items()):
         if key[0] == "allreduce" and key[2] == algorithms.MEASURED and not plan.bound:
             context.drop(key)
+
+
+def remember_in(comm: MPI.Comm, folder: Path | None) -> None:
+    """Remember choices in `folder`, or nowhere (None), from now on. Local; same on all ranks.
+
+    What is chosen already stays. The default is the folder of ``MPIDIST_SELECTION_CACHE``.
+    """
+    context = of(comm)
+    context.store["selection folder"] = folder
+    context.store.pop("remembered", None)
+
+
+def remembered(comm: MPI.Comm) -> Remembered:
+    """Return the fingerprint and the file of this communicator. Collective on first use."""
+    return _remembered(of(comm))
 
 
 def _chosen(context: Context) -> dict[str, dict]:
@@ -91,33 +122,84 @@ def choose(context: Context, signature: Signature, reduction: Reduction, shape, 
     if not native_op(reduction).is_predefined:
         # MPI would call back into Python for every piece; our own do the same sum without that.
         return names[1] if names[1] in algorithms.NODE else "butterfly"
-    chosen = _chosen(context)
+    cache, chosen = _remembered(context), _chosen(context)
     known = chosen[key]["algorithm"] if key in chosen else None
     # A table from another layout of nodes may name what cannot run here.
     if known is None or (known in algorithms.NODE and known not in names):
         length = min(n, _LARGEST // reduction.work.itemsize)
-        times = _measure(context, signature, reduction, length, make, names)
-        best = min(times, key=times.__getitem__)
-        chosen[key] = {"algorithm": best, "ranks": context.size, "us": times}
-        events.emit("selection", bytes=int(key), algorithm=best, us=times)
+        entry = _measure(context, signature, reduction, length, make, names)
+        entry["ranks"] = context.size
+        chosen[key] = {**entry, "from": "measured"}
+        events.emit("selection", bytes=int(key), **entry)
+        if context.rank == 0:
+            cache.keep(key, entry, time.time())
     return chosen[key]["algorithm"]
 
 
+def _remembered(context: Context) -> Remembered:
+    """Return the cache of this communicator, its entries taken over. Collective on first use."""
+    if "remembered" not in context.store:
+        folder = context.store.get("selection folder", cache_folder())
+        facts = selection_cache.facts_of(memory_of(context).topology.node_of, mpi_settings())
+        cache = context.store["remembered"] = Remembered(facts, folder)
+        # All ranks take what rank 0 finds, also nothing: their homes may differ, choices may not.
+        mine = cache.read(time.time()) if context.rank == 0 else {}
+        for key, entry in json.loads(_from_rank_0(context, json.dumps(mine).encode())).items():
+            if entry["algorithm"] in candidates(context) and entry.get("ranks") == context.size:
+                _chosen(context).setdefault(key, {**entry, "from": "cache"})
+    return context.store["remembered"]
+
+
+def _from_rank_0(context: Context, data: bytes) -> bytes:
+    length = np.array([len(data)], np.int64)
+    context.wait(context.control.Ibcast(length, root=0).Test)
+    buffer = np.empty(length[0], np.uint8)
+    if context.rank == 0:
+        buffer[:] = np.frombuffer(data, np.uint8)
+    context.wait(context.control.Ibcast(buffer, root=0).Test)
+    return buffer.tobytes()
+
+
 def _measure(context: Context, signature: Signature, reduction, n: int, make, names) -> dict:
+    """Return the fastest, the share of rounds it won, and microseconds of a call of each."""
     probe = signature._replace(kind="selection", shape=f"({n})")
     plans = [make(context, probe, reduction, (n,), name) for name in names]
+    runs = [plan if plan.short is None else plan.short.run for plan in plans]
     data = np.zeros(n, reduction.work)
-    rounds = LONG_ROUNDS if data.nbytes > _SHORT else SHORT_ROUNDS
-    seconds = np.empty((rounds + 1, len(plans)))
-    for measured in range(rounds + 1):
-        for k, plan in enumerate(plans):
-            context.wait(context.control.Ibarrier().Test)
-            start = time.perf_counter()
-            plan(data)
-            seconds[measured, k] = time.perf_counter() - start
-    # A round lasts until its slowest rank is through; the first pays for connections and pages.
-    context.wait(context.control.Iallreduce(MPI.IN_PLACE, seconds, MPI.MAX).Test)
-    medians = np.median(seconds[1:], axis=0)
+    for run in runs:
+        run(data)  # pays for connections and pages
+    once, repeat = (8, 3) if data.nbytes <= _SHORT else (1, 1)
+    # All ranks know the slowest one's seconds, so they go on with the same numbers.
+    rough = _rounds(context, runs, data, [once] * len(runs), repeat).min(axis=0)
+    calls = np.clip(TIMING / rough, 1, MOST_CALLS).astype(int).tolist()
+    rounds = int(np.clip(BUDGET / (rough * calls).sum(), LEAST_ROUNDS, ROUNDS))
+    seconds = _rounds(context, runs, data, calls, rounds)
     for plan in plans:
         plan.close()
-    return {name: round(float(t) * 1e6, 2) for name, t in zip(names, medians, strict=True)}
+    # The lower quartile: whatever else happens on the machine can only make a round longer.
+    typical = np.quantile(seconds, 0.25, axis=0)
+    best = int(typical.argmin())
+    return {
+        "algorithm": names[best],
+        "won": round(float((seconds.argmin(axis=1) == best).mean()), 2),
+        "us": {name: round(float(t) * 1e6, 2) for name, t in zip(names, typical, strict=True)},
+    }
+
+
+def _rounds(context: Context, runs: list, data: np.ndarray, calls: list[int], rounds: int):
+    """Return seconds per call, of the slowest rank: a row per round, a column per candidate.
+
+    Collective. Who is first changes from round to round.
+    """
+    seconds = np.empty((rounds, len(runs)))
+    for k in range(rounds):
+        for j in range(len(runs)):
+            which = (k + j) % len(runs)
+            run = runs[which]
+            context.wait(context.control.Ibarrier().Test)
+            start = time.perf_counter()
+            for _ in range(calls[which]):
+                run(data)
+            seconds[k, which] = (time.perf_counter() - start) / calls[which]
+    context.wait(context.control.Iallreduce(MPI.IN_PLACE, seconds, MPI.MAX).Test)
+    return seconds

@@ -1,0 +1,127 @@
+"""The measured choice: equal everywhere, remembered, frozen, explained (issue 3, auto)."""
+
+import json
+
+import numpy as np
+import pytest
+
+import mpidist as md
+from mpidist import context
+from mpidist.collectives import selection
+
+LENGTHS = (2, 3000, 100_000)
+
+
+def chosen(comm, folder):
+    """The table of a fresh communicator after calls of all lengths."""
+    other = comm.Dup()
+    selection.remember_in(other, folder)
+    for n in LENGTHS:
+        x = np.ones(n, np.float32)
+        md.allreduce(other, x)
+        assert (x == comm.size).all()
+    table = selection.table(other)
+    md.free(other)
+    other.Free()
+    assert comm.allgather(table) == [table] * comm.size
+    return table
+
+
+def remembered_by(comm, folder) -> dict:
+    """What is in the one file of the folder, read by rank 0 for all."""
+    content = None
+    if comm.rank == 0:
+        (path,) = folder.glob("selection-*.json")
+        content = json.loads(path.read_text())
+    return comm.bcast(content)
+
+
+def steady(monkeypatch):
+    """Let every measurement be clear, whatever else the machine does."""
+    monkeypatch.setattr(selection.selection_cache, "MARGIN", 1.0)
+    monkeypatch.setattr(selection.selection_cache, "WON", 0.0)
+
+
+@pytest.mark.ranks(2, 3, 5)
+def test_the_next_run_takes_what_this_one_measured(comm, folder, monkeypatch):
+    steady(monkeypatch)
+    first = chosen(comm, folder)
+    assert [entry["from"] for entry in first.values()] == ["measured"] * 3
+    kept = remembered_by(comm, folder)
+    assert set(kept["entries"]) == set(first)
+    assert kept["facts"]["ranks"] == comm.size
+    second = chosen(comm, folder)
+    assert [entry["from"] for entry in second.values()] == ["cache"] * 3
+    assert [e["us"] for e in second.values()] == [e["us"] for e in first.values()]
+    assert selection.fingerprint(second) == selection.fingerprint(first)
+
+
+@pytest.mark.ranks(3)
+def test_ranks_with_other_homes_choose_alike(comm, folder, monkeypatch):
+    """What rank 0 finds counts, also where another rank would find something else, or nothing."""
+    steady(monkeypatch)
+    chosen(comm, folder if comm.rank != 1 else None)
+    table = chosen(comm, folder if comm.rank == 0 else None)
+    assert {entry["from"] for entry in table.values()} == {"cache"}
+
+
+@pytest.mark.ranks(2)
+def test_a_damaged_or_foreign_file_is_measured_anew(comm, folder, monkeypatch):
+    steady(monkeypatch)
+    chosen(comm, folder)
+    if comm.rank == 0:
+        (path,) = folder.glob("selection-*.json")
+        content = json.loads(path.read_text())
+        for entry in content["entries"].values():
+            entry["us"] = {"carrier pigeon": 1.0, **entry["us"]}
+            entry["algorithm"] = "carrier pigeon"
+        path.write_text(json.dumps(content))
+    comm.Barrier()
+    table = chosen(comm, folder)
+    assert {entry["from"] for entry in table.values()} == {"measured"}
+    if comm.rank == 0:
+        path.write_bytes(b"\0" * 5)
+    comm.Barrier()
+    assert {entry["from"] for entry in chosen(comm, folder).values()} == {"measured"}
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_goes_before_the_cache(comm, folder, monkeypatch):
+    """R37: a resumed run adds in the order of the run that it continues."""
+    steady(monkeypatch)
+    table = chosen(comm, folder)
+    forced = {key: {**entry, "algorithm": "tree"} for key, entry in table.items()}
+    other = comm.Dup()
+    selection.remember_in(other, folder)
+    selection.restore(other, forced)
+    assert md.plan(other, np.ones(3000, np.float32)).algorithm == "tree"
+    entry = selection.table(other)["16384"]
+    assert entry["from"] == "checkpoint"
+    assert entry["algorithm"] == "tree"
+    md.free(other)
+    other.Free()
+
+
+@pytest.mark.ranks(2)
+def test_the_fastest_is_chosen_and_nothing_kept_where_it_is_off(comm, folder):
+    for entry in chosen(comm, None).values():
+        assert 0 <= entry["won"] <= 1
+        assert entry["us"][entry["algorithm"]] == min(entry["us"].values())
+    assert list(folder.iterdir()) == []
+
+
+def test_where_it_is_remembered():
+    """XDG_CACHE_HOME, ~/.cache, or nowhere; MPIDIST_SELECTION_CACHE=0 switches it off."""
+    folder = context.cache_folder
+    assert str(folder({"HOME": "/h"})) == "/h/.cache/mpidist"
+    assert str(folder({"HOME": "/h", "XDG_CACHE_HOME": "/x"})) == "/x/mpidist"
+    assert str(folder({"HOME": "/h", "XDG_CACHE_HOME": "x"})) == "/h/.cache/mpidist"
+    assert folder({}) is None
+    assert folder({"HOME": "/h", "MPIDIST_SELECTION_CACHE": "0"}) is None
+    assert context.cache_folder() is None  # the developer's own must not be touched by tests
+
+
+def test_settings_of_mpi_belong_to_the_fingerprint():
+    """A rules file makes another MPI of it; where the job was started from does not."""
+    tuned = {"OMPI_MCA_coll_tuned_dynamic_rules_filename": "/r", "UCX_TLS": "tcp"}
+    assert context.mpi_settings({**tuned, "OMPI_MCA_initial_wdir": "/w", "PATH": "/bin"}) == tuned
