@@ -17,6 +17,9 @@ from .plans import Plan, find
 
 _ndarray = np.ndarray
 
+#: Nonblocking: up to so many ranks everyone may write to everyone at once.
+TWO_HOP_RANKS = 16
+
 
 def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, reproducible=False):
     """Combine `x` over all ranks; every rank gets the same bits.
@@ -121,9 +124,9 @@ def iallreduce(
 
     Collective over `comm`, in the same order on all ranks. Parameters as for `allreduce`. Progress
     happens in ``handle.test()`` and in every wait of a collective of mpidist, so handles may be
-    waited for in any order; MPI's own calls make none. "auto" and "native" mean the
-    butterfly here: MPI's own nonblocking allreduce is slower for long vectors, and only an own
-    schedule can be left when the ranks disagree.
+    waited for in any order; MPI's own calls make none. "auto" and "native" are two_hop here, on
+    many ranks the butterfly: few rounds, for progress is rare. MPI's own nonblocking allreduce is
+    slower for long vectors, and only an own schedule can be left when the ranks disagree.
     """
     context = of(comm)  # first: with it comes the hook that ends the job where a check fails
     if reproducible:
@@ -132,7 +135,7 @@ def iallreduce(
     total = _total(context, op, weight, algorithm)
     algorithms.check_name(algorithm, algorithms.ALLREDUCE)
     if algorithm in (algorithms.MEASURED, algorithms.NATIVE, *algorithms.NODE):
-        algorithm = "butterfly"
+        algorithm = "two_hop" if comm.size <= TWO_HOP_RANKS else "butterfly"
     plan = find(context, target, op, algorithm)
     return Handle(context, plan, target, x if out is None else out, total, weight)
 

@@ -18,7 +18,7 @@ from ..mismatch import Signature
 from ..partition import BlockPartition
 from . import node
 from .algorithms import MEASURED, NODE
-from .allreduce import iallreduce
+from .allreduce import TWO_HOP_RANKS, iallreduce
 from .engines import SlotSpace
 from .executor import Program, Run
 from .hierarchical import lane_steps, lanes_of
@@ -77,7 +77,8 @@ class LaneBucket:
         if lane < lanes:
             first, last = BlockPartition(n, lanes).range(lane)
             self.part = slots[lane][first:last]
-            steps = lane_steps(topology, lane, last - first, dtype.itemsize)
+            name = "two_hop" if topology.nodes <= TWO_HOP_RANKS else None  # few rounds
+            steps = lane_steps(topology, lane, last - first, dtype.itemsize, name)
             self.program = Program(steps, last - first, dtype, reduction.ufunc)
 
     def start(self) -> LaneRun:

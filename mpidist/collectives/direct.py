@@ -2,6 +2,9 @@
 
 direct     every rank sends its whole vector to every other: k(k-1) G bytes in total, one round.
            Alpha + (p-1) N beta: fine for a handful of ranks and a few bytes, ruinous otherwise.
+two_hop    reduce_scatter and allgather, each of them direct: 2(p-1)/p N bytes as the ring, in two
+           rounds of p-1 messages instead of 2(p-1) rounds of one. 2 alpha + 2(p-1)/p N beta, where
+           the network takes p-1 messages at once; least waiting where progress is rare (overlap).
 naive      reduce to rank 0 in rank order, rank 0 sends the result to each: the definition of
            allreduce and the oracle for all others; 2(p-1) N bytes through one rank.
 
@@ -16,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from ..partition import bounds_of
+from ..partition import BlockPartition, bounds_of
 from .schedule import REDUCE, Range, Step, copy, length, recv, send
 
 
@@ -58,6 +61,14 @@ def allgather(size: int, rank: int, counts: Sequence[int]) -> list[Step]:
     others = [(rank + k) % size for k in range(1, size)]
     steps = [send(0, q, (bounds[rank], bounds[rank + 1])) for q in others]
     return steps + [recv(0, q, (bounds[q], bounds[q + 1])) for q in reversed(others)]
+
+
+def two_hop(size: int, rank: int, n: int) -> list[Step]:
+    """Everyone adds one block and sends it to everyone: two rounds, and the bytes of a ring."""
+    counts = BlockPartition(n, size).counts()
+    scattered = reduce_scatter(size, rank, counts)
+    gathered = allgather(size, rank, counts) if size > 1 else []
+    return scattered + [step._replace(round=1) for step in gathered]
 
 
 def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:

@@ -36,9 +36,12 @@ def lanes_of(topology: Topology) -> int:
     return min(topology.node_of.count(node) for node in range(topology.nodes))
 
 
-def lane_steps(topology: Topology, lane: int, n: int, itemsize: int) -> list[Step]:
+def lane_steps(
+    topology: Topology, lane: int, n: int, itemsize: int, name: str | None = None
+) -> list[Step]:
     """Steps of the exchange of lane `lane`'s `n` elements between the nodes, by real ranks."""
-    name = "ring" if n * itemsize > RING_BYTES else "butterfly"
+    if name is None:
+        name = "ring" if n * itemsize > RING_BYTES else "butterfly"
     peers = [topology.members(node)[lane] for node in range(topology.nodes)]
     steps = algorithms.ALLREDUCE[name](topology.nodes, topology.node, n, itemsize)
     return [step._replace(peer=peers[step.peer] if step.peer >= 0 else -1) for step in steps]

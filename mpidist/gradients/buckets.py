@@ -30,13 +30,16 @@ def bucket_bytes(wanted: int | str, total: int) -> int:
 def cut(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
     """Cut a sequence of tensors of `sizes` bytes into buckets: (first, last + 1) of each. Local.
 
-    A bucket is closed when it has reached `limit`; a tensor is never cut.
+    A bucket is closed when it has reached `limit`; a tensor is never cut. The first and the last
+    are a quarter of that: until the first leaves the wire is idle, and nothing hides the last.
     """
     buckets = []
     first = filled = 0
+    left = sum(sizes)
     for k, size in enumerate(sizes):
         filled += size
-        if filled >= limit:
+        left -= size
+        if filled >= (limit if buckets and left > limit // 4 else limit // 4):
             buckets.append((first, k + 1))
             first, filled = k + 1, 0
     if first < len(sizes):

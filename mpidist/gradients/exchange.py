@@ -24,6 +24,7 @@ from ..collectives.allreduce import allreduce
 from ..collectives.buckets import bucket, can_overlap
 from ..collectives.shared import faked_nodes
 from ..errors import ConfigError
+from .background import Background
 from .buckets import bucket_bytes, cut
 from .vectors import EXTRAS, allocate, with_extras
 
@@ -44,6 +45,9 @@ class Gradients:
         Gradients that travel together.
     overlap : bool
         Exchange while backward still runs, where nodes send.
+    progress : "hooks" or "thread"
+        Who pushes on what is under way: every `ready`, or a thread beside the program (see
+        ``background.py`` for what it forbids).
     order : sequence of str, optional
         Names in the order of backward, where it is known from an earlier run.
     ranks_per_node : int, optional
@@ -68,6 +72,7 @@ class Gradients:
         algorithm: str = MEASURED,
         bucket_bytes: int | str = "auto",
         overlap: bool = True,
+        progress: str = "hooks",
         order: Sequence[str] | None = None,
         ranks_per_node: int | None = None,
     ):
@@ -84,6 +89,10 @@ class Gradients:
         self._seen: list[str] = []
         self._learned = False
         self._active: list = []
+        if progress not in ("hooks", "thread"):
+            raise ConfigError(f"progress={progress!r}: expected 'hooks' or 'thread'")
+        self._progress = progress
+        self._background: Background | None = None
         self._values: tuple[float, ...] = ()
         self._place(None)
         if order is not None:
@@ -143,6 +152,8 @@ class Gradients:
             self._place(self.order)
         if self.overlapping:
             self._measure()
+            if self._progress == "thread" and self._background is None:
+                self._background = Background()
 
     # -- one step ----------------------------------------------------------------------
 
@@ -171,19 +182,23 @@ class Gradients:
         else:
             number = self._bucket_of[name]
             self._left[number] -= 1
-            self._send()
+            self._send(self._background)
             for handle in self._active:
                 handle.test()
             self.exposed_seconds += time.perf_counter() - began
 
-    def _send(self) -> None:
+    def _send(self, background: Background | None = None) -> None:
         """Begin all buckets that are complete, in order: the same one on all ranks."""
         while self._next < len(self._starts) and self._left[self._next] <= 0:
             k, start, stop = self._spans[self._next]
             self.vectors[k][start:stop] *= self.vectors[k].dtype.type(self._share)
             if self._next == len(self._starts) - 1:
                 self._set_extras()
-            self._active.append(self._starts[self._next]())
+            begin = self._starts[self._next]
+            if background is None:
+                self._active.append(begin())
+            else:
+                background.push(begin)
             self._next += 1
 
     def reduce(self, *extras: float) -> None:
@@ -200,6 +215,8 @@ class Gradients:
             self._whole()
             return
         self._left = [0] * len(self._starts)
+        if self._background is not None:
+            self._active += self._background.take()
         self._send()
         for handle in self._active:
             handle.wait()
@@ -245,6 +262,9 @@ class Gradients:
 
     def close(self) -> None:
         """Give the memory back. Collective; idempotent."""
+        if self._background is not None:
+            self._background.close()
+            self._background = None
         if self.arena is not None:
             self.arena.close()
             self.arena = None

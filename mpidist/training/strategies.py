@@ -33,12 +33,15 @@ class AllReduce:
         Gradients that travel together between nodes.
     overlap : bool
         Exchange gradients between nodes while backward still runs.
+    progress : "hooks" or "thread"
+        Whether every ``ready`` of the model pushes on what is under way, or a thread does.
     """
 
     algorithm: str = "auto"
     reproducible: bool = False
     bucket_bytes: int | str = "auto"
     overlap: bool = True
+    progress: str = "hooks"
     takes_microbatches: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -47,6 +50,8 @@ class AllReduce:
             raise ConfigError(f"reproducible={self.reproducible!r}: expected true or false")
         if not isinstance(self.overlap, bool):
             raise ConfigError(f"overlap={self.overlap!r}: expected true or false")
+        if self.progress not in ("hooks", "thread"):
+            raise ConfigError(f"progress={self.progress!r}: expected 'hooks' or 'thread'")
         bucket_bytes(self.bucket_bytes, 0)
 
     def workers(self, size: int) -> int:
@@ -62,7 +67,7 @@ class AllReduce:
             return PieceReplicas(comm, model, optimizer, self.algorithm, microbatches)
         algorithm = in_order(self.algorithm) if self.reproducible else self.algorithm
         buckets = {"bucket_bytes": self.bucket_bytes, "overlap": self.overlap}
-        return Replicas(comm, model, optimizer, algorithm, **buckets)
+        return Replicas(comm, model, optimizer, algorithm, progress=self.progress, **buckets)
 
 
 @dataclass(frozen=True)

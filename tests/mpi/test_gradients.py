@@ -1,5 +1,7 @@
 """Gradients that leave in buckets while backward still runs (R100, R36), on faked nodes."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -76,6 +78,22 @@ def test_buckets_leave_before_the_end(comm, ranks_per_node):
     assert all((view == 1).all() for view in gradients.views.values())
     assert 0 <= gradients.hidden() <= 1
     gradients.close()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_progress_by_a_thread(comm, ranks_per_node):
+    memory_of(of(comm), ranks_per_node)
+    before = threading.active_count()
+    gradients = Gradients(comm, parameters(), bucket_bytes=100, progress="thread")
+    for step in range(1, 6):
+        one_step(comm, gradients, step)
+    overlapping = comm.size > ranks_per_node
+    assert threading.active_count() - before == (1 if overlapping else 0)
+    gradients.close()
+    assert threading.active_count() == before
+    with pytest.raises(ConfigError, match="'hooks' or 'thread'"):
+        Gradients(comm, parameters(), progress="magic")
 
 
 @pytest.mark.ranks(3)

@@ -15,6 +15,7 @@ ALLREDUCE = {
     "recursive_doubling": butterfly.recursive_doubling,
     "halving_doubling": butterfly.halving_doubling,
     "direct": direct.allreduce,
+    "two_hop": direct.two_hop,
     "naive": direct.naive,
 }
 
