@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _allreduce(args) -> int:
     from ..collectives import drawing
-    from ..collectives.algorithms import ALLREDUCE
+    from ..collectives.composed import builder
     from ..collectives.predict import predict
 
     _named(args.algorithm)
@@ -73,7 +73,7 @@ def _allreduce(args) -> int:
     if args.picture:
         drawing.check_picture(args.picture, args.ranks)
     network = _network(args)
-    build = ALLREDUCE[args.algorithm]
+    build = builder(args.algorithm, args.ranks // nodes)
     if args.ranks <= 64:
         print(f"{args.algorithm}, {args.ranks} ranks, a vector of {args.ranks} elements:")
         print(drawing.text(build, args.ranks, args.ranks) or "nothing is sent")
@@ -171,10 +171,12 @@ def _numbers(text: str, separator: str, option: str) -> list[int]:
 
 def _named(name: str) -> None:
     from ..collectives.algorithms import ALLREDUCE, check_name
+    from ..collectives.composed import HIERARCHICAL
 
     check_name(name, ALLREDUCE)
-    if name not in ALLREDUCE:
-        raise ConfigError(f"{name} has no schedule; choose one of {', '.join(ALLREDUCE)}")
+    known = [*ALLREDUCE, HIERARCHICAL]
+    if name not in known:
+        raise ConfigError(f"{name} has no schedule; choose one of {', '.join(known)}")
 
 
 def _world():

@@ -19,9 +19,8 @@ import numpy as np
 from mpi4py import MPI
 
 from ..collectives import cost
-from ..collectives.algorithms import ALLREDUCE
 from ..collectives.allreduce import plan
-from ..collectives.simulate import simulate
+from ..collectives.predict import predict as simulated
 from ..testing.launch import find_launcher
 from ..testing.network import ShapedNetwork, shaped_network
 
@@ -36,8 +35,8 @@ def calls(nbytes: int) -> int:
 
 def predict(network: cost.Network, size: int, ranks_per_node: int, nbytes: int, name: str) -> float:
     """Return the simulated seconds of one call in a block of them. Local."""
-    return simulate(
-        ALLREDUCE[name],
+    return simulated(
+        name,
         size,
         nbytes // 4,
         network=network,

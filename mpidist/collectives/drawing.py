@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import ConfigError
-from .algorithms import ALLREDUCE
 from .check import programs
+from .composed import builder, with_node_phases
 from .cost import DEFAULT, Network
 from .schedule import SEND
 from .simulate import Reduced, Sent, simulate
@@ -60,11 +60,11 @@ def picture(
     check_picture(file, size)
     trace: list = []
     cost = simulate(
-        ALLREDUCE[name],
+        builder(name, ranks_per_node),
         size,
         n,
         itemsize=itemsize,
-        network=network,
+        network=with_node_phases(network, name, ranks_per_node, n * itemsize),
         ranks_per_node=ranks_per_node,
         repeats=repeats,
         trace=trace,

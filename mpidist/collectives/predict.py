@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..errors import ConfigError
 from . import simulate, vectorised
-from .algorithms import ALLREDUCE
 from .classes import CLASSES
+from .composed import HIERARCHICAL, builder, lane_algorithm, with_node_phases
 from .cost import DEFAULT, Cost, Layout, Network
 from .schedule import without_empty
 
@@ -28,6 +28,7 @@ def predict(
 ) -> Cost:
     """Return the cost of an allreduce of `n` elements on `size` ranks. Local.
 
+    ``hierarchical`` is its lanes and, before each call, the time of its phases in memory.
     Up to 64 ranks every rank is simulated. Beyond, a ring is simulated on the ranks of one node,
     since all nodes do the same, and trees and butterflies by class of ranks; where a rank has a
     piece of the vector, n is first rounded up so that all pieces are equal. Both give what all
@@ -44,19 +45,23 @@ def predict(
         Where there is no fast form and the ranks are too many, or the nodes are uneven.
     """
     layout = Layout(size, ranks_per_node)
+    build = builder(name, ranks_per_node)
+    network = with_node_phases(network, name, ranks_per_node, n * itemsize)
+    if name == HIERARCHICAL and not layout.even:
+        raise ConfigError(f"{size} ranks on nodes of {ranks_per_node}: expected full nodes")
     quick = size > ENUMERATED if fast is None else fast
     # Two ranks are each other's both neighbours: their messages cross, as no others in a ring do.
-    if quick and name == "ring" and size != 2:
-        return _ring(layout, _equal(n, size), itemsize, network, repeats)
+    lane = lane_algorithm(n * itemsize // ranks_per_node) if name == HIERARCHICAL else name
+    if quick and lane == "ring" and size // ranks_per_node > 2:
+        return _circle(build, layout, _equal(n, size), itemsize, network, repeats)
     if quick and name in CLASSES:
         if name in ("butterfly", "halving_doubling"):
             n = _equal(n, 1 << (size.bit_length() - 1))
         classes = [each.without_empty() for each in CLASSES[name](size, n, itemsize)]
         seconds = vectorised.run(classes, itemsize, network, layout, repeats)
         return simulate.summary([each.steps for each in classes], itemsize, seconds)
-    build = ALLREDUCE[name]
     if size > ENUMERATED:
-        steps = size * len(build(size, 0, n, itemsize)) if name == "direct" else 6 * size
+        steps = 6 * size if name == "naive" else size * len(build(size, 0, n, itemsize))
         if steps > MAX_STEPS:
             raise ConfigError(
                 f"{name} on {size} ranks takes {steps} steps to simulate, at most {MAX_STEPS}; "
@@ -73,11 +78,11 @@ def predict(
     )
 
 
-def _ring(layout: Layout, n: int, itemsize: int, network: Network, repeats: int) -> Cost:
+def _circle(build, layout: Layout, n: int, itemsize: int, network: Network, repeats: int) -> Cost:
     size, per_node = layout
     if not layout.even:
         raise ConfigError(f"{size} ranks on nodes of {per_node}: expected full nodes")
-    plans = [without_empty(ALLREDUCE["ring"](size, r, n, itemsize)) for r in range(per_node)]
+    plans = [without_empty(build(size, r, n, itemsize)) for r in range(per_node)]
     seconds = simulate.run(plans, itemsize, network, layout, repeats=repeats)
     return simulate.summary(plans, itemsize, seconds)
 

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from mpidist.collectives import composed, hierarchical
 from mpidist.collectives.algorithms import ALLREDUCE
 from mpidist.collectives.classes import CLASSES
 from mpidist.collectives.cost import Network
@@ -88,10 +89,28 @@ def test_the_double_tree_wins_where_ranks_are_many():
     assert few["ring"] < few["double_tree"]
 
 
+@pytest.mark.parametrize("per_node", [1, 2, 4])
+def test_hierarchical_is_lanes_and_memory(per_node):
+    """R79: 2(P-1)/P N bytes leave a node, on all its lanes; enumerated and fast forms agree."""
+    for nodes in (3, 4, 8):
+        p, n = nodes * per_node, 96_000 * per_node * nodes
+        for length in (n, 4096):
+            same("hierarchical", p, length, network=NETWORKS[0], ranks_per_node=per_node)
+        cost = predict("hierarchical", p, n, ranks_per_node=per_node)
+        wire = 2 * (nodes - 1) * 4 * n // nodes
+        assert cost.bytes * per_node == wire
+        assert cost.seconds > wire * Network().gap
+        flat = predict("butterfly", 4 * per_node, 1 << 22, ranks_per_node=per_node)
+        lanes = predict("hierarchical", 4 * per_node, 1 << 22, ranks_per_node=per_node)
+        assert per_node == 1 or lanes.seconds < 0.75 * flat.seconds
+    assert composed.RING_BYTES == hierarchical.RING_BYTES
+
+
 def test_what_has_no_fast_form_says_so():
     with pytest.raises(ConfigError, match=r"direct on 65536 ranks .*ring, tree"):
         predict("direct", 65_536, 1024)
     assert predict("naive", 2000, 4).messages == 1999
     assert set(ALLREDUCE) >= set(FAST)
-    with pytest.raises(ConfigError, match="expected full nodes"):
-        predict("ring", 1001, 1001, ranks_per_node=2)
+    for name in ("ring", "hierarchical"):
+        with pytest.raises(ConfigError, match="expected full nodes"):
+            predict(name, 1001, 1001, ranks_per_node=2)
