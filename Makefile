@@ -24,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
 .PHONY: help run test test-unit test-mpi test-launch test-cluster test-slurm test-net test-gpu \
-        test-floor lint bench soak docs clean
+        test-floor lint bench bench-net soak docs clean
 
 help:
 	@echo "make run          train LeNet on 4 ranks, stop half way, go on with 3"
@@ -34,7 +34,8 @@ help:
 	@echo "make test-net     the shaped network of namespaces (root)"
 	@echo "make test-gpu     tests/mpi where a GPU is"
 	@echo "make test-floor   the oldest supported mpi4py, numpy and h5py"
-	@echo "make lint bench soak docs clean"
+	@echo "make bench        figures on this machine;  bench-net: on shaped networks (root)"
+	@echo "make lint soak docs clean"
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -92,6 +93,9 @@ lint: $(VENV)/.test
 bench: $(VENV)/.run
 	$(EXEC) 2 $(BIN)/mpidist bench allreduce
 	$(EXEC) 6 $(BIN)/mpidist bench ps
+
+bench-net: $(VENV)/.run
+	$(BIN)/mpidist bench network
 
 soak: $(VENV)/.test
 	$(EXEC) 4 $(BIN)/python tests/launch/programs/soak.py 300

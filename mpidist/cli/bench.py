@@ -1,7 +1,7 @@
-"""``mpidist bench {allreduce,ps,checkpoint}``: measured figures, each beside its yardstick.
+"""``mpidist bench {allreduce,ps,checkpoint,network}``: measured figures, each beside its yardstick.
 
 Each sub-command is a module here with ``add_parser(what)`` and ``run(comm, args)``, which prints
-and returns its rows.
+and returns its rows. `network` is started without mpirun: it starts the ranks itself.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from .. import launch
 from ..errors import ConfigError
-from . import bench_allreduce, bench_checkpoint, bench_servers
+from . import bench_allreduce, bench_checkpoint, bench_network, bench_servers
 
 _MODULES = {
     "allreduce": bench_allreduce,
     "ps": bench_servers,
     "checkpoint": bench_checkpoint,
+    "network": bench_network,
 }
 #: Options that count something.
 _POSITIVE = ("low", "high", "rounds", "servers", "steps", "unit", "size")
@@ -35,18 +37,21 @@ def add_parser(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; collective over all ranks of the launch."""
+    """Measure and print; collective over all ranks of the launch, local for `network`."""
     for name in _POSITIVE:
         value = getattr(args, name, None)
         if value is not None and value <= 0:
             option = {"low": "min", "high": "max"}.get(name, name)
             raise ConfigError(f"--{option} {value}: expected more than 0")
-    module = _MODULES[args.what]
+    module: Any = _MODULES[args.what]
     if args.what == "allreduce":
         bench_allreduce.prepare(args)
-    comm = launch.initialize(os.environ).COMM_WORLD
-    launch.check_launch(comm, os.environ)
-    rows = module.run(comm, args)
-    if args.json and comm.rank == 0:
+    if args.what == "network":
+        rows, first = bench_network.run(args, os.environ), True
+    else:
+        comm = launch.initialize(os.environ).COMM_WORLD
+        launch.check_launch(comm, os.environ)
+        rows, first = module.run(comm, args), comm.rank == 0
+    if args.json and first:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -37,5 +37,14 @@ def net():
 
 
 @pytest.fixture
+def slow_net():
+    """For two ranks on each host: more ranks than cores, so a link that they can fill."""
+    if reason := no_network():
+        pytest.skip(f"no shaped network: {reason}")
+    with shaped_network(hosts=4, rate="200mbit") as net:
+        yield net
+
+
+@pytest.fixture
 def programs():
     return Path(__file__).parent / "programs"

@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 
+from mpidist.cluster.bench_network import sent_per_host
 from mpidist.testing.launch import find_launcher
 
 pytestmark = pytest.mark.network
@@ -13,13 +14,13 @@ pytestmark = pytest.mark.network
 MIB = 1 << 20
 BYTES = 16 * MIB
 #: What each of 4 hosts sends in a ring allreduce of BYTES: 2(p-1)/p.
-RING_BYTES = 2 * 3 * BYTES // 4
+RING_BYTES = sent_per_host(BYTES, hosts=4)
 
 
-def timed(net, python, program, repeats, *algorithms):
-    """Run ring_time.py; return algorithm -> seconds of each repeat."""
+def timed(net, python, program, repeats, *algorithms, ranks=1):
+    """Run ring_time.py on so many ranks per host; return algorithm -> seconds of each repeat."""
     done = net.mpirun(
-        1,
+        ranks,
         [python, program, str(BYTES), str(repeats), *algorithms],
         mpi=find_launcher(python),
         env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
@@ -54,17 +55,51 @@ def test_ring_sends_the_bytes_of_the_formula(net, openmpi, programs):
         assert 1.0 < each / (RING_BYTES * (repeats + 1)) < 1.10, sent
 
 
-def test_ring_against_a_plain_tcp_stream(net, openmpi, programs):
-    """R38: a ring allreduce of 16 MiB takes at most 1/0.90 of plain TCP's time for its bytes."""
+def against_stream(net, run, what):
+    """Assert that `run` takes at most 1/0.90 of plain TCP's time for the same bytes."""
     ratios = []
     # Other work on the machine can only lower the ratio, so the best of three attempts counts.
     for _ in range(3):
         streams = [net.stream(RING_BYTES)]
-        ours = timed(net, openmpi, programs / "ring_time.py", 7, "ring")["ring"]
+        ours = statistics.median(run())
         streams.append(net.stream(RING_BYTES))
-        ratios.append(statistics.mean(streams) / statistics.median(ours))
-        print(f"\nplain TCP {statistics.mean(streams) * 1e3:.0f} ms, ring "
-              f"{statistics.median(ours) * 1e3:.0f} ms, ratio {ratios[-1]:.3f}")  # fmt: skip
+        ratios.append(statistics.mean(streams) / ours)
+        print(f"\nplain TCP {statistics.mean(streams) * 1e3:.0f} ms, {what} {ours * 1e3:.0f} ms, "
+              f"ratio {ratios[-1]:.3f}")  # fmt: skip
         if ratios[-1] >= 0.90:
             return
-    pytest.fail(f"stream / ring = {[round(r, 3) for r in ratios]}, expected at least 0.90")
+    pytest.fail(f"stream / {what} = {[round(r, 3) for r in ratios]}, expected at least 0.90")
+
+
+def test_ring_against_a_plain_tcp_stream(net, openmpi, programs):
+    """R38: a ring allreduce of 16 MiB takes at most 1/0.90 of plain TCP's time for its bytes."""
+    program = programs / "ring_time.py"
+    against_stream(net, lambda: timed(net, openmpi, program, 7, "ring")["ring"], "ring")
+
+
+def test_hierarchical_against_a_plain_tcp_stream(slow_net, openmpi, programs):
+    """Issue 3, 4 hosts x 2 ranks at 200 Mbit/s: one copy per node crosses the wire, at its rate."""
+    program, name = programs / "ring_time.py", "hierarchical"
+    against_stream(
+        slow_net, lambda: timed(slow_net, openmpi, program, 3, name, ranks=2)[name], name
+    )
+
+
+def test_hierarchical_sends_one_copy_per_node(slow_net, openmpi):
+    """Issue 3: 2(P-1)/P * N bytes leave each host of 2 ranks within 2 %, by its network device.
+
+    Counted while the calls run, headers included; MPI sees 4 nodes, or it would be 17 % more.
+    """
+    file = slow_net.box.folder / "rows.json"
+    words = ["--min", str(BYTES), "--max", str(BYTES), "--rounds", "1", "--forms", "plan"]
+    slow_net.mpirun(
+        2,
+        [openmpi, "-m", "mpidist", "bench", "allreduce", *words,
+         "--algorithms", "hierarchical", "--wire", "eth0", "--json", file],
+        mpi=find_launcher(openmpi),
+        env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        timeout=100,
+    ).check()  # fmt: skip
+    (row,) = [r for r in json.loads(file.read_text()) if r["algorithm"] == "hierarchical plan"]
+    assert 1.0 <= row["wire_payload"] / RING_BYTES < 1.02
+    assert 1.0 < row["wire_bytes"] / RING_BYTES < 1.02
