@@ -1,0 +1,99 @@
+"""docs/adoption.md: its programs run as they stand, on several ranks, and do what the page says."""
+
+import difflib
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpidist.testing.launch import launch
+
+PAGE = (Path(__file__).parents[2] / "docs" / "adoption.md").read_text(encoding="utf-8")
+
+
+def programs(heading):
+    """The Python blocks under a heading of the page."""
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    return re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+
+
+#: Appended to a program: every rank tells its `facts` in a file, since the launcher mixes lines.
+TELL = """
+import json, pathlib
+from mpi4py import MPI
+pathlib.Path(f"rank-{MPI.COMM_WORLD.rank}.json").write_text(json.dumps(facts))
+"""
+
+
+def run(folder, program, ranks):
+    """Run on so many ranks and return the `facts` of each."""
+    (folder / "loop.py").write_text(program + TELL)
+    result = launch(ranks, [sys.executable, "loop.py"], cwd=folder, timeout=300).check()
+    assert result.stderr == ""
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def test_five_lines_change():
+    """Issue 3 point 7, R117: counted by diff, imports and all."""
+    before, after = programs("Five lines")
+    changed = list(difflib.unified_diff(before.splitlines(), after.splitlines(), n=0))[2:]
+    assert sum(line.startswith("+") for line in changed) == 5
+    assert sum(line.startswith("-") for line in changed) == 1
+
+
+def test_the_loop_with_five_lines_more_gives_the_same(tmp_path):
+    """On 1, 2 and 3 ranks every rank ends where the loop of one process did."""
+    before, after = programs("Five lines")
+    facts = 'facts = [*params["weight"].tolist(), *params["bias"].tolist()]\n'
+    (alone,) = run(tmp_path, before + facts, 1)
+    for ranks in (1, 2, 3):
+        for found in run(tmp_path, after + facts, ranks):
+            assert found == pytest.approx(alone, abs=1e-5)
+
+
+def needs(package, name):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"no {name} here, which is no dependency: pip install {package}")
+
+
+#: Appended to the program, in which it finds `loss`, and the memory of gradients in the arena.
+TORCH = """
+assert all(p.grad.data_ptr() == arena[n].ctypes.data for n, p in model.named_parameters())
+with torch.no_grad():
+    whole = float(torch.nn.functional.mse_loss(model(data), target))
+    facts = whole, torch.cat([p.flatten() for p in model.parameters()]).tolist()
+"""
+JAX = """
+g = gradient(flat, data)
+assert np.asarray(g).ctypes.data == g.unsafe_buffer_pointer()
+if arena.shared:
+    assert jax.numpy.from_dlpack(arena.flat).unsafe_buffer_pointer() == arena.flat.ctypes.data
+facts = float(loss(flat, data)), flat.tolist()
+"""
+
+
+@pytest.mark.parametrize(
+    ("heading", "package", "seed", "check"),
+    [("PyTorch", "torch", ("import torch\n", "import torch\ntorch.manual_seed(7)\n"), TORCH),
+     ("JAX", "jax", ("default_rng()", "default_rng(7)"), JAX)],
+)  # fmt: skip
+def test_other_libraries_train(tmp_path, heading, package, seed, check):
+    """Issue 3 point 7: twenty lines, no copy but the one that is told, replicas equal.
+
+    The page's programs begin with other parameters on every rank; what 2 ranks make of the root's
+    is compared with one rank by a seed that is put in.
+    """
+    needs(package, heading)
+    (program,) = programs(heading)
+    assert len(re.findall(r"^(?!import|from).+$", program, re.MULTILINE)) <= 20
+    (loss, first), (_, second) = run(tmp_path, program + check, 2)
+    assert first == second, "the replicas differ"
+    assert loss < 0.45  # the variance of the targets is 0.5
+    assert seed[0] in program
+    seeded = program.replace(*seed) + check
+    ((_, alone),) = run(tmp_path, seeded, 1)
+    for _, found in run(tmp_path, seeded, 2):
+        assert found == pytest.approx(alone, abs=1e-4)
