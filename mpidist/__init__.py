@@ -36,6 +36,7 @@ _HOME = {
     "scatter": "collectives.rooted",
     "train": "training.train",
     "Summary": "training.train",
+    "Gradients": "gradients.exchange",
     "AllReduce": "training.strategies",
     "ParameterServer": "training.strategies",
     "BSP": "parameter_server.consistency",

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from inspect import signature
 
+import numpy as np
+
 from ..collectives.rooted import broadcast
 from ..errors import ConfigError
 from ..gradients.exchange import Gradients
+from ..gradients.vectors import flat_views
 from ..partition import BlockPartition
 from .progress import beside
 
@@ -25,7 +28,8 @@ class Replicas:
     equal_state = False  # the model's state may differ from rank to rank
     price: dict | None = None  # what `PieceReplicas` has measured
 
-    def __init__(self, comm, model, optimizer, algorithm: str, **settings):
+    def __init__(self, comm, model, optimizer, algorithm: str, accumulate: int = 1, **settings):
+        self.accumulate = accumulate
         self.comm = self.workers = comm
         self.model, self.optimizer, self.algorithm = model, optimizer, algorithm
         # The initial parameters are rank 0's on all ranks, whatever the models were seeded with.
@@ -43,7 +47,9 @@ class Replicas:
         self.gradients = self.exchange.views
         # A model of a user's own may know nothing of `ready`.
         names = signature(self.model.loss_and_gradients).parameters
-        self._hooks = (self.exchange.ready,) if "ready" in names else ()
+        self._tells = "ready" in names
+        if self.accumulate > 1:
+            self._scratch, _ = flat_views(self.model.parameters)
 
     def compute(self, source, indices) -> tuple[float, int]:
         """Compute this rank's part of a global batch; returns (local mean loss, samples). Local.
@@ -56,13 +62,51 @@ class Replicas:
         loss = 0.0
         if start < stop:
             batch = beside(source.take(indices[start:stop]), self.model)
-            loss = self.model.loss_and_gradients(batch, self.gradients, *self._hooks)
+            if self.accumulate > 1:
+                loss = self._add_up(batch, stop - start)
+            else:
+                loss = self._call(batch, self.gradients, self.exchange.ready)
             check_in_place(self.gradients, views)
         else:
             for name, view in views.items():
                 view[...] = 0
                 self.exchange.ready(name)
         return loss, stop - start
+
+    def _call(self, batch, gradients: dict, ready) -> float:
+        if self._tells:
+            return self.model.loss_and_gradients(batch, gradients, ready)
+        return self.model.loss_and_gradients(batch, gradients)
+
+    def _add_up(self, batch, samples: int) -> float:
+        """Compute the local mean in `accumulate` parts, one after the other. Local.
+
+        Nothing is exchanged before the last part; from then on a gradient is final, and told, as
+        soon as that part's share is added.
+        """
+        bounds = BlockPartition(samples, min(self.accumulate, samples)).bounds()
+        last, total = len(bounds) - 2, 0.0
+        told: set[str] = set()
+
+        def add(name: str) -> None:
+            if self._number:
+                self.gradients[name] += self._scratch[name] * self._part
+            else:
+                np.multiply(self._scratch[name], self._part, out=self.gradients[name])
+            if self._number == last:
+                self.exchange.ready(name)
+            told.add(name)
+
+        for self._number in range(last + 1):
+            start, stop = bounds[self._number : self._number + 2]
+            self._part = (stop - start) / samples
+            told.clear()
+            part = tuple(array[start:stop] for array in batch)
+            total += self._call(part, self._scratch, add) * self._part
+            for name in self._scratch:
+                if name not in told:
+                    add(name)
+        return total
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
         """Turn local mean gradients into the global mean; returns (global loss, stop). Collective.

@@ -35,6 +35,9 @@ class AllReduce:
         Exchange gradients between nodes while backward still runs.
     progress : "hooks" or "thread"
         Whether every ``ready`` of the model pushes on what is under way, or a thread does.
+    accumulate : int
+        Parts into which a rank cuts its batch, to save memory: their gradients are added up before
+        one exchange.
     """
 
     algorithm: str = "auto"
@@ -42,6 +45,7 @@ class AllReduce:
     bucket_bytes: int | str = "auto"
     overlap: bool = True
     progress: str = "hooks"
+    accumulate: int = 1
     takes_microbatches: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -52,6 +56,8 @@ class AllReduce:
             raise ConfigError(f"overlap={self.overlap!r}: expected true or false")
         if self.progress not in ("hooks", "thread"):
             raise ConfigError(f"progress={self.progress!r}: expected 'hooks' or 'thread'")
+        if isinstance(self.accumulate, bool) or self.accumulate != max(1, int(self.accumulate)):
+            raise ConfigError(f"accumulate={self.accumulate!r}: expected 1 part or more")
         bucket_bytes(self.bucket_bytes, 0)
 
     def workers(self, size: int) -> int:
@@ -63,11 +69,19 @@ class AllReduce:
         from .pieces import PieceReplicas
         from .replicas import Replicas
 
+        if microbatches and self.accumulate > 1:
+            raise ConfigError(
+                f"accumulate={self.accumulate} and microbatches={microbatches}: pieces are "
+                "computed one by one already; leave accumulate out"
+            )
         if microbatches:
             return PieceReplicas(comm, model, optimizer, self.algorithm, microbatches)
         algorithm = in_order(self.algorithm) if self.reproducible else self.algorithm
-        buckets = {"bucket_bytes": self.bucket_bytes, "overlap": self.overlap}
-        return Replicas(comm, model, optimizer, algorithm, progress=self.progress, **buckets)
+        buckets = {
+            name: getattr(self, name)
+            for name in ("bucket_bytes", "overlap", "progress", "accumulate")
+        }
+        return Replicas(comm, model, optimizer, algorithm, **buckets)
 
 
 @dataclass(frozen=True)

@@ -187,3 +187,65 @@ def test_a_resumed_run_adds_in_the_same_order(comm, folder, ranks_per_node):
     resumed = run("stopped", resume=True)
     assert resumed.resumed_at == 5
     assert resumed.parameters_sha256 == whole.parameters_sha256
+
+
+class Quiet:
+    """A model of a user's own that knows nothing of `ready`."""
+
+    def __init__(self, model):
+        self.model, self.parameters = model, model.parameters
+        self.predict = model.predict
+
+    def loss_and_gradients(self, batch, gradients):
+        return self.model.loss_and_gradients(batch, gradients)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("quiet", [False, True])
+def test_accumulation_exchanges_once(comm, quiet):
+    """Parts of a rank's batch are added up first: the same model, the same number of exchanges."""
+    rng = np.random.default_rng(5)
+    data = rng.standard_normal((60, 8)).astype("f4"), rng.integers(0, 3, 60)
+    results, operations = [], []
+    for parts in (1, 4):
+        sub = comm.Dup()
+        memory_of(of(sub), 1)
+        model = md.models.mlp([8, 16, 3], seed=1)
+        md.train(
+            sub, Quiet(model) if quiet else model, data, optimizer=md.optim.momentum(0.1, 0.9),
+            global_batch=24, steps=8, strategy=md.AllReduce(accumulate=parts, bucket_bytes=64),
+        )  # fmt: skip
+        results.append(model.parameters)
+        operations.append(of(sub).sequence)
+        md.free(sub)
+        sub.Free()
+    for name in results[0]:
+        np.testing.assert_allclose(results[0][name], results[1][name], rtol=1e-4, atol=1e-5)
+    if not quiet:  # the loop itself tells what is ready when it adds the last part
+        assert operations[0] == operations[1]
+    with pytest.raises(ConfigError, match="accumulate"):
+        md.AllReduce(accumulate=0)
+
+
+@pytest.mark.ranks(3)
+def test_messages_per_step_do_not_depend_on_the_number_of_tensors(comm):
+    """R100: many small gradients travel in few buckets; inside a node in none."""
+    sent = {}
+    for ranks_per_node in (1, 3):
+        for tensors in (4, 60):
+            sub = comm.Dup()
+            memory_of(of(sub), ranks_per_node)
+            shapes = {f"t{k}": np.zeros(2400 // tensors, "f4") for k in range(tensors)}
+            gradients = Gradients(sub, shapes)
+            for _ in range(3):
+                before = of(sub).counters.messages_sent
+                gradients.begin(1 / 3)
+                for name in reversed(list(shapes)):
+                    gradients.ready(name)
+                gradients.reduce(0, 0)
+            sent[ranks_per_node, tensors] = of(sub).counters.messages_sent - before
+            gradients.close()
+            md.free(sub)
+            sub.Free()
+    assert sent[1, 4] == sent[1, 60] == 2 * (comm.size - 1)
+    assert sent[3, 4] == sent[3, 60] == 0
