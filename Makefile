@@ -97,6 +97,11 @@ bench: $(VENV)/.run
 bench-net: $(VENV)/.run
 	$(BIN)/mpidist bench network
 
+bench-simulate: $(VENV)/.run
+	$(BIN)/mpidist simulate check --blocks 5
+	$(BIN)/mpidist simulate check --rate 200mbit --layouts 4x2 \
+	    --algorithms ring,butterfly,double_tree,hierarchical
+
 soak: $(VENV)/.test
 	$(EXEC) 4 $(BIN)/python tests/launch/programs/soak.py 300
 
