@@ -32,6 +32,8 @@ NATIVE_FORMS, NATIVE_NONBLOCKING = ("native", "native in place"), "native nonblo
 COPY, TORCH = "memory copy", "torch gloo"
 #: Most vectors in a pool. Each is an arena too, and an arena has communicators of its own.
 MAX_POOL = 512
+#: Below, a call is latency and not memory traffic: no limit is told.
+LEAST_LIMITED = 128 << 10
 #: Bytes of an Ethernet, IP and TCP header with time stamps: what a packet carries besides data.
 HEADERS = 66
 
@@ -102,19 +104,19 @@ def measure(
     list of dict
         bytes, algorithm, ranks, median_us, native_us, extra_us, ratio (native over ours, median of
         the rounds) with its 95 % interval (low, high), algbw and busbw (GB/s, as nccl-tests define
-        them: bytes / time, and that times 2(p-1)/p), on one node limit; and where asked for
+        them: bytes / time, and that times 2(p-1)/p), on one node and from 128 KiB limit; and where
+        asked for
         wire_bytes and wire_payload (sent by a host per call), over_arena (of torch), best and
         against_best (of auto, among the algorithms given), consistent (likewise, among all).
     """
     pool = _Pool(comm, nbytes, np.dtype(dtype), pool_size(nbytes, cold))
     repeat = calls_per_round(nbytes)
-    one_node = _on_one_node(comm)
     candidates = _native(comm, pool, forms, consistency)
     for name in algorithms:
         for form in forms:
             if form != "arena" or name in (MEASURED, *NODE):
                 candidates[label(name, form)] = _own(comm, pool, name, form)
-    if one_node:
+    if pool.nbytes >= LEAST_LIMITED and _on_one_node(comm):
         calls = [partial(np.copyto, out, x) for x, out in zip(pool.x, pool.out, strict=True)]
         candidates[COPY] = Candidate(calls, pool.x, pool.out, summed=False)
     if torch is not None:
@@ -241,24 +243,24 @@ def _row(comm, name: str, nbytes: int, times: dict[str, Measured], algorithms) -
         "bytes": nbytes,
         "algorithm": name,
         "ranks": comm.size,
-        "median_us": round(mine.median * 1e6, 3),
-        "native_us": round(native.median * 1e6, 3),
-        "extra_us": round(float(np.median(mine.seconds - native.seconds)) * 1e6, 3),
-        "ratio": round(middle, 4),
-        "low": round(low, 4),
-        "high": round(high, 4),
-        "algbw": round(algbw, 4),
-        "busbw": round(algbw * 2 * (comm.size - 1) / comm.size, 4),
+        "median_us": _digits(mine.median * 1e6),
+        "native_us": _digits(native.median * 1e6),
+        "extra_us": _digits(float(np.median(mine.seconds - native.seconds)) * 1e6),
+        "ratio": _digits(middle),
+        "low": _digits(low),
+        "high": _digits(high),
+        "algbw": _digits(algbw),
+        "busbw": _digits(algbw * 2 * (comm.size - 1) / comm.size),
     }
     if COPY in times:
-        row["limit"] = round(ratio(times[COPY], mine)[0], 4)
+        row["limit"] = _digits(ratio(times[COPY], mine)[0])
     if mine.metered.shape[1]:
         sent, packets = np.median(mine.metered, axis=0)
         row["wire_bytes"] = round(float(sent))
         row["wire_payload"] = round(float(sent - HEADERS * packets))
     arena = label(MEASURED, "arena")
     if name == TORCH and arena in times:
-        row["over_arena"] = round(ratio(mine, times[arena])[0], 4)
+        row["over_arena"] = _digits(ratio(mine, times[arena])[0])
     for form in ("call", "plan"):
         if name == label(MEASURED, form):
             chosen = [label(a, form) for a in algorithms if a != MEASURED]
@@ -266,12 +268,16 @@ def _row(comm, name: str, nbytes: int, times: dict[str, Measured], algorithms) -
     return row
 
 
+def _digits(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
 def _compare(row: dict, mine: Measured, times: dict[str, Measured], chosen: list[str]) -> None:
     """Hold auto against what could have been chosen by hand, and against everything that adds."""
     if chosen:
         row["best"], value = against_best(mine, {name: times[name] for name in chosen})
-        row["against_best"] = round(value, 4)
+        row["against_best"] = _digits(value)
     compositions = [name for name in times if name.startswith(NATIVE) and "+" in name]
     if compositions:
         every = [*NATIVE_FORMS, *compositions, *chosen]
-        row["consistent"] = round(against_best(mine, {n: times[n] for n in every})[1], 4)
+        row["consistent"] = _digits(against_best(mine, {n: times[n] for n in every})[1])

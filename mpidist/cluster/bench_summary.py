@@ -18,19 +18,19 @@ def lines(rows: Sequence[dict]) -> list[str]:
 def _means(rows) -> list[str]:
     told = []
     for name in _names(rows):
-        mine = [row for row in rows if row["algorithm"] == name and row["ratio"]]
+        mine = [row for row in rows if row["algorithm"] == name]
         least = min(mine, key=lambda row: row["ratio"])
         text = (
             f"{name}: native over it, geometric mean over {_count(mine)} "
             f"{geometric_mean([row['ratio'] for row in mine]):.3f}, "
             f"least {least['ratio']:.3f} at {size(least['bytes'])}"
         )
-        if all("limit" in row for row in mine):
-            of_limit = geometric_mean([row["limit"] for row in mine])
-            least = min(mine, key=lambda row: row["limit"])
+        if limited := [row for row in mine if "limit" in row]:
+            of_limit = geometric_mean([row["limit"] for row in limited])
+            least = min(limited, key=lambda row: row["limit"])
             text += (
-                f"; of the memory limit {of_limit:.3f}, least {least['limit']:.3f} at "
-                f"{size(least['bytes'])}"
+                f"; of the memory limit over {_count(limited)} {of_limit:.3f}, "
+                f"least {least['limit']:.3f} at {size(least['bytes'])}"
             )
         told.append(text)
     return told
