@@ -1,4 +1,4 @@
-"""``mpidist bench {allreduce,ps,checkpoint,network}``: measured figures, each beside its yardstick.
+"""``mpidist bench {allreduce,ps,checkpoint,overlap,network}``: figures, each beside its yardstick.
 
 Each sub-command is a module here with ``add_parser(what)`` and ``run(comm, args)``, which prints
 and returns its rows. `network` is started without mpirun: it starts the ranks itself.
@@ -14,16 +14,35 @@ from typing import Any
 
 from .. import launch
 from ..errors import ConfigError
-from . import bench_allreduce, bench_checkpoint, bench_network, bench_servers
+from . import (
+    bench_allreduce,
+    bench_checkpoint,
+    bench_choices,
+    bench_network,
+    bench_overlap,
+    bench_servers,
+)
 
 _MODULES = {
     "allreduce": bench_allreduce,
     "ps": bench_servers,
     "checkpoint": bench_checkpoint,
+    "overlap": bench_overlap,
     "network": bench_network,
 }
 #: Options that count something.
-_POSITIVE = ("low", "high", "rounds", "servers", "steps", "unit", "size")
+_POSITIVE = (
+    "low",
+    "high",
+    "rounds",
+    "servers",
+    "steps",
+    "unit",
+    "size",
+    "ranks",
+    "layers",
+    "bucket_bytes",
+)
 
 
 def add_parser(commands) -> None:
@@ -37,7 +56,7 @@ def add_parser(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; collective over all ranks of the launch, local for `network`."""
+    """Measure and print; collective over the launch, but local for `network` and --advise."""
     for name in _POSITIVE:
         value = getattr(args, name, None)
         if value is not None and value <= 0:
@@ -48,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
         bench_allreduce.prepare(args)
     if args.what == "network":
         rows, first = bench_network.run(args, os.environ), True
+    elif getattr(args, "advise", False):
+        rows, first = bench_choices.advise(args, os.environ), True
     else:
         comm = launch.initialize(os.environ).COMM_WORLD
         launch.check_launch(comm, os.environ)

@@ -13,8 +13,8 @@ def add_parser(what):
     parser = what.add_parser("network", help="collectives against the wire; root, no mpirun")
     parser.add_argument(
         "--cases",
-        default="ring,hierarchical,auto,nonblocking",
-        help="comma-separated (ring,hierarchical,auto,nonblocking)",
+        default="ring,hierarchical,auto,nonblocking,overlap",
+        help="comma-separated (ring,hierarchical,auto,nonblocking,overlap)",
     )
     return parser
 

@@ -20,7 +20,7 @@ def measure(comm, *, nbytes: int, layers: int = 32, rounds: int = 9, **settings)
     """Return a row: milliseconds of exchange, backward and step, and the share that was hidden.
 
     Collective over `comm`. `settings` go to `Gradients`. hidden = 1 - (step - backward) / exchange,
-    the median over rounds.
+    the median over rounds; None where nothing travels.
     """
     each = max(1, nbytes // layers // 4)
     shapes = {f"layer{k}": np.empty(each, np.float32) for k in range(layers)}
@@ -63,5 +63,5 @@ def measure(comm, *, nbytes: int, layers: int = 32, rounds: int = 9, **settings)
         "exchange_ms": round(alone * 1e3, 2),
         "backward_ms": round(alone * 1e3, 2),
         "step_ms": round(float(np.median(steps)) * 1e3, 2),
-        "hidden": round(float(np.median(shares)), 3),
+        "hidden": round(float(np.median(shares)), 3) if overlapping else None,
     }

@@ -38,3 +38,12 @@ def test_bad_input_is_one_line(tmp_path):
         result = launch(2, [*MPIDIST, "bench", "checkpoint", *words], cwd=tmp_path)
         assert result.returncode == 2
         assert result.stderr.count("mpidist: error: --") == 1
+
+
+def test_overlap_on_one_node_says_that_nothing_travels(tmp_path):
+    words = ["--size", "1", "--layers", "8", "--rounds", "2", "--json", "rows.json"]
+    result = launch(2, [*MPIDIST, "bench", "overlap", *words], cwd=tmp_path).check()
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["progress"] for row in rows] == ["hooks", "thread"]
+    assert all(row["hidden"] is None and not row["overlap"] for row in rows)
+    assert "nothing travels" in result.stdout
