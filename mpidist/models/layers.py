@@ -133,14 +133,21 @@ class Convolution:
         return columns.reshape(channels * k * k, -1)
 
     def _add_up(self, columns, x):
-        """The transpose of `_columns` and `_pad`: windows overlap, so their gradients add up."""
+        """The transpose of `_columns` and `_pad`: windows overlap, so their gradients add up.
+
+        What falls on the padding is nobody's gradient and is not added.
+        """
         k, pad, (rows, cols) = self.kernel, self.pad, self._size(x)
         columns = columns.reshape(x.shape[0], k, k, rows, cols, x.shape[3])
-        dx = array_module(x).zeros_like(x)
+        height, width = x.shape[1] - 2 * pad, x.shape[2] - 2 * pad
+        dx = array_module(x).zeros((x.shape[0], height, width, x.shape[3]), x.dtype)
         for i in range(k):
+            top, bottom = max(0, pad - i), min(rows, height + pad - i)
             for j in range(k):
-                dx[:, i : i + rows, j : j + cols] += columns[:, i, j]
-        return dx[:, pad : x.shape[1] - pad, pad : x.shape[2] - pad]
+                left, right = max(0, pad - j), min(cols, width + pad - j)
+                part = dx[:, top + i - pad : bottom + i - pad, left + j - pad : right + j - pad]
+                part += columns[:, i, j, top:bottom, left:right]
+        return dx
 
 
 class MaxPool(NamedTuple):
@@ -152,30 +159,31 @@ class MaxPool(NamedTuple):
 
     def forward(self, parameters, x):
         """Return (y, (x, y))."""
-        xp = array_module(x)
-        a, b, c, d = _quarters(x)
-        y = xp.maximum(a, b)
-        xp.maximum(y, c, out=y)
-        xp.maximum(y, d, out=y)
-        return y, (x, y)
+        xp, squares = array_module(x), _squares(x)
+        rows = xp.maximum(squares[:, :, 0], squares[:, :, 1])
+        return (y := xp.maximum(rows[:, :, :, 0], rows[:, :, :, 1])), (x, y)
 
     def backward(self, parameters, saved, dy, gradients, ready=_nothing, first=False):
         """Give each gradient to the first of the four that is the largest."""
-        xp = array_module(dy)
         x, y = saved
-        dx = xp.zeros_like(x)
-        free = xp.ones(y.shape, bool)
-        for source, target in zip(_quarters(x), _quarters(dx), strict=True):
-            wins = source == y
-            wins &= free
-            free ^= wins
-            xp.multiply(dy, wins, out=target)
+        xp = array_module(dy)
+        wins = _squares(x) == y[:, :, None, :, None]
+        a, b, c, d = (wins[:, :, i, :, j] for i in (0, 1) for j in (0, 1))
+        taken = a.copy()
+        for other in (b, c, d):
+            xp.greater(other, taken, out=other)
+            taken |= other
+        odd = x.shape[1] % 2 or x.shape[2] % 2
+        dx = xp.zeros_like(x) if odd else xp.empty_like(x)
+        xp.multiply(wins, dy[:, :, None, :, None], out=_squares(dx))
         return dx
 
 
-def _quarters(x):
-    rows, cols = x.shape[1] // 2 * 2, x.shape[2] // 2 * 2
-    return [x[:, i:rows:2, j:cols:2] for i in (0, 1) for j in (0, 1)]
+def _squares(x):
+    """View (channels, rows, 2, columns, 2, samples) of the 2 x 2 squares."""
+    channels, height, width, samples = x.shape
+    whole = x[:, : height // 2 * 2, : width // 2 * 2]
+    return whole.reshape(channels, height // 2, 2, width // 2, 2, samples)
 
 
 class Relu(NamedTuple):
