@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from ..errors import ConfigError
+from . import bench_choices
 from .bench_common import library, say
 
 _COLUMNS = ("Latency(us)", "native(us)", "ratio", "low", "high", "limit", "algbw", "busbw")
@@ -31,6 +32,7 @@ def add_parser(what):
     )
     parser.add_argument("--torch", action="store_true", help="also torch gloo, where installed")
     parser.add_argument("--wire", metavar="DEVICE", help="count what DEVICE sends, such as eth0")
+    bench_choices.add_options(parser)
     return parser
 
 
@@ -59,6 +61,8 @@ def _words(text: str) -> list[str]:
 
 def run(comm, args) -> list[dict]:
     """Measure and print. Collective over `comm`."""
+    if args.explain:
+        return bench_choices.explain(comm, args)
     from ..cluster import bench_summary
     from ..cluster.bench_allreduce import check, measure, sizes
 

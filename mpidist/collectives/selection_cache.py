@@ -26,7 +26,7 @@ from .. import __version__
 
 DAYS = 7
 MARGIN = 1.1
-WON = 0.75
+WON = 0.9
 
 _FORMAT = 1
 _MOST_BYTES = 1 << 20  # a table has some twenty entries of a hundred bytes

@@ -7,6 +7,7 @@ import pytest
 
 import mpidist as md
 from mpidist import context
+from mpidist.cluster.explain import explain, lines, saved_table
 from mpidist.collectives import selection
 
 LENGTHS = (2, 3000, 100_000)
@@ -108,6 +109,31 @@ def test_the_fastest_is_chosen_and_nothing_kept_where_it_is_off(comm, folder):
         assert 0 <= entry["won"] <= 1
         assert entry["us"][entry["algorithm"]] == min(entry["us"].values())
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.ranks(2)
+def test_explain_says_where_a_choice_is_from(comm, folder):
+    """A checkpoint's frozen table goes first, what is not in there is measured now."""
+    entry = {"algorithm": "ring", "ranks": 2, "won": 1.0, "us": {"native": 9.0, "ring": 3.0}}
+    state = {"w": np.zeros(3), "run": {"step": 1, "selection": {"1024": entry}}}
+    with md.CheckpointStore(comm, folder) as store:
+        store.save(1, state)
+    saved = saved_table(folder)
+    assert saved == {"1024": entry}
+    rows, seconds = explain(comm, [600, 4000], "f4", saved)
+    assert [(row["bytes"], row["from"]) for row in rows] == [
+        (1024, "checkpoint"),
+        (4096, "measured"),
+    ]
+    assert rows[0] == {
+        "bytes": 1024, "algorithm": "ring", "from": "checkpoint", "won": 1.0, "margin": 3.0,
+        "us": {"native": 9.0, "ring": 3.0},
+    }  # fmt: skip
+    assert seconds > 0
+    head, first, second = lines(rows)
+    assert head.split()[:5] == ["#", "Size", "chosen", "margin", "rounds"]
+    assert first.split() == ["1024", "ring", "3.00", "100%", "checkpoint", "9.00", "3.00", "-"]
+    assert second.split()[0] == "4096"
 
 
 def test_where_it_is_remembered():
