@@ -1,4 +1,4 @@
-"""``mpidist bench {allreduce,ps,checkpoint,overlap,network}``: figures, each beside its yardstick.
+"""``mpidist bench WHAT``: figures, each beside its yardstick of the same run.
 
 Each sub-command is a module here with ``add_parser(what)`` and ``run(comm, args)``, which prints
 and returns its rows. `network` is started without mpirun: it starts the ranks itself.
@@ -18,16 +18,20 @@ from . import (
     bench_allreduce,
     bench_checkpoint,
     bench_choices,
+    bench_counters,
     bench_network,
     bench_overlap,
     bench_servers,
+    bench_step,
 )
 
 _MODULES = {
     "allreduce": bench_allreduce,
+    "counters": bench_counters,
     "ps": bench_servers,
     "checkpoint": bench_checkpoint,
     "overlap": bench_overlap,
+    "step": bench_step,
     "network": bench_network,
 }
 #: Options that count something.

@@ -10,6 +10,7 @@ is that of the copy, and ``limit`` is copy over ours.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
@@ -32,6 +33,8 @@ NATIVE_FORMS, NATIVE_NONBLOCKING = ("native", "native in place"), "native nonblo
 COPY, TORCH = "memory copy", "torch gloo"
 #: Most vectors in a pool. Each is an arena too, and an arena has communicators of its own.
 MAX_POOL = 512
+#: Seconds that the calls which are timed together take at most.
+TURN = 0.01
 #: Below, a call is latency and not memory traffic: no limit is told.
 LEAST_LIMITED = 128 << 10
 #: Bytes of an Ethernet, IP and TCP header with time stamps: what a packet carries besides data.
@@ -48,9 +51,22 @@ def sizes(low: int, high: int, step: int = 2) -> list[int]:
     return result
 
 
-def calls_per_round(nbytes: int) -> int:
-    """How many calls are timed together: many short ones, one long one. Local."""
-    return 200 if nbytes <= 4096 else 20 if nbytes <= 128 << 10 else 3 if nbytes <= 2 << 20 else 1
+def calls_per_round(comm, nbytes: int, call: Callable[[], object]) -> int:
+    """How many calls are timed together: many quick ones, one slow one. Collective.
+
+    The more the shorter the vector, but no more than `call` makes in `TURN` seconds: where each
+    message takes long, a few are enough.
+    """
+    most = 200 if nbytes <= 4096 else 20 if nbytes <= 128 << 10 else 3 if nbytes <= 2 << 20 else 1
+    if most == 1:
+        return 1
+    call()
+    comm.Barrier()
+    start = time.perf_counter()
+    for _ in range(3):
+        call()
+    seconds = comm.allreduce(time.perf_counter() - start, MPI.MAX) / 3
+    return max(1, min(most, int(TURN / seconds)))
 
 
 def pool_size(nbytes: int, cold: bool) -> int:
@@ -110,8 +126,8 @@ def measure(
         against_best (of auto, among the algorithms given), consistent (likewise, among all).
     """
     pool = _Pool(comm, nbytes, np.dtype(dtype), pool_size(nbytes, cold))
-    repeat = calls_per_round(nbytes)
     candidates = _native(comm, pool, forms, consistency)
+    repeat = calls_per_round(comm, nbytes, candidates["native"].calls[0])
     for name in algorithms:
         for form in forms:
             if form != "arena" or name in (MEASURED, *NODE):

@@ -98,7 +98,7 @@ def overlap(say: Say) -> list[dict]:
     rows = []
     with shaped_network(HOSTS, "1gbit") as net:
         file = net.box.folder / "rows.json"
-        words = [sys.executable, "-m", "mpidist", "bench", "overlap", "--json", file]
+        words = [sys.executable, "-m", "mpidist", "bench", "overlap", "--json", str(file)]
         net.mpirun(1, words, env=_ONE_THREAD, timeout=300).check()
         for found in json.loads(file.read_text()):
             rows.append(
@@ -181,7 +181,7 @@ def _only(nbytes: int) -> tuple[str, ...]:
 def _bench(net: ShapedNetwork, ranks: int, *words: str) -> list[dict]:
     """Run `mpidist bench allreduce` on every host and return its rows. Local."""
     file = net.box.folder / "rows.json"
-    net.mpirun(ranks, [*_command(words), "--json", file], env=_ONE_THREAD, timeout=600).check()
+    net.mpirun(ranks, [*_command(words), "--json", str(file)], env=_ONE_THREAD, timeout=600).check()
     return json.loads(file.read_text())
 
 

@@ -1,14 +1,17 @@
 """Interleaved rounds: every candidate takes its turn, on fresh inputs, and wrong sums are told."""
 
+import time
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpidist.cluster.bench_allreduce import measure
+from mpidist.cluster import bench_counters
+from mpidist.cluster.bench_allreduce import calls_per_round, measure
 from mpidist.cluster.rounds import Candidate, interleave
 from mpidist.errors import MpidistError
+from mpidist.events import Counters
 
 
 def native(comm, vectors, log=None):
@@ -74,6 +77,30 @@ def test_a_meter_counts_per_call(comm):
     times = interleave(comm, {"a": candidate}, rounds=4, repeat=5, meter=lambda: spent.copy())
     assert times["a"].metered.tolist() == [[10 + comm.size - 1]] * 4
     assert len(entered) == 5
+
+
+@pytest.mark.ranks(3)
+def test_slow_calls_are_timed_together_in_smaller_numbers(comm):
+    """The same number on all ranks, the slowest one's, or they would wait for each other."""
+    assert calls_per_round(comm, 8, lambda: None) == 200
+    assert calls_per_round(comm, 8, lambda: time.sleep(0.002 * (comm.rank == 1))) <= 5
+    assert calls_per_round(comm, 16 << 20, lambda: None) == 1
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_price_of_counting(comm):
+    """Issue 3, "events and counters on": the statements alone, and calls with and without them."""
+    before = Counters.add
+    small, in_arena = bench_counters.measure(comm, 64, 3)
+    assert small["with_without"] is None  # adds one to an attribute: nothing to replace
+    long, _ = bench_counters.measure(comm, 1 << 18, 3, algorithm="ring")
+    assert long["form"] == "ring plan"
+    for row in (in_arena, long):
+        assert row["low"] <= row["with_without"] <= row["high"]
+    for row in (small, in_arena, long):
+        assert 0 < row["counting_us"] < row["call_us"]
+        assert row["share"] == pytest.approx(row["counting_us"] / row["call_us"], rel=0.05)
+    assert Counters.add is before
 
 
 @pytest.mark.ranks(1, 2, 3)
