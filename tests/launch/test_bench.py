@@ -47,3 +47,13 @@ def test_overlap_on_one_node_says_that_nothing_travels(tmp_path):
     assert [row["progress"] for row in rows] == ["hooks", "thread"]
     assert all(row["hidden"] is None and not row["overlap"] for row in rows)
     assert "nothing travels" in result.stdout
+
+
+def test_training_steps(tmp_path):
+    """A row per model; torch DDP beside it only where it is asked for."""
+    words = ["--rounds", "1", "--json", "rows.json"]
+    result = launch(2, [*MPIDIST, "bench", "step", *words], cwd=tmp_path).check()
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["model"] for row in rows] == ["lenet 8x8", "lenet 28x28", "mlp 784-512-256-10"]
+    assert all(row["step_us"] > 0 and "torch_us" not in row for row in rows)
+    assert "lenet 8x8, 64" in result.stdout

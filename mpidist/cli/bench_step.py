@@ -1,0 +1,40 @@
+"""``mpidist bench step``: whole training steps, PyTorch's DDP beside them where it is installed."""
+
+from __future__ import annotations
+
+from .bench_common import library, say
+
+
+def add_parser(what):
+    """Add this command; return its parser. Local."""
+    parser = what.add_parser("step", help="training steps of LeNet and an MLP, against torch DDP")
+    parser.add_argument("--rounds", type=int, default=21, help="blocks of 10 steps (21)")
+    parser.add_argument("--torch", action="store_true", help="also torch DDP over gloo")
+    return parser
+
+
+def run(comm, args) -> list[dict]:
+    """Measure and print. Collective over `comm`."""
+    from ..cluster import bench_torch
+    from ..cluster.bench_step import MODELS, measure
+
+    version = ""
+    if args.torch:
+        version = ", torch " + bench_torch.reducer(comm)[0]
+    columns = ("step(us)", "torch(us)", "ratio")
+    say(
+        comm,
+        f"# training steps, {comm.size} ranks, {library()}{version}; ratio: torch over ours",
+        "#" + "".join(f"{name:>11}" for name in columns)[1:] + "  model, global batch",
+    )
+    rows = []
+    for name in MODELS:
+        rows.append(row := measure(comm, name, rounds=args.rounds, torch=args.torch))
+        beside = "".join(
+            f"{row[key]:>11.{digits}f}" if key in row else f"{'-':>11}"
+            for key, digits in (("torch_us", 1), ("ratio", 3))
+        )
+        say(comm, f"{row['step_us']:>11.1f}{beside}  {name}, {row['global_batch']}")
+    if args.torch:
+        bench_torch.leave()
+    return rows
