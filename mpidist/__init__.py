@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOME = {
     "MpidistError": "errors",
     "MismatchError": "errors",
+    "ReplicaError": "errors",
     "RankFailure": "errors",
     "CheckpointError": "errors",
     "NoCheckpoint": "errors",
@@ -46,6 +47,7 @@ _HOME = {
     "CheckpointStore": "checkpoint.store",
     "Shard": "checkpoint.layout",
     "load": "checkpoint.load",
+    "check_replicas": "elastic.replicas",
     "guard": "elastic.guard",
     "watch": "elastic.watch",
 }

@@ -39,6 +39,20 @@ class MismatchError(MpidistError):
     everywhere = True
 
 
+class ReplicaError(MpidistError):
+    """Replicas that must be equal to the last bit are not. Raised on all ranks.
+
+    ``ranks`` are those that differ from the most, empty where no side has more; ``tensors`` are
+    the names of what differs.
+    """
+
+    everywhere = True
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = (), tensors: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.ranks, self.tensors = tuple(ranks), tuple(tensors)
+
+
 class RankFailure(MpidistError):
     """A rank died or did not answer before its deadline. Raised on the living ranks."""
 

@@ -97,7 +97,7 @@ def _train(comm, job, parts, args, store_path: Path) -> None:
                 global_batch=job.global_batch, epochs=job.epochs, steps=job.steps, seed=job.seed,
                 strategy=parts.strategy, test_data=parts.test, checkpoint=store,
                 checkpoint_every=job.checkpoint_every, resume=resume, stop_after=job.stop_after,
-                microbatches=job.microbatches,
+                microbatches=job.microbatches, check_replicas=job.check_replicas,
                 callbacks=[reporter],
             )  # fmt: skip
     finally:

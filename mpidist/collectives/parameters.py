@@ -54,7 +54,10 @@ def broadcast_parameters(comm, params, *, root=0):
     """
     context = of(comm)
     check_root(root, comm.size)
-    named, problem = _named(params)
+    named, problem = named_arrays(params)
+    for name, x in named:
+        if not is_writable(x):
+            problem = f"{name!r} is read-only; pass writable arrays, numpy.array(x) makes one"
     lines = [f"{name!r}\t{x.shape} {element_name(x.dtype)}" for name, x in named]
     _agree(context, comm, [f"root\t{root}", *lines], problem, root)
     if comm.size > 1:
@@ -63,7 +66,7 @@ def broadcast_parameters(comm, params, *, root=0):
     return params
 
 
-def _named(params) -> tuple[list[tuple[str, Any]], str | None]:
+def named_arrays(params) -> tuple[list[tuple[str, Any]], str | None]:
     """Return (name, array) in the order of the names, and what is wrong with them. Local.
 
     Sorted, since dicts may have been filled in another order on another rank.
@@ -85,8 +88,6 @@ def _named(params) -> tuple[list[tuple[str, Any]], str | None]:
             element_name(x.dtype)
         except ConfigError as error:
             return [], f"{name!r}: {error}"
-        if not is_writable(x):
-            return [], f"{name!r} is read-only; pass writable arrays, numpy.array(x) makes one"
         named.append((str(name), x))
     return named, None
 
@@ -94,11 +95,7 @@ def _named(params) -> tuple[list[tuple[str, Any]], str | None]:
 def _agree(context: Context, comm, lines: list[str], problem: str | None, root: int) -> None:
     """Raise one error on all ranks where a rank has a problem or another model. Collective."""
     text = "\n".join([f"! {problem}"] if problem else lines)
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    key = int.from_bytes(digest, "little") >> 1
-    keys = np.array([key, -key, problem is not None], np.int64)
-    allreduce(comm, keys, "max", algorithm="native")
-    if keys[0] == key and keys[1] == -key and not keys[2]:
+    if same_on_all(comm, text) and problem is None:
         return
     # All ranks have seen that something is wrong, so all of them come here.
     texts = context.control.allgather(text)
@@ -110,6 +107,18 @@ def _agree(context: Context, comm, lines: list[str], problem: str | None, root: 
         error = MismatchError(f"broadcast_parameters: {_difference(texts, root)}")
     error.everywhere = True
     raise error
+
+
+def same_on_all(comm, text: str) -> bool:
+    """Whether all ranks give the same text; the answer is the same on all. Collective.
+
+    One allreduce of a 63-bit digest and its negative: the largest is the smallest as well.
+    """
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    key = int.from_bytes(digest, "little") >> 1
+    keys = np.array([key, -key], np.int64)
+    allreduce(comm, keys, "max", algorithm="native")
+    return keys[0] == -keys[1]
 
 
 def _difference(texts: list[str], root: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from mpidist.models.batch_norm import sync_batch_norm, sync_batch_norm_backward, sync_moments
 from mpidist.models.lenet import lenet
 from mpidist.models.logistic import logistic
 from mpidist.models.mlp import mlp
@@ -15,7 +16,17 @@ from mpidist.tables import build
 
 MODELS: dict[str, Callable[..., Network]] = {"logistic": logistic, "mlp": mlp, "lenet": lenet}
 
-__all__ = ["MODELS", "Network", "from_settings", "lenet", "logistic", "mlp"]
+__all__ = [
+    "MODELS",
+    "Network",
+    "from_settings",
+    "lenet",
+    "logistic",
+    "mlp",
+    "sync_batch_norm",
+    "sync_batch_norm_backward",
+    "sync_moments",
+]
 
 
 def from_settings(name: str, settings: Mapping) -> Network:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 from mpidist.errors import ConfigError
 from mpidist.optim.adam import adam
+from mpidist.optim.clipping import clip_by_global_norm, clipped, global_norm
 from mpidist.optim.momentum import momentum
 from mpidist.optim.optimizer import Optimizer
 from mpidist.optim.schedules import SCHEDULES, Schedule, constant, cosine, step_decay
@@ -24,9 +25,12 @@ __all__ = [
     "Optimizer",
     "Schedule",
     "adam",
+    "clip_by_global_norm",
+    "clipped",
     "constant",
     "cosine",
     "from_settings",
+    "global_norm",
     "momentum",
     "sgd",
     "step_decay",
@@ -39,10 +43,11 @@ def from_settings(name: str, settings: Mapping) -> Optimizer:
     `settings` are the maker's keywords; ``lr`` may be a number or a table with the key
     ``schedule`` and that schedule's keywords, as in
     ``{"lr": {"schedule": "cosine", "lr": 0.05, "steps": 2000}}``, which is also how
-    ``Optimizer.settings`` gives it back. Raises ConfigError for an unknown name or key (with the
-    nearest one) and for a missing one.
+    ``Optimizer.settings`` gives it back. With ``clip_norm`` the optimizer is `clipped`. Raises
+    ConfigError for an unknown name or key (with the nearest one) and for a missing one.
     """
     settings = dict(settings)
+    clip_norm = settings.pop("clip_norm", None)
     rate = settings.get("lr")
     if isinstance(rate, Mapping):
         rate = dict(rate)
@@ -52,4 +57,5 @@ def from_settings(name: str, settings: Mapping) -> Optimizer:
                 f"optimizer {name!r}: lr is a table without the key 'schedule'; give one of {known}"
             )
         settings["lr"] = build(SCHEDULES, rate.pop("schedule"), rate, "schedule")
-    return build(OPTIMIZERS, name, settings, "optimizer")
+    optimizer = build(OPTIMIZERS, name, settings, "optimizer")
+    return optimizer if clip_norm is None else clipped(optimizer, clip_norm)

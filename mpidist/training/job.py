@@ -43,6 +43,7 @@ class Job:
     keep: int = 3
     stop_after: int | None = None
     microbatches: int | None = None
+    check_replicas: int | None = None
     log_every: int = 10
     watch_seconds: float = 600.0
     device: str = "cpu"
@@ -55,7 +56,7 @@ class Job:
 
 _WHOLE = (
     "global_batch", "epochs", "steps", "seed", "checkpoint_every", "keep", "stop_after",
-    "microbatches", "log_every",
+    "microbatches", "check_replicas", "log_every",
 )  # fmt: skip
 
 
@@ -156,10 +157,11 @@ def build(job: Job, ranks: int | None) -> Parts:
     """Make data, model, optimizer and strategy; check them against `ranks`, if known. Local."""
     from .. import data, models, optim
     from . import strategies
-    from .limits import check_batch, check_microbatches, last_step
+    from .limits import check_batch, check_microbatches, check_replicated, last_step
 
     strategy = strategies.from_settings(*_split(job.strategy))
     check_microbatches(job.microbatches, job.global_batch, strategy)
+    check_replicated(job.check_replicas, strategy)
     if ranks is not None and job.microbatches is None:
         check_batch(job.global_batch, strategy.workers(ranks))
     model = models.from_settings(*_split({"seed": job.seed, **job.model}))

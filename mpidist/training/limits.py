@@ -63,3 +63,13 @@ def check_microbatches(microbatches: int | None, global_batch: int, strategy) ->
             f"microbatches={microbatches} needs the allreduce strategy: servers add what comes in "
             "the order of arrival; leave microbatches out, or use md.AllReduce()"
         )
+
+
+def check_replicated(check_replicas: int | None, strategy) -> None:
+    """Raise ConfigError where replicas are to be compared and there are none. Local."""
+    check_whole(check_replicas=check_replicas)
+    if check_replicas is not None and not getattr(strategy, "has_replicas", False):
+        raise ConfigError(
+            f"check_replicas={check_replicas} needs the allreduce strategy: servers hold each "
+            "parameter once; leave it out, or use md.AllReduce()"
+        )

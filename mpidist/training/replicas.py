@@ -12,7 +12,8 @@ from inspect import signature
 
 import numpy as np
 
-from ..collectives.rooted import broadcast
+from ..collectives.parameters import broadcast_parameters
+from ..elastic.replicas import check_replicas
 from ..errors import ConfigError
 from ..gradients.exchange import Gradients
 from ..gradients.vectors import flat_views
@@ -33,10 +34,7 @@ class Replicas:
         self.comm = self.workers = comm
         self.model, self.optimizer, self.algorithm = model, optimizer, algorithm
         # The initial parameters are rank 0's on all ranks, whatever the models were seeded with.
-        for array in model.parameters.values():
-            broadcast(comm, array)
-        for array in getattr(model, "state", {}).values():
-            broadcast(comm, array)
+        broadcast_parameters(comm, model)
         self.optimizer_state = optimizer.init(model.parameters)
         self._allocate(**settings)
 
@@ -140,8 +138,13 @@ class Replicas:
     def begin(self) -> None:
         """Get ready for the first step, after a checkpoint was loaded. Nothing to do here."""
 
+    def check(self, step: int) -> None:
+        """Raise ReplicaError on all ranks unless all hold the same parameters. Collective."""
+        check_replicas(self.comm, self.model.parameters, step=step)
+
     def save_point(self, step: int) -> None:
-        """Bring all ranks to a point where `state` may be read. Nothing to do here."""
+        """Make sure that `state` is one state: each rank writes a part of it. Collective."""
+        self.check(step)
 
     def finish(self) -> None:
         """Bring the final parameters to every worker. Nothing to do here."""

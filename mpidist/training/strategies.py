@@ -47,6 +47,7 @@ class AllReduce:
     progress: str = "hooks"
     accumulate: int = 1
     takes_microbatches: ClassVar[bool] = True
+    has_replicas: ClassVar[bool] = True
 
     def __post_init__(self):
         check_name(self.algorithm, ALLREDUCE)

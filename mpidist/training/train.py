@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from ..checkpoint.store import CheckpointStore
 from ..data import Sampler, as_source
 from ..elastic.guard import guard
-from .limits import check_batch, check_microbatches, check_whole, last_step
+from .limits import check_batch, check_microbatches, check_replicated, check_whole, last_step
 from .progress import Progress, Step
 from .strategies import AllReduce
 from .summary import Summary, gather_facts, share
@@ -33,6 +33,7 @@ def train(
     resume: bool | str = "auto",
     stop_after: int | None = None,
     microbatches: int | None = None,
+    check_replicas: int | None = None,
     callbacks: Sequence[Callable[[Step], None]] = (),
 ) -> Summary:
     """Train `model` on `data` over all ranks of `comm`. Collective over `comm`.
@@ -67,6 +68,9 @@ def train(
         Cut every global batch into this many pieces and sum them in one fixed order: the same
         bits on any number of ranks, also after a resume on another. AllReduce only; see
         docs/models.md for its price.
+    check_replicas : int
+        Compare the parameters of all ranks every so many steps; they are compared before each
+        checkpoint in any case. AllReduce only.
     callbacks : functions of a `Step`
         Called after every step on every worker.
 
@@ -81,6 +85,8 @@ def train(
         Bad input, on all ranks.
     NoCheckpoint, CheckpointError
         ``resume=True`` without a checkpoint; one of another model.
+    ReplicaError
+        The parameters are not the same on all ranks; nothing was saved.
     MpidistError
         The loss is not a number any more (a checkpoint was saved before that update).
     Stopped
@@ -92,6 +98,7 @@ def train(
     last = last_step(epochs, steps, sampler)
     check_whole(checkpoint_every=checkpoint_every, stop_after=stop_after)
     check_microbatches(microbatches, global_batch, strategy)
+    check_replicated(check_replicas, strategy)
     settings: dict = {"global_batch": global_batch, "seed": seed}
     if microbatches is None:
         check_batch(global_batch, strategy.workers(comm.size))
@@ -127,6 +134,8 @@ def train(
                 times = (computed - began, time.perf_counter() - computed)
                 for callback in callbacks:
                     callback(Step(run.step, last, after.epoch, loss, len(indices), *times))
+                if check_replicas and run.step % check_replicas == 0:
+                    exchange.check(run.step)
                 if run.step % every == 0 and run.step < last:
                     run.checkpoint()
             run.end_loop()
