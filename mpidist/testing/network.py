@@ -104,7 +104,12 @@ class ShapedNetwork:
             *("--mca", "btl", "tcp,sm,self" if ranks_per_host > 1 else "tcp,self"),
             *(*options, *exported, *_FIRST_CLASS, *args),
         ]
-        environment = launch_environment(env, mpi=launcher)
+        # Open MPI names files after the host and its process, and another box may have both alike.
+        environment = {
+            **launch_environment(mpi=launcher),
+            "TMPDIR": str(self.box.folder),
+            **(env or {}),
+        }
         return self.box.run(command, env=environment, cwd=cwd, timeout=timeout)
 
     def bytes_sent(self, host: int) -> int:

@@ -3,11 +3,14 @@
 import json
 import re
 import statistics
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from mpidist.cluster.bench_network import sent_per_host
+from mpidist.testing import shaped_network
 from mpidist.testing.launch import find_launcher
+from mpidist.testing.network import unavailable
 
 pytestmark = pytest.mark.network
 
@@ -35,6 +38,21 @@ def test_ranks_are_on_hosts_of_their_own(net, openmpi, programs):
     done = net.mpirun(2, [openmpi, programs / "who.py"], mpi=find_launcher(openmpi))
     found = re.findall(r"rank (\d) of 8 sum 28 on (h\d)", done.check().stdout)
     assert dict(found) == {str(rank): f"h{rank // 2 + 1}" for rank in range(8)}
+
+
+def test_two_networks_at_once(openmpi, programs):
+    """Boxes count their processes alike and share /tmp, where Open MPI names files after them."""
+
+    def use(_):
+        with shaped_network(hosts=2, rate="1gbit") as net:
+            runs = [net.mpirun(1, [openmpi, programs / "who.py"], mpi=find_launcher(openmpi))
+                    for _ in range(3)]  # fmt: skip
+        return [run.check().stdout.count("of 2 sum 1") for run in runs]
+
+    if reason := unavailable():
+        pytest.skip(f"no shaped network: {reason}")
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(use, range(3))) == [[2, 2, 2]] * 3
 
 
 def test_stream_runs_at_the_rate_of_the_link(net):
