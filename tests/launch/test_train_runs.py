@@ -41,7 +41,7 @@ SUMMARY = {
 def train(folder, ranks, *words):
     """Run to the end and return the summary."""
     command = [*MPIDIST, "train", "job.toml", *words]
-    launch(ranks, command, cwd=folder, timeout=120).check()
+    launch(ranks, command, cwd=folder, timeout=300).check()
     settings = dict(w.split("=", 1) for w in words if w.startswith("out="))
     return summary(folder / settings.get("out", "run"))
 
