@@ -2,9 +2,10 @@
 
 Counters cannot be switched off, so they are measured in two ways. *Alone*: the statements that
 count in one call, timed by themselves, over the time of the call; exact to a thousandth on a noisy
-machine, but blind to what they do to caches. *With / without*: the same calls with `Counters.add`
-replaced by nothing, both in interleaved rounds. Calls of short vectors have no function to replace:
-they add one to an attribute, which is timed alone.
+machine, but blind to what they do to caches. *With / without*: the same calls on a context whose
+counters take nothing, both in interleaved rounds. (Not with another `Counters.add`: Python compiles
+all that uses a class anew when the class changes, which cost more than the counting.) Calls of
+short vectors add one to an attribute instead, which can only be timed alone.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 
 import numpy as np
 
 from .. import events
 from ..arena import Arena
 from ..collectives.allreduce import plan
+from ..context import Context, of
 from ..events import Counters
 from .bench_allreduce import calls_per_round
 from .ratios import ratio
@@ -35,7 +38,8 @@ def measure(comm, nbytes: int, rounds: int, algorithm: str = "auto") -> list[dic
         bytes, form, call_us, counting_us (alone), share (of the call), and with_without (median of
         the rounds' ratios) with its 95 % interval (low, high), None for short vectors.
     """
-    n = max(1, nbytes // 4)
+    n, context = max(1, nbytes // 4), of(comm)
+    silent = partial(_replaced, context, "sent", _Silent())
     rows = []
     with Arena(comm, {"x": ((n,), "f4")}) as arena:
         for form, target, vector in (
@@ -45,11 +49,11 @@ def measure(comm, nbytes: int, rounds: int, algorithm: str = "auto") -> list[dic
             call = plan(comm, target, algorithm=algorithm)
             pair = {
                 "with": Candidate([call], [vector], [vector]),
-                "without": Candidate([call], [vector], [vector], around=_uncounted),
+                "without": Candidate([call], [vector], [vector], around=silent),
             }
             repeat = calls_per_round(comm, nbytes, call)
             times = interleave(comm, pair, rounds=rounds, repeat=repeat)
-            seconds = _counting_alone(call)
+            seconds = _counting_alone(context, call)
             short = getattr(call.plan, "short", None) is not None  # type: ignore[attr-defined]
             if short:
                 seconds += _alone("counters.messages_sent += 1", counters=Counters())
@@ -69,6 +73,21 @@ def measure(comm, nbytes: int, rounds: int, algorithm: str = "auto") -> list[dic
     return rows
 
 
+class _Silent(Counters):
+    """Takes part in everything and counts nothing."""
+
+    def add(self, other: Counters) -> None:
+        """Forget `other`."""
+
+
+class _Recorder(Counters):
+    """Remembers what was added."""
+
+    def add(self, other: Counters) -> None:
+        """Remember `other`."""
+        self.__dict__.setdefault("added", []).append(other)
+
+
 @contextmanager
 def _replaced(owner, name: str, value: object) -> Iterator[None]:
     kept = getattr(owner, name)
@@ -79,29 +98,21 @@ def _replaced(owner, name: str, value: object) -> Iterator[None]:
         setattr(owner, name, kept)
 
 
-def _uncounted():
-    return _replaced(Counters, "add", lambda self, other: None)
-
-
-def _counting_alone(call: Callable[[], object]) -> float:
+def _counting_alone(context: Context, call: Callable[[], object]) -> float:
     """Seconds of what one call adds and emits. Collective, as the call is."""
-    added: list[Counters] = []
-    emitted: deque = deque()
-    add = Counters.add
-    with (
-        _replaced(Counters, "add", lambda self, other: added.append(other)),
-        _replaced(events, "recent", emitted),
-    ):
+    recorder, emitted = _Recorder(), deque[object]()
+    with _replaced(context, "sent", recorder), _replaced(events, "recent", emitted):
         call()
     # Large totals, as a job has them: they are no longer integers that Python keeps ready.
     total = Counters(*[1 << 40] * len(fields(Counters)))
-    seconds = sum(_alone("add(total, one)", add=add, total=total, one=one) for one in added)
+    added = recorder.__dict__.get("added", [])
+    seconds = sum(_alone("total.add(one)", total=total, one=one) for one in added)
     return seconds + len(emitted) * _alone("emit('x')", emit=events.emit)
 
 
 def _alone(statement: str, **names) -> float:
     """Seconds of a statement, the least of several runs, without the loop around it. Local."""
     number = 20_000
-    timed = min(timeit.repeat(statement, globals=names, number=number, repeat=5))
-    empty = min(timeit.repeat("pass", number=number, repeat=5))
+    timed = min(timeit.repeat(statement, globals=names, number=number, repeat=7))
+    empty = min(timeit.repeat("pass", number=number, repeat=7))
     return max(timed - empty, 0.0) / number
