@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .. import launch
+from .. import binding, launch
 from ..errors import ConfigError
 from . import (
     bench_allreduce,
@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         comm = launch.initialize(os.environ).COMM_WORLD
         launch.check_launch(comm, os.environ)
+        binding.check(comm, os.environ)
         rows, first = module.run(comm, args), comm.rank == 0
     if args.json and first:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .. import events, launch
+from .. import binding, events, launch
 from ..errors import ConfigError
 
 #: Seconds between progress lines where no terminal is at the other end (mpirun hides it).
@@ -69,6 +69,7 @@ def _train(comm, job, parts, args, store_path: Path) -> None:
     from ..training.train import train
 
     launch.check_launch(comm, os.environ)
+    binding.check(comm, os.environ)
     if comm.rank == 0:
         try:
             job.folder.mkdir(parents=True, exist_ok=True)

@@ -54,10 +54,8 @@ class Site:
         # Open MPI says that it does not know an algorithm, and goes on with its default.
         if finished.returncode or "invalid value" in finished.stderr:
             said = [line for line in finished.stderr.splitlines() if line.strip(" -=")]
-            raise MpidistError(
-                f"{shlex.join(command)} ended with {finished.returncode}: "
-                + " ".join(" ".join(said[:4]).split())
-            )
+            why = " ".join(" ".join(said[:4]).split())
+            raise MpidistError(f"{shlex.join(command)} ended with {finished.returncode}: {why}")
         return finished.stdout
 
     def hosts(self) -> list[str]:
@@ -139,11 +137,11 @@ def _measure(there: Site, settings: Sequence[Setting], say) -> Passes:
                 continue
             try:
                 found = there.times(setting)
-            except MpidistError as error:
+            except MpidistError:
                 if setting == DEFAULT:
                     raise
                 passes.pop(setting.name, None)
-                say(f"# {setting.name}: not here ({str(error)[:120]})")
+                say(f"# pass {k + 1} of {PASSES}: {setting.name} does not run here")
                 continue
             passes.setdefault(setting.name, []).append(found)
             say(f"# pass {k + 1} of {PASSES}: {setting.name}")
@@ -173,19 +171,24 @@ def _keep_what_holds(rows, chosen: dict[int, Setting], write, per_size: bool, ou
     """Take back what the second look has not confirmed, and write the files for good."""
     if per_size:
         for row in rows:
-            if row["algorithm"] != DEFAULT.name and row["ratio"] < 1:
-                say(f"# {row['bytes']} bytes: {row['algorithm']} not confirmed, left as it was")
+            if row["algorithm"] != DEFAULT.name and row["ratio"] < mpi.GAIN:
+                said = f"{row['algorithm']} gained {row['ratio']:.2f} times, left as it was"
+                say(f"# {row['bytes']} bytes: {said}")
                 chosen[row["bytes"]] = DEFAULT
-                row["algorithm"] = DEFAULT.name
+                _take_back(row)
     changed = [row["ratio"] for row in rows if row["algorithm"] != DEFAULT.name]
-    if changed and mpi.geometric_mean(changed) >= 1:
+    if changed and mpi.geometric_mean(changed) >= mpi.GAIN:
         write(chosen)
         return
     for name in (RULES, VARIABLES):
         (out / name).unlink(missing_ok=True)
     for row in rows:
-        row["algorithm"] = DEFAULT.name
+        _take_back(row)
     say("# the gain did not show a second time: nothing to advise")
+
+
+def _take_back(row: dict) -> None:
+    row.update(algorithm=DEFAULT.name, advised_us=row["default_us"], ratio=1.0)
 
 
 def _write_rules(out: Path, ranks: int, nodes: int, where: str, chosen) -> dict[str, str]:
@@ -226,14 +229,15 @@ def lines(rows: Sequence[dict], out: Path, library: str):
     for row in rows:
         numbers = f"{row['default_us']:>14.2f}{row['advised_us']:>14.2f}{row['ratio']:>14.2f}"
         yield f"{row['bytes']:>14}{numbers}  {row['algorithm']}"
-    changed = [row["ratio"] for row in rows if row["algorithm"] != DEFAULT.name]
+    changed = [row for row in rows if row["algorithm"] != DEFAULT.name]
     if not changed:
         return
+    gain = mpi.geometric_mean([row["ratio"] for row in changed])
     yield (
-        f"# {mpi.geometric_mean(changed):.2f} times as fast over the {len(changed)} sizes that it "
+        f"# {gain:.2f} times as fast over the {len(changed)} sizes that it "
         f"changes (geometric mean); for every program: . {out / VARIABLES}"
     )
-    if losing := [str(row["bytes"]) for row in rows if row["ratio"] < 0.95]:
+    if losing := [str(row["bytes"]) for row in changed if row["ratio"] < 0.95]:
         yield f"# but slower than the default at {', '.join(losing)} bytes"
     if library.startswith("Open MPI"):
         yield (
