@@ -64,6 +64,9 @@ def install_hook(comm: MPI.Comm) -> None:
         _hook_before, _thread_hook_before = sys.excepthook, threading.excepthook
         sys.excepthook = _uncaught
         threading.excepthook = _uncaught_in_thread
+        # Now, on every rank before anything else is registered: what is registered later runs
+        # earlier, and ranks that leave in different orders would wait for each other.
+        atexit.register(_leave)
         if MPI.COMM_WORLD.size == 1:
             # Open MPI leaves 16 MiB behind every program that was started without a launcher.
             atexit.register(unlink_segments)
@@ -72,7 +75,6 @@ def install_hook(comm: MPI.Comm) -> None:
     if _farewell == MPI.COMM_NULL and comm.size == world > 1 and not comm.Is_inter():
         _farewell = comm.Dup()
         sys.exit = _recording_exit
-        atexit.register(_leave)
         # After the Dup all ranks have left MPI_Init, where MPICH's ranks map their common memory.
         # Its name is of no use from then on, and would outlive a job that is killed as a whole.
         # Open MPI's ranks map each other's later, and its daemons clean up.
@@ -244,7 +246,7 @@ def _leave() -> None:
     MPI_Finalize would wait for it as well, only hotter.
     """
     global _farewell
-    if not _job_is_alive():
+    if not _job_is_alive() or _farewell == MPI.COMM_NULL:
         return
     start = time.monotonic()
     try:

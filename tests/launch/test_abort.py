@@ -197,3 +197,25 @@ def test_interrupted_rank(program):
 def test_nothing_happens_when_all_is_well(program, n):
     result = run(program, n, "none")
     assert (result.returncode, result.stderr) == (0, "")
+
+
+SUBGROUP_FIRST = """
+import numpy as np
+from mpi4py import MPI
+import mpidist as md
+
+world = MPI.COMM_WORLD
+some = world.Split(0 if world.rank < 2 else MPI.UNDEFINED)
+if some != MPI.COMM_NULL:
+    md.allreduce(some, np.ones(4))
+md.allreduce(world, np.ones(4))
+print("through", world.rank, flush=True)
+"""
+
+
+def test_ranks_that_began_with_different_communicators_leave_together(tmp_path):
+    """What runs at exit runs in one order on all ranks, whoever met a communicator first."""
+    program = tmp_path / "program.py"
+    program.write_text(SUBGROUP_FIRST)
+    result = launch(4, [sys.executable, program], timeout=60).check()
+    assert sorted(result.stdout.split()[1::2]) == ["0", "1", "2", "3"]
