@@ -65,7 +65,9 @@ def run(comm, args) -> list[dict]:
         return bench_choices.explain(comm, args)
     from ..cluster import bench_summary
     from ..cluster.bench_allreduce import check, measure, sizes
+    from ..collectives import selection
 
+    selection.remember_in(comm, None)  # auto shows what it can do, not what it once saw
     check(args.forms, args.low, args.cold)
     with ExitStack() as stack:
         version, torch = _torch(comm, stack) if args.torch else ("", None)

@@ -131,7 +131,8 @@ def choose(context: Context, signature: Signature, reduction: Reduction, shape, 
         entry["ranks"] = context.size
         chosen[key] = {**entry, "from": "measured"}
         events.emit("selection", bytes=int(key), **entry)
-        if context.rank == 0:
+        local = memory_of(context).topology.local_size
+        if context.rank == 0 and not selection_cache.busy(local):
             cache.keep(key, entry, time.time())
     return chosen[key]["algorithm"]
 

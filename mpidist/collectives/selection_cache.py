@@ -5,8 +5,8 @@ The name of the file is a fingerprint of all that decides which algorithm is the
 processor, network. Another cluster, another launch: another file.
 
 A noisy measurement must not stay for ever. A choice is remembered only where the winner was ahead
-by `MARGIN` and won most rounds, so what is close, or was disturbed, is measured in every run; and
-for `DAYS` days, then it is measured anew.
+by `MARGIN`, won most rounds, and nobody else worked on the machine (`busy`): what is close or was
+disturbed is measured in every run. And for `DAYS` days, then it is measured anew.
 Everything here is local and called on rank 0 alone; nothing here raises because of a file.
 """
 
@@ -74,6 +74,14 @@ def write_whole(path: Path, text: str) -> None:
     except OSError:
         Path(part).unlink(missing_ok=True)
         raise
+
+
+def busy(ranks: int) -> bool:
+    """Whether more is running on this machine than its `ranks` ranks of ours. Local."""
+    try:
+        return os.getloadavg()[0] > ranks + 1
+    except OSError:
+        return False
 
 
 def margin(us: dict[str, float]) -> float:

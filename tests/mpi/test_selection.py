@@ -41,6 +41,7 @@ def steady(monkeypatch):
     """Let every measurement be clear, whatever else the machine does."""
     monkeypatch.setattr(selection.selection_cache, "MARGIN", 1.0)
     monkeypatch.setattr(selection.selection_cache, "WON", 0.0)
+    monkeypatch.setattr(selection.selection_cache, "busy", lambda ranks: False)
 
 
 @pytest.mark.ranks(2, 3, 5)
@@ -108,6 +109,15 @@ def test_the_fastest_is_chosen_and_nothing_kept_where_it_is_off(comm, folder):
     for entry in chosen(comm, None).values():
         assert 0 <= entry["won"] <= 1
         assert entry["us"][entry["algorithm"]] == min(entry["us"].values())
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.ranks(2)
+def test_nothing_is_remembered_from_a_busy_machine(comm, folder, monkeypatch):
+    """What was measured beside other work may be wrong without it, however clear it looks."""
+    steady(monkeypatch)
+    monkeypatch.setattr(selection.selection_cache, "busy", lambda ranks: True)
+    chosen(comm, folder)
     assert list(folder.iterdir()) == []
 
 

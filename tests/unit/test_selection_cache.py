@@ -7,6 +7,7 @@ import pytest
 from mpidist.collectives.selection_cache import (
     DAYS,
     Remembered,
+    busy,
     facts_of,
     fingerprint,
     margin,
@@ -109,6 +110,12 @@ def test_the_fingerprint_tells_what_differs():
     assert fingerprint(facts_of([0, 0, 1, 1], {})) == fingerprint(base)
     assert base["cpu"]
     assert base["code"]
+
+
+def test_busy(monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (4.2, 0.0, 9.0))
+    assert busy(2)
+    assert not busy(4)
 
 
 def test_margin():
