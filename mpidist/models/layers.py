@@ -158,32 +158,24 @@ class MaxPool(NamedTuple):
         return {}
 
     def forward(self, parameters, x):
-        """Return (y, (x, y))."""
-        xp, squares = array_module(x), _squares(x)
-        rows = xp.maximum(squares[:, :, 0], squares[:, :, 1])
-        return (y := xp.maximum(rows[:, :, :, 0], rows[:, :, :, 1])), (x, y)
+        """Return (y, (x, the larger of each two neighbours of a row))."""
+        xp, (height, width) = array_module(x), (x.shape[1] // 2 * 2, x.shape[2] // 2 * 2)
+        pairs = xp.maximum(x[:, :height, :width:2], x[:, :height, 1:width:2])
+        return xp.maximum(pairs[:, ::2], pairs[:, 1::2]), (x, pairs)
 
     def backward(self, parameters, saved, dy, gradients, ready=_nothing, first=False):
         """Give each gradient to the first of the four that is the largest."""
-        x, y = saved
-        xp = array_module(dy)
-        wins = _squares(x) == y[:, :, None, :, None]
-        a, b, c, d = (wins[:, :, i, :, j] for i in (0, 1) for j in (0, 1))
-        taken = a.copy()
-        for other in (b, c, d):
-            xp.greater(other, taken, out=other)
-            taken |= other
-        odd = x.shape[1] % 2 or x.shape[2] % 2
-        dx = xp.zeros_like(x) if odd else xp.empty_like(x)
-        xp.multiply(wins, dy[:, :, None, :, None], out=_squares(dx))
+        x, pairs = saved
+        xp, (height, width) = array_module(dy), (x.shape[1] // 2 * 2, x.shape[2] // 2 * 2)
+        between = xp.empty_like(pairs)
+        upper = pairs[:, ::2] >= pairs[:, 1::2]
+        xp.multiply(dy, upper, out=between[:, ::2])
+        xp.subtract(dy, between[:, ::2], out=between[:, 1::2])
+        dx = xp.zeros_like(x) if x.shape[1:3] != (height, width) else xp.empty_like(x)
+        left = x[:, :height, :width:2] >= x[:, :height, 1:width:2]
+        xp.multiply(between, left, out=dx[:, :height, :width:2])
+        xp.subtract(between, dx[:, :height, :width:2], out=dx[:, :height, 1:width:2])
         return dx
-
-
-def _squares(x):
-    """View (channels, rows, 2, columns, 2, samples) of the 2 x 2 squares."""
-    channels, height, width, samples = x.shape
-    whole = x[:, : height // 2 * 2, : width // 2 * 2]
-    return whole.reshape(channels, height // 2, 2, width // 2, 2, samples)
 
 
 class Relu(NamedTuple):
