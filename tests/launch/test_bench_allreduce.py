@@ -1,5 +1,6 @@
 """``mpidist bench allreduce``: OSU's columns, JSON with the same figures, losing cases below."""
 
+import importlib.util
 import json
 import sys
 
@@ -32,6 +33,20 @@ def test_text_and_json_agree(tmp_path):
             continue
         assert any(row["algorithm"] in line and f"{row['ratio']:.3f}" in line for line in notes)
     assert any("auto against the best that was chosen by hand" in line for line in notes)
+
+
+def test_torch_is_a_yardstick_where_it_is_installed(tmp_path):
+    """Issue 3, point 9: gloo over arena; without PyTorch one line that says what to do."""
+    words = "--torch --min 65536 --max 65536 --rounds 3 --algorithms auto --json rows.json"
+    result = launch(2, [*MPIDIST, *words.split()], cwd=tmp_path)
+    if importlib.util.find_spec("torch") is None:
+        assert result.returncode == 2
+        assert "--torch: no PyTorch here; pip install torch" in result.stderr
+        return
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    (gloo,) = [row for row in rows if row["algorithm"] == "torch gloo"]
+    assert gloo["over_arena"] > 0
+    assert "torch gloo over arena: geometric mean over 1 size" in result.check().stdout
 
 
 def test_bad_input_is_one_line(tmp_path):
