@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -165,16 +166,17 @@ def _measure(context: Context, signature: Signature, reduction, n: int, make, na
     """Return the fastest, the share of rounds it won, and microseconds of a call of each."""
     probe = signature._replace(kind="selection", shape=f"({n})")
     plans = [make(context, probe, reduction, (n,), name) for name in names]
-    runs = [plan if plan.short is None else plan.short.run for plan in plans]
     data = np.zeros(n, reduction.work)
+    # Short ones bound to the vector, as by `md.plan`: who counts microseconds calls them so.
+    runs = [partial(p, data) if p.short is None else p.short.bind(data) for p in plans]
     for run in runs:
-        run(data)  # pays for connections and pages
+        run()  # pays for connections and pages
     once, repeat = (8, 3) if data.nbytes <= _SHORT else (1, 1)
     # All ranks know the slowest one's seconds, so they go on with the same numbers.
-    rough = _rounds(context, runs, data, [once] * len(runs), repeat).min(axis=0)
+    rough = _rounds(context, runs, [once] * len(runs), repeat).min(axis=0)
     calls = np.clip(TIMING / rough, 1, MOST_CALLS).astype(int).tolist()
     rounds = int(np.clip(BUDGET / (rough * calls).sum(), LEAST_ROUNDS, ROUNDS))
-    seconds = _rounds(context, runs, data, calls, rounds)
+    seconds = _rounds(context, runs, calls, rounds)
     for plan in plans:
         plan.close()
     # The lower quartile: whatever else happens on the machine can only make a round longer.
@@ -187,7 +189,7 @@ def _measure(context: Context, signature: Signature, reduction, n: int, make, na
     }
 
 
-def _rounds(context: Context, runs: list, data: np.ndarray, calls: list[int], rounds: int):
+def _rounds(context: Context, runs: list, calls: list[int], rounds: int) -> np.ndarray:
     """Return seconds per call, of the slowest rank: a row per round, a column per candidate.
 
     Collective. Who is first changes from round to round.
@@ -200,7 +202,7 @@ def _rounds(context: Context, runs: list, data: np.ndarray, calls: list[int], ro
             context.wait(context.control.Ibarrier().Test)
             start = time.perf_counter()
             for _ in range(calls[which]):
-                run(data)
+                run()
             seconds[k, which] = (time.perf_counter() - start) / calls[which]
     context.wait(context.control.Iallreduce(MPI.IN_PLACE, seconds, MPI.MAX).Test)
     return seconds
