@@ -14,7 +14,7 @@ def add_parser(what):
     parser.add_argument(
         "--cases",
         default="ring,hierarchical,auto,nonblocking,overlap",
-        help="comma-separated (ring,hierarchical,auto,nonblocking,overlap)",
+        help="comma-separated, also advise (ring,hierarchical,auto,nonblocking,overlap)",
     )
     return parser
 

@@ -22,7 +22,7 @@ import numpy as np
 from .. import launch
 from ..errors import ConfigError, MpidistError
 from ..testing.launch import launch_environment, launcher_command
-from ..testing.process import Started
+from ..testing.process import Finished, Started
 from . import mpi_algorithms as mpi
 from .mpi_algorithms import DEFAULT, Passes, Setting
 
@@ -41,27 +41,30 @@ class Site:
         self.launcher, self.options, self.sizes = [*launcher], [*options], [*sizes]
         self.environment = launch_environment()
 
-    def start(self, words: Sequence[str], variables: Mapping[str, str]) -> str:
-        """Run a program on all ranks and return its output; MpidistError if it fails."""
+    def run(self, words: Sequence[str], variables: Mapping[str, str]) -> Finished:
+        """Run a program on all ranks to its end."""
         command = [*self.launcher, *words]
         try:
-            job = Started(command, env={**self.environment, **variables})
+            return Started(command, env={**self.environment, **variables}).finish(PATIENCE)
         except OSError as error:
             raise ConfigError(
                 f"cannot start {command[0]}: {error.strerror}; see --launcher"
             ) from None
-        finished = job.finish(PATIENCE)
+
+    def output(self, words: Sequence[str], variables: Mapping[str, str]) -> str:
+        """Run a program on all ranks and return its output; MpidistError if it fails."""
+        done = self.run(words, variables)
         # Open MPI says that it does not know an algorithm, and goes on with its default.
-        if finished.returncode or "invalid value" in finished.stderr:
-            said = [line for line in finished.stderr.splitlines() if line.strip(" -=")]
+        if done.returncode or "invalid value" in done.stderr:
+            said = [line for line in done.stderr.splitlines() if line.strip(" -=")]
             why = " ".join(" ".join(said[:4]).split())
-            raise MpidistError(f"{shlex.join(command)} ended with {finished.returncode}: {why}")
-        return finished.stdout
+            raise MpidistError(f"{shlex.join(done.args)} ended with {done.returncode}: {why}")
+        return done.stdout
 
     def hosts(self) -> list[str]:
         """Return the host of each rank."""
         program = "import socket; print('host', socket.gethostname(), flush=True)"
-        said = self.start([sys.executable, "-c", program], {}).splitlines()
+        said = self.output([sys.executable, "-c", program], {}).splitlines()
         return [line.split()[1] for line in said if line.startswith("host ")]
 
     def times(self, setting: Setting) -> dict[int, float]:
@@ -74,7 +77,7 @@ class Site:
             words = [sys.executable, "-m", "mpidist", "bench", "allreduce", *self.options]
             words += ["--algorithms", "", "--forms", "call", "--json", str(rows)]
             words += ["--min", str(wanted[0]), "--max", str(wanted[-1])]
-            self.start(words, setting.variables)
+            self.output(words, setting.variables)
             found = json.loads(rows.read_text(encoding="utf-8"))
         native = [row["native_us"] for row in found if row["algorithm"] == "native"]
         return dict(zip(wanted, native, strict=True))
@@ -108,7 +111,7 @@ def advise(there: Site, library: str, out: Path, say: Callable[[str], None]) -> 
     say(f"# trying {len(settings)} of MPI's own algorithms for allreduce, {where}")
     passes = _measure(there, settings, say)
     if is_open_mpi:
-        chosen = {n: mpi.best_for(passes, settings, n) for n in there.sizes}
+        chosen = {n: mpi.best_for(passes, settings, n, mpi.base(nodes)) for n in there.sizes}
         write = partial(_write_rules, out, ranks, nodes, where)
     else:
         one = mpi.best_for_all(passes, settings, there.sizes)
@@ -124,7 +127,7 @@ def advise(there: Site, library: str, out: Path, say: Callable[[str], None]) -> 
         row["advised_us"] = round(float(np.median([a[row["bytes"]] for a in again["advised"]])), 2)
         row["default_us"] = round(float(np.median([d[row["bytes"]] for d in again["default"]])), 2)
         row["ratio"] = round(float(np.median(each)), 3)
-    _keep_what_holds(rows, chosen, write, is_open_mpi, out, say)
+    _keep_what_holds(rows, chosen, write, is_open_mpi and nodes == 1, out, say)
     return rows
 
 
@@ -168,7 +171,10 @@ def _row(passes: Passes, nbytes: int, setting: Setting) -> dict:
 
 
 def _keep_what_holds(rows, chosen: dict[int, Setting], write, per_size: bool, out, say) -> None:
-    """Take back what the second look has not confirmed, and write the files for good."""
+    """Take back what the second look has not confirmed, and write the files for good.
+
+    Size by size where the default can be had for some sizes alone, else all or nothing.
+    """
     if per_size:
         for row in rows:
             if row["algorithm"] != DEFAULT.name and row["ratio"] < mpi.GAIN:
@@ -194,7 +200,7 @@ def _take_back(row: dict) -> None:
 def _write_rules(out: Path, ranks: int, nodes: int, where: str, chosen) -> dict[str, str]:
     _make(out)
     path = out.absolute() / RULES
-    path.write_text(mpi.rules_file(chosen, ranks, _source(where)), encoding="utf-8")
+    path.write_text(mpi.rules_file(chosen, ranks, nodes, _source(where)), encoding="utf-8")
     variables = mpi.with_rules(str(path), nodes)
     _shell(out, variables, where)
     return variables

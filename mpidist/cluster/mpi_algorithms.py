@@ -56,9 +56,18 @@ class Setting(NamedTuple):
 DEFAULT = Setting("default", {})
 
 
+def base(nodes: int) -> Setting:
+    """Return what runs where a rules file leaves the choice to Open MPI. Local.
+
+    On one node that is its default. Between nodes it is not, for rules count only where coll_han is
+    out of the way: what stays is coll_tuned's own choice.
+    """
+    return DEFAULT if nodes == 1 else Setting("coll_tuned's own choice", dynamic(nodes))
+
+
 def open_mpi(ranks: int, nodes: int) -> list[Setting]:
     """Return what to try with Open MPI. Local."""
-    found = []
+    found = [base(nodes)] if nodes > 1 else []
     for number, name, segment, low, high in _OPEN_MPI:
         variables = {
             **dynamic(nodes),
@@ -105,17 +114,19 @@ def mpich() -> list[Setting]:
 Passes = Mapping[str, Sequence[Mapping[int, float]]]
 
 
-def ratios(passes: Passes, name: str, nbytes: int) -> list[float]:
-    """Return default over setting `name` at one size, pass by pass. Local."""
-    pairs = zip(passes[DEFAULT.name], passes.get(name, ()), strict=False)
-    return [default[nbytes] / own[nbytes] for default, own in pairs if nbytes in own]
+def ratios(passes: Passes, name: str, nbytes: int, over: Setting = DEFAULT) -> list[float]:
+    """Return the time of `over` over that of setting `name`, pass by pass. Local."""
+    pairs = zip(passes[over.name], passes.get(name, ()), strict=False)
+    return [before[nbytes] / own[nbytes] for before, own in pairs if nbytes in own]
 
 
-def best_for(passes: Passes, settings: Sequence[Setting], nbytes: int) -> Setting:
-    """Return the setting for vectors of `nbytes`; the default, unless each pass gained. Local."""
-    best, gain = DEFAULT, GAIN
+def best_for(
+    passes: Passes, settings: Sequence[Setting], nbytes: int, over: Setting = DEFAULT
+) -> Setting:
+    """Return the setting for vectors of `nbytes`: `over`, unless each pass gained. Local."""
+    best, gain = over, GAIN
     for setting in settings:
-        found = ratios(passes, setting.name, nbytes)
+        found = ratios(passes, setting.name, nbytes, over)
         if found and min(found) >= GAIN and np.median(found) > gain:
             best, gain = setting, float(np.median(found))
     return best
@@ -139,14 +150,15 @@ def geometric_mean(values: Sequence[float]) -> float:
     return float(np.exp(np.mean(np.log(values))))
 
 
-def rules_file(chosen: Mapping[int, Setting], ranks: int, source: str) -> str:
+def rules_file(chosen: Mapping[int, Setting], ranks: int, nodes: int, source: str) -> str:
     """Return a rules file of coll_tuned: bytes -> setting for `ranks` ranks, else MPI's own. Local.
 
     A rule holds from its size on, so between two measured sizes it changes at their geometric
     mean. Algorithm 0 leaves the choice to MPI; so it does below the smallest size, and for
     communicators of other sizes: a rule for n ranks holds for all larger ones, until the next.
     """
-    lines: list[tuple[int, Setting]] = [(0, DEFAULT)]
+    own = base(nodes)
+    lines: list[tuple[int, Setting]] = [(0, own)]
     sizes = sorted(chosen)
     for before, nbytes in zip([None, *sizes], sizes, strict=False):
         if chosen[nbytes] != lines[-1][1]:
@@ -162,7 +174,7 @@ def rules_file(chosen: Mapping[int, Setting], ranks: int, source: str) -> str:
         *(f"{start} {s.rule[0]} 0 {s.rule[1]} # {s.name}" for start, s in lines),
         f"{ranks + 1} # from so many ranks on",
         "1 # rule",
-        f"0 0 0 0 # {DEFAULT.name}",
+        f"0 0 0 0 # {own.name}",
     ]
     return "\n".join(text) + "\n"
 

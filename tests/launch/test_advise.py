@@ -44,7 +44,7 @@ def test_mpi_does_what_the_files_say(tmp_path):
         path = tmp_path / "a folder" / "allreduce.rules"
         path.parent.mkdir()
         chosen = {8: mpi_algorithms.DEFAULT, 1 << 16: ring}
-        path.write_text(mpi_algorithms.rules_file(chosen, 5, "a test"))
+        path.write_text(mpi_algorithms.rules_file(chosen, 5, 1, "a test"))
         variables, forced_short = mpi_algorithms.with_rules(str(path), 1), short
     script = tmp_path / "mpi.env"
     script.write_text(mpi_algorithms.shell(variables, "a test"))

@@ -28,7 +28,7 @@ def test_what_gains_in_each_pass_is_taken():
 def test_rules_file():
     """A rule for 0 bytes first, ranges that meet half way, other communicators as they were."""
     chosen = {64: DEFAULT, 256: RING, 1024: RING, 4096: TREE, 16384: DEFAULT}
-    text = mpi_algorithms.rules_file(chosen, 6, "somewhere")
+    text = mpi_algorithms.rules_file(chosen, 6, 1, "somewhere")
     rules = [line.split("#")[0].split() for line in text.splitlines()]
     assert [r for r in rules if r] == [
         ["1"], ["2"], ["2"],
@@ -37,7 +37,7 @@ def test_rules_file():
         ["8192", "0", "0", "0"],
         ["7"], ["1"], ["0", "0", "0", "0"],
     ]  # fmt: skip
-    first = mpi_algorithms.rules_file({64: RING}, 2, "")
+    first = mpi_algorithms.rules_file({64: RING}, 2, 1, "")
     assert "64 4 0 0" in first  # nothing was measured below
 
 
@@ -73,9 +73,9 @@ class FakeSite:
         return {n: found[n] for n in self.sizes if setting.low <= n <= (setting.high or n)}
 
 
-def advised(tmp_path, times, library="Open MPI 5.0.11"):
+def advised(tmp_path, times, library="Open MPI 5.0.11", hosts=("a", "a")):
     said = []
-    rows = advise.advise(FakeSite(times), library, tmp_path / "out", said.append)
+    rows = advise.advise(FakeSite(times, hosts), library, tmp_path / "out", said.append)
     files = {p.name: p.read_text() for p in (tmp_path / "out").glob("*")}
     return rows, files, "\n".join([*said, *advise.lines(rows, tmp_path / "out", library)])
 
@@ -126,6 +126,25 @@ def test_mpich_has_one_setting_for_all_sizes(tmp_path):
     assert set(files) == {"mpi.env"}
     assert "export MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM=ring\n" in files["mpi.env"]
     assert "slower than the default at 64 bytes" in text
+
+
+def test_between_nodes_the_rules_are_all_or_nothing(tmp_path):
+    """Rules count only without coll_han, so where they leave the choice to MPI is no default."""
+    own = mpi_algorithms.base(2)
+    assert own.variables["OMPI_MCA_coll_han_priority"] == "0"
+    times = {
+        "default": {64: 10, 1024: 40}, own.name: {64: 12, 1024: 80}, "ring": {64: 12, 1024: 20},
+        "advised": {64: 12, 1024: 20},
+    }  # fmt: skip
+    rows, files, text = advised(tmp_path, times, hosts=("a", "b"))
+    assert [r["algorithm"] for r in rows] == [own.name, "ring"]
+    assert "1.29 times as fast over the 2 sizes" in text
+    assert "slower than the default at 64 bytes" in text
+    assert "export OMPI_MCA_coll_han_priority=0\n" in files["mpi.env"]
+    times["advised"] = {64: 30, 1024: 20}
+    _, files, text = advised(tmp_path, times, hosts=("a", "b"))
+    assert files == {}
+    assert "nothing to advise" in text
 
 
 def test_bad_options():
