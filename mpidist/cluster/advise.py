@@ -119,7 +119,8 @@ def advise(there: Site, library: str, out: Path, say: Callable[[str], None]) -> 
         write = partial(_write_variables, out, where)
     rows = [_row(passes, n, chosen[n]) for n in there.sizes]
     if all(setting == DEFAULT for setting in chosen.values()):
-        say(f"# nothing gained {mpi.GAIN} times in each pass: MPI chooses well here")
+        what = "" if is_open_mpi else " and lost at no size (--min and --max set the sizes)"
+        say(f"# nothing gained {mpi.GAIN} times in each pass{what}: MPI chooses well here")
         return rows
     again = _check(there, write(chosen), say)
     for row in rows:
@@ -243,7 +244,7 @@ def lines(rows: Sequence[dict], out: Path, library: str):
         f"# {gain:.2f} times as fast over the {len(changed)} sizes that it "
         f"changes (geometric mean); for every program: . {out / VARIABLES}"
     )
-    if losing := [str(row["bytes"]) for row in changed if row["ratio"] < 0.95]:
+    if losing := [str(row["bytes"]) for row in changed if row["ratio"] < mpi.LOSS]:
         yield f"# but slower than the default at {', '.join(losing)} bytes"
     if library.startswith("Open MPI"):
         yield (

@@ -19,6 +19,8 @@ import numpy as np
 
 #: A setting is advised where it was faster by this factor in each pass.
 GAIN = 1.05
+#: One that holds for all sizes may not cost any of them more than this.
+LOSS = 0.95
 
 _TUNED = "OMPI_MCA_coll_tuned_"
 #: coll_tuned's number, name, segment in bytes, smallest and largest vector worth trying.
@@ -133,11 +135,11 @@ def best_for(
 
 
 def best_for_all(passes: Passes, settings: Sequence[Setting], sizes: Sequence[int]) -> Setting:
-    """Return the setting whose geometric mean over all sizes is best, likewise. Local."""
+    """Return the setting that gains most over all sizes and loses at none; likewise. Local."""
     best, gain = DEFAULT, GAIN
     for setting in settings:
         each = [ratios(passes, setting.name, nbytes) for nbytes in sizes]
-        if not all(each):
+        if not all(each) or min(np.median(one) for one in each) < LOSS:
             continue
         means = [geometric_mean(one) for one in zip(*each, strict=True)]
         if min(means) >= GAIN and np.median(means) > gain:
