@@ -89,7 +89,7 @@ def remember_in(comm: MPI.Comm, folder: Path | None) -> None:
 
 
 def remembered(comm: MPI.Comm) -> Remembered:
-    """Return the fingerprint and the file of this communicator. Collective on first use."""
+    """Return fingerprint and file of this communicator, on rank 0. Collective on first use."""
     return _remembered(of(comm))
 
 
@@ -139,13 +139,16 @@ def choose(context: Context, signature: Signature, reduction: Reduction, shape, 
 
 
 def _remembered(context: Context) -> Remembered:
-    """Return the cache of this communicator, its entries taken over. Collective on first use."""
+    """Return the cache, of rank 0 alone, its entries taken over. Collective on first use."""
     if "remembered" not in context.store:
-        folder = context.store.get("selection folder", cache_folder())
-        facts = selection_cache.facts_of(memory_of(context).topology.node_of, mpi_settings())
-        cache = context.store["remembered"] = Remembered(facts, folder)
+        cache, mine = Remembered({}, None), {}
+        if context.rank == 0:
+            folder = context.store.get("selection folder", cache_folder())
+            node_of = memory_of(context).topology.node_of
+            cache = Remembered(selection_cache.facts_of(node_of, mpi_settings()), folder)
+            mine = cache.read(time.time())
+        context.store["remembered"] = cache
         # All ranks take what rank 0 finds, also nothing: their homes may differ, choices may not.
-        mine = cache.read(time.time()) if context.rank == 0 else {}
         for key, entry in json.loads(_from_rank_0(context, json.dumps(mine).encode())).items():
             if entry["algorithm"] in candidates(context) and entry.get("ranks") == context.size:
                 _chosen(context).setdefault(key, {**entry, "from": "cache"})
