@@ -20,7 +20,7 @@ def run(comm, args) -> list[dict]:
     from ..cluster.bench_allreduce import sizes
     from ..cluster.bench_counters import measure
 
-    names = ("Size", "call(us)", "counting", "share(%)", "with/without", "low", "high")
+    names = ("Size", "call(us)", "counting", "share(%)")
     say(
         comm,
         f"# counters, {comm.size} ranks, {args.rounds} rounds, {library()}",
@@ -30,13 +30,9 @@ def run(comm, args) -> list[dict]:
     for size in sizes(args.low, args.high, args.step):
         for row in measure(comm, size, args.rounds):
             rows.append(row)
-            compared = "".join(
-                f"{'-':>13}" if row[name] is None else f"{row[name]:>13.4f}"
-                for name in ("with_without", "low", "high")
-            )
             say(
                 comm,
                 f"{row['bytes']:>13}{row['call_us']:>13.2f}{row['counting_us']:>13.3f}"
-                f"{100 * row['share']:>13.3f}{compared}  {row['form']}",
+                f"{100 * row['share']:>13.3f}  {row['form']}",
             )
     return rows

@@ -1,21 +1,17 @@
 """`mpidist bench counters`: what counting messages and bytes costs an allreduce.
 
-Counters cannot be switched off, so they are measured in two ways. *Alone*: the statements that
-count in one call, timed by themselves, over the time of the call; exact to a thousandth on a noisy
-machine, but blind to what they do to caches. *With / without*: the same calls on a context whose
-counters take nothing, both in interleaved rounds. (Not with another `Counters.add`: Python compiles
-all that uses a class anew when the class changes, which cost more than the counting.) Calls of
-short vectors add one to an attribute instead, which can only be timed alone.
+Counters cannot be switched off, and a call only adds one to the count of what it ran, so there is
+no function to leave out either. What counts in one call is timed by itself, over the time of the
+call: exact to a thousandth on a noisy machine, but blind to what it does to caches.
 """
 
 from __future__ import annotations
 
 import timeit
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import fields
-from functools import partial
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +21,6 @@ from ..collectives.allreduce import plan
 from ..context import Context, of
 from ..events import Counters
 from .bench_allreduce import calls_per_round
-from .ratios import ratio
 from .rounds import Candidate, interleave
 
 
@@ -35,11 +30,9 @@ def measure(comm, nbytes: int, rounds: int, algorithm: str = "auto") -> list[dic
     Returns
     -------
     list of dict
-        bytes, form, call_us, counting_us (alone), share (of the call), and with_without (median of
-        the rounds' ratios) with its 95 % interval (low, high), None for short vectors.
+        bytes, form, call_us, counting_us (alone), share (of the call).
     """
     n, context = max(1, nbytes // 4), of(comm)
-    silent = partial(_replaced, context, "sent", _Silent())
     rows = []
     with Arena(comm, {"x": ((n,), "f4")}) as arena:
         for form, target, vector in (
@@ -47,67 +40,38 @@ def measure(comm, nbytes: int, rounds: int, algorithm: str = "auto") -> list[dic
             ("arena", arena, arena.flat),
         ):
             call = plan(comm, target, algorithm=algorithm)
-            pair = {
-                "with": Candidate([call], [vector], [vector]),
-                "without": Candidate([call], [vector], [vector], around=silent),
-            }
             repeat = calls_per_round(comm, nbytes, call)
-            times = interleave(comm, pair, rounds=rounds, repeat=repeat)
+            turns = {"call": Candidate([call], [vector], [vector])}
+            call_time = interleave(comm, turns, rounds=rounds, repeat=repeat)["call"].median
             seconds = _counting_alone(context, call)
-            short = getattr(call.plan, "short", None) is not None  # type: ignore[attr-defined]
-            if short:
+            made: Any = call.plan  # type: ignore[attr-defined]
+            # A short arena is reduced by plans of its vectors.
+            if any(getattr(p, "short", None) for p in (made, *getattr(made, "plans", {}).values())):
                 seconds += _alone("counters.messages_sent += 1", counters=Counters())
-            middle, low, high = ratio(times["with"], times["without"])
             rows.append(
                 {
                     "bytes": n * 4,
                     "form": f"{call.algorithm} {form}",  # type: ignore[attr-defined]
-                    "call_us": round(times["with"].median * 1e6, 3),
+                    "call_us": round(call_time * 1e6, 3),
                     "counting_us": round(seconds * 1e6, 4),
-                    "share": round(seconds / times["with"].median, 6),
-                    "with_without": None if short else round(middle, 4),
-                    "low": None if short else round(low, 4),
-                    "high": None if short else round(high, 4),
+                    "share": round(seconds / call_time, 6),
                 }
             )
     return rows
 
 
-class _Silent(Counters):
-    """Takes part in everything and counts nothing."""
-
-    def add(self, other: Counters) -> None:
-        """Forget `other`."""
-
-
-class _Recorder(Counters):
-    """Remembers what was added."""
-
-    def add(self, other: Counters) -> None:
-        """Remember `other`."""
-        self.__dict__.setdefault("added", []).append(other)
-
-
-@contextmanager
-def _replaced(owner, name: str, value: object) -> Iterator[None]:
-    kept = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, kept)
-
-
 def _counting_alone(context: Context, call: Callable[[], object]) -> float:
-    """Seconds of what one call adds and emits. Collective, as the call is."""
-    recorder, emitted = _Recorder(), deque[object]()
-    with _replaced(context, "sent", recorder), _replaced(events, "recent", emitted):
-        call()
-    # Large totals, as a job has them: they are no longer integers that Python keeps ready.
-    total = Counters(*[1 << 40] * len(fields(Counters)))
-    added = recorder.__dict__.get("added", [])
-    seconds = sum(_alone("total.add(one)", total=total, one=one) for one in added)
-    return seconds + len(emitted) * _alone("emit('x')", emit=events.emit)
+    """Seconds of what one call counts and emits. Collective, as the call is."""
+    kept, events.recent = events.recent, deque()
+    before = sum(context.ran.values())
+    call()
+    counted, emitted = sum(context.ran.values()) - before, len(events.recent)
+    events.recent = kept
+    counts = Counters()
+    names = {"context": context, "program": SimpleNamespace(counters=counts)}
+    seconds = _alone("context.ran[program.counters] += 1", **names)
+    del context.ran[counts]
+    return counted * seconds + emitted * _alone("emit('x')", emit=events.emit)
 
 
 def _alone(statement: str, **names) -> float:

@@ -105,7 +105,7 @@ class Handle:
         """Make progress; true when the result is there. Local."""
         if not self.done and self.run.test():
             self.plan.store(self.target, self.work, self.total)
-            self.context.sent.add(self.program.counters)
+            self.context.ran[self.program.counters] += 1
             self.done = True
             if self in running:
                 running.remove(self)

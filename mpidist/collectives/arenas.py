@@ -7,8 +7,11 @@ from ..context import Context
 from ..errors import ConfigError
 from ..mismatch import Signature
 from . import algorithms, engines, plans
-from .reductions import Reduction, resolve
+from .reductions import resolve
 from .shared import memory_of
+
+#: Shorter vectors are copied into the node's small slots: one barrier instead of two.
+SMALL_BYTES = 8 << 10
 
 
 class ArenaPlan:
@@ -17,14 +20,19 @@ class ArenaPlan:
     def __init__(self, context: Context, arena: Arena, op, algorithm: str):
         self.context, self.arena, self.op = context, arena, op
         self.algorithm = _settle(context, arena, algorithm)
-        self.parts: list = []
-        for k, vector in enumerate(arena.vectors):
-            reduction = resolve(op, vector.dtype)
-            where_it_lies = self.algorithm in algorithms.NODE and reduction.work == vector.dtype
-            self.parts.append(self._engine(k, reduction) if where_it_lies else None)
+        self.engines = [self._engine(k, vector) for k, vector in enumerate(arena.vectors)]
+        self.plans: dict = {}
 
-    def _engine(self, k: int, reduction: Reduction):
-        context, slots = self.context, self.arena.slots[k]
+    def _engine(self, k: int, vector):
+        """Return what adds vector `k` where it lies, or None. Collective."""
+        context, slots, reduction = (
+            self.context,
+            self.arena.slots[k],
+            resolve(self.op, vector.dtype),
+        )
+        small = self.algorithm == "node" and vector.nbytes < SMALL_BYTES
+        if self.algorithm not in algorithms.NODE or reduction.work != vector.dtype or small:
+            return None
         signature = Signature(
             "allreduce", reduction.dtype.name, f"({slots[0].size})", reduction.name,
             self.algorithm, f"arena vector {k}",
@@ -37,14 +45,21 @@ class ArenaPlan:
     def __call__(self, weight=None, total=None) -> None:
         """Reduce the arena in place. Collective."""
         total = self.context.size if total is None else total
-        for vector, engine in zip(self.arena.vectors, self.parts, strict=True):
+        for k, vector in enumerate(self.arena.vectors):
+            engine = self.engines[k]
             if engine is None:
-                plan = plans.find(self.context, vector, self.op, self.algorithm)
-                plan(vector, weight, total)
+                self._plan(k, vector)(vector, weight, total)
                 continue
             if weight is not None:
                 vector *= vector.dtype.type(weight)
             engine(vector, self.context.begin(engine.signature), total)
+
+    def _plan(self, k: int, vector):
+        """Return the plan of vector `k` as a private one; kept, so nothing is looked up."""
+        if k not in self.plans:
+            self.plans[k] = plans.find(self.context, vector, self.op, self.algorithm)
+            self.plans[k].bound = True
+        return self.plans[k]
 
 
 def find(context: Context, arena: Arena, op, algorithm: str) -> ArenaPlan:

@@ -151,7 +151,7 @@ class LaneRun:
             return False
         for made in (bucket.add, bucket.show, bucket.program):
             if made is not None:
-                self.context.sent.add(made.counters)
+                self.context.ran[made.counters] += 1
         self.done = True
         if self in running:
             running.remove(self)

@@ -35,7 +35,7 @@ class Scheduled:
         context = self.context
         tag = context.tag(self.signature, sequence)
         context.wait(self.program.start(context.data, work, tag).test)
-        context.sent.add(self.program.counters)
+        context.ran[self.program.counters] += 1
 
     def close(self) -> None:
         """Nothing to free: scratch is memory of Python's."""
@@ -54,7 +54,7 @@ class Shared:
         """Reduce the flat vector `work` in place. Collective."""
         divisor = work.dtype.type(total) if self.reduction.mean else None
         self.program.run(self.gate, self.signature.key, work, divisor)
-        self.context.sent.add(self.program.counters)
+        self.context.ran[self.program.counters] += 1
 
     def close(self) -> None:
         """Nothing to free: the memory is the communicator's."""

@@ -81,10 +81,10 @@ class Hierarchical:
             part = work[slice(*self.part)]
             tag = context.tag(self.signature, sequence)
             context.wait(self.program.start(context.data, part, tag).test)
-            context.sent.add(self.program.counters)
+            context.ran[self.program.counters] += 1
         self.second.run(gate, None, work, divisor)
-        context.sent.add(self.first.counters)
-        context.sent.add(self.second.counters)
+        context.ran[self.first.counters] += 1
+        context.ran[self.second.counters] += 1
 
     def close(self) -> None:
         """Nothing to free."""

@@ -247,7 +247,7 @@ class Blocking:
         else:
             for start in range(0, self.n, self.piece):
                 self._reduce(work[start : start + self.piece])
-        self.context.sent.add(self.counters)
+        self.context.ran[self.counters] += 1
 
     def _reduce(self, part: np.ndarray) -> None:
         comm = self.context.data

@@ -64,7 +64,7 @@ def run_program(context: Context, signature: Signature, plan: Prepared, vector) 
     sequence = plan.last_used = context.begin(signature)
     run = plan.program.start(context.data, vector, context.tag(signature, sequence))
     context.wait(run.test)
-    context.sent.add(plan.program.counters)
+    context.ran[plan.program.counters] += 1
 
 
 def block_lengths(context: Context, signature: Signature, counts, mine: int) -> tuple[int, ...]:

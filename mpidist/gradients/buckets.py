@@ -33,7 +33,7 @@ def cut(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
     A bucket is closed when it has reached `limit`; a tensor is never cut. The first and the last
     are a quarter of that: until the first leaves the wire is idle, and nothing hides the last.
     """
-    buckets = []
+    buckets: list[tuple[int, int]] = []
     first = filled = 0
     left = sum(sizes)
     for k, size in enumerate(sizes):

@@ -218,9 +218,9 @@ def test_counters_equal_the_formulas(comm):
     expected["double_tree"] = (links, links * size // 2)
     for name, (messages, nbytes) in expected.items():
         x = np.zeros(n, np.float32)
-        counters = of(comm).counters
-        counters.reset()
+        of(comm).counters.reset()
         md.allreduce(comm, x, algorithm=name)
+        counters = of(comm).counters
         assert counters.messages_sent == messages
         assert counters.bytes_sent == nbytes
         assert counters.messages_received == messages

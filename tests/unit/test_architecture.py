@@ -20,8 +20,8 @@ FLOORS = {
     "events": 1.0, "waiting": 1.1, "mismatch": 1.1, "arrays": 1.1, "launch": 1.2, "binding": 1.2,
     "abort": 1.2, "statuses": 1.2, "topology": 1.3, "arena": 1.35, "context": 1.4,
     "collectives": 2.0, "redistribute": 2.0,
-    "gradients": 3.0, "parameter_server": 3.0, "optim": 3.0, "data": 3.0, "checkpoint": 3.0, "elastic": 3.0,
-    "models": 3.0, "testing": 3.0,
+    "gradients": 3.0, "parameter_server": 3.0, "optim": 3.0, "data": 3.0, "checkpoint": 3.0,
+    "elastic": 3.0, "models": 3.0, "testing": 3.0,
     "training": 4.0, "cluster": 4.0,
     "cli": 5.0, "__main__": 6.0,
 }  # fmt: skip
