@@ -14,6 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import mpi4py
 import numpy as np
 from mpi4py import MPI
 
@@ -145,7 +146,7 @@ def _remembered(context: Context) -> Remembered:
         if context.rank == 0:
             folder = context.store.get("selection folder", cache_folder())
             node_of = memory_of(context).topology.node_of
-            cache = Remembered(selection_cache.facts_of(node_of, mpi_settings()), folder)
+            cache = Remembered(selection_cache.facts_of(node_of, _mpi()), folder)
             mine = cache.read(time.time())
         context.store["remembered"] = cache
         # All ranks take what rank 0 finds, also nothing: their homes may differ, choices may not.
@@ -153,6 +154,15 @@ def _remembered(context: Context) -> Remembered:
             if entry["algorithm"] in candidates(context) and entry.get("ranks") == context.size:
                 _chosen(context).setdefault(key, {**entry, "from": "cache"})
     return context.store["remembered"]
+
+
+def _mpi() -> dict[str, object]:
+    return {
+        "library": MPI.Get_library_version().strip("\0 \n"),
+        "thread_level": MPI.Query_thread(),
+        "mpi4py": mpi4py.__version__,
+        "settings": mpi_settings(),
+    }
 
 
 def _from_rank_0(context: Context, data: bytes) -> bytes:

@@ -95,21 +95,15 @@ def fingerprint(facts: dict) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def facts_of(node_of: Sequence[int], settings: Mapping[str, str]) -> dict:
+def facts_of(node_of: Sequence[int], mpi: Mapping[str, object]) -> dict:
     """Return what decides which algorithm is the fastest for ranks on these nodes. Local.
 
-    `node_of` is rank -> node; `settings` are the variables by which MPI has been tuned.
+    `node_of` is rank -> node; `mpi` says which MPI it is, and how it is tuned.
     """
-    import mpi4py
-    from mpi4py import MPI
-
     return {
         "mpidist": __version__,
         "code": _digest(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))),
-        "MPI": MPI.Get_library_version().strip("\0 \n"),
-        "settings": dict(settings),
-        "mpi4py": mpi4py.__version__,
-        "thread_level": MPI.Query_thread(),
+        "MPI": dict(mpi),
         "ranks": len(node_of),
         "nodes": len(set(node_of)),
         "places": _digest(str(node).encode() for node in node_of),

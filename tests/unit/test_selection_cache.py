@@ -104,7 +104,7 @@ def test_the_fingerprint_tells_what_differs():
         facts_of([0, 1, 0, 1], {}),
         facts_of([0, 0, 1, 1, 1], {}),
         facts_of([0, 0, 0, 0], {}),
-        facts_of([0, 0, 1, 1], {"UCX_TLS": "tcp"}),
+        facts_of([0, 0, 1, 1], {"settings": {"UCX_TLS": "tcp"}}),
     ]
     assert len({fingerprint(facts) for facts in (base, *others)}) == 5
     assert fingerprint(facts_of([0, 0, 1, 1], {})) == fingerprint(base)
