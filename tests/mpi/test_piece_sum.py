@@ -79,13 +79,13 @@ def test_counters_equal_the_formulas(comm):
     for pieces in (size, 16, 3 * size):
         sums = PieceSum(comm, n, np.float64, pieces)
         out = np.empty(n)
-        counters = context.of(comm).counters
         for _ in range(2):  # the first one also makes the plan
-            before = counters.messages_sent, counters.bytes_sent
+            before = context.of(comm).counters.snapshot()
             for _piece in sums.mine:
                 sums.add(np.ones(n))
             sums.finish(out)
-        messages, sent = counters.messages_sent - before[0], counters.bytes_sent - before[1]
+        after = context.of(comm).counters.snapshot()
+        messages, sent = (after[name] - before[name] for name in ("messages_sent", "bytes_sent"))
         assert (out == pieces).all()
         bounds = ordered.cuts(pieces, size)
         most = -(-pieces // size)
