@@ -218,4 +218,5 @@ def test_ranks_that_began_with_different_communicators_leave_together(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(SUBGROUP_FIRST)
     result = launch(4, [sys.executable, program], timeout=60).check()
-    assert sorted(result.stdout.split()[1::2]) == ["0", "1", "2", "3"]
+    # Lines of different ranks may run into each other.
+    assert sorted(re.findall(r"\d", result.stdout)) == ["0", "1", "2", "3"]
