@@ -60,7 +60,7 @@ def advise(args, environ: Mapping[str, str]) -> list[dict]:
     options = ["--step", str(args.step), "--rounds", str(args.rounds), "--dtype", args.dtype]
     options += ["--thread-level", args.thread_level]
     there = advice.site(args.ranks, args.launcher, options, sizes(args.low, args.high, args.step))
-    library, out = advice.library(), Path(args.out)
+    library, out = advice.installed_mpi(), Path(args.out)
     rows = advice.advise(there, library, out, lambda line: print(line, flush=True))
     print("\n".join(advice.lines(rows, out, library)), flush=True)
     return rows

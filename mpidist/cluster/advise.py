@@ -253,7 +253,7 @@ def lines(rows: Sequence[dict], out: Path, library: str):
         )
 
 
-def library() -> str:
+def installed_mpi() -> str:
     """Return name and version of this Python's MPI, which need not have begun. Local."""
     import mpi4py
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..testing.network import ShapedNetwork, shaped_network
 from ..testing.process import Finished
-from .advise import PATIENCE, Site, advise, library
+from .advise import PATIENCE, Site, advise, installed_mpi
 
 _HOSTS, _SIZES = 4, [4 << 10, 64 << 10, 1 << 20, 16 << 20]
 _OPTIONS = ("--step", "16", "--rounds", "5")
@@ -29,7 +29,7 @@ class NetworkSite(Site):
 def advice(say: Callable[[str], None]) -> list[dict]:
     """4 hosts x 1 rank, 1 Gbit/s: Open MPI with its advised rules over its default. Local."""
     with shaped_network(_HOSTS, "1gbit") as net, tempfile.TemporaryDirectory() as folder:
-        rows = advise(NetworkSite(net, 1), library(), Path(folder), say)
+        rows = advise(NetworkSite(net, 1), installed_mpi(), Path(folder), say)
     return [
         {
             "case": "advise", "layout": f"{_HOSTS} x 1", "bytes": row["bytes"],

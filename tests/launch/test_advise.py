@@ -64,7 +64,7 @@ def test_it_measures_writes_and_measures_again(tmp_path, monkeypatch):
     monkeypatch.setattr(advise, "_keep_what_holds", lambda *_: None)
     said = []
     there = advise.site(2, None, ["--rounds", "3", "--step", "8"], [1000, 8000])
-    rows = advise.advise(there, advise.library(), tmp_path / "out", said.append)
+    rows = advise.advise(there, advise.installed_mpi(), tmp_path / "out", said.append)
     assert [(row["bytes"], row["algorithm"]) for row in rows] == [(1000, wanted), (8000, wanted)]
     assert all(row["default_us"] > 0 and row["advised_us"] > 0 for row in rows)
     assert "2 ranks on 1 host" in said[0]
