@@ -25,11 +25,8 @@ class ArenaPlan:
 
     def _engine(self, k: int, vector):
         """Return what adds vector `k` where it lies, or None. Collective."""
-        context, slots, reduction = (
-            self.context,
-            self.arena.slots[k],
-            resolve(self.op, vector.dtype),
-        )
+        context, slots = self.context, self.arena.slots[k]
+        reduction = resolve(self.op, vector.dtype)
         small = self.algorithm == "node" and vector.nbytes < SMALL_BYTES
         if self.algorithm not in algorithms.NODE or reduction.work != vector.dtype or small:
             return None
