@@ -13,7 +13,8 @@ from ..context import Context
 from ..errors import ConfigError
 from ..events import emit
 from ..mismatch import Signature
-from . import algorithms, flat, node
+from . import algorithms, cross, flat, node
+from .cross import CrossProgram
 from .executor import Program
 from .flat import Flat
 from .hierarchical import Hierarchical, lanes_of
@@ -42,7 +43,7 @@ class Scheduled:
 
 
 class Shared:
-    """The node's own algorithm on private vectors, staged through shared memory."""
+    """The node's own algorithm: on an arena, or on private vectors, reached or staged."""
 
     divides = True
 
@@ -100,19 +101,31 @@ def make(context: Context, signature: Signature, reduction: Reduction, shape, na
 
 
 def _on_nodes(context, signature, reduction: Reduction, n: int, memory: NodeMemory):
-    dtype, ufunc, topology = reduction.work, reduction.ufunc, memory.topology
-    size, rank = topology.local_size, topology.local_rank
-    staging = memory.staging[: memory.staging.size // dtype.itemsize * dtype.itemsize].view(dtype)
-    piece = node.piece_length(size, dtype.itemsize)
+    topology, gate = memory.topology, memory.gate
     if topology.nodes == 1:
-        program = SharedProgram(node.staged(size, rank, n, piece, n), n, staging, ufunc)
-        return Shared(context, signature, reduction, program, memory.gate)
-    lanes = lanes_of(topology)
+        program = _program(node.staged, node.in_place, reduction, n, memory)
+        return Shared(context, signature, reduction, program, gate)
+    lanes = (lanes_of(topology),)
     halves = (
-        SharedProgram(node.reduce_scatter(size, rank, n, piece, lanes, n), n, staging, ufunc),
-        SharedProgram(node.allgather(size, rank, n, piece, lanes, n), n, staging, ufunc),
+        _program(node.reduce_scatter, node.in_place_reduce_scatter, reduction, n, memory, lanes),
+        _program(node.allgather, node.in_place_allgather, reduction, n, memory, lanes),
     )
-    return Hierarchical(context, signature, reduction, n, topology, memory.gate, halves)
+    return Hierarchical(context, signature, reduction, n, topology, gate, halves)
+
+
+def _program(staged, in_place, reduction: Reduction, n: int, memory: NodeMemory, lanes=()):
+    """Return what runs `in_place` on private vectors where they can be reached, else `staged`.
+
+    Both add in the same order, so nodes need not choose alike. Local.
+    """
+    dtype, topology = reduction.work, memory.topology
+    size, rank = topology.local_size, topology.local_rank
+    if memory.cross is not None and n * dtype.itemsize > cross.REACHED_BYTES:
+        steps = in_place(size, rank, n, cross.PIECE_BYTES // dtype.itemsize, *lanes, n)
+        return CrossProgram(steps, n, rank, dtype, reduction.ufunc, memory.cross)
+    staging = memory.staging[: memory.staging.size // dtype.itemsize * dtype.itemsize].view(dtype)
+    steps = staged(size, rank, n, node.piece_length(size, dtype.itemsize), *lanes, n)
+    return SharedProgram(steps, n, staging, reduction.ufunc)
 
 
 def on_slots(context, signature, reduction: Reduction, slots: list, memory: NodeMemory):

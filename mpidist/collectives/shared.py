@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 from ..arena import Segment
 from ..context import Context, of
+from ..cross_memory import CrossMemory
 from ..errors import ConfigError
 from ..events import Counters, emit
 from ..topology import Topology
@@ -31,7 +32,9 @@ SPINS = 200
 
 ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")
 
-_LINE = 8  # int64 per cache line
+LINE = 8  # int64 per cache line
+#: On a rank's line: its counter, two keys, the address of its vector (`cross`).
+KEYS, ADDRESS = 1, 3
 _PAGE = 4096
 
 
@@ -45,18 +48,18 @@ class Gate:
 
     def __init__(self, context: Context, lines: memoryview, topology: Topology):
         self.context, self.lines, self.topology = context, lines, topology
-        self.mine = _LINE * topology.local_rank
-        self.others = [_LINE * r for r in range(topology.local_size) if r != topology.local_rank]
+        self.mine = LINE * topology.local_rank
+        self.others = [LINE * r for r in range(topology.local_size) if r != topology.local_rank]
         self.count = 0
 
     def announce(self, key: int) -> None:
         """Say which operation begins; `check` compares after the next sync. Local."""
-        self.lines[self.mine + 1 + (self.count + 1) % 2] = key
+        self.lines[self.mine + KEYS + (self.count + 1) % 2] = key
 
     def check(self, key: int) -> None:
         """Raise MismatchError unless all ranks announced `key`. Local, after the first sync."""
         for other in self.others:
-            if self.lines[other + 1 + self.count % 2] != key:
+            if self.lines[other + KEYS + self.count % 2] != key:
                 self.context.disagree()
 
     def sync(self) -> None:
@@ -88,13 +91,14 @@ class Gate:
 class NodeMemory:
     """What a communicator's ranks on one node share. Collective over the communicator.
 
-    `reason` says why there is none, on all ranks alike; then only `topology` may be used.
+    `reason` says why there is none, on all ranks alike; then only `topology` may be used. `cross`
+    is None where the ranks of this node cannot reach each other's private memory.
     """
 
     def __init__(self, context: Context, ranks_per_node: int | None = None):
         self.topology = Topology(context.comm, ranks_per_node)
         size = self.topology.local_size
-        flags = -(-8 * _LINE * size // _PAGE) * _PAGE
+        flags = -(-8 * LINE * size // _PAGE) * _PAGE
         flat = 2 * FLAT_BYTES
         staging = max(staging_length(size, size, piece_length(size, s)) * s for s in (1, 16, 32))
         self.reason: str | None = None
@@ -116,6 +120,11 @@ class NodeMemory:
             memory[flags + k * FLAT_BYTES : flags + (k + 1) * FLAT_BYTES] for k in range(2)
         ]
         self.staging = memory[flags + flat : flags + flat + staging]
+        self.cross: CrossMemory | None = None
+        try:
+            self.cross = CrossMemory(self.topology.intra_comm)
+        except ConfigError as error:
+            emit("cross_memory", reason=str(error))
 
     def close(self) -> None:
         """Free the communicators of the topology; the memory goes with its last view."""

@@ -1,0 +1,122 @@
+"""Private vectors that the ranks of a node reach through the kernel (R79, R101)."""
+
+import os
+
+import numpy as np
+import pytest
+
+import mpidist as md
+from mpidist.collectives import cross
+from mpidist.collectives.shared import memory_of
+from mpidist.context import of
+from mpidist.cross_memory import CrossMemory
+from mpidist.errors import ConfigError, MismatchError, MpidistError
+
+
+@pytest.fixture
+def reached(monkeypatch):
+    """Every vector that is not flat is reached, in small pieces."""
+    monkeypatch.setattr(cross, "REACHED_BYTES", 0)
+    monkeypatch.setattr(cross, "PIECE_BYTES", 48 << 10)
+
+
+@pytest.mark.ranks(2)
+def test_it_works_where_the_tests_run(comm):
+    """Linux as it is installed allows it; without it the other tests would stage unseen."""
+    assert memory_of(of(comm)).cross is not None
+
+
+@pytest.mark.ranks(2, 3, 5, 8)
+@pytest.mark.parametrize(
+    ("op", "dtype"), [("sum", "f4"), ("mean", "f4"), ("mean", "f8"), ("max", "f8"), ("sum", "i4")]
+)
+def test_the_same_bits_as_staged(comm, reached, op, dtype):
+    """Nodes may choose differently, so both must add in the same order."""
+    n = 150_001
+    values = np.random.default_rng(3).normal(size=(comm.size, n)) * 1000
+    x = values[comm.rank].astype(dtype)
+    y = x.copy()
+    md.allreduce(comm, x, op, algorithm="node")
+    assert type(next(iter(of(comm).plans.values())).engine.program) is cross.CrossProgram
+    other = comm.Dup()
+    memory_of(of(other)).cross = None
+    md.allreduce(other, y, op, algorithm="node")
+    np.testing.assert_array_equal(x, y)
+    together = comm.allgather(x.tobytes())
+    assert set(together) == {x.tobytes()}
+    md.free(other)
+    other.Free()
+
+
+@pytest.mark.ranks(2, 3, 5)
+def test_vectors_that_move(comm, reached):
+    """Addresses are told anew each time; what follows at once is never mixed up with it."""
+    for step in range(30):
+        n = 20_000 + 997 * step
+        x = np.full(n, comm.rank + step, "f8")
+        md.allreduce(comm, x, algorithm="node")
+        assert (x == step * comm.size + comm.size * (comm.size - 1) // 2).all()
+        x[:] = -1  # nobody reads or writes it any more
+        z = np.full(n, 1, "f8")
+        md.allreduce(comm, z, algorithm="node")
+        assert (x == -1).all()
+        assert (z == comm.size).all()
+
+
+@pytest.mark.ranks(3, 4, 5, 8)
+@pytest.mark.parametrize("ranks_per_node", [2, 3])
+def test_lanes_between_nodes(comm, monkeypatch, ranks_per_node):
+    """One node reaches, the other stages: the same sum."""
+    monkeypatch.setattr(cross, "REACHED_BYTES", 0)
+    memory = memory_of(of(comm), ranks_per_node)
+    if memory.topology.node % 2:
+        memory.cross = None
+    for n in (30_001, 200_001):
+        values = np.random.default_rng(n).integers(-3, 4, (comm.size, n)).astype("f8")
+        for op, expected in (("sum", values.sum(0)), ("mean", values.sum(0) / comm.size)):
+            x = values[comm.rank].copy()
+            md.allreduce(comm, x, op, algorithm="hierarchical")
+            np.testing.assert_array_equal(x, expected)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_process_number_of_another_namespace(comm, monkeypatch):
+    """A container may give our number to a stranger: found out by reading, and all stage."""
+    stranger = os.getppid()
+    with monkeypatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(os, "getpid", lambda: stranger)
+        with pytest.raises(ConfigError, match="cannot reach each other"):
+            CrossMemory(comm)
+
+
+@pytest.mark.ranks(2)
+def test_memory_that_is_not_there(comm):
+    memory = CrossMemory(comm)
+    mine = np.zeros(8)
+    with pytest.raises(MpidistError, match=r"64 bytes at 0x10 of process .*: Bad address"):
+        memory.read(1 - comm.rank, 16, mine.ctypes.data, 64)
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_in_different_operations_touch_nothing(comm, reached):
+    other = comm.Dup()
+    x = np.full(60_000, comm.rank, "f4" if comm.rank else "f8")
+    for dtype in ("f4", "f8"):
+        md.allreduce(other, np.zeros(60_000, dtype), algorithm="node")
+    with pytest.raises(MismatchError, match=r"float32.*float64|float64.*float32"):
+        md.allreduce(other, x, algorithm="node")
+    assert (x == comm.rank).all()
+
+
+@pytest.mark.ranks(2, 3)
+def test_what_was_broken_off_stays_where_it_is(comm, reached):
+    """Others may still write into the vector of a call that was left."""
+    x = np.ones(60_000)
+    md.allreduce(comm, x, algorithm="node")
+    program = next(iter(of(comm).plans.values())).engine.program
+    assert program._held is None
+    program._compute = lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        program.run(memory_of(of(comm)).gate, None, x, None)
+    assert program._held is x
