@@ -193,6 +193,8 @@ class Arena(Mapping):
         """Give the memory back as soon as no view of it is left. Collective; idempotent."""
         if not self._closed:
             self._closed = True
+            for plan in self.plans.values():
+                plan.close()
             self.plans.clear()
             self.topology.close()
             self.slots, self.vectors, self.lines, self._views = [], [], [], {}

@@ -15,7 +15,7 @@ import atexit
 import os
 import socket
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from .mismatch import Signature
 from .statuses import HISTORY, Statuses
 from .waiting import wait_until
 
-#: Plans kept per communicator; the least recently used one is dropped (and closed) first.
+#: Plans kept per communicator; of too many, one that has not run lately is dropped (and closed).
 MAX_PLANS = 256
 
 #: Nonblocking operations under way in this process (objects with `context` and `test`). Every wait
@@ -66,14 +66,12 @@ class Context:
         self.control = comm.Dup()
         self.tag_limit = (self.data.Get_attr(MPI.TAG_UB) or 32767) - 1
         self.sent = events.Counters()
-        #: What one run of a program sends -> how often it ran since the last look. An operation
-        #: adds one here: adding eight counts costs half a microsecond.
-        self.ran: defaultdict[events.Counters, int] = defaultdict(int)
+        self.runs: list[events.Runs] = []
         self.plans: OrderedDict = OrderedDict()
         self.quick: dict = {}
         self.store: dict = {}
-        self.sequence = 0
-        self.history: list[Signature | None] = [None] * HISTORY
+        self.begun = 0  # operations, without those that plans count
+        self.history: deque[Signature] = deque(maxlen=HISTORY)
         self.failed: str | None = None
         self.closed = self.stopped = False
         self.statuses = Statuses(self)
@@ -82,32 +80,79 @@ class Context:
     def counters(self) -> events.Counters:
         """Messages and bytes of this rank so far on this communicator.
 
-        For reading: it asks every plan. Operations add to ``ran`` or ``sent``.
+        For reading: it asks every plan. Operations add to their `Runs` or to ``sent``.
         """
-        for plan in self.plans.values():
-            if getattr(plan, "short", None) is not None:
-                # The hot path only counts its calls; here they become messages and bytes.
-                self.sent.add(plan.short.counters())
-        for counts, times in self.ran.items():
-            self.sent.add(counts, times)
-        self.ran.clear()
+        for runs in self.runs:
+            runs.take(self.sent)
         return self.sent
+
+    def count(
+        self,
+        counters: events.Counters,
+        reader: Callable[[], int] | None = None,
+        *,
+        numbers: bool = False,
+    ) -> events.Runs:
+        """Return a new `Runs` that belongs to this context until `uncount`. Local."""
+        runs = events.Runs(counters, reader, numbers)
+        self.runs.append(runs)
+        return runs
+
+    def uncount(self, runs: events.Runs) -> None:
+        """Forget `runs`, not what they sent. Local; all ranks must do it at the same operation."""
+        runs.take(self.sent)
+        self.runs.remove(runs)
+        if runs.numbers:
+            self.begun += runs.number()
 
     # -- operation numbers -------------------------------------------------------------
 
-    def begin(self, signature: Signature) -> int:
-        """Number the next operation; every rank's n-th call must have the same signature."""
+    @property
+    def sequence(self) -> int:
+        """Number of the newest operation, the same on all ranks that are in it.
+
+        Plans on which every microsecond counts do not count their operations twice, for themselves
+        and here: their runs are added where somebody asks.
+        """
+        return self.begun + sum(runs.number() for runs in self.runs if runs.numbers)
+
+    def operation(self, sequence: int) -> Signature | None:
+        """Return the signature of an operation; None for one forgotten or yet to come. Local."""
+        back = self.sequence - sequence
+        return self.history[-1 - back] if 0 <= back < len(self.history) else None
+
+    def begin(self, signature: Signature, runs: events.Runs | None = None) -> int:
+        """Begin the next operation; every rank's n-th call must have the same signature.
+
+        Counts it in `runs`. Returns a number for `tag`, the same on all ranks and of no other
+        operation with a tag; 0 where `runs` number the operations, which then have no tag.
+        """
         if self.stopped:
             if self.failed:
                 raise MismatchError(f"this communicator failed earlier: {self.failed}")
             raise ClosedError("the context of this communicator was freed by md.free(comm)")
-        self.sequence = sequence = self.sequence + 1
-        self.history[sequence % HISTORY] = signature
-        return sequence
+        self.history.append(signature)
+        if runs is not None:
+            runs.times += 1
+            if runs.numbers:
+                return 0
+        self.begun += 1
+        return self.begun
 
-    def tag(self, signature: Signature, sequence: int) -> int:
-        """Message tag of one operation: a rank in another operation never matches it."""
-        return (signature.key ^ (sequence * 0x9E3779B97F4A7C15)) % self.tag_limit
+    def begin_agreed(self, signature: Signature, what: str) -> None:
+        """Begin what comes before `signature`, such as "first call", and `agree`. Collective.
+
+        It is an operation of its own, so that a rank that has made the plan before and goes
+        straight on into `signature` does not share a number with the ranks that still agree on it.
+        """
+        extra = f"{what}, {signature.extra}" if signature.extra else what
+        signature = signature._replace(extra=extra)
+        self.begin(signature)
+        self.agree(signature)
+
+    def tag(self, signature: Signature, number: int) -> int:
+        """Message tag of operation `number`: a rank in another operation never matches it."""
+        return (signature.key ^ (number * 0x9E3779B97F4A7C15)) % self.tag_limit
 
     # -- waiting -----------------------------------------------------------------------
 
@@ -117,17 +162,15 @@ class Context:
         `sequence` is the number of the operation waited for: the newest one by default, an older
         one for a nonblocking operation that others have been begun after.
         """
-        self.statuses.current = self.sequence if sequence is None else sequence
+        self.statuses.awaited = sequence
         try:
             wait_until(_with_running(test) if running else test, self.statuses.look_around)
         except BaseException as error:
             _abandoned.append(test)
             if not self.failed:
                 name = type(error).__name__
-                self.failed, self.stopped = (
-                    f"#{self.statuses.current} was broken off by {name}",
-                    True,
-                )
+                number = self.sequence if sequence is None else sequence
+                self.failed, self.stopped = f"#{number} was broken off by {name}", True
             raise
 
     def disagree(self) -> None:
@@ -155,11 +198,8 @@ class Context:
 
     def drop(self, key) -> None:
         """Close a plan and forget it. Local; all ranks must drop the same ones."""
-        plan = self.plans.pop(key)
         self.quick.pop(key[1:], None)
-        if getattr(plan, "short", None) is not None:
-            self.sent.add(plan.short.counters())
-        plan.close()
+        self.plans.pop(key).close()
 
     def close(self) -> None:
         """Wait for the other ranks, then free what was made. Collective; idempotent.

@@ -25,22 +25,32 @@ _TAG = 1
 
 
 class Statuses:
-    """The conversation of one context. `current` is the operation that is being waited for."""
+    """The conversation of one context.
+
+    `awaited` is the number of the operation that is being waited for, None for the newest.
+    """
 
     def __init__(self, context):
         self.context = context
-        self.current = self._told = -1
+        self.awaited: int | None = None
+        self._told = -1
         self.said = self.heard = 0
         self._known: dict[int, Status] = {}
         self._inbox = bytearray(STATUS_BYTES)
         self._outbox: list = []
         self._answered: set[int] = set()
 
+    @property
+    def current(self) -> int:
+        """The operation that is being waited for."""
+        return self.context.sequence if self.awaited is None else self.awaited
+
     def look_around(self, waited: float) -> None:
         """Exchange statuses with the other ranks and raise on a conflict. Local, no blocking."""
-        if self._told != self.current:
-            self._told = self.current
-            events.emit("waiting", sequence=self.current, seconds=round(waited, 2))
+        current = self.current
+        if self._told != current:
+            self._told = current
+            events.emit("waiting", sequence=current, seconds=round(waited, 2))
             self._tell(self._status(WAITING))
         self.listen()
         conflicting = self._conflicting()
@@ -52,7 +62,7 @@ class Statuses:
 
     def disagree(self) -> None:
         """Raise MismatchError: the data showed that the ranks were in different operations."""
-        self.current = self._told = self.context.sequence
+        self.awaited, self._told = None, self.context.sequence
         self._tell(self._status(WAITING))
         waited = 0.0
 
@@ -73,7 +83,7 @@ class Statuses:
             events.emit("mismatch", waited=waited, heard=sorted(self._known))
         statuses = [*self._known.values(), self._status(WAITING)]
         same = [s for s in statuses if s.state != WAITING or s.sequence == self.context.sequence]
-        mine = self.context.history[self.context.sequence % HISTORY]
+        mine = self.context.operation(self.context.sequence)
         here = mine.text() if mine else "it"
         text = (
             conflict(same) or f"operation #{self.context.sequence}: other ranks are not in {here}"
@@ -89,7 +99,7 @@ class Statuses:
 
     def _status(self, state: int) -> Status:
         number = self.context.sequence if state == LEFT else self.current
-        signature = self.context.history[number % HISTORY]
+        signature = self.context.operation(number)
         text = encode(signature) if signature is not None else ""
         return Status(self.context.rank, state, number, text, self.context.host, call_site())
 
@@ -122,9 +132,7 @@ class Statuses:
                     same = [s for s in known if s.state == LEFT or s.sequence == self.current]
                     return [*same, self._status(WAITING)]
                 continue
-            if not self.context.sequence - HISTORY < other.sequence <= self.context.sequence:
-                continue
-            mine = self.context.history[other.sequence % HISTORY]
+            mine = self.context.operation(other.sequence)
             if mine is not None and encode(mine) != other.signature:
                 number = other.sequence
                 group = [

@@ -1,8 +1,11 @@
 """`mpidist bench counters`: what counting messages and bytes costs an allreduce.
 
-Counters cannot be switched off, and a call only adds one to the count of what it ran, so there is
-no function to leave out either. What counts in one call is timed by itself, over the time of the
+Counters cannot be switched off, so what counts in one call is timed by itself, over the time of the
 call: exact to a thousandth on a noisy machine, but blind to what it does to caches.
+
+Plans that send no messages of their own count their runs in place of the number of the operation,
+which is added up from them (`Context.sequence`). Counting costs them what that takes longer than
+counting all operations in one place.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import timeit
 from collections import deque
 from collections.abc import Callable
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +22,14 @@ import numpy as np
 from .. import events
 from ..arena import Arena
 from ..collectives.allreduce import plan
-from ..context import Context, of
-from ..events import Counters
+from ..context import Context
+from ..events import Runs
+from ..mismatch import Signature
+from ..statuses import HISTORY
 from .bench_allreduce import calls_per_round
 from .rounds import Candidate, interleave
+
+_ANY = Signature("allreduce", "float32", "(2)")
 
 
 def measure(comm, nbytes: int, rounds: int, algorithm: str = "auto") -> list[dict]:
@@ -32,7 +40,7 @@ def measure(comm, nbytes: int, rounds: int, algorithm: str = "auto") -> list[dic
     list of dict
         bytes, form, call_us, counting_us (alone), share (of the call).
     """
-    n, context = max(1, nbytes // 4), of(comm)
+    n = max(1, nbytes // 4)
     rows = []
     with Arena(comm, {"x": ((n,), "f4")}) as arena:
         for form, target, vector in (
@@ -43,11 +51,7 @@ def measure(comm, nbytes: int, rounds: int, algorithm: str = "auto") -> list[dic
             repeat = calls_per_round(comm, nbytes, call)
             turns = {"call": Candidate([call], [vector], [vector])}
             call_time = interleave(comm, turns, rounds=rounds, repeat=repeat)["call"].median
-            seconds = _counting_alone(context, call)
-            made: Any = call.plan  # type: ignore[attr-defined]
-            # A short arena is reduced by plans of its vectors.
-            if any(getattr(p, "short", None) for p in (made, *getattr(made, "plans", {}).values())):
-                seconds += _alone("counters.messages_sent += 1", counters=Counters())
+            seconds = _counting_alone(call)
             rows.append(
                 {
                     "bytes": n * 4,
@@ -60,23 +64,40 @@ def measure(comm, nbytes: int, rounds: int, algorithm: str = "auto") -> list[dic
     return rows
 
 
-def _counting_alone(context: Context, call: Callable[[], object]) -> float:
+def _counting_alone(call: Callable[[], object]) -> float:
     """Seconds of what one call counts and emits. Collective, as the call is."""
     kept, events.recent = events.recent, deque()
-    before = sum(context.ran.values())
     call()
-    counted, emitted = sum(context.ran.values()) - before, len(events.recent)
+    emitted = len(events.recent)
     events.recent = kept
-    counts = Counters()
-    names = {"context": context, "program": SimpleNamespace(counters=counts)}
-    seconds = _alone("context.ran[program.counters] += 1", **names)
-    del context.ran[counts]
-    return counted * seconds + emitted * _alone("emit('x')", emit=events.emit)
+    # An arena has runs for each vector, None for a short one, whose plan counts for itself.
+    counted = sum(_counted(runs) for runs in np.atleast_1d(call.plan.runs))  # type: ignore
+    emit = _slower(lambda: events.emit("x"), lambda: None) if emitted else 0.0
+    return counted + emitted * emit
 
 
-def _alone(statement: str, **names) -> float:
-    """Seconds of a statement, the least of several runs, without the loop around it. Local."""
-    number = 20_000
-    timed = min(timeit.repeat(statement, globals=names, number=number, repeat=7))
-    empty = min(timeit.repeat("pass", number=number, repeat=7))
-    return max(timed - empty, 0.0) / number
+def _counted(runs: Runs | None) -> float:
+    """Seconds by which an operation begins later because `runs` count it. Local."""
+    begun: Any = SimpleNamespace(stopped=False, begun=0, history=deque(maxlen=HISTORY))
+    if runs is not None and runs.reader is None:
+        copy = Runs(runs.counters, numbers=runs.numbers)
+        return _slower(lambda: Context.begin(begun, _ANY, copy), lambda: Context.begin(begun, _ANY))
+    calls = 0
+
+    def by_plan():
+        nonlocal calls
+        calls += 1
+
+    def by_context():
+        begun.begun += 1
+
+    return _slower(by_plan, by_context)
+
+
+def _slower(one: Callable[[], object], other: Callable[[], object]) -> float:
+    """Seconds by which `one` is slower than `other`: median of turns, at least 0. Local."""
+    more = []
+    for _ in range(41):
+        seconds = [timeit.timeit(run, number=1_000) for run in (one, other)]
+        more.append((seconds[0] - seconds[1]) / 1_000)
+    return max(median(more), 0.0)

@@ -91,13 +91,14 @@ class Handle:
     def __init__(self, context: Context, plan: Plan, target, result, total, weight):
         self.context, self.plan, self.target, self.result = context, plan, target, result
         self.total, self.done = context.size if total is None else total, False
-        self.sequence = plan._last_used = context.begin(plan.signature)
+        number = context.begin(plan.signature, plan.runs)
+        self.sequence = context.sequence
         if context.size == 1:
             self.done = True
             return
         self.program = plan.engine.program
         self.work = plan.load(target, weight, fresh=not plan.in_place(target))
-        tag = context.tag(plan.signature, self.sequence)
+        tag = context.tag(plan.signature, number)
         self.run = self.program.start(context.data, self.work, tag)
         running.append(self)
 
@@ -105,7 +106,6 @@ class Handle:
         """Make progress; true when the result is there. Local."""
         if not self.done and self.run.test():
             self.plan.store(self.target, self.work, self.total)
-            self.context.ran[self.program.counters] += 1
             self.done = True
             if self in running:
                 running.remove(self)
@@ -161,7 +161,7 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> Callable
         return reduce_arena
     target = _target(x, None)
     made = find(context, target, op, algorithm)
-    made.bound = True
+    made.bound += 1
     if made.short is not None and type(target) is np.ndarray:
         reduce = made.short.bind(target)
     else:

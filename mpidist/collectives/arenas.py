@@ -22,6 +22,7 @@ class ArenaPlan:
         self.algorithm = _settle(context, arena, algorithm)
         self.engines = [self._engine(k, vector) for k, vector in enumerate(arena.vectors)]
         self.plans: dict = {}
+        self.runs = [e and engines.runs_of(context, e) for e in self.engines]
 
     def _engine(self, k: int, vector):
         """Return what adds vector `k` where it lies, or None. Collective."""
@@ -34,9 +35,7 @@ class ArenaPlan:
             "allreduce", reduction.dtype.name, f"({slots[0].size})", reduction.name,
             self.algorithm, f"arena vector {k}",
         )  # fmt: skip
-        first = signature._replace(extra=f"first call, arena vector {k}")
-        context.begin(first)
-        context.agree(first)
+        context.begin_agreed(signature, "first call")
         return engines.on_slots(context, signature, reduction, slots, memory_of(context))
 
     def __call__(self, weight=None, total=None) -> None:
@@ -49,14 +48,22 @@ class ArenaPlan:
                 continue
             if weight is not None:
                 vector *= vector.dtype.type(weight)
-            engine(vector, self.context.begin(engine.signature), total)
+            engine(vector, self.context.begin(engine.signature, self.runs[k]), total)
 
     def _plan(self, k: int, vector):
         """Return the plan of vector `k` as a private one; kept, so nothing is looked up."""
         if k not in self.plans:
             self.plans[k] = plans.find(self.context, vector, self.op, self.algorithm)
-            self.plans[k].bound = True
+            self.plans[k].bound += 1
         return self.plans[k]
+
+    def close(self) -> None:
+        """Let go of the plans of its vectors. Collective, as closing an arena is."""
+        for runs in self.runs:
+            if runs is not None:
+                self.context.uncount(runs)
+        for plan in self.plans.values():
+            plans.release(plan)
 
 
 def find(context: Context, arena: Arena, op, algorithm: str) -> ArenaPlan:

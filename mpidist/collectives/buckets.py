@@ -21,7 +21,7 @@ from .algorithms import MEASURED, NODE
 from .allreduce import TWO_HOP_RANKS, iallreduce
 from .engines import SlotSpace
 from .executor import Program, Run
-from .hierarchical import lane_steps, lanes_of
+from .hierarchical import lane_steps, lanes_of, total_of
 from .reductions import resolve
 from .shared import ORDERED, SharedProgram
 
@@ -80,6 +80,7 @@ class LaneBucket:
             name = "two_hop" if topology.nodes <= TWO_HOP_RANKS else None  # few rounds
             steps = lane_steps(topology, lane, last - first, dtype.itemsize, name)
             self.program = Program(steps, last - first, dtype, reduction.ufunc)
+        self.counters = total_of(self.add, self.show, self.program)
 
     def start(self) -> LaneRun:
         """Begin; every rank's bucket is written. Collective."""
@@ -109,8 +110,8 @@ class LaneRun:
 
     def __init__(self, bucket: LaneBucket):
         self.bucket, self.context = bucket, bucket.context
-        self.sequence = self.context.begin(bucket.signature)
-        self.tag = self.context.tag(bucket.signature, self.sequence)
+        self.tag = self.context.tag(bucket.signature, self.context.begin(bucket.signature))
+        self.sequence = self.context.sequence
         self.lane: Run | None = None
         self.done = False
         bucket.arrive(bucket.line)
@@ -149,9 +150,7 @@ class LaneRun:
         bucket = self.bucket
         if not bucket.everyone_at(bucket.line + 8):
             return False
-        for made in (bucket.add, bucket.show, bucket.program):
-            if made is not None:
-                self.context.ran[made.counters] += 1
+        self.context.sent.add(bucket.counters)
         self.done = True
         if self in running:
             running.remove(self)

@@ -2,7 +2,8 @@
 
 A *short* engine (`native.Staged`, `flat.Flat`) does everything itself: ``run(x, total)`` on the
 user's array. The others take a flat vector of the work dtype: ``engine(work, sequence, total)``;
-those that divide a mean while the piece is in the cache say ``divides``.
+those that divide a mean while the piece is in the cache say ``divides``, those whose messages need
+a tag ``tagged``. `counters` is what a call sends.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from math import prod
 
 from ..context import Context
 from ..errors import ConfigError
-from ..events import emit
+from ..events import Runs, emit
 from ..mismatch import Signature
 from . import algorithms, cross, flat, node
 from .cross import CrossProgram
@@ -26,17 +27,17 @@ from .shared import NodeMemory, SharedProgram, memory_of
 class Scheduled:
     """A schedule on MPI point-to-point."""
 
-    divides = False
+    divides, tagged = False, True
 
     def __init__(self, context: Context, signature: Signature, program: Program):
         self.context, self.signature, self.program = context, signature, program
+        self.counters = program.counters
 
     def __call__(self, work, sequence: int, total) -> None:
         """Reduce the flat vector `work` in place and wait. Collective."""
         context = self.context
         tag = context.tag(self.signature, sequence)
         context.wait(self.program.start(context.data, work, tag).test)
-        context.ran[self.program.counters] += 1
 
     def close(self) -> None:
         """Nothing to free: scratch is memory of Python's."""
@@ -45,20 +46,24 @@ class Scheduled:
 class Shared:
     """The node's own algorithm: on an arena, or on private vectors, reached or staged."""
 
-    divides = True
+    divides, tagged = True, False
 
     def __init__(self, context, signature: Signature, reduction: Reduction, program, gate):
         self.context, self.signature, self.reduction = context, signature, reduction
-        self.program, self.gate = program, gate
+        self.program, self.gate, self.counters = program, gate, program.counters
 
     def __call__(self, work, sequence: int, total) -> None:
         """Reduce the flat vector `work` in place. Collective."""
         divisor = work.dtype.type(total) if self.reduction.mean else None
         self.program.run(self.gate, self.signature.key, work, divisor)
-        self.context.ran[self.program.counters] += 1
 
     def close(self) -> None:
         """Nothing to free: the memory is the communicator's."""
+
+
+def runs_of(context: Context, engine) -> Runs:
+    """Return the runs of an engine; they number its operations where no tag does. Local."""
+    return context.count(engine.counters, numbers=not engine.tagged)
 
 
 def settle(context: Context, name: str) -> str:

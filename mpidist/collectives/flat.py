@@ -14,7 +14,6 @@ import numpy as np
 from ..context import Context
 from ..events import Counters
 from ..mismatch import Signature
-from ..statuses import HISTORY
 from . import shared
 from .node import FLAT_BYTES
 from .reductions import Reduction, finish_mean
@@ -54,38 +53,37 @@ class Flat:
             ]
             for area in memory.flat
         ]
-        self.rank, self.calls, self.last_used = memory.topology.local_rank, 0, context.sequence
-        self.run = _hot_path(self)
+        self.rank = memory.topology.local_rank
+        sent = Counters(shared_bytes=self.nbytes, bytes_reduced=self.nbytes * (size - 1))
+        self.run, calls = _hot_path(self)
+        self.runs = context.count(sent, calls, numbers=True)
 
     def bind(self, x: np.ndarray):
         """Return ``run()`` for this array. Local."""
         run = self.run
         return lambda: run(x)
 
-    def counters(self) -> Counters:
-        """Return what ran since the last look."""
-        calls, self.calls = self.calls, 0
-        added = calls * self.nbytes * (len(self.sets[0]) - 1)
-        return Counters(shared_bytes=calls * self.nbytes, bytes_reduced=added)
-
     def close(self) -> None:
         """Nothing to free: the memory is the communicator's."""
 
 
 def _hot_path(flat: Flat):
-    """Return ``run(x, total)``, written out flat; see `native._hot_path`."""
-    context, history, signature = flat.context, flat.context.history, flat.signature
+    """Return ``run(x, total)`` and ``calls()``, written out flat; see `native._hot_paths`."""
+    context, note, signature = flat.context, flat.context.history.append, flat.signature
     gate, lines, me, others = flat.gate, flat.gate.lines, flat.gate.mine, flat.gate.others
     key, ordered, rank, size = signature.key, shared.ORDERED, flat.rank, context.size
     reduction, ufunc, mean = flat.reduction, flat.reduction.ufunc, flat.reduction.mean
     work, scratch = reduction.work, np.empty(flat.shape, reduction.work)
     sets = [(slots[rank], slots[0], slots[1], slots[2:]) for slots in flat.sets]
 
+    calls = 0
+
     def run(x, total=size):
+        nonlocal calls
         if context.stopped:
             context.begin(signature)
-        context.sequence = flat.last_used = sequence = context.sequence + 1
-        history[sequence % HISTORY] = signature
+        calls += 1  # numbers the operation: see `Context.sequence`
+        note(signature)
         count = gate.count + 1
         odd = count & 1
         mine, first, second, rest = sets[odd]
@@ -110,7 +108,6 @@ def _hot_path(flat: Flat):
             finish_mean(reduction, result, total)
         if result is scratch:
             x[...] = scratch
-        flat.calls += 1
         return x
 
-    return run
+    return run, lambda: calls

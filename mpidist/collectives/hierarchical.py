@@ -17,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..context import Context
+from ..events import Counters
 from ..mismatch import Signature
 from ..partition import BlockPartition
 from ..topology import Topology
@@ -47,10 +48,19 @@ def lane_steps(
     return [step._replace(peer=peers[step.peer] if step.peer >= 0 else -1) for step in steps]
 
 
+def total_of(*programs) -> Counters:
+    """Return what the programs send together; None counts for nothing. Local."""
+    total = Counters()
+    for program in programs:
+        if program is not None:
+            total.add(program.counters)
+    return total
+
+
 class Hierarchical:
     """One allreduce in three phases; `first` and `second` are the node's halves of it."""
 
-    divides = True
+    divides = tagged = True
 
     def __init__(
         self,
@@ -71,6 +81,7 @@ class Hierarchical:
             count, dtype = self.part[1] - self.part[0], reduction.work
             steps = lane_steps(topology, lane, count, dtype.itemsize)
             self.program = Program(steps, count, dtype, reduction.ufunc)
+        self.counters = total_of(self.first, self.second, self.program)
 
     def __call__(self, work: np.ndarray, sequence: int, total) -> None:
         """Reduce the flat vector `work` in place. Collective."""
@@ -81,10 +92,7 @@ class Hierarchical:
             part = work[slice(*self.part)]
             tag = context.tag(self.signature, sequence)
             context.wait(self.program.start(context.data, part, tag).test)
-            context.ran[self.program.counters] += 1
         self.second.run(gate, None, work, divisor)
-        context.ran[self.first.counters] += 1
-        context.ran[self.second.counters] += 1
 
     def close(self) -> None:
         """Nothing to free."""

@@ -11,7 +11,6 @@ alone, that all are about to make it; then MPI's blocking Allreduce runs in piec
 
 from __future__ import annotations
 
-from functools import partial
 from math import prod
 
 import numpy as np
@@ -20,7 +19,6 @@ from mpi4py import MPI
 from ..context import Context
 from ..events import Counters
 from ..mismatch import Signature
-from ..statuses import HISTORY
 from .executor import MAX_MESSAGE
 from .reductions import Reduction, finish_mean, native_op
 
@@ -105,17 +103,10 @@ class Staged:
         self.header = self.raw_result[self.nbytes :].cast("q")
         self.expected = int((header * dtype.type(context.size)).view(np.int64)[0])
         self.request = persistent_allreduce(context.data, source, result, MPI.SUM)
-        self.last_used, self.calls = context.sequence, 0
-        self.run = _hot_path(self)
-
-    def bind(self, x: np.ndarray):
-        """Return ``run()`` for this array. Local."""
-        return bound(self, x)
-
-    def counters(self) -> Counters:
-        """Return what ran since the last look."""
-        calls, self.calls = self.calls, 0
-        return Counters(native_calls=calls, native_bytes=calls * self.nbytes)
+        self.run, self.bind, calls = _hot_paths(self)
+        self.runs = context.count(
+            Counters(native_calls=1, native_bytes=self.nbytes), calls, numbers=True
+        )
 
     def close(self) -> None:
         """Free the persistent request. Local."""
@@ -126,22 +117,27 @@ def _bytes(array: np.ndarray) -> memoryview:
     return memoryview(array).cast("B")  # type: ignore[arg-type]
 
 
-def _hot_path(staged: Staged):
-    """Return ``run(x, total)``: reduce `x` in place as the next operation. Collective.
+def _hot_paths(staged: Staged):
+    """Return ``run(x, total)``, ``bind(x)`` and ``calls()``.
 
-    A closure, written out flat: a lookup in an object costs 20 ns and a function call 100, where
-    MPI itself needs 1,000. `bound` below is the same for one array, whose bytes are at hand.
+    ``run`` reduces `x` in place as the next operation. Collective. ``bind`` returns the same for
+    one array, whose bytes are at hand. ``calls`` returns how often they ran. Closures, written out
+    flat: a lookup in an object costs 20 ns and a function call 100, where MPI itself needs 1,000.
     """
-    context, history, signature = staged.context, staged.context.history, staged.signature
+    context, note, signature = staged.context, staged.context.history.append, staged.signature
     source, result, header, expected = staged.source, staged.result, staged.header, staged.expected
     begin, test, spins = staged.request.Start, staged.request.Test, range(SPINS)
     reduction, mean, size = staged.reduction, staged.reduction.mean, staged.context.size
+    raw_source = staged.raw_source[: staged.nbytes]
+    raw_result = staged.raw_result[: staged.nbytes]
+    count = 0
 
     def run(x, total=size):
+        nonlocal count
         if context.stopped:
             context.begin(signature)
-        context.sequence = staged.last_used = sequence = context.sequence + 1
-        history[sequence % HISTORY] = signature
+        count += 1  # numbers the operation: see `Context.sequence`
+        note(signature)
         source[...] = x
         begin()
         for _ in spins:
@@ -154,42 +150,35 @@ def _hot_path(staged: Staged):
         if mean:
             finish_mean(reduction, result, total)
         x[...] = result
-        staged.calls += 1
         return x
 
-    return run
+    def bind(x: np.ndarray):
+        plain = x.flags.c_contiguous and x.dtype == reduction.work and x.size
+        if not plain or mean:
+            return lambda: run(x)
+        mine = _bytes(x)
 
+        def run_bound():
+            nonlocal count
+            if context.stopped:
+                context.begin(signature)
+            count += 1
+            note(signature)
+            raw_source[:] = mine
+            begin()
+            for _ in spins:
+                if test():
+                    break
+            else:
+                context.wait(test)
+            if header[0] != expected:
+                context.disagree()
+            mine[:] = raw_result
+            return x
 
-def bound(staged: Staged, x: np.ndarray):
-    """Return ``run()``: reduce the array `x`, always the same one, in place. Collective."""
-    plain = x.flags.c_contiguous and x.dtype == staged.reduction.work and x.size
-    if not plain or staged.reduction.mean:
-        return partial(staged.run, x)
-    context, history, signature = staged.context, staged.context.history, staged.signature
-    header, expected = staged.header, staged.expected
-    begin, test, spins = staged.request.Start, staged.request.Test, range(SPINS)
-    mine = _bytes(x)
-    source, result = staged.raw_source[: staged.nbytes], staged.raw_result[: staged.nbytes]
+        return run_bound
 
-    def run():
-        if context.stopped:
-            context.begin(signature)
-        context.sequence = staged.last_used = sequence = context.sequence + 1
-        history[sequence % HISTORY] = signature
-        source[:] = mine
-        begin()
-        for _ in spins:
-            if test():
-                break
-        else:
-            context.wait(test)
-        if header[0] != expected:
-            context.disagree()
-        mine[:] = result
-        staged.calls += 1
-        return x
-
-    return run
+    return run, bind, lambda: count
 
 
 class Handshake:
@@ -230,7 +219,7 @@ def handshake(context: Context) -> Handshake:
 class Blocking:
     """Agree, then MPI's blocking Allreduce in place, in pieces."""
 
-    divides = False
+    divides = tagged = False
 
     def __init__(self, context: Context, signature: Signature, reduction: Reduction, n: int):
         self.context, self.key = context, signature.key
@@ -247,7 +236,6 @@ class Blocking:
         else:
             for start in range(0, self.n, self.piece):
                 self._reduce(work[start : start + self.piece])
-        self.context.ran[self.counters] += 1
 
     def _reduce(self, part: np.ndarray) -> None:
         comm = self.context.data

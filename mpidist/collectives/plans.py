@@ -2,7 +2,7 @@
 
 Making a plan is collective: the ranks prove to each other that they begin the same operation, then
 choose, build and allocate. Running it looks nothing up. Plans live in the communicator's context,
-at most `context.MAX_PLANS` of them; the one not used for the longest time goes first.
+at most `context.MAX_PLANS` of them; one that has not run lately goes first.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 
 from ..arrays import copy_into, host_empty, is_device, mpi_direct, synchronize
 from ..context import MAX_PLANS, Context
+from ..events import Counters
 from ..mismatch import Signature
 from . import algorithms, engines, selection
 from .reductions import Reduction, device_safe, finish_mean, resolve
@@ -22,12 +23,13 @@ from .reductions import Reduction, device_safe, finish_mean, resolve
 class Plan:
     """One allreduce, ready to run on any array of its shape and dtype."""
 
-    bound = False  # made by `md.plan`: whoever has it may call it at any time, so it stays
+    bound = 0  # how many have it from `md.plan`, or for an arena: they call it at any time
 
     def __init__(self, context: Context, signature: Signature, reduction: Reduction, shape, name):
         self.context, self.signature, self.reduction = context, signature, reduction
         self.shape, self.n, self.algorithm = shape, prod(shape), name
-        self._last_used = context.sequence
+        self.key: tuple = ()  # in the context's plans
+        self.seen = 1  # runs when `remember` last looked; the one it is made for does not count
         native = name == algorithms.NATIVE
         self._device_safe = name not in algorithms.NODE and device_safe(reduction, native)
         self.short: Any = None
@@ -35,6 +37,11 @@ class Plan:
         self._buffer: np.ndarray | None = None
         if context.size > 1:
             self.short, self.engine = engines.make(context, signature, reduction, shape, name)
+        if self.short is not None:
+            self.runs = self.short.runs
+        else:
+            engine = self.engine
+            self.runs = engines.runs_of(context, engine) if engine else context.count(Counters())
 
     def __call__(self, x, weight=None, total=None) -> None:
         """Reduce `x` in place as the next operation of the communicator. Collective."""
@@ -49,16 +56,11 @@ class Plan:
             self.short.run(shaped, total)
             copy_into(x, shaped)
             return
-        sequence = self._last_used = context.begin(self.signature)
+        number = context.begin(self.signature, self.runs)
         if self.engine is not None:
             work = self.load(x, weight)
-            self.engine(work, sequence, total)
+            self.engine(work, number, total)
             self.store(x, work, total)
-
-    @property
-    def last_used(self) -> int:
-        """Number of the last operation that ran this plan."""
-        return self._last_used if self.short is None else self.short.last_used
 
     def load(self, x, weight=None, *, fresh: bool = False):
         """Return `x` as a flat vector of the work dtype for MPI: itself where it can be. Local.
@@ -104,6 +106,7 @@ class Plan:
         for part in (self.short, self.engine):
             if part is not None:
                 part.close()
+        self.context.uncount(self.runs)
         self.short = self.engine = None
 
 
@@ -114,19 +117,37 @@ def find(context: Context, x, op, algorithm: str) -> Plan:
     plan = context.plans.get(key)
     if plan is None:
         plan = _make(context, dtype, x.shape, op, algorithm)
+        plan.key = key
         remember(context, key, plan)
         context.quick[key[1:]] = plan if plan.short is None else plan.short.run
     return plan
 
 
 def remember(context: Context, key, plan) -> None:
-    """Keep a plan; drop the one unused for the longest time when there are too many. Local."""
+    """Keep a plan; where there are too many, drop one that has not run lately. Local.
+
+    The plans stand in a line. One that ran since the last look goes to its end, the first that did
+    not is dropped (the "clock" of page caches): runs are counted anyway, a time of each run is not.
+    """
     if len(context.plans) >= MAX_PLANS:
         # Every rank has run the same operations, so every rank drops the same plan.
         loose = [k for k, kept in context.plans.items() if not kept.bound]
-        if loose:
-            context.drop(min(loose, key=lambda k: context.plans[k].last_used))
+        for k in (*loose, *loose[:1]):  # when all ran, the first comes round again
+            kept, runs = context.plans[k], context.plans[k].runs.number()
+            if runs <= kept.seen:
+                context.drop(k)
+                break
+            kept.seen = runs
+            context.plans.move_to_end(k)
     context.plans[key] = plan
+
+
+def release(plan: Plan) -> None:
+    """Let go of a plan that was `bound`; the last one drops it. Local; all ranks must do it."""
+    plan.bound -= 1
+    # What a failed communicator has begun never ends and cannot be freed.
+    if not plan.bound and not plan.context.stopped:
+        plan.context.drop(plan.key)
 
 
 def _make(context: Context, dtype: np.dtype, shape, op, algorithm: str) -> Plan:
@@ -135,11 +156,7 @@ def _make(context: Context, dtype: np.dtype, shape, op, algorithm: str) -> Plan:
     signature = Signature(
         "allreduce", dtype.name, f"({', '.join(map(str, shape))})", reduction.name, algorithm
     )
-    # The plan to come is an operation of its own, so that a rank that has it already and goes
-    # straight on into it does not share a number with the ranks that still agree on it.
-    first = signature._replace(extra="first call")
-    context.begin(first)
-    context.agree(first)
+    context.begin_agreed(signature, "first call")
     name = algorithm
     if algorithm == algorithms.MEASURED:
         name = selection.choose(context, signature, reduction, shape, Plan)

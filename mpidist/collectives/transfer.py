@@ -20,13 +20,15 @@ from .reductions import Reduction, device_safe
 class Prepared:
     """A program in the plan cache."""
 
-    bound = False
+    bound = 0
 
-    def __init__(self, program: Program, sequence: int):
-        self.program, self.last_used = program, sequence
+    def __init__(self, context: Context, program: Program):
+        self.context, self.program, self.seen = context, program, 1
+        self.runs = context.count(program.counters)
 
     def close(self) -> None:
-        """Nothing to free: scratch is memory of Python's."""
+        """Nothing to free but a place: scratch is memory of Python's."""
+        self.context.uncount(self.runs)
 
 
 def prepared(
@@ -38,15 +40,13 @@ def prepared(
     """
     plan = context.plans.get(signature)
     if plan is None:
-        first = signature._replace(algorithm=signature.algorithm + ", first call")
-        context.begin(first)
-        context.agree(first)
+        context.begin_agreed(signature, "first call")
         if root:
             steps = build(context.size, context.rank, problem, **root)
         else:
             steps = build(context.size, context.rank, problem, np.dtype(dtype).itemsize)
         n = sum(problem) if isinstance(problem, Sequence) else problem
-        plan = Prepared(Program(steps, n, np.dtype(dtype), ufunc), context.sequence)
+        plan = Prepared(context, Program(steps, n, np.dtype(dtype), ufunc))
         remember(context, signature, plan)
     return plan
 
@@ -61,10 +61,9 @@ def packed_copy(x, reduction: Reduction, native: bool):
 
 def run_program(context: Context, signature: Signature, plan: Prepared, vector) -> None:
     """Run a prepared program on a flat vector, in place, and wait. Collective."""
-    sequence = plan.last_used = context.begin(signature)
-    run = plan.program.start(context.data, vector, context.tag(signature, sequence))
+    number = context.begin(signature, plan.runs)
+    run = plan.program.start(context.data, vector, context.tag(signature, number))
     context.wait(run.test)
-    context.ran[plan.program.counters] += 1
 
 
 def block_lengths(context: Context, signature: Signature, counts, mine: int) -> tuple[int, ...]:
@@ -84,11 +83,9 @@ def block_lengths(context: Context, signature: Signature, counts, mine: int) -> 
 
 
 def _exchange(context: Context, signature: Signature, length: int) -> tuple[int, ...]:
-    asking = signature._replace(extra="lengths")
-    context.begin(asking)
+    context.begin_agreed(signature, "lengths")
     if context.size == 1:
         return (length,)
-    context.agree(asking)
     mine = np.array([length], np.int64)
     lengths = np.empty(context.size, np.int64)
     context.wait(context.control.Iallgather(mine, lengths).Test)
@@ -97,10 +94,8 @@ def _exchange(context: Context, signature: Signature, length: int) -> tuple[int,
 
 def from_root(context: Context, signature: Signature, values: np.ndarray, root: int) -> np.ndarray:
     """Broadcast a few int64 values from the root. Collective, polled."""
-    asking = signature._replace(extra="facts")
-    context.begin(asking)
+    context.begin_agreed(signature, "facts")
     if context.size > 1:
-        context.agree(asking)
         context.wait(context.control.Ibcast([values, MPI.INT64_T], root).Test)
     return values
 

@@ -109,3 +109,43 @@ def test_a_restored_choice_holds_for_cached_plans_too(comm):
         md.allreduce(comm, x)
         (plan,) = [p for k, p in context.of(comm).plans.items() if k[2] == "auto"]
         assert plan.algorithm == algorithm
+
+
+@pytest.mark.ranks(2)
+def test_a_plan_that_runs_stays_and_one_that_does_not_goes(comm, monkeypatch):
+    """Too many plans: whoever ran since the last look stays, and what went is still counted."""
+    monkeypatch.setattr("mpidist.collectives.plans.MAX_PLANS", 4)
+    mine = comm.Dup()
+    kept, started = np.ones(4), context.of(mine).counters.native_calls
+    md.allreduce(mine, kept, algorithm="native")
+    plan = next(iter(context.of(mine).plans.values()))
+    for n in range(10):
+        md.allreduce(mine, np.ones(20 + n), algorithm="native")
+        md.allreduce(mine, kept, algorithm="native")
+    assert len(context.of(mine).plans) == 4
+    assert plan in context.of(mine).plans.values()
+    assert context.of(mine).counters.native_calls - started == 21
+    # Each of the eleven plans was agreed on in an operation of its own.
+    assert context.of(mine).sequence == 21 + 11
+    assert context.of(mine).operation(32).shape == "(4)"
+    assert context.of(mine).operation(31).shape == "(29)"
+    assert context.of(mine).operation(33) is None
+    md.free(mine)
+    mine.Free()
+
+
+@pytest.mark.ranks(2)
+def test_closed_arenas_leave_no_plan_behind(comm):
+    """R41: nothing grows without bound; the plan of a user's own array of that shape stays."""
+    md.allreduce(comm, x := np.ones(7, np.float32))
+    own = md.plan(comm, x)
+    before = set(context.of(comm).plans), len(context.of(comm).runs)
+    for n in range(1, 51):
+        with md.Arena(comm, {"w": (n, "f4"), "b": (5000, "f8")}) as arena:
+            for name in arena:
+                arena[name][...] = 1
+            md.allreduce(comm, arena)
+            assert arena["w"][-1] == arena["b"][-1] == comm.size
+    assert (set(context.of(comm).plans), len(context.of(comm).runs)) == before
+    x[:] = 1
+    assert own()[0] == comm.size
