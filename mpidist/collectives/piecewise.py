@@ -7,7 +7,8 @@
 
 A piece is added as soon as the tree allows (``ordered.push``), so of V/p pieces about
 log2(V/p) + 1 vectors are kept, in the rows of one buffer; what is left at the end lies in the
-first rows, which is where the schedule of ``ordered.piecewise`` expects it.
+first rows, which is where the schedule of ``ordered.piecewise`` expects it. Whoever has several
+pieces at once hands them over by `add_all`, which adds a whole level of the tree per call.
 """
 
 from __future__ import annotations
@@ -67,17 +68,46 @@ class PieceSum:
 
         Without a vector the piece is zero.
         """
-        if self._next >= self.mine.stop:
-            raise ProtocolError(f"this rank has the pieces {self.mine} and was given one more")
+        self._take(1)
         row = self.rows[len(self._stack)]
         if vector is None:
             row[...] = 0
         else:
             array_module(row).multiply(vector, self.dtype.type(weight), out=row, dtype=self.dtype)
-        joins = ordered.push(self._stack, (self._next, self._next + 1), self.pieces)
+        self._join((self._next - 1, self._next))
+
+    def add_all(self, vectors, weight: float = 1.0) -> None:
+        """Add each row of ``weight * vectors`` as a piece, in their order. Local.
+
+        `vectors`, (pieces, n), is used for the sums: what it holds afterwards is of no use.
+        """
+        first = self._next
+        self._take(len(vectors))
+        xp = array_module(vectors)
+        out = vectors if vectors.dtype == self.dtype else None
+        values = xp.multiply(vectors, self.dtype.type(weight), out=out, dtype=self.dtype)
+        for start, stop in ordered.partials(first, self._next, self.pieces):
+            node = values[start - first : stop - first]
+            # Pairs of neighbours, level by level; an odd last one waits. That is the tree.
+            while len(node) > 1:
+                node[:-1:2] += node[1::2]
+                node = node[::2]
+            self.rows[len(self._stack)] = node[0]
+            self._join((start, stop))
+
+    def _take(self, count: int) -> None:
+        if self._next + count > self.mine.stop:
+            given = self._next - self.mine.start
+            raise ProtocolError(
+                f"{given} of this rank's {len(self.mine)} pieces were given, now {count} more"
+            )
+        self._next += count
+
+    def _join(self, node) -> None:
+        """Join the sum of `node`, in the next free row, with what the tree joins it to."""
+        joins = ordered.push(self._stack, node, self.pieces)
         for right in range(len(self._stack) + joins - 1, len(self._stack) - 1, -1):
             self.rows[right - 1] += self.rows[right]
-        self._next += 1
 
     def finish(self, out, votes=()) -> None:
         """Write the sum over all pieces into `out`. Collective; every rank gets the same bits.

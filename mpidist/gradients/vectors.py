@@ -31,24 +31,30 @@ def with_extras(shapes: Mapping) -> dict:
     }
 
 
-def allocate(spec: Mapping, xp) -> tuple[dict, list]:
-    """Return (views by name, vectors) of zeros in private memory, on the device of `xp`. Local."""
+def allocate(spec: Mapping, xp, rows: tuple[int, ...] = ()) -> tuple[dict, list]:
+    """Return (views by name, vectors) of zeros in private memory, on the device of `xp`. Local.
+
+    With ``rows=(k,)`` there are k of each: vectors (k, n), views (k, *shape).
+    """
     views: dict = {}
     vectors: list = []
     for dtype in dict.fromkeys(dtype for _, dtype in spec.values()):
         mine = {name: shape for name, (shape, kind) in spec.items() if kind == dtype}
-        vector = xp.zeros(sum(prod(shape) for shape in mine.values()), dtype)
+        vector = xp.zeros((*rows, sum(prod(shape) for shape in mine.values())), dtype)
         start = 0
         for name, shape in mine.items():
-            views[name] = vector[start : start + prod(shape)].reshape(shape)
+            views[name] = vector[..., start : start + prod(shape)].reshape((*rows, *shape))
             start += prod(shape)
         vectors.append(vector)
     return views, vectors
 
 
-def flat_views(parameters: Mapping) -> tuple[dict, list]:
-    """Return (gradients, vectors) for `parameters`, in private memory beside them. Local."""
+def flat_views(parameters: Mapping, rows: tuple[int, ...] = ()) -> tuple[dict, list]:
+    """Return (gradients, vectors) for `parameters`, in private memory beside them. Local.
+
+    `rows` as for `allocate`.
+    """
     shapes = {name: (array.shape, array.dtype) for name, array in parameters.items()}
     xp = array_module(next(iter(parameters.values())))
-    views, vectors = allocate(with_extras(shapes), xp)
+    views, vectors = allocate(with_extras(shapes), xp, rows)
     return {name: views[name] for name in parameters}, vectors

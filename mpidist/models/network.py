@@ -61,27 +61,47 @@ class Network:
         called as soon as that gradient is final, last layer first. An empty batch has zero
         gradients and loss 0.0, so that a rank without samples can take part in a sum.
         """
-        ready = ready or (lambda name: None)
         inputs, labels = batch
         if len(inputs) != len(labels):
             raise ConfigError(f"batch: {len(inputs)} inputs but {len(labels)} labels")
-        if len(inputs) == 0:
+        one = {name: array[None] for name, array in gradients.items()}
+        x, labels = self._input(inputs)[None], self._labels(labels)[None]
+        return float(self._losses(x, labels, one, ready or (lambda name: None))[0])
+
+    def piece_gradients(self, batch, gradients):
+        """The same for several pieces of equal size in one call; returns their mean losses. Local.
+
+        All arrays have a further first axis, that of the pieces: inputs and labels, and those of
+        `gradients`. Each piece gets the bits that `loss_and_gradients` gives it alone.
+        """
+        inputs, labels = batch
+        if inputs.shape[:2] != labels.shape[:2]:
+            raise ConfigError(
+                f"batch: {len(inputs)} pieces of {inputs.shape[1]} inputs, but labels of shape "
+                f"{labels.shape}"
+            )
+        x = self._input(inputs.reshape(-1, *inputs.shape[2:])).reshape(inputs.shape)
+        return self._losses(x, self._labels(labels), gradients, lambda name: None)
+
+    def _losses(self, x, labels, gradients, ready):
+        """Go forward and backward through the layers, on pieces."""
+        if labels.size == 0:
             for name in reversed(self.parameters):
                 gradients[name][...] = 0
                 ready(name)
-            return 0.0
-        x, tape = self._input(inputs), []
+            return np.zeros(len(labels))
+        tape = []
         for layer in self.layers:
             x, saved = layer.forward(self.parameters, x)
             tape.append(saved)
-        loss, dy = softmax_cross_entropy(x, self._labels(labels, x))
+        losses, dy = softmax_cross_entropy(x, labels)
         # What lies before the first layer with parameters needs no gradient.
         for i in range(len(self.layers) - 1, self._first - 1, -1):
             first = i == self._first
             dy = self.layers[i].backward(
                 self.parameters, tape.pop(), dy, gradients, ready, first=first
             )
-        return loss
+        return losses
 
     def predict(self, inputs):
         """Return the scores, (samples, classes); the largest of a row is the answer. Local."""
@@ -90,27 +110,32 @@ class Network:
         return array_module(scores[0]).concatenate(scores)
 
     def _scores(self, inputs):
-        x = self._input(inputs)
+        x = self._input(inputs)[None]
         for layer in self.layers:
             x, _ = layer.forward(self.parameters, x)
-        return x
+        return x[0]
 
     def _input(self, inputs):
         if tuple(inputs.shape[1:]) != self.sample_shape:
             expected = ", ".join(map(str, ("n", *self.sample_shape)))
             raise ConfigError(f"model input has shape {inputs.shape}, expected ({expected})")
-        like = next(iter(self.parameters.values()))
+        like = self._like()
         return array_module(like).asarray(inputs, dtype=like.dtype)
 
-    def _labels(self, labels, scores):
-        if isinstance(labels, np.ndarray) and not 0 <= labels.min() <= labels.max() < self.classes:
-            # NumPy would take a negative label as one counted from the end.
+    def _labels(self, labels):
+        # NumPy would take a negative label as one counted from the end.
+        if isinstance(labels, np.ndarray) and labels.size:
             low, high = labels.min(), labels.max()
-            raise ConfigError(
-                f"labels run from {low} to {high}, expected 0 to {self.classes - 1}: "
-                f"the model has {self.classes} classes"
-            )
-        return array_module(scores).asarray(labels)
+            if not 0 <= low <= high < self.classes:
+                raise ConfigError(
+                    f"labels run from {low} to {high}, expected 0 to {self.classes - 1}: "
+                    f"the model has {self.classes} classes"
+                )
+        return array_module(self._like()).asarray(labels)
+
+    def _like(self):
+        """One of the parameters: batches go where they are, in their dtype."""
+        return next(iter(self.parameters.values()))
 
 
 def _initial(layers: Sequence, seed: int) -> dict:

@@ -1,9 +1,10 @@
 """The exchange of ``train(..., microbatches=V)``: the same bits on any number of ranks.
 
-The global batch is cut into V pieces, by position alone. A rank computes its pieces one after the
-other, each by a call of its own, so that every matrix product has the same shape whoever holds
-the piece; gradients, loss and model state of a piece, times its share of the samples, are added
-in the fixed tree over the V pieces (``collectives/ordered.py``).
+The global batch is cut into V pieces, by position alone. A rank computes its pieces so that every
+matrix product has the same shape whoever holds the piece: each by a call of its own, or several
+of equal size by one call of a model that can (`piece_gradients`). Gradients, loss and model state
+of a piece, times its share of the samples, are added in the fixed tree over the V pieces
+(``collectives/ordered.py``).
 
     global batch of 10, V = 4    0 1 2 | 3 4 5 | 6 7 | 8 9
     2 ranks                      rank 0         rank 1
@@ -12,12 +13,15 @@ in the fixed tree over the V pieces (``collectives/ordered.py``).
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from mpi4py import MPI
 
-from .. import events
+from .. import events, partition
+from ..arrays import is_device
 from ..collectives.allreduce import allreduce
 from ..collectives.piecewise import PieceSum
 from ..errors import ConfigError
@@ -28,6 +32,9 @@ from .replicas import Replicas, check_in_place
 
 #: Exchanges of each kind that are timed for `PieceReplicas.price`.
 ROUNDS = 5
+#: Bytes of gradients that one call of a model may fill. Only where they are few, and products are
+#: small, does a call for several pieces save time; large ones would only need the memory.
+TOGETHER_BYTES = 4 << 20
 
 
 class PieceReplicas(Replicas):
@@ -37,10 +44,13 @@ class PieceReplicas(Replicas):
 
     def __init__(self, comm, model, optimizer, algorithm: str, pieces: int):
         super().__init__(comm, model, optimizer, algorithm)
-        self.gradients, self.flat = flat_views(model.parameters)
-        self._views = dict(self.gradients)
         self.pieces = pieces
         self._state = checked_state(model)
+        self._together = together(model, -(-pieces // comm.size))
+        # Room for the gradients of that many pieces; the first one's takes the sum over all.
+        self._rows, self._filled = flat_views(model.parameters, (self._together,))
+        self.gradients = {name: rows[0] for name, rows in self._rows.items()}
+        self.flat = [rows[0] for rows in self._filled]
         self._after, vectors = flat_views(self._state) if self._state else ({}, [])
         self._vectors = [*self.flat, *vectors]
         # The wish to stop is every rank's, also of one that has no piece: it is a vote.
@@ -70,28 +80,46 @@ class PieceReplicas(Replicas):
         """
         bounds = BlockPartition(len(indices), self.pieces).bounds()
         mine = self._sums[0].mine
-        first, last = bounds[mine.start], bounds[mine.stop]
-        batch = beside(source.take(indices[first:last]), self.model)
+        bounds = bounds[mine.start : mine.stop + 1]
+        batch = beside(source.take(indices[bounds[0] : bounds[-1]]), self.model)
         before = {name: array.copy() for name, array in self._state.items()}
-        total = 0.0
-        for piece in mine:
-            start, stop = bounds[piece], bounds[piece + 1]
-            if start == stop:
-                for sums in self._sums:
+        total, start = 0.0, 0
+        for samples, count in runs(bounds, self._together):
+            stop, weight = start + count * samples, samples / len(indices)
+            part = tuple(array[start:stop] for array in batch)
+            if not samples:
+                for sums in self._sums * count:
                     sums.add(None)
-                continue
-            part = tuple(array[start - first : stop - first] for array in batch)
-            loss = self.model.loss_and_gradients(part, self.gradients)
-            check_in_place(self.gradients, self._views)
-            self.flat[0][-2] = loss
-            # Every piece begins with the state that the step began with, and leaves its own.
-            for name, array in self._state.items():
-                self._after[name][...] = array
-                array[...] = before[name]
-            for sums, vector in zip(self._sums, self._vectors, strict=True):
-                sums.add(vector, (stop - start) / len(indices))
-            total += loss * (stop - start) / len(indices)
-        return total, last - first
+            elif self._together > 1:
+                total += self._add_several(part, count, weight)
+            else:
+                total += self._add_one(part, before, weight)
+            start = stop
+        return total, bounds[-1] - bounds[0]
+
+    def _add_one(self, batch, before: dict, weight: float) -> float:
+        views = dict(self.gradients)
+        loss = self.model.loss_and_gradients(batch, self.gradients)
+        check_in_place(self.gradients, views)
+        self.flat[0][-2] = loss
+        # Every piece begins with the state that the step began with, and leaves its own.
+        for name, array in self._state.items():
+            self._after[name][...] = array
+            array[...] = before[name]
+        for sums, vector in zip(self._sums, self._vectors, strict=True):
+            sums.add(vector, weight)
+        return loss * weight
+
+    def _add_several(self, batch, count: int, weight: float) -> float:
+        pieces = tuple(array.reshape(count, -1, *array.shape[1:]) for array in batch)
+        gradients = {name: rows[:count] for name, rows in self._rows.items()}
+        views = dict(gradients)
+        losses = self.model.piece_gradients(pieces, gradients)
+        check_in_place(gradients, views)
+        self._filled[0][:count, -2] = losses
+        for sums, filled in zip(self._sums, self._filled, strict=True):
+            sums.add_all(filled[:count], weight)
+        return float(sum(losses)) * weight
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
         """Sum what `compute` has added; returns (global loss, stop). Collective.
@@ -140,6 +168,28 @@ class PieceReplicas(Replicas):
             "ratio": round(ordered / plain, 3),
         }
         events.emit("microbatches", **self.price)
+
+
+def together(model, most: int) -> int:
+    """Return how many pieces one call computes, at most `most`. Local.
+
+    One where the model has no call for several, or has state, which every piece finds as the step
+    began; and on a device, whose library may take another kernel for several products than for one.
+    """
+    parameters = list(model.parameters.values())
+    if not hasattr(model, "piece_gradients") or getattr(model, "state", {}):
+        return 1
+    if is_device(parameters[0]):
+        return 1
+    return max(1, min(most, TOGETHER_BYTES // sum(array.nbytes for array in parameters)))
+
+
+def runs(bounds: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Yield (samples, count) for neighbours of one size, at most `most` of them. Local."""
+    sizes = (stop - start for start, stop in itertools.pairwise(bounds))
+    for samples, equal in itertools.groupby(sizes):
+        for start, stop in partition.pieces(0, len(list(equal)), most):
+            yield samples, stop - start
 
 
 def checked_state(model) -> dict:

@@ -62,6 +62,34 @@ def test_any_number_of_ranks_gives_the_serial_bits(comm):
     md.free(MPI.COMM_SELF)
 
 
+class OneByOne:
+    """A model without a call for several pieces."""
+
+    def __init__(self):
+        self.inner = models.mlp([12, 16, 3], seed=7)
+        self.parameters = self.inner.parameters
+
+    def loss_and_gradients(self, batch, gradients, ready=None):
+        return self.inner.loss_and_gradients(batch, gradients)
+
+    def predict(self, inputs):
+        return self.inner.predict(inputs)
+
+
+@pytest.mark.ranks(1, 3)
+def test_a_model_need_not_take_several_pieces(comm):
+    """Nor need all of them fit in one call: the bits are those of single calls."""
+    expected = serial(16)
+    settings = {"optimizer": optim.momentum(0.05), "global_batch": 20, "epochs": 3, "seed": 1}
+    for limit, model in ((0, None), (2500, None), (None, OneByOne())):
+        model = model or models.mlp([12, 16, 3], seed=7)
+        with pytest.MonkeyPatch.context() as patch:
+            if limit is not None:
+                patch.setattr("mpidist.training.pieces.TOGETHER_BYTES", limit)
+            md.train(comm, model, TRAIN, microbatches=16, **settings)
+        assert digest(model.parameters) == expected, limit
+
+
 @pytest.mark.ranks(4)
 def test_the_algorithm_does_not_matter(comm):
     hashes = {

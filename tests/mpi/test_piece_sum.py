@@ -41,6 +41,27 @@ def test_any_number_of_ranks_gives_the_serial_bits(comm):
                 assert out.tobytes() == expected.tobytes(), (pieces, n, turn)
 
 
+@pytest.mark.ranks(1, 2, 3, 5)
+def test_pieces_given_at_once_have_the_same_bits(comm):
+    """Runs of any length and place in the tree, beside single ones, in the dtype or another."""
+    for pieces, dtype in ((5, np.float32), (7, np.float16), (16, ">f4"), (31, np.float64)):
+        values = vectors(pieces, 40, dtype)
+        work = np.float64 if dtype is np.float64 else np.float32
+        expected = serial(values.astype(work) * work(0.3))
+        for most in (1, 2, 3, 5, 16):
+            sums = PieceSum(comm, 40, np.dtype(dtype), pieces)
+            first = sums.mine.start
+            while first < sums.mine.stop:
+                last = min(first + most, sums.mine.stop)
+                sums.add_all(values[first:last].copy(), 0.3)
+                if last < sums.mine.stop:
+                    sums.add(values[last], 0.3)
+                first = last + 1
+            out = np.empty(40, dtype)
+            sums.finish(out)
+            assert out.tobytes() == expected.astype(dtype).tobytes(), (pieces, most)
+
+
 @pytest.mark.ranks(1, 3, 4, 8)
 def test_dtypes_missing_pieces_and_votes(comm):
     """float16 is rounded once; an empty piece is zero; every rank votes, with pieces or without."""
@@ -64,8 +85,10 @@ def test_wrong_calls_are_refused(comm):
         sums.finish(np.empty(3, np.float32))
     sums.add(np.ones(3))
     sums.add(np.ones(3))
-    with pytest.raises(ProtocolError, match="one more"):
+    with pytest.raises(ProtocolError, match="2 of this rank's 2 pieces were given, now 1 more"):
         sums.add(np.ones(3))
+    with pytest.raises(ProtocolError, match="now 3 more"):
+        sums.add_all(np.ones((3, 3), np.float32))
     out = np.empty(3, np.float32)
     sums.finish(out)
     assert list(out) == [4, 4, 4]

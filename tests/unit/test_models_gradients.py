@@ -1,5 +1,7 @@
 """Every layer and model against finite differences in float64."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -34,26 +36,27 @@ def differences(function, x, count=60, step=1e-6, seed=0):
 
 
 LAYERS = {
-    "dense": (Dense("l", 7, 4), (5, 7)),
-    "convolution": (Convolution("l", 2, 3, 3), (2, 6, 5, 4)),
-    "convolution, padded": (Convolution("l", 2, 3, 5, 2), (2, 6, 7, 3)),
-    "convolution, one sample": (Convolution("l", 1, 2, 3, 1), (1, 4, 4, 1)),
-    "max pool": (MaxPool(), (2, 6, 4, 3)),
-    "max pool, odd": (MaxPool(), (2, 7, 5, 3)),
-    "relu": (Relu(), (6, 5)),
-    "images": (Images(), (3, 2, 5, 4)),
-    "features": (Features(), (2, 3, 4, 5)),
-    "rows": (Rows(), (3, 2, 4)),
+    "dense": (Dense("l", 7, 4), (2, 5, 7)),
+    "convolution": (Convolution("l", 2, 3, 3), (2, 2, 6, 5, 4)),
+    "convolution, padded": (Convolution("l", 2, 3, 5, 2), (3, 2, 6, 7, 3)),
+    "convolution, one sample": (Convolution("l", 1, 2, 3, 1), (1, 1, 4, 4, 1)),
+    "max pool": (MaxPool(), (2, 2, 6, 4, 3)),
+    "max pool, odd": (MaxPool(), (2, 2, 7, 5, 3)),
+    "relu": (Relu(), (2, 6, 5)),
+    "images": (Images(), (2, 3, 2, 5, 4)),
+    "features": (Features(), (2, 2, 3, 4, 5)),
+    "rows": (Rows(), (2, 3, 2, 4)),
 }
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer(name):
+    """Of several pieces, each has gradients of its own."""
     layer, shape = LAYERS[name]
     rng = np.random.default_rng(3)
     x = rng.standard_normal(shape)
     parameters = {k: rng.standard_normal(s) for k, s in layer.shapes().items()}
-    gradients = {k: np.full(s, np.nan) for k, s in layer.shapes().items()}
+    gradients = {k: np.full((shape[0], *s), np.nan) for k, s in layer.shapes().items()}
     y, saved = layer.forward(parameters, x)
     pull = rng.standard_normal(y.shape)
 
@@ -66,11 +69,16 @@ def test_layer(name):
     np.testing.assert_array_equal(x, before, err_msg="the input was written")
     assert order == list(reversed(parameters))
     assert dx.shape == x.shape
-    for array, gradient in [(x, np.ascontiguousarray(dx))] + [
-        (parameters[k], gradients[k]) for k in parameters
-    ]:
-        chosen, slopes = differences(loss, array)
-        np.testing.assert_allclose(gradient.reshape(-1)[chosen], slopes, rtol=1e-6, atol=1e-7)
+    chosen, slopes = differences(loss, x)
+    np.testing.assert_allclose(dx.reshape(-1)[chosen], slopes, rtol=1e-6, atol=1e-7)
+    for piece, (k, array) in itertools.product(range(shape[0]), parameters.items()):
+
+        def loss_of_piece(piece=piece):
+            return float((layer.forward(parameters, x)[0] * pull)[piece].sum())
+
+        chosen, slopes = differences(loss_of_piece, array)
+        gradient = gradients[k][piece].reshape(-1)[chosen]
+        np.testing.assert_allclose(gradient, slopes, rtol=1e-6, atol=1e-7)
 
 
 def test_convolution_is_a_convolution():
@@ -79,7 +87,7 @@ def test_convolution_is_a_convolution():
     layer = Convolution("l", 2, 3, 3, 1)
     x = rng.standard_normal((2, 5, 6, 2))
     w, b = rng.standard_normal((3, 2, 3, 3)), rng.standard_normal(3)
-    y, _ = layer.forward({"l.weight": w, "l.bias": b}, x)
+    [y], _ = layer.forward({"l.weight": w, "l.bias": b}, x[None])
     padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
     assert y.shape == (3, 5, 6, 2)
     for o, i, j, n in np.ndindex(y.shape):
@@ -89,7 +97,7 @@ def test_convolution_is_a_convolution():
 
 def test_pool_gives_a_tie_to_one():
     layer = MaxPool()
-    x = np.ones((1, 4, 4, 1))
+    x = np.ones((1, 1, 4, 4, 1))
     y, saved = layer.forward({}, x)
     dx = layer.backward({}, saved, np.ones_like(y), {})
     assert dx.sum() == 4
@@ -101,35 +109,36 @@ def test_convolution_takes_batches_of_changing_size():
     rng = np.random.default_rng(1)
     layer = Convolution("l", 1, 2, 3)
     p = {"l.weight": rng.standard_normal((2, 1, 3, 3)), "l.bias": np.zeros(2)}
-    x = rng.standard_normal((1, 6, 6, 9))
+    x = rng.standard_normal((1, 1, 6, 6, 9))
     whole, _ = layer.forward(p, x)
     first, saved = layer.forward(p, x[..., :2])
     layer.forward(p, x[..., 2:])
     np.testing.assert_allclose(first, whole[..., :2])
-    g = {k: np.empty_like(v) for k, v in p.items()}
+    g = {k: np.empty((1, *v.shape)) for k, v in p.items()}
     layer.backward(p, saved, np.ones_like(first), g)
     np.testing.assert_allclose(g["l.bias"], 16 * 2)
-    expected = [[x[0, i : i + 4, j : j + 4, :2].sum() for j in range(3)] for i in range(3)]
-    np.testing.assert_allclose(g["l.weight"][0, 0], expected)
+    expected = [[x[0, 0, i : i + 4, j : j + 4, :2].sum() for j in range(3)] for i in range(3)]
+    np.testing.assert_allclose(g["l.weight"][0, 0, 0], expected)
 
 
 def test_softmax_cross_entropy():
     rng = np.random.default_rng(2)
-    scores, labels = rng.standard_normal((6, 4)), np.array([0, 3, 2, 2, 1, 0])
-    loss, gradient = softmax_cross_entropy(scores, labels)
-    shares = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
-    assert loss == pytest.approx(-np.log(shares[np.arange(6), labels]).mean())
-    chosen, slopes = differences(lambda: softmax_cross_entropy(scores, labels)[0], scores)
+    scores, labels = rng.standard_normal((2, 3, 4)), np.array([[0, 3, 2], [2, 1, 0]])
+    losses, gradient = softmax_cross_entropy(scores, labels)
+    shares = np.exp(scores) / np.exp(scores).sum(axis=2, keepdims=True)
+    right = np.take_along_axis(shares, labels[..., None], axis=2)
+    np.testing.assert_allclose(losses, -np.log(right).mean(axis=(1, 2)))
+    chosen, slopes = differences(lambda: softmax_cross_entropy(scores, labels)[0].sum(), scores)
     np.testing.assert_allclose(gradient.reshape(-1)[chosen], slopes, atol=1e-8)
 
 
 def test_softmax_cross_entropy_of_huge_scores():
     with np.errstate(all="raise", under="ignore"):
         loss, gradient = softmax_cross_entropy(
-            np.array([[1e4, 0.0], [0.0, 1e4]], np.float32), np.array([0, 0])
+            np.array([[[1e4, 0.0], [0.0, 1e4]]], np.float32), np.array([[0, 0]])
         )
-    assert loss == pytest.approx(5000)
-    np.testing.assert_allclose(gradient, [[0, 0], [-0.5, 0.5]])
+    assert loss == pytest.approx([5000])
+    np.testing.assert_allclose(gradient, [[[0, 0], [-0.5, 0.5]]])
 
 
 MODELS = {

@@ -77,6 +77,38 @@ def test_parts_of_a_batch_add_up(name):
         np.testing.assert_allclose(total[key], whole[key], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        *MAKERS.values(),
+        lambda: models.lenet((1, 8, 8), 10, channels=(32, 64)),
+        lambda: models.lenet((1, 28, 28), 10),
+        lambda: models.lenet((2, 17, 20), 10, channels=(3, 4)),
+    ],
+)
+def test_pieces_in_one_call_have_the_bits_of_single_calls(make):
+    """Issue 3, point 5: what a piece gets does not depend on how many a rank holds."""
+    model = make()
+    rng = np.random.default_rng(4)
+    size = sum(v.size for v in model.parameters.values())
+    for pieces, samples in ((1, 4), (2, 4), (3, 1), (4, 4), (4, 5), (7, 2), (2, 16), (3, 0)):
+        inputs = rng.random((pieces, samples, *model.sample_shape), np.float32)
+        labels = rng.integers(0, 10, (pieces, samples))
+        # Each gradient is a part of every row, as training has them.
+        rows, several, start = np.full((pieces, size + 2), np.nan, np.float32), {}, 0
+        for key, value in model.parameters.items():
+            several[key] = rows[:, start : start + value.size].reshape(pieces, *value.shape)
+            start += value.size
+        losses = model.piece_gradients((inputs, labels), several)
+        assert losses.shape == (pieces,)
+        for piece, found in enumerate(rows[:, :-2]):
+            alone = zeros(model)
+            loss = model.loss_and_gradients((inputs[piece], labels[piece]), alone)
+            assert loss == losses[piece]
+            expected = np.concatenate([g.ravel() for g in alone.values()])
+            assert found.tobytes() == expected.tobytes(), (pieces, samples, piece)
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_parameters_and_gradients_may_be_views_of_one_buffer(name):
     """R129: training code replaces entries of the dict; the model follows at the next call."""
@@ -169,6 +201,10 @@ def test_bad_batches():
     ]:
         with pytest.raises(ConfigError, match=message):
             model.loss_and_gradients(bad, zeros(model))
+    with pytest.raises(ConfigError, match=r"2 pieces of 2 inputs, but labels of shape \(2, 3\)"):
+        model.piece_gradients(
+            (inputs.reshape(2, 2, 1, 8, 8), labels.reshape(2, 2)[:, [0, 0, 0]]), {}
+        )
 
 
 def test_the_model_in_the_documentation():
