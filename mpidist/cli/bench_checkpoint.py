@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import ConfigError
-from .bench_common import library, say
+from .bench_common import head, library, say
 
 
 def add_parser(what):
@@ -25,11 +25,12 @@ def run(comm, args) -> list[dict]:
         raise ConfigError(f"--folder {args.folder}: no such folder; all ranks must see it")
     rows = measure(comm, int(args.size * (1 << 20)), args.rounds, args.folder)
     columns = ("what", "seconds", "plain(s)", "ratio", "MB/s")
-    say(
+    head(
         comm,
-        f"# {args.size:g} MiB, half replicated and half sharded, {comm.size} ranks, "
+        f"{args.size:g} MiB, half replicated and half sharded, {comm.size} ranks, "
         f"{args.rounds} rounds, {library()}",
-        "#" + "".join(f"{name:>11}" for name in columns)[1:],
+        columns,
+        width=11,
     )
     for row in rows:
         say(

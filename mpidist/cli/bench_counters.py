@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .bench_common import library, say
+from .bench_common import head, library, say
 
 
 def add_parser(what):
@@ -20,12 +20,9 @@ def run(comm, args) -> list[dict]:
     from ..cluster.bench_allreduce import sizes
     from ..cluster.bench_counters import measure
 
-    names = ("Size", "call(us)", "counting", "share(%)")
-    say(
-        comm,
-        f"# counters, {comm.size} ranks, {args.rounds} rounds, {library()}",
-        "#" + "".join(f"{name:>13}" for name in names)[1:] + "  form",
-    )
+    columns = ("Size", "call(us)", "counting", "share(%)")
+    title = f"counters, {comm.size} ranks, {args.rounds} rounds, {library()}"
+    head(comm, title, columns, width=13, last="form")
     rows = []
     for size in sizes(args.low, args.high, args.step):
         for row in measure(comm, size, args.rounds):

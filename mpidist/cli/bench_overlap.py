@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .bench_common import library, say
+from .bench_common import head, library, say
 
 
 def add_parser(what):
@@ -20,11 +20,8 @@ def run(comm, args) -> list[dict]:
     from ..cluster.bench_overlap import measure
 
     columns = ("exchange(ms)", "backward(ms)", "step(ms)", "hidden", "buckets")
-    say(
-        comm,
-        f"# {args.size} MiB of gradients in {args.layers} layers, {comm.size} ranks, {library()}",
-        "#" + "".join(f"{name:>13}" for name in columns)[1:] + "  progress",
-    )
+    title = f"{args.size} MiB of gradients in {args.layers} layers, {comm.size} ranks, {library()}"
+    head(comm, title, columns, width=13, last="progress")
     rows = []
     for progress in ("hooks", "thread"):
         row = measure(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import ConfigError
-from .bench_common import library, say
+from .bench_common import head, library, say
 
 
 def add_parser(what):
@@ -33,11 +33,12 @@ def run(comm, args) -> list[dict]:
         seed=args.seed,
     )
     columns = ("mode", "seconds", "simulated", "speed-up", "promised", "share")
-    say(
+    head(
         comm,
-        f"# {workers} workers, {args.servers} servers, {args.steps} steps of {args.unit} s or 5 "
+        f"{workers} workers, {args.servers} servers, {args.steps} steps of {args.unit} s or 5 "
         f"times that with probability 1/4, {library()}",
-        "#" + "".join(f"{name:>11}" for name in columns)[1:],
+        columns,
+        width=11,
     )
     for row in rows:
         say(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .bench_common import library, say
+from .bench_common import head, library, say
 
 
 def add_parser(what):
@@ -22,11 +22,8 @@ def run(comm, args) -> list[dict]:
     if args.torch:
         version = ", torch " + bench_torch.reducer(comm)[0]
     columns = ("step(us)", "torch(us)", "ratio")
-    say(
-        comm,
-        f"# training steps, {comm.size} ranks, {library()}{version}; ratio: torch over ours",
-        "#" + "".join(f"{name:>11}" for name in columns)[1:] + "  model, global batch",
-    )
+    title = f"training steps, {comm.size} ranks, {library()}{version}; ratio: torch over ours"
+    head(comm, title, columns, width=11, last="model, global batch")
     rows = []
     for name in MODELS:
         rows.append(row := measure(comm, name, rounds=args.rounds, torch=args.torch))
