@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .. import binding, events, launch
+from .. import binding, events, launch, points
 from ..errors import ConfigError
 
 #: Seconds between progress lines where no terminal is at the other end (mpirun hides it).
@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
     # A request to stop that comes while we still start waits until the guard can take it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    points.reach("start")
     job = jobs.read_job(args.job, args.settings)
     claim = launch.claimed_size(os.environ)
     parts = jobs.build(job, claim.size if claim else None)
@@ -95,7 +96,7 @@ def _train(comm, job, parts, args, store_path: Path) -> None:
         with CheckpointStore(comm, store_path, keep=job.keep) as store:
             summary = train(
                 comm, parts.model, parts.train, optimizer=parts.optimizer,
-                global_batch=job.global_batch, epochs=job.epochs, steps=job.steps, seed=job.seed,
+                global_batch=job.global_batch, epochs=job.epochs, steps=job.steps, seed=job.seed, shuffle=job.shuffle,
                 strategy=parts.strategy, test_data=parts.test, checkpoint=store,
                 checkpoint_every=job.checkpoint_every, resume=resume, stop_after=job.stop_after,
                 microbatches=job.microbatches, check_replicas=job.check_replicas,

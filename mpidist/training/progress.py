@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from .. import events
+from .. import events, points
 from ..arrays import array_module
 from ..collectives import selection
 from ..collectives.allreduce import allreduce
@@ -97,6 +97,7 @@ class Progress:
             **self.position.as_dict(),
             "seed": self.sampler.seed,
             "global_batch": self.sampler.global_batch,
+            "shuffle": self.sampler.shuffle,
             "workers": 0 if self.exchange.dedicated else self.exchange.workers.size,
             "selection": {},
             "order": {} if self.exchange.dedicated else self.exchange.order(),
@@ -120,7 +121,9 @@ class Progress:
 
     def save(self, step: int) -> None:
         """Write what this rank holds as `step`. Collective over all ranks."""
+        points.reach("save", step)
         self.store.save(step, self.state())
+        points.reach("saved", step)
         self.saved_step = step
         events.emit("checkpoint", step=step)
 
@@ -153,6 +156,7 @@ class Progress:
             return
         like = self.state(saving=False)
         like.setdefault("run", {"step": 0, "epoch": 0, "offset": 0, "seed": 0, "selection": {}})
+        like["run"]["shuffle"] = "permutation"  # a checkpoint that does not say so has no other
         try:
             _, state = self.store.restore(like)
         except NoCheckpoint:
@@ -168,6 +172,8 @@ class Progress:
             )
         self.step = self.first_step = self.saved_step = int(facts["step"])
         self.position = Position.from_dict(facts)
+        # A position means nothing in another order, whatever this version would choose today.
+        self.sampler.set_shuffle(facts["shuffle"])
         if not self.exchange.dedicated:
             selection.restore(self.exchange.workers, facts["selection"])
             self.exchange.arrange(facts.get("order", {}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from .. import points
 from ..checkpoint.store import CheckpointStore
 from ..data import Sampler, as_source
 from ..elastic.guard import guard
@@ -26,6 +27,7 @@ def train(
     epochs: int | None = None,
     steps: int | None = None,
     seed: int = 0,
+    shuffle: str | bool = True,
     strategy=None,
     test_data=None,
     checkpoint=None,
@@ -53,6 +55,8 @@ def train(
         How long: one of the two.
     seed : int
         Of the data order.
+    shuffle : str or bool
+        How an epoch is ordered, see `data.Sampler`. A run that is resumed keeps the one it has.
     strategy : AllReduce or ParameterServer
         AllReduce by default.
     test_data : tuple (inputs, labels), or a source
@@ -94,7 +98,7 @@ def train(
     """
     strategy = AllReduce() if strategy is None else strategy
     source = as_source(data)
-    sampler = Sampler(len(source), global_batch, seed)
+    sampler = Sampler(len(source), global_batch, seed, shuffle)
     last = last_step(epochs, steps, sampler)
     check_whole(checkpoint_every=checkpoint_every, stop_after=stop_after)
     check_microbatches(microbatches, global_batch, strategy)
@@ -121,9 +125,11 @@ def train(
             run.start_loop(last)
             while run.step < end and not run.stopping:
                 indices, after = sampler.batch(run.position)
+                points.reach("step", run.step + 1)
                 began = time.perf_counter()
                 loss, samples = exchange.compute(source, indices)
                 computed = time.perf_counter()
+                points.reach("exchange", run.step + 1)
                 wish = watcher.flag or run.bad
                 loss, run.stopping = exchange.reduce(loss, samples, len(indices), wish)
                 if exchange.synchronous:
