@@ -1,6 +1,6 @@
 """Which samples each step uses: a pure function of (seed, epoch, position), never of the ranks.
 
-    epoch 3, 10 samples:   permutation of (seed, 3)      7 2 9 0 | 4 1 8 3 | 6 5
+    epoch 3, 10 samples:   shuffled by (seed, 3)         7 2 9 0 | 4 1 8 3 | 6 5
     global batch 4:                                      step 0    step 1    step 2 (short)
     3 ranks in step 0:                                   7 2 | 9 | 0
 
@@ -17,8 +17,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpidist.data.shuffle import Bijection
 from mpidist.errors import ConfigError
 from mpidist.partition import BlockPartition
+
+#: How an epoch is shuffled; which of them is part of what a checkpoint's position means.
+SHUFFLES = ("permutation", "bijection", "none")
+#: A larger data set is shuffled by a bijection: its permutation would take 32 MiB of every rank.
+PERMUTED = 1 << 22
+#: Places of a bijection that are computed at once, since a call for a single batch costs as much.
+_WINDOW = 1 << 14
 
 
 class Position(NamedTuple):
@@ -48,33 +56,63 @@ class Sampler:
         Samples per step over all ranks together, at least 1. A batch larger than `count` is one
         whole epoch. It is never changed silently when the number of ranks changes.
     seed : int
-        At least 0. Epoch e is ``np.random.default_rng((seed, e)).permutation(count)``.
-    shuffle : bool
-        False keeps the order of the source in every epoch.
+        At least 0.
+    shuffle : str or bool
+        "permutation": epoch e is ``np.random.default_rng((seed, e)).permutation(count)``.
+        "bijection": it is ``Bijection(count, (seed, e))``, which takes no memory. "none" or False:
+        the order of the source in every epoch. True: permutation up to 4 Mi samples, else
+        bijection.
     """
 
-    def __init__(self, count: int, global_batch: int, seed: int = 0, shuffle: bool = True):
+    def __init__(self, count: int, global_batch: int, seed: int = 0, shuffle: str | bool = True):
         self.count = _whole("count", count, 1, "is the data set empty?")
         self.global_batch = _whole("global_batch", global_batch, 1, "it counts all ranks' samples")
         self.seed = _whole("seed", seed, 0, "a negative one cannot seed the generator")
-        self.shuffle = bool(shuffle)
-        self._cached: tuple[int, np.ndarray] | None = None
+        self._cached: tuple[tuple, np.ndarray] | None = None
+        self.set_shuffle(shuffle)
+
+    def set_shuffle(self, shuffle: str | bool) -> None:
+        """Choose another shuffle: the one that a checkpoint was made with. Local."""
+        if isinstance(shuffle, bool):
+            large = self.count > PERMUTED
+            shuffle = ("bijection" if large else "permutation") if shuffle else "none"
+        if shuffle not in SHUFFLES:
+            known = ", ".join(map(repr, SHUFFLES))
+            raise ConfigError(f"shuffle is {shuffle!r}, expected {known}, True or False")
+        self.shuffle = shuffle
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps of one epoch at this global batch, the short one included."""
         return -(-self.count // self.global_batch)
 
-    def order(self, epoch: int) -> np.ndarray:
-        """All indices of `epoch` in the order of use, read-only. One epoch is remembered."""
-        if self._cached is None or self._cached[0] != epoch:
-            if self.shuffle:
-                order = np.random.default_rng((self.seed, epoch)).permutation(self.count)
-            else:
-                order = np.arange(self.count)
+    def order(self, epoch: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return places `start` to `stop` of the order of `epoch`, read-only. Local.
+
+        A permutation is remembered whole, of a bijection the last few thousand places.
+        """
+        stop = self.count if stop is None else stop
+        if self.shuffle == "bijection":
+            return self._window(epoch, start, stop)
+        if self.shuffle == "none":
+            order = np.arange(start, stop)
             order.flags.writeable = False
-            self._cached = (epoch, order)
-        return self._cached[1]
+            return order
+        if self._cached is None or self._cached[0] != ("permutation", epoch):
+            order = np.random.default_rng((self.seed, epoch)).permutation(self.count)
+            order.flags.writeable = False
+            self._cached = ("permutation", epoch), order
+        return self._cached[1][start:stop]
+
+    def _window(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Return places of a bijection, in windows that begin at multiples of their length."""
+        first = start - start % _WINDOW
+        key = ("bijection", epoch, first, max(stop, min(first + _WINDOW, self.count)))
+        if self._cached is None or self._cached[0] != key:
+            order = Bijection(self.count, (self.seed, epoch))(np.arange(first, key[3]))
+            order.flags.writeable = False
+            self._cached = key, order
+        return self._cached[1][start - first : stop - first]
 
     def batch(self, position: Position) -> tuple[np.ndarray, Position]:
         """Return the global batch at `position` and the position after it."""
@@ -86,7 +124,7 @@ class Sampler:
             )
         stop = min(offset + self.global_batch, self.count)
         after = Position(epoch, stop) if stop < self.count else Position(epoch + 1, 0)
-        return self.order(epoch)[offset:stop], after
+        return self.order(epoch, offset, stop), after
 
     def local(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
         """The contiguous part of a global batch that `rank` of `size` works on; maybe empty."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from ..data.sampler import SHUFFLES
 from ..errors import ConfigError, nearest
 
 TABLES = ("data", "model", "optimizer", "strategy")
@@ -38,6 +39,7 @@ class Job:
     epochs: int | None = None
     steps: int | None = None
     seed: int = 0
+    shuffle: str | bool = True
     out: str = ""
     checkpoint_every: int | None = None
     keep: int = 3
@@ -137,6 +139,9 @@ def check(values: Mapping, where: str = "job") -> Job:
     seconds = job.watch_seconds
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
         raise ConfigError(f"{where}: watch_seconds={seconds!r}; expected seconds, 0 is off")
+    if job.shuffle not in (True, False, *SHUFFLES):
+        names = ", ".join(map(repr, SHUFFLES))
+        raise ConfigError(f"{where}: shuffle={job.shuffle!r}; expected {names}, true or false")
     if not isinstance(job.out, str):
         raise ConfigError(f"{where}: out={job.out!r}; expected the path of a folder, in quotes")
     return job
