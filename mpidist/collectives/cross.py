@@ -1,92 +1,72 @@
-"""The executor of `node.in_place` schedules on vectors that lie in private memory.
+"""The executor of `node.in_place_allgather` on vectors that lie in private memory.
 
 In an arena slot r is mapped; here it is the vector of local rank r, wherever that lies, and the
-kernel copies (`cross_memory`). A piece of another rank's vector is read into a buffer that stays
-in the cache, added, and the sum written back to everyone while it is still there: N bytes are read
-and N written per rank, as in an arena, where staging passes every number through memory twice more.
+kernel copies (`cross_memory`). An allreduce of private vectors is staged on its way in, where the
+owner adds what the others put into shared memory, and written where it is wanted on its way out,
+which saves two of four copies. Reading the others' vectors through the kernel as well costs more
+than staging them: it copies no less, and enters pages one by one.
 
-Addresses travel on the gate's cache lines beside the key of the operation, so the first sync
-proves both; nobody announces another address before all have passed the last sync.
+    2 ranks, n elements     a copy in, a sum, a copy out, of n/2 each; 3 + n/(2 pieces) syncs
+
+Addresses travel on the gate's cache lines beside the key of the operation: the first sync proves
+both, and nobody tells another before all have passed the last one. Nobody writes into a vector
+before its rank has staged all of it, for owners write after the last sync of the first half.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
 from ..cross_memory import CrossMemory
 from ..events import Counters
-from .schedule import COPY, NODE_SYNC, NOTHING, REDUCE, Step, length
+from .schedule import COPY, NODE_SYNC, Step, length
 from .shared import ADDRESS, LINE, Gate
 
-#: Private vectors of more bytes are reached, shorter ones staged: a system call costs 1 us and
-#: 0.1 us a page. Measured at 2 ranks: staging wins up to 256 KiB, in the cache up to 512 KiB.
-REACHED_BYTES = 256 << 10
-#: Bytes of a piece.
-PIECE_BYTES = 512 << 10
+#: Private vectors of more bytes are written through the kernel; shorter ones are staged twice, for
+#: a system call costs some 4 us. Measured at 2 ranks: on pages of 4 KiB both are equal from 2 MiB
+#: on, on huge pages the kernel is faster by a fifth from 1 MiB on.
+REACHED_BYTES = 512 << 10
 
 
 class CrossProgram:
-    """Steps of one rank of `node.in_place` or its halves, made ready to run; see `SharedProgram`.
+    """Steps of one rank of `node.in_place_allgather`, made ready to run; see `SharedProgram`.
 
     Positions ``[r n, (r + 1) n)`` are the vector of local rank r.
     """
 
-    def __init__(self, steps: list[Step], n: int, rank: int, dtype, ufunc, memory: CrossMemory):
-        self.memory, self.ufunc, self.itemsize = memory, ufunc, dtype.itemsize
-        self.rounds: list[list[tuple]] = [[]]
-        longest = 0
+    def __init__(self, steps: list[Step], n: int, rank: int, itemsize: int, memory: CrossMemory):
+        self.memory = memory
+        self.rounds: list[list[tuple[int | None, slice, int]]] = [[]]
+        self._held: np.ndarray | None = None
+        written = 0
         for step in steps:
             if step.kind == NODE_SYNC:
                 self.rounds.append([])
             elif length(step.target):
-                own, other = step.target, step.source
-                if step.kind == COPY:
-                    own, other = other, own
-                else:
-                    longest = max(longest, length(own))
-                peer, offset = divmod(other[0], n) if other != NOTHING else (rank, 0)
-                span = slice(own[0] - rank * n, own[1] - rank * n)
-                self.rounds[-1].append((step.kind, span, peer, offset * dtype.itemsize))
-        self.scratch = np.empty(longest, dtype)
-        kinds = [(kind, span.stop - span.start) for part in self.rounds for kind, span, *_ in part]
-        self.counters = Counters(
-            shared_bytes=dtype.itemsize * sum(count for kind, count in kinds if kind == COPY),
-            bytes_reduced=dtype.itemsize * sum(count for kind, count in kinds if kind == REDUCE),
-        )
-        self._held: Any = None
+                peer, start = divmod(step.target[0], n)
+                span = slice(start, start + length(step.target))
+                to = peer if step.kind == COPY else None
+                self.rounds[-1].append((to, span, start * itemsize))
+                written += length(step.target) * itemsize * (to is not None)
+        self.counters = Counters(shared_bytes=written)
 
-    def run(self, gate: Gate, key: int | None, x: np.ndarray, divisor) -> None:
-        """Run all rounds on the flat vector `x`. Collective over the node.
-
-        `key` is None for the second half of an operation, on the same vector.
-        """
-        # Others write into x. If this is broken off, it must not become other memory meanwhile.
+    def prepare(self, gate: Gate, x: np.ndarray) -> None:
+        """Tell the others where `x` lies. Local, before the first sync of the operation."""
+        # They write into it. If this is broken off, it must not become other memory meanwhile.
         self._held = x
-        if key is not None:
-            gate.lines[gate.mine + ADDRESS] = x.ctypes.data
-            gate.announce(key)
-        last = len(self.rounds) - 1
-        for number in range(last + 1):
-            self._compute(gate, number, x, divisor)
-            if number < last:
-                gate.sync()
-                if number == 0 and key is not None:
-                    gate.check(key)
-        self._held = None
+        gate.lines[gate.mine + ADDRESS] = x.ctypes.data
 
-    def _compute(self, gate: Gate, number: int, x: np.ndarray, divisor) -> None:
-        memory, lines, itemsize, scratch = self.memory, gate.lines, self.itemsize, self.scratch
-        mine, buffer = x.ctypes.data, scratch.ctypes.data
-        for kind, span, peer, offset in self.rounds[number]:
-            part = x[span]
-            if kind == REDUCE:
-                address = lines[LINE * peer + ADDRESS] + offset
-                memory.read(peer, address, buffer, part.nbytes)
-                self.ufunc(part, scratch[: part.size], out=part)
-            elif kind == COPY:
-                address = lines[LINE * peer + ADDRESS] + offset
-                memory.write(peer, address, mine + span.start * itemsize, part.nbytes)
-            elif divisor is not None:
-                np.divide(part, divisor, out=part)
+    def run(self, gate: Gate, key: None, x: np.ndarray, divisor) -> None:
+        """Run all rounds on the flat vector `x`, the one of `prepare`. Collective over the node."""
+        mine = x.ctypes.data
+        for number, steps in enumerate(self.rounds):
+            if number:
+                gate.sync()
+            for peer, span, offset in steps:
+                part = x[span]
+                if peer is not None:
+                    address = gate.lines[LINE * peer + ADDRESS] + offset
+                    self.memory.write(peer, address, mine + offset, part.nbytes)
+                elif divisor is not None:
+                    np.divide(part, divisor, out=part)
+        self._held = None

@@ -44,7 +44,7 @@ class Scheduled:
 
 
 class Shared:
-    """The node's own algorithm: on an arena, or on private vectors, reached or staged."""
+    """The node's own algorithm in one program: arenas, and private vectors that are staged."""
 
     divides, tagged = True, False
 
@@ -106,31 +106,24 @@ def make(context: Context, signature: Signature, reduction: Reduction, shape, na
 
 
 def _on_nodes(context, signature, reduction: Reduction, n: int, memory: NodeMemory):
-    topology, gate = memory.topology, memory.gate
-    if topology.nodes == 1:
-        program = _program(node.staged, node.in_place, reduction, n, memory)
-        return Shared(context, signature, reduction, program, gate)
-    lanes = (lanes_of(topology),)
-    halves = (
-        _program(node.reduce_scatter, node.in_place_reduce_scatter, reduction, n, memory, lanes),
-        _program(node.allgather, node.in_place_allgather, reduction, n, memory, lanes),
-    )
-    return Hierarchical(context, signature, reduction, n, topology, gate, halves)
-
-
-def _program(staged, in_place, reduction: Reduction, n: int, memory: NodeMemory, lanes=()):
-    """Return what runs `in_place` on private vectors where they can be reached, else `staged`.
-
-    Both add in the same order, so nodes need not choose alike. Local.
-    """
-    dtype, topology = reduction.work, memory.topology
-    size, rank = topology.local_size, topology.local_rank
-    if memory.cross is not None and n * dtype.itemsize > cross.REACHED_BYTES:
-        steps = in_place(size, rank, n, cross.PIECE_BYTES // dtype.itemsize, *lanes, n)
-        return CrossProgram(steps, n, rank, dtype, reduction.ufunc, memory.cross)
+    dtype, ufunc, topology = reduction.work, reduction.ufunc, memory.topology
+    size, rank, gate = topology.local_size, topology.local_rank, memory.gate
     staging = memory.staging[: memory.staging.size // dtype.itemsize * dtype.itemsize].view(dtype)
-    steps = staged(size, rank, n, node.piece_length(size, dtype.itemsize), *lanes, n)
-    return SharedProgram(steps, n, staging, reduction.ufunc)
+    piece = node.piece_length(size, dtype.itemsize)
+    reached = memory.cross is not None and n * dtype.itemsize > cross.REACHED_BYTES
+    if topology.nodes == 1 and not reached:
+        program = SharedProgram(node.staged(size, rank, n, piece, n), n, staging, ufunc)
+        return Shared(context, signature, reduction, program, gate)
+    lanes = lanes_of(topology)
+    first = SharedProgram(node.reduce_scatter(size, rank, n, piece, lanes, n), n, staging, ufunc)
+    # Nodes need not choose alike: the order of additions is that of the first half.
+    second: SharedProgram | CrossProgram
+    if reached:
+        steps = node.in_place_allgather(size, rank, n, n, lanes, n)
+        second = CrossProgram(steps, n, rank, dtype.itemsize, memory.cross)
+    else:
+        second = SharedProgram(node.allgather(size, rank, n, piece, lanes, n), n, staging, ufunc)
+    return Hierarchical(context, signature, reduction, n, topology, gate, (first, second))
 
 
 def on_slots(context, signature, reduction: Reduction, slots: list, memory: NodeMemory):

@@ -22,6 +22,7 @@ from ..mismatch import Signature
 from ..partition import BlockPartition
 from ..topology import Topology
 from . import algorithms
+from .cross import CrossProgram
 from .executor import Program
 from .reductions import Reduction
 from .schedule import Step
@@ -70,7 +71,7 @@ class Hierarchical:
         n: int,
         topology: Topology,
         gate: Gate,
-        halves: tuple[SharedProgram, SharedProgram],
+        halves: tuple[SharedProgram, SharedProgram | CrossProgram],
     ):
         self.context, self.signature, self.reduction = context, signature, reduction
         self.gate, self.first, self.second = gate, *halves
@@ -87,6 +88,7 @@ class Hierarchical:
         """Reduce the flat vector `work` in place. Collective."""
         context, gate = self.context, self.gate
         divisor = work.dtype.type(total) if self.reduction.mean else None
+        self.second.prepare(gate, work)
         self.first.run(gate, self.signature.key, work, None)
         if self.program is not None:
             part = work[slice(*self.part)]

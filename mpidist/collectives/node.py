@@ -27,8 +27,9 @@ from __future__ import annotations
 from ..partition import BlockPartition
 from .schedule import COPY, FINISH, NODE_SYNC, NOTHING, REDUCE, Range, Step
 
-#: Bytes that a rank stages per round, over all owners: two rounds and the sums stay in its cache.
-ROUND_BYTES = 256 << 10
+#: Bytes that a rank stages per round, over all owners. Measured at 2 ranks: longer rounds leave the
+#: cache, shorter ones cost more syncs, each of which waits for the slower rank.
+ROUND_BYTES = 512 << 10
 #: Pieces of an owner's part are not cut below this.
 LEAST_PIECE = 4 << 10
 #: Bytes of a piece that is added where it lies.

@@ -170,6 +170,9 @@ class SharedProgram:
             shared_bytes=sum(shared), bytes_reduced=sum(added) * memory.dtype.itemsize
         )
 
+    def prepare(self, gate: Gate, x: np.ndarray) -> None:
+        """Nothing to tell the others: what they read and write lies where all see it. Local."""
+
     def run(self, gate: Gate, key: int | None, x: np.ndarray | None, divisor) -> None:
         """Run all rounds on the flat vector `x`. Collective over the node.
 

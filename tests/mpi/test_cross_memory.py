@@ -15,9 +15,8 @@ from mpidist.errors import ConfigError, MismatchError, MpidistError
 
 @pytest.fixture
 def reached(monkeypatch):
-    """Every vector that is not flat is reached, in small pieces."""
+    """Every vector that is not flat is reached."""
     monkeypatch.setattr(cross, "REACHED_BYTES", 0)
-    monkeypatch.setattr(cross, "PIECE_BYTES", 48 << 10)
 
 
 @pytest.mark.ranks(2)
@@ -37,7 +36,7 @@ def test_the_same_bits_as_staged(comm, reached, op, dtype):
     x = values[comm.rank].astype(dtype)
     y = x.copy()
     md.allreduce(comm, x, op, algorithm="node")
-    assert type(next(iter(of(comm).plans.values())).engine.program) is cross.CrossProgram
+    assert type(next(iter(of(comm).plans.values())).engine.second) is cross.CrossProgram
     other = comm.Dup()
     memory_of(of(other)).cross = None
     md.allreduce(other, y, op, algorithm="node")
@@ -114,9 +113,13 @@ def test_what_was_broken_off_stays_where_it_is(comm, reached):
     """Others may still write into the vector of a call that was left."""
     x = np.ones(60_000)
     md.allreduce(comm, x, algorithm="node")
-    program = next(iter(of(comm).plans.values())).engine.program
-    assert program._held is None
-    program._compute = lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
+    engine = next(iter(of(comm).plans.values())).engine
+    assert engine.second._held is None
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    engine.first.run = interrupted
     with pytest.raises(KeyboardInterrupt):
-        program.run(memory_of(of(comm)).gate, None, x, None)
-    assert program._held is x
+        engine(x, of(comm).sequence + 1, comm.size)
+    assert engine.second._held is x

@@ -3,7 +3,7 @@
 import pytest
 
 from mpidist.collectives import check, node
-from mpidist.collectives.schedule import NODE_SYNC
+from mpidist.collectives.schedule import NODE_SYNC, NOTHING
 
 PIECE = 3
 SIZES = (1, 2, 3, 4, 5, 8)
@@ -83,6 +83,36 @@ def test_the_two_halves_in_place(size, lanes):
     assert whole(shared, sums, size)
     assert shared == shared[:n] * size
     check.check_races([(first, 0), (second, 0)] * 2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("lanes", [1, 2, 5])
+@pytest.mark.parametrize("n", [1, 5, 31])
+def test_staged_in_and_written_out(size, lanes, n):
+    """Private vectors as everybody's memory: owners write where nobody stages any more."""
+    lanes = min(lanes, size)
+    base = size * n
+
+    def shared(rank, step):
+        spans = [
+            span if span == NOTHING else (span[0] + rank * n, span[1] + rank * n)
+            if span[1] <= n else (span[0] - n + base, span[1] - n + base)
+            for span in (step.source, step.target)
+        ]  # fmt: skip
+        return step._replace(source=spans[0], target=spans[1])
+
+    first = [
+        [shared(r, step) for step in node.reduce_scatter(size, r, n, PIECE, lanes, n)]
+        for r in range(size)
+    ]
+    second = [node.in_place_allgather(size, r, n, n, lanes, n) for r in range(size)]
+    vectors = [r for r in range(size) for _ in range(n)]
+    staging = [None] * node.staging_length(size, size, PIECE)
+    _, memory, sums = check.run_node(first, [[]] * size, vectors + staging)
+    _, memory, _ = check.run_node(second, [[]] * size, memory)
+    assert whole(memory[:base], sums, size)
+    assert memory[:base] == memory[:n] * size
+    check.check_races([(first, 0), (second, 0)] * 3)
 
 
 def test_the_check_finds_what_is_wrong():
