@@ -1,4 +1,7 @@
-"""Ranks that do not agree; prints one line per rank."""
+"""Ranks that do not agree, one case after another; prints one line per rank and case.
+
+Each case has a communicator of its own, for the one on which ranks disagreed is of no more use.
+"""
 
 import sys
 import time
@@ -8,66 +11,94 @@ from mpi4py import MPI
 
 import mpidist as md
 
-case = sys.argv[1]
-world = MPI.COMM_WORLD
-odd = world.rank == 2
-algorithm = sys.argv[2] if len(sys.argv) > 2 else "auto"
+ODD = MPI.COMM_WORLD.rank == 2
 
 
-def warm(*arrays):
+def warm(comm, algorithm, *arrays):
     """Make the plans beforehand: later calls find them in the cache."""
     for x in arrays:
-        md.allreduce(world, x, algorithm=algorithm)
+        md.allreduce(comm, x, algorithm=algorithm)
 
 
-start = None
-try:
-    if case == "dtype":
-        start = time.monotonic()
-        md.allreduce(world, np.ones(10, "f8" if odd else "f4"), algorithm=algorithm)
-    elif case == "dtype_cached":
-        warm(np.ones(10, "f4"), np.ones(10, "f8"))
-        start = time.monotonic()
-        md.allreduce(world, np.ones(10, "f8" if odd else "f4"), algorithm=algorithm)
-    elif case == "count":
-        start = time.monotonic()
-        md.allreduce(world, np.ones(20 if odd else 10), algorithm=algorithm)
-    elif case == "count_cached":
-        warm(np.ones(10), np.ones(300_000))
-        start = time.monotonic()
-        md.allreduce(world, np.ones(300_000 if odd else 10), algorithm=algorithm)
-    elif case == "order":
-        a, b = np.ones(10), np.ones(20)
-        warm(a, b)
-        start = time.monotonic()
-        for x in (b, a) if odd else (a, b):
-            md.allreduce(world, x, algorithm=algorithm)
-    elif case == "op":
-        warm(np.ones(3))
-        start = time.monotonic()
-        md.allreduce(world, np.ones(3), "max" if odd else "sum", algorithm=algorithm)
-    elif case == "kind":
-        warm(np.ones(1000))
-        start = time.monotonic()
-        if odd:
-            md.broadcast(world, np.ones(1000))
-        else:
-            md.allreduce(world, np.ones(1000), algorithm=algorithm)
-    elif case == "algorithm":
-        start = time.monotonic()
-        md.allreduce(world, np.ones(1000), algorithm="ring" if odd else "tree")
-    elif case == "nonblocking":
-        warm(np.ones(3))
-        start = time.monotonic()
-        handles = [md.iallreduce(world, np.ones(4000 + odd)), md.iallreduce(world, np.ones(5))]
-        for handle in handles:
-            handle.wait()
-    elif case == "left":
-        warm(np.ones(3))
-        start = time.monotonic()
-        if not odd:
-            md.allreduce(world, np.ones(3), algorithm=algorithm)
-except md.MismatchError as error:
-    print(f"rank {world.rank} after {time.monotonic() - start:.1f} s: {error}", flush=True)
-else:
-    print(f"rank {world.rank}: no error", flush=True)
+# What stands above the `yield` is not timed.
+
+
+def dtype(comm, algorithm):
+    yield
+    md.allreduce(comm, np.ones(10, "f8" if ODD else "f4"), algorithm=algorithm)
+
+
+def dtype_cached(comm, algorithm):
+    warm(comm, algorithm, np.ones(10, "f4"), np.ones(10, "f8"))
+    yield
+    md.allreduce(comm, np.ones(10, "f8" if ODD else "f4"), algorithm=algorithm)
+
+
+def count(comm, algorithm):
+    yield
+    md.allreduce(comm, np.ones(20 if ODD else 10), algorithm=algorithm)
+
+
+def count_cached(comm, algorithm):
+    warm(comm, algorithm, np.ones(10), np.ones(300_000))
+    yield
+    md.allreduce(comm, np.ones(300_000 if ODD else 10), algorithm=algorithm)
+
+
+def order(comm, algorithm):
+    a, b = np.ones(10), np.ones(20)
+    warm(comm, algorithm, a, b)
+    yield
+    for x in (b, a) if ODD else (a, b):
+        md.allreduce(comm, x, algorithm=algorithm)
+
+
+def op(comm, algorithm):
+    warm(comm, algorithm, np.ones(3))
+    yield
+    md.allreduce(comm, np.ones(3), "max" if ODD else "sum", algorithm=algorithm)
+
+
+def kind(comm, algorithm):
+    warm(comm, algorithm, np.ones(1000))
+    yield
+    if ODD:
+        md.broadcast(comm, np.ones(1000))
+    else:
+        md.allreduce(comm, np.ones(1000), algorithm=algorithm)
+
+
+def algorithm(comm, _):
+    yield
+    md.allreduce(comm, np.ones(1000), algorithm="ring" if ODD else "tree")
+
+
+def nonblocking(comm, algorithm):
+    warm(comm, algorithm, np.ones(3))
+    yield
+    handles = [md.iallreduce(comm, np.ones(4000 + ODD)), md.iallreduce(comm, np.ones(5))]
+    for handle in handles:
+        handle.wait()
+
+
+def left(comm, algorithm):
+    warm(comm, algorithm, np.ones(3))
+    yield
+    if ODD:
+        sys.exit()
+    md.allreduce(comm, np.ones(3), algorithm=algorithm)
+
+
+for word in sys.argv[1:]:
+    case, _, name = word.partition(":")
+    comm = MPI.COMM_WORLD.Dup()
+    steps = globals()[case](comm, name)
+    next(steps)
+    start = time.monotonic()
+    try:
+        next(steps, None)
+    except md.MismatchError as error:
+        seconds = time.monotonic() - start
+        print(f"<{word}> rank {comm.rank} after {seconds:.1f} s: {error}", flush=True)
+    else:
+        print(f"<{word}> rank {comm.rank}: no error", flush=True)
