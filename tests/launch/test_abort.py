@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +72,17 @@ CONFIG = (
 )
 
 
+#: What runs: ranks, what happens, on which ranks.
+EVERYWHERE = "range(9)"
+RUNS = [
+    (2, "raise", "[1]"), (4, "raise", "[1, 2]"), (4, "raise", EVERYWHERE), (1, "raise", EVERYWHERE),
+    (2, "thread", "[1]"), (4, "everywhere", EVERYWHERE), (1, "config", EVERYWHERE),
+    (4, "config", EVERYWHERE), (4, "node_once", EVERYWHERE), (4, "exit", "[2]"),
+    (4, "exit", EVERYWHERE), (2, "interrupt", "[1]"), (1, "none", EVERYWHERE),
+    (4, "none", EVERYWHERE),
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     path = tmp_path_factory.mktemp("abort") / "program.py"
@@ -80,10 +90,14 @@ def program(tmp_path_factory):
     return str(path)
 
 
-def run(program, n, what, ranks="range(9)"):
-    """Run, and check what every end must be: soon, nonzero and by our doing."""
-    result = launch(n, [sys.executable, program, what, ranks], timeout=120)
-    ended = time.time()
+@pytest.fixture(scope="module")
+def ends(program, launches):
+    return launches({each: (each[0], [sys.executable, program, *each[1:]]) for each in RUNS})
+
+
+def run(ends, n, what, ranks=EVERYWHERE):
+    """Return how it ended, after a look at what every end must be: soon, and by our doing."""
+    result, ended = ends[n, what, ranks]
     assert not result.timed_out, result.stderr
     # From the failure on: how long the launcher needs to start depends on who else is working. It
     # takes one second; nobody's wait in the program ends by itself before 100.
@@ -104,30 +118,30 @@ def said(result, text):
 
 
 @pytest.mark.parametrize(("n", "ranks"), [(2, "[1]"), (4, "[1, 2]")])
-def test_one_traceback_and_the_job_is_over(program, n, ranks):
+def test_one_traceback_and_the_job_is_over(ends, n, ranks):
     """R97: rank, host and traceback, once; nobody hangs in a collective."""
-    result = run(program, n, "raise", ranks)
+    result = run(ends, n, "raise", ranks)
     assert result.returncode == 1
     assert said(result, "Traceback (most recent call last)") == 1
     assert said(result, "ValueError: deep trouble") == 1
     assert said(result, f"mpidist: rank {eval(ranks)[0]} of {n} on ") == 1
 
 
-def test_all_fail_alike_and_the_lowest_speaks(program):
-    result = run(program, 4, "raise")
+def test_all_fail_alike_and_the_lowest_speaks(ends):
+    result = run(ends, 4, "raise")
     assert result.returncode == 1
     assert said(result, "Traceback (most recent call last)") == 1
     assert said(result, "mpidist: rank 0 of 4 on ") == 1
 
 
-def test_a_thread_s_exception_counts(program):
-    result = run(program, 2, "thread", "[1]")
+def test_a_thread_s_exception_counts(ends):
+    result = run(ends, 2, "thread", "[1]")
     assert result.returncode == 1
     assert said(result, "ValueError: deep trouble") == 1
 
 
-def test_raised_everywhere_is_one_line(program):
-    result = run(program, 4, "everywhere")
+def test_raised_everywhere_is_one_line(ends):
+    result = run(ends, 4, "everywhere")
     assert result.returncode == 1
     where = f"program.py:{1 + PROGRAM[: PROGRAM.index('raise MismatchError')].count(chr(10))}"
     assert said(result, f"mpidist: error: the ranks disagree: about much ({where})\n") == 1
@@ -135,8 +149,8 @@ def test_raised_everywhere_is_one_line(program):
 
 
 @pytest.mark.parametrize("n", [1, 4])
-def test_bad_input_is_one_line_and_exit_code_2(program, n):
-    result = run(program, n, "config")
+def test_bad_input_is_one_line_and_exit_code_2(ends, n):
+    result = run(ends, n, "config")
     assert result.returncode == 2
     assert said(result, CONFIG) == 1
     assert said(result, "Traceback") == 0
@@ -158,44 +172,44 @@ def test_an_ordinary_end_without_a_launcher(program):
     assert left_behind(result) == []
 
 
-def test_one_rank_keeps_python_s_own_traceback(program):
-    result = run(program, 1, "raise")
+def test_one_rank_keeps_python_s_own_traceback(ends):
+    result = run(ends, 1, "raise")
     assert result.returncode == 1
     assert said(result, "Traceback (most recent call last)") == 1
     assert said(result, "mpidist:") == 0
 
 
-def test_the_leader_with_the_cause_speaks_first(program):
+def test_the_leader_with_the_cause_speaks_first(ends):
     """R144: ranks 0 and 1 know of rank 2's failure only by hearsay, and keep silent."""
-    result = run(program, 4, "node_once")
+    result = run(ends, 4, "node_once")
     assert result.returncode == 1
     assert said(result, "mpidist: rank 2 of 4 on ") == 1
     assert said(result, "ValueError: deep trouble") == 1
     assert said(result, "mpidist: error") == 0
 
 
-def test_sys_exit_of_one_rank_alone(program):
-    result = run(program, 4, "exit", "[2]")
+def test_sys_exit_of_one_rank_alone(ends):
+    result = run(ends, 4, "exit", "[2]")
     assert result.returncode == 3
     assert said(result, "mpidist: rank 2 of 4 on ") == 1
     assert said(result, "called sys.exit(3)") == 1
 
 
-def test_sys_exit_of_all_is_an_ordinary_end(program):
-    result = run(program, 4, "exit")
+def test_sys_exit_of_all_is_an_ordinary_end(ends):
+    result = run(ends, 4, "exit")
     assert result.returncode == 3
     assert said(result, "mpidist:") == 0
 
 
-def test_interrupted_rank(program):
-    result = run(program, 2, "interrupt", "[1]")
+def test_interrupted_rank(ends):
+    result = run(ends, 2, "interrupt", "[1]")
     assert result.returncode == 130
     assert said(result, "\nKeyboardInterrupt\n") == 1
 
 
 @pytest.mark.parametrize("n", [1, 4])
-def test_nothing_happens_when_all_is_well(program, n):
-    result = run(program, n, "none")
+def test_nothing_happens_when_all_is_well(ends, n):
+    result = run(ends, n, "none")
     assert (result.returncode, result.stderr) == (0, "")
 
 

@@ -33,9 +33,10 @@ def test_checkpoint(tmp_path, ranks):
     assert list(store.iterdir()) == []
 
 
-def test_bad_input_is_one_line(tmp_path):
-    for words in (["--folder", "nowhere"], ["--size", "0"], ["--rounds", "-1"]):
-        result = launch(2, [*MPIDIST, "bench", "checkpoint", *words], cwd=tmp_path)
+def test_bad_input_is_one_line(tmp_path, launches):
+    cases = (("--folder", "nowhere"), ("--size", "0"), ("--rounds", "-1"))
+    jobs = {words: (2, [*MPIDIST, "bench", "checkpoint", *words]) for words in cases}
+    for result, _ in launches(jobs, cwd=tmp_path).values():
         assert result.returncode == 2
         assert result.stderr.count("mpidist: error: --") == 1
 

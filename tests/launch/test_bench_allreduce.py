@@ -49,15 +49,16 @@ def test_torch_is_a_yardstick_where_it_is_installed(tmp_path):
     assert "torch gloo over arena: geometric mean over 1 size" in result.check().stdout
 
 
-def test_bad_input_is_one_line(tmp_path):
-    for words, said in (
+def test_bad_input_is_one_line(tmp_path, launches):
+    cases = (
         (["--forms", "calls"], "--forms calls: expected some of call, plan, arena, nonblocking"),
         (["--cold", "--min", "64"], "--min 64: --cold would need"),
         (["--step", "1"], "--step 1: expected 2 or more"),
         (["--min", "0"], "--min 0: expected more than 0"),
         (["--algorithms", "rnig"], "did you mean 'ring'?"),
-    ):
-        result = launch(2, [*MPIDIST, *words], cwd=tmp_path)
+    )
+    ends = launches({said: (2, [*MPIDIST, *words]) for words, said in cases}, cwd=tmp_path)
+    for said, (result, _) in ends.items():
         assert result.returncode == 2
         lines = [line for line in result.stderr.splitlines() if "mpidist: error: " in line]
         assert len(lines) == 1

@@ -77,13 +77,17 @@ AT_FOUR_RANKS = {
 }
 
 
+def filled(folder):
+    (folder / "job.toml").write_text(JOB)
+    header = bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in (10, 28, 28))
+    (folder / "cut").write_bytes(header.ljust(100, b"\0"))
+    (folder / "sitecustomize.py").write_text(GUARD)
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "job.toml").write_text(JOB)
-    header = bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in (10, 28, 28))
-    (tmp_path / "cut").write_bytes(header.ljust(100, b"\0"))
-    (tmp_path / "sitecustomize.py").write_text(GUARD)
-    return tmp_path
+    return filled(tmp_path)
 
 
 def blocking(folder, module):
@@ -121,14 +125,26 @@ def test_bad_input_without_a_launcher(folder, case):
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize(
-    "case", [*AT_FOUR_RANKS, "algorithm", "no job file", "truncated data", "nothing to resume"]
-)
-def test_bad_input_on_four_ranks(folder, case):
+FOUR_RANKS = {
+    **AT_FOUR_RANKS,
+    **{
+        case: BEFORE_MPI[case]
+        for case in ("algorithm", "no job file", "truncated data", "nothing to resume")
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def on_four_ranks(tmp_path_factory, launches):
+    folder = filled(tmp_path_factory.mktemp("four"))
+    jobs = {case: (4, [*MPIDIST, "train", *args]) for case, (args, _) in FOUR_RANKS.items()}
+    return launches(jobs, cwd=folder, env=blocking(folder, "mpi4py.MPI"))
+
+
+@pytest.mark.parametrize("case", FOUR_RANKS)
+def test_bad_input_on_four_ranks(on_four_ranks, case):
     """R97: one line for the whole job, from rank 0, before MPI starts on any rank."""
-    args, words = {**BEFORE_MPI, **AT_FOUR_RANKS}[case]
-    env = blocking(folder, "mpi4py.MPI")
-    told_once(launch(4, [*MPIDIST, "train", *args], cwd=folder, env=env), words)
+    told_once(on_four_ranks[case][0], FOUR_RANKS[case][1])
 
 
 def test_checkpoint_of_another_model(folder):
@@ -148,28 +164,41 @@ def test_checkpoint_of_another_model(folder):
     assert sorted((folder / "run" / "checkpoints").iterdir()) == before
 
 
-@pytest.mark.parametrize(
-    ("call", "ranks", "words"),
-    [
-        ("integer_mean", (1, 3), ["mean", "int64"]),
-        ("read_only", (3,), ["read-only"]),
-        ("rnig", (3,), ["did you mean 'ring'?"]),
-        ("closed_client", (2, 3), ["is closed; it was used after close()"]),
-        ("closed_store", (1, 3), ["store of", "is closed"]),
-    ],
-)
-def test_bad_calls_in_a_program(tmp_path, call, ranks, words):
+#: Which call of the program, on how many ranks, and what the line must say.
+BAD_CALLS = [
+    ("integer_mean", 1, ["mean", "int64"]),
+    ("integer_mean", 3, ["mean", "int64"]),
+    ("read_only", 3, ["read-only"]),
+    ("rnig", 3, ["did you mean 'ring'?"]),
+    ("closed_client", 2, ["is closed; it was used after close()"]),
+    ("closed_client", 3, ["is closed; it was used after close()"]),
+    ("closed_store", 1, ["store of", "is closed"]),
+    ("closed_store", 3, ["store of", "is closed"]),
+]
+
+
+@pytest.fixture(scope="module")
+def bad_calls(tmp_path_factory, launches):
+    folder = tmp_path_factory.mktemp("calls")
+    return launches(
+        {
+            (call, n): (n, [sys.executable, BAD_CALL, call, str(folder / f"store-{n}")])
+            for call, n, _ in BAD_CALLS
+        }
+    )
+
+
+@pytest.mark.parametrize(("call", "n", "words"), BAD_CALLS)
+def test_bad_calls_in_a_program(bad_calls, call, n, words):
     """R97: the same for a user's own program under plain python, with the line of that call."""
     program = Path(BAD_CALL).read_text().splitlines()
-    for n in ranks:
-        result = launch(n, [sys.executable, BAD_CALL, call, str(tmp_path / "store")])
-        line = told_once(result, words)
-        assert line.endswith(")")
-        file, _, number = line[:-1].rpartition("(")[2].partition(":")
-        assert file == "bad_call.py"
-        # The line that is wrong lies in the function that was asked for, before any other.
-        above = "\n".join(program[: int(number)])
-        assert above.rpartition("\ndef ")[2].startswith(f"{call}(")
+    line = told_once(bad_calls[call, n][0], words)
+    assert line.endswith(")")
+    file, _, number = line[:-1].rpartition("(")[2].partition(":")
+    assert file == "bad_call.py"
+    # The line that is wrong lies in the function that was asked for, before any other.
+    above = "\n".join(program[: int(number)])
+    assert above.rpartition("\ndef ")[2].startswith(f"{call}(")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from mpidist.testing.launch import launch, start
+from mpidist.testing.launch import start
 from mpidist.testing.process import signal_all
 
 PROGRAM = """
@@ -140,43 +140,58 @@ def test_servers_leave_with_the_workers(program, tmp_path):
     assert not (tmp_path / "rank-2.json").exists()
 
 
+#: What happens without a signal from outside, and the ranks of it.
+UNDISTURBED = {
+    "limit": 2, "code": 2, "finish": 3, "servers-finish": 3, "nan": 2, "poisoned": 2, "apart": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ends(program, launches, tmp_path_factory):
+    """By what happens: what came of it, and the folder with what the ranks saved."""
+    folders = {what: tmp_path_factory.mktemp(what) for what in UNDISTURBED}
+    command = [sys.executable, program]
+    jobs = {what: (n, [*command, what, str(folders[what])]) for what, n in UNDISTURBED.items()}
+    return {what: (result, folders[what]) for what, (result, _) in launches(jobs).items()}
+
+
 @pytest.mark.parametrize(
     ("what", "reason"), [("limit", "time limit of 0.5 s"), ("code", "requested on rank 1")]
 )
-def test_other_reasons_to_stop(program, tmp_path, what, reason):
-    result = launch(2, [sys.executable, program, what, str(tmp_path)], timeout=90)
+def test_other_reasons_to_stop(ends, what, reason):
+    result, folder = ends[what]
     assert result.returncode == 75, result.stderr
-    step = saved(tmp_path, 2)["step"]
+    step = saved(folder, 2)["step"]
     assert step == 5 or what == "limit"
     assert result.stdout.count(f"stopped at {step}: {reason}") == 2
 
 
 @pytest.mark.parametrize("what", ["finish", "servers-finish"])
-def test_an_undisturbed_run_ends_as_ever(program, tmp_path, what):
-    result = launch(3, [sys.executable, program, what, str(tmp_path)], timeout=90).check()
-    assert result.stdout.count("finished") == 3
+def test_an_undisturbed_run_ends_as_ever(ends, what):
+    result, folder = ends[what]
+    assert result.check().stdout.count("finished") == 3
     assert result.stderr == ""
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
-def test_bad_loss_saves_the_state_before_the_step(program, tmp_path):
+def test_bad_loss_saves_the_state_before_the_step(ends):
     """R141: a NaN on one rank is in the reduced loss, so all stop alike and tell it once."""
-    result = launch(2, [sys.executable, program, "nan", str(tmp_path)], timeout=90)
+    result, folder = ends["nan"]
     assert result.returncode == 1
-    assert saved(tmp_path, 2) == {"step": 7, "w": [7.0] * 3}
+    assert saved(folder, 2) == {"step": 7, "w": [7.0] * 3}
     assert result.stderr.count("mpidist: error: step 7: the loss is nan") == 1
     assert "Traceback" not in result.stderr
 
 
-def test_a_poisoned_state_is_not_saved(program, tmp_path):
+def test_a_poisoned_state_is_not_saved(ends):
     """R141: one rank's NaN is enough, or the newest checkpoint would be the useless one."""
-    result = launch(2, [sys.executable, program, "poisoned", str(tmp_path)], timeout=90)
+    result, folder = ends["poisoned"]
     assert result.returncode == 1
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
     assert result.stderr.count("holds NaN or infinity already") == 1
 
 
-def test_ranks_at_different_steps_are_told(program, tmp_path):
-    result = launch(2, [sys.executable, program, "apart", str(tmp_path)], timeout=90)
+def test_ranks_at_different_steps_are_told(ends):
+    result, _ = ends["apart"]
     assert result.returncode == 1
     assert "at step 4 by one rank and at step 5 by another" in result.stderr

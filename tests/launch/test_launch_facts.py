@@ -1,12 +1,12 @@
 """Wrong launches, really made: singletons, the other MPI's launcher, ranks that differ."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 
 from mpidist.testing.launch import find_launcher, launch, launch_environment, launcher_kind
+from mpidist.testing.process import Started
 
 PROGRAM = """
 import os, sys
@@ -46,12 +46,12 @@ def program(tmp_path_factory):
 def singletons(program, variables, word):
     """Start two processes of one rank each, as a launcher that is not understood would."""
     clean = launch_environment()
-    runs = [
-        subprocess.run([sys.executable, program, word], capture_output=True, text=True, timeout=60,
-                       env={**clean, **{key: value.format(rank=rank)
-                                        for key, value in variables.items()}})
+    jobs = [
+        Started([sys.executable, program, word],
+                env={**clean, **{key: value.format(rank=rank) for key, value in variables.items()}})
         for rank in range(2)
     ]  # fmt: skip
+    runs = [job.finish(60) for job in jobs]
     assert [run.returncode for run in runs] == [2, 2], runs
     assert [run.stdout for run in runs] == ["", ""]
     assert runs[1].stderr == "", "only the first process speaks"
