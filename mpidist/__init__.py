@@ -21,6 +21,8 @@ _HOME = {
     "ConfigError": "errors",
     "ProtocolError": "errors",
     "ClosedError": "errors",
+    "BadRecord": "errors",
+    "TooManyBadRecords": "errors",
     "Topology": "topology",
     "node_once": "topology",
     "Arena": "arena",

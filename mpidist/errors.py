@@ -79,6 +79,27 @@ class NoCheckpoint(CheckpointError):
     exit_code = 2
 
 
+class BadRecord(MpidistError, ValueError):
+    """One record of a data source cannot be used. A source raises it; training skips the record."""
+
+    def __init__(self, index: int, reason: str):
+        super().__init__(f"record {index}: {reason}")
+        self.index, self.reason = index, reason
+
+
+class TooManyBadRecords(MpidistError):
+    """More records are bad than the run was allowed to skip. Raised on all ranks.
+
+    ``records`` are all (index, reason); a server, which reads no data, has none of them.
+    """
+
+    everywhere = True
+
+    def __init__(self, message: str, records: tuple[tuple[int, str], ...] = ()):
+        super().__init__(message)
+        self.records = tuple(records)
+
+
 def nearest(given: str, known) -> str:
     """Name the known key closest to `given`, as ``did you mean 'x'?``, or "". Local."""
     import difflib

@@ -96,10 +96,13 @@ def _train(comm, job, parts, args, store_path: Path) -> None:
         with CheckpointStore(comm, store_path, keep=job.keep) as store:
             summary = train(
                 comm, parts.model, parts.train, optimizer=parts.optimizer,
-                global_batch=job.global_batch, epochs=job.epochs, steps=job.steps, seed=job.seed, shuffle=job.shuffle,
+                global_batch=job.global_batch, epochs=job.epochs, steps=job.steps, seed=job.seed,
+                shuffle=job.shuffle,
                 strategy=parts.strategy, test_data=parts.test, checkpoint=store,
                 checkpoint_every=job.checkpoint_every, resume=resume, stop_after=job.stop_after,
                 microbatches=job.microbatches, check_replicas=job.check_replicas,
+                max_bad=job.max_bad, retry_bad=job.retry_bad, loading=parts.loading,
+                quarantine=job.folder / "quarantine.jsonl",
                 callbacks=[reporter],
             )  # fmt: skip
     finally:
@@ -134,6 +137,11 @@ def _report(job, args, ranks: int, summary) -> None:
         f"{done}: {accuracy}train loss {summary.train_loss:.4f}, {summary.epochs} epochs, "
         f"{summary.samples_per_second:.0f} samples/s, {summary.wall_seconds:.1f} s on {ranks} ranks"
     )
+    if summary.skipped_records:
+        print(
+            f"{summary.skipped_records} times a bad record was skipped; they are listed in "
+            f"{job.folder / 'quarantine.jsonl'}"
+        )
     if summary.microbatches_price is not None:
         price = summary.microbatches_price
         print(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from mpidist.data.digits import digits
 from mpidist.data.distortion import Distorted
 from mpidist.data.idx import idx
+from mpidist.data.loader import Loading
 from mpidist.data.sampler import Position, Sampler
 from mpidist.data.sources import ArraySource, Source, as_source
 from mpidist.tables import build
@@ -20,6 +21,7 @@ __all__ = [
     "SOURCES",
     "ArraySource",
     "Distorted",
+    "Loading",
     "Position",
     "Sampler",
     "Source",

@@ -46,6 +46,9 @@ class Job:
     stop_after: int | None = None
     microbatches: int | None = None
     check_replicas: int | None = None
+    max_bad: float = 0.001
+    retry_bad: bool = False
+    loading: dict = field(default_factory=dict)
     log_every: int = 10
     watch_seconds: float = 600.0
     device: str = "cpu"
@@ -142,6 +145,12 @@ def check(values: Mapping, where: str = "job") -> Job:
     if job.shuffle not in (True, False, *SHUFFLES):
         names = ", ".join(map(repr, SHUFFLES))
         raise ConfigError(f"{where}: shuffle={job.shuffle!r}; expected {names}, true or false")
+    if isinstance(job.max_bad, bool) or not isinstance(job.max_bad, int | float):
+        raise ConfigError(f"{where}: max_bad={job.max_bad!r}; expected a share from 0 to 1")
+    if not isinstance(job.retry_bad, bool):
+        raise ConfigError(f"{where}: retry_bad={job.retry_bad!r}; expected true or false")
+    if not isinstance(job.loading, dict):
+        raise ConfigError(f"{where}: loading={job.loading!r}; expected a table, [loading]")
     if not isinstance(job.out, str):
         raise ConfigError(f"{where}: out={job.out!r}; expected the path of a folder, in quotes")
     return job
@@ -156,13 +165,15 @@ class Parts:
     model: Any
     optimizer: Any
     strategy: Any
+    loading: Any
 
 
 def build(job: Job, ranks: int | None) -> Parts:
     """Make data, model, optimizer and strategy; check them against `ranks`, if known. Local."""
     from .. import data, models, optim
+    from ..tables import build as build_from
     from . import strategies
-    from .limits import check_batch, check_microbatches, check_replicated, last_step
+    from .limits import check_batch, check_microbatches, check_replicated, check_share, last_step
 
     strategy = strategies.from_settings(*_split(job.strategy))
     check_microbatches(job.microbatches, job.global_batch, strategy)
@@ -180,7 +191,9 @@ def build(job: Job, ranks: int | None) -> Parts:
         sampler = data.Sampler(len(train), job.global_batch)
         settings["lr"] = {"steps": last_step(job.epochs, job.steps, sampler), **rate}
     optimizer = optim.from_settings(name, settings)
-    return Parts(train, test, model, optimizer, strategy)
+    loading = build_from({"loading": data.Loading}, "loading", job.loading, "data setting")
+    check_share(job.max_bad)
+    return Parts(train, test, model, optimizer, strategy, loading)
 
 
 def _split(table: Mapping) -> tuple[str, dict]:

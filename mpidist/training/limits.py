@@ -65,6 +65,12 @@ def check_microbatches(microbatches: int | None, global_batch: int, strategy) ->
         )
 
 
+def check_share(max_bad: float) -> None:
+    """Raise ConfigError for a share that is none. Local."""
+    if isinstance(max_bad, bool) or not 0 <= max_bad <= 1:
+        raise ConfigError(f"max_bad={max_bad!r}: expected a share from 0 to 1")
+
+
 def check_replicated(check_replicas: int | None, strategy) -> None:
     """Raise ConfigError where replicas are to be compared and there are none. Local."""
     check_whole(check_replicas=check_replicas)

@@ -13,6 +13,7 @@ of a piece, times its share of the samples, are added in the fixed tree over the
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from ..collectives.piecewise import PieceSum
 from ..errors import ConfigError
 from ..gradients.vectors import flat_views
 from ..partition import BlockPartition
+from .feed import REJECTIONS
 from .progress import beside
 from .replicas import Replicas, check_in_place
 
@@ -72,43 +74,75 @@ class PieceReplicas(Replicas):
     def close(self) -> None:
         """Nothing to free."""
 
-    def compute(self, source, indices) -> tuple[float, int]:
+    def _bounds(self, count: int) -> list[int]:
+        """Return where this rank's pieces of a global batch begin, and where the last ends."""
+        mine = self._sums[0].mine
+        return BlockPartition(count, self.pieces).bounds()[mine.start : mine.stop + 1]
+
+    def part(self, count: int) -> tuple[int, int]:
+        """Return which samples of a global batch of `count` are this rank's. Local."""
+        bounds = self._bounds(count)
+        return bounds[0], bounds[-1]
+
+    def compute(self, feed, indices) -> tuple[float, int]:
         """Compute and add this rank's pieces; returns (its share of the loss, samples). Local.
 
         The samples are taken at once and then cut: a source gives each of them as it is, whatever
-        else is asked for. Pieces of no samples (a short last batch) are zero.
+        else is asked for. Pieces of no samples (a short last batch, bad records) are zero.
         """
-        bounds = BlockPartition(len(indices), self.pieces).bounds()
-        mine = self._sums[0].mine
-        bounds = bounds[mine.start : mine.stop + 1]
-        batch = beside(source.take(indices[bounds[0] : bounds[-1]]), self.model)
-        before = {name: array.copy() for name, array in self._state.items()}
-        total, start = 0.0, 0
+        bounds = self._bounds(len(indices))
+        mine = indices[bounds[0] : bounds[-1]]
+        taken = feed.take(mine)
+        if taken is None:
+            for sums in self._sums * (len(bounds) - 1):
+                sums.add(None)
+            return 0.0, 0
+        batch, mine = beside(taken.batch, self.model), mine[taken.kept]
+        # Where the good samples of each piece lie among the good ones.
+        bounds = np.searchsorted(taken.kept, np.array(bounds) - bounds[0]).tolist()
+        self._before = {name: array.copy() for name, array in self._state.items()}
+        total, start, used = 0.0, 0, 0
         for samples, count in runs(bounds, self._together):
-            stop, weight = start + count * samples, samples / len(indices)
-            part = tuple(array[start:stop] for array in batch)
+            stop = start + count * samples
+            part, of = tuple(array[start:stop] for array in batch), mine[start:stop]
             if not samples:
                 for sums in self._sums * count:
                     sums.add(None)
-            elif self._together > 1:
-                total += self._add_several(part, count, weight)
             else:
-                total += self._add_one(part, before, weight)
+                loss, good = self._add(feed, part, of, count, len(indices))
+                total, used = total + loss, used + good
             start = stop
-        return total, bounds[-1] - bounds[0]
+        return total, used
 
-    def _add_one(self, batch, before: dict, weight: float) -> float:
+    def _add(self, feed, batch: tuple, indices, count: int, all_samples: int) -> tuple[float, int]:
+        """Add `count` pieces of equal size; returns (share of the loss, samples)."""
+        each = len(indices) // count
+        if self._together > 1:
+            with contextlib.suppress(*REJECTIONS):
+                return self._add_several(batch, count, each / all_samples), len(indices)
+        total, used = 0.0, 0
+        for start, stop in partition.pieces(0, len(indices), each):
+            piece = tuple(array[start:stop] for array in batch)
+            loss, samples = feed.tolerate(piece, indices[start:stop], self._compute_one)
+            weight = samples / all_samples
+            if samples:
+                self.flat[0][-2] = loss
+            for sums, vector in zip(self._sums, self._vectors, strict=True):
+                sums.add(vector if samples else None, weight)
+            total, used = total + loss * weight, used + samples
+        return total, used
+
+    def _compute_one(self, batch: tuple) -> float:
         views = dict(self.gradients)
-        loss = self.model.loss_and_gradients(batch, self.gradients)
+        try:
+            loss = self.model.loss_and_gradients(batch, self.gradients)
+        finally:
+            # Every piece begins with the state that the step began with, and leaves its own.
+            for name, array in self._state.items():
+                self._after[name][...] = array
+                array[...] = self._before[name]
         check_in_place(self.gradients, views)
-        self.flat[0][-2] = loss
-        # Every piece begins with the state that the step began with, and leaves its own.
-        for name, array in self._state.items():
-            self._after[name][...] = array
-            array[...] = before[name]
-        for sums, vector in zip(self._sums, self._vectors, strict=True):
-            sums.add(vector, weight)
-        return loss * weight
+        return loss
 
     def _add_several(self, batch, count: int, weight: float) -> float:
         pieces = tuple(array.reshape(count, -1, *array.shape[1:]) for array in batch)
@@ -122,15 +156,26 @@ class PieceReplicas(Replicas):
         return float(sum(losses)) * weight
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
-        """Sum what `compute` has added; returns (global loss, stop). Collective.
+        """Sum what `compute` has added; returns (global loss, flag). Collective.
 
         The losses lie beside the gradients; what is given of this rank's is not needed.
         """
         self._exchange(stop)
-        for name, array in self._state.items():
-            array[...] = self._after[name]
         first = self.flat[0]
-        return float(first[-2]), bool(first[-1] > 0)
+        loss, flag = float(first[-2]), bool(first[-1] > 0)
+        # Where the flag is up nobody knows yet whether the state is a whole mean: see `rescale`.
+        if total and not flag:
+            self._leave_state(1.0)
+        return loss, flag
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the reduced gradients, and the state that goes on. Local."""
+        super().rescale(factor)
+        self._leave_state(factor)
+
+    def _leave_state(self, factor: float) -> None:
+        for name, array in self._state.items():
+            np.multiply(self._after[name], array.dtype.type(factor), out=array)
 
     def _exchange(self, stop: int) -> None:
         for k, (sums, vector) in enumerate(zip(self._sums, self._vectors, strict=True)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from ..collectives import selection
 from ..collectives.allreduce import allreduce
 from ..data import Position, Sampler
 from ..errors import ConfigError, MpidistError, NoCheckpoint
+from .quarantine import Quarantine
 
 
 class Step(NamedTuple):
@@ -38,9 +40,9 @@ def beside(batch: tuple, model) -> tuple:
 class Progress:
     """One run: step, data position, losses, and the checkpoint store. Local unless it says so."""
 
-    def __init__(self, comm, model, exchange, store, sampler: Sampler):
+    def __init__(self, comm, model, exchange, store, sampler: Sampler, quarantine: Quarantine):
         self.comm, self.model, self.exchange, self.store = comm, model, exchange, store
-        self.sampler = sampler
+        self.sampler, self.quarantine = sampler, quarantine
         self.step, self.position = 0, Position(0, 0)
         self.first_step = 0
         self.saved_step: int | None = None
@@ -63,10 +65,37 @@ class Progress:
         elif samples:
             self.bad = True
 
-    def advance(self, after: Position, samples: int) -> None:
-        """A step is done: `samples` over all workers, `after` is the new data position."""
+    def reduce(self, loss: float, samples: int, total: int, stop: bool, feed):
+        """Exchange the gradients of a step; returns (loss, samples that they are of). Collective.
+
+        `samples` of `total` were this worker's. Returns None samples where a rank has no data yet:
+        nothing of the step counts, and the state is saved.
+        """
+        if not self.exchange.synchronous:
+            loss, self.stopping = self.exchange.reduce(loss, samples, total, stop)
+            return loss, samples
+        loss, flag = self.exchange.reduce(loss, samples, total, stop or feed.unusual)
+        if not flag:
+            return loss, total
+        # For a stop, or because the batch is not whole: all ranks see the flag, and talk about it.
+        verdict = self.quarantine.agree(stop, feed.starved > 0)
+        self.stopping = verdict.stop or self.quarantine.full
+        if verdict.starved:
+            self._wait_for_data(feed.starved)
+            return loss, None
+        good = total - verdict.lost
+        if good:
+            self.exchange.rescale(total / good)
+        return loss * total / max(good, 1), good
+
+    def advance(self, after: Position, samples: int, wanted: int) -> None:
+        """A step is done, and `after` is the new data position.
+
+        It was to use `samples` over all workers, of which `wanted` were not known to be bad.
+        """
+        self.quarantine.skipped += samples - wanted
         self.step += 1
-        self.samples += samples
+        self.samples += wanted
         self.position = after
 
     def start_loop(self, last: int) -> None:
@@ -98,6 +127,7 @@ class Progress:
             "seed": self.sampler.seed,
             "global_batch": self.sampler.global_batch,
             "shuffle": self.sampler.shuffle,
+            **self.quarantine.facts(),
             "workers": 0 if self.exchange.dedicated else self.exchange.workers.size,
             "selection": {},
             "order": {} if self.exchange.dedicated else self.exchange.order(),
@@ -116,8 +146,27 @@ class Progress:
         # Only after the point where all have arrived may workers wait for each other alone: servers
         # on their ranks would not serve those that are still on their way.
         self.exchange.save_point(self.step)
+        self.agree_on_bad_records()
         self.average_model_state()
         self.save(self.step)
+
+    def agree_on_bad_records(self) -> None:
+        """Let workers at different clocks tell each other. Collective over the workers."""
+        if not self.exchange.synchronous:
+            self.quarantine.agree()
+            self.stopping = self.stopping or self.quarantine.full
+
+    def _wait_for_data(self, seconds: float) -> None:
+        """Save what there is while a source does not answer. Collective over the workers (R44)."""
+        if seconds:
+            events.emit("starved", step=self.step, seconds=seconds)
+            print(
+                f"mpidist: rank {self.comm.rank}: no data for step {self.step + 1} after "
+                f"{seconds:g} s; the run waits, its state is saved",
+                file=sys.stderr,
+                flush=True,
+            )
+        self.checkpoint()
 
     def save(self, step: int) -> None:
         """Write what this rank holds as `step`. Collective over all ranks."""
@@ -138,8 +187,11 @@ class Progress:
             if array.dtype.kind == "f":
                 allreduce(self.exchange.workers, array, "mean")
 
-    def resume(self, resume: bool | str) -> None:
-        """Fill the state from the newest good step, as `resume` says. Collective."""
+    def resume(self, resume: bool | str, retry_bad: bool = False) -> None:
+        """Fill the state from the newest good step, as `resume` says. Collective.
+
+        `retry_bad`: records that it lists as bad are looked at again.
+        """
         if resume not in (True, False, "auto"):
             raise ConfigError(f"resume={resume!r}: expected True, False or 'auto'")
         if self.store is None:
@@ -174,6 +226,8 @@ class Progress:
         self.position = Position.from_dict(facts)
         # A position means nothing in another order, whatever this version would choose today.
         self.sampler.set_shuffle(facts["shuffle"])
+        self.quarantine.restore(facts.get("bad", []), facts.get("skipped", 0), retry_bad)
+        self.stopping = self.quarantine.full
         if not self.exchange.dedicated:
             selection.restore(self.exchange.workers, facts["selection"])
             self.exchange.arrange(facts.get("order", {}))
@@ -183,11 +237,13 @@ class Progress:
 
     def agree_on_the_end(self, watcher) -> None:
         """Raise on all ranks what ends the run early: a bad loss, a stop. Collective."""
-        mine = np.array([self.step, self.bad, self.stopping], np.int64)
+        mine = np.array([self.step, self.bad, self.stopping, self.quarantine.full], np.int64)
         self.comm.Allreduce(MPI.IN_PLACE, mine, MPI.MAX)
         self.step = int(mine[0])
+        saved = f"the state was saved as step {self.step}" if self.store else "nothing saved"
+        if mine[3]:
+            raise self.quarantine.error(saved)
         if mine[1]:
-            saved = f"the state was saved as step {self.step}" if self.store else "nothing saved"
             error = MpidistError(
                 f"the loss is not a number any more near step {self.step}; {saved}. Lower the "
                 "learning rate, clip the gradients, or look for a bad record"

@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from ..gradients.exchange import Gradients
 from ..gradients.vectors import flat_views
 from ..partition import BlockPartition
+from .feed import REJECTIONS
 from .progress import beside
 
 
@@ -49,27 +50,49 @@ class Replicas:
         if self.accumulate > 1:
             self._scratch, _ = flat_views(self.model.parameters)
 
-    def compute(self, source, indices) -> tuple[float, int]:
+    def part(self, count: int) -> tuple[int, int]:
+        """Return which samples of a global batch of `count` are this rank's. Local."""
+        return BlockPartition(count, self.comm.size).range(self.comm.rank)
+
+    def compute(self, feed, indices) -> tuple[float, int]:
         """Compute this rank's part of a global batch; returns (local mean loss, samples). Local.
 
-        A rank without a sample has zeros, and takes part in every exchange.
+        A rank without a good sample has zeros, and takes part in every exchange.
         """
-        start, stop = BlockPartition(len(indices), self.comm.size).range(self.comm.rank)
-        self.exchange.begin((stop - start) / len(indices))
-        views = dict(self.gradients)
-        loss = 0.0
-        if start < stop:
-            batch = beside(source.take(indices[start:stop]), self.model)
-            if self.accumulate > 1:
-                loss = self._add_up(batch, stop - start)
-            else:
-                loss = self._call(batch, self.gradients, self.exchange.ready)
+        start, stop = self.part(len(indices))
+        mine = indices[start:stop]
+        taken = feed.take(mine)
+        self._told = False
+
+        def mean(batch: tuple) -> float:
+            samples = len(batch[0])
+            self.exchange.begin(samples / len(indices))
+            views = dict(self.gradients)
+            try:
+                if self.accumulate > 1:
+                    loss = self._add_up(batch, samples)
+                else:
+                    loss = self._call(batch, self.gradients, self._ready)
+            except REJECTIONS as error:
+                if not self._told:
+                    raise
+                raise RuntimeError("the model failed when gradients were under way") from error
             check_in_place(self.gradients, views)
-        else:
-            for name, view in views.items():
+            return loss
+
+        loss, samples = 0.0, 0
+        if taken is not None and len(taken.kept):
+            loss, samples = feed.tolerate(beside(taken.batch, self.model), mine[taken.kept], mean)
+        if not samples:
+            self.exchange.begin(0.0)
+            for name, view in self.gradients.items():
                 view[...] = 0
                 self.exchange.ready(name)
-        return loss, stop - start
+        return loss, samples
+
+    def _ready(self, name: str) -> None:
+        self._told = self.exchange.overlapping
+        self.exchange.ready(name)
 
     def _call(self, batch, gradients: dict, ready) -> float:
         if self._tells:
@@ -92,7 +115,7 @@ class Replicas:
             else:
                 np.multiply(self._scratch[name], self._part, out=self.gradients[name])
             if self._number == last:
-                self.exchange.ready(name)
+                self._ready(name)
             told.add(name)
 
         for self._number in range(last + 1):
@@ -107,12 +130,21 @@ class Replicas:
         return total
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
-        """Turn local mean gradients into the global mean; returns (global loss, stop). Collective.
+        """Turn local mean gradients into the global mean; returns (global loss, flag). Collective.
 
-        `samples` of the `total` samples of this step were this rank's.
+        `samples` of the `total` samples of this step were this rank's; the flag is up where `stop`
+        is on any rank.
         """
-        self.exchange.reduce(loss * samples / total, stop)
+        self.exchange.reduce(loss * samples / max(total, 1), stop)
         return float(self.exchange.extras[0]), bool(self.exchange.extras[1] > 0)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the reduced gradients, where samples turned out to be missing. Local.
+
+        To be called after every reduction whose flag is up and whose gradients are used.
+        """
+        for gradient in self.gradients.values():
+            gradient *= factor
 
     def order(self) -> dict[str, int]:
         """Return the place of every gradient where it has been learned: name -> number. Local."""

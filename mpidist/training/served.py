@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from .. import events
 from ..checkpoint.layout import Shard
 from ..collectives.rooted import broadcast
 from ..gradients.vectors import flat_views
@@ -65,11 +66,31 @@ class Served:
         self.agreement.listen()
         return self._serve is not None and self._serve()
 
-    def compute(self, source, indices) -> tuple[float, int]:
-        """Compute this worker's part of a global batch; returns (mean loss, samples). Local."""
-        start, stop = BlockPartition(len(indices), self.workers.size).range(self.workers.rank)
-        batch = beside(source.take(indices[start:stop]), self.model)
-        return self.model.loss_and_gradients(batch, self.gradients), stop - start
+    def part(self, count: int) -> tuple[int, int]:
+        """Return which samples of a global batch of `count` are this worker's. Local."""
+        return BlockPartition(count, self.workers.size).range(self.workers.rank)
+
+    def compute(self, feed, indices) -> tuple[float, int]:
+        """Compute this worker's part of a global batch; returns (mean loss, samples). Local.
+
+        A source that does not answer is this worker's trouble alone: it waits, as long as it takes.
+        """
+        start, stop = self.part(len(indices))
+        mine = indices[start:stop]
+        taken = feed.take(mine)
+        while taken is None:
+            events.emit("starved", step=self.client.finished, seconds=feed.starved)
+            taken = feed.take(mine)
+
+        def mean(batch: tuple) -> float:
+            return self.model.loss_and_gradients(batch, self.gradients)
+
+        batch, good = beside(taken.batch, self.model), mine[taken.kept]
+        loss, samples = feed.tolerate(batch, good, mean)
+        if not samples:
+            for gradient in self.gradients.values():
+                gradient[...] = 0
+        return loss, samples
 
     def order(self) -> dict[str, int]:
         """Return nothing: servers add gradients wherever they lie. Local."""

@@ -64,7 +64,7 @@ def gather_facts(run: Progress, test_data) -> dict:
         "workers": workers.size,
         "samples_per_second": six_digits(run.samples / max(run.loop_seconds, 1e-9)),
         "resizes": 0,
-        "skipped_records": 0,
+        "skipped_records": run.quarantine.skipped,
         "resumed_at": run.first_step,
         "finished": run.step >= run.last,
         "parameters_sha256": digest(run.model.parameters),

@@ -7,10 +7,19 @@ from collections.abc import Callable, Sequence
 
 from .. import points
 from ..checkpoint.store import CheckpointStore
-from ..data import Sampler, as_source
+from ..data import Loading, Sampler, as_source
 from ..elastic.guard import guard
-from .limits import check_batch, check_microbatches, check_replicated, check_whole, last_step
+from .feed import Feed
+from .limits import (
+    check_batch,
+    check_microbatches,
+    check_replicated,
+    check_share,
+    check_whole,
+    last_step,
+)
 from .progress import Progress, Step
+from .quarantine import Quarantine
 from .strategies import AllReduce
 from .summary import Summary, gather_facts, share
 
@@ -36,6 +45,10 @@ def train(
     stop_after: int | None = None,
     microbatches: int | None = None,
     check_replicas: int | None = None,
+    max_bad: float = 0.001,
+    retry_bad: bool = False,
+    quarantine=None,
+    loading: Loading | None = None,
     callbacks: Sequence[Callable[[Step], None]] = (),
 ) -> Summary:
     """Train `model` on `data` over all ranks of `comm`. Collective over `comm`.
@@ -75,6 +88,15 @@ def train(
     check_replicas : int
         Compare the parameters of all ranks every so many steps; they are compared before each
         checkpoint in any case. AllReduce only.
+    max_bad : float
+        Share of the records that may turn out to be bad: those are skipped, counted and listed.
+        One more stops the run with a checkpoint. See docs/data.md.
+    retry_bad : bool
+        A resumed run looks again at the records that its checkpoint lists: they were mended.
+    quarantine : path
+        File for the list of bad records, JSON lines.
+    loading : data.Loading
+        Reading ahead, a bandwidth cap, and what to do when a source does not answer.
     callbacks : functions of a `Step`
         Called after every step on every worker.
 
@@ -91,6 +113,8 @@ def train(
         ``resume=True`` without a checkpoint; one of another model.
     ReplicaError
         The parameters are not the same on all ranks; nothing was saved.
+    TooManyBadRecords
+        More than `max_bad` allows (a checkpoint was saved).
     MpidistError
         The loss is not a number any more (a checkpoint was saved before that update).
     Stopped
@@ -103,6 +127,7 @@ def train(
     check_whole(checkpoint_every=checkpoint_every, stop_after=stop_after)
     check_microbatches(microbatches, global_batch, strategy)
     check_replicated(check_replicas, strategy)
+    check_share(max_bad)
     settings: dict = {"global_batch": global_batch, "seed": seed}
     if microbatches is None:
         check_batch(global_batch, strategy.workers(comm.size))
@@ -111,8 +136,9 @@ def train(
     own_store = checkpoint is not None and not hasattr(checkpoint, "restore")
     store = CheckpointStore(comm, checkpoint) if own_store else checkpoint
     exchange = strategy.open(comm, model, optimizer, **settings)
-    run = Progress(comm, model, exchange, store, sampler)
-    run.resume(resume)
+    bad = Quarantine(exchange.workers, source, max_bad, quarantine)
+    run = Progress(comm, model, exchange, store, sampler, bad)
+    run.resume(resume, retry_bad)
     last = last_step(epochs, steps, sampler, run.step, run.position)
     end = last if stop_after is None else min(last, stop_after)
     every = checkpoint_every or sampler.steps_per_epoch
@@ -122,21 +148,26 @@ def train(
             exchange.serve(run.save)
         else:
             exchange.begin()
+            feed = Feed(source, run, loading)
             run.start_loop(last)
             while run.step < end and not run.stopping:
                 indices, after = sampler.batch(run.position)
+                wanted = bad.wanted(indices)
                 points.reach("step", run.step + 1)
                 began = time.perf_counter()
-                loss, samples = exchange.compute(source, indices)
+                loss, samples = exchange.compute(feed, wanted)
                 computed = time.perf_counter()
                 points.reach("exchange", run.step + 1)
-                wish = watcher.flag or run.bad
-                loss, run.stopping = exchange.reduce(loss, samples, len(indices), wish)
+                stop = bool(watcher.flag or run.bad or bad.full)
+                loss, used = run.reduce(loss, samples, len(wanted), stop, feed)
+                if used is None:
+                    continue  # a rank has no data yet: the state is saved, try again
                 if exchange.synchronous:
                     watcher.check_loss(loss, run.step)
-                exchange.update()
-                run.note_loss(loss, len(indices) if exchange.synchronous else samples)
-                run.advance(after, len(indices))
+                if used or not exchange.synchronous:
+                    exchange.update()
+                run.note_loss(loss, used)
+                run.advance(after, len(indices), len(wanted))
                 times = (computed - began, time.perf_counter() - computed)
                 for callback in callbacks:
                     callback(Step(run.step, last, after.epoch, loss, len(indices), *times))
@@ -144,9 +175,11 @@ def train(
                     exchange.check(run.step)
                 if run.step % every == 0 and run.step < last:
                     run.checkpoint()
+            feed.close()
             run.end_loop()
             run.checkpoint()
             exchange.finish()
+            run.agree_on_bad_records()
             if not run.stopping:
                 facts = gather_facts(run, test_data)
         exchange.close()

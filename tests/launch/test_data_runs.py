@@ -1,0 +1,91 @@
+"""Whole runs of the command on data with bad records: R42, R43."""
+
+import json
+import struct
+import sys
+
+import numpy as np
+import pytest
+
+from mpidist.testing.launch import launch
+
+BAD = (5, 41)
+
+
+@pytest.fixture
+def job(tmp_path):
+    """100 images, two of which have a label that no class of the model has."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 10, 100)
+    images = (rng.integers(0, 50, (100, 4, 4)) + 20 * labels[:, None, None]).astype(np.uint8)
+    labels[list(BAD)] = 200
+    for name, array in (("images", images), ("labels", labels.astype(np.uint8))):
+        head = struct.pack(">HBB", 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
+        (tmp_path / name).write_bytes(head + array.tobytes())
+    path = tmp_path / "job.toml"
+    path.write_text(
+        f"""
+global_batch = 10
+epochs = 2
+max_bad = 0.05
+watch_seconds = 60
+out = "{tmp_path}/run"
+[data]
+name = "idx"
+images_path = "{tmp_path}/images"
+labels_path = "{tmp_path}/labels"
+train = 80
+[model]
+name = "logistic"
+inputs = [1, 4, 4]
+classes = 10
+[optimizer]
+name = "sgd"
+lr = 0.1
+"""
+    )
+    return path
+
+
+def train(job, *settings):
+    words = [word for text in settings for word in ("--set", text)]
+    return launch(2, [sys.executable, "-m", "mpidist", "train", str(job), *words])
+
+
+def test_bad_records_of_a_job(job):
+    """Skipped, counted in summary.json, listed in quarantine.jsonl, and said at the end."""
+    done = train(job)
+    assert done.returncode == 0, done.stderr
+    folder = job.parent / "run"
+    assert json.loads((folder / "summary.json").read_text())["skipped_records"] == 4
+    lines = [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
+    assert {line["index"] for line in lines} == set(BAD)
+    assert all("labels run from 200 to 200, expected 0 to 9" in line["reason"] for line in lines)
+    assert "4 times a bad record was skipped; they are listed in" in done.stdout
+
+
+def test_too_many_bad_records_of_a_job(job):
+    """One line and a checkpoint; allowed more, or mended, the same command goes on."""
+    failed = train(job, "max_bad=0.02")
+    assert failed.returncode == 1
+    lines = [line for line in failed.stderr.splitlines() if line.startswith("mpidist: error:")]
+    assert len(lines) == 1
+    assert "2 of the 80 records of ArraySource are bad, and max_bad=0.02 allows 1" in lines[0]
+    assert "the state was saved as step" in lines[0]
+    done = train(job)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((job.parent / "run" / "summary.json").read_text())
+    assert summary["resumed_at"] > 0
+    assert summary["skipped_records"] == 4
+
+
+def test_bad_settings_of_loading(job):
+    for setting, message in (
+        ("loading.prefetsh=1", "did you mean 'prefetch'?"),
+        ("loading.bandwidth=0", "bandwidth is 0, expected a number above 0"),
+        ("max_bad=2", "max_bad=2: expected a share from 0 to 1"),
+        ("shuffle=by-size", "shuffle='by-size'; expected 'permutation', 'bijection', 'none'"),
+    ):
+        failed = train(job, setting)
+        assert failed.returncode == 2, failed.stderr
+        assert message in failed.stderr

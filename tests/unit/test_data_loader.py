@@ -1,0 +1,181 @@
+"""Reading ahead: the same samples in the same order, bounded, capped, and patient (R44, R130)."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from mpidist.data import ArraySource, Loading
+from mpidist.data.loader import PREFETCH, Loader, Starved
+from mpidist.errors import BadRecord, ConfigError
+
+X = np.arange(8000.0).reshape(1000, 8)  # 64 bytes a sample
+
+
+class Watched(ArraySource):
+    """Notes what is taken, and by whom; waits where it is told to."""
+
+    def __init__(self, *arrays):
+        super().__init__(*arrays)
+        self.taken, self.threads, self.gate = [], set(), threading.Event()
+        self.gate.set()
+
+    def take(self, indices):
+        self.gate.wait(10)
+        self.taken.append(np.array(indices))
+        self.threads.add(threading.current_thread().name)
+        if 13 in indices:
+            raise BadRecord(13, "unlucky")
+        return super().take(indices)
+
+
+def batches(size, start=0):
+    for first in range(start, 1000, size):
+        yield np.arange(first, min(first + size, 1000))
+
+
+def settle(source, count):
+    """Wait until `source` was asked `count` times; return how often it was a moment later."""
+    deadline = time.monotonic() + 10
+    while len(source.taken) < count and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    return len(source.taken)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 1000, True])
+def test_the_same_batches_in_order(prefetch):
+    source = Watched(X)
+    with Loader(source, lambda: batches(7), Loading(prefetch)) as loader:
+        for indices in batches(7):
+            taken = loader.take(indices)
+            bad = [13] if 13 in indices else []
+            assert [record.index for record in taken.bad] == bad
+            np.testing.assert_array_equal(taken.batch[0], X[np.setdiff1d(indices, bad)])
+    assert source.threads == {"mpidist-loader" if prefetch else "MainThread"}
+
+
+def test_bounded_in_bytes():
+    """640 bytes a batch: 2,000 are three batches, and one is always read, however large."""
+    for limit, expected in ((2000, 3), (640, 1), (1, 1)):
+        source = Watched(X)
+        with Loader(source, lambda: batches(10, 100), Loading(limit)) as loader:
+            loader.take(np.arange(100, 110))
+            # The one that was taken, and those that wait.
+            assert settle(source, 1 + expected) == 1 + expected
+            loader.take(np.arange(110, 120))
+            assert settle(source, 2 + expected) == 2 + expected
+
+
+def test_batches_of_nothing_are_bounded_too():
+    source = Watched(X)
+    nothing = np.empty(0, np.int64)
+
+    def plan():
+        while True:
+            yield nothing
+
+    with Loader(source, plan, Loading(True)) as loader:
+        assert len(loader.take(nothing).batch[0]) == 0
+        assert settle(source, 65) == 65
+
+
+def test_another_plan_than_was_read_ahead():
+    """A record that became known as bad changes the parts of all ranks from then on."""
+    source, start = Watched(X), [100]
+    with Loader(source, lambda: batches(10, start[0]), Loading(True)) as loader:
+        loader.take(np.arange(100, 110))
+        start[0] = 205
+        for first in (205, 215, 225):
+            taken = loader.take(np.arange(first, first + 10))
+            np.testing.assert_array_equal(taken.batch[0], X[first : first + 10])
+
+
+def test_what_the_source_raises_comes_with_its_batch():
+    class Gone(Watched):
+        def take(self, indices):
+            if indices[0] >= 20:
+                raise PermissionError("no more")
+            return super().take(indices)
+
+    with Loader(Gone(X), lambda: batches(10), Loading(True)) as loader:
+        loader.take(np.arange(10))
+        loader.take(np.arange(10, 20))
+        taken = loader.take(np.arange(20, 30))
+        assert [record.reason[:24] for record in taken.bad] == ["PermissionError: no more"] * 10
+
+
+def test_starved_and_back():
+    """R44: the waiting ends, twice as long each time; the batch is not lost, nor read twice."""
+    source = Watched(X)
+    with Loader(source, lambda: batches(10, 100), Loading(True, None, 0.05)) as loader:
+        source.gate.clear()
+        for seconds in (0.05, 0.1, 0.2):
+            began = time.monotonic()
+            with pytest.raises(Starved) as caught:
+                loader.take(np.arange(100, 110))
+            assert caught.value.seconds == seconds
+            assert time.monotonic() - began >= seconds
+        source.gate.set()
+        time.sleep(0.1)
+        assert len(loader.take(np.arange(100, 110)).kept) == 10
+        assert sum(100 in indices for indices in source.taken) == 1
+        source.gate.clear()
+        settle(source, 0)
+        for k in range(len(loader._ready)):
+            loader.take(np.arange(110 + 10 * k, 120 + 10 * k))
+        with pytest.raises(Starved) as caught:
+            loader.take(source.taken[-1] + 10)
+        assert caught.value.seconds == 0.05, "patience begins anew"
+        assert loader.waited > 0.35
+        source.gate.set()
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_bandwidth_cap(prefetch):
+    """R130: 64,000 bytes at 100 kB/s, of which a second's worth may come at once."""
+    rate = 40_000.0
+    began = time.monotonic()
+    with Loader(Watched(X), lambda: batches(50), Loading(prefetch, rate)) as loader:
+        for indices in batches(50):
+            loader.take(indices)
+        assert loader.nbytes == 64_000 - 64
+    assert 0.9 * 64_000 / rate < time.monotonic() - began < 2 * 64_000 / rate
+
+
+def test_where_a_thread_helps():
+    """By default only for sources that say that they read."""
+    source = ArraySource(X)
+    assert Loading().ahead(source) == 0
+    source.reads = True
+    assert Loading().ahead(source) == PREFETCH
+    assert Loading(False).ahead(source) == 0
+    assert Loading(12345).ahead(ArraySource(X)) == 12345
+
+
+def test_closed_while_the_source_hangs():
+    source = Watched(X)
+    loader = Loader(source, lambda: batches(10), Loading(True, None, 0.01))
+    source.gate.clear()
+    with pytest.raises(Starved):
+        loader.take(np.arange(10))
+    began = time.monotonic()
+    loader.close()
+    loader.close()
+    assert time.monotonic() - began < 5
+    source.gate.set()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prefetch": -1}, "prefetch is -1, expected 'auto', true or bytes"),
+        ({"prefetch": "all"}, "prefetch is 'all', expected"),
+        ({"bandwidth": 0}, "bandwidth is 0, expected a number above 0"),
+        ({"starved_after": True}, "starved_after is True, expected a number"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Loading(**settings)
