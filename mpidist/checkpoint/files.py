@@ -23,6 +23,7 @@ CHANGES = (
     "make_root",
     "make_folder",
     "create",
+    "open_or_create",
     "lock",
     "write_at",
     "sync",
@@ -48,6 +49,12 @@ def make_folder(name: str, root: int) -> None:
 def create(name: str, folder: int) -> int:
     """Create a file that must not exist yet and return its descriptor. Local."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(name, flags, 0o666, dir_fd=folder)
+
+
+def open_or_create(name: str, folder: int) -> int:
+    """Open a file for writing, made where it is missing, and return its descriptor. Local."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     return os.open(name, flags, 0o666, dir_fd=folder)
 
 
@@ -162,6 +169,21 @@ def read_small(name: str, where: int, limit: int) -> bytes:
 def names(where: int) -> list[str]:
     """Return the names in an open folder, sorted. Local."""
     return sorted(os.listdir(where))
+
+
+def is_same(descriptor: int, name: str, where: int) -> bool:
+    """Whether an open file is still the one of that name. Local."""
+    try:
+        found = os.stat(name, dir_fd=where, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(descriptor), found)
+
+
+def total_size(where: int) -> int:
+    """Return the bytes of all files in an open folder. Local."""
+    with os.scandir(where) as entries:
+        return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
 
 
 def is_folder(name: str, root: int) -> bool:

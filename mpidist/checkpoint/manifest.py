@@ -1,8 +1,14 @@
 """MANIFEST.json, the commit record: a checkpoint is what its manifest says, or it is nothing.
 
-One line of JSON, its fields in a fixed order and the last one the SHA-256 of everything before
-it, so the digest is checked before the JSON is parsed. Two checksums cover each shard file,
-metadata and padding included:
+    MANIFEST.json       step, names and shapes of all tensors, extras, digests of the tables
+    shard-00003.json    the table of a shard: its checksums, and which piece lies where in it
+    shard-00003.h5      the numbers
+
+Each writer makes its table when its shard is on stable storage, so a table is its receipt, and a
+manifest stays small however many pieces a thousand writers cut a thousand tensors into. Manifest
+and tables are one line of JSON each, the last field the SHA-256 of everything before it, so the
+digest is checked before the JSON is parsed. Two checksums cover each shard, metadata and padding
+included:
 
 * CRC-32 of each block of 4 MiB, checked by every reader for the blocks it touches. A reader that
   wants a tenth of a file cannot check a digest of the whole. CRC-32 finds every error within 32
@@ -12,40 +18,39 @@ metadata and padding included:
   slower than the rest of a restore on processors without instructions for it.
 
 Neither authenticates: who can write the folder can write both.
+
+What travels from who reads them to who needs them is the manifest with its tables behind it, a
+line each (`decode`). In format 1, which is read for ever, the manifest itself held the tables.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from mpidist.checkpoint.layout import (
-    MAX_DEPTH,
-    Path,
-    Unreadable,
-    dtype_of,
-    from_json,
-    show,
-    tree,
-)
+from mpidist.checkpoint.layout import Path, Unreadable, dtype_of, from_json, show, tree
 from mpidist.checkpoint.regions import Box, Flat, Region, untiled
-from mpidist.errors import CheckpointError
+from mpidist.checkpoint.sealed import (
+    BIG,
+    Damaged,
+    integer_of,
+    integers_of,
+    list_of,
+    path_of,
+    seal,
+    told,
+    unseal,
+)
 
 NAME = "MANIFEST.json"
-FORMAT, VERSION = "mpidist-checkpoint", 1
+FORMAT, TABLE, VERSION = "mpidist-checkpoint", "mpidist-shard", 2
 MAX_BYTES = 64 << 20
 _SHARD = re.compile(r"shard-[0-9]{5}\.h5", re.ASCII)
-_BIG = 1 << 62
-_TAIL = len(',"sha256":""}\n') + 64
-
-
-class Damaged(CheckpointError):
-    """What is on disk is not what was written. Raised by readers; the store then looks further."""
+_TABLE = re.compile(r"shard-[0-9]{5}\.json", re.ASCII)
 
 
 class File(NamedTuple):
@@ -97,98 +102,171 @@ class Manifest(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
+class Table(NamedTuple):
+    """What the manifest says of the table of a shard."""
+
+    name: str
+    size: int
+    sha256: str
+
+
 # ----------------------------------------------------------------------------------- writing
 
 
-def encode(manifest: Manifest) -> bytes:
-    """Return the bytes of MANIFEST.json. Local. The same manifest gives the same bytes."""
+def encode_table(file: File, pieces: Iterable[tuple[Path, int, Region]]) -> bytes:
+    """Return the bytes of a shard's table: (path, byte offset, region) of what it holds. Local."""
+    listed = [{"path": list(path), "offset": o, **_region_out(r)} for path, o, r in pieces]
+    head = {"format": TABLE, "version": VERSION}
+    return seal({**head, **file._asdict(), "crc32": list(file.crc32), "pieces": listed}, "digest")
+
+
+def table_name(shard: str) -> str:
+    """Return the name of the table of a shard. Local."""
+    return shard.removesuffix(".h5") + ".json"
+
+
+def encode(
+    step: int,
+    block: int,
+    writers: int,
+    tables: Sequence[bytes],
+    tensors: Iterable[tuple[Path, str, tuple[int, ...]]],
+    extras: Iterable[tuple[Path, object]],
+    software: dict,
+) -> bytes:
+    """Return the bytes of MANIFEST.json. Local. The same state gives the same bytes.
+
+    `tables` are those of all shards; `tensors` (path, dtype, shape).
+    """
+    listed = [
+        {
+            "name": table_name(_table(data).name),
+            "size": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        for data in tables
+    ]
     body = {
         "format": FORMAT,
         "version": VERSION,
-        "step": manifest.step,
-        "block": manifest.block,
-        "writers": manifest.writers,
-        "files": [{**f._asdict(), "crc32": list(f.crc32)} for f in manifest.files],
-        "tensors": [
-            {
-                "path": list(t.path),
-                "dtype": t.dtype,
-                "shape": list(t.shape),
-                "pieces": [_piece_out(piece) for piece in t.pieces],
-            }
-            for t in manifest.tensors
-        ],
-        "extras": [{"path": list(path), "value": value} for path, value in manifest.extras],
-        "software": manifest.software,
+        "step": step,
+        "block": block,
+        "writers": writers,
+        "tables": listed,
+        "tensors": [{"path": list(p), "dtype": d, "shape": list(s)} for p, d, s in tensors],
+        "extras": [{"path": list(path), "value": value} for path, value in extras],
+        "software": software,
     }
-    head = json.dumps(body, separators=(",", ":"), allow_nan=False)[:-1].encode()
-    digest = hashlib.sha256(head).hexdigest()
-    return head + f',"sha256":"{digest}"}}\n'.encode()
+    return seal(body, "sha256")
 
 
-def _piece_out(piece: Piece) -> dict:
-    out = {"file": piece.file, "dataset": piece.dataset, "offset": piece.offset}
-    if isinstance(piece.region, Box):
-        return {**out, "start": list(piece.region.start), "extent": list(piece.region.extent)}
-    return {**out, "flat": [piece.region.start, piece.region.size]}
+def _region_out(region: Region) -> dict:
+    if isinstance(region, Box):
+        return {"start": list(region.start), "extent": list(region.extent)}
+    return {"flat": [region.start, region.size]}
 
 
 # ----------------------------------------------------------------------------------- reading
 
 
+def tables_of(data: bytes) -> tuple[Table, ...]:
+    """Return what a MANIFEST.json says of the tables to be read with it. Local.
+
+    None in format 1. Raises as `decode`.
+    """
+    body = unseal(data, NAME, "sha256")
+    tables: list[Table] = []
+    with told(NAME):
+        if _version(body, FORMAT, NAME) > 1:
+            tables = [
+                Table(item["name"], integer_of(item["size"]), item["sha256"])
+                for item in list_of(body["tables"])
+            ]
+        for table in tables:
+            if not isinstance(table.name, str) or not _TABLE.fullmatch(table.name):
+                raise Damaged(f"{NAME} names the table {table.name!r}; expected shard-NNNNN.json")
+            if table.size > MAX_BYTES:
+                raise Damaged(f"{table.name} is said to have {table.size} bytes")
+    return tuple(tables)
+
+
 def decode(data: bytes) -> Manifest:
-    """Check and read the bytes of a MANIFEST.json. Local.
+    """Check and read a MANIFEST.json with its tables behind it, in its order. Local.
 
     Raises
     ------
     Damaged
-        When the digest, the form, a name, a size or the tiling is not what a writer makes.
+        When a digest, the form, a name, a size or the tiling is not what a writer makes.
     Unreadable
         When it is whole and this installation cannot read it: a newer format, an unknown dtype.
     """
-    head, tail = data[:-_TAIL], data[-_TAIL:]
-    digest = hashlib.sha256(head).hexdigest()
-    if len(data) <= _TAIL or tail != f',"sha256":"{digest}"}}\n'.encode():
-        raise Damaged(f"{NAME} fails its own digest ({len(data)} bytes)")
-    try:
-        body = json.loads(
-            head + b"}", object_pairs_hook=_no_duplicates, parse_constant=_no_constants
-        )
-        found = _manifest(body)
+    first, *rest = data.splitlines(keepends=True) or [b""]
+    tables = tables_of(first)
+    if len(tables) != len(rest):
+        raise Damaged(f"{NAME} names {len(tables)} tables, {len(rest)} are there")
+    for table, line in zip(tables, rest, strict=True):
+        if len(line) != table.size or hashlib.sha256(line).hexdigest() != table.sha256:
+            raise Damaged(f"{table.name} is not the one that {NAME} names")
+    body = unseal(first, NAME, "sha256")
+    with told(NAME):
+        found = _version_1(body) if body["version"] == 1 else _version_2(body, tables, rest)
         _prove(found)
-    except (Damaged, Unreadable):
-        raise
-    except (ValueError, KeyError, TypeError, RecursionError, CheckpointError) as error:
-        raise Damaged(f"{NAME} is not a manifest that mpidist wrote: {error}") from error
     return found
 
 
-def _no_duplicates(pairs: list) -> dict:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise Damaged(f"{NAME} holds a key twice: {sorted(key for key, _ in pairs)[:8]}")
-    return found
-
-
-def _no_constants(word: str):
-    raise Damaged(f"{NAME} holds {word}, which is not JSON")
-
-
-def _manifest(body) -> Manifest:
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise Damaged(f"{NAME} is of another program")
-    if body.get("version") != VERSION:
+def _version(body: dict, form: str, name: str) -> int:
+    if body.get("format") != form:
+        raise Damaged(f"{name} is of another program")
+    version = body.get("version")
+    if type(version) is not int or not 1 <= version <= VERSION:
         raise Unreadable(
-            f"{NAME} has format version {body.get('version')!r}, this mpidist reads {VERSION}"
+            f"{name} has format version {version!r}, this mpidist reads 1 to {VERSION}"
         )
-    files = tuple(_file(item) for item in _list(body["files"]))
+    return version
+
+
+def _version_1(body: dict) -> Manifest:
+    """The whole of format 1: files, and each tensor's pieces with the number of their file."""
+    tensors = []
+    for item in list_of(body["tensors"]):
+        pieces = [
+            _piece(p, integer_of(p["file"]), str(p["dataset"])) for p in list_of(item["pieces"])
+        ]
+        tensors.append(_tensor(item, pieces))
+    return _manifest(body, [_file(item) for item in list_of(body["files"])], tensors)
+
+
+def _version_2(body: dict, tables: Sequence[Table], lines: Sequence[bytes]) -> Manifest:
+    listed: list[File] = []
+    pieces: dict[Path, list] = {path_of(item["path"]): [] for item in list_of(body["tensors"])}
+    for number, (table, line) in enumerate(zip(tables, lines, strict=True)):
+        found = unseal(line, table.name, "digest")
+        with told(table.name):
+            _version(found, TABLE, table.name)
+            listed.append(_file(found))
+            if table_name(listed[-1].name) != table.name:
+                raise Damaged(f"{table.name} is the table of {listed[-1].name}")
+            for dataset, item in enumerate(list_of(found["pieces"])):
+                pieces[path_of(item["path"])].append(_piece(item, number, str(dataset)))
+    tensors = [_tensor(item, pieces[path_of(item["path"])]) for item in body["tensors"]]
+    return _manifest(body, listed, tensors)
+
+
+def _table(data: bytes) -> File:
+    """Return the shard's record in its table. Local."""
+    return _file(unseal(data, "table", "digest"))
+
+
+def _manifest(body: dict, listed: list[File], tensors: list[Tensor]) -> Manifest:
     return Manifest(
-        _integer(body["step"]),
-        _integer(body["block"], 1),
-        _integer(body["writers"], 1),
-        files,
-        tuple(_tensor(item) for item in _list(body["tensors"])),
-        tuple((_path(item["path"]), from_json(item["value"])) for item in _list(body["extras"])),
+        integer_of(body["step"]),
+        integer_of(body["block"], 1),
+        integer_of(body["writers"], 1),
+        tuple(listed),
+        tuple(tensors),
+        tuple(
+            (path_of(item["path"]), from_json(item["value"])) for item in list_of(body["extras"])
+        ),
         dict(body["software"]),
     )
 
@@ -199,49 +277,25 @@ def _file(item: dict) -> File:
         raise Damaged(f"{NAME} names the file {name!r}; expected shard-NNNNN.h5")
     if not isinstance(sha, str):
         raise Damaged(f"{name} has no digest")
-    crc = tuple(_integer(value) for value in _list(item["crc32"]))
-    return File(name, _integer(item["size"]), sha, crc)
+    crc = tuple(integer_of(value) for value in list_of(item["crc32"]))
+    return File(name, integer_of(item["size"]), sha, crc)
 
 
-def _tensor(item: dict) -> Tensor:
+def _tensor(item: dict, pieces: list[Piece]) -> Tensor:
     name = item["dtype"]
     if not isinstance(name, str):
         raise Damaged(f"dtype {name!r} is not a name")
-    shape = _integers(item["shape"])
-    pieces = tuple(_piece(piece) for piece in _list(item["pieces"]))
-    return Tensor(_path(item["path"]), name, shape, pieces)
+    return Tensor(path_of(item["path"]), name, integers_of(item["shape"]), tuple(pieces))
 
 
-def _piece(item: dict) -> Piece:
+def _piece(item: dict, file: int, dataset: str) -> Piece:
     region: Region
     if "flat" in item:
-        start, count = _integers(item["flat"])
+        start, count = integers_of(item["flat"])
         region = Flat(start, count)
     else:
-        region = Box(_integers(item["start"]), _integers(item["extent"]))
-    return Piece(_integer(item["file"]), str(item["dataset"]), _integer(item["offset"]), region)
-
-
-def _list(value) -> list:
-    if not isinstance(value, list):
-        raise Damaged(f"expected a list, got {type(value).__name__}")
-    return value
-
-
-def _integer(value, least: int = 0) -> int:
-    if type(value) is not int or not least <= value < _BIG:
-        raise Damaged(f"expected an integer of {least} or more, got {str(value)[:40]}")
-    return value
-
-
-def _integers(values) -> tuple[int, ...]:
-    return tuple(_integer(value) for value in _list(values))
-
-
-def _path(value) -> Path:
-    if not _list(value) or len(value) > MAX_DEPTH or not all(isinstance(k, str) for k in value):
-        raise Damaged(f"{str(value)[:60]} is not a path of keys")
-    return tuple(value)
+        region = Box(integers_of(item["start"]), integers_of(item["extent"]))
+    return Piece(file, dataset, integer_of(item["offset"]), region)
 
 
 def _prove(manifest: Manifest) -> None:
@@ -264,7 +318,7 @@ def _prove(manifest: Manifest) -> None:
 
 def _prove_tensor(manifest: Manifest, tensor: Tensor, used: list) -> None:
     itemsize = dtype_of(tensor.dtype).itemsize
-    if prod(max(1, n) for n in tensor.shape) * itemsize >= _BIG or len(tensor.shape) > 32:
+    if prod(max(1, n) for n in tensor.shape) * itemsize >= BIG or len(tensor.shape) > 32:
         raise Damaged(f"{show(tensor.path)} has the impossible shape {tensor.shape}")
     reason = untiled(tensor.shape, [piece.region for piece in tensor.pieces])
     if reason:

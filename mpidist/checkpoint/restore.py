@@ -38,7 +38,7 @@ _LISTED = 8
 
 
 def restore(comm, path: str, like: Mapping | None, step: int | None, bad: set[Entry]):
-    """Return (step, state); see `CheckpointStore.restore`. Collective over `comm`.
+    """Return (entry, state); see `CheckpointStore.restore`. Collective over `comm`.
 
     Entries found damaged are added to `bad` on every rank.
     """
@@ -51,7 +51,7 @@ def restore(comm, path: str, like: Mapping | None, step: int | None, bad: set[En
         reason, state = _attempt(comm, path, entry, items)
         if reason is None:
             events.emit("checkpoint_restored", path=path, step=entry.step, ranks=comm.size)
-            return entry.step, state
+            return entry, state
         bad.add(entry)
         tried.append(load.note(path, entry, reason) if comm.rank == 0 else reason)
     together(comm, "restore", lambda: None, lambda _: _raise(load.failure(path, step, tried)))

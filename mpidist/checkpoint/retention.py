@@ -12,13 +12,14 @@ import re
 import secrets
 import socket
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from mpidist.checkpoint import files, steps
 from mpidist.checkpoint.manifest import NAME, Damaged
 from mpidist.checkpoint.steps import Entry
 
 OWNER = "OWNER"
-_OURS = re.compile(r"shard-[0-9]{5}\.h5|MANIFEST\.json|OWNER", re.ASCII)
+_OURS = re.compile(r"shard-[0-9]{5}\.(h5|json|part)|MANIFEST\.json|OWNER", re.ASCII)
 _TEMPORARY = re.compile(r"\.tmp-step-[0-9]{12}-[0-9a-f]{16}", re.ASCII)
 
 #: A temporary folder that looks abandoned, but may be of another host, is left alone this long.
@@ -95,30 +96,62 @@ def _age(folder: int, root: int) -> float:
     return os.fstat(root).st_mtime - os.fstat(folder).st_mtime
 
 
-def remove_old(path: str, root: int, keep: int | None, saved: Entry, bad: set[Entry]) -> None:
-    """Remove steps older than the newest `keep` good ones. Local.
+@dataclass
+class Keep:
+    """Which steps stay.
 
-    What was just saved always stays, so the last good checkpoint is never removed. A step known
-    as damaged (in `bad`, or by its manifest and file sizes) does not count as kept, and goes
-    when it is older than all that are.
+    Attributes
+    ----------
+    newest : int or None
+        So many good ones; None keeps all.
+    every : int or None
+        And all whose number is a multiple of this.
+    bad : set of Entry
+        Known as damaged: they do not count as kept, and go when they are older than all that are.
+    verified : Entry or None
+        The newest of which every byte was checked, or that was restored: it stays.
     """
-    entries = steps.folders(root)
-    for entry in entries:
-        if entry.step == saved.step and entry.generation < saved.generation:
-            remove(entry.name, root)
-    if keep is None:
-        return
-    entries = [entry for entry in entries if entry.step != saved.step]
-    good = [entry for entry in entries if entry not in bad and _looks_good(path, entry)]
-    kept = [saved, *good[: keep - 1]]
-    for entry in entries:
-        if entry not in kept and (entry in good or entry < min(kept)):
-            remove(entry.name, root)
 
+    newest: int | None
+    every: int | None = None
+    bad: set[Entry] = field(default_factory=set)
+    verified: Entry | None = None
+    _good: set[Entry] = field(default_factory=set)
 
-def _looks_good(path: str, entry: Entry) -> bool:
-    try:
-        steps.read_manifest(path, entry)
-    except Damaged:
-        return False
-    return True
+    def remove_old(self, path: str, root: int, saved: Entry) -> None:
+        """Remove what need not stay beside `saved`, which always does. Local.
+
+        So the last good checkpoint is never removed. A step is damaged here by its manifest,
+        its tables or the sizes of its files; those that were looked at once are not again.
+        """
+        self._good.add(saved)
+        entries = steps.folders(root)
+        for entry in entries:
+            if entry.step == saved.step and entry.generation < saved.generation:
+                remove(entry.name, root)
+        if self.newest is None:
+            return
+        entries = [entry for entry in entries if entry.step != saved.step]
+        good = [entry for entry in entries if self._is_good(path, entry)]
+        kept = [saved, *good[: self.newest - 1]]
+        oldest = min(kept)
+        for entry in entries:
+            old = entry not in kept and (entry in good or entry < oldest)
+            if old and not self._is_special(entry):
+                remove(entry.name, root)
+
+    def _is_special(self, entry: Entry) -> bool:
+        if entry == self.verified:
+            return True
+        return self.every is not None and entry.step % self.every == 0 and entry not in self.bad
+
+    def _is_good(self, path: str, entry: Entry) -> bool:
+        if entry in self.bad:
+            return False
+        if entry not in self._good:
+            try:
+                steps.read_manifest(path, entry)
+            except Damaged:
+                return False
+            self._good.add(entry)
+        return True

@@ -1,36 +1,36 @@
 """Save: describe, plan, write, commit.
 
     all ranks  describe their state  --gather-->  rank 0 plans, makes .tmp-step-<nonce>
-    all ranks  <--scatter--  what each writes;  one shard file each: write, checksum, fsync
-    all ranks  (file, checksums, offsets)  --gather-->  rank 0 writes the manifest, fsync,
-               renames the folder to step-<number>, fsync, and only then removes old steps
+    all ranks  <--scatter--  what each writes;  one shard each, then its table: write, fsync
+    rank 0     when all tables are there: the manifest, fsync, renames the folder to
+               step-<number>, fsync, and only then removes old steps
 
 The rename is the commit: before it no reader looks at the folder, after it all bytes have been
 on stable storage for a while. If a file system loses or tears them nevertheless, the checksums
-tell: safety rests on the digests, only durability rests on fsync and rename. Writing is free of
-MPI, so `save_async` runs it in a thread and commits at the next call that all ranks make.
+tell: safety rests on the digests, only durability rests on fsync and rename.
+
+Writing and committing are free of MPI, so `save_async` does both in threads: rank 0's looks for the
+tables in the folder, and the step is committed while all ranks compute. What goes wrong is told by
+the next call that all ranks make.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import h5py
 import numpy as np
 
 import mpidist
 from mpidist import events
-from mpidist.arrays import copy_into, host_empty, is_device
-from mpidist.checkpoint import files, hdf5, manifest, retention, steps
+from mpidist.checkpoint import files, hdf5, manifest, retention, shard, steps
 from mpidist.checkpoint.layout import (
-    Path,
     Shard,
     array_of,
     dtype_name,
@@ -39,13 +39,16 @@ from mpidist.checkpoint.layout import (
     shape_of,
     to_json,
 )
+from mpidist.checkpoint.lock import RunLock
 from mpidist.checkpoint.plan import Description, Leaf, agree, assign
-from mpidist.checkpoint.regions import Flat, Region
 from mpidist.checkpoint.steps import Entry
 from mpidist.checkpoint.together import together
 from mpidist.errors import CheckpointError
 
-Written = tuple[manifest.File | None, list[int]]
+#: Seconds without a new byte in the folder after which a save in the background is given up.
+PATIENCE_SECONDS = 600.0
+
+_LONGEST_PAUSE = 0.1
 
 
 def describe(state: Mapping) -> Description:
@@ -82,21 +85,40 @@ class Save:
     ----------
     comm : communicator
         A private one.
-    copy : bool
-        Whether to copy this rank's part of the state now, so that it may change at once.
+    keep : retention.Keep
+        What to remove after the commit.
+    lock : RunLock
+        The store's; rank 0 takes it here.
+    snapshots : shard.Snapshots, optional
+        Where to copy this rank's part of the state now, so that it may change at once.
     """
 
-    def __init__(self, comm, path: str, step: int, state: Mapping, copy: bool):
+    def __init__(
+        self,
+        comm,
+        path: str,
+        step: int,
+        state: Mapping,
+        keep: retention.Keep,
+        lock: RunLock,
+        snapshots: shard.Snapshots | None = None,
+    ):
         self.comm, self.path, self.step = comm, path, step
-        self.began = time.perf_counter()
-        self.outcome: Written | Exception | None = None
+        self._keep, self._lock = keep, lock
+        self._began = time.perf_counter()
+        self._outcome: bytes | Exception | None = None  # this rank's table, or what went wrong
+        self._committed: int | Exception | None = None  # bytes of the state, on rank 0
+        self._written, self._cancelled = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
         self._leader: _Leader | None = None
+        self._data: list = []
         self.name, self.parts = self._plan(state)
         try:
             named = dict(leaves(state))
-            self._data = [_source(named[part.path], part.region, copy) for part in self.parts]
+            take = shard.in_place if snapshots is None else snapshots.take
+            self._data = take(self.parts, named)
         except Exception as error:  # raised by finish(), where all ranks can raise it
-            self.outcome = error
+            self._outcome = error
 
     def _plan(self, state: Mapping) -> tuple[str, list[hdf5.Part]]:
         comm, mine, problem = self.comm, None, None
@@ -125,6 +147,7 @@ class Save:
         files.make_root(self.path)
         with ExitStack() as stack:
             root = stack.enter_context(files.folder(self.path))
+            self._lock.take(root)
             name = retention.temporary_name(self.step)
             files.make_folder(name, root)
             stack.callback(_discard, name, root)
@@ -137,74 +160,133 @@ class Save:
 
     def write(self) -> None:
         """Write this rank's shard. Local, without MPI; what goes wrong is kept for `finish`."""
-        if self.outcome is not None:
+        try:
+            if self._outcome is None:
+                with files.folder(self.path) as root, files.folder(self.name, root) as folder:
+                    self._outcome = shard.write(folder, self.comm.rank, self.parts, self._data)
+        except Exception as error:
+            self._outcome = error
+        finally:
+            self._data = []
+            self._written.set()
+
+    def start(self) -> None:
+        """Write, and on rank 0 commit, in the background. Local."""
+        # Not a daemon: a process that ends while it writes waits for it, instead of tearing down
+        # the interpreter under it.
+        self._thread = threading.Thread(target=self._background, name="mpidist-save")
+        self._thread.start()
+
+    def _background(self) -> None:
+        self.write()
+        if self._leader is None or isinstance(self._outcome, Exception):
             return
         try:
-            if self.parts:
-                with files.folder(self.path) as root, files.folder(self.name, root) as folder:
-                    name = f"shard-{self.comm.rank:05d}.h5"
-                    self.outcome = write_shard(folder, name, self.parts, self._data)
-            else:
-                self.outcome = (None, [])
+            self._committed = self._commit(self._wait_for_tables())
         except Exception as error:
-            self.outcome = error
-        self._data = []
+            self._committed = error
 
-    def finish(self, keep: int | None, bad: set[Entry]) -> None:
-        """Commit, or remove everything again. Collective; raises on all ranks together."""
+    def _wait_for_tables(self) -> list[bytes]:
+        """Rank 0: return the tables of all writers when they are there. Local."""
+        leader = self._leader
+        assert leader is not None
+        missing = [rank for rank, parts in enumerate(leader.parts) if parts]
+        found: dict[int, bytes] = {}
+        pause, moved, seen = 1e-3, time.monotonic(), -1
+        with files.folder(leader.name, leader.root) as folder:
+            while missing:
+                for rank in list(missing):
+                    name = manifest.table_name(shard.shard_name(rank))
+                    with suppress(FileNotFoundError):
+                        found[rank] = files.read_small(name, folder, manifest.MAX_BYTES)
+                        missing.remove(rank)
+                size = files.total_size(folder)
+                if size != seen:
+                    seen, moved = size, time.monotonic()
+                elif time.monotonic() - moved > PATIENCE_SECONDS:
+                    raise CheckpointError(
+                        f"ranks {missing[:8]} wrote nothing for {PATIENCE_SECONDS:.0f} s"
+                    )
+                if missing and self._cancelled.wait(pause):
+                    raise CheckpointError("the save was given up")
+                pause = min(2 * pause, _LONGEST_PAUSE)
+        return [found[rank] for rank in sorted(found)]
 
-        def local():
-            if isinstance(self.outcome, Exception):
-                raise self.outcome
-            if self.outcome is None:
-                raise CheckpointError("writing was interrupted")
-            return self.outcome
+    def finish(self) -> None:
+        """Commit, or remove everything again. Collective; raises on all ranks together.
 
+        After `start`: wait until that is done.
+        """
         try:
             nbytes = together(
-                self.comm,
-                f"save of step {self.step} to {self.path}",
-                local,
-                lambda written: self._commit(written, keep, bad),
+                self.comm, f"save of step {self.step} to {self.path}", self._table, self._end
             )
         finally:
             self.abandon()
-        seconds = time.perf_counter() - self.began
+        seconds = time.perf_counter() - self._began
         events.emit("checkpoint_saved", step=self.step, bytes=nbytes, seconds=round(seconds, 4))
+
+    def _table(self) -> bytes:
+        """Return this rank's table when its shard is written, or raise what went wrong. Local."""
+        if self._thread is not None:
+            self._written.wait()
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        if self._outcome is None:
+            raise CheckpointError("writing was interrupted")
+        return self._outcome
+
+    def _end(self, tables: Sequence[bytes]) -> int:
+        """Rank 0: all shards are written; commit them, unless that is being done. Local."""
+        if self._thread is None:
+            return self._commit([table for table in tables if table])
+        self._thread.join()
+        if isinstance(self._committed, Exception):
+            raise self._committed
+        if self._committed is None:
+            raise CheckpointError("the commit was interrupted")
+        return self._committed
 
     def abandon(self) -> None:
         """Give up what is held; an uncommitted folder is removed. Local, may be called twice."""
+        self._cancelled.set()
+        if self._thread is not None:
+            self._thread.join()
         if self._leader is not None:
             leader, self._leader = self._leader, None
             leader.resources.close()
 
-    def _commit(self, written: Sequence[Written], keep: int | None, bad: set[Entry]) -> int:
+    def _commit(self, tables: Sequence[bytes]) -> int:
         """Rank 0: write the manifest and rename the folder. Returns the bytes of all arrays."""
         leader = self._leader
         assert leader is not None  # made by _open on this rank
-        record = _manifest(self.step, leader, written)
-        data = manifest.encode(record)
+        data = manifest.encode(
+            self.step,
+            files.BLOCK,
+            len(leader.parts),
+            tables,
+            [(leaf.path, leaf.dtype, leaf.shape) for leaf in leader.tensors],
+            leader.extras,
+            _software(),
+        )
         if len(data) > manifest.MAX_BYTES:
             raise CheckpointError(
                 f"the manifest has {len(data)} bytes, at most {manifest.MAX_BYTES} are allowed; "
                 "keep large lists as arrays, not as extras"
             )
-        manifest.decode(data)  # what cannot be read back is not committed
+        # What cannot be read back is not committed.
+        record = manifest.decode(b"".join([data, *tables]))
         with files.folder(leader.name, leader.root) as folder:
-            descriptor = files.create(manifest.NAME, folder)
-            try:
-                files.write_at(descriptor, data, 0)
-                files.sync(descriptor)
-            finally:
-                files.close(descriptor)
+            shard.put(folder, manifest.NAME, data)
             files.sync(folder)
+            self._lock.check(leader.root)
             saved = _publish(leader.name, self.step, leader.root)
             files.sync(leader.root)
             # Only now, or a death just before the rename would leave a folder without an owner.
             with suppress(OSError):
                 files.remove_file(retention.OWNER, folder)
         try:
-            retention.remove_old(self.path, leader.root, keep, saved, bad)
+            self._keep.remove_old(self.path, leader.root, saved)
         except OSError as error:  # the new step is safe; only space is lost
             events.emit("checkpoint_not_removed", path=self.path, reason=str(error))
             print(f"mpidist: old checkpoints in {self.path} stay: {error}", file=sys.stderr)
@@ -236,117 +318,10 @@ def _discard(name: str, root: int) -> None:
             retention.remove(name, root)
 
 
-def _manifest(step: int, leader: _Leader, written: Sequence[Written]) -> manifest.Manifest:
-    listed: list[manifest.File] = []
-    pieces: dict[Path, list[manifest.Piece]] = {leaf.path: [] for leaf in leader.tensors}
-    for parts, (file, offsets) in zip(leader.parts, written, strict=True):
-        for number, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
-            piece = manifest.Piece(len(listed), str(number), offset, part.region)
-            pieces[part.path].append(piece)
-        if file is not None:
-            listed.append(file)
-    tensors = tuple(
-        manifest.Tensor(leaf.path, leaf.dtype, leaf.shape, tuple(pieces[leaf.path]))
-        for leaf in leader.tensors
-    )
-    software = {
+def _software() -> dict[str, str]:
+    return {
         "mpidist": mpidist.__version__,
         "numpy": np.__version__,
         "h5py": h5py.version.version,
         "hdf5": h5py.version.hdf5_version,
     }
-    return manifest.Manifest(
-        step,
-        files.BLOCK,
-        len(leader.parts),
-        tuple(listed),
-        tensors,
-        tuple((path, value) for path, value in leader.extras),
-        software,
-    )
-
-
-# ------------------------------------------------------------------------------ the shard file
-
-
-def _source(leaf, region: Region, copy: bool) -> Callable[[], np.ndarray]:
-    """Return a function that gives the bytes of a part: taken now with `copy`, else when called."""
-    if copy:
-        data = _bytes_of(leaf, region, copy=True)
-        return lambda: data
-    return lambda: _bytes_of(leaf, region, copy=False)
-
-
-def _bytes_of(leaf, region: Region, copy: bool) -> np.ndarray:
-    """Return the elements of `region` in C order as host bytes. Local."""
-    array: Any = array_of(leaf)
-    if isinstance(region, Flat) and not isinstance(leaf, Shard):
-        stop = region.start + region.size
-        # `flat` copies only the range, where reshape would copy all of a strided array.
-        straight = array.flags.c_contiguous or is_device(array)
-        array = (array.reshape(-1) if straight else array.flat)[region.start : stop]
-    if is_device(array):
-        host = host_empty(array.size, array.dtype, like=array)
-        copy_into(host, array)
-    else:
-        host = np.array(array, order="C", copy=True) if copy else np.ascontiguousarray(array)
-    return host.reshape(-1).view(np.uint8)
-
-
-def write_shard(
-    folder: int, name: str, parts: Sequence[hdf5.Part], data: Sequence[Callable[[], np.ndarray]]
-) -> Written:
-    """Write one shard file and wait until it is on stable storage. Local.
-
-    Every block's checksum is that of the bytes in memory, taken just before they are written.
-    Returns the file's record and the byte offset of each part.
-    """
-    layout = hdf5.plan(parts)
-    digest, checksums, at = hashlib.sha256(), [], 0
-    descriptor = files.create(name, folder)
-    try:
-        for block in _blocks(_runs(layout, data), files.BLOCK):
-            digest.update(block)
-            checksums.append(zlib.crc32(block))
-            files.write_at(descriptor, block, at)
-            at += len(block)
-        files.sync(descriptor)
-        size = files.size(descriptor)
-    finally:
-        files.close(descriptor)
-    if not size == at == layout.size:
-        raise CheckpointError(f"{name} has {size} bytes after writing {at} of {layout.size}")
-    return manifest.File(name, size, digest.hexdigest(), tuple(checksums)), layout.offsets
-
-
-def _runs(layout: hdf5.Plan, data: Sequence[Callable]) -> Iterator[memoryview]:
-    """Yield all bytes of a file in order: HDF5's own, the parts' data, zeros in between."""
-    sources: list[tuple[int, Any]] = [*layout.metadata, *zip(layout.offsets, data, strict=True)]
-    at = 0
-    for offset, source in sorted(sources, key=lambda item: item[0]):
-        run = memoryview(source() if callable(source) else source)
-        if offset > at:
-            yield memoryview(bytes(offset - at))
-        yield run
-        at = offset + len(run)
-    if at < layout.size:
-        yield memoryview(bytes(layout.size - at))
-
-
-def _blocks(runs: Iterator[memoryview], block: int) -> Iterator[memoryview | bytearray]:
-    """Cut and join runs to blocks. Long runs are passed on without a copy."""
-    joined = bytearray()
-    for run in runs:
-        while len(run):
-            if not joined and len(run) >= block:
-                yield run[:block]
-                run = run[block:]
-                continue
-            take = block - len(joined)
-            joined += run[:take]
-            run = run[take:]
-            if len(joined) == block:
-                yield joined
-                joined = bytearray()
-    if joined:
-        yield joined

@@ -10,11 +10,17 @@ Only names of these forms are ever looked at.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import NamedTuple
 
 from mpidist.checkpoint import files
-from mpidist.checkpoint.manifest import MAX_BYTES, NAME, Damaged, Manifest, decode
+from mpidist.checkpoint.manifest import (
+    MAX_BYTES,
+    NAME,
+    Damaged,
+    Manifest,
+    decode,
+    tables_of,
+)
 from mpidist.errors import NoCheckpoint
 
 _STEP = re.compile(r"step-([0-9]{12})(?:\.([1-9][0-9]{0,5}))?", re.ASCII)
@@ -90,7 +96,7 @@ def all_steps(path: str) -> list[int]:
 
 
 def read_manifest(path: str, entry: Entry) -> bytes:
-    """Return the checked bytes of an entry's manifest. Local.
+    """Return the checked bytes of an entry's manifest, its tables behind it. Local.
 
     The sizes of all shard files are compared as well: that is one stat each, and finds what is
     missing or cut short before any rank begins to read.
@@ -98,9 +104,11 @@ def read_manifest(path: str, entry: Entry) -> bytes:
     try:
         with files.folder(path) as root, files.folder(entry.name, root) as folder:
             data = files.read_small(NAME, folder, MAX_BYTES)
+            parts = [files.read_small(table.name, folder, table.size) for table in tables_of(data)]
+            data = b"".join([data, *parts])
             check_sizes(folder, parse(data, entry))
     except OSError as error:
-        raise Damaged(f"{Path(entry.name) / NAME}: {error}") from error
+        raise Damaged(f"{entry.name}: {error}") from error
     return data
 
 

@@ -7,16 +7,18 @@ one is found and read, `load.py` the same without MPI.
 from __future__ import annotations
 
 import operator
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 from mpidist import events
 from mpidist.abort import install_hook
 from mpidist.checkpoint import load, steps
+from mpidist.checkpoint.lock import RunLock
 from mpidist.checkpoint.restore import restore
+from mpidist.checkpoint.retention import Keep
 from mpidist.checkpoint.save import Save
-from mpidist.checkpoint.steps import MAX_STEP, Entry
+from mpidist.checkpoint.shard import Snapshots
+from mpidist.checkpoint.steps import MAX_STEP
 from mpidist.checkpoint.together import together
 from mpidist.errors import CheckpointError, ClosedError, ConfigError, MismatchError
 
@@ -32,6 +34,9 @@ class CheckpointStore:
         Folder that all ranks can reach; made at the first save. The same on all ranks.
     keep : int or None
         How many good steps to keep; None keeps all.
+    keep_every : int, optional
+        Keep the steps whose number is a multiple of this as well. The newest step that was
+        verified or restored is never removed.
 
     Notes
     -----
@@ -39,15 +44,19 @@ class CheckpointStore:
     ``with``, or call `close`.
     """
 
-    def __init__(self, comm, path, keep: int | None = 3):
+    def __init__(self, comm, path, keep: int | None = 3, *, keep_every: int | None = None):
         self.path = str(Path(path).absolute())
-        if keep is not None and (not _is_integer(keep) or keep < 1):
-            raise ConfigError(f"keep={keep!r}; expected a number of steps of 1 or more, or None")
-        self.keep = keep
+        for name, value in (("keep", keep), ("keep_every", keep_every)):
+            if value is not None and (not _is_integer(value) or value < 1):
+                raise ConfigError(
+                    f"{name}={value!r}; expected a number of steps of 1 or more, or None"
+                )
         install_hook(comm)
         self._comm = comm.Dup()
-        self._pending: tuple[Save, threading.Thread] | None = None
-        self._bad: set[Entry] = set()
+        self._pending: Save | None = None
+        self._keep = Keep(keep, keep_every)
+        self._lock = RunLock(self.path)
+        self._snapshots = Snapshots()
 
     def save(self, step: int, state: Mapping) -> None:
         """Save `state` as `step` and return when it is committed. Collective.
@@ -73,18 +82,19 @@ class CheckpointStore:
             When a leaf cannot be saved.
         """
         with events.span("checkpoint.save"):
-            self._start(step, state, copy=False)[0].write()
+            self._begin(step, state).write()
             self._finish()
 
     def save_async(self, step: int, state: Mapping) -> None:
-        """Copy what this rank writes of `state`, write it in the background. Collective.
+        """Copy what this rank writes of `state`, save it in the background. Collective.
 
-        The state may be changed when this returns. The step is committed by the next `save`,
-        `save_async`, `restore`, `wait` or `close`, which also raises what went wrong; a job that
-        ends before has not saved it. The background thread makes no MPI calls.
+        The state may be changed when this returns. The step is committed as soon as all ranks
+        have written their parts, whatever they do meanwhile, by threads that make no MPI calls.
+        The next `save`, `save_async`, `restore`, `wait` or `close` waits for that, and raises
+        what went wrong.
         """
         with events.span("checkpoint.save_async"):
-            self._start(step, state, copy=True)[1].start()
+            self._begin(step, state, self._snapshots).start()
 
     def restore(self, like: Mapping | None = None, step: int | None = None):
         """Return (step, state) of a step, by default the newest good one. Collective.
@@ -111,7 +121,9 @@ class CheckpointStore:
         self._finish()
         self._agree("restore", step)
         with events.span("checkpoint.restore"):
-            return restore(self._comm, self.path, like, step, self._bad)
+            entry, state = restore(self._comm, self.path, like, step, self._keep.bad)
+        self._keep.verified = entry
+        return entry.step, state
 
     def latest_step(self) -> int | None:
         """Return the newest committed step, or None; its data are not checked. Collective."""
@@ -142,16 +154,18 @@ class CheckpointStore:
                 raise CheckpointError(f"{self.path}/{entry.name} is damaged: {'; '.join(found)}")
             return sum(count for _, count in answers)
 
-        return together(
+        looked_at = together(
             comm, "verify", lambda: load.damages(self.path, entry, comm.rank, comm.size), total
         )
+        self._keep.verified = max(entry, self._keep.verified or entry)
+        return looked_at
 
     def wait(self) -> None:
-        """Commit the save that is under way, if there is one. Collective."""
+        """Wait until the save that is under way is committed, if there is one. Collective."""
         self._finish()
 
     def close(self) -> None:
-        """Commit the save that is under way and free the communicator. Collective.
+        """Wait for the save that is under way and free the communicator. Collective.
 
         A second call does nothing.
         """
@@ -160,6 +174,7 @@ class CheckpointStore:
         try:
             self._finish()
         finally:
+            self._lock.release()
             self._comm.Free()
             self._comm = None
 
@@ -175,33 +190,28 @@ class CheckpointStore:
     def _abandon(self) -> None:
         """Leave without a word to the other ranks: an exception may be on this rank alone.
 
-        The communicator is not freed, since that would wait for them; the save under way is not
-        committed.
+        The communicator is not freed, since that would wait for them; a save under way is given
+        up, unless it is committed already.
         """
         if self._pending is not None:
-            save, thread = self._pending
-            self._pending = None
-            thread.join()
+            save, self._pending = self._pending, None
             save.abandon()
+        self._lock.release()
         self._comm = None
 
-    def _start(self, step, state: Mapping, copy: bool) -> tuple[Save, threading.Thread]:
+    def _begin(self, step, state: Mapping, snapshots: Snapshots | None = None) -> Save:
         self._finish()
         self._agree("save", step, given=True)
-        save = Save(self._comm, self.path, operator.index(step), state, copy)
-        # Not a daemon: a process that ends while it writes waits for it, instead of tearing down
-        # the interpreter under it.
-        self._pending = (save, threading.Thread(target=save.write, name="mpidist-save"))
+        self._pending = Save(
+            self._comm, self.path, operator.index(step), state, self._keep, self._lock, snapshots
+        )
         return self._pending
 
     def _finish(self) -> None:
         self._check_open()
         if self._pending is not None:
-            save, thread = self._pending
-            self._pending = None
-            if thread.ident is not None:
-                thread.join()
-            save.finish(self.keep, self._bad)
+            save, self._pending = self._pending, None
+            save.finish()
 
     def _agree(self, doing: str, step, given: bool = False) -> None:
         """Raise on all ranks unless they all mean the same, possible step. Collective."""

@@ -2,13 +2,14 @@
 
 import resource
 import threading
+import time
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist.checkpoint import files, save
+from mpidist.checkpoint import files, lock, save, shard
 from mpidist.checkpoint.layout import Shard
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import (
@@ -21,7 +22,8 @@ from mpidist.errors import (
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    """What lies in a store, but for the lock of those that are open."""
+    return sorted(path.name for path in folder.iterdir() if path.name != lock.NAME)
 
 
 def state_of(step):
@@ -85,7 +87,6 @@ def test_async_gives_the_same_bytes(comm, folder):
         store.save_async(5, state)
         for array in state["parameters"].values():
             array[...] = -7
-        assert store.all_steps() == []
         store.wait()
         assert store.all_steps() == [5]
         store.save_async(6, state_of(6))  # committed by close
@@ -104,25 +105,76 @@ def test_async_gives_the_same_bytes(comm, folder):
             same(store.restore(step=5)[1], 5)
 
 
+@pytest.mark.ranks(1, 3)
+def test_a_save_in_the_background_commits_by_itself(comm, folder, monkeypatch):
+    """Issue 4, point 4: no rank makes another call of the store, and one is slow to write."""
+    write = shard.write
+
+    def slow(*args):
+        time.sleep(0.2)
+        return write(*args)
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(shard, "write", slow)
+    with CheckpointStore(comm, folder) as store:
+        for step in (1, 2):  # the second one uses the first one's memory again
+            state = state_of(step)
+            store.save_async(step, state)
+            for array in state["parameters"].values():
+                array[...] = -7
+            end = time.monotonic() + 30
+            while not (folder / f"step-{step:012d}" / "MANIFEST.json").exists():
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            same(md.load(folder), step)
+        comm.Barrier()
+
+
 @pytest.mark.ranks(2)
-def test_interrupted_async_is_invisible(comm, folder):
+def test_interrupted_async_is_invisible(comm, folder, monkeypatch):
     """An exception on one rank alone neither hangs nor commits; the background thread is over."""
     with CheckpointStore(comm, folder) as store:
         store.save(1, state_of(1))
     before = threading.active_count()
+
+    def killed(*args):
+        raise OSError(5, "as good as dead")
+
     try:
         with CheckpointStore(comm, folder) as store:
+            if comm.rank == 1:
+                monkeypatch.setattr(shard, "write", killed)
             store.save_async(2, state_of(2))
             if comm.rank == 1:
                 raise KeyError("user")
+            time.sleep(0.1)
             store._abandon()  # what the launcher's abort does to the others
     except KeyError:
         assert comm.rank == 1
     assert threading.active_count() == before
     comm.Barrier()
-    assert [name for name in names(folder) if not name.startswith(".")] == ["step-000000000001"]
+    assert names(folder) == ["step-000000000001"]
     with CheckpointStore(comm, folder) as store:
         same(store.restore()[1], 1)
+
+
+@pytest.mark.ranks(2)
+def test_a_writer_that_says_nothing_is_given_up(comm, folder, monkeypatch):
+    """A thread of rank 0 never waits for ever for another's shard."""
+    monkeypatch.setattr(save, "PATIENCE_SECONDS", 0.2)
+    gone = threading.Event()
+    if comm.rank == 1:
+        monkeypatch.setattr(shard, "write", lambda *args: gone.wait(60) and b"")
+    with CheckpointStore(comm, folder) as store:
+        store.save_async(1, state_of(1))
+        if comm.rank == 0:
+            store._pending._thread.join(30)
+        comm.Barrier()
+        gone.set()
+        text = everywhere(comm, CheckpointError, store.wait)
+        assert "ranks [1] wrote nothing" in text
+        comm.Barrier()
+        assert names(folder) == []
 
 
 @pytest.mark.ranks(1, 3)
@@ -324,12 +376,12 @@ def test_damage_on_one_rank_is_a_fallback_of_all(comm, folder, capfd):
 
 @pytest.mark.ranks(2)
 def test_resave_after_a_fallback(comm, folder):
-    """Saving a damaged step again replaces it, and the last good step is never removed."""
+    """Saving a damaged step again replaces it; the last that was restored is never removed."""
     with CheckpointStore(comm, folder, keep=1) as store:
-        store.keep = None
+        store._keep.newest = None
         for step in (1, 2, 3):
             store.save(step, state_of(step))
-        store.keep = 1
+        store._keep.newest = 1
         if comm.rank == 0:
             for step in (2, 3):
                 path = folder / f"step-{step:012d}" / "shard-00001.h5"
@@ -342,7 +394,7 @@ def test_resave_after_a_fallback(comm, folder):
         assert store.restore(blank())[0] == 3
         comm.Barrier()
         if comm.rank == 0:
-            assert names(folder) == ["step-000000000003.1"]
+            assert names(folder) == ["step-000000000002.1", "step-000000000003.1"]
 
 
 @pytest.mark.ranks(2)
@@ -354,7 +406,7 @@ def test_a_rank_without_memory_is_an_error_of_all(comm, folder, monkeypatch):
             raise MemoryError("no host memory")
 
         if comm.rank == 1:
-            monkeypatch.setattr(save, "_source", fail)
+            monkeypatch.setattr(shard.Snapshots, "take", fail)
         store.save_async(1, state_of(1))
         assert "no host memory" in everywhere(comm, CheckpointError, store.wait)
         store.wait()

@@ -3,20 +3,23 @@
 The child is a fork, so that no interpreter has to start for each of the calls.
 """
 
+import errno
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from checkpoint_solo import Solo, equal, state_of
 
-from mpidist.checkpoint import files, retention
+from mpidist.checkpoint import files, lock, retention, shard
 from mpidist.checkpoint.load import load_step
 from mpidist.checkpoint.store import CheckpointStore
+from mpidist.errors import CheckpointError
 
 
 def kill_at(number, after=False):
@@ -130,15 +133,79 @@ def test_kill_at_any_time(tmp_path, seed):
         newest = step
 
 
-def test_a_living_save_is_left_alone(tmp_path):
+def test_a_living_save_is_left_alone(tmp_path, monkeypatch):
     """Temporary folders go only when their owner is dead: it holds a lock while it lives."""
+    write, may_go_on, calls = shard.write, threading.Event(), []
+
+    def held_back(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            assert may_go_on.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(shard, "write", held_back)
     one = CheckpointStore(Solo(), tmp_path)
     one.save_async(1, state_of(1))
     with CheckpointStore(Solo(), tmp_path) as other:
         other.save(2, state_of(2))
         assert other.all_steps() == [2]
-    one.close()
+        may_go_on.set()
+        one.close()
     assert equal(load_step(tmp_path, 1)[1], state_of(1))
+
+
+def in_process(folder, text):
+    """Start a process that runs `text` with a store named `store`, and then waits."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[2])\n"
+        "from checkpoint_solo import *\n"
+        "from mpidist.checkpoint.store import CheckpointStore\n"
+        f"store = CheckpointStore(Solo(), sys.argv[1])\n{text}\n"
+        "print('ready', flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, str(folder), str(Path(__file__).parent)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
+    assert child.stdout.readline() == b"ready\n"
+    return child
+
+
+def test_two_jobs_in_one_folder(tmp_path):
+    """The second is refused with the name of the first; a dead one keeps nobody out."""
+    with in_process(tmp_path, "store.save(1, state_of(1))") as first:
+        with CheckpointStore(Solo(), tmp_path) as store:
+            assert store.restore()[0] == 1  # reading is free
+            with pytest.raises(CheckpointError, match=f"in use by process {first.pid} on "):
+                store.save(2, state_of(2))
+            assert store.all_steps() == [1]
+            first.kill()
+            first.wait()
+            store.save(2, state_of(2))
+        assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{k:012d}" for k in (1, 2)]
+
+
+def test_a_job_that_was_taken_over_commits_nothing(tmp_path, monkeypatch):
+    """Where locks do not reach from host to host, the name in the file is the fence."""
+
+    def no_locks(descriptor):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files, "lock", no_locks)
+    one = CheckpointStore(Solo(), tmp_path)
+    one.save(1, state_of(1))
+    child = in_process(
+        tmp_path,
+        "from mpidist.checkpoint import files\n"
+        "def no_locks(descriptor):\n    raise OSError(37, 'No locks available')\n"
+        "files.lock = no_locks\nstore.save(2, state_of(2))",
+    )
+    with child:
+        with pytest.raises(CheckpointError, match=f"taken over by process {child.pid} on "):
+            one.save(3, state_of(3))
+        child.stdin.close()
+    one.close()
+    assert (tmp_path / lock.NAME).exists()  # it is not ours to remove
+    assert load_step(tmp_path)[0] == 2
+    assert sorted(p.name for p in tmp_path.glob("step*")) == [f"step-{k:012d}" for k in (1, 2)]
 
 
 def test_dead_saves_of_other_hosts_are_left_for_an_hour(tmp_path, monkeypatch):
@@ -185,7 +252,10 @@ def test_a_folder_that_cannot_be_cleaned_does_not_stop_a_save(tmp_path, monkeypa
         monkeypatch.undo()
         assert store.restore()[0] == 2
         store.save(3, state_of(3))
-        assert store.all_steps() == [3]
+        assert store.all_steps() == [2, 3]  # 2 was restored, and 3 not yet
+        store.verify(3)
+        store.save(4, state_of(4))
+        assert store.all_steps() == [3, 4]
 
 
 def test_saving_a_step_again(tmp_path):

@@ -149,64 +149,97 @@ def test_an_extra_file_changes_nothing_and_stays(copy, capfd):
     assert steps.all_steps(str(copy)) == [3]
 
 
-def sealed(body):
-    """A manifest with this body and a digest that is right."""
+def sealed(body, last="sha256"):
+    """A manifest or table with this body and a digest that is right."""
     head = (body if isinstance(body, str) else json.dumps(body))[:-1].encode()
-    return head + f',"sha256":"{hashlib.sha256(head).hexdigest()}"}}\n'.encode()
+    return head + f',"{last}":"{hashlib.sha256(head).hexdigest()}"}}\n'.encode()
 
 
-def body_of(folder):
-    body = json.loads((newest(folder) / NAME).read_bytes())
-    del body["sha256"]
+def body_of(folder, name=NAME):
+    body = json.loads((newest(folder) / name).read_bytes())
+    del body["sha256" if name == NAME else "digest"]
     return body
+
+
+def forge(folder, body, table=None):
+    """Write a manifest, and its first table, whose digests are right."""
+    if table is not None:
+        data = table if isinstance(table, bytes) else sealed(table, "digest")
+        (newest(folder) / "shard-00000.json").write_bytes(data)
+        body["tables"][0].update(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    (newest(folder) / NAME).write_bytes(sealed(body))
+
+
+def joined(folder):
+    return b"".join((newest(folder) / name).read_bytes() for name in (NAME, "shard-00000.json"))
 
 
 def test_a_duplicated_key_with_a_right_digest(copy, capfd):
     text = json.dumps(body_of(copy))
-    assert decode(sealed(text)).step == 2
+    (newest(copy) / NAME).write_bytes(sealed(text))
+    assert decode(joined(copy)).step == 2
     (newest(copy) / NAME).write_bytes(sealed('{"step": 2, ' + text[1:]))
     assert outcome(copy, capfd) == 1
     with pytest.raises(Damaged, match="key twice"):
-        decode((newest(copy) / NAME).read_bytes())
+        decode(joined(copy))
 
 
+def swap_pieces(b, t):
+    t["pieces"][0]["path"], t["pieces"][1]["path"] = (
+        t["pieces"][1]["path"],
+        t["pieces"][0]["path"],
+    )
+
+
+#: What is done to the body of the manifest and to that of its table.
 ATTACKS = {
-    "a path out": lambda b: b["files"][0].update(name="../../etc/passwd"),
-    "a name with a newline": lambda b: b["files"][0].update(name="shard-00000.h5\n"),
-    "another name": lambda b: b["files"][0].update(name="shard-1.h5"),
-    "a negative size": lambda b: b["files"][0].update(size=-1),
-    "too few checksums": lambda b: b["files"][0]["crc32"].pop(),
-    "a file twice": lambda b: b["files"].append(b["files"][0]),
-    "a true step": lambda b: b.update(step=True),
-    "a float": lambda b: b["tensors"][0].update(shape=[50.0, 7]),
-    "a huge shape": lambda b: b["tensors"][0].update(shape=[2**40, 2**40]),
-    "a huge empty shape": lambda b: b["tensors"][-1].update(shape=[0, 2**61]),
-    "no block": lambda b: b.update(block=0),
-    "behind the end": lambda b: b["tensors"][0]["pieces"][0].update(offset=10**6),
-    "shared bytes": lambda b: b["tensors"][0]["pieces"][0].update(
-        offset=b["tensors"][1]["pieces"][0]["offset"]
-    ),
-    "no such file": lambda b: b["tensors"][0]["pieces"][0].update(file=4),
-    "a hole": lambda b: b["tensors"][0]["pieces"][0].update(extent=[49, 7]),
-    "twice the same": lambda b: b["tensors"][0]["pieces"].append(b["tensors"][0]["pieces"][0]),
-    "outside": lambda b: b["tensors"][0]["pieces"][0].update(start=[1, 0]),
-    "a name twice": lambda b: b["tensors"].append(b["tensors"][-1]),
-    "a leaf in a leaf": lambda b: b["tensors"][-1].update(path=["mask", "x"]),
-    "no path": lambda b: b["tensors"][0].update(path=[]),
-    "a number as a key": lambda b: b["tensors"][0].update(path=[1]),
-    "an object as an extra": lambda b: b["extras"][0].update(value={"__class__": "x"}),
-    "another program": lambda b: b.update(format="other"),
-    "no tensors": lambda b: b.pop("tensors"),
-    "a list": lambda b: b.update(files={}),
+    "a path out": lambda b, t: t.update(name="../../etc/passwd"),
+    "a name with a newline": lambda b, t: t.update(name="shard-00000.h5\n"),
+    "another name": lambda b, t: t.update(name="shard-1.h5"),
+    "the table of another shard": lambda b, t: t.update(name="shard-00001.h5"),
+    "a table outside": lambda b, t: b["tables"][0].update(name="../shard-00000.json"),
+    "a giant table": lambda b, t: b["tables"][0].update(size=2**40),
+    "a table twice": lambda b, t: b["tables"].append(b["tables"][0]),
+    "a table less": lambda b, t: b["tables"].pop(),
+    "a negative size": lambda b, t: t.update(size=-1),
+    "too few checksums": lambda b, t: t["crc32"].pop(),
+    "a true step": lambda b, t: b.update(step=True),
+    "a float": lambda b, t: b["tensors"][0].update(shape=[50.0, 7]),
+    "a huge shape": lambda b, t: b["tensors"][0].update(shape=[2**40, 2**40]),
+    "a huge empty shape": lambda b, t: b["tensors"][-1].update(shape=[0, 2**61]),
+    "no block": lambda b, t: b.update(block=0),
+    "behind the end": lambda b, t: t["pieces"][0].update(offset=10**6),
+    "shared bytes": lambda b, t: t["pieces"][0].update(offset=t["pieces"][1]["offset"]),
+    "a hole": lambda b, t: t["pieces"][0].update(extent=[49, 7]),
+    "twice the same": lambda b, t: t["pieces"].append(t["pieces"][0]),
+    "swapped pieces": swap_pieces,
+    "outside": lambda b, t: t["pieces"][0].update(start=[1, 0]),
+    "a piece of nothing": lambda b, t: t["pieces"][0].update(path=["who"]),
+    "a name twice": lambda b, t: b["tensors"].append(b["tensors"][-1]),
+    "a leaf in a leaf": lambda b, t: b["tensors"][-1].update(path=["mask", "x"]),
+    "no path": lambda b, t: b["tensors"][0].update(path=[]),
+    "a number as a key": lambda b, t: b["tensors"][0].update(path=[1]),
+    "an object as an extra": lambda b, t: b["extras"][0].update(value={"__class__": "x"}),
+    "another program": lambda b, t: b.update(format="other"),
+    "another program's table": lambda b, t: t.update(format="other"),
+    "no tensors": lambda b, t: b.pop("tensors"),
+    "no pieces": lambda b, t: t.pop("pieces"),
+    "a list": lambda b, t: b.update(tables={}),
 }
 
 
 @pytest.mark.parametrize("attack", list(ATTACKS))
 def test_a_forged_manifest_is_damage(copy, attack, capfd):
     """Names, sizes and tiling are proved although the digest is right; no array is allocated."""
-    body = body_of(copy)
-    ATTACKS[attack](body)
-    (newest(copy) / NAME).write_bytes(sealed(body))
+    body, table = body_of(copy), body_of(copy, "shard-00000.json")
+    data = sealed(table, "digest")
+    body["tables"][0].update(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    ATTACKS[attack](body, table)
+    if sealed(table, "digest") == data:
+        (newest(copy) / "shard-00000.json").write_bytes(data)
+        forge(copy, body)
+    else:
+        forge(copy, body, table)
     assert outcome(copy, capfd) == 1
 
 
@@ -219,7 +252,8 @@ def test_json_that_is_no_manifest(text):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"version": 2}, "format version 2"),
+        ({"version": 3}, "format version 3"),
+        ({"table": 3}, "shard-00000.json has format version 3"),
         ({"dtype": "<f9"}, "'<f9' is not a dtype"),
         ({"dtype": "object_"}, "is not a dtype"),
         ({"dtype": "|O"}, "is not a dtype"),
@@ -227,12 +261,14 @@ def test_json_that_is_no_manifest(text):
 )
 def test_a_newer_format_is_an_error_not_a_fallback(copy, change, text):
     """Whole but not readable here: going back to an older step would be the wrong answer."""
-    body = body_of(copy)
+    body, table = body_of(copy), body_of(copy, "shard-00000.json")
     if "dtype" in change:
         body["tensors"][0].update(change)
+    elif "table" in change:
+        table["version"] = change["table"]
     else:
         body.update(change)
-    (newest(copy) / NAME).write_bytes(sealed(body))
+    forge(copy, body, table)
     with pytest.raises(CheckpointError, match=text) as caught:
         load(copy)
     assert type(caught.value) is Unreadable
@@ -282,7 +318,7 @@ def test_damage_between_check_and_read_is_found(copy, monkeypatch):
     def change_before_reading(path, entry, found, items, check):
         calls.append(check)
         if calls == [True, False]:
-            offset = body_of(copy)["tensors"][0]["pieces"][0]["offset"]
+            offset = body_of(copy, "shard-00000.json")["pieces"][0]["offset"]
             path = newest(copy) / "shard-00000.h5"
             data = bytearray(path.read_bytes())
             data[offset] ^= 1
