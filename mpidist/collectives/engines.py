@@ -110,17 +110,17 @@ def _on_nodes(context, signature, reduction: Reduction, n: int, memory: NodeMemo
     size, rank, gate = topology.local_size, topology.local_rank, memory.gate
     staging = memory.staging[: memory.staging.size // dtype.itemsize * dtype.itemsize].view(dtype)
     piece = node.piece_length(size, dtype.itemsize)
-    reached = memory.cross is not None and n * dtype.itemsize > cross.REACHED_BYTES
-    if topology.nodes == 1 and not reached:
+    reach = memory.cross if n * dtype.itemsize > cross.REACHED_BYTES else None
+    if topology.nodes == 1 and reach is None:
         program = SharedProgram(node.staged(size, rank, n, piece, n), n, staging, ufunc)
         return Shared(context, signature, reduction, program, gate)
     lanes = lanes_of(topology)
     first = SharedProgram(node.reduce_scatter(size, rank, n, piece, lanes, n), n, staging, ufunc)
     # Nodes need not choose alike: the order of additions is that of the first half.
     second: SharedProgram | CrossProgram
-    if reached:
+    if reach is not None:
         steps = node.in_place_allgather(size, rank, n, n, lanes, n)
-        second = CrossProgram(steps, n, rank, dtype.itemsize, memory.cross)
+        second = CrossProgram(steps, n, rank, dtype.itemsize, reach)
     else:
         second = SharedProgram(node.allgather(size, rank, n, piece, lanes, n), n, staging, ufunc)
     return Hierarchical(context, signature, reduction, n, topology, gate, (first, second))
