@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import binding, events, launch, points
+from ..elastic import pulse
 from ..errors import ConfigError
 
 #: Seconds between progress lines where no terminal is at the other end (mpirun hides it).
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     # A request to stop that comes while we still start waits until the guard can take it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    pulse.join()
     points.reach("start")
     job = jobs.read_job(args.job, args.settings)
     claim = launch.claimed_size(os.environ)

@@ -25,6 +25,7 @@ from mpi4py import MPI
 
 from mpidist import arrays, events
 from mpidist.abort import install_hook
+from mpidist.elastic import pulse
 from mpidist.errors import ConfigError, MismatchError, MpidistError, ProtocolError
 from mpidist.waiting import wait_until
 
@@ -114,6 +115,7 @@ class guard:
         if threading.current_thread() is not threading.main_thread():
             raise ProtocolError("guard: enter it in the main thread; Python delivers signals there")
         install_hook(self._given)
+        pulse.join()
         self._all = self._given.Dup()
         self._loop = self._all if self._deciders is None else self._deciders
         if self._time_limit is not None:
@@ -166,6 +168,7 @@ class guard:
         MismatchError
             The ranks are at different steps. On all ranks.
         """
+        pulse.note(step)
         if step % self.every:
             return False
         low, code, high = self._reduce(self._loop, (-step, self._code(), step))

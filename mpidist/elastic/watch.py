@@ -36,6 +36,7 @@ from mpidist import events, waiting
 from mpidist.abort import unlink_segments
 from mpidist.elastic.board import Board
 from mpidist.elastic.hang import Hang, Seen, judge, tell
+from mpidist.elastic.processes import born, stat_of
 from mpidist.errors import ConfigError
 
 #: The exit code of a job that hung.
@@ -325,20 +326,6 @@ def place(frame) -> str:
     name = name if len(name) <= 80 else f"...{name[-77:]}"
     via = f", in {' > '.join(reversed(ours[:4]))} of mpidist" if ours else ""
     return f"{name}:{user.f_lineno} in {user.f_code.co_name}{via}"
-
-
-def stat_of(pid) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name, which may hold anything."""
-    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    return text.rsplit(")", 1)[1].split()
-
-
-def born(pid) -> str | None:
-    """Return when a process began: with its number this names it for ever."""
-    try:
-        return stat_of(pid)[19]
-    except (OSError, IndexError):
-        return None
 
 
 def _write(text: str) -> None:

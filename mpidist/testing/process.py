@@ -166,9 +166,9 @@ def run(args, *, env=None, cwd=None, timeout: float = 60) -> Finished:
     return Started(args, env=env, cwd=cwd).finish(timeout)
 
 
-def marked(mark: str) -> list[int]:
-    """Pids of the living processes that inherited `mark`. Local."""
-    wanted = f"{MARK}={mark}".encode()
+def marked(mark: str, variable: str = MARK) -> list[int]:
+    """Pids of the living processes that inherited `mark`, in an environment variable. Local."""
+    wanted = f"{variable}={mark}".encode()
     pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -202,10 +202,10 @@ def mpi_segments(pids: list[int]) -> set[Path]:
     return found
 
 
-def end_marked(mark: str, patience: float = 5) -> None:
+def end_marked(mark: str, patience: float = 5, variable: str = MARK) -> None:
     """Kill every process that inherited `mark` and wait until all are gone. Local."""
     deadline = time.monotonic() + patience
-    while (pids := marked(mark)) and time.monotonic() < deadline:
+    while (pids := marked(mark, variable)) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

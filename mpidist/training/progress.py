@@ -15,6 +15,7 @@ from ..arrays import array_module
 from ..collectives import selection
 from ..collectives.allreduce import allreduce
 from ..data import Position, Sampler
+from ..elastic import pulse
 from ..errors import ConfigError, MpidistError, NoCheckpoint
 from .quarantine import Quarantine
 
@@ -44,6 +45,7 @@ class Progress:
         self.comm, self.model, self.exchange, self.store = comm, model, exchange, store
         self.sampler, self.quarantine = sampler, quarantine
         self.step, self.position = 0, Position(0, 0)
+        self.resizes, self.ranks_before = 0, comm.size
         self.first_step = 0
         self.saved_step: int | None = None
         self.samples = 0
@@ -95,12 +97,14 @@ class Progress:
         """
         self.quarantine.skipped += samples - wanted
         self.step += 1
+        pulse.note(self.step)
         self.samples += wanted
         self.position = after
 
     def start_loop(self, last: int) -> None:
         """The clock of samples per second begins here."""
         self.last = last
+        pulse.note(self.step)
         self.loop_began = time.perf_counter()
 
     def end_loop(self) -> None:
@@ -128,6 +132,8 @@ class Progress:
             "global_batch": self.sampler.global_batch,
             "shuffle": self.sampler.shuffle,
             **self.quarantine.facts(),
+            "ranks": self.comm.size,
+            "resizes": self.resizes,
             "workers": 0 if self.exchange.dedicated else self.exchange.workers.size,
             "selection": {},
             "order": {} if self.exchange.dedicated else self.exchange.order(),
@@ -208,6 +214,7 @@ class Progress:
             return
         like = self.state(saving=False)
         like.setdefault("run", {"step": 0, "epoch": 0, "offset": 0, "seed": 0, "selection": {}})
+        like["run"].update(ranks=self.comm.size, resizes=0)
         like["run"]["shuffle"] = "permutation"  # a checkpoint that does not say so has no other
         try:
             _, state = self.store.restore(like)
@@ -228,6 +235,8 @@ class Progress:
         self.sampler.set_shuffle(facts["shuffle"])
         self.quarantine.restore(facts.get("bad", []), facts.get("skipped", 0), retry_bad)
         self.stopping = self.quarantine.full
+        self.ranks_before = facts["ranks"]
+        self.resizes = facts["resizes"] + (self.ranks_before != self.comm.size)
         if not self.exchange.dedicated:
             selection.restore(self.exchange.workers, facts["selection"])
             self.exchange.arrange(facts.get("order", {}))

@@ -12,6 +12,7 @@ import numpy as np
 from ..arrays import array_module
 from ..collectives.allreduce import allreduce
 from ..data import as_source
+from ..elastic import pulse
 from ..partition import BlockPartition
 from .progress import Progress, beside
 
@@ -32,6 +33,7 @@ class Summary:
     wall_seconds: float
     samples_per_second: float
     rank_hours: float
+    restarts: int
     resizes: int
     skipped_records: int
     resumed_at: int
@@ -63,7 +65,8 @@ def gather_facts(run: Progress, test_data) -> dict:
         "ranks": run.comm.size,
         "workers": workers.size,
         "samples_per_second": six_digits(run.samples / max(run.loop_seconds, 1e-9)),
-        "resizes": 0,
+        "restarts": pulse.attempt(),
+        "resizes": run.resizes,
         "skipped_records": run.quarantine.skipped,
         "resumed_at": run.first_step,
         "finished": run.step >= run.last,

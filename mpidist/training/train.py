@@ -50,6 +50,7 @@ def train(
     quarantine=None,
     loading: Loading | None = None,
     callbacks: Sequence[Callable[[Step], None]] = (),
+    on_resize: Callable[[int, int, Progress], None] | None = None,
 ) -> Summary:
     """Train `model` on `data` over all ranks of `comm`. Collective over `comm`.
 
@@ -99,6 +100,10 @@ def train(
         Reading ahead, a bandwidth cap, and what to do when a source does not answer.
     callbacks : functions of a `Step`
         Called after every step on every worker.
+    on_resize : function of (old ranks, new ranks, run)
+        Called on every rank after a resume on another number of ranks, for instance to give
+        another learning rate: ``run.exchange.optimizer = md.optim.sgd(lr=...)``. The global batch
+        stays what it is, so nothing has to change.
 
     Returns
     -------
@@ -139,6 +144,8 @@ def train(
     bad = Quarantine(exchange.workers, source, max_bad, quarantine)
     run = Progress(comm, model, exchange, store, sampler, bad)
     run.resume(resume, retry_bad)
+    if on_resize is not None and run.ranks_before != comm.size:
+        on_resize(run.ranks_before, comm.size, run)
     last = last_step(epochs, steps, sampler, run.step, run.position)
     end = last if stop_after is None else min(last, stop_after)
     every = checkpoint_every or sampler.steps_per_epoch

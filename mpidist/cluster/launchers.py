@@ -1,0 +1,131 @@
+"""How an MPI launcher is told what to start, and on which hosts. The environment is given.
+
+The launcher is the one that belongs to the running interpreter, or the user's words for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..testing.launch import find_launcher, launcher_command, launcher_kind
+
+#: Node states in which Slurm starts nothing; a ``*`` behind any state: it does not answer.
+_AWAY = ("down", "drain", "fail", "maint", "unk", "power", "no_respond", "boot")
+
+
+def kind_of(words: Sequence[str]) -> str:
+    """Return "openmpi", "mpich", "srun" or "other" for a launcher's command line. Local."""
+    name = Path(words[0]).name
+    if name == "srun":
+        return "srun"
+    with contextlib.suppress(ConfigError, OSError, subprocess.SubprocessError):
+        return launcher_kind(shutil.which(words[0]) or words[0])[0]
+    return "other"
+
+
+def command(
+    ranks: int,
+    words: Sequence[str] = (),
+    hosts: Mapping[str, int] | None = None,
+    restricted: bool = False,
+) -> list[str]:
+    """Return the words before the program. Local.
+
+    Parameters
+    ----------
+    ranks : int
+    words : sequence of str
+        The user's launcher; none is the one of this interpreter.
+    hosts : mapping, optional
+        Host to number of ranks there is room for; None leaves it to the launcher.
+    restricted : bool
+        Name the hosts: not all of those that the launcher knows of are to be used.
+    """
+    if not words and hosts is None:
+        return launcher_command(ranks)
+    words = list(words) or [str(find_launcher())]
+    named = _host_words(kind_of(words), hosts) if hosts and restricted else []
+    return [*words, *named, "-n", str(ranks)]
+
+
+def _host_words(kind: str, hosts: Mapping[str, int]) -> list[str]:
+    slots = ",".join(f"{host}:{count}" for host, count in hosts.items())
+    if kind == "openmpi":
+        return ["--host", slots]
+    if kind == "mpich":
+        return ["-hosts", slots]
+    if kind == "srun":
+        return [f"--nodelist={','.join(hosts)}", f"--nodes={len(hosts)}"]
+    raise ConfigError(
+        "mpidist launch can name hosts to Open MPI's and MPICH's mpiexec and to srun only; leave "
+        "--hosts out, or give one of these as --launcher"
+    )
+
+
+def parse_hosts(text: str) -> dict[str, int]:
+    """Read ``a:2,b:2`` into host and number of ranks; one rank where there is no number. Local."""
+    hosts: dict[str, int] = {}
+    for word in text.split(","):
+        name, found, count = word.strip().partition(":")
+        if not name or name in hosts or (found and not (count.isdigit() and int(count))):
+            raise ConfigError(f"--hosts {text!r}: expected HOST[:RANKS][,HOST[:RANKS]...]")
+        hosts[name] = int(count) if found else 1
+    return hosts
+
+
+def answers(host: str, words: Sequence[str], environ: Mapping[str, str], seconds: float) -> bool:
+    """Whether the launcher can start anything on a host. Local, and may take so many seconds."""
+    probe = command(1, words, {host: 1}, restricted=True)
+    try:
+        done = subprocess.run(
+            [*probe, "true"], env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True,
+            timeout=seconds, start_new_session=True, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return done.returncode == 0
+
+
+# --------------------------------------------------------------------------------------- Slurm
+
+
+def slurm_hosts(environ: Mapping[str, str]) -> dict[str, int] | None:
+    """Return the hosts of this allocation and the tasks of each; None outside of one. Local."""
+    nodes = environ.get("SLURM_JOB_NODELIST")
+    if "SLURM_JOB_ID" not in environ or not nodes:
+        return None
+    names = _ask(["scontrol", "show", "hostnames", nodes]).split()
+    counts = expand_counts(environ.get("SLURM_TASKS_PER_NODE", "1"))
+    counts += [counts[-1]] * (len(names) - len(counts))
+    return dict(zip(names, counts, strict=False))
+
+
+def slurm_away(hosts: Sequence[str]) -> set[str]:
+    """Return those of the hosts on which Slurm starts nothing now. Local."""
+    said = _ask(["sinfo", "-h", "-N", "-n", ",".join(hosts), "-o", "%N %T"])
+    return {
+        name
+        for name, state in (line.split()[:2] for line in said.splitlines() if " " in line)
+        if state.lower().startswith(_AWAY) or state.endswith("*")
+    }
+
+
+def expand_counts(text: str) -> list[int]:
+    """Expand Slurm's ``2(x3),1`` into 2, 2, 2, 1. Pure."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts or [1]
+
+
+def _ask(words: Sequence[str]) -> str:
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"mpidist launch: {' '.join(words[:2])} failed: {error}") from None

@@ -1,0 +1,259 @@
+"""Run a program under an MPI launcher until it is done: start, watch, end, decide, again.
+
+No MPI here. The launcher runs in a session of its own; everything it starts carries a mark in its
+environment, by which what outlives it on this host is found and ended. Ranks on other hosts see in
+their folder that the attempt is over, and end themselves (`mpidist.elastic.pulse`).
+
+    DIR/history.jsonl      one line for each attempt and decision
+    DIR/attempt-0/rank-3   what rank 3 has told
+    DIR/attempt-0/over     nobody of this attempt may go on
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from ..elastic import pulse
+from ..errors import ConfigError
+from ..testing.launch import launch_environment
+from ..testing.process import end_marked, marked, mpi_segments
+from . import launchers
+from .supervisor import Action, Attempt, Policy, decide
+from .vigil import Limits, Vigil
+
+#: The environment variable that marks everything an attempt has started.
+MARK = "MPIDIST_LAUNCH_MARK"
+#: Seconds that a launcher has to end its ranks when it is told to.
+PATIENCE = 5.0
+#: Seconds within which a host must be able to start a program.
+PROBE = 20.0
+
+_ASK = (signal.SIGUSR1, signal.SIGTERM)
+_HEARD = (*_ASK, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+
+
+class Job(NamedTuple):
+    """What to run, and how. `hosts`: host to ranks; `slurm`: they are those of an allocation."""
+
+    program: tuple[str, ...]
+    ranks: int
+    folder: Path
+    words: tuple[str, ...] = ()
+    hosts: dict[str, int] | None = None
+    slurm: bool = False
+    policy: Policy = Policy()
+    limits: Limits = Limits()
+
+
+def run(job: Job) -> int:
+    """Launch `job` until it is done or must not go on; return the exit code. Local."""
+    job.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    attempts = read_history(job.folder)
+    ranks, hosts = job.ranks, job.hosts
+    # Waited for and never handled: a handler could run between any two lines of this.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    try:
+        while True:
+            one = _Running(job, len(attempts), ranks, hosts)
+            attempts.append(one.watch())
+            _note(job.folder, "attempt", attempts[-1]._asdict())
+            if attempts[-1].failed and not attempts[-1].asked:
+                hosts = usable(job)
+            room = _room(job, hosts)
+            action = decide(attempts, job.policy, job.ranks, room)
+            _note(job.folder, "decision", action._asdict())
+            _tell(attempts, action)
+            if action.what == "relaunch" and not _asked_within(action.pause):
+                ranks = action.ranks
+                continue
+            return _finish(job, action)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _finish(job: Job, action: Action) -> int:
+    if action.what == "relaunch":
+        say("asked to stop before the next attempt")
+        action = Action("end", 75, "stopped as asked")
+    if action.what == "requeue":
+        done = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
+        if done.returncode:
+            say("scontrol requeue failed; the exit code 75 says that the job is not finished")
+    if action.code == 0:
+        shutil.rmtree(job.folder, ignore_errors=True)
+    else:
+        say(f"what is known of this job is in {job.folder}")
+    return action.code
+
+
+def _asked_within(seconds: float) -> bool:
+    """Wait before the next attempt; whether somebody asked for a stop meanwhile."""
+    return signal.sigtimedwait((*_ASK, signal.SIGINT, signal.SIGHUP), seconds) is not None
+
+
+class _Running:
+    """One attempt: the launcher, its ranks' folder, and the mark of all it started."""
+
+    def __init__(self, job: Job, number: int, ranks: int, hosts: dict[str, int] | None):
+        self.job, self.number, self.ranks = job, number, ranks
+        self.folder = job.folder / f"attempt-{number}"
+        self.folder.mkdir(mode=0o700)
+        self.mark = uuid.uuid4().hex
+        told = {
+            MARK: self.mark,
+            pulse.FOLDER: str(self.folder.absolute()),
+            pulse.ATTEMPT: str(number),
+            pulse.LAUNCHER: pulse.launcher_id(),
+        }
+        words = launchers.command(ranks, job.words, hosts, restricted=hosts != job.hosts)
+        if launchers.kind_of(words) == "openmpi":
+            # The others hand the whole environment on, also to other hosts.
+            words += [word for name in told for word in ("-x", name)]
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(
+            [*words, *job.program],
+            env={**launch_environment(), **told},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD),
+        )
+        tolerant = "--with-ft" in words
+        self.vigil = Vigil(ranks, job.limits, self.began, dead_ends=not tolerant)
+
+    def watch(self) -> Attempt:
+        """Wait for the end, or make one; what came of it."""
+        asked, why, deadline = False, "", float("inf")
+        while self.process.poll() is None:
+            heard = signal.sigtimedwait(_HEARD, self.job.limits.interval(self.ranks))
+            now = time.monotonic()
+            number = heard.si_signo if heard else None
+            if number in (signal.SIGINT, signal.SIGHUP):
+                why, asked = "interrupted", True
+            elif number in _ASK and not asked:
+                say(f"{signal.Signals(number).name}: the ranks are asked to save and leave")
+                asked, deadline = True, now + self.job.limits.grace
+                with contextlib.suppress(ProcessLookupError):
+                    self.process.send_signal(signal.SIGUSR1)
+            elif number != signal.SIGCHLD:
+                why = self.vigil.look(pulse.read(self.folder), now)
+                if now > deadline:
+                    why = f"did not leave within {self.job.limits.grace:g} s"
+            if why:
+                say(f"attempt {self.number} is ended: {why}")
+                break
+        self._end()
+        return self._result(asked, why)
+
+    def _end(self) -> None:
+        # A library that is killed leaves its shared memory behind; note it while it is mapped.
+        left = marked(self.mark, MARK)
+        segments = mpi_segments(left)
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(PATIENCE)
+        (self.folder / pulse.OVER).touch()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        end_marked(self.mark, variable=MARK)
+        self.process.wait()
+        for segment in segments:
+            segment.unlink(missing_ok=True)
+
+    def _result(self, asked: bool, why: str) -> Attempt:
+        signs = pulse.read(self.folder)
+        steps = [sign.step for sign in signs if sign.step is not None]
+        firsts = [sign.first for sign in signs if sign.first is not None]
+        return Attempt(
+            ranks=self.ranks, code=self.process.returncode, ended=time.time(),
+            step=max(steps, default=None), first=min(firsts, default=None), told=len(signs),
+            left=sum(sign.left for sign in signs), asked=asked, why=why,
+            seconds=round(time.monotonic() - self.began, 1),
+        )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------- hosts
+
+
+def usable(job: Job) -> dict[str, int] | None:
+    """Return the hosts that answer, with their room; None where the launcher decides. Local."""
+    if job.hosts is None or len(job.hosts) < 2:
+        return job.hosts
+    if job.slurm:
+        away = launchers.slurm_away(list(job.hosts))
+    else:
+        environment = launch_environment()
+        with ThreadPoolExecutor(16) as pool:
+            answers = pool.map(
+                lambda host: launchers.answers(host, job.words, environment, PROBE), job.hosts
+            )
+            away = {host for host, well in zip(job.hosts, answers, strict=True) if not well}
+    if away:
+        say(f"not there: {', '.join(sorted(away))}")
+    return {host: count for host, count in job.hosts.items() if host not in away}
+
+
+def _room(job: Job, hosts: Mapping[str, int] | None) -> int:
+    """How many ranks the hosts have room for, given that all of them have for all ranks."""
+    if not job.hosts or hosts is None:
+        return job.ranks
+    return job.ranks * sum(hosts.values()) // sum(job.hosts.values())
+
+
+# ------------------------------------------------------------------------------------- telling
+
+
+def say(text: str) -> None:
+    """Print one line. Local."""
+    print(f"mpidist launch: {text}", file=sys.stderr, flush=True)
+
+
+def _tell(attempts: Sequence[Attempt], action: Action) -> None:
+    last = attempts[-1]
+    if last.finished and len(attempts) == 1:
+        return
+    what = f"attempt {len(attempts) - 1} on {last.ranks} ranks: {last.text()}"
+    then = f"{action.reason}"
+    if action.what == "relaunch":
+        pause = f" in {action.pause:g} s" if action.pause else ""
+        then = f"again{pause} with {action.ranks} ranks, {action.reason}"
+    say(f"{what} ({last.seconds:g} s); {then}")
+
+
+def _note(folder: Path, kind: str, facts: dict) -> None:
+    line = json.dumps({"time": round(time.time(), 3), "event": kind, **facts})
+    with (folder / "history.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def read_history(folder: Path) -> list[Attempt]:
+    """Return the attempts of this job so far: of others than this process, after a requeue. Local.
+
+    Raises
+    ------
+    ConfigError
+        The file is not one of ours.
+    """
+    try:
+        lines = (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    try:
+        facts = [json.loads(line) for line in lines]
+        known = [{k: f[k] for k in Attempt._fields} for f in facts if f["event"] == "attempt"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder}/history.jsonl is not a history of mpidist: {error}") from None
+    return [Attempt(**fields) for fields in known]

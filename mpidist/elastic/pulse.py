@@ -1,0 +1,162 @@
+"""What a rank tells the `mpidist launch` that started it: that it lives, its step, that it left.
+
+One file per rank in the folder of this attempt, mapped into memory, so that a step costs one
+store and is known even if the next thing that happens is SIGKILL. A thread without MPI counts
+beats, and looks whether this attempt is over, or the launcher gone:
+
+    rank 0   beat 41  step 812  left      it ended by itself
+    rank 1   beat 37  step 811            it was killed, or it stands still
+
+The launcher's exit code alone proves nothing: Open MPI's is 0 after a kill under fault tolerance.
+A rank that ends by itself says so, and one that is killed cannot.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import mmap
+import os
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from mpidist.elastic.processes import born, runs
+from mpidist.launch import rank_hint
+
+#: Environment variables by which `mpidist launch` reaches its ranks: the folder of this attempt,
+#: its number (from 0), and ``HOST PID BORN`` of the process that launched it.
+FOLDER, ATTEMPT, LAUNCHER = "MPIDIST_ATTEMPT_FOLDER", "MPIDIST_ATTEMPT", "MPIDIST_LAUNCHER"
+#: The file that appears in the folder when the attempt is over, whoever still runs.
+OVER = "over"
+#: The exit code of a rank whose attempt is over.
+ORPHAN = 70
+#: Seconds between two beats.
+INTERVAL = 1.0
+
+_BEAT, _STEP, _FIRST, _LEFT, _PID = range(5)
+_NUMBERS = struct.Struct("<5q")
+_BYTES = 256
+_NONE = -1  # no step yet
+
+
+class Sign(NamedTuple):
+    """What one rank has told. `first` is the step that this attempt began with."""
+
+    rank: int
+    beat: int
+    step: int | None
+    first: int | None
+    left: bool
+    pid: int
+    host: str
+
+
+class Pulse:
+    """The file of a rank, and the thread that beats. Local."""
+
+    def __init__(self, folder: Path, rank: int, launcher: str = ""):
+        self._folder, self._launcher = folder, launcher.split()
+        with (folder / f"rank-{rank}").open("xb+") as file:
+            text = _NUMBERS.pack(0, _NONE, _NONE, 0, os.getpid()) + socket.gethostname().encode()
+            file.write(text.ljust(_BYTES, b"\0"))
+            file.flush()
+            self._map = mmap.mmap(file.fileno(), _BYTES)
+        self._numbers = memoryview(self._map).cast("q")
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mpidist-pulse", daemon=True)
+        self._thread.start()
+
+    def note(self, step: int) -> None:
+        """Tell the number of steps that are done."""
+        if self._numbers[_FIRST] == _NONE:
+            self._numbers[_FIRST] = step
+        self._numbers[_STEP] = step
+
+    def leave(self) -> None:
+        """Tell that this process ends by itself. Twice is fine."""
+        self._stop.set()
+        self._numbers[_LEFT] = 1
+        with contextlib.suppress(OSError):
+            self._map.flush()
+
+    def _run(self) -> None:
+        while not self._stop.wait(INTERVAL):
+            self._numbers[_BEAT] += 1
+            with contextlib.suppress(OSError):
+                self._map.flush()  # other hosts see what has left this one
+            if self._is_over():
+                # The next attempt may run already: nothing more may be written by this one.
+                os.write(2, b"mpidist: this attempt is over for its launcher; the rank ends\n")
+                os._exit(ORPHAN)
+            if self._launcher_is_gone():
+                os.write(2, b"mpidist: mpidist launch is gone; the rank asks for a stop\n")
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    def _is_over(self) -> bool:
+        try:
+            return any(path.name == OVER for path in self._folder.iterdir())
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False  # a shared file system may be away for a while
+
+    def _launcher_is_gone(self) -> bool:
+        if len(self._launcher) != 3 or self._launcher[0] != socket.gethostname():
+            return False
+        _, pid, birth = self._launcher
+        return not runs(pid) or born(pid) != birth
+
+
+_pulse: Pulse | None = None
+
+
+def join(environ: Mapping[str, str] | None = None) -> None:
+    """Begin to tell, where `mpidist launch` started this process. Local. Twice is fine."""
+    global _pulse
+    environ = os.environ if environ is None else environ
+    if _pulse is not None or FOLDER not in environ:
+        return
+    # A helper that a rank has started inherits its environment, but is not that rank.
+    with contextlib.suppress(FileExistsError):
+        _pulse = Pulse(Path(environ[FOLDER]), rank_hint(environ), environ.get(LAUNCHER, ""))
+        atexit.register(_pulse.leave)
+
+
+def note(step: int) -> None:
+    """Tell the number of steps that are done. Local; costs nothing without a launcher."""
+    if _pulse is not None:
+        _pulse.note(step)
+
+
+def attempt(environ: Mapping[str, str] | None = None) -> int:
+    """Return how often `mpidist launch` has started this job before. Local."""
+    return int((os.environ if environ is None else environ).get(ATTEMPT, "0"))
+
+
+def launcher_id() -> str:
+    """Return what names this process as a launcher. Local."""
+    return f"{socket.gethostname()} {os.getpid()} {born('self')}"
+
+
+def read(folder: Path) -> list[Sign]:
+    """Return what the ranks of an attempt have told so far, by rank. Local."""
+    signs = []
+    for path in folder.glob("rank-*"):
+        with contextlib.suppress(OSError, ValueError):
+            data = path.read_bytes()
+            if len(data) == _BYTES:  # else it is only just being made
+                beat, step, first, left, pid = _NUMBERS.unpack_from(data)
+                host = data[_NUMBERS.size :].rstrip(b"\0").decode(errors="replace")
+                rank = int(path.name.partition("-")[2])
+                signs.append(Sign(rank, beat, _known(step), _known(first), bool(left), pid, host))
+    return sorted(signs)
+
+
+def _known(step: int) -> int | None:
+    return None if step == _NONE else step

@@ -1,0 +1,221 @@
+"""`mpidist launch`: ranks die, hang and are stopped; the job comes to the undisturbed end."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpidist.testing.process import Started, marked
+
+MPIDIST = [sys.executable, "-m", "mpidist"]
+TRAIN = [*MPIDIST, "train", "job.toml"]
+#: Small, and with the same bits on any number of ranks.
+JOB = """
+global_batch = 60
+steps = 120
+checkpoint_every = 25
+microbatches = 12
+log_every = 1
+out = "run"
+[data]
+name = "digits"
+[model]
+name = "mlp"
+sizes = [[1, 8, 8], 16, 10]
+[optimizer]
+name = "momentum"
+lr = 0.02
+"""
+
+
+def supervised(folder, *options, fault="", program=TRAIN, **more):
+    """Start `mpidist launch` with a fault; MPI's own shared memory is its affair."""
+    environ = {**os.environ, "MPIDIST_TESTING": "1", "MPIDIST_FAULT": fault, **more}
+    return Started([*MPIDIST, "launch", *options, "--", *program], env=environ, cwd=folder)
+
+
+def finish(job, code=0, timeout=90):
+    """Wait for the end: its code, and no process left, though nobody swept yet."""
+    job.process.wait(timeout)
+    left = marked(job.mark)
+    done = job.finish(5)
+    assert done.returncode == code, done.stderr
+    assert left == [], done.stderr
+    return done
+
+
+def run(folder, *options, code=0, **more):
+    return finish(supervised(folder, *options, **more), code)
+
+
+def summary(folder):
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def steps(folder):
+    """The steps of metrics.jsonl, in the order they were made."""
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "job.toml").write_text(JOB)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "job.toml").write_text(JOB)
+    assert run(folder, "-n", "2").stderr.count("mpidist launch:") == 0
+    return summary(folder)
+
+
+def check_whole(folder, undisturbed, reached, restarts=1):
+    """Every sample once: none left out, only steps since the checkpoint again; the same weights.
+
+    `reached`: the last step of the first attempt; None where that may be any.
+    """
+    facts = summary(folder)
+    assert (facts["steps"], facts["restarts"]) == (120, restarts)
+    assert facts["parameters_sha256"] == undisturbed["parameters_sha256"]
+    assert facts["test_accuracy"] == undisturbed["test_accuracy"]
+    made, resumed = steps(folder), facts["resumed_at"]
+    before = len(made) - (120 - resumed)
+    assert made == [*range(1, before + 1), *range(resumed + 1, 121)]
+    assert resumed <= before
+    if reached is not None:
+        assert (before, resumed) == (reached, reached // 25 * 25)
+    assert not list(folder.glob(".mpidist-launch-*"))
+
+
+@pytest.mark.parametrize(("ranks", "rank", "step"), [(3, "random,seed=5", 60), (4, "0", 26)])
+def test_a_rank_is_killed(folder, undisturbed, ranks, rank, step):
+    """R140: `mpidist launch` goes on from the newest checkpoint, to the same bits."""
+    done = run(folder, "-n", str(ranks), fault=f"kill@exchange:{step},rank={rank}")
+    assert done.stderr.count("mpidist launch: attempt 0 on") == 1
+    assert f"at step {step - 1}" in done.stderr
+    check_whole(folder, undisturbed, step - 1)
+
+
+def test_a_rank_is_stopped(folder, undisturbed):
+    """R56: nobody's exit tells of a rank that stands still; its missing beat does."""
+    done = run(folder, "-n", "3", "--heartbeat", "4", fault="stop@step:40,rank=1")
+    assert "rank 1 on" in done.stderr
+    assert "gave no sign for 4 s" in done.stderr
+    # Ended by SIGTERM it is set going first, and may get some way yet.
+    check_whole(folder, undisturbed, None)
+
+
+def test_the_launcher_is_killed(folder, undisturbed):
+    """Open MPI's ranks would go on without it for ever, and write where the next attempt does."""
+    job = supervised(folder, "-n", "2", fault="sleep@step:50,ms=60000")
+    wait_for_step(job, folder, 49)
+    for pid in children(job.pid):
+        os.kill(pid, signal.SIGKILL)
+    done = finish(job)
+    assert "signal 9 at step 49" in done.stderr
+    check_whole(folder, undisturbed, 49)
+
+
+def test_the_same_failure_twice_is_the_last(folder):
+    """A step that cannot be done is not tried for ever; what is known of it is kept."""
+    done = run(folder, "-n", "2", code=1, fault="raise@step:30,rank=1,attempt=any")
+    assert "the same failure twice at step 29" in done.stderr
+    assert done.stderr.count("fault at step:30") == 2
+    (kept,) = folder.glob(".mpidist-launch-*")
+    history = [json.loads(line) for line in (kept / "history.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in history] == ["attempt", "decision"] * 2
+    assert (kept / "attempt-1" / "rank-1").exists()
+
+
+def test_bad_input_is_not_tried_again(folder):
+    done = run(folder, "-n", "2", code=2, program=[*TRAIN, "--set", "epoch=3"])
+    assert done.stderr.count("did you mean 'epochs'?") == 1
+    assert "exit code 2 means bad input" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_asked_to_save_and_leave(folder, undisturbed, number):
+    """R47: the signal reaches all ranks; code 75, and the same command goes on."""
+    job = supervised(folder, "-n", "2", fault="sleep@step,ms=50")
+    wait_for_step(job, folder, 5)
+    job.process.send_signal(number)
+    finish(job, 75)
+    assert not (folder / "run" / "summary.json").exists()
+    run(folder, "-n", "3")
+    facts = summary(folder)
+    assert facts["parameters_sha256"] == undisturbed["parameters_sha256"]
+    assert steps(folder) == list(range(1, 121)), "no step twice: it saved the one it left at"
+
+
+def test_preempted_runs_may_go_on_at_once(folder, undisturbed):
+    """R106: what saved and left comes back, and none of the restarts is spent for it."""
+    job = supervised(
+        folder, "-n", "2", "--preempted", "relaunch", "--max-restarts", "0",
+        fault="sleep@step,ms=50",
+    )  # fmt: skip
+    wait_for_step(job, folder, 5)
+    for pid in marked(job.mark):
+        if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2:4] == [b"mpidist", b"train"]:
+            os.kill(pid, signal.SIGUSR1)
+    finish(job)
+    assert steps(folder) == list(range(1, 121))
+    assert summary(folder)["parameters_sha256"] == undisturbed["parameters_sha256"]
+
+
+def test_mpidist_launch_is_killed(folder):
+    """Its ranks notice, save, and leave: nobody would ever end them otherwise."""
+    job = supervised(folder, "-n", "2", fault="sleep@step,ms=50")
+    wait_for_step(job, folder, 5)
+    job.process.kill()
+    deadline = time.monotonic() + 20
+    while marked(job.mark) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = marked(job.mark)
+    done = job.finish(5)
+    assert left == []
+    assert "mpidist launch is gone" in done.stderr
+    saved = [path.name for path in (folder / "run" / "checkpoints").glob("step-*")]
+    assert saved
+    assert max(steps(folder)) in [int(name[5:]) for name in saved]
+
+
+def test_any_program(folder):
+    """A program that knows nothing of us has its exit code only; and its restarts."""
+    once = "import os, sys; sys.exit(5 if os.environ['MPIDIST_ATTEMPT'] == '0' else 0)"
+    done = run(folder, "-n", "2", program=[sys.executable, "-c", once])
+    assert "exit code 5" in done.stderr
+    always = "import sys; sys.exit(5)"
+    done = run(folder, "-n", "2", "--max-restarts", "1", code=5,
+               program=[sys.executable, "-c", always])  # fmt: skip
+    assert "2 failures within an hour, and --max-restarts is 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["-n", "0"], "at least one rank"), (["-n", "2", "--min-ranks", "3"], "expected 1 to 2"),
+     (["-n", "2", "--hosts", "a:0"], "--hosts"), (["-n", "2", "--preempted", "requeue"], "Slurm")],
+)  # fmt: skip
+def test_options_that_cannot_be(folder, words, said):
+    done = run(folder, *words, code=2)
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def wait_for_step(job, folder, step):
+    """Wait until a step is in the metrics."""
+    deadline = time.monotonic() + 60
+    while not (folder / "run" / "metrics.jsonl").exists() or max(steps(folder), default=0) < step:
+        assert time.monotonic() < deadline, "no step"
+        assert job.process.poll() is None
+        time.sleep(0.02)
+
+
+def children(pid):
+    return map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())

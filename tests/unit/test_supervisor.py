@@ -1,0 +1,322 @@
+"""`mpidist launch`: what it does next, when it ends an attempt, how it starts one; without MPI."""
+
+import itertools
+import json
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpidist.cluster import launchers, supervise
+from mpidist.cluster.supervisor import HOPELESS, Attempt, Policy, decide
+from mpidist.cluster.vigil import DEAD, LINGER, START, Limits, Vigil
+from mpidist.elastic import pulse
+from mpidist.elastic.pulse import Sign
+from mpidist.errors import ConfigError
+
+KILLED = 137
+
+
+def attempt(code=KILLED, step=None, ended=0.0, ranks=4, **more):
+    """Come to an end with all ranks begun, unless it says otherwise."""
+    more = {"told": ranks, "left": ranks if code in (0, 75) else 0, "first": 0, **more}
+    return Attempt(ranks, code, ended, step, **more)
+
+
+def after(*attempts, wanted=4, room=4, **policy):
+    action = decide(attempts, Policy(**policy), wanted, room)
+    return action.what, action.ranks if action.what == "relaunch" else action.code
+
+
+# ------------------------------------------------------------------------------- what comes next
+
+
+def test_a_killed_rank_is_no_end():
+    """R140: another attempt from the newest good step, at once, with as many ranks."""
+    action = decide([attempt(step=20)], Policy(), 4, 4)
+    assert (action.what, action.ranks, action.pause) == ("relaunch", 4, 0.0)
+
+
+def test_the_exit_code_alone_is_no_proof():
+    """Open MPI's is 0 after a kill under fault tolerance."""
+    assert after(attempt(0, 9)) == ("end", 0)
+    assert after(attempt(0, 9, left=3)) == ("relaunch", 4)
+    assert "1 of 4 ranks did not end" in attempt(0, 9, left=3).text()
+    assert after(attempt(0, 9, why="rank 1 gave no sign")) == ("relaunch", 4)
+    # A program that tells nothing has only its exit code.
+    assert after(attempt(0, told=0, left=0)) == ("end", 0)
+
+
+@pytest.mark.parametrize("code", HOPELESS)
+def test_bad_input_is_not_tried_again(code):
+    assert after(attempt(code)) == ("end", code)
+
+
+def test_the_same_failure_at_the_same_step_twice():
+    """The third time would end alike; any difference is worth another attempt."""
+    assert after(attempt(1, 20), attempt(1, 20)) == ("end", 1)
+    assert after(attempt(1, 20), attempt(1, 21)) == ("relaunch", 4)
+    assert after(attempt(1, 20), attempt(KILLED, 20)) == ("relaunch", 4)
+    assert after(attempt(1, 20, ranks=3), attempt(1, 20)) == ("relaunch", 4)
+    assert after(attempt(1), attempt(1)) == ("end", 1)
+    # Nobody knows where a program stood that tells nothing: only the budget ends it.
+    assert after(*[attempt(1, told=0, left=0)] * 2) == ("relaunch", 4)
+    assert after(*[attempt(1, told=0, left=0)] * 4) == ("end", 1)
+
+
+def test_failures_have_a_budget_per_hour():
+    hour = [attempt(step=k, ended=1000.0 * k) for k in range(5)]
+    assert after(*hour[:4]) == ("end", KILLED)
+    assert after(*hour[:4], max_restarts=4) == ("relaunch", 4)
+    assert after(hour[0], *hour[2:]) == ("relaunch", 4)  # the first was more than an hour ago
+    assert after(attempt(step=1), max_restarts=0) == ("end", KILLED)
+    assert after(attempt(-9, 1), max_restarts=0) == ("end", KILLED)
+    assert after(attempt(0, 1, left=0), max_restarts=0) == ("end", 1), "never 0 without success"
+
+
+def test_requeueing_is_no_failure():
+    """R47: code 75 leaves by default, and where it is to go on it costs nothing of the budget."""
+    assert after(attempt(75, 5)) == ("end", 75)
+    assert after(attempt(75, 5), preempted="requeue") == ("requeue", 75)
+    many = [attempt(75, step) for step in range(50)]
+    assert after(*many, preempted="relaunch", max_restarts=0) == ("relaunch", 4)
+    # A time limit that is too short for one step would go round for ever.
+    assert after(attempt(75, 5), attempt(75, 5), preempted="relaunch") == ("end", 75)
+
+
+def test_asked_to_stop():
+    """Killed after it was asked: as good as saved and left, for the newest save is there."""
+    for code in (75, KILLED, -9, 1):
+        assert after(attempt(code, 5, asked=True)) == ("end", 75)
+        assert after(attempt(code, 5, asked=True), preempted="requeue") == ("requeue", 75)
+    assert after(attempt(0, 5, asked=True)) == ("end", 0)
+    assert after(attempt(2, asked=True)) == ("end", 2)
+
+
+def test_fewer_hosts_fewer_ranks():
+    assert after(attempt(step=5), room=3) == ("relaunch", 3)
+    assert after(attempt(step=5, ranks=3), room=4) == ("relaunch", 4), "a host that comes back"
+    assert after(attempt(step=5), room=3, min_ranks=4) == ("end", KILLED)
+    assert after(attempt(step=5), room=0) == ("end", KILLED)
+
+
+def test_ranks_that_never_come():
+    """R50: with --min-ranks the job begins with those present."""
+    three = attempt(1, told=3)
+    assert after(three, min_ranks=2) == ("relaunch", 4), "once may be chance"
+    assert after(three, three, min_ranks=2) == ("relaunch", 3)
+    none = attempt(1, told=0)
+    assert after(none, none, min_ranks=2) == ("relaunch", 2)
+    assert after(none, none, min_ranks=3) == ("relaunch", 3)
+    assert after(three, three) == ("end", 1)
+    # It stays there: the fourth rank would not come the next time either.
+    assert after(three, three, attempt(step=9, ranks=3), min_ranks=2) == ("relaunch", 3)
+
+
+def test_pauses_grow_while_nothing_gets_further():
+    def pause(count):
+        idle = [attempt(KILLED + k, told=0, ended=1e5 * k) for k in range(count)]
+        return decide(idle, Policy(), 4, 4).pause
+
+    assert [pause(count) for count in (1, 2, 3, 4, 5)] == [0, 1, 2, 4, 8]
+    assert pause(30) == 60
+    moved = attempt(step=3)
+    assert decide([attempt(told=0), attempt(told=0), moved], Policy(), 4, 4).pause == 0
+
+
+ATTEMPTS = st.builds(
+    attempt,
+    code=st.sampled_from([0, 1, 2, 9, 70, 75, 137, 255, -9, -15]),
+    step=st.one_of(st.none(), st.integers(0, 3)),
+    ended=st.floats(0, 1e4),
+    ranks=st.integers(1, 4),
+    left=st.integers(0, 4),
+    asked=st.booleans(),
+    why=st.sampled_from(["", "rank 1 is dead"]),
+)
+
+
+@given(
+    st.lists(ATTEMPTS, min_size=1, max_size=8), st.integers(0, 6),
+    st.one_of(st.none(), st.integers(1, 4)),
+    st.sampled_from(["leave", "relaunch", "requeue"]), st.integers(0, 8),
+)  # fmt: skip
+def test_any_history(attempts, restarts, least, preempted, room):
+    """Whatever has happened: a bound on ranks and restarts, and 0 only where all is done."""
+    policy = Policy(restarts, least, preempted)
+    action = decide(attempts, policy, 4, room)
+    last = attempts[-1]
+    assert (action.what == "end" and action.code == 0) == last.finished
+    if action.what == "relaunch":
+        assert (least or 1) <= action.ranks <= min(4, room)
+        assert 0 <= action.pause <= 60
+        assert not last.asked
+        recent = [a for a in attempts if a.failed and last.ended - a.ended < 3600]
+        assert len(recent) <= restarts
+        assert last.code not in HOPELESS
+    if action.what == "requeue":
+        assert (preempted, action.code) == ("requeue", 75)
+
+
+# ---------------------------------------------------------------------- when an attempt must end
+
+
+def sign(rank, beat=0, step=None, left=False, pid=1, host="here"):
+    return Sign(rank, beat, step, 0, left, pid, host)
+
+
+LIMITS = Limits(heartbeat=10)
+
+
+def vigil(limits=LIMITS, dead=(), ranks=2, **options):
+    return Vigil(ranks, limits, 0.0, alive=lambda pid: pid not in dead, host="here", **options)
+
+
+def test_a_rank_without_a_beat():
+    one = vigil()
+    for now in range(10):
+        assert one.look([sign(0, now), sign(1, 3)], float(now)) == ""
+    assert one.look([sign(0, 11), sign(1, 3)], 11.0) == "rank 1 on here gave no sign for 10 s"
+    assert one.look([sign(0, 12), sign(1, 3, left=True)], 12.0) == ""
+
+
+def test_a_supervisor_that_was_stopped_itself_accuses_nobody():
+    """SIGSTOP and SIGCONT to a whole job, as batch systems do it."""
+    one = vigil()
+    assert one.look([sign(0), sign(1)], 1.0) == ""
+    assert one.look([sign(0), sign(1)], 1000.0) == ""
+    assert one.look([sign(0, 1), sign(1, 1)], 1001.0) == ""
+
+
+def test_a_dead_rank():
+    """The launcher has a moment to notice it; one that tolerates it is not disturbed."""
+    signs = [sign(0), sign(1, pid=7)]
+    one, tolerant = vigil(dead={7}), vigil(dead={7}, dead_ends=False)
+    for now in (1.0, 1.0 + DEAD):
+        assert one.look(signs, now) == tolerant.look(signs, now) == ""
+    assert one.look(signs, 1.1 + DEAD) == "rank 1 on here is dead"
+    assert tolerant.look(signs, 1.1 + DEAD) == ""
+    elsewhere = vigil(dead={7})
+    for now in range(5):
+        assert elsewhere.look([sign(0, now), sign(1, now, pid=7, host="there")], now) == ""
+
+
+def test_ranks_that_do_not_begin():
+    limits = Limits(heartbeat=1e6)
+    late = "only 1 of 2 ranks began within"
+    assert vigil(limits).look([sign(0)], START) == ""
+    assert vigil(limits).look([sign(0)], START + 1).startswith(late)
+    assert vigil(limits).look([], START + 1) == "", "it may be a program that tells nothing"
+    assert vigil(limits._replace(start=5.0)).look([], 6.0) == "only 0 of 2 ranks began within 5 s"
+
+
+def test_no_step_and_no_end():
+    one = vigil(Limits(heartbeat=1e6, stall=30.0))
+    assert one.look([sign(0, step=4), sign(1, step=4)], 1.0) == ""
+    assert one.look([sign(0, step=4), sign(1, step=4)], 30.0) == ""
+    assert one.look([sign(0, step=5), sign(1, step=4)], 32.0) == ""
+    assert one.look([sign(0, step=5), sign(1, step=5)], 63.0) == "no step after 5 for 30 s"
+    left = [sign(0, step=5, left=True), sign(1, step=5, left=True)]
+    assert one.look(left, 64.0) == ""
+    assert "all ranks have left" in one.look(left, 64.1 + LINGER)
+
+
+# ------------------------------------------------------------------------------- how it is started
+
+
+def test_hosts_are_named_to_each_launcher(tmp_path):
+    def script(name, text):
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\necho '{text}'\n")
+        path.chmod(0o755)
+        return str(path)
+
+    hosts = {"a": 2, "b": 1}
+    ompi = script("mpirun", "mpirun (Open MPI) 5.0.11")
+    assert launchers.command(3, [ompi], hosts, True) == [ompi, "--host", "a:2,b:1", "-n", "3"]
+    assert launchers.command(3, [ompi], hosts) == [ompi, "-n", "3"]
+    mpich = script("mpiexec", "HYDRA build details: Version: 5.0.2")
+    assert launchers.command(3, [mpich], hosts, True) == [mpich, "-hosts", "a:2,b:1", "-n", "3"]
+    srun = ["srun", "--mpi=pmix"]
+    assert launchers.command(3, srun, hosts, True) == [
+        *srun,
+        "--nodelist=a,b",
+        "--nodes=2",
+        "-n",
+        "3",
+    ]
+    other = script("runjob", "runjob 1")
+    assert launchers.command(3, [other]) == [other, "-n", "3"]
+    with pytest.raises(ConfigError, match="leave --hosts out"):
+        launchers.command(3, [other], hosts, True)
+
+
+def test_hosts_of_the_user_and_of_slurm(tmp_path, monkeypatch):
+    assert launchers.parse_hosts("a:2,b,c:10") == {"a": 2, "b": 1, "c": 10}
+    for wrong in ("", "a:", "a:x", "a:0", "a,a", ":2"):
+        with pytest.raises(ConfigError, match="--hosts"):
+            launchers.parse_hosts(wrong)
+    assert launchers.expand_counts("2(x3),1") == [2, 2, 2, 1]
+    for name, said in (
+        ("scontrol", "n1\nn2\nn3"),
+        ("sinfo", "n1 allocated\nn2 down*\nn3 mixed*\nn4 drained"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\nprintf '{said}\\n'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    environ = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "2(x3)"}
+    assert launchers.slurm_hosts(environ) == {"n1": 2, "n2": 2, "n3": 2}
+    assert launchers.slurm_hosts({}) is None
+    assert launchers.slurm_away(["n1", "n2", "n3", "n4"]) == {"n2", "n3", "n4"}
+
+
+# ---------------------------------------------------------------------------------- what ranks tell
+
+
+def test_a_rank_tells_and_is_read(tmp_path):
+    assert pulse.read(tmp_path) == []
+    one = pulse.Pulse(tmp_path, 3)
+    assert pulse.read(tmp_path)[0][:5] == (3, 0, None, None, False)
+    one.note(0)
+    one.note(1)
+    (tmp_path / "rank-4").write_bytes(b"torn")
+    (told,) = pulse.read(tmp_path)
+    assert (told.step, told.first, told.pid, told.host) == (1, 0, os.getpid(), os.uname().nodename)
+    one.leave()
+    assert pulse.read(tmp_path)[0].left
+    with pytest.raises(FileExistsError):
+        pulse.Pulse(tmp_path, 3)
+
+
+def test_without_a_launcher_nothing_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(pulse, "_pulse", None)
+    pulse.join({})
+    pulse.note(3)
+    assert pulse._pulse is None
+    # A helper that a rank has started is not that rank.
+    (tmp_path / "rank-0").write_bytes(b"")
+    pulse.join({pulse.FOLDER: str(tmp_path)})
+    assert pulse._pulse is None
+
+
+def test_history_is_read_again(tmp_path):
+    """A requeued job keeps its id and folder, and with them what it has spent."""
+    attempts = [attempt(step=k, seconds=1.5) for k in range(3)]
+    assert supervise.read_history(tmp_path) == []
+    for one in attempts:
+        supervise._note(tmp_path, "attempt", one._asdict())
+        supervise._note(tmp_path, "decision", decide([one], Policy(), 4, 4)._asdict())
+    assert supervise.read_history(tmp_path) == attempts
+    for wrong in ("x", json.dumps({"event": "attempt"})):
+        (tmp_path / "history.jsonl").write_text(wrong + "\n")
+        with pytest.raises(ConfigError, match="not a history"):
+            supervise.read_history(tmp_path)
+
+
+def test_room_on_hosts():
+    """Twice as many ranks as the hosts have slots is twice as many on those that are left, too."""
+    for wanted, names in itertools.product((2, 4, 8), (["a"], ["a", "b"])):
+        job = supervise.Job(("true",), wanted, folder=None, hosts={"a": 2, "b": 2})
+        assert supervise._room(job, dict.fromkeys(names, 2)) == wanted * len(names) // 2
+    assert supervise._room(supervise.Job(("true",), 4, folder=None), None) == 4
