@@ -1,13 +1,15 @@
-"""Write a state as one plain file that any HDF5 or NumPy program reads: no shards, no manifest.
+"""Write a state as one plain file that others read: no shards, no manifest.
 
-In ``.h5`` the keys are groups, in ``.npz`` names are joined by ``/``; the extras are JSON in the
-entry ``__extras__``. Types that neither format has
-a name for (bfloat16) are written as unsigned integers of the same bits, which the extras say.
+In ``.h5`` the keys are groups; in ``.npz`` and ``.safetensors`` names are joined by ``/``. Extras
+are JSON in the entry ``__extras__``, in a safetensors file of its metadata. Types that HDF5 and
+NumPy have no name for (bfloat16) are written as unsigned integers of the same bits, which the
+extras say; safetensors has names for them, and takes no others.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import zipfile
 from collections.abc import Mapping
@@ -16,11 +18,39 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from mpidist.checkpoint import load, safetensors
+from mpidist.checkpoint.layout import Path as Keys
 from mpidist.checkpoint.layout import dtype_name, is_array, leaves, show, to_json
+from mpidist.checkpoint.together import together
 from mpidist.errors import ConfigError
 
-SUFFIXES = (".h5", ".hdf5", ".npz")
 EXTRAS = "__extras__"
+
+
+def export(comm, path, out, *, step: int | None = None) -> int:
+    """Write one step of the store at `path` to the file `out` and return its number.
+
+    Collective over `comm`: rank 0 reads and writes, and what goes wrong is raised on all.
+
+    Parameters
+    ----------
+    out : path-like
+        A new file; its suffix is one of `SUFFIXES`.
+    step : int, optional
+        None takes the newest good step.
+    """
+    return together(
+        comm, f"export to {out}", lambda: None, lambda _: export_step(path, out, step=step)
+    )
+
+
+def export_step(path, out, *, step: int | None = None) -> int:
+    """Do as `export` in one process. Local."""
+    out = Path(os.fspath(out))
+    check(out)
+    step, state = load.load_step(path, step)
+    write(state, out)
+    return step
 
 
 def check(out: Path) -> None:
@@ -39,31 +69,29 @@ def write(state: Mapping, out: Path) -> None:
     arrays, extras = _split(state)
     partial = out.with_name(f".{out.name}-{secrets.token_hex(4)}{out.suffix}")
     try:
-        (_write_npz if out.suffix == ".npz" else _write_h5)(arrays, extras, partial)
+        _WRITERS[out.suffix](arrays, extras, partial)
         partial.rename(out)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _split(state: Mapping) -> tuple[dict[str, np.ndarray], str]:
-    """Return the arrays by name, and the JSON of everything else."""
+def _split(state: Mapping) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+    """Return the arrays by name, and everything else."""
     arrays: dict[str, np.ndarray] = {}
     extras: dict[str, object] = {}
-    dtypes: dict[str, str] = {}
     for path, leaf in leaves(state):
-        name = "/".join(_escaped(key) for key in path)
-        if not is_array(leaf):
+        if is_array(leaf):
+            arrays[name_of(path)] = np.asarray(leaf)
+        else:
             extras[show(path)] = to_json(leaf, path)
-            continue
-        array = np.asarray(leaf)
-        if array.dtype.kind in "mM" or dtype_name(array.dtype) != array.dtype.str:
-            dtypes[name] = str(array.dtype)
-            bits = {1: "u1", 2: "<u2", 4: "<u4", 8: "<i8"}[array.dtype.itemsize]
-            array = np.ascontiguousarray(array).view(bits).reshape(array.shape)
-        if name == EXTRAS:
-            raise ConfigError(f"an array is named {EXTRAS}, which is the name of the extras")
-        arrays[name] = array
-    return arrays, json.dumps({"values": extras, "dtypes": dtypes})
+    if EXTRAS in arrays:
+        raise ConfigError(f"an array is named {EXTRAS}, which is the name of the extras")
+    return arrays, extras
+
+
+def name_of(path: Keys) -> str:
+    """Return the name of an array in a file: its keys joined by ``/``. Local."""
+    return "/".join(_escaped(key) for key in path)
 
 
 def _escaped(key: str) -> str:
@@ -74,18 +102,55 @@ def _escaped(key: str) -> str:
     return key.replace(".", "%2E") if key in (".", "..") else key
 
 
-def _write_h5(arrays: Mapping[str, np.ndarray], extras: str, path: Path) -> None:
+def extras_text(extras: Mapping[str, object], dtypes: Mapping[str, str]) -> str:
+    """Return what stands in `EXTRAS`: values, and dtypes that the file cannot say. Local."""
+    return json.dumps({"values": extras, "dtypes": dtypes})
+
+
+def _named(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Return the arrays with a dtype that HDF5 and NumPy can name, and what the others were."""
+    named, dtypes = {}, {}
+    for name, array in arrays.items():
+        if array.dtype.kind in "mM" or dtype_name(array.dtype) != array.dtype.str:
+            dtypes[name] = str(array.dtype)
+            bits = {1: "u1", 2: "<u2", 4: "<u4", 8: "<i8"}[array.dtype.itemsize]
+            array = np.ascontiguousarray(array).view(bits).reshape(array.shape)
+        named[name] = array
+    return named, dtypes
+
+
+def _write_h5(arrays: Mapping[str, np.ndarray], extras: Mapping, path: Path) -> None:
+    named, dtypes = _named(arrays)
     with h5py.File(path, "x") as file:
-        for name, array in arrays.items():
+        for name, array in named.items():
             if array.dtype.kind == "U":
                 array = np.char.encode(array, "utf-8")
             file.create_dataset(name, data=array)
-        # An attribute may not exceed 64 KiB; a data set may.
-        file.create_dataset(EXTRAS, data=np.frombuffer(extras.encode(), "S1"))
+        put_extras(file, extras_text(extras, dtypes))
 
 
-def _write_npz(arrays: Mapping[str, np.ndarray], extras: str, path: Path) -> None:
+def put_extras(file: h5py.File, text: str) -> None:
+    """Add the extras to an HDF5 file. Local. An attribute may not exceed 64 KiB; a data set may."""
+    file.create_dataset(EXTRAS, data=np.frombuffer(text.encode(), "S1"))
+
+
+def _write_npz(arrays: Mapping[str, np.ndarray], extras: Mapping, path: Path) -> None:
+    named, dtypes = _named(arrays)
+    text = np.array(extras_text(extras, dtypes))
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED) as archive:
-        for name, array in {**arrays, EXTRAS: np.array(extras)}.items():
+        for name, array in {**named, EXTRAS: text}.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
+
+
+def _write_safetensors(arrays: Mapping[str, np.ndarray], extras: Mapping, path: Path) -> None:
+    safetensors.write(arrays, {EXTRAS: extras_text(extras, {})}, path)
+
+
+_WRITERS = {
+    ".h5": _write_h5,
+    ".hdf5": _write_h5,
+    ".npz": _write_npz,
+    ".safetensors": _write_safetensors,
+}
+SUFFIXES = tuple(_WRITERS)

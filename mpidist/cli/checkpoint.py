@@ -23,13 +23,13 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "list": "the steps of a store, newest last",
         "show": "the arrays and values of one step",
         "verify": "check every byte of all steps, or of one",
-        "export": "write one step as one plain .h5 or .npz file",
+        "export": "write one step as one plain file: .h5, .npz or .safetensors",
     }
     for name, text in helps.items():
         action = actions.add_parser(name, help=text, description=text)
         action.add_argument("path", metavar="PATH", help="folder of the store")
         if name == "export":
-            action.add_argument("out", metavar="OUT", help="file to write: .h5, .hdf5 or .npz")
+            action.add_argument("out", metavar="OUT", help="file to write")
         if name != "list":
             default = "all" if name == "verify" else "the newest good one"
             action.add_argument("--step", type=int, metavar="N", help=f"default: {default}")
@@ -100,12 +100,10 @@ def _verify(args) -> int:
 
 
 def _export(args) -> int:
-    from mpidist.checkpoint import export, load
+    from mpidist.checkpoint import export
 
     out = Path(args.out)
-    export.check(out)
-    step, state = load.load_step(args.path, args.step)
-    export.write(state, out)
+    step = export.export_step(args.path, out, step=args.step)
     print(f"step {step} of {args.path} -> {out} ({out.stat().st_size:,} bytes)")
     return 0
 
