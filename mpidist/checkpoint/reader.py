@@ -20,6 +20,8 @@ from mpidist.checkpoint.regions import Region, boxes_of, intersection, rows
 from mpidist.checkpoint.steps import Entry, open_shard
 
 _MAX_OPEN = 32
+#: Bytes that the system is asked for before they are needed.
+_AHEAD = 16 << 20
 
 
 class Reader:
@@ -59,7 +61,11 @@ class Reader:
         """
         size = self._manifest.files[file].size
         at, end = offset, offset + count
+        if count > self.block:
+            self._begin(file, at, min(count, _AHEAD))
         while at < end:
+            if end - at > _AHEAD:  # a block is read while the one before it is checked
+                self._begin(file, at + _AHEAD, min(self.block, end - at - _AHEAD))
             number = at // self.block
             begin = number * self.block
             stop = min(end, begin + self.block)
@@ -79,6 +85,9 @@ class Reader:
         """Check every block of a file, and feed it to `digest` (an object of hashlib)."""
         for number in range(len(self._manifest.files[file].crc32)):
             digest.update(self._load(file, number))
+
+    def _begin(self, file: int, offset: int, count: int) -> None:
+        files.begin_read(self._descriptor(file), offset, count)
 
     def _load(self, file: int, number: int) -> memoryview:
         """Return a checked block; the last one is kept, for small tensors lie side by side."""

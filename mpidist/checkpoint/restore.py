@@ -1,9 +1,9 @@
 """Restore: find the newest step that is good for every rank, then fill every rank's arrays.
 
 Rank 0 reads and checks the manifest and hands it to all; each rank reads for itself what it
-needs, whatever the layout it was saved with. A step counts only if all ranks can read theirs: they
-check first and agree, and write into the caller's arrays only then, so that a restore which finds
-nothing good leaves them as they were.
+needs, whatever the layout it was saved with. A step counts only if all ranks can read theirs. A
+restore that finds nothing good leaves the caller's arrays as they were: they are copied first, or,
+where memory is short, a step is read once to check and agree, and once more to fill.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from mpidist import events
 from mpidist.arrays import copy_into, host_empty, is_device, is_writable
 from mpidist.checkpoint import load, steps
+from mpidist.checkpoint.backup import Backup, fits
 from mpidist.checkpoint.layout import (
     Path,
     Shard,
@@ -46,9 +47,10 @@ def restore(comm, path: str, like: Mapping | None, step: int | None, bad: set[En
     entries = together(
         comm, f"restore from {path}", lambda: None, lambda _: steps.candidates(path, step)
     )
+    backup = _backup(comm, items or [])
     tried: list[str] = []
     for entry in entries:
-        reason, state = _attempt(comm, path, entry, items)
+        reason, state = _attempt(comm, path, entry, items, backup)
         if reason is None:
             events.emit("checkpoint_restored", path=path, step=entry.step, ranks=comm.size)
             return entry, state
@@ -76,7 +78,17 @@ def _wanted(like: Mapping) -> list:
     return items
 
 
-def _attempt(comm, path: str, entry: Entry, items) -> tuple[str | None, Any]:
+def _backup(comm, items) -> Backup | None:
+    """Copy what will be overwritten, if there is memory for it on all ranks. Collective."""
+    arrays = [
+        array_of(leaf)
+        for _, leaf in items
+        if (isinstance(leaf, Shard) or is_array(leaf)) and not isinstance(leaf, np.generic)
+    ]
+    return Backup(arrays) if fits(comm, sum(array.nbytes for array in arrays)) else None
+
+
+def _attempt(comm, path: str, entry: Entry, items, backup: Backup | None) -> tuple[str | None, Any]:
     """Try one entry: (None, state), or (why it is damaged, None). Collective."""
     reason, data = together(comm, "restore", lambda: None, lambda _: _manifest(path, entry))
     if reason is not None:
@@ -84,13 +96,20 @@ def _attempt(comm, path: str, entry: Entry, items) -> tuple[str | None, Any]:
     found = everywhere(comm, "restore", lambda: steps.parse(data, entry))
     if items is not None:
         _same_model(comm, path, entry, found, items)
-        reason = _agreed(comm, lambda: _read(path, entry, found, items, check=True))
-        if reason is not None:
-            return reason, None
+        if backup is None:
+            reason = _agreed(comm, lambda: _read(path, entry, found, items, check=True))
+            if reason is not None:
+                return reason, None
     result: list = []
     work = _whole if items is None else _fill
-    reason = _agreed(comm, lambda: result.append(work(path, entry, found, items)))
-    return reason, None if reason is not None else result[0]
+    done = False
+    try:
+        reason = _agreed(comm, lambda: result.append(work(path, entry, found, items)))
+        done = reason is None
+    finally:
+        if backup is not None and not done:
+            backup.put_back()
+    return reason, result[0] if done else None
 
 
 def _manifest(path: str, entry: Entry) -> tuple[str | None, bytes | None]:

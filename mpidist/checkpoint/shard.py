@@ -125,6 +125,8 @@ def write_shard(
             digest.update(block)
             checksums.append(zlib.crc32(block))
             files.write_at(descriptor, block, at)
+            # The disk works on this block while the next one's digests are computed.
+            files.begin_sync(descriptor, at, len(block))
             at += len(block)
         files.sync(descriptor)
         size = files.size(descriptor)

@@ -1,0 +1,50 @@
+"""What a restore overwrites, kept until it is known to be good.
+
+A restore that finds nothing good leaves the caller's arrays as they were. It could read everything
+twice, once to check and once to fill; copying the arrays first takes a third of that time, where
+the memory is there for it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpidist.checkpoint.together import together
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+def fits(comm, nbytes: int) -> bool:
+    """Whether every host has twice the memory that copies of `nbytes` per rank take. Collective."""
+
+    def enough(answers: list) -> bool:
+        wanted: dict[str, int] = {}
+        for host, count, _ in answers:
+            wanted[host] = wanted.get(host, 0) + count
+        return all(2 * wanted[host] <= free for host, _, free in answers)
+
+    return together(comm, "restore", lambda: (socket.gethostname(), nbytes, free_memory()), enough)
+
+
+def free_memory() -> int:
+    """Return the bytes that this host can give without swapping; 0 where unknown. Local."""
+    try:
+        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 0
+
+
+class Backup:
+    """Copies of arrays. Local."""
+
+    def __init__(self, arrays: Sequence[Any]):
+        self._pairs = [(array, array.copy()) for array in arrays]
+
+    def put_back(self) -> None:
+        """Give the arrays the values that they had."""
+        for array, copy in self._pairs:
+            array[...] = copy
