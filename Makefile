@@ -24,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
 .PHONY: help run test test-unit test-mpi test-launch test-cluster test-slurm test-net test-gpu \
-        test-floor lint bench bench-simulate bench-net soak docs clean
+        test-floor lint bench bench-simulate bench-net soak soak-recovery docs clean
 
 help:
 	@echo "make run          train LeNet on 4 ranks, stop half way, go on with 3"
@@ -36,7 +36,7 @@ help:
 	@echo "make test-floor   the oldest supported mpi4py, numpy and h5py"
 	@echo "make bench        figures on this machine;  bench-net: on shaped networks (root)"
 	@echo "make bench-simulate  fit, predict and measure on the shaped network (root)"
-	@echo "make lint soak docs clean"
+	@echo "make lint soak soak-recovery docs clean"
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -105,6 +105,9 @@ bench-simulate: $(VENV)/.run
 
 soak: $(VENV)/.test
 	$(EXEC) 4 $(BIN)/python tests/launch/programs/soak.py 300
+
+soak-recovery: $(VENV)/.test
+	$(BIN)/python tests/launch/programs/killed_often.py 100
 
 docs: $(VENV)/bin/python
 	$(BIN)/python -m pip install -q -e ".[$(MPI),docs]"
