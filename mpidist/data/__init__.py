@@ -7,28 +7,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from mpidist.data.careful import Careful, Taken
 from mpidist.data.digits import digits
 from mpidist.data.distortion import Distorted
+from mpidist.data.hdf5 import HDF5, hdf5
 from mpidist.data.idx import idx
-from mpidist.data.loader import Loading
+from mpidist.data.libsvm import LibSVM, libsvm
+from mpidist.data.loader import Loader, Loading
 from mpidist.data.sampler import Position, Sampler
-from mpidist.data.sources import ArraySource, Source, as_source
+from mpidist.data.sources import ArraySource, Derived, Items, Part, Source, Stream, as_source
+from mpidist.data.tfrecord import TFRecords
+from mpidist.data.youtube8m import YouTube8M, youtube8m
 from mpidist.tables import build
 
-SOURCES: dict[str, Callable[..., tuple[Source, Source]]] = {"digits": digits, "idx": idx}
+SOURCES: dict[str, Callable[..., tuple[Source, Source]]] = {
+    "digits": digits,
+    "idx": idx,
+    "hdf5": hdf5,
+    "libsvm": libsvm,
+    "youtube8m": youtube8m,
+}
 
 __all__ = [
+    "HDF5",
     "SOURCES",
     "ArraySource",
+    "Careful",
+    "Derived",
     "Distorted",
+    "Items",
+    "LibSVM",
+    "Loader",
     "Loading",
+    "Part",
     "Position",
     "Sampler",
     "Source",
+    "Stream",
+    "TFRecords",
+    "Taken",
+    "YouTube8M",
     "as_source",
     "digits",
     "from_settings",
+    "hdf5",
     "idx",
+    "libsvm",
+    "youtube8m",
 ]
 
 

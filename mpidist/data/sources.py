@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
-from mpidist.errors import ConfigError
+import numpy as np
+
+from mpidist.errors import BadRecord, ConfigError
 
 
 @runtime_checkable
 class Source(Protocol):
-    """What training needs of a data set. Local; every rank holds one of the same length."""
+    """What training needs of a data set. Local; every rank holds one of the same length.
+
+    A record that cannot be used: raise ``BadRecord(index, reason)``. Two attributes may be there:
+    ``name``, told where a record is bad, and ``reads = True``, where reading ahead in a thread
+    helps; `take` is then called in that thread.
+    """
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -48,8 +57,132 @@ class ArraySource:
         return tuple(array[indices] for array in self.arrays)
 
 
+class Part:
+    """Samples `start` to `stop` of another source. Local."""
+
+    def __init__(self, source: Source, start: int, stop: int):
+        self.source, self.start, self.stop = source, start, stop
+        self.name = f"{getattr(source, 'name', type(source).__name__)}[{start}:{stop}]"
+        self.reads = getattr(source, "reads", False)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def take(self, indices) -> tuple:
+        """Return the samples at `indices`, counted from `start`."""
+        return self.source.take(np.asarray(indices) + self.start)
+
+
+class Derived:
+    """What `function` makes of the samples of a source: combined or computed features. Local (R14).
+
+    Parameters
+    ----------
+    source : Source
+    function : callable
+        Is given the arrays of a batch and returns a tuple of arrays with the same first axis. Each
+        result may depend on its own sample alone. It runs where the source is read, so ahead of
+        the loop where that is done in a thread; what it raises for a sample makes that one bad.
+    """
+
+    def __init__(self, source: Source, function: Callable[..., tuple]):
+        self.source, self.function = source, function
+        self.name = getattr(source, "name", type(source).__name__)
+        self.reads = getattr(source, "reads", False)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def take(self, indices) -> tuple:
+        """Return what the function makes of the samples at `indices`."""
+        return self.function(*self.source.take(indices))
+
+
+class Items:
+    """A map-style data set: ``items[k]`` is one sample, an array or number or a tuple. Local."""
+
+    def __init__(self, items):
+        self.items = items
+        self.name = type(items).__name__
+        self._form: list | None = None
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def take(self, indices) -> tuple:
+        """Return the samples at `indices`, stacked."""
+        samples = []
+        for index in indices:
+            try:
+                sample = self.items[int(index)]
+            except Exception as error:
+                raise BadRecord(int(index), f"{type(error).__name__}: {error}") from error
+            samples.append(sample if isinstance(sample, tuple) else (sample,))
+        if not samples:
+            return self._nothing()
+        arrays = tuple(np.stack([np.asarray(v) for v in c]) for c in zip(*samples, strict=True))
+        self._form = [array[:0] for array in arrays]
+        return arrays
+
+    def _nothing(self) -> tuple:
+        if self._form is None:
+            self.take([0])
+        assert self._form is not None
+        return tuple(self._form)
+
+
+class Stream:
+    """An iterable of samples, each a tuple, of which the first `count` are one epoch. Local.
+
+    It can only be read in its order, so what other ranks have is drawn and dropped, and a resumed
+    run draws all that was used before: use it with ``shuffle="none"`` and cheap iterators, or give
+    each rank an iterable of its own (`sharding.grid`). Going back begins anew.
+
+    Parameters
+    ----------
+    make : callable
+        Returns a new iterable, the same one each time.
+    count : int
+        Samples of an epoch. One that ends before makes the missing ones bad records.
+    """
+
+    def __init__(self, make: Callable[[], Iterable], count: int):
+        self.make, self.count = make, int(count)
+        self.name = getattr(make, "__name__", "stream")
+        self._next = self.count
+        self._iterator: Iterator = iter(())
+        self._form: list | None = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def take(self, indices) -> tuple:
+        """Return the samples at `indices`, which ascend."""
+        samples = [self._draw(int(index)) for index in indices]
+        if not samples:
+            if self._form is None:
+                self._draw(0)
+            return tuple(self._form or ())
+        return tuple(np.stack([np.asarray(v) for v in c]) for c in zip(*samples, strict=True))
+
+    def _draw(self, index: int) -> tuple:
+        if index < self._next:
+            self._iterator, self._next = iter(self.make()), 0
+        missing = object()
+        sample = next(itertools.islice(self._iterator, index - self._next, None), missing)
+        self._next = index + 1
+        if sample is missing:
+            raise BadRecord(index, "the iterable ended before it")
+        sample = sample if isinstance(sample, tuple) else (sample,)
+        self._form = [np.asarray(value)[None][:0] for value in sample]
+        return sample
+
+
 def as_source(data) -> Source:
-    """Return `data` as a Source: one already, or a tuple or list of arrays, or an array. Local."""
+    """Return `data` as a Source. Local.
+
+    A source already, a tuple or list of arrays, an array, or a map-style data set (`Items`).
+    """
     if isinstance(data, tuple | list):
         return ArraySource(*data)
     if getattr(data, "shape", None) is not None:
@@ -57,7 +190,10 @@ def as_source(data) -> Source:
         return ArraySource(data)
     if isinstance(data, Source):
         return data
+    listed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if listed and not isinstance(data, str | bytes | Mapping):
+        return Items(data)
     raise ConfigError(
         f"data is {type(data).__name__}, expected a tuple of arrays or an object with __len__ "
-        "and take(indices)"
+        "and either take(indices) or [index]"
     )

@@ -12,24 +12,34 @@ from mpidist.models.lenet import lenet
 from mpidist.models.logistic import logistic
 from mpidist.models.mlp import mlp
 from mpidist.models.network import Network
+from mpidist.models.tagger import Tagger, gap, hit_at_one, tagger
 from mpidist.tables import build
 
-MODELS: dict[str, Callable[..., Network]] = {"logistic": logistic, "mlp": mlp, "lenet": lenet}
+MODELS: dict[str, Callable[..., Network | Tagger]] = {
+    "logistic": logistic,
+    "mlp": mlp,
+    "lenet": lenet,
+    "tagger": tagger,
+}
 
 __all__ = [
     "MODELS",
     "Network",
+    "Tagger",
     "from_settings",
+    "gap",
+    "hit_at_one",
     "lenet",
     "logistic",
     "mlp",
     "sync_batch_norm",
     "sync_batch_norm_backward",
     "sync_moments",
+    "tagger",
 ]
 
 
-def from_settings(name: str, settings: Mapping) -> Network:
+def from_settings(name: str, settings: Mapping) -> Network | Tagger:
     """Make the model `name` as a job file describes it. Local.
 
     Raises ConfigError for an unknown name or key (with the nearest one) and for a missing one.

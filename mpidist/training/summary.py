@@ -103,7 +103,10 @@ def evaluate(comm, model, data) -> float:
     for first in range(start, stop, _CHUNK):
         indices = np.arange(first, min(first + _CHUNK, stop))
         *inputs, labels = beside(source.take(indices), model)
-        hits += int((model.predict(*inputs).argmax(axis=1) == labels).sum())
+        best = model.predict(*inputs).argmax(axis=1)
+        # Several labels of a sample, 0 or 1 each: a hit is a true one with the largest score.
+        true = labels[range(len(best)), best] > 0 if labels.ndim == 2 else best == labels
+        hits += int(true.sum())
     total = np.array([hits], np.int64)
     allreduce(comm, total, algorithm="native")
     return int(total[0]) / len(source)

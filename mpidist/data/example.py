@@ -1,0 +1,132 @@
+"""tf.train.Example, decoded: just enough of protocol buffers, and no more trust than needed.
+
+    Example   1: Features   1: map entry   1: name   2: Feature   1 bytes | 2 floats | 3 integers
+    each of the last three                                        1: values, packed or one by one
+
+A message is a run of (number << 3 | kind, value): kind 0 is a varint, 2 a length and as many bytes,
+5 four bytes, 1 eight. Everything else, and every length beyond the end, is a ValueError.
+
+Protocol Buffers, "Encoding"; tensorflow/core/example/{example,feature}.proto.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+Span = tuple[int, int]
+_BYTES, _FLOATS, _INTEGERS = 1, 2, 3
+
+
+def varint(data: bytes, at: int, stop: int) -> tuple[int, int]:
+    """Return (value, where it ends) of the varint at `at`. Local."""
+    value = shift = 0
+    while at < stop and shift < 70:
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value & (1 << 64) - 1, at
+    raise ValueError("a number has no end")
+
+
+def fields(data: bytes, span: Span) -> Iterator[tuple[int, int, Span]]:
+    """Yield (number, kind, where the value lies) of each field of a message. Local."""
+    at, stop = span
+    while at < stop:
+        key, at = varint(data, at, stop)
+        number, kind = key >> 3, key & 7
+        start = at
+        if kind == 0:
+            _, at = varint(data, at, stop)
+        elif kind == 2:
+            length, start = varint(data, at, stop)
+            at = start + length
+        elif kind in (1, 5):
+            at += 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"a field of kind {kind}")
+        if at > stop:
+            raise ValueError("a field is longer than its message")
+        yield number, kind, (start, at)
+
+
+def layout(data: bytes) -> dict[str, tuple[int, list[tuple[int, Span]]]]:
+    """Return name -> (type of its list, its values as (kind, where they lie)). Local."""
+    found: dict[str, tuple[int, list[tuple[int, Span]]]] = {}
+    for _, _, features in _of(data, (0, len(data)), 1):
+        for _, _, entry in _of(data, features, 1):
+            name, feature = "", (0, 0)
+            for number, kind, span in fields(data, entry):
+                if kind == 2 and number == 1:
+                    name = data[slice(*span)].decode("utf-8")
+                elif kind == 2 and number == 2:
+                    feature = span
+            for number, kind, values in fields(data, feature):
+                if kind == 2 and number in (_BYTES, _FLOATS, _INTEGERS):
+                    found[name] = number, [(k, span) for _, k, span in _of(data, values, 1, None)]
+    return found
+
+
+def _of(data: bytes, span: Span, number: int, kind: int | None = 2):
+    return (f for f in fields(data, span) if f[0] == number and kind in (None, f[1]))
+
+
+def values(data: bytes, kind_of_list: int, parts: list[tuple[int, Span]]):
+    """Return the values of a feature: list of bytes, or array of float32 or int64. Local."""
+    if kind_of_list == _BYTES:
+        return [data[slice(*span)] for _, span in parts]
+    text = b"".join(data[slice(*span)] for _, span in parts)
+    if kind_of_list == _FLOATS:
+        if len(text) % 4:
+            raise ValueError("floats that are not four bytes each")
+        return np.frombuffer(text, "<f4")
+    return varints(np.frombuffer(text, np.uint8))[0]
+
+
+def varints(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (values as int64, where each begins) of bytes full of varints. Local."""
+    ends = np.flatnonzero(flat < 128)
+    if len(flat) and (not len(ends) or ends[-1] != len(flat) - 1):
+        raise ValueError("a number has no end")
+    starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
+    lengths = ends - starts + 1
+    if lengths.max(initial=0) > 10:
+        raise ValueError("a number has more than 64 bits")
+    total = np.zeros(len(starts), np.uint64)
+    for k in range(lengths.max(initial=0)):
+        longer = lengths > k
+        part = (flat[starts[longer] + k] & 127).astype(np.uint64)
+        total[longer] |= part << np.uint64(7 * k)
+    return total.astype(np.int64), starts
+
+
+def encode(features: dict) -> bytes:
+    """Return an Example of name -> list of bytes, float array or integer array. Local.
+
+    For tests, and to prepare data.
+    """
+    entries = b""
+    for name, value in features.items():
+        if isinstance(value, list):
+            kind, text = _BYTES, b"".join(_field(1, part) for part in value)
+        elif np.asarray(value).dtype.kind == "f":
+            kind, text = _FLOATS, _field(1, np.asarray(value, "<f4").tobytes())
+        else:
+            numbers = b"".join(_varint(int(v) & (1 << 64) - 1) for v in np.asarray(value))
+            kind, text = _INTEGERS, _field(1, numbers)
+        entries += _field(1, _field(1, name.encode()) + _field(2, _field(kind, text)))
+    return _field(1, entries)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _field(number: int, text: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(text)) + text

@@ -1,0 +1,172 @@
+"""Video-level features of YouTube-8M: what a video looks and sounds like, and its entities.
+
+    TFRecord files   Example {id, labels, mean_rgb, mean_audio}   ->   (n, 1024 + 128), (n, 3862)
+
+Records of one layout are decoded together: the bytes between their values are compared with those
+of the first one, and where they are the same, the values lie at the same places.
+
+S. Abu-El-Haija et al., "YouTube-8M: a large-scale video classification benchmark", 2016,
+arXiv:1609.08675.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpidist.data import example
+from mpidist.data.sources import Source
+from mpidist.data.tfrecord import TFRecords
+from mpidist.errors import BadRecord, ConfigError
+
+#: Names and lengths of the features, in the order of a sample.
+FEATURES = {"mean_rgb": 1024, "mean_audio": 128}
+CLASSES = 3862
+
+
+class _Layout(NamedTuple):
+    """Where the values of a record lie, and the bytes of all others."""
+
+    features: list[example.Span]
+    labels: example.Span
+    frame: np.ndarray
+    expected: np.ndarray
+
+
+class YouTube8M:
+    """Samples (features float32, entities uint8 of 0 and 1) of TFRecord files. Local.
+
+    Parameters
+    ----------
+    paths : path-like, or sequence of them
+    classes : int
+        Entities; a record with a larger one is bad.
+    features : mapping of name -> length
+        Which float features a sample is made of, one after the other.
+    """
+
+    reads = True
+
+    def __init__(self, paths, classes: int = CLASSES, features: Mapping[str, int] | None = None):
+        self.records = TFRecords(paths)
+        self.classes, self.features = classes, dict(FEATURES if features is None else features)
+        more = f" and {len(self.records.paths) - 1} more" if len(self.records.paths) > 1 else ""
+        self.name = self.records.paths[0] + more
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def take(self, indices) -> tuple:
+        """Return the samples at `indices`; BadRecord for one that cannot be decoded."""
+        indices = np.asarray(indices, np.int64)
+        records = self.records.read(indices)
+        inputs = np.empty((len(records), sum(self.features.values())), np.float32)
+        labels = np.zeros((len(records), self.classes), np.uint8)
+        lengths = np.array([len(record) for record in records], np.int64)
+        for length in np.unique(lengths):
+            places = np.flatnonzero(lengths == length)
+            block = np.frombuffer(b"".join(records[k] for k in places), np.uint8)
+            self._decode(block.reshape(len(places), length), indices, places, inputs, labels)
+        with np.errstate(invalid="ignore", over="ignore"):
+            broken = np.flatnonzero(~np.isfinite(inputs.sum(axis=1)))
+        if len(broken):
+            raise BadRecord(int(indices[broken[0]]), "a feature is not finite")
+        return inputs, labels
+
+    def _decode(self, block, indices, places, inputs, labels) -> None:
+        """Decode records of one length, those of one layout together."""
+        while len(places):
+            try:
+                layout = self._layout(block[0].tobytes())
+            except ValueError as error:
+                raise BadRecord(int(indices[places[0]]), f"no video: {error}") from None
+            same = (block[:, layout.frame] == layout.expected).all(axis=1)
+            mine, rows = block[same], places[same]
+            start = 0
+            for (low, high), width in zip(layout.features, self.features.values(), strict=True):
+                values = np.ascontiguousarray(mine[:, low:high]).view("<f4")
+                inputs[rows, start : start + width] = values
+                start += width
+            self._entities(mine[:, slice(*layout.labels)], indices, rows, labels)
+            block, places = block[~same], places[~same]
+
+    def _entities(self, text, indices, rows, labels) -> None:
+        """Set the entities of records whose varints are the rows of `text`."""
+        if not text.size:
+            return
+        ends = text[:, -1] < 128
+        if not ends.all():
+            raise BadRecord(int(indices[rows[~ends][0]]), "no video: a number has no end")
+        numbers, starts = example.varints(np.ascontiguousarray(text).reshape(-1))
+        owners = rows[starts // text.shape[1]]
+        wrong = (numbers < 0) | (numbers >= self.classes)
+        if wrong.any():
+            raise BadRecord(
+                int(indices[owners[wrong][0]]),
+                f"entity {numbers[wrong][0]} of {self.classes}",
+            )
+        labels[owners, numbers] = 1
+
+    def _layout(self, data: bytes) -> _Layout:
+        found = example.layout(data)
+        spans = []
+        for name, width in self.features.items():
+            span = _packed(found, name, 2)
+            if span[1] - span[0] != 4 * width:
+                raise ValueError(f"{name} has {(span[1] - span[0]) // 4} numbers, not {width}")
+            spans.append(span)
+        labels = _packed(found, "labels", 3)
+        free = np.zeros(len(data), bool)
+        names = [span for kind, parts in found.values() if kind == 1 for _, span in parts]
+        for low, high in (*spans, labels, *names):
+            free[low:high] = True
+        frame = np.flatnonzero(~free)
+        return _Layout(spans, labels, frame, np.frombuffer(data, np.uint8)[frame])
+
+    def ids(self, indices) -> list[str]:
+        """Return the videos' names."""
+        found = []
+        for data in self.records.read(indices):
+            entries = example.layout(data)
+            kind, parts = entries.get("id") or entries.get("video_id") or (1, [])
+            found.append(b"".join(example.values(data, kind, parts)).decode("utf-8", "replace"))
+        return found
+
+    def close(self) -> None:
+        """Close the files."""
+        self.records.close()
+
+
+def _packed(found: Mapping, name: str, kind: int) -> example.Span:
+    """Where the values of a feature lie in one piece; an empty span where it has none."""
+    got, parts = found.get(name, (0, []))
+    if got != kind or len(parts) > 1 or any(wire != 2 for wire, _ in parts):
+        there = ", ".join(found) or "nothing"
+        raise ValueError(f"no packed {name!r} of the right type; there are {there}")
+    return parts[0][1] if parts else (0, 0)
+
+
+def youtube8m(
+    train: str | Sequence[str], test: str | Sequence[str], classes: int = CLASSES
+) -> tuple[Source, Source]:
+    """Return (train, test) of files, or patterns such as ``train*.tfrecord``. Local."""
+    return YouTube8M(files(train), classes), YouTube8M(files(test), classes)
+
+
+def files(patterns: str | os.PathLike | Sequence) -> list[str]:
+    """Return the files of a pattern, or of several, sorted. Local.
+
+    Raises ConfigError where a pattern matches nothing.
+    """
+    given = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
+    found: list[str] = []
+    for pattern in given:
+        matching = sorted(glob.glob(os.fspath(pattern)))  # noqa: PTH207 (it may be absolute)
+        if not matching:
+            raise ConfigError(f"no file matches {os.fspath(pattern)!r}")
+        found += matching
+    return found

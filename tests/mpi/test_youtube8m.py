@@ -1,0 +1,76 @@
+"""R13: the tagger on TFRecord files that are made here, damaged, and derived from (R14)."""
+
+import numpy as np
+import pytest
+
+import mpidist as md
+from mpidist import data, models, optim
+from mpidist.data import example, tfrecord
+
+COUNT, CLASSES = 400, 30
+RNG = np.random.default_rng(5)
+CENTRES = RNG.standard_normal((CLASSES, 1152)).astype(np.float32)
+
+
+def video(k):
+    rng = np.random.default_rng((7, k))
+    labels = rng.choice(CLASSES, rng.integers(1, 4), replace=False)
+    x = CENTRES[labels].sum(axis=0) + rng.standard_normal(1152).astype(np.float32)
+    return example.encode(
+        {"id": [b"%d" % k], "labels": labels, "mean_rgb": x[:1024], "mean_audio": x[1024:]}
+    )
+
+
+@pytest.fixture
+def paths(comm, folder):
+    """Four files of training records, three of which are damaged, and one to test with."""
+    if folder is None:
+        return None
+    paths = [folder / f"train{k}.tfrecord" for k in range(4)] + [folder / "test.tfrecord"]
+    if comm.rank == 0:
+        for k, path in enumerate(paths):
+            tfrecord.write(path, [video(i) for i in range(100 * k, 100 * k + 100)])
+        whole = bytearray(paths[1].read_bytes())
+        for at in (20_000, 100_000, 300_000):
+            whole[at] ^= 4
+        paths[1].write_bytes(whole)
+    comm.Barrier()
+    return paths
+
+
+BITS: list = []
+
+
+@pytest.mark.ranks(1, 3)
+def test_a_tagger_learns_from_damaged_files(comm, paths):
+    model = models.tagger(1152, CLASSES)
+    source = data.YouTube8M(paths[:4], CLASSES)
+    result = md.train(
+        comm, model, source, optimizer=optim.adam(0.003), global_batch=40, epochs=6,
+        test_data=data.YouTube8M(paths[4], CLASSES), max_bad=0.01, microbatches=4,
+    )  # fmt: skip
+    assert result.skipped_records == 6 * 3
+    assert result.test_accuracy > 0.9, "hit@1"
+    inputs, labels = data.YouTube8M(paths[4], CLASSES).take(np.arange(100))
+    assert models.hit_at_one(model.predict(inputs), labels) == result.test_accuracy
+    assert models.gap(model.predict(inputs), labels) > 0.8
+    BITS.append(result.parameters_sha256)
+    assert set(BITS) == {comm.bcast(BITS[0])}
+
+
+@pytest.mark.ranks(2)
+def test_derived_features_in_the_loader(comm, paths):
+    """R14: made in the thread that reads ahead."""
+
+    def normalised(inputs, labels):
+        length = np.linalg.norm(inputs, axis=1, keepdims=True)
+        return inputs / length * 10, labels
+
+    source = data.Derived(data.YouTube8M(paths[:4], CLASSES), normalised)
+    assert source.reads
+    result = md.train(
+        comm, models.tagger(1152, CLASSES), source, optimizer=optim.adam(0.01), global_batch=40,
+        epochs=6, max_bad=0.01,
+        test_data=data.Derived(data.YouTube8M(paths[4], CLASSES), normalised),
+    )  # fmt: skip
+    assert result.test_accuracy > 0.8
