@@ -65,7 +65,7 @@ def write(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], path: P
         for name in ordered:
             array = arrays[name]
             little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-            file.write(memoryview(np.ascontiguousarray(little).reshape(-1).view(np.uint8)))
+            file.write(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
 
 
 def _dtype(name: str, dtype: np.dtype) -> str:
