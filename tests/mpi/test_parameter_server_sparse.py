@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mpidist as md
+from mpidist.data import LibSVM
 from mpidist.parameter_server.protocol import HEADER_BYTES
 
 FEATURES = 127
@@ -16,9 +17,8 @@ BATCH = 60  # of all workers together
 
 def read_libsvm(path):
     """Labels -1 and 1, and per record its features (all values are 1)."""
-    lines = [line.split() for line in path.read_text().splitlines()]
-    labels = np.array([2.0 * float(line[0]) - 1 for line in lines])
-    return labels, [np.array([int(f.split(":")[0]) for f in line[1:]]) for line in lines]
+    source = LibSVM(path)
+    return 2 * source.labels - 1, np.split(source.columns, source.starts[1:-1])
 
 
 def subgradient(weights, labels, records, rows):

@@ -187,7 +187,7 @@ def test_bad_split(files, train):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("digit", {}, "unknown data source 'digit': expected one of 'digits', 'idx', .*; did you mean"),
+        ("digit", {}, "unknown data source 'digit': expected one of 'digits', .*; did you mean"),
         ("idx", {"images_path": "x"}, "setting 'labels_path' is missing"),
         ("digits", {"sed": 1}, "unknown setting 'sed'.*did you mean 'seed'"),
         ("digits", {"test": 1797}, "test is 1797, expected from 1 to 1796"),

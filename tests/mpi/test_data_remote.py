@@ -1,0 +1,79 @@
+"""R2, R130: a remote file once per node, tried again, capped; whole or not there."""
+
+import time
+
+import numpy as np
+import pytest
+
+from mpidist import events
+from mpidist.data import remote
+from mpidist.errors import MpidistError
+
+fsspec = pytest.importorskip("fsspec")
+
+CONTENT = np.random.default_rng(0).bytes(300_000)
+
+
+@pytest.fixture
+def url():
+    """In memory, so every process has a store of its own: only leaders may need theirs."""
+    store = fsspec.filesystem("memory")
+    store.pipe("/bucket/data.bin", CONTENT)
+    yield "memory://bucket/data.bin"
+    store.rm("/bucket", recursive=True)
+
+
+def fetches():
+    return sum(1 for event in events.recent if event[1] == "fetched")
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_once_per_node(comm, folder, url):
+    """Two ranks to a node, each with its own disk: the leaders fetch, and only once."""
+    events.recent.clear()
+    disk = folder / f"node{comm.rank // 2}"
+    for _ in range(2):
+        path = remote.local_copy(comm, url, disk, ranks_per_node=2)
+        assert path.read_bytes() == CONTENT
+    assert comm.allgather(fetches()) == [1 - rank % 2 for rank in range(comm.size)]
+    comm.Barrier()
+    assert [file.name for file in disk.iterdir()] == [path.name]
+    assert path.name.endswith("-data.bin")
+
+
+@pytest.mark.ranks(2)
+def test_tried_again_and_given_up(comm, folder, url, monkeypatch):
+    calls, real = [], remote._copy
+
+    def flaky(url, partial, bandwidth):
+        calls.append(time.monotonic())
+        if len(calls) < 3:
+            partial.write_bytes(b"half")
+            raise ConnectionError("reset by peer")
+        real(url, partial, bandwidth)
+
+    monkeypatch.setattr(remote, "_copy", flaky)
+    path = remote.local_copy(comm, url, folder, wait=0.05)
+    assert path.read_bytes() == CONTENT
+    if comm.rank == 0:
+        assert len(calls) == 3
+        assert calls[1] - calls[0] >= 0.05
+        assert calls[2] - calls[1] >= 0.1, "twice as long each time"
+    comm.Barrier()
+    calls.clear()
+    with pytest.raises(MpidistError, match="reset by peer; tried 2 times"):
+        remote.local_copy(comm, url + "?2", folder, tries=2, wait=0.01)
+    comm.Barrier()
+    assert [file.name for file in folder.iterdir()] == [path.name], "nothing half is left"
+
+
+@pytest.mark.ranks(1)
+def test_short_answers_and_bandwidth(comm, folder, url, monkeypatch):
+    began = time.monotonic()
+    remote.local_copy(comm, url, folder / "slow", bandwidth=1_000_000)
+    assert 0.29 < time.monotonic() - began < 2
+    monkeypatch.setattr(remote, "_size", lambda *_: 300_001)
+    with pytest.raises(MpidistError, match="300000 bytes came, expected 300001"):
+        remote.local_copy(comm, url, folder / "short", tries=1)
+    with pytest.raises(MpidistError, match="FileNotFoundError"):
+        remote.local_copy(comm, "memory://bucket/nothing", folder, tries=1)
