@@ -84,14 +84,15 @@ def _split(state: Mapping) -> tuple[dict[str, np.ndarray], dict[str, object]]:
             arrays[name_of(path)] = np.asarray(leaf)
         else:
             extras[show(path)] = to_json(leaf, path)
-    if EXTRAS in arrays:
-        raise ConfigError(f"an array is named {EXTRAS}, which is the name of the extras")
     return arrays, extras
 
 
 def name_of(path: Keys) -> str:
     """Return the name of an array in a file: its keys joined by ``/``. Local."""
-    return "/".join(_escaped(key) for key in path)
+    name = "/".join(_escaped(key) for key in path)
+    if name == EXTRAS:
+        raise ConfigError(f"an array is named {EXTRAS}, which is the name of the extras")
+    return name
 
 
 def _escaped(key: str) -> str:

@@ -36,6 +36,11 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     region: Region
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the region."""
+        return self.region.size * dtype_of(self.dtype).itemsize
+
 
 class Plan(NamedTuple):
     """Where everything lies in a shard file.
@@ -71,10 +76,8 @@ def plan(parts: Sequence[Part]) -> Plan:
 
 def _add(file: h5py.File, name: str, part: Part) -> int:
     """Make one dataset without data and return its byte offset."""
-    dtype, shape = dtype_of(part.dtype), part.region.shape
-    known = part.dtype[0] in "<>|" and dtype.kind in "biufc"
-    if not known or dtype.itemsize > (16 if dtype.kind == "c" else 8):
-        dtype, shape = np.dtype(np.uint8), (*shape, dtype.itemsize)
+    dtype, inner = face(part.dtype)
+    shape = (*part.region.shape, *inner)
     settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     settings.set_layout(h5py.h5d.CONTIGUOUS)
     settings.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -90,6 +93,15 @@ def _add(file: h5py.File, name: str, part: Part) -> int:
     box = isinstance(part.region, Box)
     dataset.attrs["start" if box else "flat_start"] = np.array(part.region.start, np.int64)
     return dataset.id.get_offset()
+
+
+def face(name: str) -> tuple[np.dtype, tuple[int, ...]]:
+    """Return the dtype that HDF5 is told for elements of dtype `name`, and their shape. Local."""
+    dtype = dtype_of(name)
+    known = name[0] in "<>|" and dtype.kind in "biufc"
+    if known and dtype.itemsize <= (16 if dtype.kind == "c" else 8):
+        return dtype, ()
+    return np.dtype(np.uint8), (dtype.itemsize,)
 
 
 class _Remembering(io.RawIOBase):

@@ -19,7 +19,9 @@ from mpidist.checkpoint.manifest import NAME, Damaged
 from mpidist.checkpoint.steps import Entry
 
 OWNER = "OWNER"
-_OURS = re.compile(r"shard-[0-9]{5}\.(h5|json|part)|MANIFEST\.json|OWNER", re.ASCII)
+_OURS = re.compile(
+    r"shard-[0-9]{5}\.(h5|json|part)|MANIFEST\.json|OWNER|index(-[0-9a-f]{8}\.part|\.h5)", re.ASCII
+)
 _TEMPORARY = re.compile(r"\.tmp-step-[0-9]{12}-[0-9a-f]{16}", re.ASCII)
 
 #: A temporary folder that looks abandoned, but may be of another host, is left alone this long.

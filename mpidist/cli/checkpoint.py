@@ -1,4 +1,4 @@
-"""``mpidist checkpoint list | show | verify | export``: look at a store without MPI.
+"""``mpidist checkpoint list | show | verify | export | index``: look at a store without MPI.
 
 Made for login nodes: neither mpi4py nor a GPU is needed. Exit codes: 0 good, 1 something is
 damaged, 2 there is nothing to look at or the arguments cannot work.
@@ -16,7 +16,7 @@ from mpidist.errors import MpidistError
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Add the command to the subparsers of ``mpidist``. Local."""
     parser = subparsers.add_parser(
-        "checkpoint", help="list, show, verify or export checkpoints (no MPI needed)"
+        "checkpoint", help="list, show, verify, export or index checkpoints (no MPI needed)"
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     helps = {
@@ -24,6 +24,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "show": "the arrays and values of one step",
         "verify": "check every byte of all steps, or of one",
         "export": "write one step as one plain file: .h5, .npz or .safetensors",
+        "index": "write index.h5 beside the shards of a step: its arrays for any HDF5 program",
     }
     for name, text in helps.items():
         action = actions.add_parser(name, help=text, description=text)
@@ -108,6 +109,17 @@ def _export(args) -> int:
     return 0
 
 
+def _index(args) -> int:
+    from mpidist import strangers
+    from mpidist.checkpoint.index import index
+
+    if holes := strangers.known_holes():
+        print(f"mpidist: {holes}", file=sys.stderr)
+    step, out = index(args.path, args.step)
+    print(f"step {step} of {args.path} -> {out} ({out.stat().st_size:,} bytes)")
+    return 0
+
+
 def _chosen(args):
     """Return (entry, manifest) of ``--step``, or of the newest whose manifest is good."""
     from mpidist.checkpoint import load, steps
@@ -122,4 +134,10 @@ def _chosen(args):
     raise load.failure(args.path, args.step, tried)
 
 
-_ACTIONS = {"list": _list, "show": _show, "verify": _verify, "export": _export}
+_ACTIONS = {
+    "list": _list,
+    "show": _show,
+    "verify": _verify,
+    "export": _export,
+    "index": _index,
+}

@@ -21,7 +21,7 @@ COMMANDS = {
     "launch": "run an MPI program until it is done, whatever dies meanwhile; needs no MPI",
     "bench": "measure allreduce, parameter servers or checkpoints against what is there",
     "simulate": "who sends what, and what it costs, for any number of ranks; needs no MPI",
-    "checkpoint": "list, show, verify or export checkpoints; needs no MPI",
+    "checkpoint": "list, show, verify, export or index checkpoints; needs no MPI",
 }
 
 
