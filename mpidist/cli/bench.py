@@ -1,7 +1,7 @@
 """``mpidist bench WHAT``: figures, each beside its yardstick of the same run.
 
 Each sub-command is a module here with ``add_parser(what)`` and ``run(comm, args)``, which prints
-and returns its rows. `network` is started without mpirun: it starts the ranks itself.
+and returns its rows. `network` and `relaunch` are started without mpirun: they start the ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from . import (
     bench_counters,
     bench_network,
     bench_overlap,
+    bench_relaunch,
     bench_servers,
     bench_step,
 )
@@ -33,6 +34,7 @@ _MODULES = {
     "overlap": bench_overlap,
     "step": bench_step,
     "network": bench_network,
+    "relaunch": bench_relaunch,
 }
 #: Options that count something.
 _POSITIVE = (
@@ -71,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         bench_allreduce.prepare(args)
     if args.what == "network":
         rows, first = bench_network.run(args, os.environ), True
+    elif args.what == "relaunch":
+        rows, first = bench_relaunch.run(args), True
     elif getattr(args, "advise", False):
         rows, first = bench_choices.advise(args, os.environ), True
     else:

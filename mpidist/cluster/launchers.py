@@ -106,6 +106,32 @@ def slurm_hosts(environ: Mapping[str, str]) -> dict[str, int] | None:
     return dict(zip(names, counts, strict=False))
 
 
+def slurm_left(environ: Mapping[str, str]) -> list[str]:
+    """Return the hosts that the allocation has now: a node that went down leaves it. Local."""
+    nodes = _ask(["squeue", "-h", "-j", environ["SLURM_JOB_ID"], "-o", "%N"]).strip()
+    return _ask(["scontrol", "show", "hostnames", nodes]).split()
+
+
+def slurm_environ(
+    environ: Mapping[str, str], hosts: Sequence[str], left: Sequence[str], ranks: int
+) -> dict[str, str]:
+    """Return what Slurm would have set on a start on the hosts that are `left`. Pure.
+
+    srun and Open MPI's mpirun believe these variables, and fail where they name a host too many.
+    """
+    if list(hosts) == list(left):
+        return {}
+    told = {"SLURM_NTASKS": str(ranks), "SLURM_NPROCS": str(ranks)}
+    for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        told[name] = ",".join(left)
+    for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
+        told[name] = str(len(left))
+    for name in ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE"):
+        counts = dict(zip(hosts, expand_counts(environ.get(name, "")), strict=False))
+        told[name] = ",".join(str(counts.get(host, 1)) for host in left)
+    return {name: value for name, value in told.items() if name in environ}
+
+
 def slurm_away(hosts: Sequence[str]) -> set[str]:
     """Return those of the hosts on which Slurm starts nothing now. Local."""
     said = _ask(["sinfo", "-h", "-N", "-n", ",".join(hosts), "-o", "%N %T"])

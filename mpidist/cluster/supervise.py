@@ -57,21 +57,32 @@ class Job(NamedTuple):
     limits: Limits = Limits()
 
 
+class Place(NamedTuple):
+    """Where an attempt runs: `hosts` to ranks, None where the launcher decides.
+
+    `left` are the hosts of the allocation; `named`: some of them must not be used.
+    """
+
+    hosts: dict[str, int] | None
+    left: tuple[str, ...] = ()
+    named: bool = False
+
+
 def run(job: Job) -> int:
     """Launch `job` until it is done or must not go on; return the exit code. Local."""
     job.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     attempts = read_history(job.folder)
-    ranks, hosts = job.ranks, job.hosts
+    ranks, place = job.ranks, Place(job.hosts, tuple(job.hosts or ()), named=not job.slurm)
     # Waited for and never handled: a handler could run between any two lines of this.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     try:
         while True:
-            one = _Running(job, len(attempts), ranks, hosts)
+            one = _Running(job, len(attempts), ranks, place)
             attempts.append(one.watch())
             _note(job.folder, "attempt", attempts[-1]._asdict())
             if attempts[-1].failed and not attempts[-1].asked:
-                hosts = usable(job)
-            room = _room(job, hosts)
+                place = usable(job)
+            room = _room(job, place.hosts)
             action = decide(attempts, job.policy, job.ranks, room)
             _note(job.folder, "decision", action._asdict())
             _tell(attempts, action)
@@ -106,7 +117,7 @@ def _asked_within(seconds: float) -> bool:
 class _Running:
     """One attempt: the launcher, its ranks' folder, and the mark of all it started."""
 
-    def __init__(self, job: Job, number: int, ranks: int, hosts: dict[str, int] | None):
+    def __init__(self, job: Job, number: int, ranks: int, place: Place):
         self.job, self.number, self.ranks = job, number, ranks
         self.folder = job.folder / f"attempt-{number}"
         self.folder.mkdir(mode=0o700)
@@ -117,14 +128,17 @@ class _Running:
             pulse.ATTEMPT: str(number),
             pulse.LAUNCHER: pulse.launcher_id(),
         }
-        words = launchers.command(ranks, job.words, hosts, restricted=hosts != job.hosts)
+        slurm: dict[str, str] = {}
+        if job.slurm and job.hosts:
+            slurm = launchers.slurm_environ(os.environ, list(job.hosts), place.left, ranks)
+        words = launchers.command(ranks, job.words, place.hosts, restricted=place.named)
         if launchers.kind_of(words) == "openmpi":
             # The others hand the whole environment on, also to other hosts.
             words += [word for name in told for word in ("-x", name)]
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             [*words, *job.program],
-            env={**launch_environment(), **told},
+            env={**launch_environment(), **slurm, **told},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD),
@@ -188,22 +202,26 @@ class _Running:
 # --------------------------------------------------------------------------------------- hosts
 
 
-def usable(job: Job) -> dict[str, int] | None:
-    """Return the hosts that answer, with their room; None where the launcher decides. Local."""
+def usable(job: Job) -> Place:
+    """Return where the next attempt can run. Local."""
     if job.hosts is None or len(job.hosts) < 2:
-        return job.hosts
+        return Place(job.hosts)
+    left = list(job.hosts)
     if job.slurm:
-        away = launchers.slurm_away(list(job.hosts))
+        still = set(launchers.slurm_left(os.environ))
+        left = [host for host in left if host in still]
+        away = launchers.slurm_away(left) if left else set()
     else:
         environment = launch_environment()
         with ThreadPoolExecutor(16) as pool:
             answers = pool.map(
-                lambda host: launchers.answers(host, job.words, environment, PROBE), job.hosts
+                lambda host: launchers.answers(host, job.words, environment, PROBE), left
             )
-            away = {host for host, well in zip(job.hosts, answers, strict=True) if not well}
-    if away:
-        say(f"not there: {', '.join(sorted(away))}")
-    return {host: count for host, count in job.hosts.items() if host not in away}
+            away = {host for host, well in zip(left, answers, strict=True) if not well}
+    hosts = {host: job.hosts[host] for host in left if host not in away}
+    if gone := [host for host in job.hosts if host not in hosts]:
+        say(f"not there: {', '.join(gone)}")
+    return Place(hosts, tuple(left), named=bool(away) or not job.slurm)
 
 
 def _room(job: Job, hosts: Mapping[str, int] | None) -> int:

@@ -268,7 +268,23 @@ def test_hosts_of_the_user_and_of_slurm(tmp_path, monkeypatch):
     environ = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "2(x3)"}
     assert launchers.slurm_hosts(environ) == {"n1": 2, "n2": 2, "n3": 2}
     assert launchers.slurm_hosts({}) is None
+    (tmp_path / "squeue").symlink_to("scontrol")
+    assert launchers.slurm_left(environ) == ["n1", "n2", "n3"]
     assert launchers.slurm_away(["n1", "n2", "n3", "n4"]) == {"n2", "n3", "n4"}
+
+
+def test_slurm_variables_of_the_nodes_that_are_left():
+    """srun and mpirun believe them: a node that left the allocation must not be in them."""
+    environ = {
+        "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_NUM_NODES": "3",
+        "SLURM_TASKS_PER_NODE": "2(x2),1", "SLURM_NTASKS": "5", "SLURM_JOB_CPUS_PER_NODE": "4(x3)",
+    }  # fmt: skip
+    names = ["n1", "n2", "n3"]
+    assert launchers.slurm_environ(environ, names, names, 5) == {}
+    assert launchers.slurm_environ(environ, names, ["n1", "n3"], 3) == {
+        "SLURM_JOB_NODELIST": "n1,n3", "SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "2,1",
+        "SLURM_NTASKS": "3", "SLURM_JOB_CPUS_PER_NODE": "4,4",
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------- what ranks tell

@@ -1,0 +1,70 @@
+"""`mpidist launch` on a real Slurm: a node goes down under the job, and the rest goes on."""
+
+import json
+import time
+
+import pytest
+from interpreters import ROOT, job_environment
+
+pytestmark = pytest.mark.slurm
+
+STEPS = 300
+SCRIPT = """#!/bin/bash
+#SBATCH --job-name=recovery --output=%x-%j.out --nodes=4 --ntasks-per-node=1 --no-kill
+exec mpidist launch -n 4 --launcher "$LAUNCHER" -- mpidist train "$1" --set out=run "${@:2}"
+"""
+SETTINGS = [
+    word
+    for setting in (f"steps={STEPS}", "microbatches=8", "checkpoint_every=20", "log_every=1",
+                    "model.channels=[4,8]", "data.distort.copies=2")
+    for word in ("--set", setting)
+]  # fmt: skip
+
+
+def steps(folder):
+    file = folder / "run" / "metrics.jsonl"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line)["step"] for line in lines]
+
+
+def submit(cluster, folder, python, launcher):
+    script = folder / "recovery.sbatch"
+    script.write_text(SCRIPT)
+    environ = {**job_environment(python), "LAUNCHER": launcher}
+    job = str(ROOT / "jobs" / "digits.toml")
+    return cluster.submit(script, job, *SETTINGS, env=environ, cwd=folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "launcher"),
+    [("openmpi", "mpirun"), ("openmpi", "srun --mpi=pmix"), ("mpich", "srun --mpi=pmi2")],
+)
+def test_a_node_goes_down(cluster, kind, launcher, request, tmp_path):
+    """R49, R140: the node's ranks are gone; three hosts finish, with the undisturbed weights."""
+    python = request.getfixturevalue(kind)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    job = cluster.wait(submit(cluster, whole, python, launcher), 150)
+    assert job.state == "COMPLETED", job.output
+    number = submit(cluster, broken, python, launcher)
+    try:
+        deadline = time.monotonic() + 100
+        while max(steps(broken), default=0) < 30:
+            assert time.monotonic() < deadline, cluster.job(number).output
+            time.sleep(0.05)
+        cluster.run(["scontrol", "update", "nodename=n4", "state=down", "reason=test"]).check()
+        job = cluster.wait(number, 150)
+    finally:
+        cluster.run(["scontrol", "update", "nodename=n4", "state=resume"])
+    assert job.state == "COMPLETED", job.output
+    assert "not there: n4" in job.output
+    reference, facts = (
+        json.loads((f / "run" / "summary.json").read_text()) for f in (whole, broken)
+    )
+    assert (facts["ranks"], facts["restarts"], facts["resizes"]) == (3, 1, 1)
+    assert facts["steps"] == STEPS
+    assert facts["parameters_sha256"] == reference["parameters_sha256"]
+    made, resumed = steps(broken), facts["resumed_at"]
+    before = len(made) - (STEPS - resumed)
+    assert made == [*range(1, before + 1), *range(resumed + 1, STEPS + 1)]
