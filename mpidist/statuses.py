@@ -19,8 +19,9 @@ from .errors import MismatchError
 from .mismatch import LEFT, STATUS_BYTES, VERDICT, WAITING, Status, conflict, encode
 from .waiting import wait_until
 
-#: How many signatures a rank remembers, to answer ranks that wait in an earlier operation.
-HISTORY = 64
+#: How many signatures a rank remembers, to answer ranks that wait in an earlier operation, and to
+#: tell what it did last when the job hangs.
+HISTORY = 256
 _TAG = 1
 
 

@@ -91,7 +91,9 @@ def _train(comm, job, parts, args, store_path: Path) -> None:
     if comm.rank == 0:
         print(line, flush=True)
     events.open_log(job.folder / "events" / f"rank-{comm.rank}.jsonl", rank=comm.rank, host=host)
-    watcher = watch(comm, seconds=job.watch_seconds) if job.watch_seconds else None
+    watcher = None
+    if job.watch_seconds:
+        watcher = watch(comm, seconds=job.watch_seconds, dumps=job.folder / "hang")
     reporter = Reporter(job, show=comm.rank == 0)
     resume = True if args.resume else False if args.no_resume else "auto"
     try:

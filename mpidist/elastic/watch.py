@@ -34,6 +34,7 @@ from mpi4py import MPI
 
 from mpidist import events, waiting
 from mpidist.abort import unlink_segments
+from mpidist.elastic import dump
 from mpidist.elastic.board import Board
 from mpidist.elastic.hang import Hang, Seen, judge, tell
 from mpidist.elastic.processes import born, stat_of
@@ -60,12 +61,23 @@ class watch:
         How long nothing may happen.
     directory : path, optional
         Where ranks on several hosts meet: a folder they share. Default: the current one.
+    dumps : path, optional
+        Where each rank that can writes ``hang-RANK.json`` at a hang: its newest 256 operations on
+        each communicator, its newest events, the stacks of its threads.
     """
 
-    def __init__(self, comm, seconds: float = 60, *, directory: str | os.PathLike | None = None):
+    def __init__(
+        self,
+        comm,
+        seconds: float = 60,
+        *,
+        directory: str | os.PathLike | None = None,
+        dumps: str | os.PathLike | None = None,
+    ):
         if not seconds > 0:
             raise ConfigError(f"watch: seconds={seconds!r}; expected a number > 0")
         self.seconds = float(seconds)
+        self.dumps = None if dumps is None else Path(dumps).absolute()
         self.rank, self.size = comm.rank, comm.size
         self.interval = min(1.0, self.seconds / 10)
         self._board = Board(comm, directory)
@@ -162,6 +174,7 @@ class watch:
         if living and self.rank == living[0]:
             _write(tell(self._peers, hang, self.seconds, now, self._condition))
         _write(self._stack())
+        self._dump(hang)
         time.sleep(
             1.5 * self.interval + 0.2
         )  # all ranks look once more, hear of it and do the same
@@ -169,6 +182,15 @@ class watch:
             self._kill_absent(hang)
         self._board.close(last=True)
         self._leave(by_abort=self.rank in living[:1])
+
+    def _dump(self, hang: Hang) -> None:
+        if self.dumps is None:
+            return
+        about = {"host": self._identity["host"], "absent": hang.absent, "suspects": hang.suspects}
+        try:
+            dump.write(self.dumps, self.rank, **about, state=self._me.state, where=self._me.where)
+        except OSError as error:
+            _write(f"mpidist: watch: rank {self.rank} could not write its dump: {error}\n")
 
     def _leave(self, *, by_abort: bool) -> None:
         """End this process; one rank asks MPI to end the job first.

@@ -1,5 +1,6 @@
 """md.watch on real hangs: the absent rank is named, everybody's place is told, all is over."""
 
+import json
 import os
 import re
 import signal
@@ -197,3 +198,43 @@ def test_slow_is_not_a_hang(program):
 def test_stop_twice_and_watch_again(program):
     result = launch(3, [sys.executable, program, "leave", "0.5"], timeout=30).check()
     assert result.stderr == ""
+
+
+def test_the_last_operations_are_written_down(tmp_path):
+    """Of every rank that can still write: 256 operations by number, events, stacks; no values."""
+    program = tmp_path / "program.py"
+    program.write_text(HANGING)
+    result = launch(3, [sys.executable, str(program), str(tmp_path / "hang")], timeout=60)
+    assert result.returncode == 70, result.stderr
+    dumps = {path.name: json.loads(path.read_text()) for path in (tmp_path / "hang").iterdir()}
+    assert set(dumps) == {"hang-0.json", "hang-2.json"}, "rank 1 stands still and cannot"
+    for name, facts in dumps.items():
+        assert facts["absent"] == [1], name
+        (comm,) = facts["communicators"]
+        numbers, texts = zip(*comm["operations"], strict=True)
+        assert len(numbers) == 256
+        assert numbers == tuple(range(comm["begun"] - 255, comm["begun"] + 1))
+        assert "broadcast" in texts[-1]
+        assert all("allreduce" in text for text in texts[-250:-1])
+        assert ["started", {"rank": facts["rank"]}] in [event[1:] for event in facts["events"]]
+        assert any("broadcast" in line for stack in facts["stacks"].values() for line in stack)
+    assert dumps["hang-0.json"]["communicators"][0]["begun"] == comm["begun"]
+
+
+HANGING = """
+import os, signal, sys
+import numpy as np
+from mpi4py import MPI
+import mpidist as md
+from mpidist import events
+
+comm = MPI.COMM_WORLD
+events.emit("started", rank=comm.rank)
+with md.watch(comm, seconds=2, dumps=sys.argv[1]):
+    x = np.ones(10)
+    for _ in range(400):
+        md.allreduce(comm, x, algorithm="ring")
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    md.broadcast(comm, x, root=1)
+"""
