@@ -8,6 +8,11 @@ Replicated tensors are laid end to end and cut in one range for each rank that h
 The parameters are cut on their own and come first in every file, then everything else (optimizer
 state, data position): where only the beginning of a file can be saved, it is what matters most.
 Shards are written by who holds them; a shard that several ranks hold alike, by the first of them.
+
+Where fewer ranks write than hold (``writers``), replicated tensors are cut over the writers among
+their holders, and everything else goes from its holder to the writer of that rank:
+
+    writers = 2, 4 ranks    rank 0 writes for 0 and 1, rank 2 for 2 and 3
 """
 
 from __future__ import annotations
@@ -77,11 +82,53 @@ def _same(rank: int, path: Path, value, known: dict, tell) -> None:
         )
 
 
-def assign(tensors: Sequence[Leaf], all_ranks: Sequence[Description]) -> list[list[Part]]:
-    """Return the parts that each rank writes, in the order of its file. Local.
+def writers_of(writers: str | int, nodes: Sequence[int]) -> list[int]:
+    """Return the rank that writes for each rank; `nodes` says on which node each one is. Local.
+
+    "all": each for itself. "node": the first of its node. A number: so many, evenly spread, each
+    for the ranks behind it.
+    """
+    size = len(nodes)
+    if writers == "all":
+        return list(range(size))
+    if writers == "node":
+        return [nodes.index(node) for node in nodes]
+    cut = BlockPartition(size, min(int(writers), size))
+    return [cut.range(cut.owner(rank))[0] for rank in range(size)]
+
+
+class Share(NamedTuple):
+    """What one rank gives, and what it writes: parts with the rank that holds each."""
+
+    gives: list[Part]
+    to: int
+    writes: list[tuple[int, Part]]
+
+
+def shares(
+    parts: Sequence[Sequence[Part]], writer_of: Sequence[int], first: Sequence
+) -> list[Share]:
+    """Return the share of each rank in a save; `first` is the order of the tensors. Local."""
+    place = {path: k for k, path in enumerate(first)}
+    writes: list[list[tuple[int, Part]]] = [[] for _ in parts]
+    for holder, mine in enumerate(parts):
+        writes[writer_of[holder]] += [(holder, part) for part in mine]
+    # Within a tensor in the order of the holders, which is that of the regions.
+    for one in writes:
+        one.sort(key=lambda item: (place[item[1].path], item[0]))
+    return [Share(list(mine), writer_of[rank], writes[rank]) for rank, mine in enumerate(parts)]
+
+
+def assign(
+    tensors: Sequence[Leaf],
+    all_ranks: Sequence[Description],
+    writer_of: Sequence[int] | None = None,
+) -> list[list[Part]]:
+    """Return the parts that each rank gives to its file, in the order of the tensors. Local.
 
     Raises CheckpointError where shards overlap or leave a hole.
     """
+    writers = set(range(len(all_ranks)) if writer_of is None else writer_of)
     number = {leaf.path: i for i, leaf in enumerate(tensors)}
     chosen: list[list[tuple[int, Region]]] = [[] for _ in all_ranks]
     holders: dict[Path, list[int]] = {leaf.path: [] for leaf in tensors}
@@ -99,7 +146,8 @@ def assign(tensors: Sequence[Leaf], all_ranks: Sequence[Description]) -> list[li
         if reason:
             raise CheckpointError(f"save: the shards of {show(path)} do not fit: {reason}")
     for group, ranks in _groups(tensors, holders):
-        for i, rank, region in _cut(group, ranks, tensors):
+        able = [rank for rank in ranks if rank in writers] or ranks
+        for i, rank, region in _cut(group, able, tensors):
             chosen[rank].append((i, region))
     return [
         [Part(tensors[i].path, tensors[i].dtype, tensors[i].shape, region) for i, region in mine]

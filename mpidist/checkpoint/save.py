@@ -29,7 +29,7 @@ import numpy as np
 
 import mpidist
 from mpidist import events
-from mpidist.checkpoint import files, hdf5, manifest, retention, shard, steps
+from mpidist.checkpoint import files, manifest, retention, shard, steps
 from mpidist.checkpoint.layout import (
     Shard,
     array_of,
@@ -40,7 +40,7 @@ from mpidist.checkpoint.layout import (
     to_json,
 )
 from mpidist.checkpoint.lock import RunLock
-from mpidist.checkpoint.plan import Description, Leaf, agree, assign
+from mpidist.checkpoint.plan import Description, Leaf, Share, agree, assign, shares
 from mpidist.checkpoint.steps import Entry
 from mpidist.checkpoint.together import together
 from mpidist.errors import CheckpointError
@@ -71,10 +71,9 @@ class _Leader:
 
     root: int
     name: str
-    owner: int
     tensors: list[Leaf]
     extras: list
-    parts: list[list[hdf5.Part]]
+    writers: list[int]
     resources: ExitStack = field(default_factory=ExitStack)
 
 
@@ -89,8 +88,11 @@ class Save:
         What to remove after the commit.
     lock : RunLock
         The store's; rank 0 takes it here.
-    snapshots : shard.Snapshots, optional
-        Where to copy this rank's part of the state now, so that it may change at once.
+    writer_of : list of int
+        The rank that writes for each rank.
+    buffers : shard.Buffers
+    copy : bool
+        Whether to copy this rank's part of the state now, so that it may change at once.
     """
 
     def __init__(
@@ -101,10 +103,12 @@ class Save:
         state: Mapping,
         keep: retention.Keep,
         lock: RunLock,
-        snapshots: shard.Snapshots | None = None,
+        writer_of: Sequence[int],
+        buffers: shard.Buffers,
+        copy: bool,
     ):
         self.comm, self.path, self.step = comm, path, step
-        self._keep, self._lock = keep, lock
+        self._keep, self._lock, self._writer_of = keep, lock, writer_of
         self._began = time.perf_counter()
         self._outcome: bytes | Exception | None = None  # this rank's table, or what went wrong
         self._committed: int | Exception | None = None  # bytes of the state, on rank 0
@@ -112,15 +116,34 @@ class Save:
         self._thread: threading.Thread | None = None
         self._leader: _Leader | None = None
         self._data: list = []
-        self.name, self.parts = self._plan(state)
+        self.name, share = self._plan(state)
+        self.parts = [part for _, part in share.writes]
         try:
             named = dict(leaves(state))
-            take = shard.in_place if snapshots is None else snapshots.take
-            self._data = take(self.parts, named)
+            if copy:
+                self._data = shard.copied(share.gives, named, buffers.copies)
+            else:
+                self._data = shard.in_place(share.gives, named)
         except Exception as error:  # raised by finish(), where all ranks can raise it
             self._outcome = error
+        if any(writer != rank for rank, writer in enumerate(writer_of)):
+            self._forward(share, buffers.inbox)
 
-    def _plan(self, state: Mapping) -> tuple[str, list[hdf5.Part]]:
+    def _forward(self, share: Share, inbox: shard.Memory) -> None:
+        """Bring what others hold to who writes it. Collective; raises on all ranks together."""
+
+        def local():
+            if isinstance(self._outcome, Exception):
+                raise self._outcome
+
+        try:
+            together(self.comm, f"save of step {self.step}", local)
+            self._data = shard.brought(self.comm, share, self._data, inbox)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _plan(self, state: Mapping) -> tuple[str, Share]:
         comm, mine, problem = self.comm, None, None
         try:
             mine = describe(state)
@@ -140,10 +163,11 @@ class Save:
 
         return together(comm, f"save of step {self.step}", local, decide, each=True)
 
-    def _open(self, described: list[Description]) -> list[tuple[str, list[hdf5.Part]]]:
-        """Rank 0: plan, and make the temporary folder. Returns what each rank writes, and where."""
+    def _open(self, described: list[Description]) -> list[tuple[str, Share]]:
+        """Rank 0: plan, and make the temporary folder. Returns its name and each rank's share."""
         tensors, extras = agree(described)
-        parts = assign(tensors, described)
+        parts = assign(tensors, described, self._writer_of)
+        plan = shares(parts, self._writer_of, [leaf.path for leaf in tensors])
         files.make_root(self.path)
         with ExitStack() as stack:
             root = stack.enter_context(files.folder(self.path))
@@ -155,8 +179,9 @@ class Save:
                 owner = retention.claim(folder)
             stack.callback(files.close, owner)
             retention.remove_dead(root)
-            self._leader = _Leader(root, name, owner, tensors, extras, parts, stack.pop_all())
-        return [(name, part) for part in parts]
+            writers = [rank for rank, share in enumerate(plan) if share.writes]
+            self._leader = _Leader(root, name, tensors, extras, writers, stack.pop_all())
+        return [(name, share) for share in plan]
 
     def write(self) -> None:
         """Write this rank's shard. Local, without MPI; what goes wrong is kept for `finish`."""
@@ -190,7 +215,7 @@ class Save:
         """Rank 0: return the tables of all writers when they are there. Local."""
         leader = self._leader
         assert leader is not None
-        missing = [rank for rank, parts in enumerate(leader.parts) if parts]
+        missing = list(leader.writers)
         found: dict[int, bytes] = {}
         pause, moved, seen = 1e-3, time.monotonic(), -1
         with files.folder(leader.name, leader.root) as folder:
@@ -263,7 +288,7 @@ class Save:
         data = manifest.encode(
             self.step,
             files.BLOCK,
-            len(leader.parts),
+            self.comm.size,
             tables,
             [(leaf.path, leaf.dtype, leaf.shape) for leaf in leader.tensors],
             leader.extras,

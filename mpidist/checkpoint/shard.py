@@ -11,17 +11,20 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidist.arrays import copy_into, host_empty, is_device
 from mpidist.checkpoint import files, hdf5, manifest
 from mpidist.checkpoint.layout import Shard, array_of
+from mpidist.checkpoint.plan import Share
 from mpidist.checkpoint.regions import Flat, Region
 from mpidist.errors import CheckpointError
 
 _ALIGN = 64
+_MESSAGE = 1 << 30
 
 
 def shard_name(rank: int) -> str:
@@ -29,36 +32,79 @@ def shard_name(rank: int) -> str:
     return f"shard-{rank:05d}.h5"
 
 
-class Snapshots:
-    """Memory for copies of the state, used again: fresh pages would cost more than the copying."""
+Bytes = Callable[[], np.ndarray]
+
+
+class Memory:
+    """Room for copies, used again by each save: fresh pages would cost more than the copying."""
 
     def __init__(self):
         self._memory = np.empty(0, np.uint8)
 
-    def take(self, parts: Sequence[hdf5.Part], named: Mapping) -> list[Callable[[], np.ndarray]]:
-        """Copy `parts` of the leaves `named` by path; returns what gives the bytes of each. Local.
-
-        What was taken before is overwritten: one save at a time.
-        """
-        views = [_view(named[part.path], part.region) for part in parts]
-        sizes = [-(-view.nbytes // _ALIGN) * _ALIGN for view in views]
-        if sum(sizes) > len(self._memory):
-            self._memory = np.empty(sum(sizes), np.uint8)
-        copies, start = [], 0
-        for view, size in zip(views, sizes, strict=True):
-            copy = self._memory[start : start + view.nbytes]
-            copy_into(copy.view(view.dtype).reshape(view.shape), view)
-            copies.append(copy)
-            start += size
-        return [lambda copy=copy: copy for copy in copies]  # type: ignore[misc]
+    def room(self, sizes: Sequence[int]) -> list[np.ndarray]:
+        """Return byte arrays of `sizes`. Local. What was there before is given up."""
+        starts = list(accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0))
+        if starts[-1] > len(self._memory):
+            self._memory = np.empty(starts[-1], np.uint8)
+        return [
+            self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
+        ]
 
 
-def in_place(parts: Sequence[hdf5.Part], named: Mapping) -> list[Callable[[], np.ndarray]]:
+class Buffers(NamedTuple):
+    """A store's memory: for copies of the state, and for what other ranks send."""
+
+    copies: Memory
+    inbox: Memory
+
+
+def copied(parts: Sequence[hdf5.Part], named: Mapping, memory: Memory) -> list[Bytes]:
+    """Copy `parts` of the leaves `named` by path; returns what gives the bytes of each. Local."""
+    views = [_view(named[part.path], part.region) for part in parts]
+    copies = memory.room([view.nbytes for view in views])
+    for view, copy in zip(views, copies, strict=True):
+        copy_into(copy.view(view.dtype).reshape(view.shape), view)
+    return [lambda copy=copy: copy for copy in copies]  # type: ignore[misc]
+
+
+def in_place(parts: Sequence[hdf5.Part], named: Mapping) -> list[Bytes]:
     """Return what gives the bytes of each part where they lie, when it is called. Local."""
     return [
         lambda part=part: _host_bytes(_view(named[part.path], part.region))  # type: ignore[misc]
         for part in parts
     ]
+
+
+def brought(comm, share: Share, data: Sequence[Bytes], inbox: Memory) -> list[Bytes]:
+    """Send what another rank writes, take in what this one writes for others. Collective.
+
+    Returns what gives the bytes of each part that this rank writes.
+    """
+    if share.to != comm.rank:
+        for part in data:
+            for piece in _pieces(part()):
+                comm.Send(piece, share.to)
+        return []
+    own = iter(data)
+    foreign = iter(inbox.room([part.nbytes for rank, part in share.writes if rank != comm.rank]))
+    written: list[Bytes] = []
+    arriving: list[tuple[int, np.ndarray]] = []
+    for holder, _ in share.writes:
+        if holder == comm.rank:
+            written.append(next(own))
+        else:
+            room = next(foreign)
+            arriving.append((holder, room))
+            written.append(lambda room=room: room)  # type: ignore[misc]
+    # Each rank sends in the order of the tensors, which is the order of what is written.
+    for holder, room in arriving:
+        for piece in _pieces(room):
+            comm.Recv(piece, holder)
+    return written
+
+
+def _pieces(data: np.ndarray) -> Iterator[np.ndarray]:
+    return (data[start : start + _MESSAGE] for start in range(0, len(data), _MESSAGE))
 
 
 def _view(leaf, region: Region) -> Any:
@@ -82,9 +128,7 @@ def _host_bytes(view) -> np.ndarray:
     return host.reshape(-1).view(np.uint8)
 
 
-def write(
-    folder: int, rank: int, parts: Sequence[hdf5.Part], data: Sequence[Callable[[], np.ndarray]]
-) -> bytes:
+def write(folder: int, rank: int, parts: Sequence[hdf5.Part], data: Sequence[Bytes]) -> bytes:
     """Write a shard and its table and wait until both are on stable storage. Local.
 
     Returns the bytes of the table; without parts nothing is written.
@@ -114,7 +158,7 @@ def put(folder: int, name: str, data: bytes) -> None:
 
 
 def write_shard(
-    folder: int, name: str, parts: Sequence[hdf5.Part], data: Sequence[Callable[[], np.ndarray]]
+    folder: int, name: str, parts: Sequence[hdf5.Part], data: Sequence[Bytes]
 ) -> tuple[manifest.File, list[int]]:
     """Write one shard file; returns its record and the byte offset of each part. Local."""
     layout = hdf5.plan(parts)

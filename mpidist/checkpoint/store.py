@@ -14,13 +14,15 @@ from mpidist import events
 from mpidist.abort import install_hook
 from mpidist.checkpoint import load, steps
 from mpidist.checkpoint.lock import RunLock
+from mpidist.checkpoint.plan import writers_of
 from mpidist.checkpoint.restore import restore
 from mpidist.checkpoint.retention import Keep
 from mpidist.checkpoint.save import Save
-from mpidist.checkpoint.shard import Snapshots
+from mpidist.checkpoint.shard import Buffers, Memory
 from mpidist.checkpoint.steps import MAX_STEP
 from mpidist.checkpoint.together import together
 from mpidist.errors import CheckpointError, ClosedError, ConfigError, MismatchError
+from mpidist.topology import Topology
 
 
 class CheckpointStore:
@@ -37,6 +39,9 @@ class CheckpointStore:
     keep_every : int, optional
         Keep the steps whose number is a multiple of this as well. The newest step that was
         verified or restored is never removed.
+    writers : "all", "node" or int
+        Who writes files: every rank, one rank of each node, or so many ranks. The others send
+        what only they hold to a writer, which needs the memory for it.
 
     Notes
     -----
@@ -44,19 +49,31 @@ class CheckpointStore:
     ``with``, or call `close`.
     """
 
-    def __init__(self, comm, path, keep: int | None = 3, *, keep_every: int | None = None):
+    def __init__(
+        self,
+        comm,
+        path,
+        keep: int | None = 3,
+        *,
+        keep_every: int | None = None,
+        writers: str | int = "all",
+    ):
         self.path = str(Path(path).absolute())
         for name, value in (("keep", keep), ("keep_every", keep_every)):
             if value is not None and (not _is_integer(value) or value < 1):
                 raise ConfigError(
                     f"{name}={value!r}; expected a number of steps of 1 or more, or None"
                 )
+        if writers not in ("all", "node") and not (_is_integer(writers) and int(writers) > 0):
+            raise ConfigError(f"writers={writers!r}; expected 'all', 'node' or a number from 1")
         install_hook(comm)
         self._comm = comm.Dup()
         self._pending: Save | None = None
         self._keep = Keep(keep, keep_every)
         self._lock = RunLock(self.path)
-        self._snapshots = Snapshots()
+        self._buffers = Buffers(Memory(), Memory())
+        self._writers = writers
+        self._writer_of: list[int] | None = None
 
     def save(self, step: int, state: Mapping) -> None:
         """Save `state` as `step` and return when it is committed. Collective.
@@ -82,7 +99,7 @@ class CheckpointStore:
             When a leaf cannot be saved.
         """
         with events.span("checkpoint.save"):
-            self._begin(step, state).write()
+            self._begin(step, state, copy=False).write()
             self._finish()
 
     def save_async(self, step: int, state: Mapping) -> None:
@@ -94,7 +111,7 @@ class CheckpointStore:
         what went wrong.
         """
         with events.span("checkpoint.save_async"):
-            self._begin(step, state, self._snapshots).start()
+            self._begin(step, state, copy=True).start()
 
     def restore(self, like: Mapping | None = None, step: int | None = None):
         """Return (step, state) of a step, by default the newest good one. Collective.
@@ -199,13 +216,30 @@ class CheckpointStore:
         self._lock.release()
         self._comm = None
 
-    def _begin(self, step, state: Mapping, snapshots: Snapshots | None = None) -> Save:
+    def _begin(self, step, state: Mapping, copy: bool) -> Save:
         self._finish()
         self._agree("save", step, given=True)
+        if self._writer_of is None:
+            self._writer_of = writers_of(self._writers, self._nodes())
         self._pending = Save(
-            self._comm, self.path, operator.index(step), state, self._keep, self._lock, snapshots
+            self._comm,
+            self.path,
+            operator.index(step),
+            state,
+            self._keep,
+            self._lock,
+            self._writer_of,
+            self._buffers,
+            copy,
         )
         return self._pending
+
+    def _nodes(self) -> list[int]:
+        """Return the node of each rank. Collective where that matters."""
+        if self._writers != "node":
+            return [0] * self._comm.size
+        with Topology(self._comm) as topology:
+            return list(topology.node_of)
 
     def _finish(self) -> None:
         self._check_open()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import mpidist as md
 from mpidist.arrays import copy_into
 from mpidist.checkpoint import files, steps
 from mpidist.checkpoint.layout import Shard
@@ -237,3 +238,59 @@ def test_every_dtype(comm, folder, xp):
         assert got.tobytes() == expected.tobytes(), n
         assert whole[n].dtype == expected.dtype, n
         assert whole[n].tobytes() == expected.tobytes(), n
+
+
+@pytest.mark.ranks(2, 3, 5)
+@pytest.mark.parametrize("writers", ["node", 1, 2, 99])
+@pytest.mark.parametrize("method", ["save", "save_async"])
+def test_fewer_files_than_ranks(comm, folder, writers, method):
+    """Issue 4, point 4: 1,000 ranks need not make 1,000 files; what is held elsewhere is sent."""
+    rank, size = comm.rank, comm.size
+    w = np.arange(1000.0).reshape(100, 10)
+    low, high = BlockPartition(100, size).range(rank)
+    state = {
+        "parameters": {"w": w, "b": np.arange(7, dtype="f4")},
+        "momentum": {"w": md.Shard((-w)[low:high], w.shape, (low, 0))},
+        "transposed": md.Shard((w.T * 2)[:, low:high], (10, 100), (0, low)),
+        "step": 3,
+    }
+    if rank == size - 1:
+        state["only"] = np.arange(5)  # replicated over one rank, which may be no writer
+    with md.CheckpointStore(comm, folder, writers=writers) as store:
+        for step in (1, 2):
+            getattr(store, method)(step, state)
+        store.wait()
+        store.verify(2)
+        comm.Barrier()
+        shards = sorted(path.name for path in (folder / "step-000000000002").glob("*.h5"))
+        assert len(shards) == {"node": 1, 1: 1, 2: 2, 99: size}[writers]
+        found = md.load(folder)
+        np.testing.assert_array_equal(found["parameters"]["w"], w)
+        np.testing.assert_array_equal(found["momentum"]["w"], -w)
+        np.testing.assert_array_equal(found["transposed"], w.T * 2)
+        np.testing.assert_array_equal(found["only"], np.arange(5))
+        blank = {
+            **state,
+            "momentum": {"w": md.Shard(np.zeros((high - low, 10)), w.shape, (low, 0))},
+        }
+        assert store.restore(blank)[0] == 2
+        np.testing.assert_array_equal(blank["momentum"]["w"].array, (-w)[low:high])
+        comm.Barrier()
+
+
+@pytest.mark.ranks(3)
+def test_a_copy_that_fails_before_it_is_sent(comm, folder, monkeypatch):
+    """Nobody waits for what a rank without memory does not send."""
+    from mpidist.checkpoint import shard
+
+    def fail(*_):
+        raise MemoryError("no host memory")
+
+    with md.CheckpointStore(comm, folder, writers=1) as store:
+        if comm.rank == 1:
+            monkeypatch.setattr(shard, "copied", fail)
+        with pytest.raises(md.CheckpointError, match=r"rank 1 of 3: .*no host memory"):
+            store.save_async(1, {"w": np.ones(4)})
+        monkeypatch.undo()
+        store.save(2, {"w": np.ones(4)})
+        assert store.all_steps() == [2]

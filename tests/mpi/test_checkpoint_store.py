@@ -406,7 +406,7 @@ def test_a_rank_without_memory_is_an_error_of_all(comm, folder, monkeypatch):
             raise MemoryError("no host memory")
 
         if comm.rank == 1:
-            monkeypatch.setattr(shard.Snapshots, "take", fail)
+            monkeypatch.setattr(shard, "copied", fail)
         store.save_async(1, state_of(1))
         assert "no host memory" in everywhere(comm, CheckpointError, store.wait)
         store.wait()
