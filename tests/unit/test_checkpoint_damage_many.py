@@ -1,0 +1,235 @@
+"""Damage by the thousand, in both formats: the right bits or the step before, nothing else.
+
+2,000 flipped bits and 500 truncated files over manifests, tables and shards, and every file of a
+step deleted, or replaced by every other one, also of another job. Cases are read by `load` and by a
+restore in turn; no file outside of the store is opened.
+"""
+
+import hashlib
+import os
+import random
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from checkpoint_solo import Solo, equal, split_state, state_of, two_ranks
+from test_checkpoint_golden import GOLDEN, state_of_format_1
+
+from mpidist.checkpoint import load, steps
+from mpidist.checkpoint.manifest import NAME
+from mpidist.checkpoint.sealed import Damaged, unseal
+from mpidist.checkpoint.store import CheckpointStore
+from mpidist.errors import NoCheckpoint
+
+FLIPS, TRUNCATIONS = 2000, 500
+KINDS = ("one rank", "two ranks", "format 1")
+
+
+def make(kind, folder, numbers=(1, 2)):
+    """Write a store with two steps: {step: state}."""
+    if kind == "format 1":
+        shutil.copytree(GOLDEN / "format-1", folder)
+        return {step: state_of_format_1(step) for step in (7, 14)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mpidist.checkpoint.files.BLOCK", 256)  # few bytes are many blocks
+        if kind == "two ranks":
+            two_ranks(folder, numbers)
+            return {step: split_state(step) for step in numbers}
+        with CheckpointStore(Solo(), folder) as store:
+            for step in numbers:
+                store.save(step, state_of(step, rows=20))
+    return {step: state_of(step, rows=20) for step in numbers}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def store(kind, tmp_path):
+    """(Folder of a store, its states by step, the files of the newest step.)"""
+    folder = tmp_path / "store"
+    states = make(kind, folder)
+    return folder, states, sorted((folder / f"step-{max(states):012d}").iterdir())
+
+
+@pytest.fixture(autouse=True)
+def opened(monkeypatch):
+    """Every path that is opened, whatever it is relative to."""
+    found, original = [], os.open
+
+    def record(path, flags, mode=0o777, *, dir_fd=None):
+        where = "" if dir_fd is None else Path(f"/proc/self/fd/{dir_fd}").readlink()
+        found.append(Path(where, path))
+        return original(path, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", record)
+    return found
+
+
+def outcome(folder, states, by_load=True):
+    """Read the newest good step; its number, having checked each bit."""
+    if by_load:
+        step, state = load.load_step(folder)
+    else:
+        with CheckpointStore(Solo(), folder) as store:
+            step, state = store.restore()
+    assert equal(state, states[step])
+    return step
+
+
+@contextmanager
+def changed(path, data):
+    """A file with other bytes, or without a file where they are None."""
+    good = path.read_bytes()
+    path.unlink()
+    if data is not None:
+        path.write_bytes(data)
+    try:
+        yield
+    finally:
+        path.write_bytes(good)
+
+
+def check(folder, states, opened, number, missing=False):
+    """One case: read, and found by `verify` unless the step is no checkpoint any more."""
+    opened.clear()
+    step = outcome(folder, states, number % 2 == 0)
+    assert opened
+    assert all(path.absolute().resolve().is_relative_to(folder) for path in opened), opened
+    if missing:
+        assert step == min(states)
+    else:
+        entry = steps.candidates(folder, None)[0]
+        assert entry.step == max(states)
+        assert load.damages(str(folder), entry)[0]
+    return step
+
+
+def test_flipped_bits(store, kind, opened):
+    folder, states, paths = store
+    rng, used = random.Random(2000), set()
+    for n in range(-(-FLIPS // len(KINDS))):
+        path = paths[n % len(paths)]
+        data = bytearray(path.read_bytes())
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        with changed(path, data):
+            used.add(check(folder, states, opened, n))
+    # Blocks that no array needs are not read; the old files are of one block each.
+    assert used == ({7} if kind == "format 1" else set(states))
+    assert outcome(folder, states) == max(states)
+
+
+def test_truncated_files(store, opened):
+    folder, states, paths = store
+    rng = random.Random(500)
+    for n in range(-(-TRUNCATIONS // len(KINDS))):
+        path = paths[n % len(paths)]
+        data = path.read_bytes()
+        size = (0, len(data) - 1, rng.randrange(len(data)))[min(n // len(paths), 2)]
+        with changed(path, data[:size]):
+            assert check(folder, states, opened, n) == min(states)
+
+
+def test_deleted_swapped_and_foreign_files(store, kind, opened, tmp_path):
+    """Each file gone, or replaced by each other file of the store and of another job's."""
+    folder, states, paths = store
+    other = tmp_path / "other"
+    if kind == "format 1":
+        make("two ranks", other, (7, 14))
+    else:
+        make(kind, other, (2, 3))  # the same shapes, and a step of the same number
+    sources = {path.read_bytes() for path in [*folder.rglob("*.*"), *other.rglob("*.*")]
+               if path.is_file()}  # fmt: skip
+    for path in paths:
+        good = path.read_bytes()
+        with changed(path, None):
+            assert check(folder, states, opened, 0, path.name == NAME) == min(states)
+        for n, data in enumerate(sorted(sources - {good})):
+            with changed(path, data):
+                assert check(folder, states, opened, n) == min(states)
+    assert outcome(folder, states) == max(states)
+
+
+def test_swapped_names(store, opened):
+    """Two files of one step change names, each pair."""
+    folder, states, paths = store
+    for i, one in enumerate(paths):
+        for two in paths[:i]:
+            a, b = one.read_bytes(), two.read_bytes()
+            with changed(one, b), changed(two, a):
+                assert check(folder, states, opened, i) == min(states)
+
+
+def test_duplicated_keys(store, opened):
+    """In manifests and tables, whose digest is made right again: the second would count."""
+    folder, states, paths = store
+    for path in paths:
+        if path.suffix == ".json":
+            last = "sha256" if path.name == NAME else "digest"
+            good = path.read_bytes()
+            body = good[: good.rindex(b',"' + last.encode())]
+            head = b'{"version":1,' + body[1:]
+            forged = head + f',"{last}":"{hashlib.sha256(head).hexdigest()}"}}\n'.encode()
+            with pytest.raises(Damaged, match="key twice"):
+                unseal(forged, path.name, last)
+            with changed(path, forged):
+                assert check(folder, states, opened, 0) == min(states)
+
+
+def test_nothing_good_is_an_error(store):
+    """Both steps damaged in each kind of file: NoCheckpoint, never arrays."""
+    folder, states, paths = store
+    for path in paths:
+        older = folder / f"step-{min(states):012d}" / path.name
+        with changed(path, b""), changed(older, older.read_bytes()[:-1]):
+            with pytest.raises(NoCheckpoint):
+                load.load(folder)
+            with CheckpointStore(Solo(), folder) as one, pytest.raises(NoCheckpoint):
+                one.restore()
+
+
+CHILD = """
+import random, sys
+from pathlib import Path
+from mpidist.checkpoint.export import export_step
+from mpidist.checkpoint.index import index
+from mpidist.errors import CheckpointError
+folder, newest, rng = Path(sys.argv[1]), int(sys.argv[2]), random.Random(7)
+paths = sorted((folder / f"step-{newest:012d}").iterdir())
+for n in range(60):
+    path = paths[n % len(paths)]
+    good = path.read_bytes()
+    data = bytearray(good)
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data[: rng.choice([len(data), rng.randrange(len(data))])])
+    assert index(folder)[0] != newest
+    try:
+        index(folder, newest)
+    except CheckpointError:
+        pass
+    else:
+        raise AssertionError(path)
+    for suffix in (".h5", ".npz"):
+        out = folder / f"out{n}{suffix}"
+        export_step(folder, out)
+        out.unlink()
+    path.write_bytes(good)
+assert index(folder)[0] == newest
+"""
+
+
+def test_index_and_export_of_damaged_steps(store):
+    """What writes and parses HDF5 runs in a child: it lives, and indexes nothing damaged."""
+    folder, states, _ = store
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(folder), str(max(states))],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
