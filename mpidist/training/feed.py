@@ -45,6 +45,11 @@ class Feed:
         """Whether the other workers must hear of something before this step counts."""
         return bool(self.starved or self.quarantine.found)
 
+    @property
+    def waited(self) -> float:
+        """Seconds that were waited for samples so far."""
+        return self._loader.waited
+
     def _plan(self) -> Iterator[np.ndarray]:
         """Return the parts of this rank, from the batch of this step on."""
         # A sampler of its own: the thread must not touch what the loop's has computed.

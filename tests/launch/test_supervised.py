@@ -219,3 +219,31 @@ def wait_for_step(job, folder, step):
 
 def children(pid):
     return map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+
+
+def test_a_slow_rank_is_named(folder):
+    """R45: by rank, phase and lag, within 30 steps; and nobody is where nobody is slow."""
+    stragglers = {}
+    for name, fault in (("slow", "sleep@step,rank=2,ms=50"), ("quiet", "")):
+        words = ["--set", f"out={name}", "--set", "steps=60"]
+        done = run(folder, "-n", "4", program=[*TRAIN, *words], fault=fault)
+        lines = (folder / name / "events" / "rank-0.jsonl").read_text().splitlines()
+        known = [json.loads(line) for line in lines]
+        stragglers[name] = [line for line in known if line["event"] == "straggler"]
+        assert ("the others wait for rank 2 on" in done.stderr) == (name == "slow")
+    (slow,) = stragglers["slow"]
+    assert (slow["straggler"], slow["phase"]) == (2, "gradients")
+    assert 40 < slow["lag_ms"] < 100
+    metrics = (folder / "slow" / "metrics.jsonl").read_text().splitlines()
+    before = [line for line in map(json.loads, metrics) if line["time"] < slow["time"]]
+    assert before[-1]["step"] <= 30
+    assert stragglers["quiet"] == []
+
+
+def test_bench_relaunch(tmp_path):
+    """The figure of docs/benchmarks.md, of one kill."""
+    words = [*MPIDIST, "bench", "relaunch", "--ranks", "2", "--rounds", "1", "--json", "out.json"]
+    done = Started(words, cwd=tmp_path).finish(90).check()
+    assert "from a killed rank to the next completed step, 2 ranks" in done.stdout
+    (row,) = json.loads((tmp_path / "out.json").read_text())
+    assert 0 < row["ours"] < 60

@@ -1,0 +1,70 @@
+"""Who is slow, in which phase, by how much; nobody is accused for being late by chance (R45)."""
+
+import numpy as np
+import pytest
+
+from mpidist import events
+from mpidist.training.stragglers import AGAIN, WINDOW, Straggler, Stragglers, find
+
+RNG = np.random.default_rng(0)
+
+
+def test_rank_phase_and_lag():
+    quiet = np.full((4, 2), [0.0, 0.004])
+    assert find(quiet) == []
+    slow = quiet.copy()
+    slow[2, 1] = 0.054
+    assert find(slow) == [Straggler(2, "gradients", pytest.approx(0.05))]
+    slow[2] = 0.03, 0.004
+    assert find(slow) == [Straggler(2, "data", pytest.approx(0.03))]
+
+
+def test_little_is_not_told():
+    """Three times as long may be microseconds; 5 ms more may be a fifth of a step."""
+    assert find(np.array([[0, 1e-4], [0, 2e-3], [0, 1e-4]])) == []
+    assert find(np.array([[0, 0.1], [0, 0.12], [0, 0.11]])) == []
+
+
+class World:
+    """Ranks whose windows are put together without MPI."""
+
+    rank, size = 0, 4
+
+    def __init__(self, lags):
+        self.lags, self.looks = lags, 0
+
+    def Allgather(self, mine, everyone):
+        everyone[...] = np.stack([mine] * self.size)
+        everyone[:, 1] += self.lags(self.looks)
+        self.looks += 1
+
+
+def told_by(lags, windows=20):
+    world = World(lags)
+    one = Stragglers(world)
+    for _ in range(windows * WINDOW):
+        one.note(0.0, 0.004)
+    assert world.looks == windows
+    return one.told
+
+
+def test_twice_in_a_row_and_once_until_it_is_well():
+    assert told_by(lambda look: [0, 0, 0.05 * (look % AGAIN == 0), 0]) == []
+    events.recent.clear()
+    (one,) = told_by(lambda look: [0, 0, 0.05, 0])
+    assert (one.rank, one.phase) == (2, "gradients")
+    assert [event[1:] for event in events.recent] == [
+        ("straggler", {"straggler": 2, "phase": "gradients", "lag_ms": 50.0})
+    ]
+    again = told_by(lambda look: [0, 0, 0.05 * (look not in (5, 6)), 0])
+    assert [one.rank for one in again] == [2, 2]
+
+
+def test_ranks_that_take_turns_are_not_accused():
+    """The system takes a time slice of 4 ms from any rank in any step, more from some."""
+    for share in (0.1, 0.3, 0.5):
+        for _ in range(50):
+            window = 0.001 + 0.004 * RNG.poisson(share, (4, WINDOW))
+            everyone = np.zeros((4, 2))
+            everyone[:, 1] = np.sort(window, axis=1)[:, 2]
+            assert find(everyone) == []
