@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from .. import points
-from ..checkpoint.interval import Pace
 from ..checkpoint.store import CheckpointStore
 from ..data import Loading, Sampler, as_source
 from ..elastic.guard import guard
@@ -21,6 +20,7 @@ from .limits import (
 )
 from .progress import Progress, Step
 from .quarantine import Quarantine
+from .stragglers import Stragglers
 from .strategies import AllReduce
 from .summary import Summary, gather_facts, share
 
@@ -41,7 +41,7 @@ def train(
     strategy=None,
     test_data=None,
     checkpoint=None,
-    checkpoint_every: int | str | None = None,
+    checkpoint_every: int | None = None,
     resume: bool | str = "auto",
     stop_after: int | None = None,
     microbatches: int | None = None,
@@ -130,8 +130,7 @@ def train(
     source = as_source(data)
     sampler = Sampler(len(source), global_batch, seed, shuffle)
     last = last_step(epochs, steps, sampler)
-    check_whole(stop_after=stop_after)
-    pace = Pace(sampler.steps_per_epoch if checkpoint_every is None else checkpoint_every)
+    check_whole(checkpoint_every=checkpoint_every, stop_after=stop_after)
     check_microbatches(microbatches, global_batch, strategy)
     check_replicated(check_replicas, strategy)
     check_share(max_bad)
@@ -150,6 +149,7 @@ def train(
         on_resize(run.ranks_before, comm.size, run)
     last = last_step(epochs, steps, sampler, run.step, run.position)
     end = last if stop_after is None else min(last, stop_after)
+    every = checkpoint_every or sampler.steps_per_epoch
     facts = None
     with guard(comm, run.state, store) as watcher:
         if exchange.dedicated:
@@ -157,13 +157,13 @@ def train(
         else:
             exchange.begin()
             feed = Feed(source, run, loading)
+            stragglers = Stragglers(exchange.workers) if exchange.synchronous else None
             run.start_loop(last)
-            pace.begin(run.step)
             while run.step < end and not run.stopping:
                 indices, after = sampler.batch(run.position)
                 wanted = bad.wanted(indices)
-                points.reach("step", run.step + 1)
                 began = time.perf_counter()
+                points.reach("step", run.step + 1)
                 loss, samples = exchange.compute(feed, wanted)
                 computed = time.perf_counter()
                 points.reach("exchange", run.step + 1)
@@ -178,12 +178,14 @@ def train(
                 run.note_loss(loss, used)
                 run.advance(after, len(indices), len(wanted))
                 times = (computed - began, time.perf_counter() - computed)
+                if stragglers is not None:
+                    stragglers.note(feed.waited, times[0])
                 for callback in callbacks:
                     callback(Step(run.step, last, after.epoch, loss, len(indices), *times))
                 if check_replicas and run.step % check_replicas == 0:
                     exchange.check(run.step)
-                if pace.due(run.step) and run.step < last:
-                    run.checkpoint(pace)
+                if run.step % every == 0 and run.step < last:
+                    run.checkpoint()
             feed.close()
             run.end_loop()
             run.checkpoint()
