@@ -90,7 +90,9 @@ def check_whole(folder, undisturbed, reached, restarts=1):
     assert made == [*range(1, before + 1), *range(resumed + 1, 121)]
     assert resumed <= before
     if reached is not None:
-        assert (before, resumed) == (reached, reached // 25 * 25)
+        assert before == reached
+        # The newest may have been on its way to the disk still.
+        assert resumed in (reached // 25 * 25, reached // 25 * 25 - 25)
     assert not list(folder.glob(".mpidist-launch-*"))
 
 
