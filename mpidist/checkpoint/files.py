@@ -198,9 +198,13 @@ def is_same(descriptor: int, name: str, where: int) -> bool:
 
 
 def total_size(where: int) -> int:
-    """Return the bytes of all files in an open folder. Local."""
+    """Return the bytes of all files in an open folder. Local. What goes meanwhile has none."""
+    total = 0
     with os.scandir(where) as entries:
-        return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                total += entry.stat(follow_symlinks=False).st_size
+    return total
 
 
 def is_folder(name: str, root: int) -> bool:

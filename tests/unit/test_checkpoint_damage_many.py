@@ -18,7 +18,7 @@ import pytest
 from checkpoint_solo import Solo, equal, split_state, state_of, two_ranks
 from test_checkpoint_golden import GOLDEN, state_of_format_1
 
-from mpidist.checkpoint import load, steps
+from mpidist.checkpoint import files, load, steps
 from mpidist.checkpoint.manifest import NAME
 from mpidist.checkpoint.sealed import Damaged, unseal
 from mpidist.checkpoint.store import CheckpointStore
@@ -191,6 +191,24 @@ def test_nothing_good_is_an_error(store):
                 load.load(folder)
             with CheckpointStore(Solo(), folder) as one, pytest.raises(NoCheckpoint):
                 one.restore()
+
+
+def test_a_file_that_goes_while_the_folder_is_measured(tmp_path, monkeypatch):
+    """Rank 0 waits for tables by the size of the folder; a table gets its name just then."""
+    for name in ("shard-00000.part", "shard-00001.h5"):
+        (tmp_path / name).write_bytes(b"123")
+    original = os.scandir
+
+    @contextmanager
+    def late(where):
+        with original(where) as entries:
+            found = list(entries)
+            (tmp_path / "shard-00000.part").unlink()
+            yield found
+
+    monkeypatch.setattr(os, "scandir", late)
+    with files.folder(str(tmp_path)) as folder:
+        assert files.total_size(folder) == 3
 
 
 CHILD = """
