@@ -13,11 +13,12 @@ import itertools
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import h5py
 import numpy as np
 
+from mpidist import strangers
 from mpidist.data.sources import Part, Source
 from mpidist.errors import BadRecord, ConfigError
 
@@ -39,7 +40,7 @@ class HDF5:
         Bytes of chunks that are kept.
 
     Raises ConfigError where the file or a dataset is missing, or is not plain numbers in the file
-    itself: links to other files, external and virtual storage are refused.
+    itself: see ``strangers.py``.
     """
 
     reads = True
@@ -47,30 +48,23 @@ class HDF5:
     def __init__(self, path: str | os.PathLike, names: Sequence[str], cache: int = _CACHE):
         self.name, self.names = str(path), tuple(names)
         self._lock = threading.Lock()
-        try:
-            self._file = h5py.File(path, "r", locking=False)
-        except OSError as error:
-            raise ConfigError(f"hdf5: cannot open {path}: {error}") from None
         if not self.names:
             raise ConfigError(f"hdf5: {path}: no dataset is named; give at least one")
-        self._raw = os.open(path, os.O_RDONLY)
+        self._file = strangers.opened(path, follow=True)
+        self._raw = os.dup(self._file.id.get_vfd_handle())
         self._readers = [self._reader(name, cache // len(self.names)) for name in self.names]
         lengths = {name: r.count for name, r in zip(self.names, self._readers, strict=True)}
         if len(set(lengths.values())) > 1:
             raise ConfigError(f"hdf5: {path}: datasets of {lengths} samples, expected equal ones")
 
     def _reader(self, name: str, cache: int) -> _Rows | _Chunks:
-        link = self._file.get(name, getlink=True)
-        dataset = self._file.get(name) if isinstance(link, h5py.HardLink) else None
-        if not isinstance(dataset, h5py.Dataset) or not dataset.shape:
+        try:
+            dataset = strangers.dataset(self._file, name)
+        except ConfigError as error:
             known = ", ".join(repr(key) for key in list(self._file)[:20])
-            raise ConfigError(f"hdf5: {self.name} has no dataset {name!r}; there are {known}")
-        plain = dataset.dtype.kind in "iufb" and not dataset.is_virtual and not dataset.external
-        if not plain:
-            raise ConfigError(
-                f"hdf5: {self.name}: dataset {name!r} ({dataset.dtype}) is not plain numbers in "
-                "the file itself; copy it into such a one"
-            )
+            raise ConfigError(f"hdf5: {self.name}: {error}; there are {known}") from None
+        if not dataset.shape:
+            raise ConfigError(f"hdf5: {self.name}: dataset {name!r} is one number, not samples")
         offset = dataset.id.get_offset()
         if dataset.chunks is None and offset is not None:
             return _Rows(self._raw, offset, dataset)
@@ -189,3 +183,11 @@ def hdf5(
             f"{len(whole)} samples and the others are the test set"
         )
     return Part(whole, 0, train), Part(whole, train, len(whole))
+
+
+def write(path: str | os.PathLike, arrays: Mapping, chunks: int | None = None) -> None:
+    """Write arrays by name, in chunks of so many rows: for tests, and to prepare data. Local."""
+    with h5py.File(path, "w") as file:
+        for name, array in arrays.items():
+            shape = None if chunks is None else (min(chunks, len(array)), *array.shape[1:])
+            file.create_dataset(name, data=array, chunks=shape)

@@ -10,7 +10,7 @@ TensorFlow, "TFRecord and tf.train.Example" and tensorflow/core/lib/hash/crc32c.
 
 from __future__ import annotations
 
-import bisect
+import itertools
 import os
 import struct
 import threading
@@ -22,6 +22,7 @@ import numpy as np
 from mpidist.errors import BadRecord, ConfigError
 
 _HEAD, _FOOT = 12, 4
+_DELTA = 0xA282EAD8
 #: Bytes per look at a file while its index is made; and records closer together are read at once.
 _LOOK = 1 << 16
 #: Open files at a time, of a data set that may have thousands.
@@ -41,7 +42,7 @@ def _checksum():
 
 def masked(crc: int) -> int:
     """Return a checksum as it is stored: rotated by 15 bits, plus a constant. Local."""
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    return (crc >> 15 | crc << 17) + _DELTA & 0xFFFFFFFF
 
 
 class TFRecords:
@@ -110,35 +111,49 @@ class TFRecords:
             starts.append(min(at, size))
         return np.array(starts, np.int64)
 
-    def read(self, indices: Iterable[int]) -> list[bytes]:
+    def read(self, indices: Sequence[int] | np.ndarray) -> list[bytes]:
         """Return the data of the records at `indices`; BadRecord for one that is damaged."""
-        indices = [int(index) for index in indices]
-        order = sorted(range(len(indices)), key=indices.__getitem__)
+        indices = np.asarray(indices, np.int64)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise ConfigError(f"tfrecord: record {indices.max()} of {len(self)}")
         found: list = [None] * len(indices)
+        order = np.argsort(indices, kind="stable")
+        files = np.searchsorted(self.bounds, indices[order], side="right") - 1
         with self._lock:
-            k = 0
-            while k < len(order):
-                first = k
-                number, row = self._place(indices[order[k]])
-                starts = self._starts[number]
-                low, high = int(starts[row]), int(starts[row + 1])
-                # Neighbours of one file are read at once.
-                while k + 1 < len(order):
-                    other, next_row = self._place(indices[order[k + 1]])
-                    if other != number or starts[next_row] > high:
-                        break
-                    k, high = k + 1, int(starts[next_row + 1])
-                block = self._pread(number, low, high)
-                for place in order[first : k + 1]:
-                    found[place] = self._checked(indices[place], block, low)
-                k += 1
+            for number in np.unique(files).tolist():
+                mine = order[files == number]
+                rows = indices[mine] - self.bounds[number]
+                starts, stops = self._starts[number][rows], self._starts[number][rows + 1]
+                # Neighbours are read at once.
+                cuts = np.flatnonzero(starts[1:] > stops[:-1]) + 1
+                for first, last in itertools.pairwise([0, *cuts.tolist(), len(mine)]):
+                    low = int(starts[first])
+                    block = self._pread(number, low, int(stops[last - 1]))
+                    places = mine[first:last].tolist()
+                    begins, ends = starts[first:last] - low, stops[first:last] - low
+                    for place, begin, end in zip(
+                        places, begins.tolist(), ends.tolist(), strict=True
+                    ):
+                        data = block[begin + _HEAD : end - _FOOT]
+                        if not self._good(block, begin, end, data):
+                            raise self._bad(int(indices[place]), number, block, begin, end, low)
+                        found[place] = data
         return found
 
-    def _place(self, index: int) -> tuple[int, int]:
-        if not 0 <= index < len(self):
-            raise ConfigError(f"tfrecord: record {index} of {len(self)}")
-        number = bisect.bisect_right(self.bounds, index) - 1
-        return number, index - self.bounds[number]
+    def _good(self, block: bytes, begin: int, end: int, data: bytes) -> bool:
+        crc = self._crc(data)
+        stored = (crc >> 15 | crc << 17) + _DELTA & 0xFFFFFFFF  # `masked`, without the call
+        return (
+            int.from_bytes(block[begin : begin + 8], "little") == end - begin - _HEAD - _FOOT
+            and int.from_bytes(block[end - _FOOT : end], "little") == stored
+        )
+
+    def _bad(self, index, number, block, begin, end, low) -> BadRecord:
+        where = f"at byte {begin + low} of {self.paths[number]}"
+        length = int.from_bytes(block[begin : begin + 8], "little") + _HEAD + _FOOT
+        if length != end - begin or end > len(block):
+            return BadRecord(index, f"it is cut off, {where}")
+        return BadRecord(index, f"its checksum is wrong, {where}")
 
     def _pread(self, number: int, low: int, high: int) -> bytes:
         file = self._file(number)
@@ -149,19 +164,6 @@ class TFRecords:
                 break  # the file has become shorter: its records will not be whole
             block += more
         return block
-
-    def _checked(self, index: int, block: bytes, low: int) -> bytes:
-        number, row = self._place(index)
-        start, stop = (int(at) - low for at in self._starts[number][row : row + 2])
-        where = f"at byte {start + low} of {self.paths[number]}"
-        record = block[start:stop]
-        length = struct.unpack_from("<Q", record)[0] if len(record) >= _HEAD else -1
-        if length != len(record) - _HEAD - _FOOT:
-            raise BadRecord(index, f"it is cut off, {where}")
-        data = record[_HEAD:-_FOOT]
-        if masked(self._crc(data)) != struct.unpack_from("<I", record, _HEAD + length)[0]:
-            raise BadRecord(index, f"its checksum is wrong, {where}")
-        return data
 
     def close(self) -> None:
         """Close all files; a second call does nothing."""

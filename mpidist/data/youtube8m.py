@@ -2,8 +2,8 @@
 
     TFRecord files   Example {id, labels, mean_rgb, mean_audio}   ->   (n, 1024 + 128), (n, 3862)
 
-Records of one layout are decoded together: the bytes between their values are compared with those
-of the first one, and where they are the same, the values lie at the same places.
+Most records are laid out like an earlier one of the same length: where the bytes between the
+values are the same, the values lie at the same places, and nothing is decoded again.
 
 S. Abu-El-Haija et al., "YouTube-8M: a large-scale video classification benchmark", 2016,
 arXiv:1609.08675.
@@ -29,12 +29,11 @@ CLASSES = 3862
 
 
 class _Layout(NamedTuple):
-    """Where the values of a record lie, and the bytes of all others."""
+    """Where the values of a record lie, and what lies between them: (start, stop, bytes)."""
 
     features: list[example.Span]
     labels: example.Span
-    frame: np.ndarray
-    expected: np.ndarray
+    frame: tuple[tuple[int, int, bytes], ...]
 
 
 class YouTube8M:
@@ -54,6 +53,10 @@ class YouTube8M:
     def __init__(self, paths, classes: int = CLASSES, features: Mapping[str, int] | None = None):
         self.records = TFRecords(paths)
         self.classes, self.features = classes, dict(FEATURES if features is None else features)
+        # Where each feature begins in the bytes of a sample.
+        widths = list(self.features.values())
+        self._columns = [4 * sum(widths[:k]) for k in range(len(widths))]
+        self._layouts: dict[int, _Layout] = {}
         more = f" and {len(self.records.paths) - 1} more" if len(self.records.paths) > 1 else ""
         self.name = self.records.paths[0] + more
 
@@ -64,54 +67,46 @@ class YouTube8M:
         """Return the samples at `indices`; BadRecord for one that cannot be decoded."""
         indices = np.asarray(indices, np.int64)
         records = self.records.read(indices)
-        inputs = np.empty((len(records), sum(self.features.values())), np.float32)
+        inputs = np.empty((len(records), sum(self.features.values())), "<f4")
+        # Copied as bytes: they need not lie at multiples of four in a record.
+        room = inputs.view(np.uint8)
         labels = np.zeros((len(records), self.classes), np.uint8)
-        lengths = np.array([len(record) for record in records], np.int64)
-        for length in np.unique(lengths):
-            places = np.flatnonzero(lengths == length)
-            block = np.frombuffer(b"".join(records[k] for k in places), np.uint8)
-            self._decode(block.reshape(len(places), length), indices, places, inputs, labels)
+        texts = []
+        for k, data in enumerate(records):
+            try:
+                layout = self._layout(data)
+            except ValueError as error:
+                raise BadRecord(int(indices[k]), f"no video: {error}") from None
+            for (low, high), start in zip(layout.features, self._columns, strict=True):
+                room[k, start : start + high - low] = np.frombuffer(data, np.uint8, high - low, low)
+            texts.append(data[slice(*layout.labels)])
+        self._entities(texts, indices, labels)
         with np.errstate(invalid="ignore", over="ignore"):
             broken = np.flatnonzero(~np.isfinite(inputs.sum(axis=1)))
         if len(broken):
             raise BadRecord(int(indices[broken[0]]), "a feature is not finite")
         return inputs, labels
 
-    def _decode(self, block, indices, places, inputs, labels) -> None:
-        """Decode records of one length, those of one layout together."""
-        while len(places):
-            try:
-                layout = self._layout(block[0].tobytes())
-            except ValueError as error:
-                raise BadRecord(int(indices[places[0]]), f"no video: {error}") from None
-            same = (block[:, layout.frame] == layout.expected).all(axis=1)
-            mine, rows = block[same], places[same]
-            start = 0
-            for (low, high), width in zip(layout.features, self.features.values(), strict=True):
-                values = np.ascontiguousarray(mine[:, low:high]).view("<f4")
-                inputs[rows, start : start + width] = values
-                start += width
-            self._entities(mine[:, slice(*layout.labels)], indices, rows, labels)
-            block, places = block[~same], places[~same]
-
-    def _entities(self, text, indices, rows, labels) -> None:
-        """Set the entities of records whose varints are the rows of `text`."""
-        if not text.size:
-            return
-        ends = text[:, -1] < 128
-        if not ends.all():
-            raise BadRecord(int(indices[rows[~ends][0]]), "no video: a number has no end")
-        numbers, starts = example.varints(np.ascontiguousarray(text).reshape(-1))
-        owners = rows[starts // text.shape[1]]
+    def _entities(self, texts: list[bytes], indices: np.ndarray, labels: np.ndarray) -> None:
+        """Set the entities of all records, whose varints are `texts`."""
+        lengths = np.array([len(text) for text in texts], np.int64)
+        flat = np.frombuffer(b"".join(texts), np.uint8)
+        open_ended = [k for k, text in enumerate(texts) if text and text[-1] > 127]
+        if open_ended:
+            raise BadRecord(int(indices[open_ended[0]]), "no video: a number has no end")
+        numbers, starts = example.varints(flat)
+        owners = np.repeat(np.arange(len(texts)), lengths)[starts]
         wrong = (numbers < 0) | (numbers >= self.classes)
         if wrong.any():
-            raise BadRecord(
-                int(indices[owners[wrong][0]]),
-                f"entity {numbers[wrong][0]} of {self.classes}",
-            )
+            index, number = int(indices[owners[wrong][0]]), numbers[wrong][0]
+            raise BadRecord(index, f"entity {number} of {self.classes}")
         labels[owners, numbers] = 1
 
     def _layout(self, data: bytes) -> _Layout:
+        """Return where the values of a record lie: as in an earlier one, or decoded."""
+        known = self._layouts.get(len(data))
+        if known is not None and all(data[a:b] == text for a, b, text in known.frame):
+            return known
         found = example.layout(data)
         spans = []
         for name, width in self.features.items():
@@ -120,12 +115,16 @@ class YouTube8M:
                 raise ValueError(f"{name} has {(span[1] - span[0]) // 4} numbers, not {width}")
             spans.append(span)
         labels = _packed(found, "labels", 3)
-        free = np.zeros(len(data), bool)
         names = [span for kind, parts in found.values() if kind == 1 for _, span in parts]
-        for low, high in (*spans, labels, *names):
-            free[low:high] = True
-        frame = np.flatnonzero(~free)
-        return _Layout(spans, labels, frame, np.frombuffer(data, np.uint8)[frame])
+        frame, at = [], 0
+        for low, high in sorted([*spans, labels, *names, (len(data), len(data))]):
+            if low < at and high > low:
+                raise ValueError("values overlap")
+            if low > at:
+                frame.append((at, low, data[at:low]))
+            at = max(at, high)
+        self._layouts[len(data)] = _Layout(spans, labels, tuple(frame))
+        return self._layouts[len(data)]
 
     def ids(self, indices) -> list[str]:
         """Return the videos' names."""

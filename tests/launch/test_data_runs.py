@@ -89,3 +89,29 @@ def test_bad_settings_of_loading(job):
         failed = train(job, setting)
         assert failed.returncode == 2, failed.stderr
         assert message in failed.stderr
+
+
+def test_bench_loader(tmp_path):
+    """Rows that fit each other; R130: the loader's flow is measured; nothing is left behind."""
+    words = ["bench", "loader", "--size", "1", "--rounds", "2", "--folder", ".", "--json", "r.json"]
+    done = launch(2, [sys.executable, "-m", "mpidist", *words], cwd=tmp_path).check()
+    rows = json.loads((tmp_path / "r.json").read_text())
+    names = {(row["source"], row["order"], row["pages"]) for row in rows}
+    assert len(names) == len(rows) == 12
+    for row in rows:
+        assert 0 < row["low"] <= row["ratio"] <= row["high"]
+        assert row["bytes"] > 1_000_000
+        assert row["samples_per_s"] > 0
+    assert done.stdout.count("tfrecord") == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_what_came_in_and_what_was_sent(job):
+    """R130: both flows are in the events, per rank."""
+    train(job).check()
+    for rank in range(2):
+        lines = (job.parent / "run" / "events" / f"rank-{rank}.jsonl").read_text().splitlines()
+        flows = [event for event in map(json.loads, lines) if event["event"] == "loader"]
+        assert len(flows) == 1
+        assert flows[0]["bytes"] > 1000
+        assert {"seconds", "waited", "sent_bytes"} <= flows[0].keys()

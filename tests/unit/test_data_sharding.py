@@ -123,7 +123,7 @@ def test_by_record_without_an_index_warns():
 
 
 def test_bad_input():
-    with pytest.raises(ConfigError, match="unknown sharding 'files': expected one of .*'file'"):
+    with pytest.raises(ConfigError, match=r"unknown sharding 'files': expected one of .*'file'"):
         shard("files", [5], [2], 0)
     for arguments in (([5], [2], 2), ([], [2], 0), ([-1], [2], 0)):
         with pytest.raises(ConfigError, match="sharding: rank"):

@@ -64,7 +64,7 @@ def test_open_files_are_bounded(tmp_path, monkeypatch):
     for k, path in enumerate(paths):
         tfrecord.write(path, [bytes([k]) * k])
     records = data.TFRecords(paths)
-    for k in RNG.permutation(np.tile(np.arange(9), 3)):
+    for k in RNG.permutation(np.tile(np.arange(9), 3)).tolist():
         assert records.read([k]) == [bytes([k]) * k]
         assert len(records._open) <= 3
 
