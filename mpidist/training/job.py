@@ -183,7 +183,7 @@ def build(job: Job, ranks: int | None) -> Parts:
     model = models.from_settings(*_split({"seed": job.seed, **job.model}))
     train, test = data.from_settings(*_split(job.data))
     # One sample tells whether the two fit each other, before any rank waits for another.
-    model.predict(*train.take(np.arange(1))[:-1])
+    model.predict(*_first_good(train)[:-1])
     name, settings = _split(job.optimizer)
     rate = settings.get("lr")
     if isinstance(rate, dict) and rate.get("schedule") == "cosine":
@@ -194,6 +194,18 @@ def build(job: Job, ranks: int | None) -> Parts:
     loading = build_from({"loading": data.Loading}, "loading", job.loading, "data setting")
     check_share(job.max_bad)
     return Parts(train, test, model, optimizer, strategy, loading)
+
+
+def _first_good(source) -> tuple:
+    """Return a batch of one: the first records may be bad, and the run would skip them."""
+    from ..data import Careful
+
+    careful = Careful(source)
+    for index in range(min(len(source), 16)):
+        taken = careful.take(np.array([index]))
+        if len(taken.kept):
+            return taken.batch
+    raise ConfigError(f"no record can be read; the last one tried: {taken.bad[0]}")
 
 
 def _split(table: Mapping) -> tuple[str, dict]:

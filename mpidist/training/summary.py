@@ -9,9 +9,10 @@ import time
 
 import numpy as np
 
+from .. import events
 from ..arrays import array_module
 from ..collectives.allreduce import allreduce
-from ..data import as_source
+from ..data import Careful, as_source
 from ..elastic import pulse
 from ..partition import BlockPartition
 from .progress import Progress, beside
@@ -94,22 +95,29 @@ def six_digits(value: float) -> float:
 def evaluate(comm, model, data) -> float:
     """Return the share of samples whose largest score is at their label. Collective over `comm`.
 
+    Of several labels (0 or 1 each), one that is true. Bad records are left out.
+
     Each rank predicts its part of the data; hits are counted as integers, so the result is exact
     and does not depend on the number of ranks (R146).
     """
     source = as_source(data)
+    careful = Careful(source)
     start, stop = BlockPartition(len(source), comm.size).range(comm.rank)
-    hits = 0
+    hits = used = 0
     for first in range(start, stop, _CHUNK):
         indices = np.arange(first, min(first + _CHUNK, stop))
-        *inputs, labels = beside(source.take(indices), model)
+        taken = careful.take(indices)
+        for record in taken.bad:
+            events.emit("bad_record", source="test data", index=record.index, reason=record.reason)
+        *inputs, labels = beside(taken.batch, model)
+        used += len(taken.kept)
         best = model.predict(*inputs).argmax(axis=1)
         # Several labels of a sample, 0 or 1 each: a hit is a true one with the largest score.
         true = labels[range(len(best)), best] > 0 if labels.ndim == 2 else best == labels
         hits += int(true.sum())
-    total = np.array([hits], np.int64)
+    total = np.array([hits, used], np.int64)
     allreduce(comm, total, algorithm="native")
-    return int(total[0]) / len(source)
+    return int(total[0]) / max(int(total[1]), 1)
 
 
 def digest(parameters: dict) -> str:

@@ -34,6 +34,9 @@ def paths(comm, folder):
         for at in (20_000, 100_000, 300_000):
             whole[at] ^= 4
         paths[1].write_bytes(whole)
+        whole = bytearray(paths[4].read_bytes())
+        whole[40_000] ^= 4
+        paths[4].write_bytes(whole)
     comm.Barrier()
     return paths
 
@@ -51,7 +54,9 @@ def test_a_tagger_learns_from_damaged_files(comm, paths):
     )  # fmt: skip
     assert result.skipped_records == 6 * 3
     assert result.test_accuracy > 0.9, "hit@1"
-    inputs, labels = data.YouTube8M(paths[4], CLASSES).take(np.arange(100))
+    taken = data.Careful(data.YouTube8M(paths[4], CLASSES)).take(np.arange(100))
+    assert len(taken.bad) == 1, "also in what is tested with"
+    inputs, labels = taken.batch
     assert models.hit_at_one(model.predict(inputs), labels) == result.test_accuracy
     assert models.gap(model.predict(inputs), labels) > 0.8
     BITS.append(result.parameters_sha256)
