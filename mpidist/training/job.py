@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from ..checkpoint.interval import Pace
 from ..data.sampler import SHUFFLES
 from ..errors import ConfigError, nearest
 
@@ -41,7 +42,7 @@ class Job:
     seed: int = 0
     shuffle: str | bool = True
     out: str = ""
-    checkpoint_every: int | None = None
+    checkpoint_every: int | str | None = None
     keep: int = 3
     stop_after: int | None = None
     microbatches: int | None = None
@@ -60,7 +61,7 @@ class Job:
 
 
 _WHOLE = (
-    "global_batch", "epochs", "steps", "seed", "checkpoint_every", "keep", "stop_after",
+    "global_batch", "epochs", "steps", "seed", "keep", "stop_after",
     "microbatches", "check_replicas", "log_every",
 )  # fmt: skip
 
@@ -135,6 +136,11 @@ def check(values: Mapping, where: str = "job") -> Job:
         least = 0 if name == "seed" else 1
         if value is not None and value < least:
             raise ConfigError(f"{where}: {name}={value}; expected {least} or more")
+    if job.checkpoint_every is not None:
+        try:
+            Pace(job.checkpoint_every)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
     if (job.epochs is None) == (job.steps is None):
         raise ConfigError(f"{where}: epochs={job.epochs}, steps={job.steps}; give one of the two")
     if job.device not in ("cpu", "gpu"):

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from .. import events, points
 from ..arrays import array_module
+from ..checkpoint.interval import Pace
 from ..collectives import selection
 from ..collectives.allreduce import allreduce
 from ..data import Position, Sampler
@@ -145,16 +146,31 @@ class Progress:
         more = getattr(self.model, "state", {})
         return {**state, "run": facts, **({"model": dict(more)} if more else {})}
 
-    def checkpoint(self) -> None:
-        """Save this step, unless it is saved. Collective over the workers; servers follow."""
-        if self.store is None or self.saved_step == self.step:
+    def checkpoint(self, pace: Pace | None = None) -> None:
+        """Save this step, unless it is saved. Collective over the workers; servers follow.
+
+        With the `pace` of a loop that goes on, replicas write in the background; without, the
+        state is on stable storage when this returns.
+        """
+        if self.store is None:
+            return
+        if self.saved_step == self.step:
+            self.settle()
             return
         # Only after the point where all have arrived may workers wait for each other alone: servers
         # on their ranks would not serve those that are still on their way.
         self.exchange.save_point(self.step)
         self.agree_on_bad_records()
         self.average_model_state()
-        self.save(self.step)
+        began = time.monotonic()
+        self.save(self.step, background=pace is not None and self.exchange.synchronous)
+        if pace is not None:
+            pace.saved(self.exchange.workers, self.step, time.monotonic() - began)
+
+    def settle(self) -> None:
+        """Wait until what is being saved is on stable storage. Collective."""
+        if self.exchange.synchronous and hasattr(self.store, "wait"):
+            self.store.wait()
 
     def agree_on_bad_records(self) -> None:
         """Let workers at different clocks tell each other. Collective over the workers."""
@@ -174,10 +190,13 @@ class Progress:
             )
         self.checkpoint()
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, background: bool = False) -> None:
         """Write what this rank holds as `step`. Collective over all ranks."""
         points.reach("save", step)
-        self.store.save(step, self.state())
+        if background and hasattr(self.store, "save_async"):
+            self.store.save_async(step, self.state())
+        else:
+            self.store.save(step, self.state())
         points.reach("saved", step)
         self.saved_step = step
         events.emit("checkpoint", step=step)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from .. import points
+from ..checkpoint.interval import Pace
 from ..checkpoint.store import CheckpointStore
 from ..data import Loading, Sampler, as_source
 from ..elastic.guard import guard
@@ -13,6 +14,7 @@ from .feed import Feed
 from .limits import (
     check_batch,
     check_microbatches,
+    check_patience,
     check_replicated,
     check_share,
     check_whole,
@@ -41,11 +43,13 @@ def train(
     strategy=None,
     test_data=None,
     checkpoint=None,
-    checkpoint_every: int | None = None,
+    checkpoint_every: int | str | None = None,
     resume: bool | str = "auto",
     stop_after: int | None = None,
     microbatches: int | None = None,
     check_replicas: int | None = None,
+    time_limit: float | str | None = None,
+    patience: int | None = None,
     max_bad: float = 0.001,
     retry_bad: bool = False,
     quarantine=None,
@@ -90,6 +94,11 @@ def train(
     check_replicas : int
         Compare the parameters of all ranks every so many steps; they are compared before each
         checkpoint in any case. AllReduce only.
+    time_limit : float or "auto"
+        Stop with a checkpoint after so many seconds, or before a Slurm allocation ends.
+    patience : int
+        Stop with a checkpoint when the mean loss of so many steps is not below all before.
+        AllReduce only.
     max_bad : float
         Share of the records that may turn out to be bad: those are skipped, counted and listed.
         One more stops the run with a checkpoint. See docs/data.md.
@@ -130,9 +139,11 @@ def train(
     source = as_source(data)
     sampler = Sampler(len(source), global_batch, seed, shuffle)
     last = last_step(epochs, steps, sampler)
-    check_whole(checkpoint_every=checkpoint_every, stop_after=stop_after)
+    check_whole(stop_after=stop_after)
+    pace = Pace(sampler.steps_per_epoch if checkpoint_every is None else checkpoint_every)
     check_microbatches(microbatches, global_batch, strategy)
     check_replicated(check_replicas, strategy)
+    check_patience(patience, strategy)
     check_share(max_bad)
     settings: dict = {"global_batch": global_batch, "seed": seed}
     if microbatches is None:
@@ -149,9 +160,8 @@ def train(
         on_resize(run.ranks_before, comm.size, run)
     last = last_step(epochs, steps, sampler, run.step, run.position)
     end = last if stop_after is None else min(last, stop_after)
-    every = checkpoint_every or sampler.steps_per_epoch
     facts = None
-    with guard(comm, run.state, store) as watcher:
+    with guard(comm, run.state, store, time_limit=time_limit, patience=patience) as watcher:
         if exchange.dedicated:
             exchange.serve(run.save)
         else:
@@ -159,6 +169,7 @@ def train(
             feed = Feed(source, run, loading)
             stragglers = Stragglers(exchange.workers) if exchange.synchronous else None
             run.start_loop(last)
+            pace.begin(run.step)
             while run.step < end and not run.stopping:
                 indices, after = sampler.batch(run.position)
                 wanted = bad.wanted(indices)
@@ -184,11 +195,12 @@ def train(
                     callback(Step(run.step, last, after.epoch, loss, len(indices), *times))
                 if check_replicas and run.step % check_replicas == 0:
                     exchange.check(run.step)
-                if run.step % every == 0 and run.step < last:
-                    run.checkpoint()
+                if pace.due(run.step) and run.step < last:
+                    run.checkpoint(pace)
             feed.close()
             run.end_loop()
-            run.checkpoint()
+            if not run.stopping or watcher.fits(exchange.workers):
+                run.checkpoint()
             exchange.finish()
             run.agree_on_bad_records()
             if not run.stopping:

@@ -11,6 +11,7 @@ from test_train import TEST, TRAIN, fit
 
 import mpidist as md
 from mpidist import models, optim
+from mpidist.checkpoint.interval import FIRST
 from mpidist.errors import ConfigError
 from mpidist.gradients.vectors import flat_views
 from mpidist.training.summary import digest
@@ -166,3 +167,15 @@ def test_a_slow_worker_may_stop_a_fast_one_that_waits(comm, folder, placement):
     # Here the fast one has finished, so all that is left is to come to the end.
     _, result = run("b", epochs=None, steps=20, checkpoint_every=99)
     assert result.finished
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("every", ["auto 1h", "0.05s"])
+def test_a_time_between_checkpoints(comm, folder, every):
+    """R52, issue 4 point 4: all ranks save the same steps, and write while they train."""
+    with md.CheckpointStore(comm, folder, keep=None) as store:
+        fit(comm, checkpoint=store, checkpoint_every=every, epochs=None, steps=60)
+        steps = store.all_steps()
+    assert steps[0] == FIRST
+    assert steps[-1] == 60
+    assert len(set(comm.allgather(str(steps)))) == 1
