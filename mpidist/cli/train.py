@@ -105,6 +105,7 @@ def _train(comm, job, parts, args, store_path: Path) -> None:
                 strategy=parts.strategy, test_data=parts.test, checkpoint=store,
                 checkpoint_every=job.checkpoint_every, resume=resume, stop_after=job.stop_after,
                 microbatches=job.microbatches, check_replicas=job.check_replicas,
+                time_limit=job.time_limit, patience=job.patience,
                 max_bad=job.max_bad, retry_bad=job.retry_bad, loading=parts.loading,
                 quarantine=job.folder / "quarantine.jsonl",
                 callbacks=[reporter],

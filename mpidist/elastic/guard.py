@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import signal
 import threading
 import time
@@ -26,6 +27,7 @@ from mpi4py import MPI
 from mpidist import arrays, events
 from mpidist.abort import install_hook
 from mpidist.elastic import pulse
+from mpidist.elastic.allotment import Allotment, seconds_left
 from mpidist.errors import ConfigError, MismatchError, MpidistError, ProtocolError
 from mpidist.waiting import wait_until
 
@@ -73,8 +75,12 @@ class guard:
         Usually a CheckpointStore.
     signals : iterable of signal numbers
         Handlers are set on entering and the former ones put back on leaving.
-    time_limit : float, optional
-        Seconds from entering after which the loop is stopped as by a signal.
+    time_limit : float or "auto", optional
+        Seconds from entering after which the loop is stopped as by a signal. "auto": so long
+        before the end of a Slurm allocation that a step and a save, as measured, still fit in.
+    patience : int, optional
+        `check_loss` stops the run when the mean loss of so many steps is not less than that of
+        all such blocks of steps before.
     every : int
         Combine the flags at every n-th step only.
     deciders : MPI.Intracomm, optional
@@ -89,12 +95,18 @@ class guard:
         store=None,
         *,
         signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
-        time_limit: float | None = None,
+        time_limit: float | str | None = None,
+        patience: int | None = None,
         every: int = 1,
         deciders: MPI.Intracomm | None = None,
     ):
-        if time_limit is not None and not time_limit > 0:
-            raise ConfigError(f"guard: time_limit={time_limit!r}; expected seconds > 0, or None")
+        number = isinstance(time_limit, int | float)
+        if time_limit not in (None, "auto") and not (number and time_limit > 0):  # type: ignore[operator]
+            raise ConfigError(
+                f"guard: time_limit={time_limit!r}; expected seconds > 0, 'auto', or None"
+            )
+        if patience is not None and operator.index(patience) < 1:
+            raise ConfigError(f"guard: patience={patience!r}; expected a number of steps >= 1")
         if operator.index(every) < 1:
             raise ConfigError(f"guard: every={every!r}; expected a whole number of steps >= 1")
         self.state, self.store = state, store
@@ -105,6 +117,9 @@ class guard:
         self._deciders = deciders
         self._time_limit = time_limit
         self._deadline = math.inf
+        self._allotment: Allotment | None = None
+        self._patience, self._best = patience, math.inf
+        self._losses: list[float] = []
         self._asked = self._agreed = 0
         self._former: dict = {}
         self._all = self._loop = MPI.COMM_NULL
@@ -118,8 +133,12 @@ class guard:
         pulse.join()
         self._all = self._given.Dup()
         self._loop = self._all if self._deciders is None else self._deciders
-        if self._time_limit is not None:
-            self._deadline = time.monotonic() + self._time_limit
+        if self._time_limit == "auto":
+            left = self._all.bcast(seconds_left(os.environ) if self._all.rank == 0 else None)
+            if left is not None:
+                self._allotment = Allotment(left, time.monotonic())
+        elif self._time_limit is not None:
+            self._deadline = time.monotonic() + float(self._time_limit)
         for number in self.signals:
             self._former[number] = signal.signal(number, self._on_signal)
         # Whoever blocked them until now, `mpidist train` does: from here on they are heard.
@@ -150,8 +169,22 @@ class guard:
 
     @property
     def flag(self) -> int:
-        """1 if this rank wants to stop, else 0: for loops that reduce it with their own data."""
+        """1 if this rank wants to stop, else 0: for loops that reduce it with their own data.
+
+        To be asked once per step.
+        """
         return int(self._wish() != 0)
+
+    def fits(self, comm: MPI.Intracomm | None = None) -> bool:
+        """Whether a save that begins now can end before the allocation does. Collective.
+
+        Over `comm`, the ranks that save; by default those of the loop. As far as is known: without
+        ``time_limit="auto"``, or a save before, it is taken to fit.
+        """
+        if self._allotment is None:
+            return True
+        late = int(not self._allotment.fits(time.monotonic()))
+        return not self._reduce(self._loop if comm is None else comm, (late,))[0]
 
     def stop(self, reason: str | None = None) -> None:
         """Ask for a stop at the next `should_stop`. Local: one rank's wish is enough."""
@@ -191,17 +224,24 @@ class guard:
         return bool(flags)
 
     def leave(self, step: int, state: Mapping | None = None) -> None:
-        """Save the state as `step`, if there is a store, and raise Stopped. Collective."""
+        """Save the state as `step`, if there is a store, and raise Stopped. Collective.
+
+        Nothing is saved where it cannot end in time: half a checkpoint is worth nothing, and the
+        one before is there.
+        """
         if not self.exit_code:
             raise ProtocolError("guard: leave() without a stop that all ranks agreed on")
-        self._save(step, state)
+        if self.fits():
+            self._save(step, state)
+        else:
+            events.emit("save_does_not_fit", step=step)
         if self._deciders is not None:
             self._reduce(self._all, (step, self._agreed))
         events.emit("stopped", step=step, reason=self.reason)
         raise Stopped(step, self.reason)
 
     def check_loss(self, loss: float, step: int) -> None:
-        """Stop the run with a checkpoint when the loss is not a number any more.
+        """Stop the run with a checkpoint when the loss is not a number, or does not fall any more.
 
         Collective over the ranks of the loop, but free of communication while all is well: `loss`
         is the reduced one, equal on all ranks. To be called before the update of `step`, while the
@@ -213,15 +253,26 @@ class guard:
         MpidistError
             On all ranks, after the checkpoint was saved.
         """
-        if math.isfinite(loss):
+        if not math.isfinite(loss):
+            cure = "clip the gradients, or look for a bad record in this step's batch"
+            self._end_run(step, loss, f"the loss is {loss}", cure)
+        if self._patience is None:
             return
+        self._losses.append(loss)
+        if len(self._losses) == self._patience:
+            mean = math.fsum(self._losses) / self._patience
+            self._losses.clear()
+            if not mean < self._best:
+                steps = f"{self._patience} steps"
+                text = f"the mean loss of {steps} is {mean:.6g} and was {self._best:.6g} before"
+                self._end_run(step, loss, text, "decay it with a schedule, or be more patient")
+            self._best = mean
+
+    def _end_run(self, step: int, loss: float, what: str, cure: str) -> None:
         saved = self._save_if_finite(step)
-        error = MpidistError(
-            f"step {step}: the loss is {loss}; {saved}. Lower the learning rate, clip the "
-            "gradients, or look for a bad record in this step's batch"
-        )
+        error = MpidistError(f"step {step}: {what}; {saved}. Lower the learning rate, {cure}")
         error.everywhere = True
-        events.emit("bad_loss", step=step, loss=str(loss))
+        events.emit("bad_loss", step=step, loss=str(loss), reason=what)
         raise error
 
     # ------------------------------------------------------------------------------ underneath
@@ -231,7 +282,12 @@ class guard:
         self._asked = max(self._asked, _SIGNAL + number)
 
     def _wish(self) -> int:
-        return self._asked or (_TIME if time.monotonic() >= self._deadline else 0)
+        now = time.monotonic()
+        over = now >= self._deadline
+        if self._allotment is not None:
+            self._allotment.step(now)
+            over = self._allotment.is_over(now)
+        return self._asked or (_TIME if over else 0)
 
     def _code(self) -> int:
         """Give this rank's wish and number as one integer; the maximum of all is one rank's."""
@@ -244,7 +300,9 @@ class guard:
         if kind >= _SIGNAL:
             self.reason = f"{signal.Signals(kind - _SIGNAL).name} on rank {rank}"
         elif kind == _TIME:
-            self.reason = f"time limit of {self._time_limit:g} s"
+            limit = self._time_limit
+            auto = limit == "auto"
+            self.reason = "the end of the allocation" if auto else f"time limit of {limit:g} s"
         else:
             self.reason = f"requested on rank {rank}"
         self.exit_code = REQUEUE

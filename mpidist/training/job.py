@@ -47,6 +47,8 @@ class Job:
     stop_after: int | None = None
     microbatches: int | None = None
     check_replicas: int | None = None
+    time_limit: float | str | None = None
+    patience: int | None = None
     max_bad: float = 0.001
     retry_bad: bool = False
     loading: dict = field(default_factory=dict)
@@ -62,7 +64,7 @@ class Job:
 
 _WHOLE = (
     "global_batch", "epochs", "steps", "seed", "keep", "stop_after",
-    "microbatches", "check_replicas", "log_every",
+    "microbatches", "check_replicas", "patience", "log_every",
 )  # fmt: skip
 
 
@@ -157,6 +159,10 @@ def check(values: Mapping, where: str = "job") -> Job:
         raise ConfigError(f"{where}: retry_bad={job.retry_bad!r}; expected true or false")
     if not isinstance(job.loading, dict):
         raise ConfigError(f"{where}: loading={job.loading!r}; expected a table, [loading]")
+    limit = job.time_limit
+    number = isinstance(limit, int | float) and not isinstance(limit, bool) and limit > 0
+    if limit not in (None, "auto") and not number:
+        raise ConfigError(f"{where}: time_limit={limit!r}; expected seconds > 0, or 'auto'")
     if not isinstance(job.out, str):
         raise ConfigError(f"{where}: out={job.out!r}; expected the path of a folder, in quotes")
     return job

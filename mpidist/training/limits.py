@@ -79,3 +79,13 @@ def check_replicated(check_replicas: int | None, strategy) -> None:
             f"check_replicas={check_replicas} needs the allreduce strategy: servers hold each "
             "parameter once; leave it out, or use md.AllReduce()"
         )
+
+
+def check_patience(patience: int | None, strategy) -> None:
+    """Raise ConfigError where a stalled loss is looked for and no loss is everybody's. Local."""
+    check_whole(patience=patience)
+    if patience is not None and not getattr(strategy, "has_replicas", False):
+        raise ConfigError(
+            f"patience={patience} needs the allreduce strategy: under servers each worker has a "
+            "loss of its own; leave it out, or use md.AllReduce()"
+        )

@@ -1,0 +1,112 @@
+"""The end of an allocation, a checkpoint that cannot fit, a loss that stalls (R141)."""
+
+import time
+
+import numpy as np
+import pytest
+
+import mpidist as md
+from mpidist import events
+from mpidist.elastic import allotment
+from mpidist.elastic import guard as module
+from mpidist.elastic.guard import Stopped
+from mpidist.errors import ConfigError, MpidistError
+
+
+class Store:
+    def __init__(self):
+        self.saved = []
+
+    def save(self, step, state):
+        self.saved.append(step)
+
+
+def loop(run, losses):
+    for step, loss in enumerate(losses):
+        run.check_loss(loss, step)
+        if run.should_stop(step):
+            run.leave(step)
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """Let the allocation end in so many seconds; only rank 0 is asked."""
+
+    def end_in(comm, seconds):
+        monkeypatch.setattr(events, "recent", events.deque(maxlen=256))
+        known = seconds if comm.rank == 0 else None
+        monkeypatch.setattr(module, "seconds_left", lambda environ: known)
+
+    return end_in
+
+
+@pytest.mark.ranks(1, 3)
+def test_stops_before_the_allocation_ends(comm, left):
+    left(comm, allotment.RESERVE + 0.3)
+    store = Store()
+    with (
+        pytest.raises(Stopped, match="the end of the allocation"),
+        md.guard(comm, {}, store, time_limit="auto") as run,
+    ):
+        loop(run, [1.0] * 1000)
+    assert len(store.saved) == 1
+    assert 0 < store.saved[0] < 100
+
+
+@pytest.mark.ranks(3)
+def test_a_save_that_cannot_fit_is_not_begun(comm, left):
+    """One rank knows that saves take too long: no rank begins one, and all leave alike."""
+    left(comm, 20.0)
+    if comm.rank == 1:
+        events.emit("checkpoint_saved", step=1, bytes=1, seconds=30.0)
+    store = Store()
+    with pytest.raises(Stopped), md.guard(comm, {}, store, time_limit="auto") as run:
+        loop(run, [1.0] * 1000)
+    assert store.saved == []
+    assert [kind for _, kind, _ in events.recent if kind == "save_does_not_fit"]
+
+
+@pytest.mark.ranks(2)
+def test_nobody_says_when_the_allocation_ends(comm, left):
+    left(comm, None)
+    with md.guard(comm, {}, Store(), time_limit="auto") as run:
+        loop(run, [1.0] * 20)
+        assert run.fits()
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_that_does_not_fall(comm):
+    """Blocks of `patience` steps: noise within one is none of it."""
+    falling = [3.0, 1.0, 2.0, 1.5, 1.2, 1.9]  # means of two: 2, 1.75, 1.55
+    store = Store()
+    with md.guard(comm, {}, store, patience=2) as run:
+        loop(run, falling)
+        with pytest.raises(
+            MpidistError, match=r"mean loss of 2 steps is 1\.6 and was 1\.55 before"
+        ):
+            loop(run, [1.6, 1.6])
+    assert store.saved == [1]
+
+
+@pytest.mark.ranks(1)
+def test_limits_that_are_none(comm):
+    for options in ({"time_limit": "soon"}, {"time_limit": 0}, {"patience": 0}):
+        with pytest.raises(ConfigError, match="guard: "):
+            md.guard(comm, **options)
+
+
+@pytest.mark.ranks(2)
+def test_training_that_does_not_learn(comm, folder):
+    """md.train hands the limits on; the newest checkpoint is the state that did not get better."""
+    inputs = np.ones((60, 4), np.float32)
+    data = inputs, np.zeros(60, np.int64)
+    options = {"optimizer": md.optim.sgd(0.0), "global_batch": 60, "steps": 50}
+    model = md.models.mlp([4, 3])
+    with pytest.raises(MpidistError, match="the mean loss of 5 steps"):
+        md.train(comm, model, data, checkpoint=folder, patience=5, time_limit="auto", **options)
+    comm.Barrier()
+    assert md.load(folder)["run"]["step"] == 9
+    with pytest.raises(ConfigError, match="patience=5 needs the allreduce strategy"):
+        md.train(comm, model, data, patience=5, strategy=md.ParameterServer(1), **options)
+    comm.Barrier()
