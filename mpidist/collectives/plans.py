@@ -37,6 +37,8 @@ class Plan:
         self._buffer: np.ndarray | None = None
         if context.size > 1:
             self.short, self.engine = engines.make(context, signature, reduction, shape, name)
+        # Kept here, for a plan may be dropped while a `Handle` of it is under way.
+        self.divides = self.engine is not None and self.engine.divides
         if self.short is not None:
             self.runs = self.short.runs
         else:
@@ -94,7 +96,7 @@ class Plan:
 
     def store(self, x, work, total) -> None:
         """Divide a mean and put the result into `x`, rounding once. Local."""
-        if not self.engine.divides:
+        if not self.divides:
             finish_mean(self.reduction, work, total)
         if self.in_place(x):
             synchronize(x)

@@ -62,6 +62,18 @@ def test_a_bound_plan_outlives_the_cache(comm, monkeypatch):
         assert (x == 2).all()
 
 
+@pytest.mark.ranks(2, 3)
+def test_a_handle_outlives_its_plan(comm, monkeypatch):
+    """R41: too many plans, and the one that is dropped has a handle under way."""
+    monkeypatch.setattr("mpidist.collectives.plans.MAX_PLANS", 4)
+    arrays = [np.full(3000 + n, comm.rank + 1.0) for n in range(20)]
+    handles = [md.iallreduce(comm, x, "mean", algorithm="ring") for x in arrays]
+    for handle, x in zip(handles[::-1], arrays[::-1], strict=True):
+        assert handle.wait() is x
+        assert (x == (comm.size + 1) / 2).all()
+    assert len(context.of(comm).plans) == 4
+
+
 @pytest.mark.ranks(3)
 def test_no_status_is_left_behind(comm):
     """A status that nobody read would reach the next communicator of the same number."""
