@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from .. import points
+from ..checkpoint.interval import Pace
 from ..checkpoint.store import CheckpointStore
 from ..data import Loading, Sampler, as_source
 from ..elastic.guard import guard
@@ -42,7 +43,7 @@ def train(
     strategy=None,
     test_data=None,
     checkpoint=None,
-    checkpoint_every: int | None = None,
+    checkpoint_every: int | str | None = None,
     resume: bool | str = "auto",
     stop_after: int | None = None,
     microbatches: int | None = None,
@@ -138,7 +139,8 @@ def train(
     source = as_source(data)
     sampler = Sampler(len(source), global_batch, seed, shuffle)
     last = last_step(epochs, steps, sampler)
-    check_whole(checkpoint_every=checkpoint_every, stop_after=stop_after)
+    check_whole(stop_after=stop_after)
+    pace = Pace(sampler.steps_per_epoch if checkpoint_every is None else checkpoint_every)
     check_microbatches(microbatches, global_batch, strategy)
     check_replicated(check_replicas, strategy)
     check_patience(patience, strategy)
@@ -158,7 +160,6 @@ def train(
         on_resize(run.ranks_before, comm.size, run)
     last = last_step(epochs, steps, sampler, run.step, run.position)
     end = last if stop_after is None else min(last, stop_after)
-    every = checkpoint_every or sampler.steps_per_epoch
     facts = None
     with guard(comm, run.state, store, time_limit=time_limit, patience=patience) as watcher:
         if exchange.dedicated:
@@ -168,6 +169,7 @@ def train(
             feed = Feed(source, run, loading)
             stragglers = Stragglers(exchange.workers) if exchange.synchronous else None
             run.start_loop(last)
+            pace.begin(run.step)
             while run.step < end and not run.stopping:
                 indices, after = sampler.batch(run.position)
                 wanted = bad.wanted(indices)
@@ -193,8 +195,8 @@ def train(
                     callback(Step(run.step, last, after.epoch, loss, len(indices), *times))
                 if check_replicas and run.step % check_replicas == 0:
                     exchange.check(run.step)
-                if run.step % every == 0 and run.step < last:
-                    run.checkpoint()
+                if pace.due(run.step) and run.step < last:
+                    run.checkpoint(pace)
             feed.close()
             run.end_loop()
             if not run.stopping or watcher.fits(exchange.workers):
