@@ -14,6 +14,7 @@ def add_parser(what):
     parser.add_argument("--size", type=float, default=64, help="MiB that are stored (64)")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (5)")
     parser.add_argument("--folder", default=".", help="where, on the file system to measure (.)")
+    parser.add_argument("--torch", action="store_true", help="beside torch.distributed.checkpoint")
     return parser
 
 
@@ -23,19 +24,19 @@ def run(comm, args) -> list[dict]:
 
     if not Path(args.folder).is_dir():
         raise ConfigError(f"--folder {args.folder}: no such folder; all ranks must see it")
-    rows = measure(comm, int(args.size * (1 << 20)), args.rounds, args.folder)
-    columns = ("what", "seconds", "plain(s)", "ratio", "MB/s")
+    rows = measure(comm, int(args.size * (1 << 20)), args.rounds, args.folder, args.torch)
+    columns = ("what", "seconds", "beside", "seconds", "ratio", "MB/s")
     head(
         comm,
         f"{args.size:g} MiB, half replicated and half sharded, {comm.size} ranks, "
         f"{args.rounds} rounds, {library()}",
         columns,
-        width=11,
+        width=14,
     )
     for row in rows:
         say(
             comm,
-            f"{row['what']:>11}{row['median_s']:>11.4f}{row['plain_s']:>11.4f}"
-            f"{row['ratio']:>11.2f}{row['mb_per_s']:>11.0f}",
+            f"{row['what']:>14}{row['median_s']:>14.4f}{row['beside']:>14}{row['plain_s']:>14.4f}"
+            f"{row['ratio']:>14.2f}{row['mb_per_s']:>14.0f}",
         )
     return rows

@@ -25,7 +25,10 @@ from ..checkpoint.layout import Shard
 from ..checkpoint.store import CheckpointStore
 from ..errors import MpidistError
 from ..partition import BlockPartition
+from .bench_torch import checkpointer, leave
 
+#: Seconds of a step that waits for its device.
+_STEP = 10e-3
 #: Bytes per system call of the plain files.
 _CALL = 8 << 20
 
@@ -57,29 +60,34 @@ class State:
             raise MpidistError(f"bench: the restored state is not that of step {step}")
 
 
-def measure(comm, nbytes: int, rounds: int, folder: str) -> list[dict]:
+def measure(comm, nbytes: int, rounds: int, folder: str, torch: bool = False) -> list[dict]:
     """Return the rows for a state of `nbytes`, stored in `folder`. Collective over `comm`.
 
-    Rows: what (save, stall, restore), bytes, ranks, median_s, plain_s, ratio (plain over ours),
-    mb_per_s. The stall is the time until `save_async` returns; save and restore end when all is
-    done.
+    Rows: what (save, stall, async, restore), beside (write, read, copy; with `torch` also "torch
+    save" and "torch restore"), bytes, ranks, median_s, plain_s, ratio (plain over ours), mb_per_s.
+    The stall is the time until `save_async` returns; save and restore end when all is done.
+    "async": by how much steps that wait for a device take longer, together, until a save in the
+    background is committed; a copy is that of each rank's part of the state in memory.
     """
     name = tempfile.mkdtemp(prefix="mpidist-bench-", dir=folder) if comm.rank == 0 else ""
     made = Path(comm.bcast(name))
     state = State(comm, nbytes)
     try:
-        seconds = _measure(comm, state, rounds, made)
+        seconds = _measure(comm, state, rounds, made, torch)
     finally:
         # No barrier: after an error the others may be anywhere. All that was timed ended in one.
         if comm.rank == 0:
             shutil.rmtree(made, ignore_errors=True)
-    pairs = {"save": "write", "stall": "write", "restore": "read"}
+    pairs = [("save", "write"), ("stall", "write"), ("async", "copy"), ("restore", "read")]
+    if torch:
+        pairs += [("save", "torch save"), ("restore", "torch restore")]
     rows = []
-    for what, plain in pairs.items():
+    for what, plain in pairs:
         median = float(np.median(seconds[what]))
         rows.append(
             {
                 "what": what,
+                "beside": plain,
                 "bytes": state.nbytes,
                 "ranks": comm.size,
                 "median_s": float(f"{median:.4g}"),
@@ -91,12 +99,13 @@ def measure(comm, nbytes: int, rounds: int, folder: str) -> list[dict]:
     return rows
 
 
-def _measure(comm, state: State, rounds: int, folder: Path) -> dict[str, np.ndarray]:
+def _measure(comm, state: State, rounds: int, folder: Path, torch) -> dict[str, np.ndarray]:
     """Seconds of each candidate in each round, those of the slowest rank."""
     share = [np.ones(n, np.uint8) for n in BlockPartition(state.nbytes, comm.size).counts()]
     plain = folder / f"plain-{comm.rank}"
     inbox = np.empty(state.whole.nbytes + state.block.nbytes, np.uint8)
-    names = ("write", "save", "stall", "read", "restore")
+    names = ["write", "save", "stall", "async", "copy", "read", "restore"]
+    source, target = np.ones_like(share[comm.rank]), np.ones_like(share[comm.rank])
     seconds = {name: np.empty(rounds) for name in names}
     rng = np.random.default_rng(0)
     with CheckpointStore(comm, folder / "store", keep=1) as store:
@@ -106,18 +115,27 @@ def _measure(comm, state: State, rounds: int, folder: Path) -> dict[str, np.ndar
             "stall": lambda step: store.save_async(step, state.tree),
             "read": lambda step: _read(folder, comm.size, inbox),
             "restore": lambda step: store.restore(state.tree),
+            "async": lambda step: _steps_beside(comm, store, step, state.tree),
+            "copy": lambda step: np.copyto(target, source),
         }
-        step = 0
+        if torch:
+            _, save, load = checkpointer(comm, state.whole, state.block, folder)
+            run |= {"torch save": lambda step: save(), "torch restore": lambda step: load()}
+            names += ["torch save", "torch restore"]
+            seconds |= {name: np.empty(rounds) for name in names[-2:]}
+        step = ours = of_torch = 0
         for k in range(-1, rounds):  # round -1 warms up
             # In the first round in this order: what is read was written before.
             order = rng.permutation(names) if k >= 0 else names
             for name in order:
-                if name in ("save", "stall"):
+                if name in ("save", "stall", "async", "torch save"):
                     step += 1
                     state.fill(step)
+                    of_torch = step if name == "torch save" else of_torch
+                    ours = step if name != "torch save" else ours
                 elif name == "write":
                     plain.unlink(missing_ok=True)
-                elif name == "restore":
+                elif name.endswith("restore"):
                     state.fill(-1)
                 _forget_pages(comm, folder)
                 elapsed = _time(comm, partial(run[name], step))
@@ -125,19 +143,41 @@ def _measure(comm, state: State, rounds: int, folder: Path) -> dict[str, np.ndar
                     seconds[name][k] = elapsed
                 store.wait()  # what `save_async` has begun, off the clock
                 if name == "restore":
-                    state.check(step)
+                    state.check(ours)
+                elif name == "torch restore":
+                    state.check(of_torch)
+    if torch:
+        leave()
     for times in seconds.values():
         comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
     return seconds
 
 
 def _time(comm, call: Callable[[], object]) -> float:
+    """Return the seconds of a call, or those that it returns itself."""
     comm.Barrier()
     start = time.perf_counter()
-    call()
+    told = call()
     elapsed = time.perf_counter() - start
     comm.Barrier()  # nobody removes or rewrites what another still reads
-    return elapsed
+    return told if isinstance(told, float) else elapsed
+
+
+def _steps_beside(comm, store: CheckpointStore, step: int, tree) -> float:
+    """Return by how much a loop of waiting steps lasts longer until a save is committed."""
+    manifest = Path(store.path) / f"step-{step:012d}" / "MANIFEST.json"
+    start, steps = time.perf_counter(), 0
+    store.save_async(step, tree)
+    while not manifest.exists() or steps < 2:
+        time.sleep(_STEP)
+        steps += 1
+    together = time.perf_counter() - start
+    comm.Barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        manifest.exists()
+        time.sleep(_STEP)
+    return together - (time.perf_counter() - start)
 
 
 def _write(path: Path, data: np.ndarray) -> None:

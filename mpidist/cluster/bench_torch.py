@@ -1,4 +1,4 @@
-"""PyTorch's `all_reduce` over gloo as a yardstick, on the same ranks and in the same rounds.
+"""PyTorch's `all_reduce` over gloo, and its checkpoints, on the same ranks, in the same rounds.
 
 PyTorch is no dependency: install it into an environment of your own. Its processes find each other
 by a TCP store that rank 0 opens and whose address MPI hands on.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +22,21 @@ def reducer(comm) -> tuple[str, Callable[[np.ndarray], Callable[[], object]]]:
 
     The call sums `vector` over all ranks in place, by gloo. Raises ConfigError, on all ranks, where
     one of them has no PyTorch.
+    """
+    torch = enter(comm)
+    import torch.distributed as distributed
+
+    def make(vector: np.ndarray) -> Callable[[], object]:
+        tensor = torch.from_numpy(vector)
+        return lambda: distributed.all_reduce(tensor)
+
+    return torch.__version__, make
+
+
+def enter(comm) -> Any:
+    """Make gloo's process group of these ranks; return the module torch. Collective over `comm`.
+
+    Raises ConfigError, on all ranks, where one of them has no PyTorch.
     """
     try:
         import torch
@@ -44,12 +61,39 @@ def reducer(comm) -> tuple[str, Callable[[np.ndarray], Callable[[], object]]]:
     if store is None:
         store = distributed.TCPStore(host, port, comm.size, False)
     distributed.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    return torch
 
-    def make(vector: np.ndarray) -> Callable[[], object]:
-        tensor = torch.from_numpy(vector)
-        return lambda: distributed.all_reduce(tensor)
 
-    return torch.__version__, make
+def checkpointer(comm, whole: np.ndarray, block: np.ndarray, folder: Path):
+    """Return (version, save, load) of torch.distributed.checkpoint. Collective over `comm`.
+
+    `whole` is replicated, `block` this rank's part of a vector; both are shared with PyTorch, not
+    copied. ``save()`` puts them on the disk below `folder`, ``load()`` fills them.
+    """
+    torch = enter(comm)
+    from torch.distributed import checkpoint
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (comm.size,))
+    count = comm.allreduce(block.size)
+    state = {
+        "w": DTensor.from_local(torch.from_numpy(whole), mesh, [Replicate()], run_check=False),
+        "momentum": DTensor.from_local(
+            torch.from_numpy(block), mesh, [Shard(0)], run_check=False,
+            shape=torch.Size([count]), stride=(1,),
+        ),
+    }  # fmt: skip
+    path = str(folder / "torch")
+
+    def save() -> None:
+        writer = checkpoint.FileSystemWriter(path, sync_files=True, overwrite=True)
+        checkpoint.save(state, storage_writer=writer)
+
+    def load() -> None:
+        checkpoint.load(state, storage_reader=checkpoint.FileSystemReader(path))
+
+    return torch.__version__, save, load
 
 
 def leave() -> None:
