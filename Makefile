@@ -104,7 +104,7 @@ bench-simulate: $(VENV)/.run
 	    --algorithms ring,butterfly,double_tree,hierarchical
 
 soak: $(VENV)/.test
-	$(EXEC) 4 $(BIN)/python tests/launch/programs/soak.py 300
+	$(EXEC) 2 $(BIN)/python tests/soak/soak.py
 
 soak-recovery: $(VENV)/.test
 	$(BIN)/python tests/launch/programs/killed_often.py 100
