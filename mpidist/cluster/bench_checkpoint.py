@@ -29,6 +29,8 @@ from .bench_torch import checkpointer, leave
 
 #: Seconds of a step that waits for its device.
 _STEP = 10e-3
+#: Less than this is not told apart from nothing.
+_RESOLUTION = 1e-4
 #: Bytes per system call of the plain files.
 _CALL = 8 << 20
 
@@ -177,7 +179,7 @@ def _steps_beside(comm, store: CheckpointStore, step: int, tree) -> float:
     for _ in range(steps):
         manifest.exists()
         time.sleep(_STEP)
-    return together - (time.perf_counter() - start)
+    return max(together - (time.perf_counter() - start), _RESOLUTION)
 
 
 def _write(path: Path, data: np.ndarray) -> None:

@@ -18,10 +18,10 @@ def test_checkpoint(tmp_path, ranks):
     words = ["--size", "0.3", "--rounds", "3", "--folder", str(store), "--json", "rows.json"]
     result = launch(ranks, [*MPIDIST, "bench", "checkpoint", *words], cwd=tmp_path).check()
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["what"] for row in rows] == ["save", "stall", "restore"]
+    assert [row["what"] for row in rows] == ["save", "stall", "async", "restore"]
     for row in rows:
         assert set(row) == {
-            "what", "bytes", "ranks", "median_s", "plain_s", "ratio", "mb_per_s",
+            "what", "beside", "bytes", "ranks", "median_s", "plain_s", "ratio", "mb_per_s",
         }  # fmt: skip
         assert row["ranks"] == ranks
         # Two equal halves of whole float32 elements.
@@ -29,7 +29,7 @@ def test_checkpoint(tmp_path, ranks):
         assert min(row["median_s"], row["plain_s"], row["ratio"]) > 0
         assert row["mb_per_s"] == pytest.approx(row["bytes"] / row["median_s"] / 1e6, rel=1e-3)
         (line,) = [t for t in result.stdout.splitlines() if t.split()[:1] == [row["what"]]]
-        assert float(line.split()[3]) == pytest.approx(row["ratio"], abs=0.006)
+        assert float(line.split()[4]) == pytest.approx(row["ratio"], abs=0.006)
     assert list(store.iterdir()) == []
 
 
