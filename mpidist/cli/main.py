@@ -18,8 +18,8 @@ from ..errors import ConfigError, MpidistError, nearest
 #: command -> one line of help. The module of the same name has add_parser and run.
 COMMANDS = {
     "train": "train a model as a TOML job file says (under mpirun or srun)",
-    "launch": "run an MPI program until it is done, whatever dies meanwhile; needs no MPI",
     "bench": "measure allreduce, parameter servers or checkpoints against what is there",
+    "launch": "run an MPI program until it is done, whatever dies meanwhile; needs no MPI",
     "simulate": "who sends what, and what it costs, for any number of ranks; needs no MPI",
     "checkpoint": "list, show, verify, export or index checkpoints; needs no MPI",
 }

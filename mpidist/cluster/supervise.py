@@ -174,14 +174,15 @@ class _Running:
         # A library that is killed leaves its shared memory behind; note it while it is mapped.
         left = marked(self.mark, MARK)
         segments = mpi_segments(left)
-        if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.terminate()
+        if late := self.process.poll() is None:
+            self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(PATIENCE)
         (self.folder / pulse.OVER).touch()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        if late:
+            # Whoever has shed the mark; only while the group must be ours, for numbers come again.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         end_marked(self.mark, variable=MARK)
         self.process.wait()
         for segment in segments:

@@ -68,3 +68,23 @@ def test_a_node_goes_down(cluster, kind, launcher, request, tmp_path):
     made, resumed = steps(broken), facts["resumed_at"]
     before = len(made) - (STEPS - resumed)
     assert made == [*range(1, before + 1), *range(resumed + 1, STEPS + 1)]
+
+
+def test_asked_to_leave_and_requeued(cluster, request, tmp_path):
+    """R106: USR1 reaches `mpidist launch`, the batch script itself; the job comes back."""
+    python = request.getfixturevalue("openmpi")
+    script = tmp_path / "recovery.sbatch"
+    text = SCRIPT.replace("--no-kill", "--no-kill --requeue --open-mode=append")
+    script.write_text(text.replace(" -- mpidist", " --preempted requeue -- mpidist"))
+    environ = {**job_environment(python), "LAUNCHER": "mpirun"}
+    job = str(ROOT / "jobs" / "digits.toml")
+    number = cluster.submit(script, job, *SETTINGS, env=environ, cwd=tmp_path)
+    deadline = time.monotonic() + 100
+    while max(steps(tmp_path), default=0) < 30:
+        assert time.monotonic() < deadline, cluster.job(number).output
+        time.sleep(0.05)
+    cluster.run(["scancel", "--batch", "--signal=USR1", str(number)]).check()
+    job = cluster.wait(number, 200)
+    assert (job.state, job.restarts) == ("COMPLETED", 1), job.output
+    assert steps(tmp_path) == list(range(1, STEPS + 1)), "no step twice: it saved where it left"
+    assert not list(tmp_path.glob(".mpidist-launch-*"))
