@@ -128,6 +128,7 @@ class Keep:
         """
         self._good.add(saved)
         entries = steps.folders(root)
+        self._good.intersection_update(entries)  # a long run forgets what is gone
         for entry in entries:
             if entry.step == saved.step and entry.generation < saved.generation:
                 remove(entry.name, root)

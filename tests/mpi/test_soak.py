@@ -3,11 +3,14 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "soak"))
 import soak
 from resources import grown
+
+import mpidist as md
 
 
 def check(comm, looks):
@@ -29,3 +32,13 @@ def test_allreduces(comm, monkeypatch):
 def test_saves_and_restores(comm, folder):
     """R41: stores opened and closed, saves at once and in the background."""
     check(comm, soak.checkpoints(comm, 40, folder))
+
+
+@pytest.mark.ranks(1)
+def test_a_store_forgets_steps_that_are_gone(comm, folder):
+    """R41: what it knows of steps is as long as what it keeps."""
+    with md.CheckpointStore(comm, folder, keep=2) as store:
+        for step in range(8):
+            store.save(step, {"w": np.ones(3)})
+        store.restore()
+        assert len(store._keep._good) <= 3
