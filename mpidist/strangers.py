@@ -87,6 +87,8 @@ def dataset(file: h5py.File, name: str) -> h5py.Dataset:
     try:
         found = _walk(file, name)
         reason = _objection(found, os.fstat(file.id.get_vfd_handle()).st_size)
+    except ConfigError:
+        raise
     except (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise ConfigError(f"dataset {name!r} cannot be read: {error}") from None
     if reason:
