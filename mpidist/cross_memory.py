@@ -19,6 +19,7 @@ from .errors import ConfigError, MpidistError
 
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
 _TOKEN = 16  # bytes that a stranger's memory does not hold by chance
+_MOST = 1 << 30  # bytes of one call: the kernel stops after 2 GiB less a page
 
 
 class _Run(ctypes.Structure):
@@ -63,15 +64,17 @@ class CrossMemory:
         self._copy(self._write, rank, address, source, nbytes)
 
     def _copy(self, call, rank: int, address: int, mine: int, nbytes: int) -> None:
-        self._here.base, self._here.length = mine, nbytes
-        self._there.base, self._there.length = address, nbytes
-        done = call(self.pids[rank], *self._arguments)
-        if done != nbytes:
-            reason = os.strerror(ctypes.get_errno()) if done < 0 else f"{done} bytes were copied"
-            raise MpidistError(
-                f"cross memory: {nbytes} bytes at {address:#x} of process {self.pids[rank]} "
-                f"(local rank {rank}): {reason}"
-            )
+        for at in range(0, nbytes, _MOST):
+            count = min(_MOST, nbytes - at)
+            self._here.base, self._here.length = mine + at, count
+            self._there.base, self._there.length = address + at, count
+            done = call(self.pids[rank], *self._arguments)
+            if done != count:
+                why = os.strerror(ctypes.get_errno()) if done < 0 else f"{done} bytes were copied"
+                raise MpidistError(
+                    f"cross memory: {count} bytes at {address + at:#x} of process "
+                    f"{self.pids[rank]} (local rank {rank}): {why}"
+                )
 
     def _prove(self, comm, problem: str | None) -> None:
         """Read every other rank's random numbers, write an answer, and look at theirs."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mpidist as md
+from mpidist import cross_memory
 from mpidist.collectives import cross
 from mpidist.collectives.shared import memory_of
 from mpidist.context import of
@@ -95,6 +96,22 @@ def test_memory_that_is_not_there(comm):
     mine = np.zeros(8)
     with pytest.raises(MpidistError, match=r"64 bytes at 0x10 of process .*: Bad address"):
         memory.read(1 - comm.rank, 16, mine.ctypes.data, 64)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 100])
+def test_more_bytes_than_one_call_copies(comm, monkeypatch, nbytes):
+    """The kernel copies at most 2 GiB less a page: longer runs go in pieces."""
+    memory = CrossMemory(comm)
+    here, there = np.arange(100, dtype="u1"), np.zeros(102, "u1")
+    monkeypatch.setattr(cross_memory, "_MOST", 7)
+    memory.write(0, there.ctypes.data + 1, here.ctypes.data, nbytes)
+    assert (there[1 : nbytes + 1] == here[:nbytes]).all()
+    assert not there[nbytes + 1 :].any()
+    back = np.full(102, 255, "u1")
+    memory.read(0, there.ctypes.data + 1, back.ctypes.data + 1, nbytes)
+    assert (back[1 : nbytes + 1] == here[:nbytes]).all()
+    assert (back[nbytes + 1 :] == 255).all()
 
 
 @pytest.mark.ranks(2, 3)
