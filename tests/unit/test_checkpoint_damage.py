@@ -257,6 +257,8 @@ def test_json_that_is_no_manifest(text):
         ({"dtype": "<f9"}, "'<f9' is not a dtype"),
         ({"dtype": "object_"}, "is not a dtype"),
         ({"dtype": "|O"}, "is not a dtype"),
+        ({"dtype": "<M8[s/0]"}, "is not a dtype"),  # NumPy dies of it
+        ({"dtype": "<f4,(,)f4"}, "is not a dtype"),
     ],
 )
 def test_a_newer_format_is_an_error_not_a_fallback(copy, change, text):
