@@ -187,6 +187,8 @@ def tables_of(data: bytes) -> tuple[Table, ...]:
                 raise Damaged(f"{NAME} names the table {table.name!r}; expected shard-NNNNN.json")
             if table.size > MAX_BYTES:
                 raise Damaged(f"{table.name} is said to have {table.size} bytes")
+        if len({table.name for table in tables}) != len(tables):  # each would be read
+            raise Damaged(f"{NAME} names a table twice")
     return tuple(tables)
 
 
@@ -239,6 +241,8 @@ def _version_1(body: dict) -> Manifest:
 def _version_2(body: dict, tables: Sequence[Table], lines: Sequence[bytes]) -> Manifest:
     listed: list[File] = []
     pieces: dict[Path, list] = {path_of(item["path"]): [] for item in list_of(body["tensors"])}
+    if len(pieces) != len(body["tensors"]):  # each would get all pieces of its name
+        raise Damaged(f"{NAME} names a tensor twice")
     for number, (table, line) in enumerate(zip(tables, lines, strict=True)):
         found = unseal(line, table.name, "digest")
         with told(table.name):
@@ -302,6 +306,8 @@ def _prove(manifest: Manifest) -> None:
     """Raise unless the files hold every element of every tensor exactly once."""
     if len({file.name for file in manifest.files}) != len(manifest.files):
         raise Damaged(f"{NAME} names a file twice")
+    if manifest.block > MAX_BYTES:  # a reader makes room for one
+        raise Damaged(f"{NAME} has blocks of {manifest.block} bytes")
     for file in manifest.files:
         if len(file.crc32) != -(-file.size // manifest.block):
             raise Damaged(f"{file.name} of {file.size} bytes has {len(file.crc32)} checksums")
@@ -318,7 +324,7 @@ def _prove(manifest: Manifest) -> None:
 
 def _prove_tensor(manifest: Manifest, tensor: Tensor, used: list) -> None:
     itemsize = dtype_of(tensor.dtype).itemsize
-    if prod(max(1, n) for n in tensor.shape) * itemsize >= BIG or len(tensor.shape) > 32:
+    if len(tensor.shape) > 32 or prod(max(1, n) for n in tensor.shape) * itemsize >= BIG:
         raise Damaged(f"{show(tensor.path)} has the impossible shape {tensor.shape}")
     reason = untiled(tensor.shape, [piece.region for piece in tensor.pieces])
     if reason:

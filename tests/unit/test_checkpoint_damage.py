@@ -243,6 +243,35 @@ def test_a_forged_manifest_is_damage(copy, attack, capfd):
     assert outcome(copy, capfd) == 1
 
 
+def test_what_stands_twice_costs_no_memory(copy, monkeypatch):
+    """A table is read once, and the pieces of a tensor are not listed for each of its names."""
+    body, tables = body_of(copy), []
+    monkeypatch.setattr(
+        steps.files, "read_small", lambda name, *_: tables.append(name) or sealed(body)
+    )
+    body["tables"] *= 1000
+    with pytest.raises(Damaged, match="a table twice"):
+        steps.read_manifest(str(copy), steps.Entry(2, 0))
+    assert tables == [NAME]
+
+    monkeypatch.undo()
+    body, table = body_of(copy), body_of(copy, "shard-00000.json")
+    body["tensors"] += [body["tensors"][0]] * 1000
+    table["pieces"] *= 10
+    forge(copy, body, table)
+    with pytest.raises(Damaged, match="a tensor twice"):
+        decode(joined(copy))
+
+
+def test_a_block_that_is_too_long_to_be_held(copy):
+    """Readers make room for a block, and a file with holes may be as long as it likes."""
+    body, table = body_of(copy), body_of(copy, "shard-00000.json")
+    body["block"], table["crc32"] = MAX_BYTES + 1, table["crc32"][:1]
+    forge(copy, body, table)
+    with pytest.raises(Damaged, match="has blocks of"):
+        decode(joined(copy))
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000 + "]" * 100_000, "{}", "[]", '{"step": NaN}', "{"])
 def test_json_that_is_no_manifest(text):
     with pytest.raises(Damaged):
