@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mpidist.arrays import copy_into
 from mpidist.checkpoint.together import together
 
 _MEMINFO = Path("/proc/meminfo")
@@ -39,12 +42,16 @@ def free_memory() -> int:
 
 
 class Backup:
-    """Copies of arrays. Local."""
+    """Copies of arrays, all of them in host memory, which `fits` has counted. Local."""
 
     def __init__(self, arrays: Sequence[Any]):
-        self._pairs = [(array, array.copy()) for array in arrays]
+        self._pairs = []
+        for array in arrays:
+            copy = np.empty(array.shape, array.dtype)
+            copy_into(copy, array)
+            self._pairs.append((array, copy))
 
     def put_back(self) -> None:
         """Give the arrays the values that they had."""
         for array, copy in self._pairs:
-            array[...] = copy
+            copy_into(array, copy)

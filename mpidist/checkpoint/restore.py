@@ -85,7 +85,9 @@ def _backup(comm, items) -> Backup | None:
         for _, leaf in items
         if (isinstance(leaf, Shard) or is_array(leaf)) and not isinstance(leaf, np.generic)
     ]
-    return Backup(arrays) if fits(comm, sum(array.nbytes for array in arrays)) else None
+    if not fits(comm, sum(array.nbytes for array in arrays)):
+        return None
+    return everywhere(comm, "restore", lambda: Backup(arrays))
 
 
 def _attempt(comm, path: str, entry: Entry, items, backup: Backup | None) -> tuple[str | None, Any]:

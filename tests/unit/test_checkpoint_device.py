@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 from checkpoint_solo import Solo
 
+from mpidist.checkpoint import restore as restoring
 from mpidist.checkpoint.layout import Shard
 from mpidist.checkpoint.load import load
 from mpidist.checkpoint.store import CheckpointStore
+from mpidist.errors import CheckpointError, NoCheckpoint
 
 
 @pytest.fixture
@@ -59,3 +61,32 @@ def test_device_state(tmp_path, cupy, method):
         assert leaf is like[name]
     assert (wide.memory[:, ::2] == values(6, 4)).all()
     assert (wide.memory[:, 1::2] == -1).all()
+
+
+def test_a_restore_that_finds_nothing_good_takes_no_device_memory(tmp_path, cupy, monkeypatch):
+    """A device that is full of the model has no room for a second one: the host keeps it."""
+    with CheckpointStore(Solo(), tmp_path) as store:
+        store.save(1, {"a": cupy.asarray(values(5)), "w": cupy.asarray(values(4, 3))})
+        shard = next(tmp_path.glob("step-*/shard-00000.h5"))
+        shard.write_bytes(shard.read_bytes().replace(values(4, 3).tobytes(), bytes(48)))
+        like = {"a": cupy.asarray(values(5) + 9), "w": cupy.asarray(values(3, 4).T + 9)}
+        monkeypatch.setattr(cupy.ndarray, "copy", None)
+        monkeypatch.setattr(restoring, "fits", lambda *_: True)
+        with pytest.raises(NoCheckpoint, match="checksum"):
+            store.restore(like)
+    assert (like["a"].get() == values(5) + 9).all()
+    assert (like["w"].get() == values(3, 4).T + 9).all()
+
+
+def test_copies_that_do_not_fit_are_an_error_of_all_ranks(tmp_path, monkeypatch):
+    """No rank is left alone in the next call: the error goes through all of them."""
+    with CheckpointStore(Solo(), tmp_path) as store:
+        store.save(1, {"w": values(5)})
+
+        def no_memory(arrays):
+            raise MemoryError
+
+        monkeypatch.setattr(restoring, "Backup", no_memory)
+        with pytest.raises(CheckpointError, match="MemoryError") as caught:
+            store.restore({"w": values(5)})
+        assert caught.value.everywhere
