@@ -51,13 +51,15 @@ class RunLock:
                 with suppress(OSError):  # a file system without locks: the fence alone
                     free = files.lock(descriptor)
                 if not free:
-                    holder = files.read_small(NAME, root, _SIZE).split()[:-1]
-                    raise CheckpointError(
-                        f"{self.path} is in use by {b' '.join(holder).decode(errors='replace')}; "
-                        "wait for that job or stop it, or save into another folder"
-                    )
-                if files.is_same(descriptor, NAME, root):
+                    with suppress(FileNotFoundError):  # it has just been released
+                        holder = b" ".join(files.read_small(NAME, root, _SIZE).split()[:-1])
+                        raise CheckpointError(
+                            f"{self.path} is in use by {holder.decode(errors='replace')}; "
+                            "wait for that job or stop it, or save into another folder"
+                        )
+                elif files.is_same(descriptor, NAME, root):
                     files.write_at(descriptor, text, 0)
+                    files.sync(descriptor)  # other hosts see it from now on
                     return descriptor, text
             except BaseException:
                 files.close(descriptor)
@@ -81,10 +83,11 @@ class RunLock:
         if not self._mine:
             return
         self._mine = False
-        descriptor, text, users = _held.pop(self.path)
-        if users > 1:
+        descriptor, text, users = _held[self.path]
+        if users > 1:  # replaced, never gone: the thread of another store may look
             _held[self.path] = (descriptor, text, users - 1)
             return
+        del _held[self.path]
         with suppress(OSError), files.folder(self.path) as root:
             if files.read_small(NAME, root, _SIZE) == text:
                 files.remove_file(NAME, root)

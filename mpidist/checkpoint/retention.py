@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from mpidist.checkpoint import files, steps
-from mpidist.checkpoint.manifest import NAME, Damaged
+from mpidist.checkpoint.manifest import NAME, Damaged, Unreadable
 from mpidist.checkpoint.steps import Entry
 
 OWNER = "OWNER"
@@ -156,5 +156,7 @@ class Keep:
                 steps.read_manifest(path, entry)
             except Damaged:
                 return False
+            except Unreadable:  # whole, for another installation: it counts
+                return True
             self._good.add(entry)
         return True

@@ -200,7 +200,10 @@ class Save:
         # Not a daemon: a process that ends while it writes waits for it, instead of tearing down
         # the interpreter under it.
         self._thread = threading.Thread(target=self._background, name="mpidist-save")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads; raised by finish(), as above
+            self._thread, self._outcome = None, error
 
     def _background(self) -> None:
         self.write()

@@ -4,6 +4,7 @@ The child is a fork, so that no interpreter has to start for each of the calls.
 """
 
 import errno
+import hashlib
 import os
 import random
 import signal
@@ -207,6 +208,19 @@ def test_a_job_that_was_taken_over_commits_nothing(tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.glob("step*")) == [f"step-{k:012d}" for k in (1, 2)]
 
 
+def test_the_fence_is_seen_by_other_hosts(tmp_path, monkeypatch):
+    """A network file system keeps what is written to itself until it is synced."""
+    calls = []
+    for name in ("write_at", "sync", "make_folder"):
+        real = getattr(files, name)
+        monkeypatch.setattr(
+            files, name, lambda *args, name=name, real=real: (calls.append(name), real(*args))[1]
+        )
+    with CheckpointStore(Solo(), tmp_path) as store:
+        store.save(1, state_of(1))
+    assert calls[:3] == ["write_at", "sync", "make_folder"]
+
+
 def test_dead_saves_of_other_hosts_are_left_for_an_hour(tmp_path, monkeypatch):
     """Locks may not reach from host to host, so age must agree; then they go as well."""
     with CheckpointStore(Solo(), tmp_path) as store:
@@ -265,3 +279,70 @@ def test_saving_a_step_again(tmp_path):
         assert equal(store.restore()[1], state_of(8))
         assert store.all_steps() == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000000001.1"]
+
+
+def test_a_lock_that_is_released_while_its_holder_is_asked_for(tmp_path, monkeypatch):
+    """It is taken; that the file has just gone is no error."""
+    read, child = files.read_small, in_process(tmp_path, "store.save(1, state_of(1))")
+
+    def end_first(name, where, limit):
+        if name == lock.NAME and child.poll() is None:
+            child.kill()
+            child.wait()
+            (tmp_path / lock.NAME).unlink()
+        return read(name, where, limit)
+
+    monkeypatch.setattr(files, "read_small", end_first)
+    with child, CheckpointStore(Solo(), tmp_path) as store:
+        store.save(2, state_of(2))
+        assert store.all_steps() == [1, 2]
+
+
+def test_one_of_two_stores_that_closes_takes_nothing_from_the_other(tmp_path, monkeypatch):
+    """A thread of the other looks at any time, so what is held may not be gone for a moment."""
+
+    class Never(dict):
+        def pop(self, *_):
+            raise AssertionError("nothing is held for a moment")
+
+    tmp_path = tmp_path.resolve()
+    monkeypatch.setattr(lock, "_held", Never())
+    with CheckpointStore(Solo(), tmp_path) as one:
+        one.save(1, state_of(1))
+        with CheckpointStore(Solo(), tmp_path) as other:
+            other.save(2, state_of(2))
+        one.save(3, state_of(3))
+    assert not lock._held
+    assert not (tmp_path / lock.NAME).exists()
+
+
+def test_a_process_that_may_have_no_more_threads(tmp_path, monkeypatch):
+    """The next call that all ranks make raises it on all of them; nothing stays behind."""
+
+    def none_left(_):
+        raise RuntimeError("can't start new thread")
+
+    with CheckpointStore(Solo(), tmp_path) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", none_left)
+            store.save_async(1, state_of(1))
+        with pytest.raises(CheckpointError, match="can't start new thread"):
+            store.wait()
+        assert [p.name for p in tmp_path.iterdir()] == [lock.NAME]
+        store.save_async(2, state_of(2))
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000000002"]
+
+
+def test_a_step_of_a_newer_version_does_not_fail_a_save(tmp_path):
+    """It is whole for others, so it counts as one that is kept, and goes when its time comes."""
+    with CheckpointStore(Solo(), tmp_path, keep=2) as store:
+        store.save(1, state_of(1))
+    table = next(tmp_path.glob("step*/MANIFEST.json"))
+    head = table.read_bytes().rpartition(b',"sha256"')[0].replace(b'"version":2', b'"version":9')
+    digest = hashlib.sha256(head).hexdigest().encode()
+    table.write_bytes(head + b',"sha256":"' + digest + b'"}\n')
+    with CheckpointStore(Solo(), tmp_path, keep=2) as store:
+        store.save(2, state_of(2))
+        assert store.all_steps() == [1, 2]
+        store.save(3, state_of(3))
+        assert store.all_steps() == [2, 3]
