@@ -6,6 +6,7 @@ their folder that the attempt is over, and end themselves (`mpidist.elastic.puls
 
     DIR/history.jsonl      one line for each attempt and decision
     DIR/attempt-0/rank-3   what rank 3 has told
+    DIR/attempt-0/launcher who has started it
     DIR/attempt-0/over     nobody of this attempt may go on
 """
 
@@ -40,6 +41,9 @@ PATIENCE = 5.0
 #: Seconds within which a host must be able to start a program.
 PROBE = 20.0
 
+#: The file of an attempt that names its launcher.
+_LAUNCHER = "launcher"
+
 _ASK = (signal.SIGUSR1, signal.SIGTERM)
 _HEARD = (*_ASK, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
@@ -72,13 +76,15 @@ def run(job: Job) -> int:
     """Launch `job` until it is done or must not go on; return the exit code. Local."""
     job.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     attempts = read_history(job.folder)
+    number = next_attempt(job.folder, len(attempts))
     ranks, place = job.ranks, Place(job.hosts, tuple(job.hosts or ()), named=not job.slurm)
     # Waited for and never handled: a handler could run between any two lines of this.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     try:
         while True:
-            one = _Running(job, len(attempts), ranks, place)
+            one = _Running(job, number, ranks, place)
             attempts.append(one.watch())
+            number += 1
             _note(job.folder, "attempt", attempts[-1]._asdict())
             if attempts[-1].failed and not attempts[-1].asked:
                 place = usable(job)
@@ -103,7 +109,7 @@ def _finish(job: Job, action: Action) -> int:
         if done.returncode:
             say("scontrol requeue failed; the exit code 75 says that the job is not finished")
     if action.code == 0:
-        shutil.rmtree(job.folder, ignore_errors=True)
+        remove(job.folder)
     else:
         say(f"what is known of this job is in {job.folder}")
     return action.code
@@ -121,6 +127,7 @@ class _Running:
         self.job, self.number, self.ranks = job, number, ranks
         self.folder = job.folder / f"attempt-{number}"
         self.folder.mkdir(mode=0o700)
+        (self.folder / _LAUNCHER).write_text(pulse.launcher_id(), encoding="utf-8")
         self.mark = uuid.uuid4().hex
         told = {
             MARK: self.mark,
@@ -161,7 +168,8 @@ class _Running:
                 with contextlib.suppress(ProcessLookupError):
                     self.process.send_signal(signal.SIGUSR1)
             elif number != signal.SIGCHLD:
-                why = self.vigil.look(pulse.read(self.folder), now)
+                with contextlib.suppress(OSError):  # a shared file system may be away for a while
+                    why = self.vigil.look(pulse.read(self.folder), now)
                 if now > deadline:
                     why = f"did not leave within {self.job.limits.grace:g} s"
             if why:
@@ -178,7 +186,8 @@ class _Running:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(PATIENCE)
-        (self.folder / pulse.OVER).touch()
+        with contextlib.suppress(OSError):  # a full disk must not save anybody from what follows
+            (self.folder / pulse.OVER).touch()
         if late:
             # Whoever has shed the mark; only while the group must be ours, for numbers come again.
             with contextlib.suppress(ProcessLookupError):
@@ -256,6 +265,42 @@ def _note(folder: Path, kind: str, facts: dict) -> None:
     line = json.dumps({"time": round(time.time(), 3), "event": kind, **facts})
     with (folder / "history.jsonl").open("a", encoding="utf-8") as file:
         file.write(line + "\n")
+
+
+def next_attempt(folder: Path, known: int) -> int:
+    """Return the number of the next attempt, `known` being in the history. Local.
+
+    A launcher that was killed has left an attempt that is not there. It is over: a requeued job may
+    come back on another host, where nobody can ask whether that launcher still runs.
+
+    Raises
+    ------
+    ConfigError
+        That launcher is still at work, on this host.
+    """
+    number = known
+    while (attempt := folder / f"attempt-{number}").exists():
+        if not (attempt / pulse.OVER).exists():
+            with contextlib.suppress(FileNotFoundError):
+                name = (attempt / _LAUNCHER).read_text(encoding="utf-8")
+                if pulse.is_at_work(name, elsewhere=False):
+                    raise ConfigError(
+                        f"{folder} is in use by another mpidist launch; wait for it or stop it, "
+                        "or give another folder with --control DIR"
+                    )
+                (attempt / pulse.OVER).touch()
+        number += 1
+    return number
+
+
+def remove(folder: Path) -> None:
+    """Remove what is ours of a control folder; all of it, where nothing else is in it. Local."""
+    for attempt in folder.glob("attempt-*"):
+        if (attempt / _LAUNCHER).exists():
+            shutil.rmtree(attempt, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (folder / "history.jsonl").unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def read_history(folder: Path) -> list[Attempt]:

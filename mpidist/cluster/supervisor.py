@@ -5,7 +5,7 @@
     attempt 2   4 ranks   exit 137 at step 951     -> stop: the same failure at the same step
 
 Failures have a budget per hour. A run that left to be requeued (exit code 75) is no failure and
-costs nothing of it, as long as it gets further each time.
+costs nothing of it, as long as it gets further each time, and tells so.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ def decide(attempts: Sequence[Attempt], policy: Policy, wanted: int, room: int) 
     if cap >= last.ranks and _same_twice(attempts):
         where = "before its first step" if last.step is None else f"at step {last.step}"
         return Action("end", code, f"the same failure twice {where}")
-    failures = [a for a in attempts if a.failed and last.ended - a.ended < WINDOW]
+    # Nobody knows whether a program that tells nothing gets further: each of its attempts counts.
+    spent = [a for a in attempts if a.failed or not a.told]
+    failures = [a for a in spent if last.ended - a.ended < WINDOW]
     if len(failures) > policy.max_restarts:
         count = f"{len(failures)} failures within an hour"
         return Action("end", code, f"{count}, and --max-restarts is {policy.max_restarts}")

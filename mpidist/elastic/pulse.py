@@ -60,7 +60,7 @@ class Pulse:
     """The file of a rank, and the thread that beats. Local."""
 
     def __init__(self, folder: Path, rank: int, launcher: str = ""):
-        self._folder, self._launcher = folder, launcher.split()
+        self._folder, self._launcher = folder, launcher
         with (folder / f"rank-{rank}").open("xb+") as file:
             text = _NUMBERS.pack(0, _NONE, _NONE, 0, os.getpid()) + socket.gethostname().encode()
             file.write(text.ljust(_BYTES, b"\0"))
@@ -93,7 +93,7 @@ class Pulse:
                 # The next attempt may run already: nothing more may be written by this one.
                 os.write(2, b"mpidist: this attempt is over for its launcher; the rank ends\n")
                 os._exit(ORPHAN)
-            if self._launcher_is_gone():
+            if not is_at_work(self._launcher, elsewhere=True):
                 os.write(2, b"mpidist: mpidist launch is gone; the rank asks for a stop\n")
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
@@ -105,12 +105,6 @@ class Pulse:
             return True
         except OSError:
             return False  # a shared file system may be away for a while
-
-    def _launcher_is_gone(self) -> bool:
-        if len(self._launcher) != 3 or self._launcher[0] != socket.gethostname():
-            return False
-        _, pid, birth = self._launcher
-        return not runs(pid) or born(pid) != birth
 
 
 _pulse: Pulse | None = None
@@ -142,6 +136,14 @@ def attempt(environ: Mapping[str, str] | None = None) -> int:
 def launcher_id() -> str:
     """Return what names this process as a launcher. Local."""
     return f"{socket.gethostname()} {os.getpid()} {born('self')}"
+
+
+def is_at_work(launcher: str, elsewhere: bool) -> bool:
+    """Whether the launcher of this name still runs; `elsewhere` is said of other hosts'. Local."""
+    words = launcher.split()
+    if len(words) != 3 or words[0] != socket.gethostname():
+        return elsewhere
+    return runs(words[1]) and born(words[1]) == words[2]
 
 
 def read(folder: Path) -> list[Sign]:

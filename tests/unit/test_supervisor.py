@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import socket
 
 import pytest
 from hypothesis import given
@@ -83,6 +84,10 @@ def test_requeueing_is_no_failure():
     assert after(*many, preempted="relaunch", max_restarts=0) == ("relaunch", 4)
     # A time limit that is too short for one step would go round for ever.
     assert after(attempt(75, 5), attempt(75, 5), preempted="relaunch") == ("end", 75)
+    # So would a program that tells nothing and leaves at once, but for the budget.
+    silent = [attempt(75, told=0, left=0, first=None)] * 4
+    assert after(*silent[:3], preempted="relaunch") == ("relaunch", 4)
+    assert after(*silent, preempted="relaunch") == ("end", 75)
 
 
 def test_asked_to_stop():
@@ -328,6 +333,36 @@ def test_history_is_read_again(tmp_path):
         (tmp_path / "history.jsonl").write_text(wrong + "\n")
         with pytest.raises(ConfigError, match="not a history"):
             supervise.read_history(tmp_path)
+
+
+def test_a_control_folder_of_the_users_keeps_what_is_not_ours(tmp_path):
+    """``--control DIR`` may name a folder that holds everything else, too."""
+    launcher = tmp_path / "launcher"
+    launcher.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    launcher.chmod(0o755)
+    folder = tmp_path / "everything"
+    (folder / "attempt-7").mkdir(parents=True)
+    (folder / "results").touch()
+    job = supervise.Job(("true",), 1, folder, words=(str(launcher),))
+    assert supervise.run(job) == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["attempt-7", "results"]
+    job = job._replace(folder=tmp_path / "own")
+    assert supervise.run(job) == 0
+    assert not job.folder.exists()
+
+
+def test_a_launcher_that_was_killed_keeps_nobody_out(tmp_path):
+    """A job requeued after its node went down finds an attempt that is not in its history."""
+    for number, launcher in enumerate(("elsewhere 1 1", f"{socket.gethostname()} 1 1")):
+        (tmp_path / f"attempt-{number}").mkdir()
+        (tmp_path / f"attempt-{number}" / "launcher").write_text(launcher)
+    assert supervise.next_attempt(tmp_path, 0) == 2
+    assert (tmp_path / "attempt-1" / pulse.OVER).exists(), "its ranks end, wherever they are"
+    (tmp_path / "attempt-2").mkdir()
+    (tmp_path / "attempt-2" / "launcher").write_text(pulse.launcher_id())
+    with pytest.raises(ConfigError, match="in use by another mpidist launch"):
+        supervise.next_attempt(tmp_path, 0)
+    assert not (tmp_path / "attempt-2" / pulse.OVER).exists()
 
 
 def test_room_on_hosts():
