@@ -109,7 +109,7 @@ class Save:
     ):
         self.comm, self.path, self.step = comm, path, step
         self._keep, self._lock, self._writer_of = keep, lock, writer_of
-        self._began = time.perf_counter()
+        self._began, self._ended = time.perf_counter(), 0.0
         self._outcome: bytes | Exception | None = None  # this rank's table, or what went wrong
         self._committed: int | Exception | None = None  # bytes of the state, on rank 0
         self._written, self._cancelled = threading.Event(), threading.Event()
@@ -207,12 +207,12 @@ class Save:
 
     def _background(self) -> None:
         self.write()
-        if self._leader is None or isinstance(self._outcome, Exception):
-            return
-        try:
-            self._committed = self._commit(self._wait_for_tables())
-        except Exception as error:
-            self._committed = error
+        if self._leader is not None and not isinstance(self._outcome, Exception):
+            try:
+                self._committed = self._commit(self._wait_for_tables())
+            except Exception as error:
+                self._committed = error
+        self._ended = time.perf_counter()
 
     def _wait_for_tables(self) -> list[bytes]:
         """Rank 0: return the tables of all writers when they are there. Local."""
@@ -251,7 +251,8 @@ class Save:
             )
         finally:
             self.abandon()
-        seconds = time.perf_counter() - self._began
+        # One in the background may have ended long before anybody asks: see `longest_save`.
+        seconds = (self._ended or time.perf_counter()) - self._began
         events.emit("checkpoint_saved", step=self.step, bytes=nbytes, seconds=round(seconds, 4))
 
     def _table(self) -> bytes:

@@ -53,7 +53,8 @@ def duration(text: str) -> float | None:
 
 def longest_save() -> float:
     """Return the seconds of the longest save among the newest events of this process. Local."""
-    saves = (d.get("seconds", 0.0) for _, kind, d in events.recent if kind == "checkpoint_saved")
+    newest = list(events.recent)  # other threads may add to it meanwhile
+    saves = (d.get("seconds", 0.0) for _, kind, d in newest if kind == "checkpoint_saved")
     return max(saves, default=0.0)
 
 

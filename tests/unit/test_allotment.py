@@ -3,8 +3,10 @@
 import time
 
 import pytest
+from checkpoint_solo import Solo, state_of
 
 from mpidist import events
+from mpidist.checkpoint.store import CheckpointStore
 from mpidist.elastic import allotment
 from mpidist.elastic.allotment import RESERVE, Allotment, duration, seconds_left
 
@@ -55,3 +57,16 @@ def test_saves_are_seen_in_the_events(monkeypatch):
         events.emit("checkpoint_saved", step=1, bytes=1, seconds=seconds)
     events.emit("other", seconds=9.0)
     assert allotment.longest_save() == 2.0
+
+
+def test_a_save_in_the_background_has_not_taken_as_long_as_the_steps_beside_it(
+    monkeypatch, tmp_path
+):
+    """R52: else a job that saves every ten minutes would leave twenty before its end."""
+    monkeypatch.setattr(events, "recent", events.deque(maxlen=8))
+    with CheckpointStore(Solo(), tmp_path) as store:
+        store.save_async(1, state_of(1))
+        store._pending._thread.join()
+        time.sleep(1.0)
+        store.wait()
+    assert 0 < allotment.longest_save() < 1.0
