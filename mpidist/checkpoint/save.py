@@ -135,10 +135,12 @@ class Save:
         def local():
             if isinstance(self._outcome, Exception):
                 raise self._outcome
+            rooms.extend(shard.rooms(share, self.comm.rank, inbox))
 
+        rooms: list[np.ndarray] = []
         try:
             together(self.comm, f"save of step {self.step}", local)
-            self._data = shard.brought(self.comm, share, self._data, inbox)
+            self._data = shard.brought(self.comm, share, self._data, rooms)
         except BaseException:
             self.abandon()
             raise

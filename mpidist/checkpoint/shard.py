@@ -75,9 +75,15 @@ def in_place(parts: Sequence[hdf5.Part], named: Mapping) -> list[Bytes]:
     ]
 
 
-def brought(comm, share: Share, data: Sequence[Bytes], inbox: Memory) -> list[Bytes]:
+def rooms(share: Share, rank: int, inbox: Memory) -> list[np.ndarray]:
+    """Return memory for each part that `rank` writes for another. Local."""
+    return inbox.room([part.nbytes for holder, part in share.writes if holder != rank])
+
+
+def brought(comm, share: Share, data: Sequence[Bytes], inbox: Sequence) -> list[Bytes]:
     """Send what another rank writes, take in what this one writes for others. Collective.
 
+    `inbox` is that of `rooms`: a rank without memory raises there, where nobody waits for it.
     Returns what gives the bytes of each part that this rank writes.
     """
     if share.to != comm.rank:
@@ -86,7 +92,7 @@ def brought(comm, share: Share, data: Sequence[Bytes], inbox: Memory) -> list[By
                 comm.Send(piece, share.to)
         return []
     own = iter(data)
-    foreign = iter(inbox.room([part.nbytes for rank, part in share.writes if rank != comm.rank]))
+    foreign = iter(inbox)
     written: list[Bytes] = []
     arriving: list[tuple[int, np.ndarray]] = []
     for holder, _ in share.writes:

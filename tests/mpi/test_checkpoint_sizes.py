@@ -278,6 +278,25 @@ def test_fewer_files_than_ranks(comm, folder, writers, method):
         comm.Barrier()
 
 
+@pytest.mark.ranks(2)
+def test_a_writer_without_room_for_what_is_sent(comm, folder, monkeypatch):
+    """Nobody sends to a rank that cannot take it in."""
+    from mpidist.checkpoint import shard
+
+    def fail(*_):
+        raise MemoryError("no room")
+
+    state = {"w": md.Shard(np.ones(100_000), (200_000,), 100_000 * comm.rank)}
+    with md.CheckpointStore(comm, folder, writers=1) as store:
+        if comm.rank == 0:
+            monkeypatch.setattr(shard.Memory, "room", fail)
+        with pytest.raises(md.CheckpointError, match=r"rank 0 of 2: .*no room"):
+            store.save(1, state)
+        monkeypatch.undo()
+        store.save(2, state)
+        assert store.all_steps() == [2]
+
+
 @pytest.mark.ranks(3)
 def test_a_copy_that_fails_before_it_is_sent(comm, folder, monkeypatch):
     """Nobody waits for what a rank without memory does not send."""
