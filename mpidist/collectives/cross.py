@@ -18,6 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..cross_memory import CrossMemory
+from ..errors import MpidistError
 from ..events import Counters
 from .schedule import COPY, NODE_SYNC, Step, length
 from .shared import ADDRESS, LINE, Gate
@@ -66,7 +67,12 @@ class CrossProgram:
                 part = x[span]
                 if peer is not None:
                     address = gate.lines[LINE * peer + ADDRESS] + offset
-                    self.memory.write(peer, address, mine + offset, part.nbytes)
+                    try:
+                        self.memory.write(peer, address, mine + offset, part.nbytes)
+                    except MpidistError as error:
+                        # The peer waits for the rest. If this rank went on, its next sync would
+                        # let the peer return with half a result.
+                        gate.context.statuses.fail(str(error))
                 elif divisor is not None:
                     np.divide(part, divisor, out=part)
         self._held = None

@@ -8,7 +8,7 @@ import pytest
 import mpidist as md
 from mpidist import cross_memory
 from mpidist.collectives import cross
-from mpidist.collectives.shared import memory_of
+from mpidist.collectives.shared import ADDRESS, memory_of
 from mpidist.context import of
 from mpidist.cross_memory import CrossMemory
 from mpidist.errors import ConfigError, MismatchError, MpidistError
@@ -140,3 +140,23 @@ def test_what_was_broken_off_stays_where_it_is(comm, reached):
     with pytest.raises(KeyboardInterrupt):
         engine(x, of(comm).sequence + 1, comm.size)
     assert engine.second._held is x
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_vector_that_cannot_be_written_fails_on_all_ranks(comm, reached):
+    """Memory of a device, say. Nobody returns with half a result, and nobody waits for ever."""
+    other = comm.Dup()
+    x = np.ones(60_000)
+    md.allreduce(other, x, algorithm="node")
+    engine = next(iter(of(other).plans.values())).engine
+    if comm.rank == 0:
+        prepare = engine.second.prepare
+
+        def elsewhere(gate, vector):
+            prepare(gate, vector)
+            gate.lines[gate.mine + ADDRESS] = 16
+
+        engine.second.prepare = elsewhere
+    for _ in range(2):
+        with pytest.raises(MismatchError, match=r"cross memory: .*Bad address"):
+            md.allreduce(other, x, algorithm="node")
