@@ -37,7 +37,7 @@ class CrossMemory:
     """
 
     def __init__(self, comm: MPI.Comm):
-        self.pids = comm.allgather(os.getpid())
+        self.pids, self._rank = comm.allgather(os.getpid()), comm.rank
         here, there = _Run(), _Run()
         self._here, self._there = here, there
         self._arguments = ctypes.byref(here), 1, ctypes.byref(there), 1, 0
@@ -50,6 +50,19 @@ class CrossMemory:
         except (OSError, AttributeError) as error:
             problem = str(error)
         self._prove(comm, problem)
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        """Whether this rank's memory there is such that the kernel copies it. Local.
+
+        Memory that a driver has mapped (pinned for a GPU, say) need not be.
+        """
+        byte = np.empty(1, np.uint8)
+        try:
+            for end in (address, address + nbytes - 1):
+                self.read(self._rank, end, byte.ctypes.data, 1)
+        except MpidistError:
+            return False
+        return True
 
     def read(self, rank: int, address: int, target: int, nbytes: int) -> None:
         """Copy `nbytes` from `address` of local rank `rank` to `target` of this one. Local.

@@ -21,7 +21,7 @@ from ..cross_memory import CrossMemory
 from ..errors import MpidistError
 from ..events import Counters
 from .schedule import COPY, NODE_SYNC, Step, length
-from .shared import ADDRESS, LINE, Gate
+from .shared import ADDRESS, LINE, Gate, SharedProgram
 
 #: Private vectors of more bytes are written through the kernel; shorter ones are staged twice, for
 #: a system call costs some 4 us. Measured at 2 ranks: on pages of 4 KiB both are equal from 2 MiB
@@ -32,11 +32,21 @@ REACHED_BYTES = 512 << 10
 class CrossProgram:
     """Steps of one rank of `node.in_place_allgather`, made ready to run; see `SharedProgram`.
 
-    Positions ``[r n, (r + 1) n)`` are the vector of local rank r.
+    Positions ``[r n, (r + 1) n)`` are the vector of local rank r. `staged` does the same where
+    some rank's vector is no memory that the kernel copies; that rank tells the address 0.
     """
 
-    def __init__(self, steps: list[Step], n: int, rank: int, itemsize: int, memory: CrossMemory):
-        self.memory = memory
+    def __init__(
+        self,
+        steps: list[Step],
+        n: int,
+        rank: int,
+        itemsize: int,
+        memory: CrossMemory,
+        staged: SharedProgram,
+    ):
+        self.memory, self.staged = memory, staged
+        self._seen = self._told = 0
         self.rounds: list[list[tuple[int | None, slice, int]]] = [[]]
         self._held: np.ndarray | None = None
         written = 0
@@ -55,11 +65,19 @@ class CrossProgram:
         """Tell the others where `x` lies. Local, before the first sync of the operation."""
         # They write into it. If this is broken off, it must not become other memory meanwhile.
         self._held = x
-        gate.lines[gate.mine + ADDRESS] = x.ctypes.data
+        address = x.ctypes.data
+        if address != self._seen:
+            self._seen = address
+            self._told = address if self.memory.holds(address, x.nbytes) else 0
+        gate.lines[gate.mine + ADDRESS] = self._told
 
     def run(self, gate: Gate, key: None, x: np.ndarray, divisor) -> None:
         """Run all rounds on the flat vector `x`, the one of `prepare`. Collective over the node."""
         mine = x.ctypes.data
+        if not all(gate.lines[line + ADDRESS] for line in (gate.mine, *gate.others)):
+            self.staged.run(gate, key, x, divisor)
+            self._held = None
+            return
         for number, steps in enumerate(self.rounds):
             if number:
                 gate.sync()

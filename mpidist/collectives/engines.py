@@ -118,11 +118,10 @@ def _on_nodes(context, signature, reduction: Reduction, n: int, memory: NodeMemo
     first = SharedProgram(node.reduce_scatter(size, rank, n, piece, lanes, n), n, staging, ufunc)
     # Nodes need not choose alike: the order of additions is that of the first half.
     second: SharedProgram | CrossProgram
+    second = SharedProgram(node.allgather(size, rank, n, piece, lanes, n), n, staging, ufunc)
     if reach is not None:
         steps = node.in_place_allgather(size, rank, n, n, lanes, n)
-        second = CrossProgram(steps, n, rank, dtype.itemsize, reach)
-    else:
-        second = SharedProgram(node.allgather(size, rank, n, piece, lanes, n), n, staging, ufunc)
+        second = CrossProgram(steps, n, rank, dtype.itemsize, reach, second)
     return Hierarchical(context, signature, reduction, n, topology, gate, (first, second))
 
 

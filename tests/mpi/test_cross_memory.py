@@ -143,6 +143,31 @@ def test_what_was_broken_off_stays_where_it_is(comm, reached):
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_memory_that_the_kernel_does_not_copy_is_staged(comm, reached, monkeypatch, op):
+    """Memory pinned for a GPU, say: all ranks of the node see that one rank has told no address."""
+    assert not memory_of(of(comm)).cross.holds(16, 1)
+    values = np.random.default_rng(5).normal(size=(comm.size, 150_001))
+    expected, results = values[comm.rank].copy(), []
+    md.allreduce(comm, expected, op, algorithm="node")
+    engine = next(iter(of(comm).plans.values())).engine
+    written = []
+    write = engine.second.memory.write
+    monkeypatch.setattr(engine.second.memory, "write", lambda *a: (written.append(a), write(*a))[1])
+    for own in (False, True, False):
+        monkeypatch.setattr(
+            engine.second.memory, "holds", lambda *a, own=own: own or comm.rank != 0
+        )
+        x = values[comm.rank].copy()
+        results.append(x)  # the next one lies elsewhere
+        del written[:]
+        md.allreduce(comm, x, op, algorithm="node")
+        assert bool(written) is own
+        assert engine.second._held is None
+        np.testing.assert_array_equal(x, expected)
+
+
+@pytest.mark.ranks(2, 3)
 def test_a_vector_that_cannot_be_written_fails_on_all_ranks(comm, reached):
     """Memory of a device, say. Nobody returns with half a result, and nobody waits for ever."""
     other = comm.Dup()
