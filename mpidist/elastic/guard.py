@@ -175,16 +175,17 @@ class guard:
         """
         return int(self._wish() != 0)
 
-    def fits(self, comm: MPI.Intracomm | None = None) -> bool:
+    def fits(self, comm: MPI.Intracomm | None = None, wait=wait_until) -> bool:
         """Whether a save that begins now can end before the allocation does. Collective.
 
         Over `comm`, the ranks that save; by default those of the loop. As far as is known: without
-        ``time_limit="auto"``, or a save before, it is taken to fit.
+        ``time_limit="auto"``, or a save before, it is taken to fit. `wait(test)` waits: where ranks
+        serve others, it serves.
         """
         if self._allotment is None:
             return True
         late = int(not self._allotment.fits(time.monotonic()))
-        return not self._reduce(self._loop if comm is None else comm, (late,))[0]
+        return not self._reduce(self._loop if comm is None else comm, (late,), wait)[0]
 
     def stop(self, reason: str | None = None) -> None:
         """Ask for a stop at the next `should_stop`. Local: one rank's wish is enough."""
@@ -307,10 +308,10 @@ class guard:
             self.reason = f"requested on rank {rank}"
         self.exit_code = REQUEUE
 
-    def _reduce(self, comm, values) -> list[int]:
+    def _reduce(self, comm, values, wait=wait_until) -> list[int]:
         send, result = np.array(values, np.int64), np.empty(len(values), np.int64)
         # Polled and not blocking, so that a signal which arrives while we wait is handled now.
-        wait_until(comm.Iallreduce(send, result, MPI.MAX).Test)
+        wait(comm.Iallreduce(send, result, MPI.MAX).Test)
         return result.tolist()
 
     def _current_state(self):

@@ -41,7 +41,7 @@ def sync_moments(comm, x, axis):
         This rank's batch, NumPy or CuPy; may be empty along `axis`.
     axis : int or tuple of int
         What is summed over: 0 for (samples, features), (0, 2, 3) for (samples, channels, height,
-        width), (1, 2, 3) for the reference models' (channels, height, width, samples).
+        width), (0, 2, 3, 4) for the layers' (pieces, channels, height, width, samples).
 
     Returns
     -------

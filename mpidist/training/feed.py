@@ -38,6 +38,7 @@ class Feed:
         self.model, self.quarantine = run.model, run.quarantine
         self.starved = 0.0
         self._run = run
+        self._state: dict = {}
         self._loader = Loader(source, self._plan, loading)
 
     @property
@@ -60,6 +61,8 @@ class Feed:
     def take(self, indices: np.ndarray) -> Taken | None:
         """Return the good samples at `indices`, or None where they have not come in time."""
         self.starved = 0.0
+        # A call of the model that counts for nothing must leave no trace in running statistics.
+        self._state = {k: array.copy() for k, array in getattr(self.model, "state", {}).items()}
         try:
             taken = self._loader.take(indices)
         except Starved as error:
@@ -67,6 +70,11 @@ class Feed:
             return None
         self.quarantine.note(taken.bad)
         return taken
+
+    def undo(self) -> None:
+        """Put the model's state back to what it was when this step's samples were taken."""
+        for name, array in self._state.items():
+            self.model.state[name][...] = array
 
     def tolerate(self, batch: tuple, indices, call: Callable[[tuple], float]) -> tuple[float, int]:
         """Return (result, samples) of `call` on the samples that the model does not reject.
@@ -77,6 +85,7 @@ class Feed:
             try:
                 return call(batch), len(indices)
             except REJECTIONS as error:
+                self.undo()
                 good = self._sift(batch, indices, error)
                 batch, indices = tuple(array[good] for array in batch), indices[good]
         return 0.0, 0
@@ -87,7 +96,6 @@ class Feed:
         Raises `error` where it takes each of them alone, or none of several: then no record is to
         blame, but the model.
         """
-        state = {name: array.copy() for name, array in getattr(self.model, "state", {}).items()}
         gradients, _ = flat_views(self.model.parameters)
         bad: dict[int, BadRecord] = {}
         for place, index in enumerate(indices):
@@ -96,8 +104,7 @@ class Feed:
                 self.model.loss_and_gradients(one, gradients)
             except REJECTIONS as reason:
                 bad[place] = BadRecord(int(index), f"the model says {told(reason)}")
-        for name, array in state.items():
-            self.model.state[name][...] = array
+        self.undo()
         if not bad or len(bad) == len(indices) > 1:
             raise error
         self.quarantine.note(bad.values())

@@ -84,6 +84,7 @@ class Progress:
         verdict = self.quarantine.agree(stop, feed.starved > 0)
         self.stopping = verdict.stop or self.quarantine.full
         if verdict.starved:
+            feed.undo()
             self._wait_for_data(feed.starved)
             return loss, None
         good = total - verdict.lost

@@ -78,14 +78,17 @@ class Quarantine:
     @property
     def full(self) -> bool:
         """Whether there are more bad records than allowed, as far as this rank knows."""
-        return len(self.known) + len(self.found) > self.allowed
+        # Where no ranks agree for long, a worker finds the same records again in each epoch.
+        new = {index for index, _ in self.found if index not in self.known}
+        return len(self.known) + len(new) > self.allowed
 
     def agree(self, stop: bool = False, starved: bool = False) -> Verdict:
         """Tell the other workers what this one has found. Collective over the workers."""
         everyone = self.comm.allgather((bool(stop), starved, self.found))
         found = sorted(record for _, _, records in everyone for record in records)
         self.found = []
-        self.skipped += len(found)
+        if not any(starved for _, starved, _ in everyone):  # else the step is tried again
+            self.skipped += len(found)
         new = {index: reason for index, reason in found if index not in self.known}
         if new:
             self._learn(new)

@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from ..gradients.exchange import Gradients
 from ..gradients.vectors import flat_views
 from ..partition import BlockPartition
+from ..waiting import wait_until
 from .feed import REJECTIONS
 from .progress import beside
 
@@ -29,6 +30,7 @@ class Replicas:
     synchronous = True
     equal_state = False  # the model's state may differ from rank to rank
     price: dict | None = None  # what `PieceReplicas` has measured
+    wait = staticmethod(wait_until)
 
     def __init__(self, comm, model, optimizer, algorithm: str, accumulate: int = 1, **settings):
         self.accumulate = accumulate

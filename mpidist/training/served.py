@@ -150,6 +150,10 @@ class Served:
         """Serve until all workers have left; for dedicated servers. `on_pause(step)` saves."""
         self.group.serve(on_pause)
 
+    def wait(self, test: Callable[[], bool]) -> None:
+        """Wait among the workers, and serve meanwhile those that still need it. Local."""
+        self.agreement.wait(test)
+
     def finish(self) -> None:
         """Bring the final parameters to every worker. Collective over the workers.
 

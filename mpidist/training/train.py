@@ -182,7 +182,7 @@ def train(
                 loss, used = run.reduce(loss, samples, len(wanted), stop, feed)
                 if used is None:
                     continue  # a rank has no data yet: the state is saved, try again
-                if exchange.synchronous:
+                if used and exchange.synchronous:
                     watcher.check_loss(loss, run.step)
                 if used or not exchange.synchronous:
                     exchange.update()
@@ -199,7 +199,7 @@ def train(
                     run.checkpoint(pace)
             feed.close()
             run.end_loop()
-            if not run.stopping or watcher.fits(exchange.workers):
+            if not run.stopping or watcher.fits(exchange.workers, exchange.wait):
                 run.checkpoint()
             exchange.finish()
             run.agree_on_bad_records()

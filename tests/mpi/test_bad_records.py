@@ -90,7 +90,8 @@ def test_whole_batches_of_bad_records(comm):
     """Nothing to learn from: no update at all, momentum does not go on alone; the run does."""
     order = Sampler(COUNT, BATCH).order(0)
     bad = {int(i) for i in order[2 * BATCH : 4 * BATCH]}
-    model, result = fit(comm, Source(bad), max_bad=0.5)
+    # Nor do they count as steps without a loss, after which no loss would be less.
+    model, result = fit(comm, Source(bad), max_bad=0.5, patience=5)
     near(model.parameters, serial(bad))
     assert result.skipped_records == EPOCHS * len(bad)
     pieces, _ = fit(comm, Source(bad), max_bad=0.5, microbatches=4)
@@ -244,6 +245,14 @@ def test_workers_of_servers(comm, folder, mode):
             near(model.parameters, serial(bad))
 
 
+@pytest.mark.ranks(2)
+def test_a_worker_counts_a_record_once(comm):
+    """R42: without checkpoints workers never agree, and each epoch finds the same record again."""
+    _, result = fit(comm, Source({7}), strategy=md.ParameterServer(1), max_bad=1 / COUNT, epochs=3)
+    assert result.finished
+    assert result.skipped_records == 3
+
+
 @pytest.mark.ranks(3)
 def test_too_many_for_servers(comm, folder):
     bad = set(range(0, 90, 2))
@@ -292,6 +301,31 @@ def test_a_starved_loader_checkpoints_and_goes_on(comm, folder):
             assert told == []
         assert len(saved) == 2
         assert 0 < saved[0] < saved[1]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("settings", [{}, {"microbatches": 4}], ids=str)
+def test_what_counts_for_nothing_leaves_no_trace(comm, folder, settings):
+    """R42, R44: neither a rejected batch nor a step that is tried again changes running statistics.
+
+    One record of each batch is bad, also in the step for which the other rank has no data yet.
+    """
+    bad = Sampler(COUNT, 9).order(0)[::9]
+    labels = Y.copy()
+    labels[bad] = 9
+    slow = Slow(0.4 if comm.rank else 0.0, 6)
+    slow.arrays = (X, labels)
+    found = []
+    for source, more in ((Source(set(bad.tolist())), {}), (slow, {"checkpoint": folder / "run"})):
+        model = Running()
+        result = md.train(
+            comm, model, source, optimizer=optim.momentum(0.01), global_batch=9, epochs=1,
+            max_bad=0.2, loading=Loading(prefetch=1, starved_after=0.1), **settings, **more,
+        )  # fmt: skip
+        assert result.skipped_records == len(bad)
+        found.append((model.parameters["w"], model.state["mean"]))
+    assert comm.allreduce(sum(event[1] == "starved" for event in events.recent))
+    np.testing.assert_allclose(found[1], found[0], atol=1e-6)
 
 
 @pytest.mark.ranks(2)

@@ -96,6 +96,31 @@ def test_limits_that_are_none(comm):
             md.guard(comm, **options)
 
 
+class Slow(md.data.ArraySource):
+    """What rank 1 is given comes late."""
+
+    def take(self, indices):
+        time.sleep(0.03 * self.rank)
+        return super().take(indices)
+
+
+@pytest.mark.ranks(2)
+def test_servers_on_workers_serve_until_all_know_whether_a_save_fits(comm, left, folder):
+    """R141: the fast worker is there first, and holds what the slow one still asks for."""
+    left(comm, allotment.RESERVE + 0.5)
+    source = Slow(np.ones((60, 4), np.float32), np.zeros(60, np.int64))
+    source.rank = comm.rank
+    strategy = md.ParameterServer([0], md.SSP(5), placement="colocated")
+    with pytest.raises(Stopped, match="the end of the allocation"):
+        md.train(
+            comm, md.models.mlp([4, 3]), source, optimizer=md.optim.sgd(0.1), global_batch=60,
+            steps=100_000, strategy=strategy, checkpoint=folder, checkpoint_every=100_000,
+            time_limit="auto",
+        )  # fmt: skip
+    comm.Barrier()
+    assert md.load(folder)["run"]["step"] > 0
+
+
 @pytest.mark.ranks(2)
 def test_training_that_does_not_learn(comm, folder):
     """md.train hands the limits on; the newest checkpoint is the state that did not get better."""
