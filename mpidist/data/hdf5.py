@@ -20,7 +20,7 @@ import numpy as np
 
 from mpidist import strangers
 from mpidist.data.sources import Part, Source
-from mpidist.errors import BadRecord, ConfigError
+from mpidist.errors import BadRecord, ClosedError, ConfigError
 
 #: Bytes of chunks that are kept, for a batch has several rows of one, and so has the next batch.
 _CACHE = 32 << 20
@@ -52,10 +52,16 @@ class HDF5:
             raise ConfigError(f"hdf5: {path}: no dataset is named; give at least one")
         self._file = strangers.opened(path, follow=True)
         self._raw = os.dup(self._file.id.get_vfd_handle())
-        self._readers = [self._reader(name, cache // len(self.names)) for name in self.names]
-        lengths = {name: r.count for name, r in zip(self.names, self._readers, strict=True)}
-        if len(set(lengths.values())) > 1:
-            raise ConfigError(f"hdf5: {path}: datasets of {lengths} samples, expected equal ones")
+        try:
+            self._readers = [self._reader(name, cache // len(self.names)) for name in self.names]
+            lengths = {name: r.count for name, r in zip(self.names, self._readers, strict=True)}
+            if len(set(lengths.values())) > 1:
+                raise ConfigError(
+                    f"hdf5: {path}: datasets of {lengths} samples, expected equal ones"
+                )
+        except BaseException:
+            self.close()
+            raise
 
     def _reader(self, name: str, cache: int) -> _Rows | _Chunks:
         try:
@@ -80,6 +86,8 @@ class HDF5:
         if len(rows) and not 0 <= rows[0] <= rows[-1] < len(self):
             raise ConfigError(f"hdf5: index {rows[-1]} of {len(self)} samples in {self.name}")
         with self._lock:
+            if self._raw < 0:  # the number may be another file's by now
+                raise ClosedError(f"hdf5: {self.name} is closed")
             # Written to where they belong, so nothing is sorted back.
             return tuple(reader.read(rows, order) for reader in self._readers)
 

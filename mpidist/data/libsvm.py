@@ -18,6 +18,8 @@ from mpidist.errors import BadRecord, ConfigError
 
 #: Columns that are believed of a file where nobody says how many there are.
 _MOST = 1 << 24
+#: Larger values are none: they are kept in single precision.
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class LibSVM:
@@ -112,7 +114,7 @@ def _record(line: str, limit: int) -> tuple[float, list[int], list[float]]:
         raise ValueError("columns must ascend from 0")
     if columns and columns[-1] >= limit:
         raise ValueError(f"column {columns[-1]} is beyond the {limit} features")
-    if not np.isfinite([label, *values]).all():
+    if not np.isfinite(label) or not (np.abs(values) <= _LARGEST).all():
         raise ValueError("a number is not finite")
     return label, columns, values
 

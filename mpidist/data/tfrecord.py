@@ -67,9 +67,13 @@ class TFRecords:
         self._open: OrderedDict[int, int] = OrderedDict()
         self._starts: list[np.ndarray] = []
         self.bounds = [0]
-        for number in range(len(self.paths)):
-            self._starts.append(self._index(number))
-            self.bounds.append(self.bounds[-1] + len(self._starts[-1]) - 1)
+        try:
+            for number in range(len(self.paths)):
+                self._starts.append(self._index(number))
+                self.bounds.append(self.bounds[-1] + len(self._starts[-1]) - 1)
+        except BaseException:
+            self.close()
+            raise
 
     def __len__(self) -> int:
         return self.bounds[-1]

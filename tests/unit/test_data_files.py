@@ -1,6 +1,8 @@
 """HDF5, LibSVM, map-style, iterable and derived sources: R2, R14, R42."""
 
+import gc
 import os
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 from mpidist import data
 from mpidist.data.careful import Careful
-from mpidist.errors import BadRecord, ConfigError
+from mpidist.errors import BadRecord, ClosedError, ConfigError
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.random((1000, 3, 4)).astype(np.float32)
@@ -101,6 +103,7 @@ def test_hdf5_refuses(tmp_path):
         layout = h5py.VirtualLayout((1000, 3, 4), "f4")
         layout[:] = h5py.VirtualSource(str(tmp_path / "other.h5"), "inputs", (1000, 3, 4))
         file.create_virtual_dataset("virtual", layout)
+    opened = len(list(Path("/dev/fd").iterdir()))
     for names, message in [
         (["nothing"], "there is no dataset 'nothing'; there are 'away'"),
         (["link"], "'link' is a link to another place"),
@@ -113,10 +116,16 @@ def test_hdf5_refuses(tmp_path):
     ]:
         with pytest.raises(ConfigError, match=message):
             data.HDF5(tmp_path / "a.h5", names)
+    gc.collect()
+    assert len(list(Path("/dev/fd").iterdir())) == opened, "what is refused is closed"
     with pytest.raises(ConfigError, match="is not an HDF5 file that can be read"):
         data.HDF5(secret, ["inputs"])
     with pytest.raises(ConfigError, match="index 1000 of 1000"):
         data.HDF5(tmp_path / "a.h5", ["inputs"]).take([1000])
+    closed = data.HDF5(tmp_path / "a.h5", ["inputs"])
+    closed.close()
+    with (tmp_path / "other.h5").open("rb"), pytest.raises(ClosedError):
+        closed.take([0])  # its descriptor is another file's now
 
 
 def test_hdf5_of_a_job(path):
@@ -155,6 +164,9 @@ def test_libsvm_lines(tmp_path):
     reasons = " ".join(record.reason for record in taken.bad)
     for words in ("line 4", "columns must ascend", "'x'", "not finite", "it is empty"):
         assert words in reasons
+    (tmp_path / "large").write_text("1 1:1e39\n")
+    large = Careful(data.LibSVM(tmp_path / "large")).take(np.arange(1))
+    assert "not finite" in large.bad[0].reason, "not in single precision"
     dense, labels = taken.batch
     assert labels.tolist() == [2, 1, 0, 2]
     expected = np.zeros((4, 21), np.float32)

@@ -1,6 +1,7 @@
 """R13, second half: TFRecord files of YouTube-8M's videos, on files made here."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -121,6 +122,11 @@ def test_a_file_that_was_cut_off(tmp_path):
         assert "it is cut off, at byte" in taken.bad[0].reason
     path.write_bytes(whole[: ends[1]])
     assert len(data.YouTube8M(path)) == 2
+    path.write_bytes(whole[1:])
+    opened = len(list(Path("/dev/fd").iterdir()))
+    with pytest.raises(ConfigError, match="this is no TFRecord file"):
+        data.YouTube8M(path)
+    assert len(list(Path("/dev/fd").iterdir())) == opened
 
 
 @pytest.mark.parametrize(
