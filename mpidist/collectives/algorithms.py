@@ -86,8 +86,10 @@ SCATTER: dict[str, Callable] = {"direct": direct.scatter}
 MEASURED, NATIVE = "auto", "native"
 #: The algorithm whose bits depend on the number of ranks alone.
 ORDERED = "ordered"
+#: Private vectors of one node, read and written where they lie.
+SINGLE_COPY = "single_copy"
 #: Allreduce in memory that the ranks of a node share; "hierarchical" goes on between nodes.
-NODE = ("node", "hierarchical")
+NODE = ("node", SINGLE_COPY, "hierarchical")
 
 
 def check_name(algorithm: str, table: Iterable[str], what: str = "allreduce") -> None:

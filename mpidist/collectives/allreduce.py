@@ -40,9 +40,10 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
         Where the result goes; same shape and dtype as `x`, which then stays as it is.
     algorithm : str
         "auto" (measured once per size class), "native" (MPI's own), "node" (memory
-        that the ranks of one node share), "hierarchical" (that, and lanes between nodes), "ring",
-        "tree", "double_tree", "butterfly", "recursive_doubling", "halving_doubling", "direct",
-        "ordered", "naive".
+        that the ranks of one node share), "single_copy" (their private memory, by the kernel),
+        "hierarchical" ("node", and lanes between nodes), "ring", "tree", "double_tree",
+        "butterfly", "recursive_doubling", "halving_doubling", "direct", "two_hop", "ordered",
+        "naive".
     weight : float, optional
         With op="mean": the weight of this rank's array, e.g. its number of samples.
     reproducible : bool

@@ -91,4 +91,6 @@ def _settle(context: Context, arena: Arena, algorithm: str) -> str:
         )
     if algorithm == algorithms.MEASURED:
         algorithm = "node" if topology.nodes == 1 else "hierarchical"
+    elif algorithm == algorithms.SINGLE_COPY and topology.nodes == 1:
+        algorithm = "node"  # nothing to copy: the vectors lie where all see them
     return engines.settle(context, algorithm)

@@ -70,15 +70,15 @@ def settle(context: Context, name: str) -> str:
     """Return the algorithm that can run here in place of `name`. Collective.
 
     Without memory to share (a /dev/shm that is too small) the node's algorithms become the
-    butterfly, and that is said. ConfigError for "node" on several nodes.
+    butterfly, and that is said. ConfigError for those of one node on several nodes.
     """
     if name not in algorithms.NODE or context.size == 1:
         return name
     memory = memory_of(context)
     nodes = memory.topology.nodes
-    if name == "node" and nodes > 1:
+    if name != "hierarchical" and nodes > 1:
         raise ConfigError(
-            f"algorithm='node': the {context.size} ranks are on {nodes} nodes, expected one; "
+            f"algorithm={name!r}: the {context.size} ranks are on {nodes} nodes, expected one; "
             "use 'hierarchical'"
         )
     if memory.reason is None:
@@ -96,23 +96,28 @@ def make(context: Context, signature: Signature, reduction: Reduction, shape, na
         return None, Blocking(context, signature, reduction, n)
     if name in algorithms.NODE:
         memory = memory_of(context)
-        if memory.topology.nodes == 1 and flat.can_run(memory, reduction, n):
+        single = name == algorithms.SINGLE_COPY
+        if memory.topology.nodes == 1 and not single and flat.can_run(memory, reduction, n):
             return Flat(context, signature, reduction, shape, memory), None
-        return None, _on_nodes(context, signature, reduction, n, memory)
+        return None, _on_nodes(context, signature, reduction, n, memory, name)
     build = algorithms.ALLREDUCE[name]
     steps = build(context.size, context.rank, n, reduction.work.itemsize)
     program = Program(steps, n, reduction.work, reduction.ufunc)
     return None, Scheduled(context, signature, program)
 
 
-def _on_nodes(context, signature, reduction: Reduction, n: int, memory: NodeMemory):
+def _on_nodes(context, signature, reduction: Reduction, n: int, memory: NodeMemory, name: str):
     dtype, ufunc, topology = reduction.work, reduction.ufunc, memory.topology
     size, rank, gate = topology.local_size, topology.local_rank, memory.gate
     staging = memory.staging[: memory.staging.size // dtype.itemsize * dtype.itemsize].view(dtype)
     piece = node.piece_length(size, dtype.itemsize)
     reach = memory.cross if n * dtype.itemsize > cross.REACHED_BYTES else None
-    if topology.nodes == 1 and reach is None:
+    program: SharedProgram | CrossProgram
+    if topology.nodes == 1 and (reach is None or name == algorithms.SINGLE_COPY):
         program = SharedProgram(node.staged(size, rank, n, piece, n), n, staging, ufunc)
+        if name == algorithms.SINGLE_COPY and memory.cross is not None and n:
+            steps = node.in_place(size, rank, n, cross.PIECE_BYTES // dtype.itemsize, n)
+            program = CrossProgram(steps, n, rank, reduction, memory.cross, program)
         return Shared(context, signature, reduction, program, gate)
     lanes = lanes_of(topology)
     first = SharedProgram(node.reduce_scatter(size, rank, n, piece, lanes, n), n, staging, ufunc)
@@ -121,7 +126,7 @@ def _on_nodes(context, signature, reduction: Reduction, n: int, memory: NodeMemo
     second = SharedProgram(node.allgather(size, rank, n, piece, lanes, n), n, staging, ufunc)
     if reach is not None:
         steps = node.in_place_allgather(size, rank, n, n, lanes, n)
-        second = CrossProgram(steps, n, rank, dtype.itemsize, reach, second)
+        second = CrossProgram(steps, n, rank, reduction, reach, second)
     return Hierarchical(context, signature, reduction, n, topology, gate, (first, second))
 
 

@@ -109,7 +109,7 @@ def candidates(context: Context) -> tuple[str, ...]:
     if memory.reason is not None or nodes == context.size:
         return ("native", "ring", "butterfly")
     if nodes == 1:
-        return ("native", "node")
+        return ("native", "node", *([algorithms.SINGLE_COPY] if memory.cross else []))
     return ("native", "hierarchical", "ring", "butterfly")
 
 
@@ -121,6 +121,8 @@ def choose(context: Context, signature: Signature, reduction: Reduction, shape, 
     nbytes = n * reduction.work.itemsize
     key = str(1 << size_class(nbytes))
     names = candidates(context)
+    if nbytes <= _SHORT:  # a system call takes longer
+        names = tuple(name for name in names if name != algorithms.SINGLE_COPY)
     if not native_op(reduction).is_predefined:
         # MPI would call back into Python for every piece; our own do the same sum without that.
         return names[1] if names[1] in algorithms.NODE else "butterfly"

@@ -36,12 +36,16 @@ def test_the_same_bits_as_staged(comm, reached, op, dtype):
     values = np.random.default_rng(3).normal(size=(comm.size, n)) * 1000
     x = values[comm.rank].astype(dtype)
     y = x.copy()
+    z = x.copy()
     md.allreduce(comm, x, op, algorithm="node")
-    assert type(next(iter(of(comm).plans.values())).engine.second) is cross.CrossProgram
+    md.allreduce(comm, z, op, algorithm="single_copy")
+    one, two = of(comm).plans.values()
+    assert type(one.engine.second) is type(two.engine.program) is cross.CrossProgram
     other = comm.Dup()
     memory_of(of(other)).cross = None
     md.allreduce(other, y, op, algorithm="node")
     np.testing.assert_array_equal(x, y)
+    np.testing.assert_array_equal(z, y)
     together = comm.allgather(x.tobytes())
     assert set(together) == {x.tobytes()}
     md.free(other)
@@ -49,16 +53,17 @@ def test_the_same_bits_as_staged(comm, reached, op, dtype):
 
 
 @pytest.mark.ranks(2, 3, 5)
-def test_vectors_that_move(comm, reached):
+@pytest.mark.parametrize("algorithm", ["node", "single_copy"])
+def test_vectors_that_move(comm, reached, algorithm):
     """Addresses are told anew each time; what follows at once is never mixed up with it."""
     for step in range(30):
         n = 20_000 + 997 * step
         x = np.full(n, comm.rank + step, "f8")
-        md.allreduce(comm, x, algorithm="node")
+        md.allreduce(comm, x, algorithm=algorithm)
         assert (x == step * comm.size + comm.size * (comm.size - 1) // 2).all()
         x[:] = -1  # nobody reads or writes it any more
         z = np.full(n, 1, "f8")
-        md.allreduce(comm, z, algorithm="node")
+        md.allreduce(comm, z, algorithm=algorithm)
         assert (x == -1).all()
         assert (z == comm.size).all()
 
@@ -185,3 +190,32 @@ def test_a_vector_that_cannot_be_written_fails_on_all_ranks(comm, reached):
     for _ in range(2):
         with pytest.raises(MismatchError, match=r"cross memory: .*Bad address"):
             md.allreduce(other, x, algorithm="node")
+
+
+@pytest.mark.ranks(2, 3, 5)
+def test_a_single_copy_of_any_length(comm, monkeypatch):
+    """Shorter than the ranks, one piece, several; on an arena, with a mean, without the kernel."""
+    monkeypatch.setattr(cross, "PIECE_BYTES", 4 << 10)
+    for n in (0, 1, 2, 7, 1000, 5000):
+        values = np.random.default_rng(n).integers(-3, 4, (comm.size, n)).astype("f4")
+        x = values[comm.rank].copy()
+        md.allreduce(comm, x, algorithm="single_copy")
+        np.testing.assert_array_equal(x, values.sum(0))
+        with md.Arena(comm, {"x": (n, "f4")}) as arena:
+            arena["x"][...] = values[comm.rank]
+            md.allreduce(comm, arena, algorithm="single_copy")
+            np.testing.assert_array_equal(arena["x"], values.sum(0))
+        other = comm.Dup()
+        memory_of(of(other)).cross = None
+        x[...] = values[comm.rank]
+        md.allreduce(other, x, "mean", algorithm="single_copy")
+        np.testing.assert_allclose(x, values.mean(0), rtol=1e-6, atol=1e-6)
+        md.free(other)
+        other.Free()
+
+
+@pytest.mark.ranks(4)
+def test_a_single_copy_between_nodes(comm):
+    memory_of(of(comm), 2)
+    with pytest.raises(ConfigError, match="algorithm='single_copy': the 4 ranks are on 2 nodes"):
+        md.allreduce(comm, np.ones(3), algorithm="single_copy")
