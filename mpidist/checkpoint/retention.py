@@ -20,7 +20,8 @@ from mpidist.checkpoint.steps import Entry
 
 OWNER = "OWNER"
 _OURS = re.compile(
-    r"shard-[0-9]{5}\.(h5|json|part)|MANIFEST\.json|OWNER|index(-[0-9a-f]{8}\.part|\.h5)", re.ASCII
+    r"shard-[0-9]{5}\.(h5|json|part|failed)|MANIFEST\.json|OWNER|index(-[0-9a-f]{8}\.part|\.h5)",
+    re.ASCII,
 )
 _TEMPORARY = re.compile(r"\.tmp-step-[0-9]{12}-[0-9a-f]{16}", re.ASCII)
 

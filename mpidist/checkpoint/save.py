@@ -209,12 +209,24 @@ class Save:
 
     def _background(self) -> None:
         self.write()
+        if isinstance(self._outcome, Exception):
+            self._tell_failure()
         if self._leader is not None and not isinstance(self._outcome, Exception):
             try:
                 self._committed = self._commit(self._wait_for_tables())
             except Exception as error:
                 self._committed = error
         self._ended = time.perf_counter()
+
+    def _tell_failure(self) -> None:
+        """Leave a mark for rank 0, which may wait for the table of this rank. Local."""
+        name = shard.failed_name(self.comm.rank)
+        with (
+            suppress(OSError),
+            files.folder(self.path) as root,
+            files.folder(self.name, root) as folder,
+        ):
+            files.close(files.create(name, folder))
 
     def _wait_for_tables(self) -> list[bytes]:
         """Rank 0: return the tables of all writers when they are there. Local."""
@@ -225,11 +237,14 @@ class Save:
         pause, moved, seen = 1e-3, time.monotonic(), -1
         with files.folder(leader.name, leader.root) as folder:
             while missing:
+                there = set(files.names(folder))  # one look, however many writers there are
                 for rank in list(missing):
                     name = manifest.table_name(shard.shard_name(rank))
-                    with suppress(FileNotFoundError):
+                    if name in there:
                         found[rank] = files.read_small(name, folder, manifest.MAX_BYTES)
                         missing.remove(rank)
+                    elif shard.failed_name(rank) in there:
+                        raise CheckpointError(f"rank {rank} could not write its shard")
                 size = files.total_size(folder)
                 if size != seen:
                     seen, moved = size, time.monotonic()

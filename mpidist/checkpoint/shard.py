@@ -32,6 +32,11 @@ def shard_name(rank: int) -> str:
     return f"shard-{rank:05d}.h5"
 
 
+def failed_name(rank: int) -> str:
+    """Return the name of the mark that `rank` will not write its shard. Local."""
+    return f"shard-{rank:05d}.failed"
+
+
 Bytes = Callable[[], np.ndarray]
 
 

@@ -218,9 +218,13 @@ def usable(job: Job) -> Place:
         return Place(job.hosts)
     left = list(job.hosts)
     if job.slurm:
-        still = set(launchers.slurm_left(os.environ))
-        left = [host for host in left if host in still]
-        away = launchers.slurm_away(left) if left else set()
+        try:
+            still = set(launchers.slurm_left(os.environ))
+            left = [host for host in left if host in still]
+            away = launchers.slurm_away(left) if left else set()
+        except ConfigError as error:  # a controller that is busy: the hosts may well be there
+            say(f"Slurm does not say which nodes are left: {error}")
+            return Place(job.hosts, tuple(job.hosts))
     else:
         environment = launch_environment()
         with ThreadPoolExecutor(16) as pool:

@@ -158,6 +158,28 @@ def test_interrupted_async_is_invisible(comm, folder, monkeypatch):
         same(store.restore()[1], 1)
 
 
+@pytest.mark.ranks(2, 3)
+def test_a_writer_that_fails_is_not_waited_for(comm, folder, monkeypatch):
+    """Rank 0's thread learns of it from the folder, before any rank makes another call."""
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(shard, "write", full)
+    with CheckpointStore(comm, folder) as store:
+        store.save_async(1, state_of(1))
+        if comm.rank == 0:
+            store._pending._thread.join(30)
+            assert not store._pending._thread.is_alive()
+        comm.Barrier()
+        text = everywhere(comm, CheckpointError, store.wait)
+        assert f"rank {comm.size - 1} of {comm.size}" in text
+        assert "No space left on device" in text
+        comm.Barrier()
+        assert names(folder) == []
+
+
 @pytest.mark.ranks(2)
 def test_a_writer_that_says_nothing_is_given_up(comm, folder, monkeypatch):
     """A thread of rank 0 never waits for ever for another's shard."""
