@@ -433,3 +433,13 @@ def test_a_rank_without_memory_is_an_error_of_all(comm, folder, monkeypatch):
         assert "no host memory" in everywhere(comm, CheckpointError, store.wait)
         store.wait()
         assert store.all_steps() == []
+
+
+@pytest.mark.ranks(1)
+def test_a_store_forgets_steps_that_are_gone(comm, folder):
+    """R41: what it knows of steps is as long as what it keeps."""
+    with md.CheckpointStore(comm, folder, keep=2) as store:
+        for step in range(8):
+            store.save(step, {"w": np.ones(3)})
+        store.restore()
+        assert len(store._keep._good) <= 3
