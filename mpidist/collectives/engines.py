@@ -111,11 +111,13 @@ def _on_nodes(context, signature, reduction: Reduction, n: int, memory: NodeMemo
     size, rank, gate = topology.local_size, topology.local_rank, memory.gate
     staging = memory.staging[: memory.staging.size // dtype.itemsize * dtype.itemsize].view(dtype)
     piece = node.piece_length(size, dtype.itemsize)
-    reach = memory.cross if n * dtype.itemsize > cross.REACHED_BYTES else None
+    nbytes = n * dtype.itemsize
+    reach = memory.cross if nbytes > cross.REACHED_BYTES else None
+    single = name == algorithms.SINGLE_COPY or nbytes > cross.WHOLE_BYTES
     program: SharedProgram | CrossProgram
-    if topology.nodes == 1 and (reach is None or name == algorithms.SINGLE_COPY):
+    if topology.nodes == 1 and (reach is None or single):
         program = SharedProgram(node.staged(size, rank, n, piece, n), n, staging, ufunc)
-        if name == algorithms.SINGLE_COPY and memory.cross is not None and n:
+        if single and memory.cross is not None and n:
             steps = node.in_place(size, rank, n, cross.PIECE_BYTES // dtype.itemsize, n)
             program = CrossProgram(steps, n, rank, reduction, memory.cross, program)
         return Shared(context, signature, reduction, program, gate)
