@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpidist.arrays import copy_into
 from mpidist.checkpoint.together import together
-
-_MEMINFO = Path("/proc/meminfo")
+from mpidist.memory import available_memory
 
 
 def fits(comm, nbytes: int) -> bool:
@@ -29,16 +27,10 @@ def fits(comm, nbytes: int) -> bool:
             wanted[host] = wanted.get(host, 0) + count
         return all(2 * wanted[host] <= free for host, _, free in answers)
 
-    return together(comm, "restore", lambda: (socket.gethostname(), nbytes, free_memory()), enough)
+    def local() -> tuple[str, int, int]:
+        return socket.gethostname(), nbytes, available_memory() or 0  # 0 where unknown
 
-
-def free_memory() -> int:
-    """Return the bytes that this host can give without swapping; 0 where unknown. Local."""
-    try:
-        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 0
+    return together(comm, "restore", local, enough)
 
 
 class Backup:

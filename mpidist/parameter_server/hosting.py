@@ -9,11 +9,12 @@ from functools import partial
 from mpi4py import MPI
 
 from ..errors import ProtocolError
+from ..memory import available_memory
 from . import protocol
 from .agreement import check_equal, everywhere, together
 from .consistency import Consistency
 from .link import Link
-from .memory import available_memory, check_capacity, needed, state_copies
+from .memory import check_capacity, needed, state_copies
 from .model import check_optimizer, parse_model
 from .placement import Layout, place
 from .protocol import ADD, HEADER_BYTES, TO_SERVER, VALUES, Header

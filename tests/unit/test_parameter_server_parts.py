@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from mpidist import optim
 from mpidist.errors import ConfigError, ProtocolError
+from mpidist.memory import available_memory
 from mpidist.parameter_server.consistency import ASP, BSP
 from mpidist.parameter_server.memory import (
-    available_memory,
     check_capacity,
     needed,
     size,
