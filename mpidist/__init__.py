@@ -16,6 +16,7 @@ _HOME = {
     "ReplicaError": "errors",
     "RankFailure": "errors",
     "CheckpointError": "errors",
+    "StorageError": "errors",
     "NoCheckpoint": "errors",
     "ForeignCheckpoint": "errors",
     "ConfigError": "errors",

@@ -67,6 +67,13 @@ class CheckpointError(MpidistError):
     """A checkpoint could not be written, or what was read is damaged or foreign."""
 
 
+class StorageError(CheckpointError):
+    """A checkpoint could not be written or read for want of space, memory, or a folder.
+
+    The same call may work later: `md.train` says so and goes on.
+    """
+
+
 class ForeignCheckpoint(CheckpointError):
     """A checkpoint is good, but of another model than the one it is restored to."""
 

@@ -49,6 +49,8 @@ from mpidist.checkpoint.sealed import (
 NAME = "MANIFEST.json"
 FORMAT, TABLE, VERSION = "mpidist-checkpoint", "mpidist-shard", 2
 MAX_BYTES = 64 << 20
+#: Of all tables together: a million pieces have 120 MB.
+MAX_TABLES_BYTES = 1 << 30
 _SHARD = re.compile(r"shard-[0-9]{5}\.h5", re.ASCII)
 _TABLE = re.compile(r"shard-[0-9]{5}\.json", re.ASCII)
 
@@ -187,6 +189,9 @@ def tables_of(data: bytes) -> tuple[Table, ...]:
                 raise Damaged(f"{NAME} names the table {table.name!r}; expected shard-NNNNN.json")
             if table.size > MAX_BYTES:
                 raise Damaged(f"{table.name} is said to have {table.size} bytes")
+        total = sum(table.size for table in tables)
+        if total > MAX_TABLES_BYTES:  # a reader takes them all into memory
+            raise Damaged(f"the tables are said to have {total} bytes together")
         if len({table.name for table in tables}) != len(tables):  # each would be read
             raise Damaged(f"{NAME} names a table twice")
     return tuple(tables)

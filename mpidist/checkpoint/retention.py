@@ -85,10 +85,12 @@ def _is_dead(name: str, root: int) -> bool:
         except FileNotFoundError:
             return _age(folder, root) > PATIENCE_SECONDS
         try:
-            if not files.lock(descriptor):
-                return False
-            host = os.pread(descriptor, 300, 0).split()[:1]
-            mine = host == [socket.gethostname().encode()]
+            mine = False
+            with suppress(OSError):  # a file system without locks: age alone tells
+                if not files.lock(descriptor):
+                    return False
+                host = os.pread(descriptor, 300, 0).split()[:1]
+                mine = host == [socket.gethostname().encode()]
             return mine or _age(folder, root) > PATIENCE_SECONDS
         finally:
             files.close(descriptor)
@@ -130,6 +132,8 @@ class Keep:
         self._good.add(saved)
         entries = steps.folders(root)
         self._good.intersection_update(entries)  # a long run forgets what is gone
+        self.bad.intersection_update(entries)
+        self.bad.discard(saved)  # a damaged step of this name was removed, and the name is free
         for entry in entries:
             if entry.step == saved.step and entry.generation < saved.generation:
                 remove(entry.name, root)

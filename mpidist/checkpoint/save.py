@@ -43,7 +43,7 @@ from mpidist.checkpoint.lock import RunLock
 from mpidist.checkpoint.plan import Description, Leaf, Share, agree, assign, shares
 from mpidist.checkpoint.steps import Entry
 from mpidist.checkpoint.together import together
-from mpidist.errors import CheckpointError
+from mpidist.errors import CheckpointError, StorageError
 
 #: Seconds without a new byte in the folder after which a save in the background is given up.
 PATIENCE_SECONDS = 600.0
@@ -170,7 +170,7 @@ class Save:
         tensors, extras = agree(described)
         parts = assign(tensors, described, self._writer_of)
         plan = shares(parts, self._writer_of, [leaf.path for leaf in tensors])
-        files.make_root(self.path)
+        self._lock.prepare()
         with ExitStack() as stack:
             root = stack.enter_context(files.folder(self.path))
             self._lock.take(root)
@@ -244,12 +244,12 @@ class Save:
                         found[rank] = files.read_small(name, folder, manifest.MAX_BYTES)
                         missing.remove(rank)
                     elif shard.failed_name(rank) in there:
-                        raise CheckpointError(f"rank {rank} could not write its shard")
+                        raise StorageError(f"rank {rank} could not write its shard")
                 size = files.total_size(folder)
                 if size != seen:
                     seen, moved = size, time.monotonic()
                 elif time.monotonic() - moved > PATIENCE_SECONDS:
-                    raise CheckpointError(
+                    raise StorageError(
                         f"ranks {missing[:8]} wrote nothing for {PATIENCE_SECONDS:.0f} s"
                     )
                 if missing and self._cancelled.wait(pause):
@@ -276,22 +276,14 @@ class Save:
         """Return this rank's table when its shard is written, or raise what went wrong. Local."""
         if self._thread is not None:
             self._written.wait()
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        if self._outcome is None:
-            raise CheckpointError("writing was interrupted")
-        return self._outcome
+        return _told(self._outcome, "writing")
 
     def _end(self, tables: Sequence[bytes]) -> int:
         """Rank 0: all shards are written; commit them, unless that is being done. Local."""
         if self._thread is None:
             return self._commit([table for table in tables if table])
         self._thread.join()
-        if isinstance(self._committed, Exception):
-            raise self._committed
-        if self._committed is None:
-            raise CheckpointError("the commit was interrupted")
-        return self._committed
+        return _told(self._committed, "the commit")
 
     def abandon(self) -> None:
         """Give up what is held; an uncommitted folder is removed. Local, may be called twice."""
@@ -327,16 +319,26 @@ class Save:
             files.sync(folder)
             self._lock.check(leader.root)
             saved = _publish(leader.name, self.step, leader.root)
-            files.sync(leader.root)
-            # Only now, or a death just before the rename would leave a folder without an owner.
-            with suppress(OSError):
+            try:
+                files.sync(leader.root)
+                # Only now, or a death just before would leave a folder without an owner.
                 files.remove_file(retention.OWNER, folder)
-        try:
-            self._keep.remove_old(self.path, leader.root, saved)
-        except OSError as error:  # the new step is safe; only space is lost
-            events.emit("checkpoint_not_removed", path=self.path, reason=str(error))
-            print(f"mpidist: old checkpoints in {self.path} stay: {error}", file=sys.stderr)
+                self._keep.remove_old(self.path, leader.root, saved)
+            except OSError as error:
+                # The new step is there: the save has not failed. Where the rename may not last,
+                # the old ones are what is certain, and they stay.
+                events.emit("checkpoint_not_removed", path=self.path, reason=str(error))
+                print(f"mpidist: old checkpoints in {self.path} stay: {error}", file=sys.stderr)
         return record.nbytes
+
+
+def _told(outcome, doing: str):
+    """Return what came of it, or raise what went wrong. Local."""
+    if isinstance(outcome, Exception):
+        raise outcome
+    if outcome is None:
+        raise CheckpointError(f"{doing} was interrupted")
+    return outcome
 
 
 def _publish(name: str, step: int, root: int) -> Entry:
@@ -351,7 +353,7 @@ def _publish(name: str, step: int, root: int) -> Entry:
             generation += 1
         except OSError as error:
             if not files.is_folder(entry.name, root):
-                raise CheckpointError(f"cannot commit {entry.name}: {error}") from error
+                raise StorageError(f"cannot commit {entry.name}: {error}") from error
             generation += 1
         else:
             return entry

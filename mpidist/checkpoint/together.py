@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from mpidist.errors import CheckpointError, MpidistError
+from mpidist.errors import CheckpointError, MpidistError, StorageError
 
 #: What a rank says, or is told: (class and text of an error, or None; the result).
 Answer = tuple[tuple[type, str] | None, Any]
@@ -44,7 +44,7 @@ def together(
     ------
     MpidistError
         On all ranks, when `local` raised on some or `decide` raised: of the same class where it
-        was an error of mpidist, else CheckpointError.
+        was an error of mpidist, StorageError for those of files and memory, else CheckpointError.
     """
     cause: Exception | None = None
     mine: Answer
@@ -63,7 +63,7 @@ def together(
             except Exception as error:
                 cause, verdict = error, _portable(error)
                 if not isinstance(error, MpidistError):
-                    verdict = (CheckpointError, f"{doing}: rank 0 of {comm.size}: {verdict[1]}")
+                    verdict = (verdict[0], f"{doing}: rank 0 of {comm.size}: {verdict[1]}")
         if verdict is not None:
             answers = [(verdict, None)] * comm.size
     if each:
@@ -88,7 +88,8 @@ def _portable(error: Exception) -> tuple[type, str]:
     """Return an error as (class, text): exceptions themselves need not survive a message."""
     if isinstance(error, MpidistError):
         return type(error), str(error)
-    return CheckpointError, f"({socket.gethostname()}) {type(error).__name__}: {error}"
+    kind = StorageError if isinstance(error, OSError | MemoryError) else CheckpointError
+    return kind, f"({socket.gethostname()}) {type(error).__name__}: {error}"
 
 
 def _failed(doing: str, everyone: list) -> tuple[type, str] | None:
