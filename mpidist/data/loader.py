@@ -28,6 +28,8 @@ from mpidist.errors import ConfigError
 PREFETCH = 64 << 20
 #: Batches that are read ahead at most, however small.
 _MOST = 64
+#: Seconds between two calls of what is done while a batch is waited for.
+_LOOK = 0.001
 #: The patience of a starved loader grows up to this many seconds.
 _PATIENCE = 300.0
 
@@ -117,11 +119,14 @@ class Loader:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def take(self, indices: np.ndarray) -> Taken:
-        """Return the good samples at `indices`; raises Starved, or what the source raised."""
+    def take(self, indices: np.ndarray, meanwhile: Callable[[], object] | None = None) -> Taken:
+        """Return the good samples at `indices`; raises Starved, or what the source raised.
+
+        `meanwhile` is called again and again while the thread is waited for.
+        """
         began = time.perf_counter()
         try:
-            entry = self._next(indices) if self._limit else self._load(indices)
+            entry = self._next(indices, meanwhile) if self._limit else self._load(indices)
         finally:
             self.waited += time.perf_counter() - began
         self._patience = self._loading.starved_after
@@ -130,7 +135,7 @@ class Loader:
         assert entry.taken is not None
         return entry.taken
 
-    def _next(self, indices: np.ndarray) -> _Entry:
+    def _next(self, indices: np.ndarray, meanwhile: Callable[[], object] | None) -> _Entry:
         """Wait for the thread; tell it to begin anew where it follows another plan than ours."""
         if self._thread is None:
             # A daemon: a source that never answers must not keep the process alive.
@@ -138,21 +143,31 @@ class Loader:
             self._begin(indices)
             self._thread.start()
         deadline = time.monotonic() + self._patience
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            entry = self._pop(left if meanwhile is None else min(left, _LOOK))
+            if entry is not None:
+                if np.array_equal(entry.indices, indices):
+                    return entry
+                self._begin(indices)
+            elif time.monotonic() >= deadline:
+                patience = self._patience
+                self._patience = max(patience, min(2 * patience, _PATIENCE))
+                raise Starved(patience)
+            elif meanwhile is not None:
+                meanwhile()
+
+    def _pop(self, seconds: float) -> _Entry | None:
+        """Return the next batch that the thread has read, waiting so long at most."""
         with self._changed:
-            while True:
-                if not self._ready:
-                    self._changed.wait(max(0.0, deadline - time.monotonic()))
-                if self._ready:
-                    entry = self._ready.popleft()
-                    self._held -= entry.nbytes
-                    self._changed.notify_all()
-                    if np.array_equal(entry.indices, indices):
-                        return entry
-                    self._begin(indices)
-                elif time.monotonic() >= deadline:
-                    patience = self._patience
-                    self._patience = max(patience, min(2 * patience, _PATIENCE))
-                    raise Starved(patience)
+            if not self._ready:
+                self._changed.wait(seconds)
+            if not self._ready:
+                return None
+            entry = self._ready.popleft()
+            self._held -= entry.nbytes
+            self._changed.notify_all()
+            return entry
 
     def _begin(self, indices: np.ndarray) -> None:
         """Follow the plan from here on: `indices` first, whatever it says of them."""

@@ -58,13 +58,18 @@ class Feed:
         sampler = Sampler(own.count, own.global_batch, own.seed, own.shuffle)
         return _parts(sampler, self._run.position, self._run.exchange.part, self.quarantine)
 
-    def take(self, indices: np.ndarray) -> Taken | None:
-        """Return the good samples at `indices`, or None where they have not come in time."""
+    def take(
+        self, indices: np.ndarray, meanwhile: Callable[[], object] | None = None
+    ) -> Taken | None:
+        """Return the good samples at `indices`, or None where they have not come in time.
+
+        `meanwhile` is called again and again while a thread reads them.
+        """
         self.starved = 0.0
         # A call of the model that counts for nothing must leave no trace in running statistics.
         self._state = {k: array.copy() for k, array in getattr(self.model, "state", {}).items()}
         try:
-            taken = self._loader.take(indices)
+            taken = self._loader.take(indices, meanwhile)
         except Starved as error:
             self.starved = error.seconds
             return None

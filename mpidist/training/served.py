@@ -66,6 +66,11 @@ class Served:
         self.agreement.listen()
         return self._serve is not None and self._serve()
 
+    def _starving(self) -> None:
+        """Serve while this worker's own data do not come, and hear of a rank that gave up."""
+        self._attend()
+        self.group.link.check_notice()
+
     def part(self, count: int) -> tuple[int, int]:
         """Return which samples of a global batch of `count` are this worker's. Local."""
         return BlockPartition(count, self.workers.size).range(self.workers.rank)
@@ -73,14 +78,15 @@ class Served:
     def compute(self, feed, indices) -> tuple[float, int]:
         """Compute this worker's part of a global batch; returns (mean loss, samples). Local.
 
-        A source that does not answer is this worker's trouble alone: it waits, as long as it takes.
+        A source that does not answer is this worker's trouble alone: it waits, as long as it takes,
+        and serves and listens to the others meanwhile.
         """
         start, stop = self.part(len(indices))
         mine = indices[start:stop]
-        taken = feed.take(mine)
+        taken = feed.take(mine, self._starving)
         while taken is None:
             events.emit("starved", step=self.client.finished, seconds=feed.starved)
-            taken = feed.take(mine)
+            taken = feed.take(mine, self._starving)
 
         def mean(batch: tuple) -> float:
             return self.model.loss_and_gradients(batch, self.gradients)

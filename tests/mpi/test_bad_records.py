@@ -303,6 +303,44 @@ def test_a_starved_loader_checkpoints_and_goes_on(comm, folder):
         assert 0 < saved[0] < saved[1]
 
 
+class Held(Source):
+    """Gives nothing until a file is there."""
+
+    reads = True
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def take(self, indices):
+        deadline = time.monotonic() + 20
+        while not self.path.exists():
+            assert time.monotonic() < deadline, "the other workers got nowhere meanwhile"
+            time.sleep(0.01)
+        return super().take(indices)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_starved_worker_serves_the_others(comm, folder):
+    """R44, R67: it holds the parameters of all, and what is missing is missing to itself alone."""
+    path = folder / "come"
+    last = comm.rank == comm.size - 1
+
+    def come(step):
+        if comm.rank == 0 and step.step == 10:
+            path.touch()
+
+    strategy = md.ParameterServer(1, md.ASP(), placement="colocated")
+    loading = Loading(prefetch=1, starved_after=0.001)
+    events.recent.clear()
+    _, result = fit(
+        comm, Held(path) if last else Source(), optim.sgd(0.1), strategy=strategy, loading=loading,
+        callbacks=[come],
+    )  # fmt: skip
+    assert result.finished
+    assert any(event[1] == "starved" for event in events.recent) == last
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("settings", [{}, {"microbatches": 4}], ids=str)
 def test_what_counts_for_nothing_leaves_no_trace(comm, folder, settings):
