@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -106,7 +106,8 @@ def close_log() -> None:
     """Close the event log; a second call does nothing. Local."""
     global _log
     if _log is not None:
-        _log.close()
+        with suppress(OSError):  # as in `emit`
+            _log.close()
         _log = None
 
 
@@ -119,7 +120,8 @@ def emit(kind: str, **details) -> None:
     recent.append((now, kind, details))
     if _log is not None:
         line = {"time": round(now, 6), **_who, "event": kind, **details}
-        _log.write(json.dumps(line, default=str) + "\n")
+        with suppress(OSError):  # a full disk: no log is worth a run, and lines wait for space
+            _log.write(json.dumps(line, default=str) + "\n")
     if VERBOSITY >= 2:
         text = " ".join(f"{key}={value}" for key, value in details.items())
         print(f"mpidist: {_who.get('rank', '?')}: {kind} {text}", file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ import secrets
 import socket
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from mpidist.checkpoint import files
@@ -52,7 +53,7 @@ class RunLock:
         """
         if not self._mine:
             files.make_root(self.path)
-        elif not os.path.isdir(self.path):
+        elif not Path(self.path).is_dir():
             raise StorageError(
                 f"{self.path} is gone; put it back, or make an empty folder there to go on without "
                 "the steps that it held"

@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,8 @@ class Reporter:
             # Six digits, wherever the point is: losses may be small, and steps short.
             facts = {key: float(f"{v:.6g}") if isinstance(v, float) else v
                      for key, v in step._asdict().items()}  # fmt: skip
-            self._file.write(json.dumps({"time": round(time.time(), 3), **facts}) + "\n")
+            with suppress(OSError):  # as in `events.emit`
+                self._file.write(json.dumps({"time": round(time.time(), 3), **facts}) + "\n")
         if sys.stderr.isatty():
             self._draw(step)
         elif time.monotonic() >= self._next_line:
@@ -203,7 +205,8 @@ class Reporter:
         if self.bar is not None:
             self.bar.close()
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
 
 
 def _bar(step) -> str:

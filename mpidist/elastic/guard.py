@@ -28,7 +28,7 @@ from mpidist import arrays, events
 from mpidist.abort import install_hook
 from mpidist.elastic import pulse
 from mpidist.elastic.allotment import Allotment, seconds_left
-from mpidist.errors import ConfigError, MismatchError, MpidistError, ProtocolError
+from mpidist.errors import ConfigError, MismatchError, MpidistError, ProtocolError, StorageError
 from mpidist.waiting import wait_until
 
 #: The exit code of a run that stopped to be requeued (EX_TEMPFAIL of sysexits.h).
@@ -331,7 +331,10 @@ class guard:
         # Ranks may hold different parts of the state, so they decide together.
         if self._reduce(self._loop, (int(not is_finite(state)),))[0]:
             return "nothing was saved, for the state holds NaN or infinity already"
-        self._save(step, state)
+        try:
+            self._save(step, state)
+        except StorageError as error:
+            return f"the state before this step could not be saved: {error}"
         return f"the state before this step was saved as step {step}"
 
 

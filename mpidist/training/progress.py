@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from ..collectives import selection
 from ..collectives.allreduce import allreduce
 from ..data import Position, Sampler
 from ..elastic import pulse
-from ..errors import ConfigError, MpidistError, NoCheckpoint
+from ..errors import ConfigError, MpidistError, NoCheckpoint, StorageError
 from .quarantine import Quarantine
 
 
@@ -49,6 +50,7 @@ class Progress:
         self.resizes, self.ranks_before = 0, comm.size
         self.first_step = 0
         self.saved_step: int | None = None
+        self.failed_saves, self.failure = 0, ""
         self.samples = 0
         self.stopping = self.bad = False
         self.began = self.loop_began = time.perf_counter()
@@ -151,12 +153,13 @@ class Progress:
         """Save this step, unless it is saved. Collective over the workers; servers follow.
 
         With the `pace` of a loop that goes on, replicas write in the background; without, the
-        state is on stable storage when this returns.
+        state is on stable storage when this returns, or `saved_step` is None.
         """
         if self.store is None:
             return
         if self.saved_step == self.step:
             self.settle()
+        if self.saved_step == self.step:
             return
         # Only after the point where all have arrived may workers wait for each other alone: servers
         # on their ranks would not serve those that are still on their way.
@@ -169,9 +172,24 @@ class Progress:
             pace.saved(self.exchange.workers, self.step, time.monotonic() - began)
 
     def settle(self) -> None:
-        """Wait until what is being saved is on stable storage. Collective."""
+        """Wait until what is being saved is on stable storage, or has failed. Collective."""
         if self.exchange.synchronous and hasattr(self.store, "wait"):
-            self.store.wait()
+            self._saves(self.store.wait)
+
+    def _saves(self, work: Callable[[], None]) -> None:
+        """Do `work` of the store; what it cannot do now is no reason to stop training. Collective.
+
+        All ranks know of it, and the next checkpoint tries again.
+        """
+        try:
+            work()
+        except StorageError as error:
+            self.saved_step = None
+            self.failed_saves, self.failure = self.failed_saves + 1, str(error)
+            events.emit("checkpoint_failed", reason=self.failure, times=self.failed_saves)
+            if self.comm.rank == 0:
+                text = f"mpidist: not saved, the run goes on: {error}"
+                print(text, file=sys.stderr, flush=True)
 
     def agree_on_bad_records(self) -> None:
         """Let workers at different clocks tell each other. Collective over the workers."""
@@ -193,14 +211,15 @@ class Progress:
 
     def save(self, step: int, background: bool = False) -> None:
         """Write what this rank holds as `step`. Collective over all ranks."""
+        self.settle()  # or the failure of the last one would keep this one from beginning
         points.reach("save", step)
-        if background and hasattr(self.store, "save_async"):
-            self.store.save_async(step, self.state())
-        else:
-            self.store.save(step, self.state())
-        points.reach("saved", step)
+        background = background and hasattr(self.store, "save_async")
+        save = self.store.save_async if background else self.store.save
         self.saved_step = step
-        events.emit("checkpoint", step=step)
+        self._saves(lambda: save(step, self.state()))
+        points.reach("saved", step)
+        if self.saved_step == step:
+            events.emit("checkpoint", step=step)
 
     def average_model_state(self) -> None:
         """Make the model's state the mean of all workers'. Collective over the workers.
@@ -270,6 +289,8 @@ class Progress:
         self.comm.Allreduce(MPI.IN_PLACE, mine, MPI.MAX)
         self.step = int(mine[0])
         saved = f"the state was saved as step {self.step}" if self.store else "nothing saved"
+        if self.failure and self.saved_step is None:
+            saved = f"the state could not be saved: {self.failure}"
         if mine[3]:
             raise self.quarantine.error(saved)
         if mine[1]:
@@ -279,6 +300,10 @@ class Progress:
             )
             error.everywhere = True
             raise error
+        if self.failure and self.saved_step is None:
+            lost = StorageError(f"the run is over at step {self.step}, and {saved}")
+            lost.everywhere = True
+            raise lost
         if mine[2] and watcher.should_stop(self.step):
             watcher.state = None  # `checkpoint` has saved this step, and servers are gone by now
             watcher.leave(self.step)

@@ -37,6 +37,7 @@ class Summary:
     restarts: int
     resizes: int
     skipped_records: int
+    failed_saves: int
     resumed_at: int
     finished: bool
     parameters_sha256: str
@@ -69,6 +70,7 @@ def gather_facts(run: Progress, test_data) -> dict:
         "restarts": pulse.attempt(),
         "resizes": run.resizes,
         "skipped_records": run.quarantine.skipped,
+        "failed_saves": run.failed_saves,
         "resumed_at": run.first_step,
         "finished": run.step >= run.last,
         "parameters_sha256": digest(run.model.parameters),
