@@ -29,7 +29,7 @@ from typing import NamedTuple
 from ..elastic import pulse
 from ..errors import ConfigError
 from ..testing.launch import launch_environment
-from ..testing.process import end_marked, marked, mpi_segments
+from ..testing.process import end_marked, marked, mpi_segments, remove_session
 from . import launchers
 from .supervisor import Action, Attempt, Policy, decide
 from .vigil import Limits, Vigil
@@ -143,15 +143,21 @@ class _Running:
             # The others hand the whole environment on, also to other hosts.
             words += [word for name in told for word in ("-x", name)]
         self.began = time.monotonic()
+        self.environment = {**launch_environment(), **slurm, **told}
         self.process = subprocess.Popen(
             [*words, *job.program],
-            env={**launch_environment(), **slurm, **told},
+            env=self.environment,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD),
+            preexec_fn=self._before,
         )
         tolerant = "--with-ft" in words
         self.vigil = Vigil(ranks, job.limits, self.began, dead_ends=not tolerant)
+
+    def _before(self) -> None:
+        """Run in the child, which is to become the launcher."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
+        remove_session(os.getpid(), self.environment)
 
     def watch(self) -> Attempt:
         """Wait for the end, or make one; what came of it."""
@@ -194,6 +200,7 @@ class _Running:
                 os.killpg(self.process.pid, signal.SIGKILL)
         end_marked(self.mark, variable=MARK)
         self.process.wait()
+        remove_session(self.process.pid, self.environment)
         for segment in segments:
             segment.unlink(missing_ok=True)
 

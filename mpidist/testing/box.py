@@ -49,6 +49,8 @@ class Box:
     def __init__(self, *, network: bool = False):
         #: Short, since the path of a Unix socket ends at 107 bytes; gone with the box.
         self.folder = Path(tempfile.mkdtemp(prefix="onebox-"))
+        # Launchers name their session folders by process numbers, which begin again in every box.
+        (self.folder / "tmp").mkdir()
         kinds = ["--pid", "--mount", "--ipc", *(["--net"] if network else [])]
         unshare = ["unshare", *kinds, "--fork", "--kill-child", "--mount-proc"]
         self._unshare = subprocess.Popen(
@@ -81,7 +83,8 @@ class Box:
         # Entering the mount namespace moves to its root unless told where to stay.
         where = Path(cwd) if cwd else Path.cwd()
         command = [*self._nsenter, f"--wd={where.resolve()}", "--", *args]
-        return Started(command, env=env, sweep=sweep)
+        environment = {**(os.environ if env is None else env), "TMPDIR": str(self.folder / "tmp")}
+        return Started(command, env=environment, sweep=sweep)
 
     def run(self, args: Sequence[str | os.PathLike], *, timeout: float = 60, **options) -> Finished:
         """Run a command in the box to its end. Local."""

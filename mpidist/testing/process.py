@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -27,6 +28,9 @@ TIMED_OUT = 124
 
 #: How Open MPI, UCX and MPICH name their shared memory; other files there may hold users' data.
 _MPI_SEGMENTS = ("sm_segment.", "vader_segment.", "ucx_shm_", "mpich_shm_")
+
+#: How Open MPI's launchers name their session folder, before the number of the process.
+_SESSIONS = ("ompi", "prterun", "prted", "(null)")
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,9 @@ class Started:
             stdout=self._files[0],
             stderr=self._files[1],
             start_new_session=True,
+            preexec_fn=lambda: remove_session(os.getpid(), environment),
         )
+        self._environment = environment
 
     @property
     def pid(self) -> int:
@@ -149,6 +155,7 @@ class Started:
         if late:
             self._signal(signal.SIGKILL)
         self.process.wait()
+        remove_session(self.pid, self._environment)
         for segment in segments:
             segment.unlink(missing_ok=True)
 
@@ -200,6 +207,24 @@ def mpi_segments(pids: list[int]) -> set[Path]:
                 if path.parent == Path("/dev/shm") and path.name.startswith(_MPI_SEGMENTS):
                     found.add(path)
     return found
+
+
+def remove_session(pid: int, env: Mapping[str, str]) -> None:
+    """Remove the session folder of an Open MPI launcher that is no more. Local.
+
+    A launcher that is killed leaves it behind, and the next one to get its number refuses to start:
+    "The PMIx server's listener thread failed to start". So this belongs behind the end of a
+    launcher, and between fork and exec of the next.
+
+    Parameters
+    ----------
+    pid : int
+        The launcher's number, or that of the process that is to become one.
+    env : mapping
+        Its environment.
+    """
+    for name in _SESSIONS:
+        shutil.rmtree(Path(env.get("TMPDIR") or "/tmp", f"{name}.{pid}"), ignore_errors=True)
 
 
 def end_marked(mark: str, patience: float = 5, variable: str = MARK) -> None:

@@ -1,8 +1,10 @@
 """mpidist.testing.launch: every launch ends, says what it said, and leaves nothing behind."""
 
 import signal
+import socket
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +62,25 @@ def test_ranks_of_a_killed_launcher_are_ended():
     job.process.send_signal(signal.SIGKILL)
     assert job.finish(10).returncode == -signal.SIGKILL
     assert marked(job.mark) == []
+
+
+def test_a_killed_launcher_leaves_no_session(tmp_path):
+    job = start(1, [sys.executable, "-c", WAITING], env={"TMPDIR": str(tmp_path)})
+    until(lambda: job.output().count("here") == 1)
+    job.process.send_signal(signal.SIGKILL)
+    assert job.finish(10).returncode == -signal.SIGKILL
+    assert list(tmp_path.glob(f"*.{job.pid}")) == []
+
+
+def test_a_session_left_by_the_same_number_does_not_matter(tmp_path):
+    """Open MPI's launcher refuses to start where a killed one of its number has left its files."""
+    last = int(Path("/proc/loadavg").read_text().split()[-1])
+    host = socket.gethostname().partition(".")[0]
+    for pid in range(last, last + 3000):
+        (tmp_path / f"ompi.{pid}").mkdir()
+        (tmp_path / f"ompi.{pid}" / f"pmix.{host}.tool.{pid}").touch()
+    done = launch(1, ["true"], env={"TMPDIR": str(tmp_path)}).check()
+    assert done.stderr == ""
 
 
 def test_environment_is_added_and_the_launcher_named():
