@@ -1,0 +1,76 @@
+"""`mpidist train` on 3 ranks while its folder goes read-only, away and full: storage_job.py FOLDER.
+
+FOLDER is a tmpfs of this mount namespace. Ends with the job's exit code; prints what came of it.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from storage_faults import Full, ReadOnly, Renamed
+
+from mpidist.testing.launch import launch_environment, launcher_command
+
+JOB = Path(__file__).parents[3] / "jobs" / "digits.toml"
+SETTINGS = ("steps=100000", "checkpoint_every=5", "model.channels=[4, 8]", "global_batch=12")
+
+
+def wait_for(what, job):
+    """Look until `what()` says yes; the job must not end meanwhile."""
+    end = time.monotonic() + 60
+    while not what():
+        assert job.poll() is None, "the job has ended"
+        assert time.monotonic() < end, "nothing happens"
+        time.sleep(0.02)
+
+
+def newest(store):
+    return max((int(path.name[5:17]) for path in store.glob("step-*")), default=0)
+
+
+def failures(errors):
+    return errors.read_text().count("mpidist: not saved, the run goes on: ")
+
+
+def main(base):
+    disk, errors = base / "small", base / "errors"
+    full = Full(disk, size="4m")
+    full.mount()
+    command = [*launcher_command(3), sys.executable, "-m", "mpidist", "train", str(JOB)]
+    command += [w for s in (*SETTINGS, f"out={disk / 'run'}") for w in ("--set", s)]
+    store = disk / "run" / "checkpoints"
+    slowly = {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": "sleep@step,rank=0,ms=5"}
+    with errors.open("w") as log:
+        job = subprocess.Popen(command, stderr=log, env=launch_environment(slowly))
+    try:
+        wait_for(lambda: newest(store) > 0, job)
+        for fault in (ReadOnly(store), Renamed(store), full):
+            said = failures(errors)
+            fault.make()
+            wait_for(lambda said=said: failures(errors) >= said + 2, job)
+            fault.mend()
+            step = newest(store)
+            wait_for(lambda step=step: newest(store) > step + 10, job)
+        # The end of the run, as the batch system would ask for it.
+        job.send_signal(signal.SIGUSR1)
+        code = job.wait(60)
+    finally:
+        job.kill()
+        job.wait()
+        print(errors.read_text())
+    lines = (disk / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines if line.startswith("{")]
+    assert steps == sorted(steps)
+    print("newest", newest(store), "metrics up to", steps[-1])
+    verify = [sys.executable, "-m", "mpidist", "checkpoint", "verify", str(store)]
+    subprocess.run(verify, check=True)
+    return code
+
+
+if __name__ == "__main__":
+    os.environ.pop("MPIDIST_FAULT", None)
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,136 @@
+"""A checkpoint that cannot be written is no end of a run (issue 4: full disk, folder gone)."""
+
+import threading
+import time
+
+import pytest
+from test_train import fit
+
+import mpidist as md
+from mpidist import events
+from mpidist.checkpoint import shard, steps
+from mpidist.errors import MpidistError, StorageError
+from mpidist.training.summary import digest
+
+AWAY = ".away"
+
+
+def at(comm, step, work):
+    """A callback: rank 0 does `work` after `step`; no rank saves before rank 0 is back."""
+
+    def callback(done):
+        if done.step == step and comm.rank == 0:
+            work()
+
+    return callback
+
+
+def rename_away(folder, step):
+    """Take the folder away, but not while `step` is still being saved in the background."""
+    end = time.monotonic() + 30
+    while not (folder / f"step-{step:012d}" / "MANIFEST.json").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    folder.rename(folder.with_name(folder.name + AWAY))
+
+
+def rename_back(folder):
+    folder.with_name(folder.name + AWAY).rename(folder)
+
+
+def failures():
+    return [details["reason"] for _, kind, details in events.recent if kind == "checkpoint_failed"]
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("strategy", ["allreduce", "servers"])
+def test_a_folder_that_is_gone_for_a_while(comm, folder, capfd, strategy):
+    """Saves of steps 6 and 9 fail, in the background or not; those of 12 on are there; same end.
+
+    Settles issue 4, "folder gone: clear error on all ranks, training goes on".
+    """
+    chosen = md.AllReduce() if strategy == "allreduce" else md.ParameterServer(1)
+    expected, _ = fit(comm, strategy=chosen)
+    store = folder / "store"
+    events.recent.clear()
+    gone, back = lambda: rename_away(store, 3), lambda: rename_back(store)
+    parameters, result = fit(
+        comm, strategy=chosen, checkpoint=store, checkpoint_every=3,
+        callbacks=[at(comm, 4, gone), at(comm, 10, back)],
+    )  # fmt: skip
+    said = capfd.readouterr().err
+    assert digest(parameters) == digest(expected)
+    assert result.failed_saves == len(failures()) == 2
+    assert all(f"{store} is gone" in text for text in failures())
+    assert not {6, 9} & set(steps.all_steps(str(store)))
+    assert md.load(store)["run"]["step"] == result.steps == 24
+    if comm.rank == 0:
+        lines = [line for line in said.splitlines() if "not saved" in line]
+        assert len(lines) == 2, said
+        assert "the run goes on" in lines[0]
+    else:
+        assert "not saved" not in said
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_last_save_that_fails(comm, folder, servers):
+    """The run says on all ranks that its end is not saved; a second run goes on from before."""
+    chosen = md.ParameterServer(servers) if servers else md.AllReduce()
+    store = folder / "store"
+    with pytest.raises(StorageError, match=r"over at step 24, and the state could not be") as told:
+        fit(comm, strategy=chosen, checkpoint=store, checkpoint_every=10,
+            callbacks=[at(comm, 21, lambda: rename_away(store, 20))])  # fmt: skip
+    assert told.value.everywhere
+    assert len(set(comm.allgather(str(told.value)))) == 1
+    comm.Barrier()
+    if comm.rank == 0:
+        rename_back(store)
+    comm.Barrier()
+    _, result = fit(comm, strategy=chosen, checkpoint=store)
+    assert (result.resumed_at, result.steps) == (20, 24)
+
+
+@pytest.mark.ranks(2)
+def test_a_folder_that_is_made_anew(comm, folder):
+    """Whoever removes the steps of a run and leaves an empty folder gets the newer ones there."""
+    store = folder / "store"
+
+    def remove():
+        rename_away(store, 3)
+        store.mkdir()
+
+    _, result = fit(comm, checkpoint=store, checkpoint_every=3, callbacks=[at(comm, 4, remove)])
+    assert result.failed_saves == 0
+    assert steps.all_steps(str(store)) == [18, 21, 24]
+
+
+@pytest.mark.ranks(2)
+def test_a_save_in_the_background_that_fails_at_the_end_is_tried_again(comm, folder, monkeypatch):
+    """The step that a run stops at is due anyway: what was begun for it in the background fails."""
+    write = shard.write
+
+    def refuse_threads(*args):
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(28, "No space left on device")
+        return write(*args)
+
+    monkeypatch.setattr(shard, "write", refuse_threads)
+    store = folder / "store"
+    _, result = fit(comm, checkpoint=store, checkpoint_every=21, stop_after=21)
+    assert (result.failed_saves, result.steps) == (1, 21)
+    assert steps.all_steps(str(store)) == [21]
+
+
+@pytest.mark.ranks(2)
+def test_another_job_in_the_folder_ends_the_run(comm, folder):
+    """What does not pass by itself is raised as before: two jobs never train into one folder."""
+    store = folder / "store"
+
+    def take_over():
+        lock = store / ".lock"
+        lock.write_bytes(b"process 1 on elsewhere since then x\n".ljust(256))
+
+    with pytest.raises(MpidistError, match="taken over by process 1 on elsewhere"):
+        fit(comm, checkpoint=store, checkpoint_every=3, callbacks=[at(comm, 4, take_over)])
+    comm.Barrier()
