@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from mpi4py import MPI
@@ -39,6 +40,9 @@ DRAIN = 0.15
 
 #: Seconds that a rank leaving by ``sys.exit(nonzero)`` waits for the others to leave as well.
 LEAVE_TOGETHER = 1.0
+
+#: Called on a rank that is about to end the job, by an error of its own and not by hearsay.
+failing: list[Callable[[], None]] = []
 
 _installed = False
 _hook_before, _thread_hook_before = sys.excepthook, threading.excepthook
@@ -107,6 +111,8 @@ def _end_job(error: BaseException, show_traceback) -> None:
     # The job is what ends, so this is one of the few places where the world is meant.
     world = MPI.COMM_WORLD
     code = exit_code(error)
+    if not (isinstance(error, MpidistError) and error.consequence):
+        _announce()
     with _speaking:  # a second thread that fails waits here until the process is gone
         if world.size > 1 and _others_speak(world.rank, error):
             time.sleep(10 * HOLD_BACK)  # the launcher ends us in the midst of this
@@ -128,6 +134,11 @@ def _end_job(error: BaseException, show_traceback) -> None:
             _abort(code)
         elif code != 1 and threading.current_thread() is threading.main_thread():
             _leave_alone(code)
+
+
+def _announce() -> None:
+    for tell in failing:
+        tell()
 
 
 def unlink_segments(prefixes: tuple[str, ...] = _SEGMENTS) -> None:
@@ -269,5 +280,6 @@ def _leave_by_force(waited: float) -> None:
         f"sys.exit({_exit_code}) {waited:.0f} s ago and other ranks go on; it ends the job",
         file=sys.stderr,
     )
+    _announce()
     _flush()
     _abort(_exit_code)

@@ -9,7 +9,7 @@ import contextlib
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -77,6 +77,16 @@ def parse_hosts(text: str) -> dict[str, int]:
             raise ConfigError(f"--hosts {text!r}: expected HOST[:RANKS][,HOST[:RANKS]...]")
         hosts[name] = int(count) if found else 1
     return hosts
+
+
+def named_like(host: str, hosts: Collection[str]) -> str:
+    """Return which of several hosts calls itself `host`, "" if none; domains may be left out. Pure.
+
+    With less than two there is nothing to choose from.
+    """
+    own = host.partition(".")[0]
+    alike = [name for name in hosts if host and name.partition(".")[0] == own]
+    return alike[0] if len(hosts) > 1 and alike else ""
 
 
 def answers(host: str, words: Sequence[str], environ: Mapping[str, str], seconds: float) -> bool:

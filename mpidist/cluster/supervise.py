@@ -7,6 +7,7 @@ their folder that the attempt is over, and end themselves (`mpidist.elastic.puls
     DIR/history.jsonl      one line for each attempt and decision
     DIR/attempt-0/rank-3   what rank 3 has told
     DIR/attempt-0/launcher who has started it
+    DIR/attempt-0/begun    the program began, on some host
     DIR/attempt-0/over     nobody of this attempt may go on
 """
 
@@ -31,7 +32,7 @@ from ..errors import ConfigError
 from ..testing.launch import launch_environment
 from ..testing.process import end_marked, marked, mpi_segments, remove_session
 from . import launchers
-from .supervisor import Action, Attempt, Policy, decide
+from .supervisor import Action, Attempt, Policy, decide, left_out
 from .vigil import Limits, Vigil
 
 #: The environment variable that marks everything an attempt has started.
@@ -43,6 +44,9 @@ PROBE = 20.0
 
 #: The file of an attempt that names its launcher.
 _LAUNCHER = "launcher"
+
+#: What a launcher starts: a sign that it does start, and then the program in the same process.
+_BEGIN = f'true 2>/dev/null >"${pulse.FOLDER}/{pulse.BEGUN}"; exec "$@"'
 
 _ASK = (signal.SIGUSR1, signal.SIGTERM)
 _HEARD = (*_ASK, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
@@ -77,21 +81,24 @@ def run(job: Job) -> int:
     job.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     attempts = read_history(job.folder)
     number = next_attempt(job.folder, len(attempts))
-    ranks, place = job.ranks, Place(job.hosts, tuple(job.hosts or ()), named=not job.slurm)
+    place = Place(job.hosts, tuple(job.hosts or ()), named=not job.slurm)
+    place = _without_culprits(job, attempts, place)
+    ranks = min(job.ranks, _room(job, place.hosts))
     # Waited for and never handled: a handler could run between any two lines of this.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     try:
         while True:
-            one = _Running(job, number, ranks, place)
+            unstarted = sum(attempt.unstarted for attempt in attempts)
+            one = _Running(job, number, number - unstarted, ranks, place)
             attempts.append(one.watch())
             number += 1
             _note(job.folder, "attempt", attempts[-1]._asdict())
             if attempts[-1].failed and not attempts[-1].asked:
-                place = usable(job)
+                place = _without_culprits(job, attempts, usable(job))
             room = _room(job, place.hosts)
             action = decide(attempts, job.policy, job.ranks, room)
             _note(job.folder, "decision", action._asdict())
-            _tell(attempts, action)
+            _tell(one.known_as, attempts, action)
             if action.what == "relaunch" and not _asked_within(action.pause):
                 ranks = action.ranks
                 continue
@@ -121,10 +128,14 @@ def _asked_within(seconds: float) -> bool:
 
 
 class _Running:
-    """One attempt: the launcher, its ranks' folder, and the mark of all it started."""
+    """One attempt: the launcher, its ranks' folder, and the mark of all it started.
 
-    def __init__(self, job: Job, number: int, ranks: int, place: Place):
-        self.job, self.number, self.ranks = job, number, ranks
+    `number` is that of its folder, and never used again. It is `known_as` the same number as those
+    before it of which the launcher has started nothing: to the program it is the first.
+    """
+
+    def __init__(self, job: Job, number: int, known_as: int, ranks: int, place: Place):
+        self.job, self.known_as, self.ranks = job, known_as, ranks
         self.folder = job.folder / f"attempt-{number}"
         self.folder.mkdir(mode=0o700)
         (self.folder / _LAUNCHER).write_text(pulse.launcher_id(), encoding="utf-8")
@@ -132,7 +143,7 @@ class _Running:
         told = {
             MARK: self.mark,
             pulse.FOLDER: str(self.folder.absolute()),
-            pulse.ATTEMPT: str(number),
+            pulse.ATTEMPT: str(known_as),
             pulse.LAUNCHER: pulse.launcher_id(),
         }
         slurm: dict[str, str] = {}
@@ -145,7 +156,7 @@ class _Running:
         self.began = time.monotonic()
         self.environment = {**launch_environment(), **slurm, **told}
         self.process = subprocess.Popen(
-            [*words, *job.program],
+            [*words, "/bin/sh", "-c", _BEGIN, "mpidist", *job.program],
             env=self.environment,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -179,7 +190,7 @@ class _Running:
                 if now > deadline:
                     why = f"did not leave within {self.job.limits.grace:g} s"
             if why:
-                say(f"attempt {self.number} is ended: {why}")
+                say(f"attempt {self.known_as} is ended: {why}")
                 break
         self._end()
         return self._result(asked, why)
@@ -205,7 +216,11 @@ class _Running:
             segment.unlink(missing_ok=True)
 
     def _result(self, asked: bool, why: str) -> Attempt:
-        signs = pulse.read(self.folder)
+        begun = True
+        with contextlib.suppress(OSError):
+            self.vigil.note(pulse.read(self.folder))
+            begun = (self.folder / pulse.BEGUN).exists()
+        signs = self.vigil.signs
         steps = [sign.step for sign in signs if sign.step is not None]
         firsts = [sign.first for sign in signs if sign.first is not None]
         return Attempt(
@@ -213,6 +228,7 @@ class _Running:
             step=max(steps, default=None), first=min(firsts, default=None), told=len(signs),
             left=sum(sign.left for sign in signs), asked=asked, why=why,
             seconds=round(time.monotonic() - self.began, 1),
+            begun=begun, culprit=launchers.named_like(self.vigil.culprit(), self.job.hosts or ()),
         )  # fmt: skip
 
 
@@ -245,6 +261,18 @@ def usable(job: Job) -> Place:
     return Place(hosts, tuple(left), named=bool(away) or not job.slurm)
 
 
+def _without_culprits(job: Job, attempts: Sequence[Attempt], place: Place) -> Place:
+    """Leave out hosts that are there, and on which the job fails again and again."""
+    if not place.hosts:
+        return place
+    out = left_out(attempts, job.policy, job.ranks, job.hosts or {}, list(place.hosts))
+    if not out:
+        return place
+    say(f"left out, for ranks of this job failed there first, again and again: {', '.join(out)}")
+    hosts = {host: count for host, count in place.hosts.items() if host not in out}
+    return place._replace(hosts=hosts, named=True)
+
+
 def _room(job: Job, hosts: Mapping[str, int] | None) -> int:
     """How many ranks the hosts have room for, given that all of them have for all ranks."""
     if not job.hosts or hosts is None:
@@ -260,11 +288,11 @@ def say(text: str) -> None:
     print(f"mpidist launch: {text}", file=sys.stderr, flush=True)
 
 
-def _tell(attempts: Sequence[Attempt], action: Action) -> None:
+def _tell(known_as: int, attempts: Sequence[Attempt], action: Action) -> None:
     last = attempts[-1]
     if last.finished and len(attempts) == 1:
         return
-    what = f"attempt {len(attempts) - 1} on {last.ranks} ranks: {last.text()}"
+    what = f"attempt {known_as} on {last.ranks} ranks: {last.text()}"
     then = f"{action.reason}"
     if action.what == "relaunch":
         pause = f" in {action.pause:g} s" if action.pause else ""
@@ -273,9 +301,12 @@ def _tell(attempts: Sequence[Attempt], action: Action) -> None:
 
 
 def _note(folder: Path, kind: str, facts: dict) -> None:
-    line = json.dumps({"time": round(time.time(), 3), "event": kind, **facts})
-    with (folder / "history.jsonl").open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+    line = json.dumps({"time": round(time.time(), 3), "event": kind, **facts}) + "\n"
+    with (folder / "history.jsonl").open("a+b") as file:
+        file.seek(0)
+        # Half a line of a launcher that was killed would make this one unreadable as well.
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(line.encode())
 
 
 def next_attempt(folder: Path, known: int) -> int:
@@ -323,12 +354,17 @@ def read_history(folder: Path) -> list[Attempt]:
         The file is not one of ours.
     """
     try:
-        lines = (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()
+        data = (folder / "history.jsonl").read_bytes()
     except FileNotFoundError:
         return []
+    # A launcher that was killed while it wrote has left half a line, and said nothing with it.
+    whole = data[: data.rfind(b"\n") + 1]
+    known = []
     try:
-        facts = [json.loads(line) for line in lines]
-        known = [{k: f[k] for k in Attempt._fields} for f in facts if f["event"] == "attempt"]
+        for line in whole.splitlines():
+            facts = json.loads(line)
+            if facts["event"] == "attempt":
+                known.append(Attempt(**{k: facts[k] for k in Attempt._fields if k in facts}))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder}/history.jsonl is not a history of mpidist: {error}") from None
-    return [Attempt(**fields) for fields in known]
+    return known

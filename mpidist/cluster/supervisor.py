@@ -5,12 +5,14 @@
     attempt 2   4 ranks   exit 137 at step 951     -> stop: the same failure at the same step
 
 Failures have a budget per hour. A run that left to be requeued (exit code 75) is no failure and
-costs nothing of it, as long as it gets further each time, and tells so.
+costs nothing of it, as long as it gets further each time, and tells so. Nor does a launcher that
+has started nothing: the job was not even tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,6 +24,10 @@ REQUEUE = 75
 WINDOW = 3600.0
 #: The longest pause before another attempt.
 LONGEST_PAUSE = 60.0
+#: A launcher may start nothing so often in a row.
+UNSTARTED = 3
+#: A host whose ranks were the first to fail so often is left out.
+AGAIN = 2
 
 
 class Attempt(NamedTuple):
@@ -29,6 +35,8 @@ class Attempt(NamedTuple):
 
     `step` is how far it got and `first` where it began, None where no rank told; `told` ranks
     told anything, and `left` of them ended by themselves. `why`: what the supervisor ended it for.
+    `begun`: the launcher has started the program somewhere. `culprit`: the host whose ranks were
+    the first to fail, "" where nobody knows.
     """
 
     ranks: int
@@ -41,6 +49,8 @@ class Attempt(NamedTuple):
     asked: bool = False
     why: str = ""
     seconds: float = 0.0
+    begun: bool = True
+    culprit: str = ""
 
     @property
     def finished(self) -> bool:
@@ -58,6 +68,11 @@ class Attempt(NamedTuple):
         return not (self.finished or self.preempted)
 
     @property
+    def unstarted(self) -> bool:
+        """Whether the launcher gave up by itself and had started nothing."""
+        return self.failed and not (self.begun or self.told or self.why or self.asked)
+
+    @property
     def whole(self) -> bool:
         """Whether all ranks began."""
         return self.told == self.ranks
@@ -70,9 +85,12 @@ class Attempt(NamedTuple):
     def text(self) -> str:
         """In a few words."""
         end = f"exit code {self.code}" if self.code >= 0 else f"signal {-self.code}"
+        if self.unstarted:
+            return f"the launcher has started nothing (its words are above), {end}"
         if self.code == 0 and self.left < self.told:
             end += f", but {self.told - self.left} of {self.told} ranks did not end by themselves"
         where = "" if self.step is None else f" at step {self.step}"
+        where += f", first on {self.culprit}" if self.culprit else ""
         return f"{self.why}, {end}{where}" if self.why else f"{end}{where}"
 
 
@@ -116,20 +134,56 @@ def decide(attempts: Sequence[Attempt], policy: Policy, wanted: int, room: int) 
     if last.asked or (last.preempted and policy.preempted != "relaunch"):
         what = "requeue" if policy.preempted == "requeue" else "end"
         return Action(what, REQUEUE, "stopped as asked; the same command goes on from there")
-    cap = _cap(attempts, policy, wanted)
-    if cap >= last.ranks and _same_twice(attempts):
+    ranks, least = min(room, _cap(attempts, policy, wanted)), policy.min_ranks or 1
+    tried = [a for a in attempts if not a.unstarted]
+    if last.unstarted:
+        if len(attempts) >= UNSTARTED and all(a.unstarted for a in attempts[-UNSTARTED:]):
+            return Action("end", code, f"{UNSTARTED} times in a row")
+    elif ranks >= last.ranks and _same_twice(tried):
         where = "before its first step" if last.step is None else f"at step {last.step}"
         return Action("end", code, f"the same failure twice {where}")
     # Nobody knows whether a program that tells nothing gets further: each of its attempts counts.
-    spent = [a for a in attempts if a.failed or not a.told]
+    spent = [a for a in tried if a.failed or not a.told]
     failures = [a for a in spent if last.ended - a.ended < WINDOW]
     if len(failures) > policy.max_restarts:
         count = f"{len(failures)} failures within an hour"
         return Action("end", code, f"{count}, and --max-restarts is {policy.max_restarts}")
-    ranks, least = min(room, cap), policy.min_ranks or 1
     if ranks < least:
         return Action("end", code, f"there is room for {ranks} ranks, and {least} are the least")
     return Action("relaunch", 0, "from the newest good step", ranks, _pause(attempts))
+
+
+def left_out(
+    attempts: Sequence[Attempt],
+    policy: Policy,
+    wanted: int,
+    hosts: Mapping[str, int],
+    there: Sequence[str],
+) -> list[str]:
+    """Return the hosts to be left out of the next attempt, though they are there. Pure.
+
+    Their ranks were the first to fail, again and again within the last hour. The worst come first,
+    as long as there is room on the others.
+
+    Parameters
+    ----------
+    attempts, policy, wanted
+        As of `decide`.
+    hosts : mapping
+        All hosts to the ranks of each, which have room for all that are `wanted`.
+    there : sequence of str
+        Those of them that are there.
+    """
+    if not attempts:
+        return []
+    now, out = attempts[-1].ended, []  # type: float, list[str]
+    blamed = Counter(a.culprit for a in attempts if a.failed and now - a.ended < WINDOW)
+    for host, times in blamed.most_common():
+        others = sum(hosts[name] for name in there if name not in (*out, host))
+        room = wanted * others // sum(hosts.values())
+        if host in there and times >= AGAIN and room >= (policy.min_ranks or 1):
+            out.append(host)
+    return out
 
 
 def _same_twice(attempts: Sequence[Attempt]) -> bool:

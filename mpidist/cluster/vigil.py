@@ -35,8 +35,9 @@ DEAD, LINGER = 3.0, 60.0
 class Vigil:
     """What was seen of one attempt's ranks. Local.
 
-    Silence is counted on this host's clock, from looks; a look that comes late, because this
-    process was stopped as well, counts for nothing.
+    A file that cannot be read for a while, as it happens on shared file systems, is no rank that is
+    missing: what it told last stands. Silence is counted on this host's clock, from looks; a look
+    that comes late, because this process was stopped as well, counts for nothing.
     """
 
     def __init__(
@@ -53,22 +54,49 @@ class Vigil:
         self._dead_ends, self._alive = dead_ends, alive
         self._host = socket.gethostname() if host is None else host
         self._last = began
+        self._signs: dict[int, Sign] = {}
+        self._accused: list[Sign] = []
         self._beats: dict[int, tuple[int, float]] = {}
         self._dead: dict[int, float] = {}
         self._step, self._stepped = -1, began
         self._all_left: float | None = None
 
-    def look(self, signs: Sequence[Sign], now: float) -> str:
+    def note(self, signs: Sequence[Sign]) -> None:
+        """Take what can be read now of what the ranks have told."""
+        self._signs.update({sign.rank: sign for sign in signs})
+
+    @property
+    def signs(self) -> list[Sign]:
+        """What each rank has told last, by rank."""
+        return [self._signs[rank] for rank in sorted(self._signs)]
+
+    def culprit(self) -> str:
+        """Return the host whose ranks were the first to fail, "" where nobody can tell.
+
+        A rank with an error of its own says so, and one without a sign was seen. One that is killed
+        tells nothing; but then the launcher asks the others to end, and they tell that they heard.
+        """
+        heard = any(sign.heard for sign in self.signs)
+        lost = [sign for sign in self.signs if heard and not sign.left and not sign.heard]
+        first = [sign for sign in self.signs if sign.failed] or self._accused or lost
+        hosts = {sign.host for sign in first}
+        return hosts.pop() if len(hosts) == 1 else ""
+
+    def look(self, told: Sequence[Sign], now: float) -> str:
         """Return why the attempt must end, or "" while all may be well."""
+        self.note(told)
+        signs = self.signs
         if now - self._last > max(5.0, self.limits.heartbeat / 2):
             self._forget(now)
         self._last = now
         there = [sign for sign in signs if not sign.left]
         silent = [sign for sign in there if self._silence(sign, now) > self.limits.heartbeat]
         if silent:
+            self._accused = silent
             return f"{_named(silent)} gave no sign for {self.limits.heartbeat:g} s"
         dead = [sign for sign in there if self._gone(sign, now) > DEAD]
         if dead and self._dead_ends:
+            self._accused = dead
             return f"{_named(dead)} is dead"
         late = self.limits.start or (START if signs else float("inf"))
         if len(signs) < self.ranks and now - self.began > late:

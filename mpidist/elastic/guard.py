@@ -25,7 +25,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist import arrays, events
-from mpidist.abort import install_hook
+from mpidist.abort import failing, install_hook
 from mpidist.elastic import pulse
 from mpidist.elastic.allotment import Allotment, seconds_left
 from mpidist.errors import ConfigError, MismatchError, MpidistError, ProtocolError, StorageError
@@ -33,6 +33,8 @@ from mpidist.waiting import wait_until
 
 #: The exit code of a run that stopped to be requeued (EX_TEMPFAIL of sysexits.h).
 REQUEUE = 75
+
+failing.append(pulse.fail)  # `mpidist launch` wants to know on which host a job failed first
 
 # Why to stop; the larger one is told. Signals are _SIGNAL + their number.
 _TIME, _CODE, _SIGNAL = 1, 2, 100
@@ -281,6 +283,7 @@ class guard:
     def _on_signal(self, number: int, frame) -> None:
         # Nothing but a flag: this runs between two instructions of whatever was going on.
         self._asked = max(self._asked, _SIGNAL + number)
+        pulse.hear()
 
     def _wish(self) -> int:
         now = time.monotonic()

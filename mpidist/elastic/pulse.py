@@ -6,6 +6,8 @@ beats, and looks whether this attempt is over, or the launcher gone:
 
     rank 0   beat 41  step 812  left      it ended by itself
     rank 1   beat 37  step 811            it was killed, or it stands still
+    rank 2   beat 41  step 811  failed    an error of its own has ended the job
+    rank 3   beat 41  step 811  heard     somebody asked it to end, by a signal
 
 The launcher's exit code alone proves nothing: Open MPI's is 0 after a kill under fault tolerance.
 A rank that ends by itself says so, and one that is killed cannot.
@@ -33,19 +35,24 @@ from mpidist.launch import rank_hint
 FOLDER, ATTEMPT, LAUNCHER = "MPIDIST_ATTEMPT_FOLDER", "MPIDIST_ATTEMPT", "MPIDIST_LAUNCHER"
 #: The file that appears in the folder when the attempt is over, whoever still runs.
 OVER = "over"
+#: The file that appears when the program begins anywhere: the launcher has started something.
+BEGUN = "begun"
 #: The exit code of a rank whose attempt is over.
 ORPHAN = 70
 #: Seconds between two beats.
 INTERVAL = 1.0
 
-_BEAT, _STEP, _FIRST, _LEFT, _PID = range(5)
-_NUMBERS = struct.Struct("<5q")
+_BEAT, _STEP, _FIRST, _LEFT, _PID, _HEARD, _FAILED = range(7)
+_NUMBERS = struct.Struct("<7q")
 _BYTES = 256
 _NONE = -1  # no step yet
 
 
 class Sign(NamedTuple):
-    """What one rank has told. `first` is the step that this attempt began with."""
+    """What one rank has told. `first` is the step that this attempt began with.
+
+    `heard`: it was asked to end by a signal. `failed`: by an error of its own it ends the job.
+    """
 
     rank: int
     beat: int
@@ -54,6 +61,8 @@ class Sign(NamedTuple):
     left: bool
     pid: int
     host: str
+    heard: bool = False
+    failed: bool = False
 
 
 class Pulse:
@@ -62,7 +71,9 @@ class Pulse:
     def __init__(self, folder: Path, rank: int, launcher: str = ""):
         self._folder, self._launcher = folder, launcher
         with (folder / f"rank-{rank}").open("xb+") as file:
-            text = _NUMBERS.pack(0, _NONE, _NONE, 0, os.getpid()) + socket.gethostname().encode()
+            text = (
+                _NUMBERS.pack(0, _NONE, _NONE, 0, os.getpid(), 0, 0) + socket.gethostname().encode()
+            )
             file.write(text.ljust(_BYTES, b"\0"))
             file.flush()
             self._map = mmap.mmap(file.fileno(), _BYTES)
@@ -76,6 +87,14 @@ class Pulse:
         if self._numbers[_FIRST] == _NONE:
             self._numbers[_FIRST] = step
         self._numbers[_STEP] = step
+
+    def hear(self) -> None:
+        """Tell that a signal asked this process to end."""
+        self._numbers[_HEARD] = 1
+
+    def fail(self) -> None:
+        """Tell that this process ends the job, by an error of its own."""
+        self._numbers[_FAILED] = 1
 
     def leave(self) -> None:
         """Tell that this process ends by itself. Twice is fine."""
@@ -128,6 +147,18 @@ def note(step: int) -> None:
         _pulse.note(step)
 
 
+def hear() -> None:
+    """Tell that a signal asked this process to end. Local; costs nothing without a launcher."""
+    if _pulse is not None:
+        _pulse.hear()
+
+
+def fail() -> None:
+    """Tell that this process ends the job, by an error of its own. Local; costs nothing, too."""
+    if _pulse is not None:
+        _pulse.fail()
+
+
 def attempt(environ: Mapping[str, str] | None = None) -> int:
     """Return how often `mpidist launch` has started this job before. Local."""
     return int((os.environ if environ is None else environ).get(ATTEMPT, "0"))
@@ -153,10 +184,11 @@ def read(folder: Path) -> list[Sign]:
         with contextlib.suppress(OSError, ValueError):
             data = path.read_bytes()
             if len(data) == _BYTES:  # else it is only just being made
-                beat, step, first, left, pid = _NUMBERS.unpack_from(data)
+                beat, step, first, left, pid, heard, failed = _NUMBERS.unpack_from(data)
                 host = data[_NUMBERS.size :].rstrip(b"\0").decode(errors="replace")
                 rank = int(path.name.partition("-")[2])
-                signs.append(Sign(rank, beat, _known(step), _known(first), bool(left), pid, host))
+                known = _known(step), _known(first), bool(left), pid, host
+                signs.append(Sign(rank, beat, *known, bool(heard), bool(failed)))
     return sorted(signs)
 
 

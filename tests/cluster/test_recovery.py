@@ -27,10 +27,10 @@ def steps(folder):
     return [json.loads(line)["step"] for line in lines]
 
 
-def submit(cluster, folder, python, launcher):
+def submit(cluster, folder, python, launcher, **more):
     script = folder / "recovery.sbatch"
     script.write_text(SCRIPT)
-    environ = {**job_environment(python), "LAUNCHER": launcher}
+    environ = {**job_environment(python), "LAUNCHER": launcher, **more}
     job = str(ROOT / "jobs" / "digits.toml")
     return cluster.submit(script, job, *SETTINGS, env=environ, cwd=folder)
 
@@ -68,6 +68,17 @@ def test_a_node_goes_down(cluster, kind, launcher, request, tmp_path):
     made, resumed = steps(broken), facts["resumed_at"]
     before = len(made) - (STEPS - resumed)
     assert made == [*range(1, before + 1), *range(resumed + 1, STEPS + 1)]
+
+
+def test_a_host_that_fails_again_is_left_out(cluster, openmpi, tmp_path):
+    """R140: it is up, and its rank fails first, twice: three hosts finish without it."""
+    fault = {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": "raise@step:30,rank=3,attempt=any"}
+    job = cluster.wait(submit(cluster, tmp_path, openmpi, "mpirun", **fault), 150)
+    assert job.state == "COMPLETED", job.output
+    assert job.output.count(", first on n4 (") == 2, job.output
+    assert "left out, for ranks of this job failed there first, again and again: n4" in job.output
+    facts = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (facts["ranks"], facts["restarts"], facts["resizes"]) == (3, 2, 1)
 
 
 def test_asked_to_leave_and_requeued(cluster, request, tmp_path):

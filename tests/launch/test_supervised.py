@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mpidist.elastic import pulse
 from mpidist.testing.process import Started, marked
 
 MPIDIST = [sys.executable, "-m", "mpidist"]
@@ -133,7 +134,7 @@ def test_the_same_failure_twice_is_the_last(folder):
     (kept,) = folder.glob(".mpidist-launch-*")
     history = [json.loads(line) for line in (kept / "history.jsonl").read_text().splitlines()]
     assert [line["event"] for line in history] == ["attempt", "decision"] * 2
-    assert (kept / "attempt-1" / "rank-1").exists()
+    assert [sign.failed for sign in pulse.read(kept / "attempt-1")] == [False, True]
 
 
 def test_bad_input_is_not_tried_again(folder):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpidist.cluster import launchers, supervise
-from mpidist.cluster.supervisor import HOPELESS, Attempt, Policy, decide
+from mpidist.cluster.supervisor import HOPELESS, UNSTARTED, Attempt, Policy, decide, left_out
 from mpidist.cluster.vigil import DEAD, LINGER, START, Limits, Vigil
 from mpidist.elastic import pulse
 from mpidist.elastic.pulse import Sign
@@ -106,6 +106,70 @@ def test_fewer_hosts_fewer_ranks():
     assert after(attempt(step=5), room=0) == ("end", KILLED)
 
 
+#: Open MPI's "PMIx server's listener thread failed to start", for instance.
+NOTHING = attempt(1, told=0, left=0, first=None, begun=False)
+
+
+def test_a_launcher_that_starts_nothing():
+    """The job was not even tried: that costs nothing, and is no second failure of the same kind."""
+    assert after(NOTHING, max_restarts=0) == ("relaunch", 4)
+    assert "the launcher has started nothing" in NOTHING.text()
+    failed = attempt(1, 20)
+    assert after(failed, NOTHING) == ("relaunch", 4)
+    assert after(failed, NOTHING, failed) == ("end", 1), "the same twice, whatever was between"
+    others = [attempt(KILLED, step) for step in (5, 6, 7)]
+    assert after(*others, NOTHING, NOTHING) == ("relaunch", 4)
+    assert after(*others, NOTHING, NOTHING, attempt(KILLED, 8)) == ("end", KILLED)
+    # So often in a row is no accident; with somebody who wants it, fewer ranks were tried before.
+    assert after(*[NOTHING] * (UNSTARTED - 1)) == ("relaunch", 4)
+    assert after(*[NOTHING] * UNSTARTED) == ("end", 1)
+    assert "3 times in a row" in decide([NOTHING] * UNSTARTED, Policy(), 4, 4).reason
+    # What the supervisor has ended, or the user, or what told something, is another matter.
+    for other in (
+        NOTHING._replace(why="x"),
+        NOTHING._replace(asked=True),
+        NOTHING._replace(told=1),
+    ):
+        assert not other.unstarted
+    assert not NOTHING._replace(code=0).unstarted
+
+
+#: Four hosts with a rank each.
+HOSTS = dict.fromkeys("abcd", 1)
+
+
+def blamed(*hosts, there="abcd", wanted=4, **policy):
+    attempts = [attempt(1, step, culprit=host) for step, host in enumerate(hosts)]
+    return left_out(attempts, Policy(**policy), wanted, HOSTS, list(there))
+
+
+def test_a_host_that_fails_again_and_again():
+    """It answers, and yet its ranks are the first to fail: the next attempt goes without it."""
+    assert blamed() == blamed("a") == blamed("a", "b", "", "") == []
+    assert blamed("a", "a") == ["a"]
+    assert blamed("a", "b", "a", "b", "b") == ["b", "a"], "the worst first"
+    assert blamed("a", "a", there="bcd") == [], "it is not there at all"
+    # The others must have room for the least that the user wants.
+    assert blamed("a", "a", "b", "b", "b", min_ranks=3) == ["b"]
+    assert blamed("a", "a", min_ranks=4) == []
+    assert blamed(*"aabbccdd", there="abcd") == ["a", "b", "c"]
+    assert blamed("a", "a", there="a") == []
+    assert blamed("a", "a", wanted=8, min_ranks=6) == ["a"]
+    # An hour later it may come back; and nobody is blamed for a run that saved and left.
+    old = [attempt(1, k, culprit="a", ended=1000.0 * k) for k in range(2)]
+    assert left_out(old, Policy(), 4, HOSTS, "abcd") == ["a"]
+    assert left_out([*old, attempt(1, 9, ended=4000)], Policy(), 4, HOSTS, "abcd") == []
+    left = [attempt(75, k, culprit="a") for k in range(3)]
+    assert left_out(left, Policy(), 4, HOSTS, "abcd") == []
+    # Without that host it is not the same failure that comes a third time.
+    twice = [attempt(1, 20, culprit="a")] * 2
+    assert "first on a" in twice[0].text()
+    assert after(*twice, room=3) == ("relaunch", 3)
+    assert after(*twice) == ("end", 1)
+    three = attempt(1, 20, ranks=3, culprit="b")
+    assert after(*twice, three, three, room=3, max_restarts=9) == ("end", 1)
+
+
 def test_ranks_that_never_come():
     """R50: with --min-ranks the job begins with those present."""
     three = attempt(1, told=3)
@@ -139,6 +203,8 @@ ATTEMPTS = st.builds(
     left=st.integers(0, 4),
     asked=st.booleans(),
     why=st.sampled_from(["", "rank 1 is dead"]),
+    begun=st.booleans(),
+    told=st.integers(0, 1),
 )
 
 
@@ -157,8 +223,9 @@ def test_any_history(attempts, restarts, least, preempted, room):
         assert (least or 1) <= action.ranks <= min(4, room)
         assert 0 <= action.pause <= 60
         assert not last.asked
-        recent = [a for a in attempts if a.failed and last.ended - a.ended < 3600]
-        assert len(recent) <= restarts
+        tried = [a for a in attempts if a.failed and not a.unstarted]
+        assert len([a for a in tried if last.ended - a.ended < 3600]) <= restarts
+        assert not all(a.unstarted for a in attempts[-3:]) or len(attempts) < 3
         assert last.code not in HOPELESS
     if action.what == "requeue":
         assert (preempted, action.code) == ("requeue", 75)
@@ -205,6 +272,38 @@ def test_a_dead_rank():
     elsewhere = vigil(dead={7})
     for now in range(5):
         assert elsewhere.look([sign(0, now), sign(1, now, pid=7, host="there")], now) == ""
+
+
+def test_a_file_that_cannot_be_read_is_no_missing_rank():
+    """Shared file systems answer ESTALE or nothing for a while; then its silence counts."""
+    one = vigil(Limits(heartbeat=10, start=3))
+    assert one.look([sign(0), sign(1)], 1.0) == ""
+    for now in range(4, 11):
+        assert one.look([sign(0, now)], float(now)) == ""
+    assert [told.rank for told in one.signs] == [0, 1]
+    assert one.look([sign(0, 12)], 12.0) == "rank 1 on here gave no sign for 10 s"
+
+
+def test_who_failed_first():
+    """By its own word, by its silence, or by the others' word that they were asked to end."""
+
+    def culprit(*signs):
+        one = vigil()
+        one.note(signs)
+        return one.culprit()
+
+    a, b = sign(0, host="a"), sign(1, host="b")
+    assert culprit(a, b._replace(failed=True)) == "b"
+    assert culprit(a._replace(heard=True), b) == "b", "killed: it has heard nothing"
+    assert culprit(a._replace(heard=True), b._replace(left=True)) == ""
+    assert culprit(a._replace(heard=True, failed=True), b) == "a"
+    assert culprit(a, b) == "", "all were killed: nobody knows in which order"
+    assert culprit(a._replace(failed=True), b._replace(failed=True)) == ""
+    silent = vigil()
+    silent.look([a, b], 0.0)
+    for now in range(1, 13):
+        silent.look([a._replace(beat=now), b], float(now))
+    assert silent.culprit() == "b"
 
 
 def test_ranks_that_do_not_begin():
@@ -257,6 +356,14 @@ def test_hosts_are_named_to_each_launcher(tmp_path):
         launchers.command(3, [other], hosts, True)
 
 
+def test_hosts_by_the_names_that_they_give_themselves():
+    assert launchers.named_like("n1", ["n1", "n2"]) == "n1"
+    assert launchers.named_like("n1.cluster", ["n2", "n1"]) == "n1"
+    assert launchers.named_like("n1", ["n1.cluster", "n10.cluster"]) == "n1.cluster"
+    assert launchers.named_like("n3", ["n1", "n2"]) == launchers.named_like("", ["n1", "n2"]) == ""
+    assert launchers.named_like("n1", ["n1"]) == launchers.named_like("n1", ()) == ""
+
+
 def test_hosts_of_the_user_and_of_slurm(tmp_path, monkeypatch):
     assert launchers.parse_hosts("a:2,b,c:10") == {"a": 2, "b": 1, "c": 10}
     for wrong in ("", "a:", "a:x", "a:0", "a,a", ":2"):
@@ -304,8 +411,12 @@ def test_a_rank_tells_and_is_read(tmp_path):
     (tmp_path / "rank-4").write_bytes(b"torn")
     (told,) = pulse.read(tmp_path)
     assert (told.step, told.first, told.pid, told.host) == (1, 0, os.getpid(), os.uname().nodename)
+    assert (told.heard, told.failed) == (False, False)
+    one.hear()
+    one.fail()
     one.leave()
-    assert pulse.read(tmp_path)[0].left
+    (told,) = pulse.read(tmp_path)
+    assert (told.left, told.heard, told.failed) == (True, True, True)
     with pytest.raises(FileExistsError):
         pulse.Pulse(tmp_path, 3)
 
@@ -329,6 +440,16 @@ def test_history_is_read_again(tmp_path):
         supervise._note(tmp_path, "attempt", one._asdict())
         supervise._note(tmp_path, "decision", decide([one], Policy(), 4, 4)._asdict())
     assert supervise.read_history(tmp_path) == attempts
+    # A launcher that was killed while it wrote: its half line counts for nothing, then and later.
+    history = tmp_path / "history.jsonl"
+    with history.open("a") as file:
+        file.write('{"time": 1.0, "event": "atte')
+    assert supervise.read_history(tmp_path) == attempts
+    supervise._note(tmp_path, "attempt", attempts[0]._asdict())
+    assert supervise.read_history(tmp_path) == [*attempts, attempts[0]]
+    # Of a version that knew less.
+    history.write_text(json.dumps({"event": "attempt", "ranks": 2, "code": 1, "ended": 0}) + "\n")
+    assert supervise.read_history(tmp_path) == [Attempt(2, 1, 0)]
     for wrong in ("x", json.dumps({"event": "attempt"})):
         (tmp_path / "history.jsonl").write_text(wrong + "\n")
         with pytest.raises(ConfigError, match="not a history"):
@@ -349,6 +470,46 @@ def test_a_control_folder_of_the_users_keeps_what_is_not_ours(tmp_path):
     job = job._replace(folder=tmp_path / "own")
     assert supervise.run(job) == 0
     assert not job.folder.exists()
+
+
+def test_a_launcher_that_starts_nothing_for_once(tmp_path, capfd):
+    """To the program it is the first attempt; no --max-restarts are needed; one line says it."""
+    launcher = tmp_path / "launcher"
+    once = f"[ $1 = -n ] && mkdir {tmp_path}/once 2>/dev/null && echo 'no listener' >&2 && exit 1"
+    launcher.write_text(f'#!/bin/sh\n{once}\nshift 2\nexec "$@"\n')
+    launcher.chmod(0o755)
+    told = ("sh", "-c", f"echo $MPIDIST_ATTEMPT > {tmp_path}/attempt")
+    job = supervise.Job(told, 1, tmp_path / "own", words=(str(launcher),), policy=Policy(0))
+    assert supervise.run(job) == 0
+    assert (tmp_path / "attempt").read_text() == "0\n"
+    said = [line for line in capfd.readouterr().err.splitlines() if "started nothing" in line]
+    assert len(said) == 1
+    assert said[0].startswith("mpidist launch: attempt 0 on 1 ranks: ")
+    launcher.write_text("#!/bin/sh\necho 'no listener' >&2\nexit 9\n")
+    assert supervise.run(job) == 9
+    said = capfd.readouterr().err
+    assert said.count("no listener") == UNSTARTED
+    assert "(0 s); 3 times in a row" in said
+
+
+def test_hosts_are_left_out_of_the_next_attempt(tmp_path, capsys):
+    job = supervise.Job(("true",), 4, tmp_path, hosts=HOSTS)
+    attempts = [attempt(1, 20, culprit="b")] * 2
+    whole = supervise.Place(HOSTS, tuple(HOSTS))
+    assert supervise._without_culprits(job, attempts[:1], whole) is whole
+    place = supervise._without_culprits(job, attempts, whole)
+    assert (list(place.hosts), place.left, place.named) == (
+        ["a", "c", "d"],
+        ("a", "b", "c", "d"),
+        True,
+    )
+    assert supervise._room(job, place.hosts) == 3
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "left out" in said
+    assert said.endswith(": b\n")
+    nowhere = supervise.Place(None)
+    assert supervise._without_culprits(job, attempts, nowhere) is nowhere
 
 
 def test_a_launcher_that_was_killed_keeps_nobody_out(tmp_path):
