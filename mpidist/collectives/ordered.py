@@ -16,7 +16,9 @@ at most 2 log2 V partial sums are left, one or two for a sensible V. Then the ra
               two rounds; k (p-1)/p N sent for k partial sums, plus (p-1)/p N; 2(p-1) messages
               where each rank has one partial sum, which is then the traffic of the ring;
     halving   where the ranks' partial sums are a whole binary tree themselves, neighbours first:
-              2 log2 p messages, 2(p-1)/p N. Short vectors are exchanged whole, log2 p messages.
+              2 log2 p messages, 2(p-1)/p N. Short vectors are exchanged whole, log2 p messages;
+    on_slots  where all ranks are on one node and keep their partial sums in memory they share:
+              each owner adds its block of them where they lie, and writes the total to everyone.
 
 All forms compute ``left op right`` for the same nodes, so they give the same bits, and so does
 one process that adds up all pieces. With one piece per rank this is an ordinary allreduce whose
@@ -33,7 +35,7 @@ from collections.abc import Sequence
 
 from ..partition import BlockPartition
 from . import butterfly
-from .schedule import REDUCE, Range, Step, copy, cut, length, recv, send
+from .schedule import NODE_SYNC, NOTHING, REDUCE, Range, Step, copy, cut, length, recv, send
 
 
 def cuts(pieces: int, ranks: int) -> list[int]:
@@ -161,34 +163,65 @@ def _direct(size, rank, n, pieces, nodes, votes, segments) -> list[Step]:
                 slots[q].append((scratch, scratch + arriving))
                 steps.append(recv(0, q, slots[q][-1]))
                 scratch += arriving
-        own = range(max(len(nodes[rank]), 1))
-        slots[rank] = [(row * n + home[0], row * n + home[1]) for row in own]
-        steps += _add_up(size, pieces, nodes, slots, home, counted, rank)
+        slots[rank] = _places(nodes[rank], n, home, counted)
+        added, total = _add_up(pieces, nodes, slots, home, counted)
+        steps += added if total == home else [*added, copy(0, total, home)]
     # Round 1: the total of each block from its owner to everyone.
     steps += [send(1, q, home) for home in blocks[rank] for q in others]
     steps += [recv(1, q, block) for q in reversed(others) for block in blocks[q]]
     return steps
 
 
-def _add_up(size, pieces, nodes, slots, home, counted, rank) -> list[Step]:
-    """Add the partial sums of one range in the order of the tree, each node into its left half."""
+def on_slots(
+    size: int, rank: int, n: int, pieces: int, stride: int, piece: int, *, votes: int = 0
+) -> list[Step]:
+    """`piecewise` in memory of the node: rank r's partial sums lie from ``r * stride`` on.
+
+    The total replaces the first of every rank's. Between the two syncs a block is its owner's on
+    all slots, so nobody else reads or writes it; before and after, a slot is its rank's.
+    """
+    nodes = [partials(*span, pieces) for span in itertools.pairwise(cuts(pieces, size))]
+    counted: Range = (n - votes, n)
+    start, stop = BlockPartition(n, size).range(rank)
+    steps = [Step(0, NODE_SYNC, -1, NOTHING, NOTHING)]
+    for first in range(start, stop, piece):
+        home = first, min(first + piece, stop)
+        slots = {q: _places(nodes[q], n, home, counted, q * stride) for q in range(size)}
+        added, total = _add_up(pieces, nodes, slots, home, counted)
+        everyone = [(q * stride + home[0], q * stride + home[1]) for q in range(size)]
+        steps += [*added, *(copy(0, total, place) for place in everyone if place != total)]
+    return [*steps, Step(0, NODE_SYNC, -1, NOTHING, NOTHING)]
+
+
+def _places(held, n: int, home: Range, counted: Range, start: int = 0) -> list[Range]:
+    """Return where `home` lies in each partial sum of a rank, or in its votes where it has none."""
+    if not held:
+        home = _common(home, counted)
+    rows = range(max(len(held), 1))
+    return [(start + row * n + home[0], start + row * n + home[1]) for row in rows]
+
+
+def _add_up(pieces, nodes, slots, home, counted) -> tuple[list[Step], Range]:
+    """Add the partial sums of one range in the order of the tree, each node into its left half.
+
+    Returns the steps, and where the total then lies.
+    """
     steps: list[Step] = []
     stack: list[Range] = []
     places: list[Range] = []
-    for q in range(size):
-        for node, place in zip(nodes[q], slots[q], strict=False):
+    for q, held in enumerate(nodes):
+        for node, place in zip(held, slots[q], strict=False):
             places.append(place)
             for _ in range(push(stack, node, pieces)):
                 right = places.pop()
                 steps.append(Step(0, REDUCE, q, right, places[-1]))
     total = places[0]
     here = _common(home, counted)
-    for q in range(size):
-        if not nodes[q] and length(here):
-            vote = here if q == rank else slots[q][0]
+    for q, held in enumerate(nodes):
+        if not held and length(here):
             shifted = (total[0] + here[0] - home[0], total[0] + here[1] - home[0])
-            steps.append(Step(0, REDUCE, q, vote, shifted))
-    return steps if total == home else [*steps, copy(0, total, home)]
+            steps.append(Step(0, REDUCE, q, slots[q][0], shifted))
+    return steps, total
 
 
 def _common(a: Range, b: Range) -> Range:

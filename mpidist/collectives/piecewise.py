@@ -7,27 +7,35 @@
 
 A piece is added as soon as the tree allows (``ordered.push``), so of V/p pieces about
 log2(V/p) + 1 vectors are kept, in the rows of one buffer; what is left at the end lies in the
-first rows, which is where the schedule of ``ordered.piecewise`` expects it. Whoever has several
-pieces at once hands them over by `add_all`, which adds a whole level of the tree per call.
+first rows, which is where the schedules of ``ordered`` expect it. Where all ranks are on one node
+the rows lie in memory that they share, and no message is sent (``ordered.on_slots``). Whoever has
+several pieces at once hands them over by `add_all`, which adds a level of the tree per call.
 """
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
+from ..arena import Segment
 from ..arrays import array_module, copy_into, host_empty, mpi_direct, synchronize
 from ..arrays import work_dtype as work_of
 from ..context import of
-from ..errors import ProtocolError
+from ..errors import ConfigError, ProtocolError
+from ..events import emit
 from ..mismatch import Signature
-from . import algorithms, ordered
+from . import algorithms, engines, node, ordered
+from .reductions import resolve
+from .shared import SharedProgram, memory_of
 from .transfer import prepared, run_program
 
 
 class PieceSum:
     """A weighted sum of `pieces` vectors in the order of the tree over them.
 
-    Collective over `comm` to make and to finish; `add` is local. Used again after `finish`.
+    Collective over `comm` to make, to finish and to close; `add` is local. Used again after
+    `finish`.
 
     Parameters
     ----------
@@ -54,14 +62,60 @@ class PieceSum:
         start, stop = ordered.cuts(pieces, comm.size)[comm.rank : comm.rank + 2]
         self.mine = range(start, stop)
         self.dtype = work_of(dtype)
-        xp = np if like is None else array_module(like)
-        self.rows = xp.zeros((ordered.depth(start, stop, pieces), n), self.dtype)
         self.held = max(len(ordered.partials(start, stop, pieces)), 1)
         self._stack: list = []
         self._next = start
         self._staging: np.ndarray | None = None
         facts = f"{pieces} pieces, {votes} votes"
         self._signature = Signature("piece_sum", self.dtype.name, f"({n})", "sum", "ordered", facts)
+        xp = np if like is None else array_module(like)
+        slots = self._slots() if xp is np else None
+        if slots is None:
+            self._engine = None
+            self.rows = xp.zeros((ordered.depth(start, stop, pieces), n), self.dtype)
+        else:
+            self._engine = self._on_slots(slots)
+            self._runs = engines.runs_of(self.context, self._engine)
+            self.rows = slots[self.context.rank].reshape(-1, n)
+
+    def _slots(self) -> list[np.ndarray] | None:
+        """Return memory that all ranks see, room for every rank's rows; None where there is none.
+
+        Collective, and the same on all ranks.
+        """
+        context = self.context
+        if context.size == 1 or not self.n:
+            return None
+        context.begin_agreed(self._signature, "first call")
+        memory = memory_of(context)
+        if memory.reason is not None or memory.topology.nodes > 1:
+            return None
+        bounds = ordered.cuts(self.pieces, context.size)
+        depths = (ordered.depth(*span, self.pieces) for span in itertools.pairwise(bounds))
+        nbytes = max(depths) * self.n * self.dtype.itemsize
+        try:
+            parts = Segment(memory.topology.intra_comm, nbytes).parts
+        except ConfigError as error:  # on all ranks together
+            emit("fallback", algorithm="node", instead="messages", reason=str(error))
+            return None
+        return [part[:nbytes].view(self.dtype) for part in parts]
+
+    def _on_slots(self, slots: list[np.ndarray]) -> engines.Shared:
+        context, stride = self.context, slots[0].size
+        steps = ordered.on_slots(
+            context.size, context.rank, self.n, self.pieces, stride,
+            max(1, node.IN_PLACE_BYTES // self.dtype.itemsize), votes=self.votes,
+        )  # fmt: skip
+        program = SharedProgram(steps, 0, engines.SlotSpace(slots), np.add)
+        gate, reduction = memory_of(context).gate, resolve("sum", self.dtype)
+        return engines.Shared(context, self._signature, reduction, program, gate)
+
+    def close(self) -> None:
+        """Let go of the memory. Collective, though nothing is sent; idempotent."""
+        if self._engine is not None:
+            self.context.uncount(self._runs)
+            self._engine = None
+        self.rows = self.rows[:0]
 
     def add(self, vector, weight: float = 1.0) -> None:
         """Add ``weight * vector`` as the next piece of this rank; it may change afterwards. Local.
@@ -127,6 +181,8 @@ class PieceSum:
         context = self.context
         if context.size == 1:
             context.begin(self._signature)
+        elif self._engine is not None:
+            self._engine(self.rows[0], context.begin(self._signature, self._runs), None)
         else:
             self._exchange(self.rows[: self.held].reshape(-1))
         copy_into(out, self.rows[0])

@@ -72,7 +72,9 @@ class PieceReplicas(Replicas):
         """Return None: nothing travels before all pieces are there."""
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Free what was made. Collective."""
+        for sums in self._sums:
+            sums.close()
 
     def _bounds(self, count: int) -> list[int]:
         """Return where this rank's pieces of a global batch begin, and where the last ends."""

@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from mpidist import context
-from mpidist.collectives import ordered
+from mpidist.collectives import ordered, piecewise
 from mpidist.collectives.piecewise import PieceSum
-from mpidist.errors import ProtocolError
+from mpidist.collectives.shared import memory_of
+from mpidist.errors import ConfigError, MismatchError, ProtocolError
 from mpidist.partition import BlockPartition
 
 
@@ -25,9 +27,17 @@ def vectors(pieces, n, dtype=np.float32):
     )
 
 
+@pytest.fixture(params=["one node", "nodes"])
+def ways(request, comm):
+    """Ranks that add in memory they share, and ranks that believe to be on nodes of their own."""
+    if comm != MPI.COMM_NULL and request.param == "nodes":
+        memory_of(context.of(comm), 1)
+    return request.param
+
+
 @pytest.mark.ranks(1, 2, 3, 4, 5, 6, 7, 8, 9)
-def test_any_number_of_ranks_gives_the_serial_bits(comm):
-    """p and V not powers of two, p > V, n < p, both forms of the exchange, used again."""
+def test_any_number_of_ranks_gives_the_serial_bits(comm, ways):
+    """p and V not powers of two, p > V, n < p, all forms of the exchange, used again."""
     for pieces in (1, 2, 3, 5, 7, 8, 16, 31):
         for n in (1, 7, 40, 5000):
             sums = PieceSum(comm, n, np.float32, pieces)
@@ -39,6 +49,7 @@ def test_any_number_of_ranks_gives_the_serial_bits(comm):
                 sums.finish(out)
                 expected = serial(values * np.float32(0.3))
                 assert out.tobytes() == expected.tobytes(), (pieces, n, turn)
+            sums.close()
 
 
 @pytest.mark.ranks(1, 2, 3, 5)
@@ -63,7 +74,7 @@ def test_pieces_given_at_once_have_the_same_bits(comm):
 
 
 @pytest.mark.ranks(1, 3, 4, 8)
-def test_dtypes_missing_pieces_and_votes(comm):
+def test_dtypes_missing_pieces_and_votes(comm, ways):
     """float16 is rounded once; an empty piece is zero; every rank votes, with pieces or without."""
     for dtype, work in ((np.float16, np.float32), (np.float64, np.float64), (">f4", np.float32)):
         sums = PieceSum(comm, 50, np.dtype(dtype), 5, votes=1)
@@ -79,7 +90,7 @@ def test_dtypes_missing_pieces_and_votes(comm):
 
 
 @pytest.mark.ranks(2)
-def test_wrong_calls_are_refused(comm):
+def test_wrong_calls_are_refused(comm, ways):
     sums = PieceSum(comm, 3, np.float32, 4)
     with pytest.raises(ProtocolError, match="0 of this rank's 2 pieces"):
         sums.finish(np.empty(3, np.float32))
@@ -94,9 +105,59 @@ def test_wrong_calls_are_refused(comm):
     assert list(out) == [4, 4, 4]
 
 
+@pytest.mark.ranks(2, 3, 5)
+def test_nothing_is_sent_within_a_node(comm):
+    """Each partial sum is added once by its block's owner, and the total written p - 1 times."""
+    n, pieces, size, rank = 1000, 16, comm.size, comm.rank
+    sums = PieceSum(comm, n, np.float64, pieces)
+    before = context.of(comm).counters.snapshot()
+    for _ in sums.mine:
+        sums.add(np.ones(n))
+    out = np.empty(n)
+    sums.finish(out)
+    after = context.of(comm).counters.snapshot()
+    moved = {name: after[name] - before[name] for name in after}
+    bounds = ordered.cuts(pieces, size)
+    held = sum(len(ordered.partials(*bounds[r : r + 2], pieces)) for r in range(size))
+    own = BlockPartition(n, size).size(rank)
+    assert (out == pieces).all()
+    assert moved["messages_sent"] == moved["bytes_sent"] == 0
+    assert moved["bytes_reduced"] == (held - 1) * own * 8
+    assert moved["shared_bytes"] == (size - 1) * own * 8
+    sums.close()
+    sums.close()
+    assert context.of(comm).counters.snapshot() == after
+
+
+@pytest.mark.ranks(2, 3)
+def test_memory_that_is_not_to_be_had(comm, monkeypatch):
+    """A full /dev/shm: all ranks exchange messages instead, to the same bits."""
+
+    def full(_comm, _nbytes):
+        raise ConfigError("no memory shared")
+
+    monkeypatch.setattr(piecewise, "Segment", full)
+    sums = PieceSum(comm, 100, np.float32, 5)
+    values = vectors(5, 100)
+    for piece in sums.mine:
+        sums.add(values[piece])
+    out = np.empty(100, np.float32)
+    sums.finish(out)
+    assert out.tobytes() == serial(values).tobytes()
+    assert context.of(comm).counters.messages_sent > 0
+
+
+@pytest.mark.ranks(2, 3)
+def test_sums_that_differ_are_refused(comm):
+    """Different lengths would map memory of different sizes."""
+    with pytest.raises(MismatchError, match="piece_sum"):
+        PieceSum(comm, 100 + comm.rank, np.float32, 4)
+
+
 @pytest.mark.ranks(2, 3, 5, 8)
 def test_counters_equal_the_formulas(comm):
     """k partial sums cost k (p-1)/p N bytes and the total (p-1)/p N; a binary tree 2 (p-1)/p N."""
+    memory_of(context.of(comm), 1)  # nodes of one rank: everything travels
     n, size, rank = 40 * comm.size + 1, comm.size, comm.rank
     own = BlockPartition(n, size).size(rank)
     for pieces in (size, 16, 3 * size):

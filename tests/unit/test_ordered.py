@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpidist.collectives import check, ordered
-from mpidist.collectives.schedule import SEND, length
+from mpidist.collectives.schedule import FINISH, NOTHING, SEND, Step, length
 from mpidist.partition import BlockPartition
 
 RNG = np.random.default_rng(5)
@@ -115,6 +115,41 @@ def test_every_schedule_gives_the_tree(size):
     for n in (1, 23):
         proved(size, n, 3 * size, votes=1, segments=3)
         proved(size, n, size, segments=3, itemsize=1 << 20)
+
+
+@pytest.mark.parametrize("size", range(2, 10))
+@pytest.mark.parametrize("votes", [0, 1])
+def test_partial_sums_in_the_memory_of_a_node(size, votes):
+    """The same tree where the ranks' slots lie, with no race, also against what follows it."""
+    for pieces, n, piece in itertools.product((1, 3, 5, 8, 16, 31), (1, 5, 2 * size + 1), (2, 99)):
+        nodes = [ordered.partials(*span, pieces) for span in ranges(pieces, size)]
+        stride = n * max(max(map(len, nodes)), 1)
+        names = {node: k for k, node in enumerate(itertools.chain(*nodes))}
+        shared = []
+        for rank, held in enumerate(nodes):
+            slot = [names[node] for node in held for _ in range(n)]
+            if not held:
+                slot = [None] * (n - votes) + [len(names) + rank] * votes
+            shared += slot + [None] * (stride - len(slot))
+        programs = [
+            ordered.on_slots(size, rank, n, pieces, stride, piece, votes=votes)
+            for rank in range(size)
+        ]
+        _, memory, sums = check.run_node(programs, [[]] * size, shared)
+        _, [total] = fold(list(names), list(names.values()), pieces, sums.add)
+        voted = total
+        for rank in range(size):
+            if not nodes[rank]:
+                voted = sums.add(voted, len(names) + rank)
+        for rank in range(size):
+            row = memory[rank * stride : rank * stride + n]
+            assert row == [total] * (n - votes) + [voted] * votes, (pieces, n, rank)
+        # Before and after, every rank writes all of its slot and reads the total.
+        alone = [
+            [Step(0, FINISH, -1, NOTHING, (rank * stride, (rank + 1) * stride))]
+            for rank in range(size)
+        ]
+        check.check_races([(alone, 0), (programs, 0), (alone, 0), (programs, 0)])
 
 
 def test_an_allreduce_adds_the_ranks_in_the_tree():
