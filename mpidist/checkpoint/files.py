@@ -11,12 +11,18 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-#: One read or write, one checksum. Lowered by tests; readers take it from the manifest.
-BLOCK = 4 << 20
+import numpy as np
+
+#: Bytes that one checksum covers. Lowered by tests; readers take it from the manifest.
+BLOCK = 1 << 20
+#: So many blocks are read or written at once.
+GROUP = 4
+#: Where and in what sizes bytes may pass the system's cache by, in files and in memory.
+PAGE = 4096
 
 #: The functions that change something, in the order a save uses them.
 CHANGES = (
@@ -71,7 +77,7 @@ def write_at(descriptor: int, data, offset: int) -> None:
     """Write all of `data` at `offset`. Local. Raises OSError, also when the disk is full."""
     view = memoryview(data).cast("B")
     while len(view):
-        written = os.pwrite(descriptor, view, offset)
+        written = _or_cached(os.pwrite, descriptor, view, offset)
         if written == 0:
             raise OSError(errno.ENOSPC, "the file system takes no more bytes")
         view, offset = view[written:], offset + written
@@ -118,6 +124,42 @@ def remove_folder(name: str, root: int) -> bool:
     return True
 
 
+# -------------------------------------------------------------------------- past the cache
+
+
+def set_direct(descriptor: int, on: bool) -> bool:
+    """Let what is read or written pass the system's cache by, or no longer. Local.
+
+    Returns whether it does. Many file systems refuse, some of them not before the first read or
+    write: those go through the cache then.
+    """
+    flag = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
+    except OSError:
+        return False
+    return on and flag != 0
+
+
+def _or_cached(call: Callable[..., int], descriptor: int, *args) -> int:
+    """Read or write; where that may not pass the cache by, go through it from now on. Local."""
+    try:
+        return call(descriptor, *args)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        set_direct(descriptor, False)
+        return call(descriptor, *args)
+
+
+def paged(count: int) -> np.ndarray:
+    """Return memory for `count` bytes that begins with a page. Local."""
+    memory = np.empty(count + PAGE, np.uint8)
+    skip = -memory.ctypes.data % PAGE
+    return memory[skip : skip + count]
+
+
 # ----------------------------------------------------------------------------------- reading
 
 
@@ -153,11 +195,14 @@ def open_for_lock(name: str, where: int) -> int:
     return os.open(name, flags, dir_fd=where)
 
 
-def read_at(descriptor: int, view: memoryview, offset: int) -> int:
-    """Fill `view` from `offset` on and return the bytes read, fewer only at the end. Local."""
+def read_at(descriptor: int, view: memoryview, offset: int, enough: int | None = None) -> int:
+    """Fill `view` from `offset` on and return the bytes read, fewer only at the end. Local.
+
+    Also stops when `enough` are there: what passes the cache by is read in whole pages.
+    """
     done = 0
-    while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], offset + done)
+    while done < (len(view) if enough is None else enough):
+        count = _or_cached(os.preadv, descriptor, [view[done:]], offset + done)
         if count == 0:
             break
         done += count

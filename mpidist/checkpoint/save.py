@@ -91,6 +91,7 @@ class Save:
     writer_of : list of int
         The rank that writes for each rank.
     buffers : shard.Buffers
+    how : shard.How
     copy : bool
         Whether to copy this rank's part of the state now, so that it may change at once.
     """
@@ -105,10 +106,11 @@ class Save:
         lock: RunLock,
         writer_of: Sequence[int],
         buffers: shard.Buffers,
+        how: shard.How,
         copy: bool,
     ):
         self.comm, self.path, self.step = comm, path, step
-        self._keep, self._lock, self._writer_of = keep, lock, writer_of
+        self._keep, self._lock, self._writer_of, self._how = keep, lock, writer_of, how
         self._began, self._ended = time.perf_counter(), 0.0
         self._outcome: bytes | Exception | None = None  # this rank's table, or what went wrong
         self._committed: int | Exception | None = None  # bytes of the state, on rank 0
@@ -190,7 +192,9 @@ class Save:
         try:
             if self._outcome is None:
                 with files.folder(self.path) as root, files.folder(self.name, root) as folder:
-                    self._outcome = shard.write(folder, self.comm.rank, self.parts, self._data)
+                    self._outcome = shard.write(
+                        folder, self.comm.rank, self.parts, self._data, self._how
+                    )
         except Exception as error:
             self._outcome = error
         finally:

@@ -1,15 +1,14 @@
 """What one rank writes: a snapshot of its parts, their bytes in an HDF5 file, and its table.
 
 A shard is written once, front to back, by its one writer, and never changed. Its checksums are
-those of the bytes in memory, taken just before they are written. The table follows when the shard
-is on stable storage and appears under its name when it is there itself: whoever sees it sees a
-whole shard, without a message.
+those of the bytes in memory, taken just before they are written (`behind`). The table follows when
+the shard is on stable storage and appears under its name when it is there itself: whoever sees it
+sees a whole shard, without a message.
 """
 
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidist.arrays import copy_into, host_empty, is_device
-from mpidist.checkpoint import files, hdf5, manifest
+from mpidist.checkpoint import behind, files, hdf5, manifest
 from mpidist.checkpoint.layout import Shard, array_of
 from mpidist.checkpoint.plan import Share
 from mpidist.checkpoint.regions import Flat, Region
@@ -54,6 +53,13 @@ class Memory:
         return [
             self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
         ]
+
+
+class How(NamedTuple):
+    """How shards are written: past the system's cache where it can be; with a SHA-256 of each."""
+
+    direct: bool = True
+    sha256: bool = False
 
 
 class Buffers(NamedTuple):
@@ -139,7 +145,9 @@ def _host_bytes(view) -> np.ndarray:
     return host.reshape(-1).view(np.uint8)
 
 
-def write(folder: int, rank: int, parts: Sequence[hdf5.Part], data: Sequence[Bytes]) -> bytes:
+def write(
+    folder: int, rank: int, parts: Sequence[hdf5.Part], data: Sequence[Bytes], how: How
+) -> bytes:
     """Write a shard and its table and wait until both are on stable storage. Local.
 
     Returns the bytes of the table; without parts nothing is written.
@@ -147,7 +155,7 @@ def write(folder: int, rank: int, parts: Sequence[hdf5.Part], data: Sequence[Byt
     if not parts:
         return b""
     name = shard_name(rank)
-    file, offsets = write_shard(folder, name, parts, data)
+    file, offsets = write_shard(folder, name, parts, data, how)
     pieces = ((part.path, at, part.region) for part, at in zip(parts, offsets, strict=True))
     table = manifest.encode_table(file, pieces)
     if len(table) > manifest.MAX_BYTES:
@@ -169,57 +177,34 @@ def put(folder: int, name: str, data: bytes) -> None:
 
 
 def write_shard(
-    folder: int, name: str, parts: Sequence[hdf5.Part], data: Sequence[Bytes]
+    folder: int, name: str, parts: Sequence[hdf5.Part], data: Sequence[Bytes], how: How
 ) -> tuple[manifest.File, list[int]]:
     """Write one shard file; returns its record and the byte offset of each part. Local."""
     layout = hdf5.plan(parts)
-    digest, checksums, at = hashlib.sha256(), [], 0
+    digest = hashlib.sha256() if how.sha256 else None
     descriptor = files.create(name, folder)
     try:
-        for block in _blocks(_runs(layout, data), files.BLOCK):
-            digest.update(block)
-            checksums.append(zlib.crc32(block))
-            files.write_at(descriptor, block, at)
-            # The disk works on this block while the next one's digests are computed.
-            files.begin_sync(descriptor, at, len(block))
-            at += len(block)
+        runs = _runs(layout, data)
+        checksums = behind.write(descriptor, runs, layout.size, how.direct, digest)
         files.sync(descriptor)
         size = files.size(descriptor)
     finally:
         files.close(descriptor)
-    if not size == at == layout.size:
-        raise CheckpointError(f"{name} has {size} bytes after writing {at} of {layout.size}")
-    return manifest.File(name, size, digest.hexdigest(), tuple(checksums)), layout.offsets
+    if size != layout.size:
+        raise CheckpointError(f"{name} has {size} bytes after writing {layout.size}")
+    told = digest.hexdigest() if digest else None
+    return manifest.File(name, size, told, tuple(checksums)), layout.offsets
 
 
-def _runs(layout: hdf5.Plan, data: Sequence[Callable]) -> Iterator[memoryview]:
-    """Yield all bytes of a file in order: HDF5's own, the parts' data, zeros in between."""
+def _runs(layout: hdf5.Plan, data: Sequence[Callable]) -> Iterator[np.ndarray]:
+    """Yield all bytes of a file in order: HDF5's own, the parts' data, zeros in between. Local."""
     sources: list[tuple[int, Any]] = [*layout.metadata, *zip(layout.offsets, data, strict=True)]
     at = 0
     for offset, source in sorted(sources, key=lambda item: item[0]):
-        run = memoryview(source() if callable(source) else source)
+        run = source() if callable(source) else np.frombuffer(source, np.uint8)
         if offset > at:
-            yield memoryview(bytes(offset - at))
+            yield np.zeros(offset - at, np.uint8)
         yield run
         at = offset + len(run)
     if at < layout.size:
-        yield memoryview(bytes(layout.size - at))
-
-
-def _blocks(runs: Iterator[memoryview], block: int) -> Iterator[memoryview | bytearray]:
-    """Cut and join runs to blocks. Long runs are passed on without a copy."""
-    joined = bytearray()
-    for run in runs:
-        while len(run):
-            if not joined and len(run) >= block:
-                yield run[:block]
-                run = run[block:]
-                continue
-            take = block - len(joined)
-            joined += run[:take]
-            run = run[take:]
-            if len(joined) == block:
-                yield joined
-                joined = bytearray()
-    if joined:
-        yield joined
+        yield np.zeros(layout.size - at, np.uint8)

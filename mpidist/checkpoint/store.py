@@ -18,7 +18,7 @@ from mpidist.checkpoint.plan import writers_of
 from mpidist.checkpoint.restore import restore
 from mpidist.checkpoint.retention import Keep
 from mpidist.checkpoint.save import Save
-from mpidist.checkpoint.shard import Buffers, Memory
+from mpidist.checkpoint.shard import Buffers, How, Memory
 from mpidist.checkpoint.steps import MAX_STEP
 from mpidist.checkpoint.together import together
 from mpidist.errors import CheckpointError, ClosedError, ConfigError, MismatchError
@@ -57,6 +57,8 @@ class CheckpointStore:
         *,
         keep_every: int | None = None,
         writers: str | int = "all",
+        direct: bool = True,
+        sha256: bool = False,
     ):
         self.path = str(Path(path).absolute())
         for name, value in (("keep", keep), ("keep_every", keep_every)):
@@ -72,6 +74,7 @@ class CheckpointStore:
         self._keep = Keep(keep, keep_every)
         self._lock = RunLock(self.path)
         self._buffers = Buffers(Memory(), Memory())
+        self._how = How(bool(direct), bool(sha256))
         self._writers = writers
         self._writer_of: list[int] | None = None
 
@@ -230,6 +233,7 @@ class CheckpointStore:
             self._lock,
             self._writer_of,
             self._buffers,
+            self._how,
             copy,
         )
         return self._pending

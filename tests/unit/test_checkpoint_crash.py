@@ -69,7 +69,7 @@ def save(folder, step, method="save"):
 @pytest.mark.parametrize("after", [False, True])
 def test_kill_at_every_call(tmp_path, monkeypatch, after, method):
     """R52: for each call n: kill there, then load, save again, and find no litter."""
-    monkeypatch.setattr(files, "BLOCK", 2048)  # a shard is several writes
+    monkeypatch.setattr(files, "BLOCK", 512)  # a shard is several writes
     # A folder whose owner died before it could sign is left alone for an hour: now.
     monkeypatch.setattr(retention, "PATIENCE_SECONDS", -1.0)
     number, ended = 0, signal.SIGKILL

@@ -146,7 +146,7 @@ def build(names, fate, folder):
 
 def record(root, monkeypatch, method, keep):
     """Save steps 1 and 2; returns the log, and where step 2 begins in it."""
-    monkeypatch.setattr(files, "BLOCK", 2048)
+    monkeypatch.setattr(files, "BLOCK", 512)
     monkeypatch.setattr(retention, "PATIENCE_SECONDS", -1.0)
     root.mkdir()
     with monkeypatch.context() as patch:
