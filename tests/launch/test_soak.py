@@ -1,4 +1,4 @@
-"""A few seconds of `make soak`: what a process holds stays the same (R41).
+"""A short `make soak`: what a process holds stays the same (R41), and saves that are killed.
 
 In processes of its own: MPI's numbers of communicators and requests, by which they are counted, are
 used again in an order that depends on all that was there before.
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpidist.testing.launch import launch
+from mpidist.testing.process import run
 
 SOAK = Path(__file__).parents[1] / "soak"
 PROGRAM = """
@@ -41,3 +42,10 @@ def test_a_short_soak(tmp_path, what):
     program.write_text(PROGRAM)
     words = [sys.executable, str(program), str(SOAK), what, str(tmp_path)]
     assert "flat" in launch(2, words, timeout=120).check().stdout
+
+
+def test_all_is_killed_around_saves():
+    """Issue 4: kill -9 of everything at random moments; `make soak` does it 200 times."""
+    words = [sys.executable, SOAK / "killed_saves.py", "200", "40"]
+    done = run(words, timeout=120).check()
+    assert " times all was killed" in done.stdout
