@@ -48,6 +48,16 @@ class Careful:
             batch = self.source.take(indices)
         except Exception as error:
             return self._one_by_one(indices, error)
+        return Taken(self._checked(batch, indices), np.arange(len(indices)))
+
+    def together(self, indices: np.ndarray) -> tuple | None:
+        """Return the samples at `indices`, or None where `take` has something to say about them."""
+        try:
+            return self._checked(self.source.take(indices), indices)
+        except Exception:
+            return None
+
+    def _checked(self, batch: tuple, indices: np.ndarray) -> tuple:
         lengths = [len(array) for array in batch]
         if lengths != [len(indices)] * len(lengths):
             raise ConfigError(
@@ -56,7 +66,7 @@ class Careful:
             )
         if self._form is None:
             self._form = _form(batch)
-        return Taken(batch, np.arange(len(indices)))
+        return batch
 
     def _one_by_one(self, indices: np.ndarray, error: Exception) -> Taken:
         singles: dict[int, tuple] = {}

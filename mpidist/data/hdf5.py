@@ -3,13 +3,14 @@
     file        images (60000, 28, 28)   chunks of 128 rows
     a batch     rows 5 9 130 4000        chunks 0, 1, 31: three reads, four rows
 
-Datasets without chunks and filters are read past HDF5: their rows lie one after the other in the
-file, and a read of neighbours goes straight into the batch.
+That is for filters, such as compression. Where there are none, rows lie in the file as they are,
+and are read past HDF5: only those that are wanted, neighbours at once, straight into the batch.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 from collections import OrderedDict
@@ -19,6 +20,7 @@ import h5py
 import numpy as np
 
 from mpidist import strangers
+from mpidist.data.reading import Rooms, Run, Runs, bytes_of
 from mpidist.data.sources import Part, Source
 from mpidist.errors import BadRecord, ClosedError, ConfigError
 
@@ -47,7 +49,7 @@ class HDF5:
 
     def __init__(self, path: str | os.PathLike, names: Sequence[str], cache: int = _CACHE):
         self.name, self.names = str(path), tuple(names)
-        self._lock = threading.Lock()
+        self._lock, self._rooms = threading.Lock(), Rooms()
         if not self.names:
             raise ConfigError(f"hdf5: {path}: no dataset is named; give at least one")
         self._file = strangers.opened(path, follow=True)
@@ -71,25 +73,27 @@ class HDF5:
             raise ConfigError(f"hdf5: {self.name}: {error}; there are {known}") from None
         if not dataset.shape:
             raise ConfigError(f"hdf5: {self.name}: dataset {name!r} is one number, not samples")
-        offset = dataset.id.get_offset()
-        if dataset.chunks is None and offset is not None:
-            return _Rows(self._raw, offset, dataset)
-        return _Chunks(dataset, cache)
+        if _as_they_are(dataset):
+            return _Rows(Runs([self._raw].__getitem__), self._rooms, dataset)
+        return _Chunks(self._rooms, dataset, cache)
 
     def __len__(self) -> int:
         return self._readers[0].count
 
     def take(self, indices) -> tuple:
         """Return the samples at `indices`, in that order."""
-        order = np.argsort(indices, kind="stable")
-        rows = np.asarray(indices)[order]
-        if len(rows) and not 0 <= rows[0] <= rows[-1] < len(self):
-            raise ConfigError(f"hdf5: index {rows[-1]} of {len(self)} samples in {self.name}")
+        indices = np.asarray(indices)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise ConfigError(f"hdf5: index {indices.max()} of {len(self)} samples in {self.name}")
         with self._lock:
             if self._raw < 0:  # the number may be another file's by now
                 raise ClosedError(f"hdf5: {self.name} is closed")
+            if len(indices) and (np.diff(indices) == 1).all():
+                low, high = int(indices[0]), int(indices[-1]) + 1
+                return tuple(reader.piece(low, high) for reader in self._readers)
+            order = np.argsort(indices, kind="stable")
             # Written to where they belong, so nothing is sorted back.
-            return tuple(reader.read(rows, order) for reader in self._readers)
+            return tuple(reader.read(indices[order], order) for reader in self._readers)
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -101,62 +105,121 @@ class HDF5:
 
 
 class _Rows:
-    """Rows of a dataset that lie one after the other in the file. Local."""
+    """Rows that lie in the file as they are, one after the other or chunk by chunk. Local."""
 
-    def __init__(self, file: int, offset: int, dataset):
-        self._file, self._offset = file, offset
+    def __init__(self, runs: Runs, rooms: Rooms, dataset):
+        self._runs, self._rooms, self._dataset = runs, rooms, dataset
         self.count, self._shape, self._dtype = dataset.shape[0], dataset.shape[1:], dataset.dtype
         self._nbytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
+        # Where each chunk begins, asked for when it is needed; a dataset without is one chunk.
+        self._per = dataset.chunks[0] if dataset.chunks else max(1, self.count)
+        self._chunks = np.full(-(-self.count // self._per), -1)
+        if not dataset.chunks:
+            self._chunks[:] = dataset.id.get_offset()
+
+    def piece(self, low: int, high: int) -> np.ndarray:
+        """Return the rows from `low` to `high`."""
+        out = self._rooms.empty((high - low, *self._shape), self._dtype)
+        room = bytes_of(out)
+        firsts = [low, *range(low - low % self._per + self._per, high, self._per)]
+        begins = self._where(np.array(firsts)).tolist()
+        lasts = [*firsts[1:], high]
+        runs = [
+            Run(0, begin, room[(a - low) * self._nbytes : (b - low) * self._nbytes])
+            for begin, a, b in zip(begins, firsts, lasts, strict=True)
+        ]
+        self._fill(runs, firsts)
+        return out
 
     def read(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Return the ascending `rows`, row k at place ``places[k]``."""
-        out = np.empty((len(rows), *self._shape), self._dtype)
-        gaps = np.diff(rows, prepend=rows[:1]) * self._nbytes > _GAP + self._nbytes
-        bounds = [0, *np.flatnonzero(gaps).tolist(), len(rows)]
+        out, width = self._rooms.empty((len(rows), *self._shape), self._dtype), self._nbytes
+        room = bytes_of(out)
+        begins = self._where(rows)
+        # Cut where what lies between is not worth reading.
+        steps = np.diff(begins)
+        cuts = np.flatnonzero((steps > _GAP + width) | (steps < 0)) + 1
+        bounds = [0, *cuts.tolist(), len(rows)] if len(rows) else [0]
+        runs, strewn = [], []
         for first, last in itertools.pairwise(bounds):
-            if first == last:
-                continue
-            low, high = int(rows[first]), int(rows[last - 1]) + 1
-            whole = high - low == last - first
-            straight = whole and bool((np.diff(places[first:last]) == 1).all())
-            target = (
-                out[places[first] : places[first] + last - first]
-                if straight
-                else np.empty((high - low, *self._shape), self._dtype)
-            )
-            self._fill(target, low)
-            if not straight:
-                out[places[first:last]] = target[rows[first:last] - low]
+            low, high = int(begins[first]), int(begins[last - 1]) + width
+            if last == first + 1:
+                at = int(places[first]) * width
+                runs.append(Run(0, low, room[at : at + width]))
+            else:
+                apart = np.empty(high - low, np.uint8)
+                strewn.append((apart, slice(first, last), low))
+                runs.append(Run(0, low, bytes_of(apart)))
+        self._fill(runs, [rows[first] for first in bounds[:-1]])
+        row = np.dtype((np.void, width))
+        for apart, some, low in strewn:
+            any_row = np.ndarray((len(apart) - width + 1,), row, apart, 0, (1,))
+            np.frombuffer(room, row)[places[some]] = any_row[begins[some] - low]
         return out
 
-    def _fill(self, target: np.ndarray, row: int) -> None:
-        view = memoryview(target.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-        start = self._offset + row * self._nbytes
-        while view:
-            count = os.preadv(self._file, [view], start)
-            if not count:
-                raise BadRecord(row, f"the file ends before it, at byte {start}")
-            view, start = view[count:], start + count
+    def _fill(self, runs: list[Run], rows) -> None:
+        """Read the runs, which begin with these rows."""
+        whole = self._runs.read(runs)
+        if whole < len(runs):
+            where = f"the file ends before it, at byte {runs[whole].begin} or later"
+            raise BadRecord(int(rows[whole]), where)
+
+    def _where(self, rows: np.ndarray) -> np.ndarray:
+        """Return where each of these rows begins in the file."""
+        chunks, within = np.divmod(rows, self._per)
+        for chunk in np.unique(chunks[self._chunks[chunks] < 0]).tolist():
+            corner = chunk * self._per, *(0 for _ in self._shape)
+            self._chunks[chunk] = self._dataset.id.get_chunk_info_by_coord(corner).byte_offset
+        return self._chunks[chunks] + within * self._nbytes
+
+
+def _as_they_are(dataset) -> bool:
+    """Whether the rows of a dataset lie whole in the file, byte for byte as in memory."""
+    settings, stored = dataset.id.get_create_plist(), dataset.id.get_type()
+    if settings.get_nfilters() or stored != h5py.h5t.py_create(dataset.dtype):
+        return False
+    if dataset.chunks is None:
+        return dataset.id.get_offset() is not None
+    # Chunks that nobody has written do not lie anywhere.
+    chunks = -(-dataset.shape[0] // dataset.chunks[0])
+    written = (
+        dataset.id.get_storage_size() == chunks * math.prod(dataset.chunks) * stored.get_size()
+    )
+    return written and dataset.chunks[1:] == dataset.shape[1:]
 
 
 class _Chunks:
-    """Rows of a chunked or compressed dataset. Local; the newest chunks are kept."""
+    """Rows of a dataset with filters, or with chunks of parts of rows. Local; keeps the newest."""
 
-    def __init__(self, dataset, cache: int):
-        self._dataset = dataset
+    def __init__(self, rooms: Rooms, dataset, cache: int):
+        self._rooms, self._dataset = rooms, dataset
         self.count = dataset.shape[0]
         row = max(1, int(np.prod(dataset.shape[1:], dtype=np.int64)) * dataset.dtype.itemsize)
         self._rows = dataset.chunks[0] if dataset.chunks else max(1, _GAP // row)
         self._keep = max(1, cache // (row * self._rows))
         self._kept: OrderedDict[int, np.ndarray] = OrderedDict()
 
+    def piece(self, low: int, high: int) -> np.ndarray:
+        """Return the rows from `low` to `high`; a whole chunk is unpacked where it belongs."""
+        out = self._rooms.empty((high - low, *self._dataset.shape[1:]), self._dataset.dtype)
+        for chunk in range(low // self._rows, -(-high // self._rows)):
+            start = chunk * self._rows
+            stop = min(start + self._rows, self.count)
+            first, last = max(low, start), min(high, stop)
+            if (first, last) == (start, stop) and chunk not in self._kept:
+                self._dataset.read_direct(out, np.s_[start:stop], np.s_[start - low : stop - low])
+            else:
+                out[first - low : last - low] = self._chunk(chunk)[first - start : last - start]
+        return out
+
     def read(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Return the ascending `rows`, row k at place ``places[k]``."""
-        out = np.empty((len(rows), *self._dataset.shape[1:]), self._dataset.dtype)
+        out = self._rooms.empty((len(rows), *self._dataset.shape[1:]), self._dataset.dtype)
         chunks = rows // self._rows
-        for chunk in np.unique(chunks):
-            mine = slice(*np.searchsorted(chunks, [chunk, chunk + 1]))
-            out[places[mine]] = self._chunk(int(chunk))[rows[mine] - chunk * self._rows]
+        bounds = np.flatnonzero(np.diff(chunks, prepend=-1, append=self.count)).tolist()
+        for first, last in itertools.pairwise(bounds):
+            chunk = int(chunks[first])
+            out[places[first:last]] = self._chunk(chunk)[rows[first:last] - chunk * self._rows]
         return out
 
     def _chunk(self, chunk: int) -> np.ndarray:

@@ -30,6 +30,9 @@ PREFETCH = 64 << 20
 _MOST = 64
 #: Seconds between two calls of what is done while a batch is waited for.
 _LOOK = 0.001
+#: Bytes, and seconds by the last ones, of batches that are taken at once: a call and a change of
+#: threads cost as much as many small samples.
+_AT_ONCE, _BRIEF = 4 << 20, 0.004
 #: The patience of a starved loader grows up to this many seconds.
 _PATIENCE = 300.0
 
@@ -111,7 +114,7 @@ class Loader:
         self._limit = self._loading.ahead(source)
         self._patience = self._loading.starved_after
         self.nbytes, self.seconds, self.waited = 0, 0.0, 0.0
-        self._bucket = time.monotonic()
+        self._bucket, self._pace = time.monotonic(), 0.0
         self._ready: deque[_Entry] = deque()
         self._held = self._last = self._round = 0
         self._iterator: Iterator[np.ndarray] | None = None
@@ -185,19 +188,19 @@ class Loader:
                     self._changed.wait()
                 if self._closed:
                     return
-                iterator, number = self._iterator, self._round
+                iterator, number, share = self._iterator, self._round, self._share()
             assert iterator is not None
-            indices = next(iterator, None)
-            entry = None if indices is None else self._load(indices)
+            parts = list(itertools.islice(iterator, share))
+            entries = self._load_some(parts)
             with self._changed:
                 if number != self._round:
-                    continue  # it belongs to a plan that was given up
-                if entry is None:
+                    continue  # they belong to a plan that was given up
+                if not entries:
                     self._iterator = None
                     continue
-                self._ready.append(entry)
-                self._held += entry.nbytes
-                self._last = entry.nbytes
+                self._ready.extend(entries)
+                self._held += sum(entry.nbytes for entry in entries)
+                self._last = entries[-1].nbytes
                 self._changed.notify_all()
 
     def _room(self) -> bool:
@@ -205,6 +208,32 @@ class Loader:
         if self._iterator is None or len(self._ready) >= _MOST:
             return False
         return not self._ready or self._held + self._last <= self._limit
+
+    def _share(self) -> int:
+        """How many batches are taken from the source at once, where they are small and quick."""
+        if self._last == 0 or self._loading.bandwidth is not None:
+            return 1
+        fitting = min(self._limit - self._held, _AT_ONCE) // self._last
+        quick = int(_BRIEF / max(self._pace, 1e-9))
+        return max(1, min(fitting, quick, _MOST - len(self._ready)))
+
+    def _load_some(self, parts: list[np.ndarray]) -> list[_Entry]:
+        """Take these batches; where that does not go well together, one by one."""
+        began = time.perf_counter()
+        several = len(parts) > 1
+        batch = self._careful.together(np.concatenate(parts)) if several else None
+        self._pace = (time.perf_counter() - began) / max(1, len(parts))
+        if batch is None:
+            return [self._load(part) for part in parts]
+        self.seconds += time.perf_counter() - began
+        self.nbytes += sum(array.nbytes for array in batch)
+        ends = itertools.accumulate(map(len, parts))
+        cuts = [slice(stop - len(part), stop) for part, stop in zip(parts, ends, strict=True)]
+        batches = [tuple(array[cut] for array in batch) for cut in cuts]
+        return [
+            _Entry(part, Taken(own, np.arange(len(part))), None, sum(a.nbytes for a in own))
+            for part, own in zip(parts, batches, strict=True)
+        ]
 
     def _load(self, indices: np.ndarray) -> _Entry:
         began = time.perf_counter()
@@ -214,7 +243,8 @@ class Loader:
         except BaseException as caught:  # it is raised where the batch is asked for
             error = caught
         nbytes = sum(array.nbytes for array in taken.batch) if taken else 0
-        self.seconds += time.perf_counter() - began
+        self._pace = time.perf_counter() - began
+        self.seconds += self._pace
         self.nbytes += nbytes
         self._pay(nbytes)
         return _Entry(indices, taken, error, nbytes)

@@ -14,35 +14,49 @@ import itertools
 import os
 import struct
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from mpidist.data.reading import Run, Runs, bytes_of
+from mpidist.descriptors import Descriptors
 from mpidist.errors import BadRecord, ConfigError
 
 _HEAD, _FOOT = 12, 4
 _DELTA = 0xA282EAD8
-#: Bytes per look at a file while its index is made; and records closer together are read at once.
+#: Bytes per look at a file while its index is made.
 _LOOK = 1 << 16
-#: Open files at a time, of a data set that may have thousands.
-_OPEN = 32
 
 
 def _checksum():
-    """CRC-32C of bytes, or ConfigError with the cure."""
+    """CRC-32C of bytes or of an array of them, or ConfigError with the cure."""
     try:
-        from google_crc32c import value
+        from google_crc32c import implementation, value
     except ImportError:
         raise ConfigError(
             'TFRecord files are checked by google-crc32c, not here: pip install "mpidist[data]"'
         ) from None
-    return value
+    return value if implementation == "c" else lambda data: value(bytes(data))
 
 
-def masked(crc: int) -> int:
-    """Return a checksum as it is stored: rotated by 15 bits, plus a constant. Local."""
+def masked(crc):
+    """Return checksums as they are stored: rotated by 15 bits, plus a constant. Local."""
     return (crc >> 15 | crc << 17) + _DELTA & 0xFFFFFFFF
+
+
+class Laid(NamedTuple):
+    """Records that lie in one array of bytes: number k is ``data[starts[k] : stops[k]]``. Local."""
+
+    data: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+
+    def gather(self, dtype, places: np.ndarray) -> np.ndarray:
+        """Return one `dtype` from each of these byte places, which need no alignment."""
+        dtype = np.dtype(dtype)
+        count = max(0, len(self.data) - dtype.itemsize + 1)
+        return np.ndarray((count,), dtype, self.data, 0, (1,))[places]
 
 
 class TFRecords:
@@ -59,43 +73,42 @@ class TFRecords:
 
     def __init__(self, paths: str | os.PathLike | Sequence):
         given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-        self.paths = [os.fspath(path) for path in given]
+        self.paths = paths = [os.fspath(path) for path in given]
         if not self.paths:
             raise ConfigError("tfrecord: no files are given; give at least one")
         self._crc = _checksum()
         self._lock = threading.Lock()
-        self._open: OrderedDict[int, int] = OrderedDict()
-        self._starts: list[np.ndarray] = []
-        self.bounds = [0]
+        self._files = Descriptors(lambda number: os.open(paths[number], os.O_RDONLY))
+        self._runs = Runs(self._files.__getitem__)
         try:
-            for number in range(len(self.paths)):
-                self._starts.append(self._index(number))
-                self.bounds.append(self.bounds[-1] + len(self._starts[-1]) - 1)
+            bounds = [self._index(number) for number in range(len(self.paths))]
         except BaseException:
             self.close()
             raise
+        self.bounds = [0, *itertools.accumulate(len(places) - 1 for places in bounds)]
+        # Where each record begins in its file, head included, and where it ends.
+        self._begins = np.concatenate([places[:-1] for places in bounds])
+        self._ends = np.concatenate([places[1:] for places in bounds])
 
     def __len__(self) -> int:
         return self.bounds[-1]
 
-    def _file(self, number: int) -> int:
-        """Return the descriptor of a file; the one used longest ago makes room."""
-        if number in self._open:
-            self._open.move_to_end(number)
-            return self._open[number]
-        if len(self._open) >= _OPEN:
-            os.close(self._open.popitem(last=False)[1])
-        try:
-            self._open[number] = os.open(self.paths[number], os.O_RDONLY)
-        except OSError as error:
-            raise ConfigError(
-                f"tfrecord: cannot read {self.paths[number]}: {error.strerror}"
-            ) from None
-        return self._open[number]
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all records, as they lie in the files."""
+        return int((self._ends - self._begins).sum())
+
+    def sizes(self, indices: np.ndarray) -> np.ndarray:
+        """Return how many bytes of a file each of these records takes."""
+        return self._ends[indices] - self._begins[indices]
 
     def _index(self, number: int) -> np.ndarray:
         """Where each record of a file begins, and where the last one ends."""
-        file, path = self._file(number), self.paths[number]
+        path = self.paths[number]
+        try:
+            file = self._files[number]
+        except OSError as error:
+            raise ConfigError(f"tfrecord: cannot read {path}: {error.strerror}") from None
         size = os.fstat(file).st_size
         starts, at, begin, seen = [0], 0, 0, b""
         while at < size:
@@ -117,63 +130,67 @@ class TFRecords:
 
     def read(self, indices: Sequence[int] | np.ndarray) -> list[bytes]:
         """Return the data of the records at `indices`; BadRecord for one that is damaged."""
+        data, starts, stops = self.lay(indices)
+        bounds = zip(starts.tolist(), stops.tolist(), strict=True)
+        return [data[start:stop].tobytes() for start, stop in bounds]
+
+    def lay(self, indices: Sequence[int] | np.ndarray, room: np.ndarray | None = None) -> Laid:
+        """Return the records at `indices` in one array, checked; BadRecord as `read`.
+
+        They are laid into the bytes of `room` where these are enough.
+        """
         indices = np.asarray(indices, np.int64)
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise ConfigError(f"tfrecord: record {indices.max()} of {len(self)}")
-        found: list = [None] * len(indices)
         order = np.argsort(indices, kind="stable")
-        files = np.searchsorted(self.bounds, indices[order], side="right") - 1
+        rows = indices[order]
+        begins, ends = self._begins[rows], self._ends[rows]
+        files = np.searchsorted(self.bounds, rows, side="right") - 1
+        bounds = np.concatenate([[0], np.cumsum(ends - begins)])
+        if room is None or len(room) < bounds[-1]:
+            room = np.empty(bounds[-1], np.uint8)
+        data = room[: bounds[-1]]
+        # Neighbours are read at once.
+        cuts = np.flatnonzero((begins[1:] != ends[:-1]) | (files[1:] != files[:-1])) + 1
+        firsts = np.concatenate([[0], cuts])[: len(rows)]
+        view = bytes_of(data)
+        lows = [*bounds[firsts].tolist(), len(data)]
+        where = zip(files[firsts].tolist(), begins[firsts].tolist(), lows, lows[1:], strict=False)
         with self._lock:
-            for number in np.unique(files).tolist():
-                mine = order[files == number]
-                rows = indices[mine] - self.bounds[number]
-                starts, stops = self._starts[number][rows], self._starts[number][rows + 1]
-                # Neighbours are read at once.
-                cuts = np.flatnonzero(starts[1:] > stops[:-1]) + 1
-                for first, last in itertools.pairwise([0, *cuts.tolist(), len(mine)]):
-                    low = int(starts[first])
-                    block = self._pread(number, low, int(stops[last - 1]))
-                    places = mine[first:last].tolist()
-                    begins, ends = starts[first:last] - low, stops[first:last] - low
-                    for place, begin, end in zip(
-                        places, begins.tolist(), ends.tolist(), strict=True
-                    ):
-                        data = block[begin + _HEAD : end - _FOOT]
-                        if not self._good(block, begin, end, data):
-                            raise self._bad(int(indices[place]), number, block, begin, end, low)
-                        found[place] = data
-        return found
+            self._runs.read([Run(file, at, view[low:high]) for file, at, low, high in where])
+        laid = Laid(data, bounds[:-1], bounds[1:])
+        for place in self._broken(laid)[:1]:
+            at = f"at byte {begins[place]} of {self.paths[files[place]]}"
+            raise BadRecord(int(rows[place]), f"{_reason(laid, place)}, {at}")
+        starts, stops = np.empty((2, len(rows)), np.int64)
+        starts[order], stops[order] = laid.starts + _HEAD, laid.stops - _FOOT
+        return Laid(data, starts, stops)
 
-    def _good(self, block: bytes, begin: int, end: int, data: bytes) -> bool:
-        crc = self._crc(data)
-        stored = (crc >> 15 | crc << 17) + _DELTA & 0xFFFFFFFF  # `masked`, without the call
-        return (
-            int.from_bytes(block[begin : begin + 8], "little") == end - begin - _HEAD - _FOOT
-            and int.from_bytes(block[end - _FOOT : end], "little") == stored
+    def _broken(self, laid: Laid) -> np.ndarray:
+        """Which records, laid with head and foot, are not what was written."""
+        data, starts, stops = laid
+        short = np.flatnonzero(stops - starts < _HEAD + _FOOT)
+        if len(short):  # no room for what is compared below
+            return short
+        crc = self._crc
+        bounds = zip((starts + _HEAD).tolist(), (stops - _FOOT).tolist(), strict=True)
+        found = masked(np.array([crc(data[a:b]) for a, b in bounds], np.uint64))
+        good = (laid.gather("<i8", starts) == stops - starts - _HEAD - _FOOT) & (
+            laid.gather("<u4", stops - _FOOT) == found
         )
-
-    def _bad(self, index, number, block, begin, end, low) -> BadRecord:
-        where = f"at byte {begin + low} of {self.paths[number]}"
-        length = int.from_bytes(block[begin : begin + 8], "little") + _HEAD + _FOOT
-        if length != end - begin or end > len(block):
-            return BadRecord(index, f"it is cut off, {where}")
-        return BadRecord(index, f"its checksum is wrong, {where}")
-
-    def _pread(self, number: int, low: int, high: int) -> bytes:
-        file = self._file(number)
-        block = os.pread(file, high - low, low)
-        while len(block) < high - low:
-            more = os.pread(file, high - low - len(block), low + len(block))
-            if not more:
-                break  # the file has become shorter: its records will not be whole
-            block += more
-        return block
+        return np.flatnonzero(~good)
 
     def close(self) -> None:
-        """Close all files; a second call does nothing."""
+        """Close all files; they are opened again when they are needed."""
         with self._lock:
-            while self._open:
-                os.close(self._open.popitem()[1])
+            self._files.close()
+
+
+def _reason(laid: Laid, place: int) -> str:
+    start, stop = int(laid.starts[place]), int(laid.stops[place])
+    length = int.from_bytes(laid.data[start : start + 8].tobytes(), "little")
+    whole = stop - start == length + _HEAD + _FOOT
+    return "its checksum is wrong" if whole else "it is cut off"
 
 
 def write(path: str | os.PathLike, records: Iterable[bytes]) -> None:

@@ -12,28 +12,27 @@ arXiv:1609.08675.
 from __future__ import annotations
 
 import glob
+import itertools
 import os
+import threading
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from mpidist.data import example
+from mpidist.data.layouts import Layouts
+from mpidist.data.reading import Rooms
 from mpidist.data.sources import Source
-from mpidist.data.tfrecord import TFRecords
+from mpidist.data.tfrecord import Laid, TFRecords
 from mpidist.errors import BadRecord, ConfigError
 
 #: Names and lengths of the features, in the order of a sample.
 FEATURES = {"mean_rgb": 1024, "mean_audio": 128}
 CLASSES = 3862
-
-
-class _Layout(NamedTuple):
-    """Where the values of a record lie, and what lies between them: (start, stop, bytes)."""
-
-    features: list[example.Span]
-    labels: example.Span
-    frame: tuple[tuple[int, int, bytes], ...]
+#: Bytes of records that are decoded together.
+_PIECE = 1 << 20
+#: Bytes of values that are copied together.
+_STRIP = 96 << 10
 
 
 class YouTube8M:
@@ -53,10 +52,15 @@ class YouTube8M:
     def __init__(self, paths, classes: int = CLASSES, features: Mapping[str, int] | None = None):
         self.records = TFRecords(paths)
         self.classes, self.features = classes, dict(FEATURES if features is None else features)
-        # Where each feature begins in the bytes of a sample.
-        widths = list(self.features.values())
-        self._columns = [4 * sum(widths[:k]) for k in range(len(widths))]
-        self._layouts: dict[int, _Layout] = {}
+        # Where each feature lies in the bytes of a sample.
+        ends = [0, *itertools.accumulate(4 * width for width in self.features.values())]
+        self._columns = [slice(a, b) for a, b in itertools.pairwise(ends)]
+        self._layouts = Layouts(len(self.features) + 1)
+        # Records are read and decoded in pieces: what was read is then still in a cache.
+        mean = -(-self.records.nbytes // max(1, len(self)))
+        self._piece = max(1, _PIECE // max(1, mean))
+        self._room = np.empty(2 * _PIECE, np.uint8)
+        self._rooms, self._lock = Rooms(), threading.Lock()
         more = f" and {len(self.records.paths) - 1} more" if len(self.records.paths) > 1 else ""
         self.name = self.records.paths[0] + more
 
@@ -66,47 +70,67 @@ class YouTube8M:
     def take(self, indices) -> tuple:
         """Return the samples at `indices`; BadRecord for one that cannot be decoded."""
         indices = np.asarray(indices, np.int64)
-        records = self.records.read(indices)
-        inputs = np.empty((len(records), sum(self.features.values())), "<f4")
-        # Copied as bytes: they need not lie at multiples of four in a record.
-        room = inputs.view(np.uint8)
-        labels = np.zeros((len(records), self.classes), np.uint8)
-        texts = []
-        for k, data in enumerate(records):
-            try:
-                layout = self._layout(data)
-            except ValueError as error:
-                raise BadRecord(int(indices[k]), f"no video: {error}") from None
-            for (low, high), start in zip(layout.features, self._columns, strict=True):
-                room[k, start : start + high - low] = np.frombuffer(data, np.uint8, high - low, low)
-            texts.append(data[slice(*layout.labels)])
-        self._entities(texts, indices, labels)
-        with np.errstate(invalid="ignore", over="ignore"):
-            broken = np.flatnonzero(~np.isfinite(inputs.sum(axis=1)))
-        if len(broken):
-            raise BadRecord(int(indices[broken[0]]), "a feature is not finite")
+        inputs = self._rooms.empty((len(indices), sum(self.features.values())), "<f4")
+        labels = self._rooms.empty((len(indices), self.classes), np.uint8)
+        labels[...] = 0
+        with self._lock:
+            for start in range(0, len(indices), self._piece):
+                piece = slice(start, start + self._piece)
+                self._decode(indices[piece], inputs[piece], labels[piece])
         return inputs, labels
 
-    def _entities(self, texts: list[bytes], indices: np.ndarray, labels: np.ndarray) -> None:
-        """Set the entities of all records, whose varints are `texts`."""
-        lengths = np.array([len(text) for text in texts], np.int64)
-        flat = np.frombuffer(b"".join(texts), np.uint8)
-        open_ended = [k for k, text in enumerate(texts) if text and text[-1] > 127]
-        if open_ended:
-            raise BadRecord(int(indices[open_ended[0]]), "no video: a number has no end")
-        numbers, starts = example.varints(flat)
-        owners = np.repeat(np.arange(len(texts)), lengths)[starts]
+    def _decode(self, indices: np.ndarray, inputs: np.ndarray, labels: np.ndarray) -> None:
+        """Put samples where they belong."""
+        records = self.records.lay(indices, self._room)
+        # Where the features and the entities of each record begin and end.
+        spans = self._spans(records, indices) + records.starts[:, None, None]
+        # Copied as bytes: they need not lie at multiples of four in a record.
+        room = inputs.view(np.uint8)
+        for k, column in enumerate(self._columns):
+            width = column.stop - column.start
+            # Few at a time: more would be new memory each time, which costs more than the copy.
+            few = max(1, _STRIP // max(1, width))
+            for first in range(0, len(indices), few):
+                strip = slice(first, first + few)
+                values = records.gather((np.void, width), spans[strip, k, 0])
+                room[strip, column] = values.view(np.uint8).reshape(len(values), width)
+        self._entities(records, spans[:, -1], indices, labels)
+        if not np.isfinite(inputs).all():
+            first = int(np.flatnonzero(~np.isfinite(inputs).all(axis=1))[0])
+            raise BadRecord(int(indices[first]), "a feature is not finite")
+
+    def _entities(self, records: Laid, spans: np.ndarray, indices, labels: np.ndarray) -> None:
+        """Set the entities of each record, whose varints lie in `spans`."""
+        starts, stops = spans.T
+        lengths = stops - starts
+        open_ended = (lengths > 0) & (records.data[stops - 1] > 127)
+        if open_ended.any():
+            first = int(np.flatnonzero(open_ended)[0])
+            raise BadRecord(int(indices[first]), "no video: a number has no end")
+        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        numbers, begins = example.varints(records.data[np.repeat(starts, lengths) + within])
+        owners = np.repeat(np.arange(len(indices)), lengths)[begins]
         wrong = (numbers < 0) | (numbers >= self.classes)
         if wrong.any():
             index, number = int(indices[owners[wrong][0]]), numbers[wrong][0]
             raise BadRecord(index, f"entity {number} of {self.classes}")
         labels[owners, numbers] = 1
 
-    def _layout(self, data: bytes) -> _Layout:
-        """Return where the values of a record lie: as in an earlier one, or decoded."""
-        known = self._layouts.get(len(data))
-        if known is not None and all(data[a:b] == text for a, b, text in known.frame):
-            return known
+    def _spans(self, records: Laid, indices: np.ndarray) -> np.ndarray:
+        """Return the spans of each record, from its first byte: as in one like it, or decoded."""
+        lengths = (records.stops - records.starts).tolist()
+        kinds = np.array([self._layouts.latest.get(length, 0) for length in lengths], np.int64)
+        spans = self._layouts.spans[kinds]
+        for place in self._layouts.unlike(records.gather, records.starts, kinds).tolist():
+            data = records.data[records.starts[place] : records.stops[place]].tobytes()
+            try:
+                spans[place] = self._layouts.of(data, self._decoded)
+            except ValueError as error:
+                raise BadRecord(int(indices[place]), f"no video: {error}") from None
+        return spans
+
+    def _decoded(self, data: bytes) -> tuple[list[example.Span], list[example.Span]]:
+        """Return where the values of a record are that are used, and of those that may differ."""
         found = example.layout(data)
         spans = []
         for name, width in self.features.items():
@@ -114,17 +138,9 @@ class YouTube8M:
             if span[1] - span[0] != 4 * width:
                 raise ValueError(f"{name} has {(span[1] - span[0]) // 4} numbers, not {width}")
             spans.append(span)
-        labels = _packed(found, "labels", 3)
+        spans.append(_packed(found, "labels", 3))
         names = [span for kind, parts in found.values() if kind == 1 for _, span in parts]
-        frame, at = [], 0
-        for low, high in sorted([*spans, labels, *names, (len(data), len(data))]):
-            if low < at and high > low:
-                raise ValueError("values overlap")
-            if low > at:
-                frame.append((at, low, data[at:low]))
-            at = max(at, high)
-        self._layouts[len(data)] = _Layout(spans, labels, tuple(frame))
-        return self._layouts[len(data)]
+        return spans, [*spans, *names]
 
     def ids(self, indices) -> list[str]:
         """Return the videos' names."""

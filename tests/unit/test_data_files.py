@@ -56,7 +56,7 @@ def test_hdf5_rows(path, cache):
 def test_each_chunk_is_read_once(tmp_path, monkeypatch):
     """Chunk-aligned: 64 rows of 3 chunks are 3 reads, and the next batch of them is none."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("inputs", data=INPUTS, chunks=(100, 3, 4))
+        file.create_dataset("inputs", data=INPUTS, chunks=(100, 3, 4), compression="gzip")
     source = data.HDF5(tmp_path / "a.h5", ["inputs"])
     reads, chunk = [], h5py.Dataset.__getitem__
     monkeypatch.setattr(h5py.Dataset, "__getitem__", lambda d, at: reads.append(at) or chunk(d, at))
@@ -64,6 +64,35 @@ def test_each_chunk_is_read_once(tmp_path, monkeypatch):
     source.take(indices)
     source.take(indices[::-1])
     assert reads == [slice(0, 100), slice(300, 400), slice(400, 500)]
+
+
+def test_rows_of_chunks_without_filters(tmp_path, monkeypatch):
+    """Read past HDF5, only those that are wanted; what is stored otherwise than in memory is not."""
+    other = h5py.h5t.NATIVE_INT32.copy()
+    other.set_precision(24)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("inputs", data=INPUTS, chunks=(37, 3, 4))
+        file.create_dataset("swapped", data=INPUTS.astype(">f8"), chunks=(64, 3, 4))
+        file.create_dataset("parts", data=INPUTS, chunks=(37, 3, 2))
+        h5py.h5d.create(file.id, b"short", other, h5py.h5s.create_simple((1000,)))
+        file["short"][...] = LABELS
+        # Chunks that are asked for in another order than they lie in.
+        late = file.create_dataset("late", INPUTS.shape, "f4", chunks=(100, 3, 4))
+        for low in range(900, -1, -100):
+            late[low : low + 100] = INPUTS[low : low + 100]
+    names = ["inputs", "swapped", "parts", "short", "late"]
+    source = data.HDF5(tmp_path / "a.h5", names)
+    past = [type(reader).__name__ == "_Rows" for reader in source._readers]
+    assert past == [True, True, False, False, True]
+    for indices in CHOICES:
+        inputs, swapped, parts, short, late = source.take(indices)
+        for array in (inputs, swapped, parts, late):
+            np.testing.assert_array_equal(array, INPUTS[indices])
+        np.testing.assert_array_equal(short, LABELS[indices])
+    asked, real = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda f, b, at: asked.append(len(b[0])) or real(f, b, at))
+    data.HDF5(tmp_path / "a.h5", ["inputs"]).take(np.array([999, 3, 500]))
+    assert asked == [48, 48, 48]
 
 
 def test_hdf5_damage_is_found_by_record(tmp_path):

@@ -35,13 +35,17 @@ def batches(size, start=0):
         yield np.arange(first, min(first + size, 1000))
 
 
-def settle(source, count):
-    """Wait until `source` was asked `count` times; return how often it was a moment later."""
+def settle(source, count, size=10):
+    """Wait until `count` batches were taken; return how many, of `size`, a moment later."""
+
+    def taken():
+        return sum(map(len, source.taken)) / size if size else len(source.taken)
+
     deadline = time.monotonic() + 10
-    while len(source.taken) < count and time.monotonic() < deadline:
+    while taken() < count and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(0.05)
-    return len(source.taken)
+    return taken()
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 1000, True])
@@ -68,6 +72,36 @@ def test_bounded_in_bytes():
             assert settle(source, 2 + expected) == 2 + expected
 
 
+def test_small_batches_are_taken_together():
+    """A call and a change of threads would cost more than their samples."""
+    source = Watched(X)
+    with Loader(source, lambda: batches(10, 100), Loading(True)) as loader:
+        for first in range(100, 1000, 10):
+            taken = loader.take(np.arange(first, first + 10))
+            np.testing.assert_array_equal(taken.batch[0], X[first : first + 10])
+            assert taken.kept.tolist() == list(range(10))
+    assert len(source.taken) < 45
+    assert np.concatenate(source.taken).tolist() == list(range(100, 1000))
+    source = Watched(X)
+    with Loader(source, lambda: batches(10, 100), Loading(True, bandwidth=1e9)) as loader:
+        loader.take(np.arange(100, 110))
+        settle(source, 65)
+    assert {len(taken) for taken in source.taken} == {10}, "a cap is kept batch by batch"
+
+
+def test_a_slow_source_is_asked_for_one_batch_at_a_time():
+    class Slow(Watched):
+        def take(self, indices):
+            time.sleep(0.005)
+            return super().take(indices)
+
+    source = Slow(X)
+    with Loader(source, lambda: batches(10, 100), Loading(True)) as loader:
+        for first in range(100, 200, 10):
+            loader.take(np.arange(first, first + 10))
+    assert {len(taken) for taken in source.taken} == {10}
+
+
 def test_batches_of_nothing_are_bounded_too():
     source = Watched(X)
     nothing = np.empty(0, np.int64)
@@ -78,7 +112,7 @@ def test_batches_of_nothing_are_bounded_too():
 
     with Loader(source, plan, Loading(True)) as loader:
         assert len(loader.take(nothing).batch[0]) == 0
-        assert settle(source, 65) == 65
+        assert settle(source, 65, size=0) == 65
 
 
 def test_another_plan_than_was_read_ahead():

@@ -58,16 +58,17 @@ def test_records_by_number(paths):
     assert records.read([3]) == [video(3)], "files are opened again when they are needed"
 
 
-def test_open_files_are_bounded(tmp_path, monkeypatch):
+def test_open_files_are_bounded(tmp_path):
     """R137: a data set of many files has few of them open."""
-    monkeypatch.setattr(tfrecord, "_OPEN", 3)
     paths = [tmp_path / f"{k}" for k in range(9)]
     for k, path in enumerate(paths):
         tfrecord.write(path, [bytes([k]) * k])
     records = data.TFRecords(paths)
+    records._files._most = 3
+    records.close()
     for k in RNG.permutation(np.tile(np.arange(9), 3)).tolist():
         assert records.read([k]) == [bytes([k]) * k]
-        assert len(records._open) <= 3
+        assert len(records._files) <= 3
 
 
 def test_videos(paths):

@@ -1,0 +1,118 @@
+"""Runs of bytes out of files, into memory that is used again.
+
+far apart   5 | 9..12 | 40     all are told to the system first: the disk has many to do at once
+in order    9..12 | 13..16     the disk goes on while what came is decoded
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+#: Runs that are told to the system before they are read.
+_TOLD = 32
+#: Bytes that a reader in order is ahead of itself.
+_AHEAD = 4 << 20
+#: Arrays below this are left to malloc; and what is kept of larger ones.
+_SMALL, _KEPT = 64 << 10, 64 << 20
+
+
+class Run(NamedTuple):
+    """Bytes of a file that go to one place."""
+
+    file: int
+    begin: int
+    target: memoryview
+
+
+class Runs:
+    """Reads runs of files, whose descriptors `descriptor(file)` returns. Local; not locked."""
+
+    def __init__(self, descriptor):
+        self._descriptor = descriptor
+        self._next, self._told = (-1, -1), 0
+
+    def read(self, runs: Sequence[Run]) -> int:
+        """Read all; returns how many were read whole before the first that is cut short.
+
+        What a file has no bytes for, because it has become shorter, is zero.
+        """
+        whole = len(runs)
+        for first in range(0, len(runs), _TOLD):
+            some = runs[first : first + _TOLD]
+            if len(some) > 1:
+                for run in some:
+                    self._expect(run.file, run.begin, len(run.target))
+            for number, run in enumerate(some, first):
+                if _fill(self._descriptor(run.file), run.begin, run.target):
+                    continue
+                whole = min(whole, number)
+        if runs:
+            self._go_ahead(runs[0], runs[-1])
+        return whole
+
+    def _go_ahead(self, first: Run, last: Run) -> None:
+        """Tell the system of what a reader in order will want next, in large pieces."""
+        end = last.begin + len(last.target)
+        if (first.file, first.begin) != self._next:
+            self._told = 0
+        elif end + _AHEAD // 2 > self._told:
+            start = max(end, self._told)
+            self._told = end + _AHEAD
+            self._expect(last.file, start, self._told - start)
+        self._next = last.file, end
+
+    def _expect(self, file: int, begin: int, count: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor(file), begin, count, os.POSIX_FADV_WILLNEED)
+
+
+def bytes_of(array: np.ndarray) -> memoryview:
+    """Return the bytes of an array whose elements lie one after the other. Local."""
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+
+def _fill(descriptor: int, begin: int, target: memoryview) -> bool:
+    while target:
+        count = os.preadv(descriptor, [target], begin)
+        if not count:
+            target[:] = bytes(len(target))
+            return False
+        target, begin = target[count:], begin + count
+    return True
+
+
+class Rooms:
+    """Memory for large arrays, which the system would take back and give anew, page by page. Local.
+
+    What an array of `empty` lies in is used again when that array, and all that was cut out of
+    it, are gone.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray] = []
+        self._lent: dict[int, tuple[weakref.ref, np.ndarray]] = {}
+
+    def empty(self, shape: tuple[int, ...], dtype) -> np.ndarray:
+        """Return an array of anything."""
+        dtype = np.dtype(dtype)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if nbytes < _SMALL:
+            return np.empty(shape, dtype)
+        fitting = [k for k, room in enumerate(self._free) if nbytes <= len(room) <= 2 * nbytes]
+        room = self._free.pop(fitting[-1]) if fitting else np.empty(nbytes, np.uint8)
+        # Every array that is cut out of `seen` holds on to it: NumPy does not look behind a
+        # memoryview for whose the memory is.
+        seen = np.frombuffer(bytes_of(room), dtype, nbytes // dtype.itemsize)
+        reference = weakref.ref(seen, self._back)
+        self._lent[id(reference)] = reference, room
+        return seen.reshape(shape)
+
+    def _back(self, seen: weakref.ref) -> None:
+        self._free.append(self._lent.pop(id(seen))[1])
+        while sum(map(len, self._free)) > _KEPT:
+            self._free.pop(0)
