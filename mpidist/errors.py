@@ -94,6 +94,10 @@ class BadRecord(MpidistError, ValueError):
         self.index, self.reason = index, reason
 
 
+class SourceError(MpidistError):
+    """Nothing of a data source can be read any more, however often it is tried. Local."""
+
+
 class TooManyBadRecords(MpidistError):
     """More records are bad than the run was allowed to skip. Raised on all ranks.
 

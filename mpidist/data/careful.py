@@ -5,10 +5,15 @@
 
 A source knows best and raises `BadRecord`. Whatever else it raises is narrowed down to the record
 by taking them one by one, which costs something in a batch with a bad record only.
+
+Where none of them can be taken, for want of a file or of memory, records elsewhere are tried: if
+they fail alike the source is gone, and its records are not to blame. It is tried again for a while.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -16,8 +21,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpidist import events
 from mpidist.data.sources import Source
-from mpidist.errors import BadRecord, ConfigError
+from mpidist.errors import BadRecord, ClosedError, ConfigError, SourceError
+
+#: What says of a whole source that it cannot be used, where all records say it.
+_WHOLE = (OSError, MemoryError, ConfigError)
+#: How often a source that is gone is tried, with so many seconds in between, then twice as many.
+TRIES, WAIT = 5, 1.0
 
 
 class Taken(NamedTuple):
@@ -32,30 +43,56 @@ class Taken(NamedTuple):
 
 
 class Careful:
-    """Takes what is good of a source. Local; one thread at a time."""
+    """Takes what is good of a source. Local; one thread at a time.
 
-    def __init__(self, source: Source):
-        self.source = source
+    Parameters
+    ----------
+    source : Source
+    finite : bool
+        Whether a sample with a number that is not finite is bad.
+    """
+
+    def __init__(self, source: Source, finite: bool = False):
+        self.source, self.finite = source, finite
         self._form: list | None = None
 
     def take(self, indices: np.ndarray) -> Taken:
         """Return the good samples at `indices`.
 
-        Raises what the source raises where no single record is to blame, and ConfigError where it
-        returns another number of samples than it was asked for.
+        Raises what the source raises where no single record is to blame: SourceError where nothing
+        of it could be read for a while, ConfigError where it returns another number of samples than
+        it was asked for.
         """
-        try:
-            batch = self.source.take(indices)
-        except Exception as error:
-            return self._one_by_one(indices, error)
-        return Taken(self._checked(batch, indices), np.arange(len(indices)))
+        for number in range(1, TRIES + 1):
+            try:
+                batch = self.source.take(indices)
+            except ClosedError:
+                raise
+            except Exception as error:
+                singles, bad, cause = self._one_by_one(indices, error)
+            else:
+                whole = Taken(self._checked(batch, indices), np.arange(len(indices)))
+                return self._finite(whole, indices)
+            if singles or not self._gone(cause):
+                return self._finite(self._joined(indices, singles, bad), indices)
+            if isinstance(cause, ConfigError):
+                raise cause
+            name = getattr(self.source, "name", type(self.source).__name__)
+            events.emit("source_failed", source=name, number=number, error=told(cause))
+            if number < TRIES:
+                time.sleep(WAIT * 2 ** (number - 1))
+        raise SourceError(
+            f"nothing of {name} can be read: {told(cause)}; tried {TRIES} times. No record was "
+            "skipped for it: run again when the data are back"
+        ) from cause
 
     def together(self, indices: np.ndarray) -> tuple | None:
         """Return the samples at `indices`, or None where `take` has something to say about them."""
         try:
-            return self._checked(self.source.take(indices), indices)
+            batch = self._checked(self.source.take(indices), indices)
         except Exception:
             return None
+        return batch if not self.finite or _finite(batch).all() else None
 
     def _checked(self, batch: tuple, indices: np.ndarray) -> tuple:
         lengths = [len(array) for array in batch]
@@ -68,24 +105,49 @@ class Careful:
             self._form = _form(batch)
         return batch
 
-    def _one_by_one(self, indices: np.ndarray, error: Exception) -> Taken:
+    def _one_by_one(self, indices: np.ndarray, error: Exception):
+        """Return what can be taken by its place, what is wrong with the others, and why."""
         singles: dict[int, tuple] = {}
-        bad = []
-        for place, index in enumerate(indices):
+        bad: dict[int, str] = {}
+        cause: BaseException = error
+        again: list[int] = []
+        for place in itertools.chain(range(len(indices)), again):
             try:
                 singles[place] = self.source.take(indices[place : place + 1])
-            except Exception as cause:
-                bad.append(BadRecord(int(index), told(cause)))
+                bad.pop(place, None)
+            except Exception as caught:
+                # A disk may come back in the middle of it.
+                if place not in bad and isinstance(_root(caught), OSError | MemoryError):
+                    again.append(place)
+                bad[place], cause = told(caught), _root(caught)
         # Samples that can be taken, but not together: the ones of another form are to blame.
         form = self._form or _commonest(singles.values())
         for place, single in list(singles.items()):
             if form is not None and _form(single) != form:
-                reason = f"has the form {_form(single)}, other samples {form}"
-                bad.append(BadRecord(int(indices[place]), reason))
+                bad[place] = f"has the form {_form(single)}, other samples {form}"
                 del singles[place]
-        if not bad:
+        if not bad and not again:
             raise error
+        return singles, bad, cause
+
+    def _gone(self, cause: BaseException) -> bool:
+        """Whether records everywhere cannot be read, as none of those that were asked for."""
+        if not isinstance(cause, _WHOLE):
+            return False
+        for index in np.linspace(0, len(self.source) - 1, 5).astype(np.int64):
+            try:
+                batch = self.source.take(np.array([index]))
+            except Exception as error:
+                if not isinstance(_root(error), _WHOLE):
+                    return False  # it was read, and found bad
+            else:
+                self._form = self._form or _form(batch)
+                return False
+        return True
+
+    def _joined(self, indices: np.ndarray, singles: dict, bad: dict[int, str]) -> Taken:
         kept = np.array(sorted(singles), np.int64)
+        form = self._form or _commonest(singles.values())
         if len(kept):
             columns = zip(*(singles[place] for place in kept), strict=True)
             batch = tuple(np.concatenate(column) for column in columns)
@@ -93,7 +155,35 @@ class Careful:
             batch = tuple(np.empty((0, *shape), dtype) for shape, dtype in form)
         else:
             batch = self.source.take(indices[:0])
-        return Taken(batch, kept, tuple(bad))
+        records = (BadRecord(int(indices[place]), bad[place]) for place in sorted(bad))
+        return Taken(batch, kept, tuple(records))
+
+    def _finite(self, taken: Taken, indices: np.ndarray) -> Taken:
+        """Leave out the samples that are not finite, if they count as bad."""
+        good = _finite(taken.batch) if self.finite and len(taken.kept) else np.True_
+        if good.all():
+            return taken
+        bad = [
+            BadRecord(int(indices[place]), "a number in it is not finite")
+            for place in taken.kept[~good]
+        ]
+        batch = tuple(array[good] for array in taken.batch)
+        return Taken(batch, taken.kept[good], (*taken.bad, *bad))
+
+
+def _finite(batch: tuple) -> np.ndarray:
+    """Which samples have finite numbers only."""
+    good = np.ones(len(batch[0]), bool)
+    for array in batch:
+        if array.dtype.kind in "fc" and not np.isfinite(array).all():
+            good &= np.isfinite(array).reshape(len(array), -1).all(axis=1)
+    return good
+
+
+def _root(error: BaseException) -> BaseException:
+    """Return what a source has told of as a bad record, where it says that."""
+    told_of = error.__cause__ if isinstance(error, BadRecord) else None
+    return error if told_of is None else told_of
 
 
 def told(error: Exception) -> str:

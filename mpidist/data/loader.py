@@ -60,17 +60,23 @@ class Loading:
     starved_after : float
         Seconds after which a batch that has not come makes the run save a checkpoint and say so,
         before it waits on (twice as long each time, up to 5 minutes). With prefetch only.
+    finite : bool
+        Whether a sample with a number that is not finite is a bad record. False for models that
+        know what to do with it.
     """
 
     prefetch: str | bool | int = "auto"
     bandwidth: float | None = None
     starved_after: float = 60.0
+    finite: bool = True
 
     def __post_init__(self):
         for name in ("bandwidth", "starved_after"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not value > 0):
                 raise ConfigError(f"loading: {name} is {value!r}, expected a number above 0")
+        if not isinstance(self.finite, bool):
+            raise ConfigError(f"loading: finite is {self.finite!r}, expected true or false")
         value = self.prefetch
         if value != "auto" and (not isinstance(value, int) or value < 0):
             raise ConfigError(f"loading: prefetch is {value!r}, expected 'auto', true or bytes")
@@ -110,7 +116,7 @@ class Loader:
         self, source: Source, plan: Callable[[], Iterator[np.ndarray]], loading: Loading | None
     ):
         self._loading = loading or Loading()
-        self._careful, self._plan = Careful(source), plan
+        self._careful, self._plan = Careful(source, self._loading.finite), plan
         self._limit = self._loading.ahead(source)
         self._patience = self._loading.starved_after
         self.nbytes, self.seconds, self.waited = 0, 0.0, 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -10,7 +11,7 @@ from .. import events
 from ..data import Position, Sampler
 from ..data.careful import Taken, told
 from ..data.loader import Loader, Loading, Starved
-from ..errors import BadRecord
+from ..errors import BadRecord, SourceError
 from ..gradients.vectors import flat_views
 from .quarantine import Quarantine
 
@@ -38,6 +39,7 @@ class Feed:
         self.model, self.quarantine = run.model, run.quarantine
         self.starved = 0.0
         self._run = run
+        self._gone = self._closed = False
         self._state: dict = {}
         self._loader = Loader(source, self._plan, loading)
 
@@ -68,11 +70,19 @@ class Feed:
         self.starved = 0.0
         # A call of the model that counts for nothing must leave no trace in running statistics.
         self._state = {k: array.copy() for k, array in getattr(self.model, "state", {}).items()}
+        began = time.monotonic()
         try:
             taken = self._loader.take(indices, meanwhile)
         except Starved as error:
             self.starved = error.seconds
             return None
+        except SourceError:
+            if self._gone:
+                raise
+            # Once it is as if the source did not answer: the state is saved before the run ends.
+            self._gone, self.starved = True, time.monotonic() - began
+            return None
+        self._gone = False
         self.quarantine.note(taken.bad)
         return taken
 
@@ -116,7 +126,13 @@ class Feed:
         return [place for place in range(len(indices)) if place not in bad]
 
     def close(self) -> None:
-        """End the reading; says what it has taken, beside what MPI has sent (R130)."""
+        """End the reading; says what it has taken, beside what MPI has sent (R130).
+
+        A second call does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
         self._loader.close()
         events.emit(
             "loader", bytes=self._loader.nbytes, seconds=round(self._loader.seconds, 6),

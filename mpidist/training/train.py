@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 
 from .. import points
 from ..checkpoint.interval import Pace
@@ -128,6 +129,8 @@ def train(
         ``resume=True`` without a checkpoint; one of another model.
     ReplicaError
         The parameters are not the same on all ranks; nothing was saved.
+    SourceError
+        Nothing of `data` can be read any more, on the ranks that meet it (a checkpoint was saved).
     TooManyBadRecords
         More than `max_bad` allows (a checkpoint was saved).
     MpidistError
@@ -161,12 +164,13 @@ def train(
     last = last_step(epochs, steps, sampler, run.step, run.position)
     end = last if stop_after is None else min(last, stop_after)
     facts = None
-    with guard(comm, run.state, store, time_limit=time_limit, patience=patience) as watcher:
+    watching = guard(comm, run.state, store, time_limit=time_limit, patience=patience)
+    with watching as watcher, ExitStack() as stack:
         if exchange.dedicated:
             exchange.serve(run.save)
         else:
             exchange.begin()
-            feed = Feed(source, run, loading)
+            feed = stack.enter_context(closing(Feed(source, run, loading)))
             stragglers = Stragglers(exchange.workers) if exchange.synchronous else None
             run.start_loop(last)
             pace.begin(run.step)

@@ -1,6 +1,7 @@
 """Bad and slow data, R42 to R44: skipped by all together, counted, listed, within limits."""
 
 import json
+import threading
 import time
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import mpidist as md
 from mpidist import data, events, models, optim
 from mpidist.data import Loading, Position, Sampler
-from mpidist.errors import BadRecord, TooManyBadRecords
+from mpidist.errors import BadRecord, MpidistError, SourceError, TooManyBadRecords
 
 COUNT, BATCH, EPOCHS = 90, 8, 2
 RNG = np.random.default_rng(1)
@@ -374,3 +375,57 @@ def test_reading_ahead_changes_nothing(comm, prefetch):
     got, _ = fit(comm, Source({7, 33}), loading=Loading(prefetch=prefetch))
     for name, array in expected.parameters.items():
         assert got.parameters[name].tobytes() == array.tobytes()
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("settings", [{}, {"microbatches": 4}], ids=str)
+def test_numbers_that_are_not_finite(comm, folder, settings):
+    """R42: skipped by all together, counted and listed, exactly as records that are unreadable."""
+    x = X.copy()
+    x[7, 2], x[33, 0] = np.nan, np.inf
+    path = folder / "quarantine.jsonl"
+    model, result = fit(comm, Source({80}, x), quarantine=path, **settings)
+    near(model.parameters, serial({7, 33, 80}))
+    assert result.skipped_records == EPOCHS * 3
+    comm.Barrier()
+    listed = {line["index"]: line["reason"] for line in map(json.loads, path.open())}
+    assert listed == {7: "a number in it is not finite", 33: listed[7], 80: "torn"}
+    with pytest.raises(MpidistError, match="the loss is n"):
+        fit(comm, (x, Y), loading=Loading(finite=False), **settings)
+
+
+def threads():
+    return [t for t in threading.enumerate() if t.name == "mpidist-loader" and t.is_alive()]
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_exception_ends_the_loader(comm):
+    """Whatever ends the loop: no thread goes on reading."""
+
+    def stop(step):
+        raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        fit(comm, Source(), loading=Loading(prefetch=True), callbacks=[stop])
+    assert threads() == []
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_source_that_is_gone_ends_the_run_with_a_checkpoint(comm, folder, monkeypatch):
+    """R42: on all ranks here; none of the records is called bad."""
+    monkeypatch.setattr(data.careful, "WAIT", 0.001)
+
+    class Away(Source):
+        def take(self, indices):
+            if self.asked.sum() > 30 / comm.size:
+                raise OSError(5, "Input/output error")
+            return super().take(indices)
+
+    path = folder / "bad.jsonl"
+    with pytest.raises(SourceError, match="nothing of made up can be read: OSError"):
+        fit(comm, Away(), checkpoint=folder / "run", checkpoint_every=1000, quarantine=path)
+    comm.Barrier()
+    state = md.load(folder / "run")["run"]
+    assert state["step"] >= 1
+    assert state["bad"] == []
+    assert not path.exists()

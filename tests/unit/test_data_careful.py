@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from mpidist.data import ArraySource
+from mpidist.data import HDF5, ArraySource, Derived, Items, careful
 from mpidist.data.careful import Careful, told
-from mpidist.errors import BadRecord, ConfigError
+from mpidist.data.hdf5 import write as write_hdf5
+from mpidist.errors import BadRecord, ClosedError, ConfigError, SourceError
 
 X, Y = np.arange(40.0).reshape(20, 2), np.arange(20)
 
@@ -98,6 +99,106 @@ def test_no_record_is_to_blame():
 
     with pytest.raises(MemoryError, match="too many at once"):
         Careful(Shy()).take(np.arange(4))
+
+
+class Disk(Broken):
+    """A file of 20 records, which is away for the next `away` calls."""
+
+    away = 0
+
+    def __init__(self, error, bad=()):
+        super().__init__(bad, lambda index: self.refuse())
+        self.error = error
+
+    def refuse(self):
+        raise self.error
+
+    def take(self, indices):
+        if self.away and len(indices):
+            self.away -= 1
+            raise self.error
+        return super().take(indices)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(5, "Input/output error"), MemoryError("no room"), FileNotFoundError(2, "away")],
+)
+def test_a_source_that_is_gone_is_no_bad_record(error, monkeypatch):
+    """R42: a disk that is away is waited for, and in the end an error; no record is skipped."""
+    waits = []
+    monkeypatch.setattr(careful.time, "sleep", waits.append)
+    source = Disk(error)
+    source.away = 40  # three times 7 calls and 5 elsewhere, and then some
+    taken = Careful(source).take(np.array([3, 4, 5]))
+    assert taken.bad == ()
+    np.testing.assert_array_equal(taken.batch[0], X[3:6])
+    assert waits == [1, 2, 4]
+    source.away = 10**6
+    with pytest.raises(
+        SourceError, match=r"nothing of Disk can be read: .*; tried 5 times"
+    ) as caught:
+        Careful(source).take(np.array([3]))
+    assert caught.value.__cause__ is error
+    # The same error of records next to each other, with others good, is their own.
+    source = Disk(error, bad=[3, 4, 5])
+    taken = Careful(source).take(np.array([3, 4, 5]))
+    assert [record.index for record in taken.bad] == [3, 4, 5]
+    assert [array.shape for array in taken.batch] == [(0, 2), (0,)]
+
+
+def test_a_map_style_source_that_is_gone(monkeypatch):
+    """What `Items` tells as a bad record was an OSError of every one."""
+    monkeypatch.setattr(careful, "WAIT", 0.001)
+
+    class Away:
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, index):
+            raise OSError(107, "Transport endpoint is not connected")
+
+    with pytest.raises(SourceError, match="Transport endpoint"):
+        Careful(Items(Away())).take(np.arange(4))
+
+
+def test_mistakes_are_not_waited_for(tmp_path):
+    """A closed source, and a setting that no record can be used with: at once, and as they are."""
+    source = HDF5(_file(tmp_path), ["x"])
+    source.close()
+    with pytest.raises(ClosedError):
+        Careful(source).take(np.arange(3))
+
+    def wrong(x):
+        raise ConfigError("no such column")
+
+    with pytest.raises(ConfigError, match="no such column"):
+        Careful(Derived(ArraySource(X), wrong)).take(np.arange(3))
+
+
+def _file(folder):
+    write_hdf5(folder / "a.h5", {"x": X})
+    return folder / "a.h5"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_samples_that_are_not_finite(value):
+    """R42: as bad as those that cannot be read, where they count as such."""
+    x = X.copy()
+    x[4, 1] = x[7, 0] = value
+    source = ArraySource(x, Y)
+    taken = Careful(source, finite=True).take(np.array([9, 4, 2, 7]))
+    assert taken.kept.tolist() == [0, 2]
+    np.testing.assert_array_equal(taken.batch[0], X[[9, 2]])
+    np.testing.assert_array_equal(taken.batch[1], Y[[9, 2]])
+    found = [(record.index, record.reason) for record in taken.bad]
+    assert found == [(4, "a number in it is not finite"), (7, "a number in it is not finite")]
+    assert Careful(source).take(np.array([4])).bad == ()
+    mixed = Broken([2], say)
+    mixed.take = lambda i, real=mixed.take: (x[i], real(i)[1])
+    taken = Careful(mixed, finite=True).take(np.array([9, 4, 2, 7]))
+    assert taken.kept.tolist() == [0]
+    assert [record.index for record in taken.bad] == [2, 4, 7]
 
 
 def test_a_source_that_returns_less():

@@ -67,7 +67,7 @@ def test_each_chunk_is_read_once(tmp_path, monkeypatch):
 
 
 def test_rows_of_chunks_without_filters(tmp_path, monkeypatch):
-    """Read past HDF5, only those that are wanted; what is stored otherwise than in memory is not."""
+    """Read past HDF5, only what is wanted; not what is stored otherwise than in memory."""
     other = h5py.h5t.NATIVE_INT32.copy()
     other.set_precision(24)
     with h5py.File(tmp_path / "a.h5", "w") as file:

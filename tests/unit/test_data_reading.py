@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpidist.data.layouts import Layouts, between
-from mpidist.data.reading import Rooms, Run, Runs, bytes_of
+from mpidist.data.reading import Rooms, Run, Runs
 from mpidist.descriptors import Descriptors
 
 CONTENT = np.random.default_rng(0).bytes(200_000)
