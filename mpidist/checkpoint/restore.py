@@ -152,7 +152,7 @@ def _same_model(comm, path: str, entry: Entry, found: Manifest, items: list) -> 
 
     def local() -> tuple[list[str], bytes]:
         mine = {name for name, leaf in items if isinstance(leaf, Shard) or is_array(leaf)}
-        present = np.packbits([tensor.path in mine for tensor in found.tensors])
+        present = np.packbits(np.array([tensor.path in mine for tensor in found.tensors], bool))
         return _differences(tensors, items, dict(found.extras)), present.tobytes()
 
     def decide(answers: list) -> None:
