@@ -36,6 +36,7 @@ def add_parser(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; collective over all ranks of the launch. Returns 0, or raises with its exit code."""
+    from ..data import remote
     from ..training import job as jobs
 
     # A request to stop that comes while we still start waits until the guard can take it.
@@ -44,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     points.reach("start")
     job = jobs.read_job(args.job, args.settings)
     claim = launch.claimed_size(os.environ)
-    parts = jobs.build(job, claim.size if claim else None)
+    far = remote.is_remote(job.data)
+    parts = None if far else jobs.build(job, claim.size if claim else None)
     store_path = job.folder / "checkpoints"
     if args.resume and not any(store_path.glob("step-*")):
         raise ConfigError(f"--resume: no checkpoint in {store_path}; leave --resume out to begin")
@@ -55,6 +57,9 @@ def run(args: argparse.Namespace) -> int:
 
     install_hook(comm)
     try:
+        if parts is None:  # one rank of each node fetches the data, and that takes MPI to know
+            job.data = remote.brought_here(comm, job.data)
+            parts = jobs.build(job, comm.size)
         _train(comm, job, parts, args, store_path)
     except MpidistError as error:
         if comm.size == 1:
@@ -68,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(comm, job, parts, args, store_path: Path) -> None:
     from ..checkpoint.store import CheckpointStore
+    from ..checkpoint.tiers import TieredStore
     from ..elastic.watch import watch
     from ..topology import Topology
     from ..training.train import train
@@ -98,7 +104,12 @@ def _train(comm, job, parts, args, store_path: Path) -> None:
     reporter = Reporter(job, show=comm.rank == 0)
     resume = True if args.resume else False if args.no_resume else "auto"
     try:
-        with CheckpointStore(comm, store_path, keep=job.keep) as store:
+        store: CheckpointStore | TieredStore
+        if job.local:
+            store = TieredStore(comm, store_path, keep=job.keep, local=job.local)
+        else:
+            store = CheckpointStore(comm, store_path, keep=job.keep)
+        with store:
             summary = train(
                 comm, parts.model, parts.train, optimizer=parts.optimizer,
                 global_batch=job.global_batch, epochs=job.epochs, steps=job.steps, seed=job.seed,

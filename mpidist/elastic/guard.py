@@ -325,6 +325,8 @@ class guard:
         if self.store is None or state is None:
             return False
         self.store.save(step, state)
+        if hasattr(self.store, "wait"):
+            self.store.wait()  # a store of two tiers returns with the first
         return True
 
     def _save_if_finite(self, step: int) -> str:

@@ -44,6 +44,7 @@ class Job:
     out: str = ""
     checkpoint_every: int | str | None = None
     keep: int = 3
+    local: str = ""
     stop_after: int | None = None
     microbatches: int | None = None
     check_replicas: int | None = None
@@ -163,8 +164,12 @@ def check(values: Mapping, where: str = "job") -> Job:
     number = isinstance(limit, int | float) and not isinstance(limit, bool) and limit > 0
     if limit not in (None, "auto") and not number:
         raise ConfigError(f"{where}: time_limit={limit!r}; expected seconds > 0, or 'auto'")
-    if not isinstance(job.out, str):
-        raise ConfigError(f"{where}: out={job.out!r}; expected the path of a folder, in quotes")
+    for name in ("out", "local"):
+        value = getattr(job, name)
+        if not isinstance(value, str):
+            raise ConfigError(
+                f"{where}: {name}={value!r}; expected the path of a folder, in quotes"
+            )
     return job
 
 

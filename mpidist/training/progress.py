@@ -213,10 +213,13 @@ class Progress:
         """Write what this rank holds as `step`. Collective over all ranks."""
         self.settle()  # or the failure of the last one would keep this one from beginning
         points.reach("save", step)
-        background = background and hasattr(self.store, "save_async")
-        save = self.store.save_async if background else self.store.save
         self.saved_step = step
-        self._saves(lambda: save(step, self.state()))
+        if background and hasattr(self.store, "save_async"):
+            self._saves(lambda: self.store.save_async(step, self.state()))
+        else:
+            self._saves(lambda: self.store.save(step, self.state()))
+            if self.saved_step == step and hasattr(self.store, "wait"):
+                self._saves(self.store.wait)  # a store of two tiers returns with the first
         points.reach("saved", step)
         if self.saved_step == step:
             events.emit("checkpoint", step=step)

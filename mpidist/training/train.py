@@ -81,9 +81,10 @@ def train(
         AllReduce by default.
     test_data : tuple (inputs, labels), or a source
         Evaluated at the end.
-    checkpoint : path or CheckpointStore
+    checkpoint : path, CheckpointStore or TieredStore
         Where the state goes, every `checkpoint_every` steps (default: once per epoch), at the
-        end, and when the run is stopped by a signal.
+        end, and when the run is stopped by a signal. What cannot be written (no space, no
+        folder) is said, and the run goes on; only the last one of a run must be there.
     resume : "auto", True or False
         Go on from the newest good step: if there is one; it must be there; never.
     stop_after : int
@@ -135,6 +136,8 @@ def train(
         More than `max_bad` allows (a checkpoint was saved).
     MpidistError
         The loss is not a number any more (a checkpoint was saved before that update).
+    StorageError
+        The last checkpoint could not be written. On all ranks.
     Stopped
         A SystemExit with code 75: a signal asked for a stop, the state is saved.
     """

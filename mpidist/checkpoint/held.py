@@ -1,0 +1,138 @@
+"""What a node holds of a checkpoint, and the identity by which a run knows its own. See `tiers`.
+
+A node's copy is a checkpoint of a state of its own:
+
+    arrays     what the node's ranks have whole
+    pieces     by rank, the arrays of its shards
+    extras     those of all ranks
+    mark       which save it is of, of how many ranks, and what each rank had
+
+The identity is drawn when the shared folder is first used, and written into it as ``.local``: what
+another run has left in a node's memory is never taken for this one's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from mpidist.checkpoint import files, retention, steps
+from mpidist.checkpoint.layout import Shard, array_of, dtype_name, is_array, leaves, shape_of, tree
+from mpidist.errors import CheckpointError, NoCheckpoint
+
+ID = ".local"
+_ID = re.compile(rb"[0-9a-f]{32}\n")
+
+
+def identity(path: str, make: bool) -> str | None:
+    """Return the identity of a shared folder; one that has none gets it, or None. Local."""
+    if not make and not Path(path).is_dir():
+        return None
+    with files.folder(path) as root:
+        if ID not in files.names(root):
+            if not make:
+                return None
+            _write(root)
+        text = files.read_small(ID, root, 64)
+    if not _ID.fullmatch(text):  # it becomes the name of a folder
+        raise CheckpointError(
+            f"{path}/{ID} is damaged; remove it to go on without the nodes' copies"
+        )
+    return text.decode().strip()
+
+
+def renew(path: str) -> None:
+    """Give a shared folder another identity, with the next save. Local."""
+    with files.folder(path) as root:
+        files.remove_file(ID, root)
+        files.sync(root)
+
+
+def _write(root: int) -> None:
+    descriptor = files.create(partial := f"{ID}-{secrets.token_hex(4)}", root)
+    try:
+        files.write_at(descriptor, secrets.token_hex(16).encode() + b"\n", 0)
+        files.sync(descriptor)
+        files.rename(partial, ID, root)
+        files.sync(root)
+    except BaseException:
+        files.remove_file(partial, root)
+        raise
+    finally:
+        files.close(descriptor)
+
+
+def arrays(state: Mapping, rank: int) -> dict:
+    """Return the arrays that a rank holds: whole ones, and its pieces by its number. Local."""
+    whole, pieces = [], []
+    for path, leaf in leaves(state):
+        if isinstance(leaf, Shard):
+            pieces.append((path, leaf.array))
+        elif is_array(leaf):
+            whole.append((path, leaf))
+    return {"arrays": tree(iter(whole)), "pieces": {str(rank): tree(iter(pieces))}}
+
+
+def extras(state: Mapping) -> list:
+    """Return what is no array: (path, value) pairs. Local."""
+    return [(path, leaf) for path, leaf in leaves(state) if not _is_array(leaf)]
+
+
+def union(answers: list[list]) -> list:
+    """Return the extras of all ranks: equal where several have one, as the shared save saw."""
+    return list({path: leaf for one in answers for path, leaf in one}.items())
+
+
+def mark(state: Mapping, rank: int, name: str, ranks: int) -> dict:
+    """Return the facts by which a copy is found again. Local."""
+    return {"name": name, "ranks": ranks, "layout": {str(rank): _layout(state)}}
+
+
+def found(path: str, step: int | None, like: Mapping, rank: int, ranks: int) -> dict[int, str]:
+    """Return the steps of a node's folder that have all of `like` for this rank. Local.
+
+    With the name of their save. Of a step that is there twice only the newest counts.
+    """
+    layout = _layout(like)
+    marks: dict[int, str] = {}
+    try:
+        entries = steps.candidates(path, step)
+    except NoCheckpoint:
+        return {}
+    for entry in reversed(entries):
+        marks.pop(entry.step, None)
+        with suppress(CheckpointError):  # damaged
+            facts = dict(steps.parse(steps.read_manifest(path, entry), entry).extras)
+            same = facts.get(("mark", "layout", str(rank))) == layout
+            if same and facts.get(("mark", "ranks")) == ranks:
+                marks[entry.step] = str(facts.get(("mark", "name")))
+    return marks
+
+
+def remove(path: str, newest: int) -> None:
+    """Remove a node's steps up to `newest`, and its folder if nothing is left. Local."""
+    with suppress(OSError):
+        with files.folder(path) as root:
+            for entry in steps.folders(root):
+                if entry.step <= newest:
+                    retention.remove(entry.name, root)
+            retention.remove_dead(root)
+        Path(path).rmdir()
+
+
+def _is_array(leaf) -> bool:
+    return isinstance(leaf, Shard) or is_array(leaf)
+
+
+def _layout(state: Mapping) -> str:
+    """Return a digest of what a rank holds, without the numbers. Local."""
+    facts = [
+        (path, dtype_name(array_of(leaf).dtype), shape_of(leaf), getattr(leaf, "region", None))
+        for path, leaf in leaves(state)
+        if _is_array(leaf)
+    ]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()

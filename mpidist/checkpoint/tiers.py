@@ -1,0 +1,266 @@
+"""`TieredStore`: each step first into memory or a disk of every node, then into the shared folder.
+
+    rank 0  rank 1 | rank 2  rank 3     LOCAL/ID, on each node: what its ranks hold, arrays whole
+    LOCAL/ID       | LOCAL/ID           and each rank's pieces by its number; then
+          PATH/step-...                 the shared folder, as `CheckpointStore` writes it
+
+Two stores, one beside the other: a `CheckpointStore` of the ranks of a node, in a folder that only
+they see, and the one of all ranks. A job that dies and comes back to its nodes goes on from the
+newest step that all of them hold, which may be newer than any in the shared folder. Where a node
+was lost, a copy is damaged or the ranks are others, it goes on from the shared folder, as if there
+were no copies; and as what they hold is then of another history, they are removed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from mpidist import events
+from mpidist.checkpoint import held
+from mpidist.checkpoint.layout import Shard, leaves, tree
+from mpidist.checkpoint.save import Save
+from mpidist.checkpoint.steps import MAX_STEP
+from mpidist.checkpoint.store import CheckpointStore
+from mpidist.checkpoint.together import together
+from mpidist.errors import ConfigError, MpidistError
+from mpidist.topology import Topology
+
+
+class TieredStore:
+    """Checkpoints in a folder of each node, copied to a shared one. Collective over `comm`.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm
+    path : path-like
+        The shared folder.
+    keep, keep_every, writers
+        Of the shared folder, as in `CheckpointStore`.
+    local : path-like
+        Folder of a node: memory (``/dev/shm/...``) or a disk of its own. Ranks of one node that
+        give different folders count as nodes of their own.
+    local_keep : int
+        How many steps a node keeps.
+
+    Notes
+    -----
+    The methods are those of `CheckpointStore`. A node that cannot keep a copy is no error: that
+    is said on stderr, and the step is saved in the shared folder alone.
+    """
+
+    def __init__(
+        self,
+        comm,
+        path,
+        keep: int | None = 3,
+        *,
+        local,
+        local_keep: int = 2,
+        keep_every: int | None = None,
+        writers: str | int = "all",
+    ):
+        folder = Path(local).absolute()
+        if folder == Path(path).absolute():
+            raise ConfigError(f"local={local!r} is the shared folder; give one of the node")
+        if local_keep < 1:
+            raise ConfigError(f"local_keep={local_keep}; expected a number of steps of 1 or more")
+        self.shared = CheckpointStore(comm, path, keep, keep_every=keep_every, writers=writers)
+        self.path = self.shared.path
+        self._folder, self._keep = folder, local_keep
+        self._comm = comm.Dup()
+        with Topology(self._comm) as topology:
+            places = self._comm.allgather((topology.node, str(folder)))
+        self._node = self._comm.Split(places.index(places[comm.rank]), comm.rank)
+        self._local: CheckpointStore | None = None
+
+    def save(self, step: int, state: Mapping) -> None:
+        """Save `state` and return when all nodes hold it; it is then copied. Collective.
+
+        Where a node cannot hold it, this returns when it is committed in the shared folder. What
+        goes wrong there is raised by the next call, or by `wait`.
+        """
+        with events.span("checkpoint.save"):
+            copying = self.shared._begin(step, state, copy=True)
+            everywhere = self._hold(copying, state, CheckpointStore.save)
+            copying.start()
+            if not everywhere:
+                self.shared.wait()
+
+    def save_async(self, step: int, state: Mapping) -> None:
+        """Copy what this rank writes, save it in the background to both. Collective."""
+        with events.span("checkpoint.save_async"):
+            copying = self.shared._begin(step, state, copy=True)
+            self._hold(copying, state, CheckpointStore.save_async)
+            copying.start()
+
+    def restore(self, like: Mapping | None = None, step: int | None = None):
+        """Return (step, state), from the nodes where all hold the newest step. Collective.
+
+        As `CheckpointStore.restore`. Nodes are asked where `like` is given, and every rank has in
+        it what it had at the save, on the same node; each byte is checked on all nodes before
+        any array is filled.
+        """
+        self.wait()
+        self._open(make=False)
+        newest = self.shared.latest_step()
+        if self._local is not None and like is not None:
+            for number in self._common(like, step):
+                if step is None and newest is not None and number < newest:
+                    break
+                found: list[dict] = []
+                if self._tried(lambda: self._from_nodes(like, number, found)):  # noqa: B023
+                    events.emit("checkpoint_restored_from_nodes", step=number)
+                    return number, found[0]
+        result = self.shared.restore(like, step)
+        self._forget()
+        return result
+
+    def latest_step(self) -> int | None:
+        """Return the newest step in the shared folder, or None. Collective."""
+        return self.shared.latest_step()
+
+    def all_steps(self) -> list[int]:
+        """Return the steps in the shared folder, ascending. Collective."""
+        return self.shared.all_steps()
+
+    def verify(self, step: int | None = None) -> int:
+        """Check every byte of a step in the shared folder. Collective."""
+        return self.shared.verify(step)
+
+    def wait(self) -> None:
+        """Wait until what is being saved is in the shared folder as well. Collective."""
+        self._settle()
+        self.shared.wait()
+
+    def close(self) -> None:
+        """Wait for the copy, then remove what the nodes hold, and free all. Collective.
+
+        What is newer than the shared folder stays. A second call does nothing.
+        """
+        if self._comm is None:
+            return
+        newest = None
+        try:
+            self.wait()
+            newest = self.shared.latest_step()
+        finally:
+            self.shared.close()
+            self._close_nodes(newest)
+            self._node.Free()
+            self._comm.Free()
+            self._comm = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        if kind is None:
+            self.close()
+            return
+        self.shared._abandon()
+        if self._local is not None:
+            self._local._abandon()
+        self._comm = None
+
+    # ---------------------------------------------------------------------------- on the nodes
+
+    def _hold(self, copying: Save, state: Mapping, save: Callable) -> bool:
+        """Save on every node what its ranks hold; whether all did. Collective.
+
+        The name that the shared save has until it is committed is the mark by which copies on
+        several nodes are known to be of one save.
+        """
+        self._settle()
+        doing, rank = f"copy of step {copying.step} on the nodes", self._comm.rank
+
+        def work():
+            self._open(make=True)
+            extras = together(self._comm, doing, lambda: held.extras(state), held.union)
+            mark = held.mark(state, rank, copying.name, self._comm.size)
+            content = {**held.arrays(state, rank), "extras": tree(iter(extras)), "mark": mark}
+            together(self._comm, doing, lambda: save(self._local, copying.step, content))
+
+        return self._tried(work)
+
+    def _settle(self) -> None:
+        """Wait until the nodes hold what they are to hold, or cannot. Collective."""
+        local = self._local
+        if local is not None:
+            self._tried(lambda: together(self._comm, "copy on the nodes", local.wait))
+
+    def _tried(self, work: Callable[[], None]) -> bool:
+        """Do `work`, collective over all ranks; what fails is said and no error. Collective.
+
+        What a node does in it goes through `together`: its ranks know of each other only.
+        """
+        try:
+            work()
+        except MpidistError as error:
+            if self._comm.rank == 0:
+                events.emit("checkpoint_not_held", reason=str(error))
+                print(f"mpidist: no {error}", file=sys.stderr, flush=True)
+            return False
+        return True
+
+    def _open(self, make: bool) -> None:
+        """Open the nodes' stores, once the shared folder has an identity. Collective."""
+        if self._local is None:
+            identity = together(
+                self._comm,
+                "copies on the nodes",
+                lambda: None,
+                lambda _: held.identity(self.path, make),
+            )
+            if identity is not None:
+                self._local = CheckpointStore(self._node, self._folder / identity, keep=self._keep)
+
+    def _common(self, like: Mapping, step: int | None) -> list[int]:
+        """Return the steps that all nodes hold of one save, newest first. Collective."""
+        path, comm = self._local.path, self._comm  # type: ignore[union-attr]
+
+        def both(answers: list[dict[int, str]]) -> list[int]:
+            same = set(answers[0].items()).intersection(*(one.items() for one in answers))
+            return sorted((number for number, _ in same), reverse=True)
+
+        return together(
+            comm, "restore", lambda: held.found(path, step, like, comm.rank, comm.size), both
+        )
+
+    def _from_nodes(self, like: Mapping, step: int, result: list) -> None:
+        """Check a step on all nodes, then fill the arrays of `like`. Collective."""
+        local, doing = self._local, f"good copy of step {step} on the nodes"
+        assert local is not None
+
+        def fill():
+            extras = tree(iter(held.extras(like)))
+            _, state = local.restore({**held.arrays(like, self._comm.rank), "extras": extras}, step)
+            pieces = [(path, leaf) for path, leaf in leaves(like) if isinstance(leaf, Shard)]
+            parts = [*leaves(state["arrays"]), *leaves(state["extras"]), *pieces]
+            result.append(tree(iter(parts)))
+
+        together(self._comm, doing, lambda: local.verify(step))
+        together(self._comm, doing, fill)
+
+    def _forget(self) -> None:
+        """Remove what the nodes hold: this run goes on from elsewhere. Collective."""
+        if self._local is not None:
+            # Nodes that are not with us now keep theirs, under a name that is nobody's any more.
+            self._tried(
+                lambda: together(
+                    self._comm,
+                    "new name for copies",
+                    lambda: None,
+                    lambda _: held.renew(self.path),
+                )
+            )
+            self._close_nodes(MAX_STEP)
+
+    def _close_nodes(self, newest: int | None) -> None:
+        """Close the nodes' stores, their steps up to `newest` removed. Collective."""
+        if self._local is not None:
+            local, self._local = self._local, None
+            local.close()
+            if self._node.rank == 0 and newest is not None:
+                held.remove(local.path, newest)
