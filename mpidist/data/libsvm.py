@@ -16,8 +16,9 @@ import numpy as np
 from mpidist.data.sources import Source
 from mpidist.errors import BadRecord, ConfigError
 
-#: Columns that are believed of a file where nobody says how many there are.
-_MOST = 1 << 24
+#: Columns that are believed of a file where nobody says how many there are; and of a dense sample,
+#: which takes memory for each, 4 MiB at most.
+_MOST, _WIDEST = 1 << 24, 1 << 20
 #: Larger values are none: they are kept in single precision.
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -30,7 +31,8 @@ class LibSVM:
     path : path-like
     features : int, optional
         Columns of a dense sample, records with others are bad; by default one more than the
-        largest of the file.
+        largest of the file. One wrong digit can make that very large: `take` refuses more than
+        2^20 columns that nobody has said there are, `rows` does not need them.
     classes : sequence of float, optional
         Label values in the order of their classes, which `take` then returns as int64 from 0.
 
@@ -64,7 +66,8 @@ class LibSVM:
                 values += numbers
             self.starts[k + 1] = len(columns)
         self.columns, self.values = np.array(columns, np.int64), np.array(values, np.float32)
-        self.features = int(self.columns.max(initial=-1)) + 1 if features is None else features
+        largest = int(self.columns.max(initial=-1)) + 1
+        self.features, self._given = largest if features is None else features, features is not None
         self.classes = None if classes is None else np.asarray(classes, float)
 
     def __len__(self) -> int:
@@ -81,8 +84,21 @@ class LibSVM:
         at = np.repeat(self.starts[indices] - starts[:-1], lengths) + np.arange(starts[-1])
         return starts, self.columns[at], self.values[at]
 
+    def check_width(self) -> None:
+        """Raise ConfigError where a dense sample has more columns than are believed of a file."""
+        if self._given or self.features <= _WIDEST:
+            return
+        last = int(np.argmax(self.columns))
+        line = int(np.searchsorted(self.starts, last, side="right"))
+        raise ConfigError(
+            f"libsvm: {self.name}: line {line} has column {self.columns[last]}, so a dense sample "
+            f"would take {4 * self.features / 2**20:.0f} MiB; if that is right give "
+            f"features={self.features}, else mend the line or give the features that there are"
+        )
+
     def take(self, indices) -> tuple:
         """Return (dense float32 (n, features), labels) of the records at `indices`."""
+        self.check_width()
         indices = np.asarray(indices, np.int64)
         starts, columns, values = self.rows(indices)
         dense = np.zeros((len(indices), self.features), np.float32)
@@ -128,5 +144,6 @@ def libsvm(
     test = LibSVM(test_path, features)
     width = max(train.features, test.features) if features is None else features
     for source in (train, test):
+        source.check_width()
         source.features, source.classes = width, classes
     return train, test

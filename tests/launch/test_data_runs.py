@@ -1,8 +1,10 @@
 """Whole runs of the command on data with bad records: R42, R43."""
 
+import http.server
 import json
 import struct
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -47,9 +49,13 @@ lr = 0.1
     return path
 
 
-def train(job, *settings):
+def command(job, *settings):
     words = [word for text in settings for word in ("--set", text)]
-    return launch(2, [sys.executable, "-m", "mpidist", "train", str(job), *words])
+    return [sys.executable, "-m", "mpidist", "train", str(job), *words]
+
+
+def train(job, *settings):
+    return launch(2, command(job, *settings))
 
 
 def test_bad_records_of_a_job(job):
@@ -79,14 +85,16 @@ def test_too_many_bad_records_of_a_job(job):
     assert summary["skipped_records"] == 4
 
 
-def test_bad_settings_of_loading(job):
-    for setting, message in (
-        ("loading.prefetsh=1", "did you mean 'prefetch'?"),
-        ("loading.bandwidth=0", "bandwidth is 0, expected a number above 0"),
-        ("max_bad=2", "max_bad=2: expected a share from 0 to 1"),
-        ("shuffle=by-size", "shuffle='by-size'; expected 'permutation', 'bijection', 'none'"),
-    ):
-        failed = train(job, setting)
+def test_bad_settings_of_loading(job, launches):
+    cases = {
+        "loading.prefetsh=1": "did you mean 'prefetch'?",
+        "loading.bandwidth=0": "bandwidth is 0, expected a number above 0",
+        "max_bad=2": "max_bad=2: expected a share from 0 to 1",
+        "shuffle=by-size": "shuffle='by-size'; expected 'permutation', 'bijection', 'none'",
+    }
+    ends = launches({setting: (2, command(job, setting)) for setting in cases})
+    for setting, message in cases.items():
+        failed, _ = ends[setting]
         assert failed.returncode == 2, failed.stderr
         assert message in failed.stderr
 
@@ -115,3 +123,62 @@ def test_what_came_in_and_what_was_sent(job):
         assert len(flows) == 1
         assert flows[0]["bytes"] > 1000
         assert {"seconds", "waited", "sent_bytes"} <= flows[0].keys()
+
+
+@pytest.fixture
+def web(tmp_path):
+    """A web server for the files in a folder; what it was asked for is in its `asked`."""
+    (tmp_path / "web").mkdir()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=str(tmp_path / "web"))
+
+        def do_GET(self):
+            server.asked.append(self.path)
+            super().do_GET()
+
+        def log_message(self, *_):
+            """Nothing on stderr."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.asked = []
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_job_on_data_of_the_web(job, web, tmp_path):
+    """R2: URLs in the data table; one fetch for both ranks, none by the next run."""
+    port = web.server_address[1]
+    for name in ("images", "labels"):
+        (tmp_path / name).rename(tmp_path / "web" / name)
+    cache = tmp_path / "cache"
+    settings = [
+        f"data.images_path=http://127.0.0.1:{port}/images?key=secret",
+        f"data.labels_path=file://{tmp_path}/web/labels",
+        f"data.cache={cache}",
+    ]
+    for run in ("out=" + str(tmp_path / "one"), "out=" + str(tmp_path / "two")):
+        done = train(job, *settings, run)
+        assert done.returncode == 0, done.stderr
+    # The second run only asks how long the file is.
+    assert web.asked == ["/images?key=secret"] * 2
+    assert sorted(path.name[17:] for path in cache.iterdir()) == ["images", "labels"]
+    one, two = (json.loads((tmp_path / k / "summary.json").read_text()) for k in ("one", "two"))
+    assert one["parameters_sha256"] == two["parameters_sha256"]
+    assert one["skipped_records"] == 4
+    events = (tmp_path / "one" / "events" / "rank-0.jsonl").read_text()
+    assert "secret" not in events
+    assert done.stderr.count("secret") == 0
+
+
+def test_a_job_on_data_that_are_not_there(job, web, tmp_path):
+    """One rank tells why, in one line; nobody waits for the others."""
+    done = train(job, f"data.images_path=http://127.0.0.1:{web.server_address[1]}/none")
+    assert done.returncode not in (0, None)
+    assert done.stderr.count("mpidist: error: ") == 1, done.stderr
+    assert "/none: HTTPError: HTTP Error 404: File not found; tried once" in done.stderr

@@ -1,13 +1,14 @@
 """R2, R130: a remote file once per node, tried again, capped; whole or not there."""
 
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from mpidist import events
 from mpidist.data import remote
-from mpidist.errors import MpidistError
+from mpidist.errors import ConfigError, MpidistError
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -72,8 +73,61 @@ def test_short_answers_and_bandwidth(comm, folder, url, monkeypatch):
     began = time.monotonic()
     remote.local_copy(comm, url, folder / "slow", bandwidth=1_000_000)
     assert 0.29 < time.monotonic() - began < 2
-    monkeypatch.setattr(remote, "_size", lambda *_: 300_001)
+    real = remote._opened
+
+    @contextmanager
+    def longer(url):
+        with real(url) as (file, size):
+            yield file, size + 1
+
+    monkeypatch.setattr(remote, "_opened", longer)
     with pytest.raises(MpidistError, match="300000 bytes came, expected 300001"):
         remote.local_copy(comm, url, folder / "short", tries=1)
+    monkeypatch.setattr(remote, "_opened", real)
     with pytest.raises(MpidistError, match="FileNotFoundError"):
         remote.local_copy(comm, "memory://bucket/nothing", folder, tries=1)
+
+
+@pytest.mark.ranks(1)
+def test_a_copy_of_another_length_is_fetched_again(comm, folder, url):
+    """The data were changed where they come from; one that cannot be asked for is believed."""
+    path = remote.local_copy(comm, url, folder)
+    fsspec.filesystem("memory").pipe("/bucket/data.bin", CONTENT[:1000])
+    assert remote.local_copy(comm, url, folder).read_bytes() == CONTENT[:1000]
+    fsspec.filesystem("memory").rm("/bucket/data.bin")
+    assert remote.local_copy(comm, url, folder) == path
+    assert path.exists()
+    fsspec.filesystem("memory").pipe("/bucket/data.bin", CONTENT)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_a_data_table_with_urls(comm, folder, url):
+    """R2: values that are URLs, lists and patterns of them; all else stays what it is."""
+    store = fsspec.filesystem("memory")
+    store.pipe({"/bucket/b1.bin": b"one", "/bucket/b2.bin": b"two"})
+    table = {
+        "name": "made up", "path": url, "train": 7, "all": "memory://bucket/b*.bin",
+        "both": ["memory://bucket/b2.bin", "/here"], "cache": str(folder / f"n{comm.rank // 2}"),
+    }  # fmt: skip
+    assert remote.is_remote(table)
+    assert not remote.is_remote({"path": "/here", "names": ["a", "b"], "train": 3})
+    here = remote.brought_here(comm, table, ranks_per_node=2)
+    assert here.keys() == table.keys() - {"cache"}
+    assert (here["name"], here["train"], here["both"][1]) == ("made up", 7, "/here")
+    with open(here["path"], "rb") as file:  # noqa: PTH123
+        assert file.read() == CONTENT
+    contents = []
+    for path in (*here["all"], here["both"][0]):
+        with open(path, "rb") as file:  # noqa: PTH123
+            contents.append(file.read())
+    assert contents == [b"one", b"two", b"two"]
+    with pytest.raises(ConfigError, match="all: cannot look up memory://bucket/c"):
+        remote.brought_here(comm, {**table, "all": "memory://bucket/c*"}, ranks_per_node=2)
+
+
+@pytest.mark.ranks(1)
+def test_passwords_are_not_told(comm, folder):
+    with pytest.raises(MpidistError) as caught:
+        remote.local_copy(comm, "http://me:secret@127.0.0.1:9/a?key=secret", folder, tries=1)
+    assert "cannot fetch http://127.0.0.1:9/a: " in str(caught.value)
+    assert "secret" not in str(caught.value)

@@ -132,6 +132,7 @@ def test_hdf5_refuses(tmp_path):
         layout = h5py.VirtualLayout((1000, 3, 4), "f4")
         layout[:] = h5py.VirtualSource(str(tmp_path / "other.h5"), "inputs", (1000, 3, 4))
         file.create_virtual_dataset("virtual", layout)
+    gc.collect()
     opened = len(list(Path("/dev/fd").iterdir()))
     for names, message in [
         (["nothing"], "there is no dataset 'nothing'; there are 'away'"),
@@ -212,6 +213,23 @@ def test_libsvm_lines(tmp_path):
         data.LibSVM(path, classes=[0, 1]).take([0, 2])
     with pytest.raises(ConfigError, match="cannot read"):
         data.LibSVM(tmp_path / "nowhere")
+
+
+def test_libsvm_does_not_believe_a_damaged_column(tmp_path):
+    """One flipped digit must not take 64 MiB for each sample: said before anything is allocated."""
+    path = tmp_path / "a"
+    path.write_text("1 3:1\n0 5:1 16000000:2\n\n1 2:1\n")
+    source = data.LibSVM(path)
+    message = r"line 2 has column 16000000, so a dense sample would take 61 MiB; if that is right"
+    for read in (lambda: source.take([0]), lambda: Careful(source).take(np.arange(2))):
+        with pytest.raises(ConfigError, match=message):
+            read()
+    with pytest.raises(ConfigError, match="give features=16000001"):
+        data.from_settings("libsvm", {"path": str(path), "test_path": str(path)})
+    assert source.rows([1])[1].tolist() == [5, 16000000], "sparse they take what they are"
+    assert data.LibSVM(path, 16000001).take([1])[0][0, 16000000] == 2
+    taken = Careful(data.LibSVM(path, 6)).take(np.array([0, 1, 3]))
+    assert [record.index for record in taken.bad] == [1]
 
 
 def test_libsvm_of_real_records(data_dir):
