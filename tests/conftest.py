@@ -1,6 +1,7 @@
 """Options shared by all tests: real data, and skips that must not be silent."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ from hypothesis import settings
 
 #: A skip whose reason starts with one of these is expected everywhere, also in CI.
 EXPECTED_SKIPS = ("no GPU", "no PyTorch here", "no JAX here")
+
+#: Scenes that are played at a time: each waits half of its time for a launcher or a batch system.
+AT_ONCE = 3
 
 # No deadline per example, for other work on the machine is no failure of ours; and the same
 # examples in each run, so that a failure belongs to the change that it is seen with.
@@ -47,3 +51,27 @@ def data_dir():
     if root is None:
         pytest.skip("no real data: set MPIDIST_TEST_DATA to a folder with mnist10k/")
     return root
+
+
+@pytest.fixture(scope="module")
+def played(request, scenes, tmp_path_factory):
+    """What becomes of the scenes that the tests of this module ask for, side by side."""
+    items = [item for item in request.session.items if item.module is request.module]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    wanted = list(dict.fromkeys(given["scene"] for given in params if "scene" in given))
+    folders = {name: tmp_path_factory.mktemp("scene") for name in wanted}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return {
+            name: (pool.submit(scenes[name], folder), folder) for name, folder in folders.items()
+        }
+
+
+@pytest.fixture
+def scene(request, played):
+    """What came of one of the module's `scenes`, which are functions of a folder; and that folder.
+
+    Named by ``parametrize("scene", [name], indirect=True)``. What a scene raises is raised in its
+    test.
+    """
+    future, folder = played[request.param]
+    return future.result(), folder

@@ -5,25 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from digits_job import write_job
 
 from mpidist.testing.launch import launch, launch_environment
 
 MPIDIST = [sys.executable, "-m", "mpidist"]
 BAD_CALL = str(Path(__file__).with_name("programs") / "bad_call.py")
-
-JOB = """
-global_batch = 60
-steps = 4
-out = "run"
-[data]
-name = "digits"
-[model]
-name = "mlp"
-sizes = [[1, 8, 8], 16, 10]
-[optimizer]
-name = "sgd"
-lr = 0.1
-"""
 
 #: Python runs this at its start: whoever imports the blocked module ends, and says so.
 GUARD = """
@@ -78,7 +65,7 @@ AT_FOUR_RANKS = {
 
 
 def filled(folder):
-    (folder / "job.toml").write_text(JOB)
+    write_job(folder, steps=4)
     header = bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in (10, 28, 28))
     (folder / "cut").write_bytes(header.ljust(100, b"\0"))
     (folder / "sitecustomize.py").write_text(GUARD)
@@ -147,13 +134,13 @@ def test_bad_input_on_four_ranks(on_four_ranks, case):
     told_once(on_four_ranks[case][0], FOUR_RANKS[case][1])
 
 
-def test_checkpoint_of_another_model(folder):
+def test_checkpoint_of_another_model(folder, launches):
     """What differs is named, whoever reads it; nothing was written."""
     launch(2, [*MPIDIST, "train", "job.toml"], cwd=folder).check()
     before = sorted((folder / "run" / "checkpoints").iterdir())
     args = ["train", "job.toml", "--resume", "--set", "model.sizes=[[1, 8, 8], 20, 10]"]
-    for ranks in (1, 4):
-        result = launch(ranks, [*MPIDIST, *args], cwd=folder)
+    ends = launches({ranks: (ranks, [*MPIDIST, *args]) for ranks in (1, 4)}, cwd=folder)
+    for result, _ in ends.values():
         said = result.stdout + result.stderr
         lines = [line for line in said.splitlines() if line.startswith("mpidist: error: ")]
         assert (result.returncode, len(lines)) == (2, 1), said
@@ -218,10 +205,9 @@ def test_bad_calls_in_a_program(bad_calls, call, n, words):
         (["simulate", "allreduce", "--ranks", "3"], 0, "ring, 3 ranks", ""),
     ],
 )
-def test_login_node(folder, args, code, out, err):
+def test_login_node(folder, store, args, code, out, err):
     """R95: what needs no MPI works where mpi4py cannot even be imported."""
-    if "store" in args:
-        store(folder / "store")
+    args = [str(store) if word == "store" else word for word in args]
     result = alone(folder, args, module="mpi4py")
     assert result.returncode == code, result.stderr
     assert out in result.stdout
@@ -232,11 +218,14 @@ def test_login_node(folder, args, code, out, err):
         assert result.stderr == ""
 
 
-def store(path):
-    """Write a checkpoint from one rank, in a process of its own."""
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A checkpoint from one rank, written in a process of its own."""
+    path = tmp_path_factory.mktemp("login") / "store"
     program = (
         "import sys, numpy as np\nfrom mpi4py import MPI\nimport mpidist as md\n"
         "with md.CheckpointStore(MPI.COMM_SELF, sys.argv[1]) as store:\n"
         "    store.save(7, {'w': np.ones((2, 3), 'f4')})\n"
     )
     launch(1, [sys.executable, "-c", program, str(path)]).check()
+    return path

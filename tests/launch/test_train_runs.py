@@ -9,28 +9,18 @@ import time
 from pathlib import Path
 
 import pytest
+from digits_job import write_job
 
 from mpidist.testing.launch import launch, start
 from mpidist.testing.process import marked, signal_all
 
 MPIDIST = [sys.executable, "-m", "mpidist"]
 #: The ring, since what "auto" measures to be fastest may add in another order in the next run.
-JOB = """
-global_batch = 60
-steps = 3000
-checkpoint_every = 500
-out = "run"
-[data]
-name = "digits"
-[model]
-name = "mlp"
-sizes = [[1, 8, 8], 24, 10]
-[optimizer]
-name = "momentum"
-lr = 0.02
-[strategy]
-algorithm = "ring"
-"""
+RING = '[strategy]\nalgorithm = "ring"\n'
+STEPS = 400
+SETTINGS = {"steps": STEPS, "checkpoint_every": 60, "log_every": 1}
+#: For a run that must not be over before somebody has done something to it.
+SLOW = {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": "sleep@step,ms=10"}
 #: What DESIGN names as the least; users' scripts read these.
 SUMMARY = {
     "test_accuracy", "train_loss", "steps", "epochs", "ranks", "wall_seconds",
@@ -72,16 +62,68 @@ def under_way(job, run):
     return ranks
 
 
-def test_what_a_run_leaves(tmp_path):
-    """R104, R59: summary, metrics and events are there and can be read; --set reaches any depth."""
-    (tmp_path / "job.toml").write_text(JOB)
-    facts = train(
-        tmp_path, 3, "--set", "out=other", "--set", "steps=40", "--set", "seed=3",
+# ------------------------------------------------------------------- what happens, side by side
+
+
+def other(folder):
+    write_job(folder, RING, **SETTINGS)
+    return train(
+        folder, 3, "--set", "out=other", "--set", "steps=40", "--set", "seed=3",
         "--set", 'strategy={name="parameter_server", servers=1}', "--set", "log_every=5",
         "--set", "strategy.consistency=ssp", "--set", "strategy.staleness=2",
         "--set", 'optimizer.lr={schedule="cosine", lr=0.02}',
     )  # fmt: skip
-    run = tmp_path / "other"
+
+
+def asked_to_stop(folder):
+    """How it left, the summary of the same command again, and that of an undisturbed run."""
+    write_job(folder, RING, **SETTINGS)
+    undisturbed = train(folder, 3, "--set", "out=undisturbed")
+    job = start(3, [*MPIDIST, "train", "job.toml"], cwd=folder, env=SLOW)
+    try:
+        ranks = under_way(job, folder / "run")
+        assert len(ranks) == 3
+        signal_all(ranks, signal.SIGUSR1)
+    finally:
+        result = job.finish(120)
+    assert not (folder / "run" / "summary.json").exists()
+    return result, train(folder, 3), undisturbed
+
+
+def killed(folder):
+    """How it left, the newest step that was saved, and the summary of a run that goes on."""
+    write_job(folder, RING, **SETTINGS)
+    words = ["--set", "checkpoint_every=20", "--set", "steps=1000000", "--set", "log_every=20"]
+    job = start(3, [*MPIDIST, "train", "job.toml", *words], cwd=folder)
+    try:
+        ranks = under_way(job, folder / "run")
+        memory = shared_memory(marked(job.mark))
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while marked(job.mark) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert marked(job.mark) == []
+        assert [path for path in memory if path.exists()] == []
+    finally:
+        result = job.finish(1)
+    saved = max(int(path.name[5:]) for path in (folder / "run" / "checkpoints").glob("step-*"))
+    return result, saved, train(folder, 2, "--set", f"steps={saved + 10}")
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    return {f.__name__: f for f in (asked_to_stop, killed, other)}
+
+
+# ------------------------------------------------------------------------------ what came of it
+
+
+@pytest.mark.parametrize("scene", ["other"], indirect=True)
+def test_what_a_run_leaves(scene):
+    """R104, R59: summary, metrics and events are there and can be read; --set reaches any depth."""
+    facts, folder = scene
+    run = folder / "other"
     assert set(facts) >= SUMMARY
     assert (facts["steps"], facts["ranks"], facts["workers"]) == (40, 3, 2)
     assert 0 < facts["test_accuracy"] <= 1
@@ -98,48 +140,23 @@ def test_what_a_run_leaves(tmp_path):
     assert list((run / "checkpoints").glob("step-*"))
 
 
-def test_signal_then_plain_rerun(tmp_path):
+@pytest.mark.parametrize("scene", ["asked_to_stop"], indirect=True)
+def test_signal_then_plain_rerun(scene):
     """R44, R47, R106: code 75, and the same command again ends with the undisturbed bits."""
-    (tmp_path / "job.toml").write_text(JOB)
-    undisturbed = train(tmp_path, 3, "--set", "out=undisturbed")
-    assert undisturbed["steps"] == 3000
-    job = start(3, [*MPIDIST, "train", "job.toml"], cwd=tmp_path)
-    try:
-        ranks = under_way(job, tmp_path / "run")
-        assert len(ranks) == 3
-        signal_all(ranks, signal.SIGUSR1)
-    finally:
-        result = job.finish(120)
+    (result, resumed, undisturbed), _ = scene
     assert result.returncode == 75, result.stderr
     assert "Traceback" not in result.stderr
-    assert not (tmp_path / "run" / "summary.json").exists()
-    resumed = train(tmp_path, 3)
-    assert 0 < resumed["resumed_at"] < 3000
-    assert resumed["steps"] == 3000
+    assert 0 < resumed["resumed_at"] < STEPS
+    assert resumed["steps"] == undisturbed["steps"] == STEPS
     assert resumed["parameters_sha256"] == undisturbed["parameters_sha256"]
     assert resumed["test_accuracy"] == undisturbed["test_accuracy"]
 
 
-def test_kill_of_all_ranks_then_plain_rerun(tmp_path):
+@pytest.mark.parametrize("scene", ["killed"], indirect=True)
+def test_kill_of_all_ranks_then_plain_rerun(scene):
     """R140: nothing stays behind after 5 s, and the same command goes on from the newest save."""
-    (tmp_path / "job.toml").write_text(JOB)
-    words = ["--set", "checkpoint_every=20", "--set", "steps=1000000"]
-    job = start(3, [*MPIDIST, "train", "job.toml", *words], cwd=tmp_path)
-    try:
-        ranks = under_way(job, tmp_path / "run")
-        memory = shared_memory(marked(job.mark))
-        for pid in ranks:
-            os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 5
-        while marked(job.mark) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert marked(job.mark) == []
-        assert [path for path in memory if path.exists()] == []
-    finally:
-        result = job.finish(1)
+    (result, saved, resumed), _ = scene
     assert result.returncode not in (0, 75)
-    saved = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
-    resumed = train(tmp_path, 2, "--set", f"steps={saved + 10}")
     # The newest may be a step whose save was cut short; then it is the one before.
     assert saved - 20 <= resumed["resumed_at"] <= saved
     assert resumed["steps"] == saved + 10

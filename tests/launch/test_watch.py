@@ -172,20 +172,27 @@ def test_board_in_a_shared_folder(program, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("loop", ["not where the others wait: rank 2 on", "rank 2 on {} looping", "in forever"]),
-        ("polled", ["all ranks wait at one place", "rank 0 on {} waiting"]),
-        ("deadlock", ["not where the others wait: rank 1 on", "in other_place"]),
-    ],
-)
-def test_other_hangs(program, what, words):
+#: What hangs, and what must be said of it.
+HANGS = {
+    "loop": ["not where the others wait: rank 2 on", "rank 2 on {} looping", "in forever"],
+    "polled": ["all ranks wait at one place", "rank 0 on {} waiting"],
+    "deadlock": ["not where the others wait: rank 1 on", "in other_place"],
+}
+
+
+@pytest.fixture(scope="module")
+def hangs(program, launches):
+    command = [sys.executable, program]
+    return launches({what: (3, [*command, what, str(SECONDS)]) for what in HANGS})
+
+
+@pytest.mark.parametrize("what", HANGS)
+def test_other_hangs(hangs, what):
     """R56: an endless loop, a wait of ours that cannot end, ranks in different calls."""
-    result = launch(3, [sys.executable, program, what, str(SECONDS)], timeout=90)
+    result, _ = hangs[what]
     assert result.returncode == 70, result.stderr
     assert result.stderr.count("mpidist: watch: nothing moved") == 1
-    for word in words:
+    for word in HANGS[what]:
         assert word.format(HOST) in result.stderr, result.stderr
 
 
