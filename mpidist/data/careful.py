@@ -53,7 +53,8 @@ class Careful:
     """
 
     def __init__(self, source: Source, finite: bool = False):
-        self.source, self.finite = source, finite
+        # A source may look at all numbers itself.
+        self.source, self.finite = source, finite and not getattr(source, "finite", False)
         self._form: list | None = None
 
     def take(self, indices: np.ndarray) -> Taken:

@@ -80,6 +80,16 @@ class HDF5:
     def __len__(self) -> int:
         return self._readers[0].count
 
+    @property
+    def counts(self) -> list[int]:
+        """Samples of each of the largest chunks, for `sharding.shard` by "file".
+
+        A chunk is then one rank's, which unpacks it once.
+        """
+        there = [reader.chunk for reader in self._readers if reader.chunk < len(self)]
+        per = max(there, default=max(1, len(self)))
+        return [min(per, len(self) - low) for low in range(0, len(self), per)]
+
     def take(self, indices) -> tuple:
         """Return the samples at `indices`, in that order."""
         indices = np.asarray(indices)
@@ -112,8 +122,8 @@ class _Rows:
         self.count, self._shape, self._dtype = dataset.shape[0], dataset.shape[1:], dataset.dtype
         self._nbytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
         # Where each chunk begins, asked for when it is needed; a dataset without is one chunk.
-        self._per = dataset.chunks[0] if dataset.chunks else max(1, self.count)
-        self._chunks = np.full(-(-self.count // self._per), -1)
+        self.chunk = dataset.chunks[0] if dataset.chunks else max(1, self.count)
+        self._chunks = np.full(-(-self.count // self.chunk), -1)
         if not dataset.chunks:
             self._chunks[:] = dataset.id.get_offset()
 
@@ -121,7 +131,7 @@ class _Rows:
         """Return the rows from `low` to `high`."""
         out = self._rooms.empty((high - low, *self._shape), self._dtype)
         room = bytes_of(out)
-        firsts = [low, *range(low - low % self._per + self._per, high, self._per)]
+        firsts = [low, *range(low - low % self.chunk + self.chunk, high, self.chunk)]
         begins = self._where(np.array(firsts)).tolist()
         lasts = [*firsts[1:], high]
         runs = [
@@ -166,9 +176,9 @@ class _Rows:
 
     def _where(self, rows: np.ndarray) -> np.ndarray:
         """Return where each of these rows begins in the file."""
-        chunks, within = np.divmod(rows, self._per)
+        chunks, within = np.divmod(rows, self.chunk)
         for chunk in np.unique(chunks[self._chunks[chunks] < 0]).tolist():
-            corner = chunk * self._per, *(0 for _ in self._shape)
+            corner = chunk * self.chunk, *(0 for _ in self._shape)
             self._chunks[chunk] = self._dataset.id.get_chunk_info_by_coord(corner).byte_offset
         return self._chunks[chunks] + within * self._nbytes
 
@@ -195,16 +205,17 @@ class _Chunks:
         self._rooms, self._dataset = rooms, dataset
         self.count = dataset.shape[0]
         row = max(1, int(np.prod(dataset.shape[1:], dtype=np.int64)) * dataset.dtype.itemsize)
-        self._rows = dataset.chunks[0] if dataset.chunks else max(1, _GAP // row)
-        self._keep = max(1, cache // (row * self._rows))
+        self.chunk = dataset.chunks[0] if dataset.chunks else max(1, _GAP // row)
+        # Two at least, for a batch may have rows at the seam of two.
+        self._keep = max(2, cache // (row * self.chunk))
         self._kept: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def piece(self, low: int, high: int) -> np.ndarray:
         """Return the rows from `low` to `high`; a whole chunk is unpacked where it belongs."""
         out = self._rooms.empty((high - low, *self._dataset.shape[1:]), self._dataset.dtype)
-        for chunk in range(low // self._rows, -(-high // self._rows)):
-            start = chunk * self._rows
-            stop = min(start + self._rows, self.count)
+        for chunk in range(low // self.chunk, -(-high // self.chunk)):
+            start = chunk * self.chunk
+            stop = min(start + self.chunk, self.count)
             first, last = max(low, start), min(high, stop)
             if (first, last) == (start, stop) and chunk not in self._kept:
                 self._dataset.read_direct(out, np.s_[start:stop], np.s_[start - low : stop - low])
@@ -215,18 +226,18 @@ class _Chunks:
     def read(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Return the ascending `rows`, row k at place ``places[k]``."""
         out = self._rooms.empty((len(rows), *self._dataset.shape[1:]), self._dataset.dtype)
-        chunks = rows // self._rows
+        chunks = rows // self.chunk
         bounds = np.flatnonzero(np.diff(chunks, prepend=-1, append=self.count)).tolist()
         for first, last in itertools.pairwise(bounds):
             chunk = int(chunks[first])
-            out[places[first:last]] = self._chunk(chunk)[rows[first:last] - chunk * self._rows]
+            out[places[first:last]] = self._chunk(chunk)[rows[first:last] - chunk * self.chunk]
         return out
 
     def _chunk(self, chunk: int) -> np.ndarray:
         if chunk in self._kept:
             self._kept.move_to_end(chunk)
             return self._kept[chunk]
-        values = self._dataset[chunk * self._rows : (chunk + 1) * self._rows]
+        values = self._dataset[chunk * self.chunk : (chunk + 1) * self.chunk]
         self._kept[chunk] = values
         if len(self._kept) > self._keep:
             self._kept.popitem(last=False)

@@ -15,9 +15,10 @@ from mpidist.errors import BadRecord, ConfigError
 class Source(Protocol):
     """What training needs of a data set. Local; every rank holds one of the same length.
 
-    A record that cannot be used: raise ``BadRecord(index, reason)``. Two attributes may be there:
-    ``name``, told where a record is bad, and ``reads = True``, where reading ahead in a thread
-    helps; `take` is then called in that thread.
+    A record that cannot be used: raise ``BadRecord(index, reason)``. Some attributes may be there:
+    ``name``, told where a record is bad; ``reads = True``, where reading ahead in a thread helps
+    (`take` is then called in that thread); ``finite = True``, where it looks for numbers that are
+    not finite itself.
     """
 
     def __len__(self) -> int:

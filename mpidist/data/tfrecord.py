@@ -94,6 +94,11 @@ class TFRecords:
         return self.bounds[-1]
 
     @property
+    def counts(self) -> list[int]:
+        """Records of each file, for `sharding.shard`."""
+        return [stop - start for start, stop in itertools.pairwise(self.bounds)]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all records, as they lie in the files."""
         return int((self._ends - self._begins).sum())

@@ -47,7 +47,7 @@ class YouTube8M:
         Which float features a sample is made of, one after the other.
     """
 
-    reads = True
+    reads = finite = True
 
     def __init__(self, paths, classes: int = CLASSES, features: Mapping[str, int] | None = None):
         self.records = TFRecords(paths)

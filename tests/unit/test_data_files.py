@@ -10,6 +10,7 @@ import pytest
 
 from mpidist import data
 from mpidist.data.careful import Careful
+from mpidist.data.sharding import shard
 from mpidist.errors import BadRecord, ClosedError, ConfigError
 
 RNG = np.random.default_rng(0)
@@ -64,6 +65,29 @@ def test_each_chunk_is_read_once(tmp_path, monkeypatch):
     source.take(indices)
     source.take(indices[::-1])
     assert reads == [slice(0, 100), slice(300, 400), slice(400, 500)]
+
+
+def test_shards_of_whole_chunks(tmp_path, monkeypatch):
+    """Each chunk is one rank's, which unpacks it once, whatever the order inside of it."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("inputs", data=INPUTS, chunks=(64, 3, 4), compression="gzip")
+        file["labels"] = LABELS
+    source = data.HDF5(tmp_path / "a.h5", ["inputs", "labels"], cache=1)
+    assert source.counts == [64] * 15 + [40]
+    reads, real = [], h5py.Dataset.__getitem__
+    monkeypatch.setattr(h5py.Dataset, "__getitem__", lambda d, at: reads.append(at) or real(d, at))
+    records = []
+    for rank in range(3):
+        part = shard("file", source.counts, [3], rank, seed=1, epoch=2)
+        for start in range(0, len(part.records), 10):
+            indices = part.records[start : start + 10]
+            np.testing.assert_array_equal(source.take(indices)[0], INPUTS[indices])
+        records += part.records.tolist()
+    assert sorted(records) == list(range(1000))
+    whole = [slice(low, low + 64) for low in range(0, 1000, 64)]
+    # At the seam between two of its chunks a batch has rows of both; each is kept until it is done.
+    assert sorted(reads, key=lambda at: at.start) == whole
+    assert data.HDF5(tmp_path / "a.h5", ["labels"]).counts == [1000]
 
 
 def test_rows_of_chunks_without_filters(tmp_path, monkeypatch):

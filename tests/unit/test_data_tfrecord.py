@@ -49,6 +49,7 @@ def test_records_by_number(paths):
     records = data.TFRecords(paths)
     assert len(records) == COUNT
     assert records.bounds == [0, 10, 10, COUNT]
+    assert records.counts == [10, 0, COUNT - 10]
     indices = [59, 0, 9, 10, 11, 12, 0]
     assert records.read(indices) == [video(k) for k in indices]
     assert records.read([]) == []
