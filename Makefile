@@ -106,6 +106,7 @@ bench-simulate: $(VENV)/.run
 soak: $(VENV)/.test
 	$(EXEC) 2 $(BIN)/python tests/soak/soak.py
 	$(BIN)/python tests/soak/killed_saves.py 200
+	$(BIN)/python tests/soak/killed_saves.py 200 3600 1
 
 soak-recovery: $(VENV)/.test
 	$(BIN)/python tests/launch/programs/killed_often.py 100

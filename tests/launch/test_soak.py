@@ -44,8 +44,9 @@ def test_a_short_soak(tmp_path, what):
     assert "flat" in launch(2, words, timeout=120).check().stdout
 
 
-def test_all_is_killed_around_saves():
+@pytest.mark.parametrize("tiered", [0, 1])
+def test_all_is_killed_around_saves(tiered):
     """Issue 4: kill -9 of everything at random moments; `make soak` does it 200 times."""
-    words = [sys.executable, SOAK / "killed_saves.py", "200", "40"]
+    words = [sys.executable, SOAK / "killed_saves.py", "200", "20", str(tiered)]
     done = run(words, timeout=120).check()
     assert " times all was killed" in done.stdout
