@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +31,8 @@ EXTRAS = "__extras__"
 def export(comm, path, out, *, step: int | None = None) -> int:
     """Write one step of the store at `path` to the file `out` and return its number.
 
-    Collective over `comm`: rank 0 reads and writes, and what goes wrong is raised on all.
+    Collective over `comm`: what goes wrong on one rank is raised on all. An HDF5 file is written
+    by all ranks where h5py was built with parallel HDF5; everything else by rank 0 alone.
 
     Parameters
     ----------
@@ -39,9 +41,38 @@ def export(comm, path, out, *, step: int | None = None) -> int:
     step : int, optional
         None takes the newest good step.
     """
+    out = Path(os.fspath(out))
+    if comm.size == 1 or out.suffix not in (".h5", ".hdf5"):
+        return _by_rank_0(comm, path, out, step)
+    if not h5py.get_config().mpi:
+        if comm.rank == 0:
+            text = f"mpidist: note: h5py here has no parallel HDF5: rank 0 alone writes {out}"
+            print(text, file=sys.stderr, flush=True)
+        return _by_rank_0(comm, path, out, step)
+    from mpidist.checkpoint.export_together import export_together
+
+    def begin(_) -> Path:
+        check(out)
+        return _partial(out)
+
+    partial = together(comm, f"export to {out}", lambda: None, begin)
+    try:
+        number = export_together(comm, os.fspath(path), partial, step)
+        together(comm, f"export to {out}", lambda: None, lambda _: partial.rename(out) and None)
+    finally:
+        if comm.rank == 0:
+            partial.unlink(missing_ok=True)
+    return number
+
+
+def _by_rank_0(comm, path, out: Path, step: int | None) -> int:
     return together(
         comm, f"export to {out}", lambda: None, lambda _: export_step(path, out, step=step)
     )
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(f".{out.name}-{secrets.token_hex(4)}{out.suffix}")
 
 
 def export_step(path, out, *, step: int | None = None) -> int:
@@ -67,7 +98,7 @@ def write(state: Mapping, out: Path) -> None:
     """Write `state` to `out`. Local. Under its name stands a complete file or none."""
     check(out)
     arrays, extras = _split(state)
-    partial = out.with_name(f".{out.name}-{secrets.token_hex(4)}{out.suffix}")
+    partial = _partial(out)
     try:
         _WRITERS[out.suffix](arrays, extras, partial)
         partial.rename(out)
@@ -108,22 +139,25 @@ def extras_text(extras: Mapping[str, object], dtypes: Mapping[str, str]) -> str:
     return json.dumps({"values": extras, "dtypes": dtypes})
 
 
-def _named(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return the arrays with a dtype that HDF5 and NumPy can name, and what the others were."""
-    named, dtypes = {}, {}
+def named(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Return the arrays with a dtype that HDF5 and NumPy can name, and what the others were.
+
+    Local.
+    """
+    result, dtypes = {}, {}
     for name, array in arrays.items():
         if array.dtype.kind in "mM" or dtype_name(array.dtype) != array.dtype.str:
             dtypes[name] = str(array.dtype)
             bits = {1: "u1", 2: "<u2", 4: "<u4", 8: "<i8"}[array.dtype.itemsize]
             array = np.ascontiguousarray(array).view(bits).reshape(array.shape)
-        named[name] = array
-    return named, dtypes
+        result[name] = array
+    return result, dtypes
 
 
 def _write_h5(arrays: Mapping[str, np.ndarray], extras: Mapping, path: Path) -> None:
-    named, dtypes = _named(arrays)
+    values, dtypes = named(arrays)
     with h5py.File(path, "x") as file:
-        for name, array in named.items():
+        for name, array in values.items():
             if array.dtype.kind == "U":
                 array = np.char.encode(array, "utf-8")
             file.create_dataset(name, data=array)
@@ -136,10 +170,10 @@ def put_extras(file: h5py.File, text: str) -> None:
 
 
 def _write_npz(arrays: Mapping[str, np.ndarray], extras: Mapping, path: Path) -> None:
-    named, dtypes = _named(arrays)
+    values, dtypes = named(arrays)
     text = np.array(extras_text(extras, dtypes))
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED) as archive:
-        for name, array in {**named, EXTRAS: text}.items():
+        for name, array in {**values, EXTRAS: text}.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
 
