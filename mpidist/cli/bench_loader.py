@@ -29,13 +29,24 @@ def run(comm, args) -> list[dict]:
         f"{args.size:g} MiB, batches of {args.unit} on each of {comm.size} ranks, "
         f"{args.rounds} rounds, {library()}"
     )
-    columns = ("source", "order", "pages", "samples/s", "plain", "ratio", "low", "high")
+    columns = (
+        "source",
+        "order",
+        "pages",
+        "samples/s",
+        "plain",
+        "ratio",
+        "low",
+        "high",
+        "cpu us",
+        "plain",
+    )
     head(comm, title, columns, width=12)
     for row in rows:
         say(
             comm,
             f"{row['source']:>12}{row['order']:>12}{row['pages']:>12}{row['samples_per_s']:>12.0f}"
             f"{row['plain_samples_per_s']:>12.0f}{row['ratio']:>12.2f}{row['low']:>12.2f}"
-            f"{row['high']:>12.2f}",
+            f"{row['high']:>12.2f}{row['cpu_us']:>12.2f}{row['plain_cpu_us']:>12.2f}",
         )
     return rows

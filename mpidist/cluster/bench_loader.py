@@ -2,10 +2,12 @@
 
 Files of videos as in YouTube-8M (1,152 float32 and a few labels each) are written once. Every rank
 then brings in its block of the records, batch by batch, through a `Loader` as a run would, and
-beside it reads its share of the same file's bytes with os.readv, 8 MiB at a time. Candidates take
-turns inside each round, in an order that changes from round to round; the time is that of the
-slowest rank, from a barrier; the ratio is the median of the rounds' ratios. "cold": the system was
-told to forget the file's pages before; "warm": they lie in memory.
+beside it reads its share of the same file's bytes, as they are stored, with os.preadv into one and
+the same 8 MiB: nothing is looked at and nothing kept. What a loader gives are arrays of their own,
+checked and decoded, of every sample. Candidates take turns inside each round, in an order that
+changes from round to round; the time is that of the slowest rank, from a barrier; the ratio is the
+median of the rounds' ratios. "cold": the system was told to forget the file's pages before; "warm":
+they lie in memory. CPU time is that of all threads, which a busy machine changes less.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _RECORD = 4 * sum(_WIDTHS.values())
 def measure(comm, nbytes: int, rounds: int, folder: str, batch: int) -> list[dict]:
     """Return the rows for files of about `nbytes` in `folder`. Collective over `comm`.
 
-    Rows: source, order, pages, ranks, bytes, samples_per_s, plain_samples_per_s, ratio, low, high.
+    Rows: source, order, pages, ranks, bytes, samples_per_s, plain_samples_per_s, ratio, low, high,
+    cpu_us and plain_cpu_us of a sample.
     """
     name = tempfile.mkdtemp(prefix="mpidist-bench-", dir=folder) if comm.rank == 0 else ""
     made = Path(comm.bcast(name))
@@ -77,27 +80,29 @@ def _measure(comm, folder, source, pages, count, batch, rounds) -> list[dict]:
     path = folder / source
     start, stop = BlockPartition(count, comm.size).range(comm.rank)
     opened = YouTube8M(path) if source == "tfrecord" else HDF5(path, ["inputs", "labels"])
-    order = Bijection(count, (0, 0))
+    order = Bijection(count, (0, 0))(np.arange(count))
     candidates: dict[str, Callable[[], None]] = {
-        "plain": partial(_plain, path, comm.rank, comm.size),
+        "plain": partial(_plain, path, comm.rank, comm.size, memoryview(bytearray(_CALL))),
         "in order": partial(_load, opened, partial(_batches, start, stop, batch, None)),
     }
-    if source != "hdf5 chunks":  # there a row costs its chunk, 128 rows: no question of speed
-        shuffled = partial(_batches, start, stop, batch, order)
-        candidates["shuffled"] = partial(_load, opened, shuffled)
+    shuffled = partial(_batches, start, stop, batch, order)
+    candidates["shuffled"] = partial(_load, opened, shuffled)
     seconds = {name: np.empty(rounds) for name in candidates}
+    cpu = {name: np.empty(rounds) for name in candidates}
     rng = np.random.default_rng(0)
     for k in range(-1, rounds):  # round -1 warms up
         for name in rng.permutation(list(candidates)):
             if pages == "cold":
                 _forget(comm, path)
             comm.Barrier()
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             candidates[name]()
             elapsed = np.array([time.perf_counter() - began])
+            used = np.array([time.process_time() - worked])
             comm.Allreduce(MPI.IN_PLACE, elapsed, MPI.MAX)
+            comm.Allreduce(MPI.IN_PLACE, used)
             if k >= 0:
-                seconds[name][k] = elapsed[0]
+                seconds[name][k], cpu[name][k] = elapsed[0], used[0]
     opened.close()
     rows = []
     for name in list(candidates)[1:]:
@@ -115,6 +120,8 @@ def _measure(comm, folder, source, pages, count, batch, rounds) -> list[dict]:
                 "ratio": float(f"{np.median(ratios):.4g}"),
                 "low": float(f"{low:.4g}"),
                 "high": float(f"{high:.4g}"),
+                "cpu_us": float(f"{np.median(cpu[name]) / count * 1e6:.3g}"),
+                "plain_cpu_us": float(f"{np.median(cpu['plain']) / count * 1e6:.3g}"),
             }
         )
     return rows
@@ -123,7 +130,7 @@ def _measure(comm, folder, source, pages, count, batch, rounds) -> list[dict]:
 def _batches(start: int, stop: int, batch: int, order) -> Iterator[np.ndarray]:
     for first in range(start, stop, batch):
         places = np.arange(first, min(first + batch, stop))
-        yield places if order is None else order(places)
+        yield places if order is None else order[places]
 
 
 def _load(source, plan: Callable[[], Iterator[np.ndarray]]) -> None:
@@ -132,10 +139,9 @@ def _load(source, plan: Callable[[], Iterator[np.ndarray]]) -> None:
             loader.take(indices)
 
 
-def _plain(path: Path, rank: int, size: int) -> None:
+def _plain(path: Path, rank: int, size: int, inbox: memoryview) -> None:
     """Read this rank's share of a file, whatever is in it."""
     start, stop = BlockPartition(path.stat().st_size, size).range(rank)
-    inbox = memoryview(bytearray(_CALL))
     file = os.open(path, os.O_RDONLY)
     try:
         while start < stop:

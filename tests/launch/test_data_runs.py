@@ -105,11 +105,12 @@ def test_bench_loader(tmp_path):
     done = launch(2, [sys.executable, "-m", "mpidist", *words], cwd=tmp_path).check()
     rows = json.loads((tmp_path / "r.json").read_text())
     names = {(row["source"], row["order"], row["pages"]) for row in rows}
-    assert len(names) == len(rows) == 10
+    assert len(names) == len(rows) == 12
     for row in rows:
         assert 0 < row["low"] <= row["ratio"] <= row["high"]
         assert row["bytes"] > 1_000_000
         assert row["samples_per_s"] > 0
+        assert row["cpu_us"] > 0
     assert done.stdout.count("tfrecord") == 4
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
