@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -67,8 +69,10 @@ class Runs:
         self._next = last.file, end
 
     def _expect(self, file: int, begin: int, count: int) -> None:
+        descriptor = self._descriptor(file)
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._descriptor(file), begin, count, os.POSIX_FADV_WILLNEED)
+            with suppress(OSError):  # advice only: reading will tell what is wrong
+                os.posix_fadvise(descriptor, begin, count, os.POSIX_FADV_WILLNEED)
 
 
 def bytes_of(array: np.ndarray) -> memoryview:
@@ -90,12 +94,13 @@ class Rooms:
     """Memory for large arrays, which the system would take back and give anew, page by page. Local.
 
     What an array of `empty` lies in is used again when that array, and all that was cut out of
-    it, are gone.
+    it, are gone, in whatever thread. `empty` is called by one thread at a time.
     """
 
     def __init__(self) -> None:
-        self._free: list[np.ndarray] = []
         self._lent: dict[int, tuple[weakref.ref, np.ndarray]] = {}
+        self._returned: deque[np.ndarray] = deque()
+        self._free: list[np.ndarray] = []
 
     def empty(self, shape: tuple[int, ...], dtype) -> np.ndarray:
         """Return an array of anything."""
@@ -103,6 +108,10 @@ class Rooms:
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if nbytes < _SMALL:
             return np.empty(shape, dtype)
+        while self._returned:
+            self._free.append(self._returned.popleft())
+        while sum(map(len, self._free)) > _KEPT:
+            self._free.pop(0)
         fitting = [k for k, room in enumerate(self._free) if nbytes <= len(room) <= 2 * nbytes]
         room = self._free.pop(fitting[-1]) if fitting else np.empty(nbytes, np.uint8)
         # Every array that is cut out of `seen` holds on to it: NumPy does not look behind a
@@ -113,6 +122,5 @@ class Rooms:
         return seen.reshape(shape)
 
     def _back(self, seen: weakref.ref) -> None:
-        self._free.append(self._lent.pop(id(seen))[1])
-        while sum(map(len, self._free)) > _KEPT:
-            self._free.pop(0)
+        # In the thread that let go last, and maybe amid `empty`: two steps that nothing can part.
+        self._returned.append(self._lent.pop(id(seen))[1])
