@@ -1,5 +1,7 @@
 """Reading ahead: the same samples in the same order, bounded, capped, and patient (R44, R130)."""
 
+import os
+import subprocess
 import threading
 import time
 
@@ -70,6 +72,22 @@ def test_bounded_in_bytes():
             assert settle(source, 1 + expected) == 1 + expected
             loader.take(np.arange(110, 120))
             assert settle(source, 2 + expected) == 2 + expected
+
+
+def test_no_process_is_made(monkeypatch):
+    """A fork after MPI has started is not safe, so a thread it is."""
+
+    def fork(*_):
+        raise AssertionError("a process")
+
+    for name in ("fork", "posix_spawn", "forkpty"):
+        monkeypatch.setattr(os, name, fork)
+    monkeypatch.setattr(subprocess, "Popen", fork)
+    source = Watched(X)
+    with Loader(source, lambda: batches(10, 100), Loading(True)) as loader:
+        for first in range(100, 300, 10):
+            loader.take(np.arange(first, first + 10))
+    assert source.threads == {"mpidist-loader"}
 
 
 def test_small_batches_are_taken_together():
@@ -208,6 +226,7 @@ def test_closed_while_the_source_hangs():
         ({"prefetch": "all"}, "prefetch is 'all', expected"),
         ({"bandwidth": 0}, "bandwidth is 0, expected a number above 0"),
         ({"starved_after": True}, "starved_after is True, expected a number"),
+        ({"finite": 1}, "finite is 1, expected true or false"),
     ],
 )
 def test_bad_settings(settings, message):
