@@ -60,7 +60,9 @@ ALLREDUCE: dict[str, Callable] = {
         size, rank, n, itemsize=itemsize
     ),
     "recursive_doubling": _plain(butterfly.recursive_doubling),
-    "halving_doubling": _plain(butterfly.halving_doubling),
+    "halving_doubling": lambda size, rank, n, itemsize: butterfly.halving_doubling(
+        size, rank, n, itemsize=itemsize
+    ),
     "direct": _plain(direct.allreduce),
     "two_hop": _plain(direct.two_hop),
     "ordered": lambda size, rank, n, itemsize: ordered.allreduce(

@@ -7,6 +7,10 @@ halving_doubling (Rabenseifner) exchanges halves, quarters, ... and adds, then w
 2L alpha + 2(p-1)/p N beta + (p-1)/p N gamma. The bytes of the ring in log2 p rounds.
 `butterfly` picks: recursive doubling below `SHORT` bytes, halving and doubling above.
 
+Both of a pair send at once. Over TCP a long message waits for an answer, and that queues behind the
+long message that crosses it; so halves longer than `LONG` bytes go as many of `EAGER_BYTES`, which
+wait for nothing, and are added while the next ones arrive.
+
 p that is not a power of two: with r = p - 2^k, the first 2r ranks fold in pairs (odd gives its
 vector to even), 2^k ranks do the work, and even hands the result back: two rounds more.
 Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005.
@@ -15,12 +19,16 @@ Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from ..partition import BlockPartition
-from .schedule import Range, Step, combine, length, recv, send
+from .cost import LONG
+from .schedule import Range, Step, combine, cut, length, recv, send
 
 #: Bytes below which `butterfly` is recursive doubling.
 SHORT = 8192
+#: Open MPI's TCP sends what is below 64 KiB eagerly (docs/benchmarks.md).
+EAGER_BYTES = 60 << 10
 
 
 def recursive_doubling(size: int, rank: int, n: int) -> list[Step]:
@@ -28,16 +36,16 @@ def recursive_doubling(size: int, rank: int, n: int) -> list[Step]:
     return _folded(size, rank, n, doubling)
 
 
-def halving_doubling(size: int, rank: int, n: int) -> list[Step]:
+def halving_doubling(size: int, rank: int, n: int, *, itemsize: int = 4) -> list[Step]:
     """Recursive halving (reduce-scatter), then recursive doubling (allgather)."""
-    return _folded(size, rank, n, halving)
+    return _folded(size, rank, n, partial(halving, itemsize=itemsize))
 
 
 def butterfly(size: int, rank: int, n: int, *, itemsize: int = 4) -> list[Step]:
     """Pick by length: `recursive_doubling` for short vectors, `halving_doubling` for long ones."""
     if n * itemsize < SHORT or n < size:
         return recursive_doubling(size, rank, n)
-    return halving_doubling(size, rank, n)
+    return halving_doubling(size, rank, n, itemsize=itemsize)
 
 
 def _folded(size: int, rank: int, n: int, inner: Callable) -> list[Step]:
@@ -89,6 +97,7 @@ def halving(
     first: int,
     *,
     neighbours_first: bool = False,
+    itemsize: int = 4,
 ):
     """The inner part of `halving_doubling`, on `size` members, a power of two.
 
@@ -97,32 +106,47 @@ def halving(
     """
     blocks = BlockPartition(n, size)
     levels = size.bit_length() - 1
-    low, high = 0, size
-    kept: list[tuple[int, int, int]] = []
-    steps: list[Step] = []
+    # On each level: the partner, the blocks that are kept, and those that it keeps.
+    halves: list[tuple[int, Range, Range]] = []
+    kept: Range = (0, size)
     for k in range(levels):
         distance = 1 << k if neighbours_first else size >> (k + 1)
-        other = me ^ distance
-        middle = (low + high) // 2
-        mine, theirs = ((low, middle), (middle, high))
+        middle = sum(kept) // 2
+        mine, theirs = ((kept[0], middle), (middle, kept[1]))
         if me & distance:
             mine, theirs = theirs, mine
-        away: Range = (blocks.start(theirs[0]), blocks.start(theirs[1]))
-        home: Range = (blocks.start(mine[0]), blocks.start(mine[1]))
-        slot = (scratch, scratch + length(home))
-        scratch = slot[1]
-        steps += [
-            send(first + k, members[other], away),
-            recv(first + k, members[other], slot),
-            combine(first + k, me, other, slot, home),
+        halves.append((me ^ distance, mine, theirs))
+        kept = mine
+
+    def messages(k: int, of: Range, backward: bool = False) -> list[Range]:
+        """Cut one half of level k: what the next level sends first comes first."""
+        whole: Range = (blocks.start(of[0]), blocks.start(of[1]))
+        if length(whole) * itemsize <= LONG:
+            return [whole]
+        # Partners differ in this level alone, so their parts lie alike in either half.
+        shift = of[0] - halves[k][1][0]
+        parts = [theirs for _, _, theirs in halves[k + 1 :]] + [kept]
+        spans = [(blocks.start(a + shift), blocks.start(b + shift)) for a, b in parts]
+        if backward:
+            spans.reverse()
+        return [
+            piece
+            for span in spans
+            for piece in cut(span, -(-length(span) * itemsize // EAGER_BYTES))
         ]
-        kept.append((other, *theirs))
-        low, high = mine
-    for k, (other, start, stop) in enumerate(reversed(kept)):
-        round = first + levels + k
-        steps += [
-            send(round, members[other], (blocks.start(low), blocks.start(high))),
-            recv(round, members[other], (blocks.start(start), blocks.start(stop))),
-        ]
-        low, high = min(low, start), max(high, stop)
+
+    steps: list[Step] = []
+    for k, (other, mine, theirs) in enumerate(halves):
+        steps += [send(first + k, members[other], piece) for piece in messages(k, theirs)]
+        move = scratch - blocks.start(mine[0])
+        for home in messages(k, mine):
+            slot = (home[0] + move, home[1] + move)
+            steps.append(recv(first + k, members[other], slot))
+            steps.append(combine(first + k, me, other, slot, home))
+        scratch += blocks.start(mine[1]) - blocks.start(mine[0])
+    for k in reversed(range(levels)):
+        other, mine, theirs = halves[k]
+        round = first + 2 * levels - 1 - k
+        steps += [send(round, members[other], piece) for piece in messages(k, mine, True)]
+        steps += [recv(round, members[other], piece) for piece in messages(k, theirs, True)]
     return steps

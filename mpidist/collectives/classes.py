@@ -101,15 +101,15 @@ def of_double_tree(size: int, n: int, itemsize: int) -> list[Class]:
     return result
 
 
-def _butterfly(size: int, n: int, itemsize: int) -> list[Class]:
-    return of_butterfly(partial(butterfly.butterfly, itemsize=itemsize), size, n, itemsize)
+def _halved(build: Callable, size: int, n: int, itemsize: int) -> list[Class]:
+    return of_butterfly(partial(build, itemsize=itemsize), size, n, itemsize)
 
 
 #: Algorithms whose ranks fall into few classes; those that halve need n as a multiple of 2^k <= p.
 CLASSES: dict[str, Callable[[int, int, int], list[Class]]] = {
     "tree": of_tree,
     "double_tree": of_double_tree,
-    "butterfly": _butterfly,
+    "butterfly": partial(_halved, butterfly.butterfly),
     "recursive_doubling": partial(of_butterfly, butterfly.recursive_doubling),
-    "halving_doubling": partial(of_butterfly, butterfly.halving_doubling),
+    "halving_doubling": partial(_halved, butterfly.halving_doubling),
 }

@@ -119,7 +119,9 @@ def piecewise(
         everyone = list(range(size))
         if n * itemsize < butterfly.SHORT or n < size:
             return butterfly.doubling(size, rank, n, everyone, n, 0)
-        return butterfly.halving(size, rank, n, everyone, n, 0, neighbours_first=True)
+        return butterfly.halving(
+            size, rank, n, everyone, n, 0, neighbours_first=True, itemsize=itemsize
+        )
     return _direct(size, rank, n, pieces, nodes, votes, segments)
 
 

@@ -172,7 +172,7 @@ def test_messages_and_elements_equal_the_formulas():
         n = 5 * size + 3
         blocks = BlockPartition(n, size)
         nodes = [len(ordered.partials(*span, pieces)) for span in ranges(pieces, size)]
-        found = traffic(size, n, pieces, 1 << 20)
+        found = traffic(size, n, pieces, 1 << 10)
         most = -(-pieces // size)
         even = ordered.cuts(pieces, size)[:-1] == [rank * most for rank in range(size)]
         if even and set(nodes) == {1} and all(count & (count - 1) == 0 for count in (size, most)):

@@ -1,5 +1,7 @@
 """Every schedule is proved for every p up to 64 (R33, R38, R74, R76, R78, R123)."""
 
+import functools
+
 import pytest
 
 from mpidist.collectives import butterfly, check, direct, double_tree, ring, tree
@@ -14,6 +16,7 @@ ALLREDUCE = {
     "double_tree_segmented": lambda p, r, n: double_tree.allreduce(p, r, n, segments=3),
     "recursive_doubling": butterfly.recursive_doubling,
     "halving_doubling": butterfly.halving_doubling,
+    "halving_doubling_long": functools.partial(butterfly.halving_doubling, itemsize=1 << 16),
     "direct": direct.allreduce,
     "two_hop": direct.two_hop,
     "naive": direct.naive,
@@ -123,6 +126,17 @@ def test_butterfly_picks_by_length():
     short, long = (butterfly.butterfly(p, 0, n, itemsize=4) for n in (16, 1 << 20))
     assert short == butterfly.recursive_doubling(p, 0, 16)
     assert long == butterfly.halving_doubling(p, 0, 1 << 20)
+
+
+@pytest.mark.parametrize("p", [2, 4, 8, 16])
+def test_long_halves_travel_in_eager_messages(p):
+    """Of two messages that cross none waits for an answer; the bytes are the same."""
+    n, itemsize = 1000 * p, 1000
+    plans = check.programs(functools.partial(butterfly.halving_doubling, itemsize=itemsize), p, n)
+    for steps in plans:
+        lengths = [length(step.source) * itemsize for step in steps if step.kind == SEND]
+        assert max(lengths) <= 64 << 10
+        assert sum(lengths) == 2 * (p - 1) * n // p * itemsize
 
 
 def test_the_checker_finds_mistakes():
