@@ -24,9 +24,10 @@ from mpidist import strangers
 from mpidist.checkpoint import export, files, hdf5, load, shard, steps
 from mpidist.checkpoint.layout import dtype_of, show, to_json
 from mpidist.checkpoint.manifest import Damaged, Manifest, Piece, Tensor
-from mpidist.checkpoint.reader import Reader, fill
+from mpidist.checkpoint.reader import Reader
 from mpidist.checkpoint.regions import Flat, boxes_of, whole
 from mpidist.checkpoint.steps import Entry
+from mpidist.checkpoint.wants import wants_of
 from mpidist.errors import ConfigError
 
 NAME = "index.h5"
@@ -59,8 +60,8 @@ def _write(path: str, entry: Entry) -> None:
         _compare(folder, manifest)
         # Made in memory, so that it is written as everything else in a store is.
         memory = io.BytesIO()
-        with h5py.File(memory, "w") as file, Reader(folder, manifest) as reader:
-            _fill(file, manifest, reader)
+        with h5py.File(memory, "w") as file:
+            _fill(file, manifest, Reader(folder, manifest))
         partial = f"index-{secrets.token_hex(4)}.part"
         try:
             shard.put(folder, partial, memory.getvalue())
@@ -103,7 +104,8 @@ def _fill(file: h5py.File, manifest: Manifest, reader: Reader) -> None:
             dtypes[name] = str(dtype_of(tensor.dtype))
         if not tensor.shape or not tensor.nbytes:  # HDF5 has no virtual scalars
             array = np.empty(tensor.shape, dtype_of(tensor.dtype))
-            fill(reader, tensor, whole(tensor.shape), array.itemsize, array)
+            region = whole(tensor.shape)
+            reader.read([*wants_of(tensor, region, array.itemsize, array, manifest.block)])
             array = array.reshape(-1).view(dtype).reshape((*tensor.shape, *inner))
             file.create_dataset(name, data=array)
         else:

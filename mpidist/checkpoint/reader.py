@@ -1,201 +1,222 @@
 """Bytes out of shard files: only those that are asked for, and none that was not checked.
 
-Nothing here parses HDF5. The manifest says at which offset each piece of a tensor lies, so a
-reader takes its own box or range with ``pread``, in the blocks that the checksums cover.
+Nothing here parses HDF5. The manifest says at which offset each piece of a tensor lies, so a reader
+says what it *wants*: ranges of bytes, and where they go. All wants are then served together, in the
+order of the files, so that a block that several of them touch is read and checked once:
+
+    wants      w[0:900]      w[900:1000]  b[0:50]  m[0:2000]
+    blocks     |   0   |   1   |   2   |   3   |   4   |   5   |    a few are read at once
+    threads      one     one     two     two     one     one        read, check, copy
 """
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import zlib
-from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from math import prod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import NamedTuple
 
 import numpy as np
 
 from mpidist.checkpoint import files
-from mpidist.checkpoint.manifest import Damaged, Manifest, Tensor
-from mpidist.checkpoint.regions import Region, boxes_of, intersection, rows
+from mpidist.checkpoint.manifest import Damaged, Manifest
 from mpidist.checkpoint.steps import Entry, open_shard
+from mpidist.checkpoint.wants import Want
 
-_MAX_OPEN = 32
-#: Bytes that the system is asked for before they are needed.
-_AHEAD = 16 << 20
+#: One waits for the disk while the other checks and copies.
+_THREADS = 2
+#: Groups that the system is asked for before they are needed, where it reads through its cache.
+_AHEAD = 4
+
+
+class _Summed(Want):
+    """A whole file, of which a digest is made; its bytes must come in order. Local."""
+
+    def __init__(self, file: int, count: int, digest):
+        super().__init__(file, 0, count)
+        self._digest = digest
+
+    def take(self, at: int, data: np.ndarray) -> None:
+        self._digest.update(data)
+
+
+class _Group(NamedTuple):
+    """Neighbouring blocks of a file, with those who want something of each."""
+
+    file: int
+    first: int
+    wants: list[list[Want]]
 
 
 class Reader:
     """The shard files of one checkpoint, in an open folder that the caller keeps open. Local.
 
-    Use it with ``with``, or close it.
+    Parameters
+    ----------
+    verify : bool
+        Whether blocks are compared with their checksums.
+    direct : bool
+        Whether bytes pass the system's cache by, where that is possible: worth while where nobody
+        else will read the same.
     """
 
-    def __init__(self, folder: int, manifest: Manifest):
-        self._folder = folder
-        self._manifest = manifest
-        self._open: OrderedDict[int, int] = OrderedDict()
-        self._checked: set[tuple[int, int]] = set()
-        self._buffer = bytearray(0)
-        self._held: tuple[int, int] | None = None
+    def __init__(self, folder: int, manifest: Manifest, verify: bool = True, direct: bool = False):
+        self._folder, self._manifest, self._verify = folder, manifest, verify
+        self._direct = direct and manifest.block % files.PAGE == 0
+
+    def read(self, wants: Sequence[Want], threads: int = _THREADS) -> None:
+        """Read and check each block that `wants` touch, once, and give them their bytes.
+
+        Raises Damaged when a block fails its checksum or cannot be read; what came before has been
+        given then.
+        """
+        groups = self._groups(wants)
+        taken, lock = iter(range(len(groups))), threading.Lock()
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            room = files.paged(self._at_once * self._manifest.block)
+            with _Held(self._folder, self._manifest, self._direct) as held:
+                while not errors:
+                    with lock:
+                        number = next(taken, None)
+                    if number is None:
+                        return
+                    group = groups[number]
+                    descriptor = held.open(group.file)
+                    if not held.direct:
+                        self._begin(descriptor, groups[number : number + _AHEAD])
+                    self._serve(group, self._bytes(descriptor, group, room, held.direct))
+
+        def told() -> None:
+            try:
+                work()
+            except BaseException as error:
+                errors.append(error)
+
+        helpers = [
+            threading.Thread(target=told, name="mpidist-read")
+            for _ in range(min(threads, len(groups)) - 1)
+        ]
+        with ExitStack() as stack:
+            for helper in helpers:
+                with suppress(RuntimeError):  # no more threads: fewer do it
+                    helper.start()
+                    stack.callback(helper.join)
+            if groups:
+                told()
+        if errors:
+            raise errors[0]
+
+    def check_file(self, number: int) -> None:
+        """Check every byte of a file against all that the manifest says of it. Raises Damaged."""
+        listed = self._manifest.files[number]
+        if listed.sha256 is None:
+            self.read([Want(number, 0, listed.size)])
+            return
+        digest = hashlib.sha256()
+        self.read([_Summed(number, listed.size, digest)], threads=1)
+        if digest.hexdigest() != listed.sha256:
+            raise Damaged(f"{listed.name} fails its SHA-256")
+
+    @property
+    def _at_once(self) -> int:
+        """Blocks that are read by one call."""
+        return max(1, files.GROUP * files.BLOCK // self._manifest.block)
+
+    def _groups(self, wants: Sequence[Want]) -> list[_Group]:
+        block = self._manifest.block
+        touched: dict[tuple[int, int], list[Want]] = {}
+        for want in wants:
+            if want.count:
+                last = (want.offset + want.count - 1) // block
+                for number in range(want.offset // block, last + 1):
+                    touched.setdefault((want.file, number), []).append(want)
+        found: list[_Group] = []
+        for (file, number), takers in sorted(touched.items(), key=lambda item: item[0]):
+            group = found[-1] if found else None
+            if (
+                group is not None
+                and (group.file, group.first + len(group.wants)) == (file, number)
+                and len(group.wants) < self._at_once
+            ):
+                group.wants.append(takers)
+            else:
+                found.append(_Group(file, number, [takers]))
+        return found
+
+    def _begin(self, descriptor: int, groups: Sequence[_Group]) -> None:
+        block = self._manifest.block
+        for group in groups:
+            if group.file == groups[0].file:
+                files.begin_read(descriptor, group.first * block, len(group.wants) * block)
+
+    def _bytes(self, descriptor: int, group: _Group, room: np.ndarray, direct: bool) -> np.ndarray:
+        """Return the bytes of a group, in `room`."""
+        listed, block = self._manifest.files[group.file], self._manifest.block
+        begin = group.first * block
+        count = min(len(group.wants) * block, listed.size - begin)
+        asked = -(-count // files.PAGE) * files.PAGE if direct else count
+        where = f"{listed.name}, bytes {begin}:{begin + count}"
+        try:
+            there = files.read_at(descriptor, room[:asked].data, begin, enough=count)
+        except OSError as error:
+            raise Damaged(f"{where} cannot be read: {error.strerror}") from error
+        if there < count:
+            raise Damaged(f"{where} are cut short: {there} are there")
+        return room[:count]
+
+    def _serve(self, group: _Group, data: np.ndarray) -> None:
+        listed, block = self._manifest.files[group.file], self._manifest.block
+        for number, takers in enumerate(group.wants, group.first):
+            begin = number * block
+            piece = data[begin - group.first * block :][:block]
+            end = begin + len(piece)
+            if self._verify and zlib.crc32(piece.data) != listed.crc32[number]:
+                raise Damaged(f"{listed.name}, bytes {begin}:{end} fail their checksum")
+            for want in takers:
+                low, high = max(want.offset, begin), min(want.offset + want.count, end)
+                want.take(low - want.offset, piece[low - begin : high - begin])
+
+
+class _Held:
+    """The file that a thread reads from: one at a time, for groups come in their order. Local."""
+
+    def __init__(self, folder: int, manifest: Manifest, direct: bool):
+        self._folder, self._manifest, self._wanted = folder, manifest, direct
+        self._file, self._descriptor, self.direct = -1, -1, False
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.close()
+        self._close()
 
-    def close(self) -> None:
-        """Close all files; a second call does nothing."""
-        while self._open:
-            files.close(self._open.popitem()[1])
+    def open(self, file: int) -> int:
+        if file != self._file:
+            self._close()
+            self._descriptor, _ = open_shard(self._folder, self._manifest.files[file].name)
+            self._file = file
+            self.direct = self._wanted and files.set_direct(self._descriptor, True)
+        return self._descriptor
 
-    @property
-    def block(self) -> int:
-        """Bytes that one checksum covers."""
-        return self._manifest.block
-
-    def into(self, file: int, offset: int, count: int, out: memoryview | None) -> None:
-        """Put bytes ``offset : offset + count`` of a file into `out`, or only check them.
-
-        Raises Damaged when a block that they touch fails its checksum.
-        """
-        size = self._manifest.files[file].size
-        at, end = offset, offset + count
-        if count > self.block:
-            self._begin(file, at, min(count, _AHEAD))
-        while at < end:
-            if end - at > _AHEAD:  # a block is read while the one before it is checked
-                self._begin(file, at + _AHEAD, min(self.block, end - at - _AHEAD))
-            number = at // self.block
-            begin = number * self.block
-            stop = min(end, begin + self.block)
-            if out is None:
-                if (file, number) not in self._checked:
-                    self._load(file, number)
-                    self._checked.add((file, number))
-            elif at == begin and stop == min(begin + self.block, size):
-                # A whole block is wanted: read it where it belongs, then check it there.
-                self._read(file, number, out[at - offset : stop - offset])
-            else:
-                block = self._load(file, number)
-                out[at - offset : stop - offset] = block[at - begin : stop - begin]
-            at = stop
-
-    def check_file(self, file: int, digest) -> None:
-        """Check every block of a file, and feed it to `digest` (an object of hashlib)."""
-        for number in range(len(self._manifest.files[file].crc32)):
-            digest.update(self._load(file, number))
-
-    def _begin(self, file: int, offset: int, count: int) -> None:
-        files.begin_read(self._descriptor(file), offset, count)
-
-    def _load(self, file: int, number: int) -> memoryview:
-        """Return a checked block; the last one is kept, for small tensors lie side by side."""
-        begin = number * self.block
-        length = min(self.block, self._manifest.files[file].size - begin)
-        if len(self._buffer) < length:
-            self._buffer, self._held = bytearray(length), None
-        view = memoryview(self._buffer)[:length]
-        if self._held != (file, number):
-            self._held = None
-            self._read(file, number, view)
-            self._held = (file, number)
-        return view
-
-    def _read(self, file: int, number: int, view: memoryview) -> None:
-        listed = self._manifest.files[file]
-        begin = number * self.block
-        where = f"{listed.name}, bytes {begin}:{begin + len(view)}"
-        try:
-            found = files.read_at(self._descriptor(file), view, begin)
-        except OSError as error:
-            raise Damaged(f"{where} cannot be read: {error.strerror}") from error
-        if found != len(view):
-            raise Damaged(f"{where} are cut short: {found} are there")
-        if zlib.crc32(view) != listed.crc32[number]:
-            raise Damaged(f"{where} fail their checksum")
-
-    def _descriptor(self, file: int) -> int:
-        if file in self._open:
-            self._open.move_to_end(file)
-            return self._open[file]
-        if len(self._open) >= _MAX_OPEN:
-            files.close(self._open.popitem(last=False)[1])
-        descriptor, _ = open_shard(self._folder, self._manifest.files[file].name)
-        self._open[file] = descriptor
-        return descriptor
+    def _close(self) -> None:
+        if self._file >= 0:
+            self._file = -1
+            files.close(self._descriptor)
 
 
 @contextmanager
-def opened(path: str, entry: Entry, manifest: Manifest) -> Iterator[Reader]:
-    """Hold the shard files of an entry of the store at `path` open. Local. Raises Damaged."""
+def opened(
+    path: str, entry: Entry, manifest: Manifest, verify: bool = True, direct: bool = False
+) -> Iterator[Reader]:
+    """Read from an entry of the store at `path`. Local. Raises Damaged."""
     with ExitStack() as stack:
         try:
             root = stack.enter_context(files.folder(path))
             folder = stack.enter_context(files.folder(entry.name, root))
         except OSError as error:
             raise Damaged(f"{entry.name} cannot be opened: {error.strerror}") from error
-        yield stack.enter_context(Reader(folder, manifest))
-
-
-def fill(reader: Reader, tensor: Tensor, region: Region, itemsize: int, target) -> None:
-    """Copy `region` of a tensor into the host array `target`, or only check its bytes. Local.
-
-    `target` has the region's shape and the tensor's dtype, with any strides; None only checks.
-    """
-    for position, box in boxes_of(region, tensor.shape):
-        part = target
-        if target is not None and target.shape != box.extent:
-            # A flat range, seen as the box. A one-dimensional array of any stride can be.
-            part = target[position : position + box.size].reshape(box.extent)
-        for piece in tensor.pieces:
-            for held, other in boxes_of(piece.region, tensor.shape):
-                common = intersection(box, other)
-                if common is None:
-                    continue
-                low = tuple(a - b for a, b in zip(common.start, other.start, strict=True))
-                high = tuple(a + n for a, n in zip(low, common.extent, strict=True))
-                view = None
-                if part is not None:
-                    view = part[(*_slices(common.start, common.extent, box.start), ...)]
-                source = (piece.file, piece.offset + held * itemsize, other.extent)
-                _copy(reader, source, low, high, itemsize, view)
-
-
-def _slices(start, extent, origin) -> tuple[slice, ...]:
-    return tuple(slice(a - o, a - o + n) for a, n, o in zip(start, extent, origin, strict=True))
-
-
-def _copy(reader: Reader, source, low, high, itemsize: int, target) -> None:
-    """Copy the box low:high of an array stored in C order at `source` (file, offset, shape).
-
-    Rows are the sub-arrays along the first axis. Full rows are one range of bytes. Parts of rows
-    shorter than a block are cut out of whole rows, since their blocks must be read anyway; a
-    longer row is an array of its own.
-    """
-    file, offset, shape = source
-    first, last = (low[0], high[0]) if shape else (0, 1)
-    row = prod(shape[1:]) * itemsize
-    full = all(a == 0 and b == n for a, b, n in zip(low[1:], high[1:], shape[1:], strict=True))
-    if full and (target is None or target.flags.c_contiguous):
-        reader.into(file, offset + first * row, (last - first) * row, _bytes(target))
-        return
-    if row > reader.block and len(shape) > 1:
-        for i in range(first, last):
-            inner = (file, offset + i * row, shape[1:])
-            part = None if target is None else target[i - first]
-            _copy(reader, inner, low[1:], high[1:], itemsize, part)
-        return
-    cut = tuple(slice(a, b) for a, b in zip(low[1:], high[1:], strict=True))
-    for start, stop in rows(last - first, row, reader.block):
-        begin, count = offset + (first + start) * row, (stop - start) * row
-        if target is None:
-            reader.into(file, begin, count, None)
-            continue
-        buffer = np.empty((stop - start, *shape[1:]), target.dtype)
-        reader.into(file, begin, count, _bytes(buffer))
-        target[start:stop] = buffer[(slice(None), *cut)]
-
-
-def _bytes(array) -> memoryview | None:
-    return None if array is None else memoryview(array.reshape(-1).view(np.uint8))
+        yield Reader(folder, manifest, verify, direct)

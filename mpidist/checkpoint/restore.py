@@ -1,56 +1,74 @@
 """Restore: find the newest step that is good for every rank, then fill every rank's arrays.
 
 Rank 0 reads and checks the manifest and hands it to all; each rank reads for itself what it
-needs, whatever the layout it was saved with. A step counts only if all ranks can read theirs. A
-restore that finds nothing good leaves the caller's arrays as they were: they are copied first, or,
-where memory is short, a step is read once to check and agree, and once more to fill.
+needs, whatever the layout it was saved with; what all ranks need is read once and passed on
+(`sharing`). A step counts only if all ranks can read theirs. A restore that finds nothing good
+leaves the caller's arrays as they were: what is overwritten is copied before, or, where memory is
+short, a step is read once to check and agree, and once more to fill.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidist import events
-from mpidist.arrays import copy_into, host_empty, is_device, is_writable
+from mpidist.arrays import is_device, is_writable
 from mpidist.checkpoint import load, steps
 from mpidist.checkpoint.backup import Backup, fits
+from mpidist.checkpoint.filling import Filling, is_filled, is_whole, to_check
 from mpidist.checkpoint.layout import (
     Path,
-    Shard,
     array_of,
     dtype_name,
-    is_array,
+    dtype_of,
     leaves,
-    region_of,
     shape_of,
     show,
     tree,
 )
 from mpidist.checkpoint.manifest import Damaged, Manifest
-from mpidist.checkpoint.reader import fill, opened
+from mpidist.checkpoint.reader import opened
+from mpidist.checkpoint.shard import Memory
 from mpidist.checkpoint.steps import Entry
 from mpidist.checkpoint.together import everywhere, together
 from mpidist.errors import CheckpointError, ForeignCheckpoint
 
 _LISTED = 8
+#: Bytes read over those of the state up to which nobody else is said to read the same.
+_MOSTLY = 1.25
 
 
-def restore(comm, path: str, like: Mapping | None, step: int | None, bad: set[Entry]):
+class Reading(NamedTuple):
+    """How a store reads: comparing blocks with their checksums; passing the system's cache by."""
+
+    verify: bool = True
+    direct: bool = True
+
+
+def restore(
+    comm,
+    path: str,
+    like: Mapping | None,
+    step: int | None,
+    bad: set[Entry],
+    memory: Memory,
+    how: Reading,
+):
     """Return (entry, state); see `CheckpointStore.restore`. Collective over `comm`.
 
-    Entries found damaged are added to `bad` on every rank.
+    Entries found damaged are added to `bad` on every rank. `memory` is for what is overwritten.
     """
     items = everywhere(comm, "restore", lambda: None if like is None else _wanted(like))
     entries = together(
         comm, f"restore from {path}", lambda: None, lambda _: steps.candidates(path, step)
     )
-    backup = _backup(comm, items or [])
+    backup = _backup(comm, items or [], memory)
     tried: list[str] = []
     for entry in entries:
-        reason, state = _attempt(comm, path, entry, items, backup)
+        reason, state = _attempt(comm, path, entry, items, backup, how)
         if reason is None:
             events.emit("checkpoint_restored", path=path, step=entry.step, ranks=comm.size)
             return entry, state
@@ -68,7 +86,7 @@ def _wanted(like: Mapping) -> list:
     """Return the leaves to fill; raises CheckpointError for what cannot be. Local."""
     items = list(leaves(like))
     for path, leaf in items:
-        if isinstance(leaf, Shard) or is_array(leaf):
+        if is_filled(leaf):
             array = array_of(leaf)
             dtype_name(array.dtype)
             if not isinstance(leaf, np.generic) and not is_writable(array):
@@ -78,40 +96,83 @@ def _wanted(like: Mapping) -> list:
     return items
 
 
-def _backup(comm, items) -> Backup | None:
-    """Copy what will be overwritten, if there is memory for it on all ranks. Collective."""
-    arrays = [
-        array_of(leaf)
-        for _, leaf in items
-        if (isinstance(leaf, Shard) or is_array(leaf)) and not isinstance(leaf, np.generic)
-    ]
+def _backup(comm, items, memory: Memory) -> Backup | None:
+    """Make room for what will be overwritten, if all ranks have the memory. Collective."""
+    arrays = [array_of(leaf) for _, leaf in items if is_filled(leaf)]
     if not fits(comm, sum(array.nbytes for array in arrays)):
         return None
-    return everywhere(comm, "restore", lambda: Backup(arrays))
+    # Device arrays are overwritten when all is good, and take as much host memory until then.
+    count = sum(array.nbytes for array in arrays if not is_device(array))
+    return everywhere(comm, "restore", lambda: Backup(memory.room([count])[0]))
 
 
-def _attempt(comm, path: str, entry: Entry, items, backup: Backup | None) -> tuple[str | None, Any]:
+def _attempt(
+    comm, path: str, entry: Entry, items, backup: Backup | None, how: Reading
+) -> tuple[str | None, Any]:
     """Try one entry: (None, state), or (why it is damaged, None). Collective."""
     reason, data = together(comm, "restore", lambda: None, lambda _: _manifest(path, entry))
     if reason is not None:
         return reason, None
     found = everywhere(comm, "restore", lambda: steps.parse(data, entry))
-    if items is not None:
-        _same_model(comm, path, entry, found, items)
-        if backup is None:
-            reason = _agreed(comm, lambda: _read(path, entry, found, items, check=True))
-            if reason is not None:
-                return reason, None
-    result: list = []
-    work = _whole if items is None else _fill
+    keep = None if backup is None else backup.keep
+    if items is None:  # new arrays: nothing of anybody's is overwritten
+        items, keep = everywhere(comm, "restore", lambda: _fresh(found)), None
+        plan = _Plan({path for path, _ in items}, True)
+    else:
+        plan = _same_model(comm, path, entry, found, items)
+    how = how._replace(direct=how.direct and plan.alone)
+    if backup is None:
+        return _check_and_read(comm, path, entry, found, items, how)
+    fillings: list[Filling] = []
+
+    def read() -> None:
+        common = plan.common if comm.size > 1 else ()
+        fillings.append(Filling(found, items, keep, common, comm.rank, comm.size))
+        with opened(path, entry, found, *how) as reader:
+            fillings[0].read(reader)
+
     done = False
     try:
-        reason = _agreed(comm, lambda: result.append(work(path, entry, found, items)))
-        done = reason is None
+        reason = _agreed(comm, read)
+        if reason is None:
+            # Every byte is known to be good by now, and nothing below looks for damage.
+            fillings[0].exchange(comm)
+            filled = everywhere(comm, "restore", fillings[0].finish)
+            done = True
     finally:
-        if backup is not None and not done:
+        if not done:
             backup.put_back()
-    return reason, result[0] if done else None
+    return (None, _state(found, items, filled)) if done else (reason, None)
+
+
+def _check_and_read(
+    comm, path: str, entry: Entry, found: Manifest, items, how: Reading
+) -> tuple[str | None, Any]:
+    """Try one entry without memory for copies: read it to check it, agree, and read it again."""
+    reason = _agreed(comm, lambda: _read(path, entry, found, items, how, check=True))
+    if reason is not None:
+        return reason, None
+    filled: dict[Path, Any] = {}
+    reason = _agreed(
+        comm, lambda: filled.update(_read(path, entry, found, items, how, check=False))
+    )
+    return (None, _state(found, items, filled)) if reason is None else (reason, None)
+
+
+def _read(
+    path: str, entry: Entry, found: Manifest, items: list, how: Reading, check: bool
+) -> dict[Path, Any]:
+    """Fill every array leaf, one after the other, or only check their bytes. Local."""
+    filled: dict[Path, Any] = {}
+    with opened(path, entry, found, *how) as reader:
+        if check:
+            reader.read(to_check(found, items))
+            return filled
+        for item in items:
+            filling = Filling(found, [item])
+            filling.read(reader)
+            filled |= filling.finish()
+    return filled
 
 
 def _manifest(path: str, entry: Entry) -> tuple[str | None, bytes | None]:
@@ -146,19 +207,33 @@ def _agreed(comm, work) -> str | None:
 # ------------------------------------------------------------------------------ the same model
 
 
-def _same_model(comm, path: str, entry: Entry, found: Manifest, items: list) -> None:
+class _Plan(NamedTuple):
+    """What the ranks want together.
+
+    common : leaves that all ranks want whole, so that each reads a part of them.
+    alone : whether hardly any byte is read by two ranks.
+    """
+
+    common: set[Path]
+    alone: bool
+
+
+def _same_model(comm, path: str, entry: Entry, found: Manifest, items: list) -> _Plan:
     """Raise CheckpointError on all ranks where `like` and the checkpoint differ. Collective."""
     tensors = {tensor.path: tensor for tensor in found.tensors}
 
-    def local() -> tuple[list[str], bytes]:
-        mine = {name for name, leaf in items if isinstance(leaf, Shard) or is_array(leaf)}
-        present = np.packbits(np.array([tensor.path in mine for tensor in found.tensors], bool))
-        return _differences(tensors, items, dict(found.extras)), present.tobytes()
+    def local() -> tuple[list[str], bytes, bytes, int]:
+        mine = {name: leaf for name, leaf in items if is_filled(leaf)}
+        present = [tensor.path in mine for tensor in found.tensors]
+        whole = [tensor.path in mine and is_whole(mine[tensor.path]) for tensor in found.tensors]
+        cut = sum(array_of(leaf).nbytes for leaf in mine.values() if not is_whole(leaf))
+        differs = _differences(tensors, items, dict(found.extras))
+        return differs, _packed(present), _packed(whole), cut
 
-    def decide(answers: list) -> None:
-        masks = [np.frombuffer(mask, np.uint8) for _, mask in answers]
-        seen = np.unpackbits(np.bitwise_or.reduce(masks), count=len(found.tensors))
-        lines = list(dict.fromkeys(line for differs, _ in answers for line in differs))
+    def decide(answers: list) -> tuple[list[int], bool]:
+        differs, present, whole, cut = zip(*answers, strict=True)
+        seen = _bits(present, len(found.tensors)).sum(axis=0)
+        lines = list(dict.fromkeys(line for lines in differs for line in lines))
         lines += [
             f"{show(tensor.path)} is in the checkpoint only"
             for tensor, there in zip(found.tensors, seen, strict=True)
@@ -169,15 +244,33 @@ def _same_model(comm, path: str, entry: Entry, found: Manifest, items: list) -> 
             raise ForeignCheckpoint(
                 f"{path}/{entry.name} is of another model: {'; '.join(lines[:_LISTED])}{more}"
             )
+        takers = _bits(whole, len(found.tensors)).sum(axis=0)
+        common = [int(count) == len(answers) for count in takers]
+        read = sum(cut) + sum(
+            tensor.nbytes * (1 if shared else int(count))
+            for tensor, shared, count in zip(found.tensors, common, takers, strict=True)
+        )
+        return np.flatnonzero(common).tolist(), read <= _MOSTLY * found.nbytes
 
-    together(comm, "restore", local, decide)
+    common, alone = together(comm, "restore", local, decide)
+    return _Plan({found.tensors[number].path for number in common}, alone)
+
+
+def _packed(flags: Sequence[bool]) -> bytes:
+    """Return a mask of bits; a checkpoint without arrays has none. Local."""
+    return np.packbits(np.array(flags, bool)).tobytes()
+
+
+def _bits(masks: Sequence[bytes], count: int) -> np.ndarray:
+    """Return packed masks of `count` bits as rows of an array. Local."""
+    return np.array([np.unpackbits(np.frombuffer(m, np.uint8), count=count) for m in masks])
 
 
 def _differences(tensors: dict, items: list, extras: dict) -> list[str]:
     lines = []
     for path, leaf in items:
         name = show(path)
-        if not (isinstance(leaf, Shard) or is_array(leaf)):
+        if not is_filled(leaf):
             if path in tensors:
                 lines.append(f"{name} is an array in the checkpoint, {type(leaf).__name__} here")
         elif path in extras:
@@ -202,13 +295,14 @@ def _array_differences(name: str, tensor, leaf) -> list[str]:
 # ------------------------------------------------------------------------------------- filling
 
 
-def _whole(path: str, entry: Entry, found: Manifest, items: None) -> dict:
-    return tree(iter([*load.whole_arrays(path, entry, found), *found.extras]))
+def _fresh(found: Manifest) -> list[tuple[Path, np.ndarray]]:
+    return [
+        (tensor.path, np.empty(tensor.shape, dtype_of(tensor.dtype))) for tensor in found.tensors
+    ]
 
 
-def _fill(path: str, entry: Entry, found: Manifest, items: list) -> dict:
-    """Fill the arrays of `items` and return the state that holds them. Local."""
-    filled = _read(path, entry, found, items, check=False)
+def _state(found: Manifest, items: list, filled: dict[Path, Any]) -> dict:
+    """Return the state that holds the arrays that were filled. Local."""
     saved = dict(found.extras)
     kept = [(p, leaf) for p, leaf in items if p not in filled and not _related(p, saved, filled)]
     return tree(iter([*filled.items(), *kept, *saved.items()]))
@@ -219,26 +313,3 @@ def _related(path: Path, saved: Mapping, filled: Mapping) -> bool:
     return any(
         path[: len(other)] == other[: len(path)] for known in (saved, filled) for other in known
     )
-
-
-def _read(path: str, entry: Entry, found: Manifest, items: list, check: bool) -> dict:
-    """Fill every array leaf, or only check the bytes it would take. Local. Raises Damaged."""
-    tensors = {tensor.path: tensor for tensor in found.tensors}
-    filled: dict[Path, Any] = {}
-    with opened(path, entry, found) as reader:
-        for name, leaf in items:
-            if not (isinstance(leaf, Shard) or is_array(leaf)):
-                continue
-            array, tensor, region = array_of(leaf), tensors[name], region_of(leaf)
-            size = np.dtype(array.dtype).itemsize
-            if check:
-                fill(reader, tensor, region, size, None)
-                continue
-            host = array
-            if is_device(array) or isinstance(leaf, np.generic):
-                host = host_empty(array.size, array.dtype, like=array).reshape(array.shape)
-            fill(reader, tensor, region, size, host)
-            if is_device(array):
-                copy_into(array, host)
-            filled[name] = host[()] if isinstance(leaf, np.generic) else leaf
-    return filled

@@ -15,7 +15,7 @@ from mpidist.abort import install_hook
 from mpidist.checkpoint import load, steps
 from mpidist.checkpoint.lock import RunLock
 from mpidist.checkpoint.plan import writers_of
-from mpidist.checkpoint.restore import restore
+from mpidist.checkpoint.restore import Reading, restore
 from mpidist.checkpoint.retention import Keep
 from mpidist.checkpoint.save import Save
 from mpidist.checkpoint.shard import Buffers, How, Memory
@@ -116,7 +116,7 @@ class CheckpointStore:
         with events.span("checkpoint.save_async"):
             self._begin(step, state, copy=True).start()
 
-    def restore(self, like: Mapping | None = None, step: int | None = None):
+    def restore(self, like: Mapping | None = None, step: int | None = None, *, verify: bool = True):
         """Return (step, state) of a step, by default the newest good one. Collective.
 
         Parameters
@@ -129,6 +129,9 @@ class CheckpointStore:
         step : int, optional
             None takes the newest step that every rank can read; damaged ones are passed over,
             which is said once on stderr.
+        verify : bool
+            Whether numbers are compared with their checksums. False trusts the disk with them;
+            what lies where is still read from digested tables, and sizes are compared.
 
         Raises
         ------
@@ -141,7 +144,9 @@ class CheckpointStore:
         self._finish()
         self._agree("restore", step)
         with events.span("checkpoint.restore"):
-            entry, state = restore(self._comm, self.path, like, step, self._keep.bad)
+            how = Reading(bool(verify), self._how.direct)
+            memory = self._buffers.copies
+            entry, state = restore(self._comm, self.path, like, step, self._keep.bad, memory, how)
         self._keep.verified = entry
         return entry.step, state
 

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +31,8 @@ from .bench_torch import checkpointer, leave
 _STEP = 10e-3
 #: Less than this is not told apart from nothing.
 _RESOLUTION = 1e-4
+#: Elements that are made at once.
+_PART = 1 << 16
 #: Bytes per system call of the plain files.
 _CALL = 8 << 20
 
@@ -51,15 +53,21 @@ class State:
 
     def fill(self, step: int) -> None:
         """Write the values of `step`."""
-        self.whole[:] = np.arange(len(self.whole)) % 8191 + step
-        self.block[:] = (self.low + np.arange(len(self.block))) % 8191 - step
+        for part, values in self._parts(step):
+            part[:] = values
 
     def check(self, step: int) -> None:
         """Raise MpidistError where the values are not those of `step`."""
-        got = self.whole.copy(), self.block.copy()
-        self.fill(step)
-        if not all(map(np.array_equal, got, (self.whole, self.block))):
+        if not all(np.array_equal(part, values) for part, values in self._parts(step)):
             raise MpidistError(f"bench: the restored state is not that of step {step}")
+
+    def _parts(self, step: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield parts of both arrays, small enough for a cache, with the values of `step`."""
+        for array, low, sign in ((self.whole, 0, 1), (self.block, self.low, -1)):
+            for start in range(0, len(array), _PART):
+                part = array[start : start + _PART]
+                values = (low + start + np.arange(len(part))) % 8191 + sign * step
+                yield part, values.astype(np.float32)
 
 
 def measure(comm, nbytes: int, rounds: int, folder: str, torch: bool = False) -> list[dict]:
@@ -81,6 +89,7 @@ def measure(comm, nbytes: int, rounds: int, folder: str, torch: bool = False) ->
         if comm.rank == 0:
             shutil.rmtree(made, ignore_errors=True)
     pairs = [("save", "write"), ("stall", "write"), ("async", "copy"), ("restore", "read")]
+    pairs += [("unchecked", "read")]
     if torch:
         pairs += [("save", "torch save"), ("restore", "torch restore")]
     rows = []
@@ -106,7 +115,7 @@ def _measure(comm, state: State, rounds: int, folder: Path, torch) -> dict[str, 
     share = [np.ones(n, np.uint8) for n in BlockPartition(state.nbytes, comm.size).counts()]
     plain = folder / f"plain-{comm.rank}"
     inbox = np.empty(state.whole.nbytes + state.block.nbytes, np.uint8)
-    names = ["write", "save", "stall", "async", "copy", "read", "restore"]
+    names = ["write", "save", "stall", "async", "copy", "read", "restore", "unchecked"]
     source, target = np.ones_like(share[comm.rank]), np.ones_like(share[comm.rank])
     seconds = {name: np.empty(rounds) for name in names}
     rng = np.random.default_rng(0)
@@ -117,6 +126,7 @@ def _measure(comm, state: State, rounds: int, folder: Path, torch) -> dict[str, 
             "stall": lambda step: store.save_async(step, state.tree),
             "read": lambda step: _read(folder, comm.size, inbox),
             "restore": lambda step: store.restore(state.tree),
+            "unchecked": lambda step: store.restore(state.tree, verify=False),
             "async": lambda step: _steps_beside(comm, store, step, state.tree),
             "copy": lambda step: np.copyto(target, source),
         }
@@ -137,14 +147,14 @@ def _measure(comm, state: State, rounds: int, folder: Path, torch) -> dict[str, 
                     ours = step if name != "torch save" else ours
                 elif name == "write":
                     plain.unlink(missing_ok=True)
-                elif name.endswith("restore"):
+                elif name.endswith("restore") or name == "unchecked":
                     state.fill(-1)
                 _forget_pages(comm, folder)
                 elapsed = _time(comm, partial(run[name], step))
                 if k >= 0:
                     seconds[name][k] = elapsed
                 store.wait()  # what `save_async` has begun, off the clock
-                if name == "restore":
+                if name in ("restore", "unchecked"):
                     state.check(ours)
                 elif name == "torch restore":
                     state.check(of_torch)

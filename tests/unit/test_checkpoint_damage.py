@@ -365,7 +365,7 @@ def test_damage_between_check_and_read_is_found(copy, monkeypatch):
 
     original, calls = module._read, []
 
-    def change_before_reading(path, entry, found, items, check):
+    def change_before_reading(*args, check):
         calls.append(check)
         if calls == [True, False]:
             offset = body_of(copy, "shard-00000.json")["pieces"][0]["offset"]
@@ -373,7 +373,7 @@ def test_damage_between_check_and_read_is_found(copy, monkeypatch):
             data = bytearray(path.read_bytes())
             data[offset] ^= 1
             path.write_bytes(data)
-        return original(path, entry, found, items, check)
+        return original(*args, check=check)
 
     monkeypatch.setattr(module, "_read", change_before_reading)
     monkeypatch.setattr(module, "fits", lambda *_: False)

@@ -1,0 +1,109 @@
+"""The arrays of a state on their way from a checkpoint: where each goes, and who reads it.
+
+Host arrays are filled where they lie, from the blocks as they come. What lies on a device, or
+cannot be written to, comes to host memory first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import numpy as np
+
+from mpidist.arrays import copy_into, host_empty, is_device
+from mpidist.checkpoint.layout import Path, Shard, array_of, is_array, region_of
+from mpidist.checkpoint.manifest import Manifest
+from mpidist.checkpoint.reader import Reader
+from mpidist.checkpoint.sharing import deal, exchange
+from mpidist.checkpoint.wants import Keep, Want, wants_of
+
+
+def is_filled(leaf) -> bool:
+    """Whether a leaf takes numbers of a checkpoint: an array or a shard. Local."""
+    return isinstance(leaf, Shard) or is_array(leaf)
+
+
+def is_whole(leaf) -> bool:
+    """Whether a leaf can be filled by what other ranks have read: all of it, in order. Local."""
+    if isinstance(leaf, Shard) or not is_array(leaf):
+        return False
+    return _is_staged(leaf) or array_of(leaf).flags.c_contiguous
+
+
+def _is_staged(leaf) -> bool:
+    return isinstance(leaf, np.generic) or is_device(array_of(leaf))
+
+
+def to_check(found: Manifest, items: Iterable[tuple[Path, Any]]) -> list[Want]:
+    """Want every byte that the leaves of `items` take, only to check it. Local."""
+    tensors = {tensor.path: tensor for tensor in found.tensors}
+    wants: list[Want] = []
+    for path, leaf in items:
+        if is_filled(leaf):
+            size = np.dtype(array_of(leaf).dtype).itemsize
+            wants += wants_of(tensors[path], region_of(leaf), size, None, found.block)
+    return wants
+
+
+class Filling:
+    """The leaves of `items` and what fills them. Local, but for `exchange`.
+
+    Parameters
+    ----------
+    found : Manifest
+    items : (path, leaf) pairs
+    keep : callable, optional
+        Sees each part of the caller's arrays before it is overwritten by what this rank reads.
+    common : collection of Path
+        Leaves that `is_whole` on all ranks: each of them reads a part.
+    rank, ranks : int
+    """
+
+    def __init__(
+        self,
+        found: Manifest,
+        items: Iterable[tuple[Path, Any]],
+        keep: Keep | None = None,
+        common: Collection[Path] = (),
+        rank: int = 0,
+        ranks: int = 1,
+    ):
+        tensors = {tensor.path: tensor for tensor in found.tensors}
+        own: list[Want] = []
+        shared: list[Want] = []
+        self._leaves: list[tuple[Path, Any, np.ndarray]] = []
+        for path, leaf in items:
+            if not is_filled(leaf):
+                continue
+            host = array = array_of(leaf)
+            if staged := _is_staged(leaf):
+                host = host_empty(array.size, array.dtype, like=array).reshape(array.shape)
+            self._leaves.append((path, leaf, host))
+            region, size = region_of(leaf), host.itemsize
+            wants = shared if path in common else own
+            wants += wants_of(
+                tensors[path], region, size, host, found.block, None if staged else keep
+            )
+        self._dealt = deal(shared, found.block, ranks)
+        self._wants = [*own, *self._dealt[rank]]
+
+    def read(self, reader: Reader) -> None:
+        """Read what this rank reads. Raises Damaged."""
+        reader.read(self._wants)
+
+    def exchange(self, comm) -> None:
+        """Give the others what this rank has read for all, and take theirs. Collective."""
+        exchange(comm, self._dealt)
+
+    def finish(self) -> dict[Path, Any]:
+        """Return the leaves by path, filled."""
+        filled: dict[Path, Any] = {}
+        for path, leaf, host in self._leaves:
+            if isinstance(leaf, np.generic):
+                filled[path] = host[()]
+                continue
+            if is_device(array_of(leaf)):
+                copy_into(array_of(leaf), host)
+            filled[path] = leaf
+        return filled
