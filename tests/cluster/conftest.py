@@ -1,11 +1,14 @@
 """One Slurm cluster and one network for all tests here, and the two MPIs to run on them."""
 
+import json
 from pathlib import Path
 
 import pytest
 from interpreters import python_of
+from same_bits import DIGITS, SETTINGS
 
-from mpidist.testing import shaped_network, slurm_cluster
+from mpidist.testing import launch, shaped_network, slurm_cluster
+from mpidist.testing.launch import find_launcher
 from mpidist.testing.network import unavailable as no_network
 from mpidist.testing.slurm import unavailable as no_slurm
 
@@ -26,6 +29,15 @@ def cluster(tmp_path_factory):
         pytest.skip(f"no Slurm cluster: {reason}")
     with slurm_cluster(nodes=4, directory=tmp_path_factory.mktemp("slurm"), gpus=2) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def undisturbed(openmpi, tmp_path_factory):
+    """Summary of the run of `same_bits` that nobody disturbs, on one rank, without Slurm."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    words = [openmpi, "-m", "mpidist", "train", DIGITS, "--set", "out=run", *SETTINGS]
+    launch(1, words, cwd=folder, mpi=find_launcher(openmpi), timeout=200).check()
+    return json.loads((folder / "run" / "summary.json").read_text())
 
 
 @pytest.fixture(scope="session")

@@ -2,27 +2,24 @@
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
-from interpreters import ROOT, job_environment
+from interpreters import ROOT, job_environment, python_of
+from same_bits import DIGITS, SETTINGS, STEPS, wait_for_steps
 
 pytestmark = pytest.mark.slurm
 
 JOBS = ROOT / "jobs"
-DIGITS = str(JOBS / "digits.toml")
 PMI = {"openmpi": "pmix", "mpich": "pmi2"}
 QUICK = ["--set", "steps=5", "--set", "optimizer.lr=0.02"]
-#: The sum's order is ours under "ring"; "auto" may choose differently in another run.
-STEPS = 400
-FIXED = ["--set", "strategy.algorithm=ring", "--set", f"steps={STEPS}"]
 ONE_EACH = ["--ntasks-per-node=1"]
 
 
-def site(request, kind):
+def site(kind):
     """The environment of a user of one MPI."""
-    python = request.getfixturevalue(kind)
-    return {**job_environment(python), "SLURM_MPI_TYPE": PMI[kind]}
+    return {**job_environment(python_of(kind)), "SLURM_MPI_TYPE": PMI[kind]}
 
 
 def summary(job):
@@ -31,88 +28,6 @@ def summary(job):
     name = job.fields["JobName"]
     folder = Path(job.fields["WorkDir"]) / "runs" / f"{name}-{job.id}"
     return json.loads((folder / "summary.json").read_text())
-
-
-@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
-def test_allreduce(cluster, kind, request, tmp_path):
-    """R95, R1: one srun over four nodes; the start-up line says what it runs on."""
-    job = cluster.sbatch(
-        *(JOBS / "allreduce.sbatch", DIGITS, *QUICK),
-        env=site(request, kind), cwd=tmp_path, timeout=120,
-    )  # fmt: skip
-    facts = summary(job)
-    assert (facts["ranks"], facts["steps"]) == (8, 5)
-    assert "8 ranks on 4 hosts (n1, n2, n3, n4), 2 per host" in job.output
-
-
-@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
-def test_servers(cluster, kind, request, tmp_path):
-    """R4, R5: parameter servers and workers are ranks of one srun."""
-    job = cluster.sbatch(
-        *(JOBS / "servers.sbatch", DIGITS, *QUICK),
-        env=site(request, kind), cwd=tmp_path, timeout=120,
-    )  # fmt: skip
-    facts = summary(job)
-    assert (facts["ranks"], facts["workers"], facts["steps"]) == (8, 6, 5)
-
-
-def test_gpu_script_is_accepted_and_reaches_the_ranks(cluster, request, tmp_path):
-    """Slurm grants its GPUs; that none is behind them is told in one line, with exit code 2."""
-    job = cluster.sbatch(
-        *(JOBS / "gpu.sbatch", DIGITS, *QUICK),
-        options=["--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1"],
-        env=site(request, "openmpi"), cwd=tmp_path, timeout=60,
-    )  # fmt: skip
-    assert job.fields["TresPerNode"] == "gres:gpu:2"
-    if job.state == "COMPLETED":
-        assert summary(job)["ranks"] == 4
-    else:
-        assert (job.state, job.exit_code) == ("FAILED", 2), job.output
-        assert job.output.count("mpidist: error: ") == 1
-        assert "Traceback" not in job.output
-
-
-def test_mpirun_in_place_of_srun(cluster, request, tmp_path):
-    """The line that requeue.sbatch offers instead: mpirun inside the batch script."""
-    script = with_mpirun(tmp_path)
-    job = cluster.sbatch(
-        *(script, DIGITS, *QUICK),
-        env=site(request, "openmpi"), cwd=tmp_path, timeout=120,
-    )  # fmt: skip
-    assert summary(job)["ranks"] == 8
-
-
-@pytest.mark.parametrize(("kind", "wrong", "right"),
-                         [("openmpi", "none", "pmix"), ("openmpi", "pmi2", "pmix"),
-                          ("mpich", "none", "pmi2"), ("mpich", "pmix", "pmi2")])  # fmt: skip
-def test_wrong_pmi_is_one_line_with_the_cure(cluster, kind, wrong, right, request, tmp_path):
-    """R90, R97: no silent singletons: one line of ours, from one rank, exit code 2."""
-    done = cluster.run(
-        ["srun", "--nodes=4", f"--mpi={wrong}", "mpidist", "train", DIGITS],
-        env=site(request, kind), cwd=tmp_path,
-    )  # fmt: skip
-    ours = [line for line in done.stderr.splitlines() if line.startswith("mpidist: ")]
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
-    # Under pmi2 Open MPI adds a notice of its own; srun always tells the exit codes.
-    assert len(ours) == 1, done.stderr
-    assert ours[0].startswith("mpidist: error: srun started 4 ranks")
-    assert f"use srun --mpi={right}" in ours[0]
-    assert not (tmp_path / "runs").exists(), "nothing may have been begun"
-
-
-def test_bad_input_is_not_requeued(cluster, request, tmp_path):
-    """R106: only exit code 75 goes back into the queue; an error would run in a circle."""
-    job = cluster.sbatch(
-        *(JOBS / "requeue.sbatch", DIGITS, "--set", "epoch=3"),
-        options=ONE_EACH, env=site(request, "openmpi"), cwd=tmp_path,
-    )  # fmt: skip
-    assert (job.state, job.exit_code, job.restarts) == ("FAILED", 2, 0), job.output
-    assert "did you mean 'epochs'?" in job.output
-
-
-# ------------------------------------------------------------------ stop, requeue, resume
 
 
 def with_mpirun(folder):
@@ -125,28 +40,156 @@ def with_mpirun(folder):
     return script
 
 
-@pytest.fixture(scope="module")
-def undisturbed(cluster, request, tmp_path_factory):
-    """Summary of the run that nobody stops, on the same ranks."""
-    job = cluster.sbatch(
-        *(JOBS / "allreduce.sbatch", DIGITS, *FIXED),
-        options=ONE_EACH, env=site(request, "openmpi"),
-        cwd=tmp_path_factory.mktemp("undisturbed"), timeout=200,
+# ------------------------------------------------------------------- what happens, side by side
+
+
+def batch(cluster, script, kind, *words, options=()):
+    """A scene: one job to its end."""
+    return lambda folder: cluster.sbatch(
+        *(JOBS / script, DIGITS, *words),
+        options=options, env=site(kind), cwd=folder, timeout=240,
     )  # fmt: skip
-    return summary(job)
 
 
-def wait_for_steps(cluster, job, folder, steps=20):
-    """Wait until a running job has logged some steps."""
-    deadline = time.monotonic() + 150
-    while True:
-        files = list(folder.glob("runs/*/metrics.jsonl"))
-        # The last line may be half written.
-        lines = files[0].read_text().split("\n")[:-1] if files else []
-        if lines and json.loads(lines[-1])["step"] >= steps:
-            return
-        assert time.monotonic() < deadline, cluster.job(job).output
-        time.sleep(0.05)
+def mpirun(cluster, folder):
+    return cluster.sbatch(
+        *(with_mpirun(folder), DIGITS, *QUICK), env=site("openmpi"), cwd=folder, timeout=240
+    )
+
+
+def wrong_pmi(cluster, kind, wrong):
+    """A scene: a launcher that does not speak this MPI's language."""
+    return lambda folder: cluster.run(
+        ["srun", "--nodes=4", f"--mpi={wrong}", "mpidist", "train", DIGITS],
+        env=site(kind), cwd=folder, timeout=120,
+    )  # fmt: skip
+
+
+def time_limit(cluster, folder):
+    # With a limit of one minute and 55 s of warning Slurm signals at its next look at the limits,
+    # which it takes every 30 s. Begin right after one, and let the run sleep from its 30th step
+    # until just before the next: so the signal meets it half way on machines of any speed.
+    while cluster.next_limit_check() < 28:
+        time.sleep(0.2)
+    job = cluster.submit(
+        *(JOBS / "requeue.sbatch", DIGITS, *SETTINGS),
+        options=[*ONE_EACH, "--time=1", "--signal=B:USR1@55"], env=site("openmpi"), cwd=folder,
+    )  # fmt: skip
+    wait_for_steps(cluster, job, folder)
+    cluster.run(["scontrol", "suspend", str(job)]).check()
+    time.sleep(max(0, cluster.next_limit_check() - 0.3))
+    cluster.run(["scontrol", "resume", str(job)]).check()
+    return cluster.wait(job, 240)
+
+
+def asked(cluster, kind, launcher):
+    """A scene: the user asks the batch script for a pause."""
+
+    def play(folder):
+        script = JOBS / "requeue.sbatch" if launcher == "srun" else with_mpirun(folder)
+        job = cluster.submit(
+            *(script, DIGITS, *SETTINGS), options=ONE_EACH, env=site(kind), cwd=folder
+        )
+        wait_for_steps(cluster, job, folder)
+        cluster.run(["scancel", "--batch", "--signal=USR1", str(job)]).check()
+        return cluster.wait(job, 240)
+
+    return play
+
+
+@pytest.fixture(scope="module")
+def scenes(cluster):
+    gpu = ["--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1"]
+    return {
+        "time limit": partial(time_limit, cluster),  # the longest, and asleep for most of it
+        **{
+            f"{name} {kind}": batch(cluster, f"{name}.sbatch", kind, *QUICK)
+            for name in ("allreduce", "servers")
+            for kind in PMI
+        },
+        "gpu": batch(cluster, "gpu.sbatch", "openmpi", *QUICK, options=gpu),
+        "mpirun": partial(mpirun, cluster),
+        **{
+            f"{kind} under {wrong}": wrong_pmi(cluster, kind, wrong)
+            for kind, right in PMI.items()
+            for wrong in ("none", *set(PMI.values()) - {right})
+        },
+        "bad input": batch(
+            cluster, "requeue.sbatch", "openmpi", "--set", "epoch=3", options=ONE_EACH
+        ),
+        "asked mpich srun": asked(cluster, "mpich", "srun"),
+        "asked openmpi mpirun": asked(cluster, "openmpi", "mpirun"),
+    }
+
+
+def plays(*names):
+    return pytest.mark.parametrize("scene", names, indirect=True)
+
+
+# ------------------------------------------------------------------------------ what came of it
+
+
+@plays("allreduce openmpi", "allreduce mpich")
+def test_allreduce(scene):
+    """R95, R1: one srun over four nodes; the start-up line says what it runs on."""
+    job, _ = scene
+    facts = summary(job)
+    assert (facts["ranks"], facts["steps"]) == (8, 5)
+    assert "8 ranks on 4 hosts (n1, n2, n3, n4), 2 per host" in job.output
+
+
+@plays("servers openmpi", "servers mpich")
+def test_servers(scene):
+    """R4, R5: parameter servers and workers are ranks of one srun."""
+    facts = summary(scene[0])
+    assert (facts["ranks"], facts["workers"], facts["steps"]) == (8, 6, 5)
+
+
+@plays("gpu")
+def test_gpu_script_is_accepted_and_reaches_the_ranks(scene):
+    """Slurm grants its GPUs; that none is behind them is told in one line, with exit code 2."""
+    job, _ = scene
+    assert job.fields["TresPerNode"] == "gres:gpu:2"
+    if job.state == "COMPLETED":
+        assert summary(job)["ranks"] == 4
+    else:
+        assert (job.state, job.exit_code) == ("FAILED", 2), job.output
+        assert job.output.count("mpidist: error: ") == 1
+        assert "Traceback" not in job.output
+
+
+@plays("mpirun")
+def test_mpirun_in_place_of_srun(scene):
+    """The line that requeue.sbatch offers instead: mpirun inside the batch script."""
+    assert summary(scene[0])["ranks"] == 8
+
+
+@pytest.mark.parametrize(
+    ("scene", "right"),
+    [("openmpi under none", "pmix"), ("openmpi under pmi2", "pmix"), ("mpich under none", "pmi2"),
+     ("mpich under pmix", "pmi2")],
+    indirect=["scene"],
+)  # fmt: skip
+def test_wrong_pmi_is_one_line_with_the_cure(scene, right):
+    """R90, R97: no silent singletons: one line of ours, from one rank, exit code 2."""
+    done, folder = scene
+    ours = [line for line in done.stderr.splitlines() if line.startswith("mpidist: ")]
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    # Under pmi2 Open MPI adds a notice of its own; srun always tells the exit codes.
+    assert len(ours) == 1, done.stderr
+    assert ours[0].startswith("mpidist: error: srun started 4 ranks")
+    assert f"use srun --mpi={right}" in ours[0]
+    assert not (folder / "runs").exists(), "nothing may have been begun"
+
+
+@plays("bad input")
+def test_bad_input_is_not_requeued(scene):
+    """R106: only exit code 75 goes back into the queue; an error would run in a circle."""
+    job, _ = scene
+    assert (job.state, job.exit_code, job.restarts) == ("FAILED", 2, 0), job.output
+    assert "did you mean 'epochs'?" in job.output
 
 
 def resumed_to_the_same_bits(job, reference):
@@ -157,32 +200,13 @@ def resumed_to_the_same_bits(job, reference):
     assert facts["parameters_sha256"] == reference["parameters_sha256"]
 
 
-def test_time_limit_checkpoint_requeue_resume(cluster, undisturbed, request, tmp_path):
+@plays("time limit")
+def test_time_limit_checkpoint_requeue_resume(scene, undisturbed):
     """R47, R48, R106: Slurm's own time limit pauses a run; it ends with the undisturbed bits."""
-    # With a limit of one minute and 55 s of warning Slurm signals at its next look at the limits,
-    # which it takes every 30 s. Begin right after one, and let the run sleep from its 20th step
-    # until just before the next: so the signal meets it half way on machines of any speed.
-    while cluster.next_limit_check() < 28:
-        time.sleep(0.2)
-    job = cluster.submit(
-        *(JOBS / "requeue.sbatch", DIGITS, *FIXED),
-        options=[*ONE_EACH, "--time=1", "--signal=B:USR1@55"],
-        env=site(request, "openmpi"), cwd=tmp_path,
-    )  # fmt: skip
-    wait_for_steps(cluster, job, tmp_path)
-    cluster.run(["scontrol", "suspend", str(job)]).check()
-    time.sleep(max(0, cluster.next_limit_check() - 0.3))
-    cluster.run(["scontrol", "resume", str(job)]).check()
-    resumed_to_the_same_bits(cluster.wait(job, 240), undisturbed)
+    resumed_to_the_same_bits(scene[0], undisturbed)
 
 
-@pytest.mark.parametrize(("kind", "launcher"), [("mpich", "srun"), ("openmpi", "mpirun")])
-def test_stop_on_request(cluster, undisturbed, kind, launcher, request, tmp_path):
+@plays("asked mpich srun", "asked openmpi mpirun")
+def test_stop_on_request(scene, undisturbed):
     """R47: the signal goes through either launcher, and the bits do not depend on the MPI."""
-    script = JOBS / "requeue.sbatch" if launcher == "srun" else with_mpirun(tmp_path)
-    job = cluster.submit(
-        *(script, DIGITS, *FIXED), options=ONE_EACH, env=site(request, kind), cwd=tmp_path
-    )
-    wait_for_steps(cluster, job, tmp_path)
-    cluster.run(["scancel", "--batch", "--signal=USR1", str(job)]).check()
-    resumed_to_the_same_bits(cluster.wait(job, 200), undisturbed)
+    resumed_to_the_same_bits(scene[0], undisturbed)

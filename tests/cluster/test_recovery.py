@@ -1,101 +1,109 @@
 """`mpidist launch` on a real Slurm: a node goes down under the job, and the rest goes on."""
 
 import json
-import time
+from functools import partial
 
 import pytest
-from interpreters import ROOT, job_environment
+from interpreters import job_environment, python_of
+from same_bits import DIGITS, SETTINGS, STEPS, steps, wait_for_steps
 
 pytestmark = pytest.mark.slurm
 
-STEPS = 300
 SCRIPT = """#!/bin/bash
 #SBATCH --job-name=recovery --output=%x-%j.out --nodes=4 --ntasks-per-node=1 --no-kill
 exec mpidist launch -n 4 --launcher "$LAUNCHER" -- mpidist train "$1" --set out=run "${@:2}"
 """
-SETTINGS = [
-    word
-    for setting in (f"steps={STEPS}", "microbatches=8", "checkpoint_every=20", "log_every=1",
-                    "model.channels=[4,8]", "data.distort.copies=2")
-    for word in ("--set", setting)
-]  # fmt: skip
 
 
-def steps(folder):
-    file = folder / "run" / "metrics.jsonl"
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    return [json.loads(line)["step"] for line in lines]
+def submit(cluster, folder, kind, launcher, script=SCRIPT, fault=""):
+    (folder / "recovery.sbatch").write_text(script)
+    faults = {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": fault}
+    environ = {**job_environment(python_of(kind)), "LAUNCHER": launcher, **faults}
+    return cluster.submit(folder / "recovery.sbatch", DIGITS, *SETTINGS, env=environ, cwd=folder)
 
 
-def submit(cluster, folder, python, launcher, **more):
-    script = folder / "recovery.sbatch"
-    script.write_text(SCRIPT)
-    environ = {**job_environment(python), "LAUNCHER": launcher, **more}
-    job = str(ROOT / "jobs" / "digits.toml")
-    return cluster.submit(script, job, *SETTINGS, env=environ, cwd=folder)
+def summary(folder):
+    return json.loads((folder / "run" / "summary.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("kind", "launcher"),
-    [("openmpi", "mpirun"), ("openmpi", "srun --mpi=pmix"), ("mpich", "srun --mpi=pmi2")],
-)
-def test_a_node_goes_down(cluster, kind, launcher, request, tmp_path):
-    """R49, R140: the node's ranks are gone; three hosts finish, with the undisturbed weights."""
-    python = request.getfixturevalue(kind)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    whole.mkdir()
-    broken.mkdir()
-    job = cluster.wait(submit(cluster, whole, python, launcher), 150)
-    assert job.state == "COMPLETED", job.output
-    number = submit(cluster, broken, python, launcher)
+def fails_on_n4(cluster, folder):
+    fault = "raise@step:30,rank=3,attempt=any"
+    return cluster.wait(submit(cluster, folder, "openmpi", "mpirun", fault=fault), 240)
+
+
+def asked(cluster, folder):
+    text = SCRIPT.replace("--no-kill", "--no-kill --requeue --open-mode=append")
+    text = text.replace(" -- mpidist", " --preempted requeue -- mpidist")
+    number = submit(cluster, folder, "openmpi", "mpirun", text, "sleep@step,ms=20")
+    wait_for_steps(cluster, number, folder)
+    cluster.run(["scancel", "--batch", "--signal=USR1", str(number)]).check()
+    return cluster.wait(number, 240)
+
+
+@pytest.fixture(scope="module")
+def scenes(cluster):
+    return {"fails on n4": partial(fails_on_n4, cluster), "asked": partial(asked, cluster)}
+
+
+#: All three have lost the same node at the same moment.
+LAUNCHERS = [("openmpi", "mpirun"), ("openmpi", "srun --mpi=pmix"), ("mpich", "srun --mpi=pmi2")]
+
+
+@pytest.fixture(scope="module")
+def n4_down(cluster, played, tmp_path_factory):
+    """By launcher: its job, and the folder. After the scenes, which need all nodes."""
+    numbers, ends = {}, {}
+    for each in LAUNCHERS:
+        folder = tmp_path_factory.mktemp("down")
+        try:
+            # In its first attempt each step takes so long that no job is over before all run.
+            numbers[each] = submit(cluster, folder, *each, fault="sleep@step,ms=100"), folder
+        except pytest.skip.Exception as reason:
+            ends[each] = reason
     try:
-        deadline = time.monotonic() + 100
-        while max(steps(broken), default=0) < 30:
-            assert time.monotonic() < deadline, cluster.job(number).output
-            time.sleep(0.05)
+        for number, folder in numbers.values():
+            wait_for_steps(cluster, number, folder)
         cluster.run(["scontrol", "update", "nodename=n4", "state=down", "reason=test"]).check()
-        job = cluster.wait(number, 150)
+        for each, (number, folder) in numbers.items():
+            ends[each] = cluster.wait(number, 240), folder
     finally:
         cluster.run(["scontrol", "update", "nodename=n4", "state=resume"])
+    return ends
+
+
+@pytest.mark.parametrize("each", LAUNCHERS, ids="-".join)
+def test_a_node_goes_down(n4_down, undisturbed, each):
+    """R49, R140: the node's ranks are gone; three hosts finish, with the undisturbed weights."""
+    if isinstance(n4_down[each], pytest.skip.Exception):
+        raise n4_down[each]
+    job, folder = n4_down[each]
     assert job.state == "COMPLETED", job.output
     assert "not there: n4" in job.output
-    reference, facts = (
-        json.loads((f / "run" / "summary.json").read_text()) for f in (whole, broken)
-    )
+    facts = summary(folder)
     assert (facts["ranks"], facts["restarts"], facts["resizes"]) == (3, 1, 1)
     assert facts["steps"] == STEPS
-    assert facts["parameters_sha256"] == reference["parameters_sha256"]
-    made, resumed = steps(broken), facts["resumed_at"]
+    assert facts["parameters_sha256"] == undisturbed["parameters_sha256"]
+    made, resumed = steps(folder), facts["resumed_at"]
     before = len(made) - (STEPS - resumed)
     assert made == [*range(1, before + 1), *range(resumed + 1, STEPS + 1)]
 
 
-def test_a_host_that_fails_again_is_left_out(cluster, openmpi, tmp_path):
+@pytest.mark.parametrize("scene", ["fails on n4"], indirect=True)
+def test_a_host_that_fails_again_is_left_out(scene, undisturbed):
     """R140: it is up, and its rank fails first, twice: three hosts finish without it."""
-    fault = {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": "raise@step:30,rank=3,attempt=any"}
-    job = cluster.wait(submit(cluster, tmp_path, openmpi, "mpirun", **fault), 150)
+    job, folder = scene
     assert job.state == "COMPLETED", job.output
     assert job.output.count(", first on n4 (") == 2, job.output
     assert "left out, for ranks of this job failed there first, again and again: n4" in job.output
-    facts = json.loads((tmp_path / "run" / "summary.json").read_text())
+    facts = summary(folder)
     assert (facts["ranks"], facts["restarts"], facts["resizes"]) == (3, 2, 1)
+    assert facts["parameters_sha256"] == undisturbed["parameters_sha256"]
 
 
-def test_asked_to_leave_and_requeued(cluster, request, tmp_path):
+@pytest.mark.parametrize("scene", ["asked"], indirect=True)
+def test_asked_to_leave_and_requeued(scene):
     """R106: USR1 reaches `mpidist launch`, the batch script itself; the job comes back."""
-    python = request.getfixturevalue("openmpi")
-    script = tmp_path / "recovery.sbatch"
-    text = SCRIPT.replace("--no-kill", "--no-kill --requeue --open-mode=append")
-    script.write_text(text.replace(" -- mpidist", " --preempted requeue -- mpidist"))
-    environ = {**job_environment(python), "LAUNCHER": "mpirun"}
-    job = str(ROOT / "jobs" / "digits.toml")
-    number = cluster.submit(script, job, *SETTINGS, env=environ, cwd=tmp_path)
-    deadline = time.monotonic() + 100
-    while max(steps(tmp_path), default=0) < 30:
-        assert time.monotonic() < deadline, cluster.job(number).output
-        time.sleep(0.05)
-    cluster.run(["scancel", "--batch", "--signal=USR1", str(number)]).check()
-    job = cluster.wait(number, 200)
+    job, folder = scene
     assert (job.state, job.restarts) == ("COMPLETED", 1), job.output
-    assert steps(tmp_path) == list(range(1, STEPS + 1)), "no step twice: it saved where it left"
-    assert not list(tmp_path.glob(".mpidist-launch-*"))
+    assert steps(folder) == list(range(1, STEPS + 1)), "no step twice: it saved where it left"
+    assert not list(folder.glob(".mpidist-launch-*"))

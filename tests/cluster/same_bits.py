@@ -1,0 +1,31 @@
+"""Runs that end with the same bits on any number of ranks, whatever has happened to them."""
+
+import json
+import time
+
+from interpreters import ROOT
+
+DIGITS = str(ROOT / "jobs" / "digits.toml")
+STEPS = 300
+SETTINGS = [
+    word
+    for setting in (f"steps={STEPS}", "microbatches=8", "checkpoint_every=20", "log_every=1",
+                    "model.channels=[4,8]", "data.distort.copies=2")
+    for word in ("--set", setting)
+]  # fmt: skip
+
+
+def steps(folder):
+    """The steps that runs in a folder have told so far, in the order they were made."""
+    files = [*folder.glob("run/metrics.jsonl"), *folder.glob("runs/*/metrics.jsonl")]
+    # The last line may be half written.
+    lines = files[0].read_text().split("\n")[:-1] if files else []
+    return [json.loads(line)["step"] for line in lines]
+
+
+def wait_for_steps(cluster, job, folder, step=30):
+    """Wait until a job has come so far."""
+    deadline = time.monotonic() + 200
+    while max(steps(folder), default=0) < step:
+        assert time.monotonic() < deadline, cluster.job(job).output
+        time.sleep(0.05)
