@@ -20,7 +20,7 @@ from mpidist.checkpoint import behind, files, hdf5, manifest
 from mpidist.checkpoint.layout import Shard, array_of
 from mpidist.checkpoint.plan import Share
 from mpidist.checkpoint.regions import Flat, Region
-from mpidist.errors import CheckpointError
+from mpidist.errors import CheckpointError, StorageError
 
 _ALIGN = 64
 _MESSAGE = 1 << 30
@@ -191,7 +191,7 @@ def write_shard(
     finally:
         files.close(descriptor)
     if size != layout.size:
-        raise CheckpointError(f"{name} has {size} bytes after writing {layout.size}")
+        raise StorageError(f"{name} has {size} bytes after writing {layout.size}")
     told = digest.hexdigest() if digest else None
     return manifest.File(name, size, told, tuple(checksums)), layout.offsets
 
