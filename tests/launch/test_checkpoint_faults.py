@@ -1,0 +1,128 @@
+"""Failures of saving and of what was saved, on order: a job ends, or goes on, as is promised.
+
+The numbers are those of docs/faults.md.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+from digits_job import write_job
+
+from mpidist.checkpoint.load import load_step
+from mpidist.checkpoint.steps import all_steps
+from mpidist.testing.launch import launch, start
+from mpidist.testing.process import marked
+
+TRAIN = [sys.executable, "-m", "mpidist", "train", "job.toml"]
+#: The same bits on any number of ranks; a save each 10 steps, in the background but for the last.
+SETTINGS = {"steps": 40, "checkpoint_every": 10, "microbatches": 12, "keep": 10}
+
+
+def environ(fault):
+    return {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": fault, "OMP_NUM_THREADS": "1"}
+
+
+def train(folder, ranks, fault="", **settings):
+    write_job(folder, **SETTINGS, **settings)
+    return launch(ranks, TRAIN, env=environ(fault), cwd=folder, timeout=60)
+
+
+def summary(folder):
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def saved(folder):
+    return all_steps(str(folder / "run" / "checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    train(folder, 3).check()
+    assert saved(folder) == [10, 20, 30, 40]
+    return summary(folder)
+
+
+def check_end(folder, undisturbed):
+    facts = summary(folder)
+    assert facts["steps"] == 40
+    assert facts["parameters_sha256"] == undisturbed["parameters_sha256"]
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("fault", "ranks", "steps"),
+    [("file.rename:4,rank=0", 1, {10}), ("file.write_at:4,rank=1", 2, {10}),
+     ("file.remove_file:2,rank=0", 3, {20})],
+)  # fmt: skip
+def test_killed_while_it_saves(tmp_path, undisturbed, fault, ranks, steps):
+    """Failure 5: the newest step is the one before or the one that was being saved, and whole."""
+    done = train(tmp_path, 3, f"kill@{fault}")
+    assert done.returncode != 0
+    assert not done.timed_out
+    assert f"fault: kill at {fault.partition(':')[0]}" in done.stderr
+    step, state = load_step(tmp_path / "run" / "checkpoints")
+    assert step in steps
+    assert state["run"]["step"] == step
+    train(tmp_path, ranks).check()
+    assert check_end(tmp_path, undisturbed)["resumed_at"] == step
+
+
+@pytest.mark.parametrize(
+    "fault", ["file.write_at:4,rank=1", "file.make_folder:2,rank=0", "file.sync:8,rank=0"]
+)
+def test_a_full_disk(tmp_path, undisturbed, fault):
+    """Failure 8: no space for step 20 on one rank: all go on without it, and save the next."""
+    done = train(tmp_path, 3, f"enospc@{fault}").check()
+    lines = [line for line in done.stderr.splitlines() if "not saved, the run goes on" in line]
+    assert len(lines) == 1
+    assert "No space left on device" in lines[0]
+    assert check_end(tmp_path, undisturbed)["failed_saves"] == 1
+    assert saved(tmp_path) == [10, 30, 40]
+    left = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert left == {f"step-{step:012d}" for step in (10, 30, 40)}
+
+
+def test_a_file_cut_while_it_is_written(tmp_path, undisturbed):
+    """Failure 9: seen before the commit, by the size; the step is none."""
+    done = train(tmp_path, 3, "truncate@file.sync:3,rank=1").check()
+    assert "after writing" in done.stderr
+    assert check_end(tmp_path, undisturbed)["failed_saves"] == 1
+    assert saved(tmp_path) == [10, 30, 40]
+
+
+def test_a_bit_that_flips_on_the_disk(tmp_path, undisturbed):
+    """Failure 10: in what rank 1 has written of step 20, which is the newest: it is passed over."""
+    fault = "flip@file.sync:3,rank=1,seed=1"
+    train(tmp_path, 3, fault, stop_after=20).check()
+    assert saved(tmp_path) == [10, 20]
+    done = train(tmp_path, 2).check()
+    assert done.stderr.count("damaged checkpoint passed over") == 1
+    assert "step-000000000020" in done.stderr
+    assert check_end(tmp_path, undisturbed)["resumed_at"] == 10
+
+
+def test_a_job_that_stands_still_keeps_others_out(tmp_path, undisturbed):
+    """Failure 11: a second job is refused, by the name of the first, until that is dead."""
+    write_job(tmp_path, **SETTINGS)
+    first = start(2, TRAIN, env=environ("stop@save:20"), cwd=tmp_path)
+    try:
+        end = time.monotonic() + 60
+        while saved(tmp_path) != [10]:
+            assert time.monotonic() < end
+            assert first.process.poll() is None
+            time.sleep(0.05)
+        second = train(tmp_path, 2)
+        assert second.returncode == 1
+        assert "is in use by process " in second.stderr
+        assert saved(tmp_path) == [10]
+        for pid in marked(first.mark):
+            os.kill(pid, signal.SIGKILL)
+    finally:
+        first.finish(5)
+    train(tmp_path, 3).check()
+    assert check_end(tmp_path, undisturbed)["resumed_at"] == 10
