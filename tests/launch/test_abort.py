@@ -10,7 +10,7 @@ import pytest
 from mpidist.testing.launch import launch
 
 PROGRAM = """
-import sys, threading, time
+import resource, sys, threading, time
 import numpy as np
 from mpi4py import MPI
 from mpidist.abort import install_hook
@@ -26,6 +26,11 @@ def wait_for_all():
 
 def of_my_own():
     raise ValueError("deep trouble")
+
+def out_of_memory():
+    limit = 1 << 30
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    np.ones(1 << 30)
 
 def in_a_thread():
     thread = threading.Thread(target=of_my_own)
@@ -56,7 +61,8 @@ what, ranks = sys.argv[1], eval(sys.argv[2])
 if comm.rank == 0:
     print("fails at", time.time(), flush=True)
 if comm.rank in ranks:
-    {"raise": of_my_own, "thread": in_a_thread, "everywhere": everywhere, "config": config,
+    {"raise": of_my_own, "memory": out_of_memory, "thread": in_a_thread,
+     "everywhere": everywhere, "config": config,
      "exit": lambda: sys.exit(3), "node_once": node_once, "none": lambda: None,
      "interrupt": lambda: (_ for _ in ()).throw(KeyboardInterrupt()),
     }[what]()
@@ -76,7 +82,8 @@ CONFIG = (
 EVERYWHERE = "range(9)"
 RUNS = [
     (2, "raise", "[1]"), (4, "raise", "[1, 2]"), (4, "raise", EVERYWHERE), (1, "raise", EVERYWHERE),
-    (2, "thread", "[1]"), (4, "everywhere", EVERYWHERE), (1, "config", EVERYWHERE),
+    (2, "memory", "[1]"), (2, "thread", "[1]"), (4, "everywhere", EVERYWHERE),
+    (1, "config", EVERYWHERE),
     (4, "config", EVERYWHERE), (4, "node_once", EVERYWHERE), (4, "exit", "[2]"),
     (4, "exit", EVERYWHERE), (2, "interrupt", "[1]"), (1, "none", EVERYWHERE),
     (4, "none", EVERYWHERE),
@@ -132,6 +139,14 @@ def test_all_fail_alike_and_the_lowest_speaks(ends):
     assert result.returncode == 1
     assert said(result, "Traceback (most recent call last)") == 1
     assert said(result, "mpidist: rank 0 of 4 on ") == 1
+
+
+def test_a_rank_without_memory(ends):
+    """It may not even have enough of it to say much, but the job ends."""
+    result = run(ends, 2, "memory", "[1]")
+    assert result.returncode == 1
+    assert said(result, "mpidist: rank 1 of 2 on ") == 1
+    assert said(result, "MemoryError") == 1
 
 
 def test_a_thread_s_exception_counts(ends):

@@ -21,7 +21,8 @@ SETTINGS = {"steps": 120, "checkpoint_every": 25, "microbatches": 12, "log_every
 
 def supervised(folder, *options, fault="", program=TRAIN, **more):
     """Start `mpidist launch` with a fault; MPI's own shared memory is its affair."""
-    write_job(folder, **SETTINGS)
+    if not (folder / "job.toml").exists():
+        write_job(folder, **SETTINGS)
     environ = {**os.environ, "MPIDIST_TESTING": "1", "MPIDIST_FAULT": fault, **more}
     return Started([*MPIDIST, "launch", *options, "--", *program], env=environ, cwd=folder)
 
@@ -125,19 +126,53 @@ def mpidist_launch_is_killed(folder):
     return job.finish(5), left
 
 
+def server_is_killed(folder):
+    """Of two workers and a server, which reaches no point of a fault while it serves."""
+    tables = '[strategy]\nname = "parameter_server"\nservers = 1\n'
+    write_job(folder, tables, **{k: v for k, v in SETTINGS.items() if k != "microbatches"})
+    job = supervised(folder, "-n", "3", fault="sleep@step:60,ms=3000")
+    wait_for_step(job, folder, 59)
+    (control,) = folder.glob(".mpidist-launch-*")
+    os.kill(pulse.read(control / "attempt-0")[2].pid, signal.SIGKILL)
+    return finish(job)
+
+
+#: Python runs this at its start: the clock of one rank is an hour ahead.
+WRONG_CLOCK = """
+import os, time
+right = time.time
+if "1" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
+    time.time = lambda: right() + 3600
+"""
+
+
+def killed_beside_a_wrong_clock(folder):
+    (folder / "sitecustomize.py").write_text(WRONG_CLOCK)
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    fault = "kill@exchange:60,rank=random,seed=5"
+    return run(folder, "-n", "3", fault=fault, PYTHONPATH=path)
+
+
+#: Two at once; then one before the job has begun again; then one in a save.
+THREE = (
+    "kill@exchange:40,rank=1; kill@exchange:40,rank=2; kill@start,rank=0,attempt=1; "
+    "kill@save:50,rank=1,attempt=2"
+)
+
+
 @pytest.fixture(scope="module")
 def scenes():
     return SCENES
 
 
 SCENES = {
-    "rank 2 of 3 killed": lambda folder: run(
-        folder, "-n", "3", fault="kill@exchange:60,rank=random,seed=5"
-    ),
+    "rank 2 of 3 killed": killed_beside_a_wrong_clock,
     "rank 0 of 4 killed": lambda folder: run(folder, "-n", "4", fault="kill@exchange:26,rank=0"),
     "a rank stopped": lambda folder: run(
         folder, "-n", "3", "--heartbeat", "6", fault="stop@step:40,rank=1"
     ),
+    "three times": lambda folder: run(folder, "-n", "3", fault=THREE),
+    "server killed": server_is_killed,
     "launcher killed": launcher_is_killed,
     "always": lambda folder: run(
         folder, "-n", "2", code=1, fault="raise@step:30,rank=1,attempt=any"
@@ -162,11 +197,40 @@ def plays(*names):
     ("scene", "step"), [("rank 2 of 3 killed", 60), ("rank 0 of 4 killed", 26)], indirect=["scene"]
 )
 def test_a_rank_is_killed(scene, undisturbed, step):
-    """R140: `mpidist launch` goes on from the newest checkpoint, to the same bits."""
+    """R140: `mpidist launch` goes on from the newest checkpoint, to the same bits.
+
+    In the first scene a rank's clock is an hour ahead: clocks of different hosts are not compared.
+    """
     done, folder = scene
     assert done.stderr.count("mpidist launch: attempt 0 on") == 1
     assert f"at step {step - 1}" in done.stderr
     check_whole(folder, undisturbed, step - 1)
+
+
+@plays("three times")
+def test_killed_again_while_it_comes_back(scene, undisturbed):
+    """R140: two ranks at once, one at the start of the next attempt, one in a save of the third."""
+    done, folder = scene
+    assert done.stderr.count("mpidist: fault: kill at ") == 4
+    facts = summary(folder)
+    assert (facts["steps"], facts["restarts"]) == (120, 3)
+    assert facts["parameters_sha256"] == undisturbed["parameters_sha256"]
+    # Step 50 was on its way to the disk.
+    assert facts["resumed_at"] in (25, 50)
+
+
+@plays("server killed")
+def test_a_server_is_killed(scene):
+    """R140: what it held comes from the checkpoint, and is not made anew."""
+    _, folder = scene
+    facts = summary(folder)
+    assert (facts["steps"], facts["restarts"], facts["workers"]) == (120, 1, 2)
+    assert facts["resumed_at"] in (25, 50)
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [(line["step"], line["loss"]) for line in map(json.loads, lines)]
+    before, again = (loss for step, loss in losses if step == facts["resumed_at"] + 1)
+    assert again == pytest.approx(before, rel=1e-4)
+    assert sorted({step for step, _ in losses}) == list(range(1, 121))
 
 
 @plays("a rank stopped")

@@ -75,19 +75,25 @@ def other(folder):
     )  # fmt: skip
 
 
-def asked_to_stop(folder):
-    """How it left, the summary of the same command again, and that of an undisturbed run."""
+def asked_to_stop(folder, launcher=False):
+    """How it left, and the summary of the same command again."""
     write_job(folder, RING, **SETTINGS)
-    undisturbed = train(folder, 3, "--set", "out=undisturbed")
     job = start(3, [*MPIDIST, "train", "job.toml"], cwd=folder, env=SLOW)
     try:
         ranks = under_way(job, folder / "run")
         assert len(ranks) == 3
-        signal_all(ranks, signal.SIGUSR1)
+        if launcher:
+            job.process.terminate()
+        else:
+            signal_all(ranks, signal.SIGUSR1)
     finally:
         result = job.finish(120)
     assert not (folder / "run" / "summary.json").exists()
-    return result, train(folder, 3), undisturbed
+    return result, train(folder, 3)
+
+
+def launcher_told_to_end(folder):
+    return asked_to_stop(folder, launcher=True)
 
 
 def killed(folder):
@@ -113,7 +119,12 @@ def killed(folder):
 
 @pytest.fixture(scope="module")
 def scenes():
-    return {f.__name__: f for f in (asked_to_stop, killed, other)}
+    return {f.__name__: f for f in (asked_to_stop, launcher_told_to_end, killed, other)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return train(write_job(tmp_path_factory.mktemp("undisturbed"), RING, **SETTINGS), 3)
 
 
 # ------------------------------------------------------------------------------ what came of it
@@ -140,16 +151,29 @@ def test_what_a_run_leaves(scene):
     assert list((run / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("scene", ["asked_to_stop"], indirect=True)
-def test_signal_then_plain_rerun(scene):
-    """R44, R47, R106: code 75, and the same command again ends with the undisturbed bits."""
-    (result, resumed, undisturbed), _ = scene
-    assert result.returncode == 75, result.stderr
-    assert "Traceback" not in result.stderr
-    assert 0 < resumed["resumed_at"] < STEPS
+def check_resumed(resumed, undisturbed):
     assert resumed["steps"] == undisturbed["steps"] == STEPS
     assert resumed["parameters_sha256"] == undisturbed["parameters_sha256"]
     assert resumed["test_accuracy"] == undisturbed["test_accuracy"]
+
+
+@pytest.mark.parametrize("scene", ["asked_to_stop"], indirect=True)
+def test_signal_then_plain_rerun(scene, undisturbed):
+    """R44, R47, R106: code 75, and the same command again ends with the undisturbed bits."""
+    (result, resumed), _ = scene
+    assert result.returncode == 75, result.stderr
+    assert "Traceback" not in result.stderr
+    assert 0 < resumed["resumed_at"] < STEPS
+    check_resumed(resumed, undisturbed)
+
+
+@pytest.mark.parametrize("scene", ["launcher_told_to_end"], indirect=True)
+def test_mpirun_is_told_to_end(scene, undisturbed):
+    """R47: SIGTERM to the launcher leaves the ranks half a second; nothing is lost but steps."""
+    (result, resumed), _ = scene
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr
+    check_resumed(resumed, undisturbed)
 
 
 @pytest.mark.parametrize("scene", ["killed"], indirect=True)

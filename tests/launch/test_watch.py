@@ -211,7 +211,9 @@ def test_the_last_operations_are_written_down(tmp_path):
     """Of every rank that can still write: 256 operations by number, events, stacks; no values."""
     program = tmp_path / "program.py"
     program.write_text(HANGING)
-    result = launch(3, [sys.executable, str(program), str(tmp_path / "hang")], timeout=60)
+    command = [sys.executable, str(program), str(tmp_path / "hang")]
+    fault = {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": "stop@broadcast:1,rank=1"}
+    result = launch(3, command, env=fault, timeout=60)
     assert result.returncode == 70, result.stderr
     dumps = {path.name: json.loads(path.read_text()) for path in (tmp_path / "hang").iterdir()}
     # Rank 1 stands still and cannot, unless the launcher wakes it up to end it.
@@ -231,19 +233,19 @@ def test_the_last_operations_are_written_down(tmp_path):
 
 
 HANGING = """
-import os, signal, sys
+import sys
 import numpy as np
 from mpi4py import MPI
 import mpidist as md
 from mpidist import events
+from mpidist.testing import faults
 
 comm = MPI.COMM_WORLD
 events.emit("started", rank=comm.rank)
 with md.watch(comm, seconds=2, dumps=sys.argv[1]):
+    faults.fire("begin")
     x = np.ones(10)
     for _ in range(400):
         md.allreduce(comm, x, algorithm="ring")
-    if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
     md.broadcast(comm, x, root=1)
 """
