@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: Runs that are told to the system before they are read.
-_TOLD = 32
+#: Runs that the system is told of before they are read.
+_TOLD = 31
 #: Bytes that a reader in order is ahead of itself.
 _AHEAD = 4 << 20
 #: Arrays below this are left to malloc; and what is kept of larger ones.
@@ -44,14 +44,13 @@ class Runs:
         What a file has no bytes for, because it has become shorter, is zero.
         """
         whole = len(runs)
-        for first in range(0, len(runs), _TOLD):
-            some = runs[first : first + _TOLD]
-            if len(some) > 1:
-                for run in some:
-                    self._expect(run.file, run.begin, len(run.target))
-            for number, run in enumerate(some, first):
-                if _fill(self._descriptor(run.file), run.begin, run.target):
-                    continue
+        for number, run in enumerate(runs):
+            # As many as this are always on their way, and the next one is the oldest of them.
+            for soon in (
+                runs[number + _TOLD : number + _TOLD + 1] if number else runs[1 : 1 + _TOLD]
+            ):
+                self._expect(soon.file, soon.begin, len(soon.target))
+            if not _fill(self._descriptor(run.file), run.begin, run.target):
                 whole = min(whole, number)
         if runs:
             self._go_ahead(runs[0], runs[-1])

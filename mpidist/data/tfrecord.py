@@ -103,10 +103,6 @@ class TFRecords:
         """Bytes of all records, as they lie in the files."""
         return int((self._ends - self._begins).sum())
 
-    def sizes(self, indices: np.ndarray) -> np.ndarray:
-        """Return how many bytes of a file each of these records takes."""
-        return self._ends[indices] - self._begins[indices]
-
     def _index(self, number: int) -> np.ndarray:
         """Where each record of a file begins, and where the last one ends."""
         path = self.paths[number]

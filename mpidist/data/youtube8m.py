@@ -70,10 +70,10 @@ class YouTube8M:
     def take(self, indices) -> tuple:
         """Return the samples at `indices`; BadRecord for one that cannot be decoded."""
         indices = np.asarray(indices, np.int64)
-        inputs = self._rooms.empty((len(indices), sum(self.features.values())), "<f4")
-        labels = self._rooms.empty((len(indices), self.classes), np.uint8)
-        labels[...] = 0
         with self._lock:
+            inputs = self._rooms.empty((len(indices), sum(self.features.values())), "<f4")
+            labels = self._rooms.empty((len(indices), self.classes), np.uint8)
+            labels[...] = 0
             for start in range(0, len(indices), self._piece):
                 piece = slice(start, start + self._piece)
                 self._decode(indices[piece], inputs[piece], labels[piece])
