@@ -1,26 +1,62 @@
-"""Runs of bytes out of files, into memory that is used again.
+"""Runs of bytes out of files, few of which are open, into memory that is used again.
 
-far apart   5 | 9..12 | 40     all are told to the system first: the disk has many to do at once
-in order    9..12 | 13..16     the disk goes on while what came is decoded
+runs         5 | 9..12 | 40    the system is told of the next ones before they are read
+in order     9..12 | 13..16    the disk goes on while what came is decoded
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
+#: Files that are open at a time, of a data set that may have thousands.
+_OPEN = 32
 #: Runs that the system is told of before they are read.
-_TOLD = 31
+_TOLD = _OPEN - 1
 #: Bytes that a reader in order is ahead of itself.
 _AHEAD = 4 << 20
 #: Arrays below this are left to malloc; and what is kept of larger ones.
 _SMALL, _KEPT = 64 << 10, 64 << 20
+
+
+class Descriptors:
+    """Opens files when they are asked for, and keeps `most` of them open. Local; not locked.
+
+    A number that was given is good until the next call: that may close its file.
+
+    Parameters
+    ----------
+    opening : callable
+        Returns the descriptor of the file of a key; what it raises goes up.
+    most : int
+    """
+
+    def __init__(self, opening: Callable[..., int], most: int = _OPEN):
+        self._opening, self._most = opening, most
+        self._open: OrderedDict[Hashable, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __getitem__(self, key: Hashable) -> int:
+        if key in self._open:
+            self._open.move_to_end(key)
+            return self._open[key]
+        if len(self._open) >= self._most:
+            os.close(self._open.popitem(last=False)[1])
+        self._open[key] = self._opening(key)
+        return self._open[key]
+
+    def close(self) -> None:
+        """Close all; they are opened again when they are asked for."""
+        while self._open:
+            os.close(self._open.popitem()[1])
 
 
 class Run(NamedTuple):

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidist.data.reading import Run, Runs, bytes_of
-from mpidist.descriptors import Descriptors
+from mpidist.data.reading import Descriptors, Run, Runs, bytes_of
 from mpidist.errors import BadRecord, ConfigError
 
 _HEAD, _FOOT = 12, 4

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from mpidist.data.layouts import Layouts, between
-from mpidist.data.reading import Rooms, Run, Runs
-from mpidist.descriptors import Descriptors
+from mpidist.data.reading import Descriptors, Rooms, Run, Runs
 
 CONTENT = np.random.default_rng(0).bytes(200_000)
 
@@ -100,10 +99,11 @@ def test_arrays_that_other_threads_let_go():
     assert len(rooms._free) + len(rooms._returned) < 30, "they are used again"
 
 
-def test_open_files_are_bounded():
+def test_open_files_are_bounded(monkeypatch):
     """R137: the one used longest ago makes room; a second close does nothing."""
     opened, closed = [], []
-    files = Descriptors(lambda key: opened.append(key) or key, closed.append, most=3)
+    monkeypatch.setattr(os, "close", closed.append)
+    files = Descriptors(lambda key: opened.append(key) or key, most=3)
     assert [files[key] for key in (1, 2, 3, 1, 4, 1, 2)] == [1, 2, 3, 1, 4, 1, 2]
     assert opened == [1, 2, 3, 4, 2]
     assert closed == [2, 3]
