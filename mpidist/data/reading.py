@@ -2,6 +2,8 @@
 
 runs         5 | 9..12 | 40    the system is told of the next ones before they are read
 in order     9..12 | 13..16    the disk goes on while what came is decoded
+
+Nothing here knows what the bytes mean.
 """
 
 from __future__ import annotations
