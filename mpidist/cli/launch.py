@@ -29,6 +29,8 @@ def add_parser(commands) -> None:
     add("--preempted", choices=("leave", "relaunch", "requeue"), default="leave",
         help="what follows a run that saved and left: exit code 75, another attempt, or "
         "scontrol requeue")  # fmt: skip
+    add("--max-preemptions", type=int, metavar="P",
+        help="how often in all it comes back from that; default: as often as it takes")  # fmt: skip
     add("--heartbeat", type=float, default=60.0, metavar="S",
         help="end the attempt when a rank gives no sign for so long")  # fmt: skip
     add("--start-timeout", type=float, metavar="S", help="until all ranks have begun")
@@ -46,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
     from ..cluster.supervisor import Policy
     from ..cluster.vigil import Limits
 
-    if args.n < 1 or args.max_restarts < 0:
+    if args.n < 1 or min(args.max_restarts, args.max_preemptions or 0) < 0:
         raise ConfigError(
-            f"mpidist launch: -n {args.n}, --max-restarts {args.max_restarts}; expected at least "
-            "one rank and no negative number"
+            f"mpidist launch: -n {args.n}, --max-restarts {args.max_restarts}, --max-preemptions "
+            f"{args.max_preemptions}; expected at least one rank and no negative number"
         )
     if args.min_ranks is not None and not 1 <= args.min_ranks <= args.n:
         raise ConfigError(f"--min-ranks {args.min_ranks}; expected 1 to {args.n}, the ranks")
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         words=tuple(shlex.split(args.launcher)),
         hosts=hosts,
         slurm=in_slurm and not args.hosts,
-        policy=Policy(args.max_restarts, args.min_ranks, args.preempted),
+        policy=Policy(args.max_restarts, args.min_ranks, args.preempted, args.max_preemptions),
         limits=Limits(args.heartbeat, args.start_timeout, args.stall_timeout, args.grace),
     )
     try:

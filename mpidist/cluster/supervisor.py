@@ -5,8 +5,8 @@
     attempt 2   4 ranks   exit 137 at step 951     -> stop: the same failure at the same step
 
 Failures have a budget per hour. A run that left to be requeued (exit code 75) is no failure and
-costs nothing of it, as long as it gets further each time, and tells so. Nor does a launcher that
-has started nothing: the job was not even tried.
+costs nothing of it, as long as it gets further each time, and tells so; it has a budget of its own.
+Nor does a launcher that has started nothing: the job was not even tried.
 """
 
 from __future__ import annotations
@@ -95,11 +95,15 @@ class Attempt(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """What the user wants. `preempted`: "leave" with 75, "relaunch", or "requeue" under Slurm."""
+    """What the user wants. `preempted`: "leave" with 75, "relaunch", or "requeue" under Slurm.
+
+    `max_preemptions`: how often that in all, None for as often as it takes.
+    """
 
     max_restarts: int = 3
     min_ranks: int | None = None
     preempted: str = "leave"
+    max_preemptions: int | None = None
 
 
 class Action(NamedTuple):
@@ -131,6 +135,10 @@ def decide(attempts: Sequence[Attempt], policy: Policy, wanted: int, room: int) 
         return Action("end", 0, "finished")
     if code in HOPELESS:
         return Action("end", code, f"exit code {code} means bad input: again would end the same")
+    times, most = sum(a.asked or a.preempted for a in attempts), policy.max_preemptions
+    if (last.asked or last.preempted) and most is not None and times > most:
+        reason = f"stopped {times} times, and --max-preemptions is {most}"
+        return Action("end", REQUEUE, f"{reason}; the same command goes on from there")
     if last.asked or (last.preempted and policy.preempted != "relaunch"):
         what = "requeue" if policy.preempted == "requeue" else "end"
         return Action(what, REQUEUE, "stopped as asked; the same command goes on from there")

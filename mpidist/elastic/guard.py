@@ -336,6 +336,8 @@ class guard:
         # Ranks may hold different parts of the state, so they decide together.
         if self._reduce(self._loop, (int(not is_finite(state)),))[0]:
             return "nothing was saved, for the state holds NaN or infinity already"
+        if not self.fits():
+            return "nothing was saved, for the allocation ends too soon for that"
         try:
             self._save(step, state)
         except StorageError as error:

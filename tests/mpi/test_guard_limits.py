@@ -68,6 +68,20 @@ def test_a_save_that_cannot_fit_is_not_begun(comm, left):
 
 
 @pytest.mark.ranks(2)
+def test_nor_is_one_begun_for_a_bad_loss(comm, left):
+    left(comm, 20.0)
+    if comm.rank == 1:
+        events.emit("checkpoint_saved", step=1, bytes=1, seconds=30.0)
+    store = Store()
+    with (
+        pytest.raises(MpidistError, match="nothing was saved, for the allocation ends too soon"),
+        md.guard(comm, {}, store, time_limit="auto") as run,
+    ):
+        run.check_loss(float("nan"), 3)
+    assert store.saved == []
+
+
+@pytest.mark.ranks(2)
 def test_nobody_says_when_the_allocation_ends(comm, left):
     left(comm, None)
     with md.guard(comm, {}, Store(), time_limit="auto") as run:

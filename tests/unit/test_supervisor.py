@@ -90,6 +90,21 @@ def test_requeueing_is_no_failure():
     assert after(*silent, preempted="relaunch") == ("end", 75)
 
 
+def test_preemptions_have_a_budget_of_their_own():
+    """R106: failures do not spend it, and it does not spend theirs."""
+    left = [attempt(75, step) for step in range(3)]
+    spent = {"max_preemptions": 2}
+    for how, what in (("relaunch", ("relaunch", 4)), ("requeue", ("requeue", 75))):
+        assert after(*left[:2], preempted=how, **spent) == what
+        assert after(*left, preempted=how, **spent) == ("end", 75)
+        failed = [attempt(KILLED, step) for step in (7, 8)]
+        assert after(*failed, *left[:2], preempted=how, max_restarts=2, **spent) == what
+    asked = [attempt(75, step, asked=True) for step in range(3)]
+    assert after(*asked[:2], preempted="requeue", **spent) == ("requeue", 75)
+    assert "--max-preemptions is 2" in decide(asked, Policy(3, None, "requeue", 2), 4, 4).reason
+    assert after(*left, attempt(KILLED, 9), preempted="relaunch", **spent) == ("relaunch", 4)
+
+
 def test_asked_to_stop():
     """Killed after it was asked: as good as saved and left, for the newest save is there."""
     for code in (75, KILLED, -9, 1):
