@@ -61,6 +61,18 @@ def test_every_reference_exists():
     assert wrong == []
 
 
+def test_every_failure_has_a_test_that_exists():
+    """The list of docs/faults.md, without hole."""
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*) \|$", page, re.MULTILINE)
+    assert [int(number) for number, _, _ in rows] == list(range(1, 26))
+    for number, _, tests in rows:
+        named = [reference.partition("::") for reference in re.findall(r"`([^`]+)`", tests)]
+        assert named, number
+        for file, _, name in named:
+            assert name in functions(file), (number, file, name)
+
+
 def test_a_test_quotes_the_row_it_settles():
     """At least one of the files that settle a row names its number, so that grep finds it."""
     silent = []
