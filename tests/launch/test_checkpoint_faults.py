@@ -27,7 +27,7 @@ def environ(fault):
 
 
 def train(folder, ranks, fault="", **settings):
-    write_job(folder, **SETTINGS, **settings)
+    write_job(folder, **{**SETTINGS, **settings})
     return launch(ranks, TRAIN, env=environ(fault), cwd=folder, timeout=60)
 
 
@@ -104,6 +104,22 @@ def test_a_bit_that_flips_on_the_disk(tmp_path, undisturbed):
     assert done.stderr.count("damaged checkpoint passed over") == 1
     assert "step-000000000020" in done.stderr
     assert check_end(tmp_path, undisturbed)["resumed_at"] == 10
+
+
+def test_killed_when_only_the_node_has_the_step(tmp_path, undisturbed):
+    """Issue 4, point 4: between the commit on the node and the one in the shared folder."""
+    node = tmp_path / "node"
+    # Renamed by rank 0: the run's name, the node's table and step; then the shared table.
+    fault = "kill@file.rename:4,rank=0"
+    more = {"local": str(node), "checkpoint_every": 100}
+    done = train(tmp_path, 3, fault, stop_after=20, **more)
+    assert "fault: kill at file.rename" in done.stderr
+    assert saved(tmp_path) == []
+    assert [path.name for path in node.glob("*/step-*")] == ["step-000000000020"]
+    train(tmp_path, 3, **more).check()
+    assert check_end(tmp_path, undisturbed)["resumed_at"] == 20
+    assert saved(tmp_path) == [40]
+    assert not list(node.iterdir())
 
 
 def test_a_job_that_stands_still_keeps_others_out(tmp_path, undisturbed):
