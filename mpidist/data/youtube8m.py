@@ -73,7 +73,6 @@ class YouTube8M:
         with self._lock:
             inputs = self._rooms.empty((len(indices), sum(self.features.values())), "<f4")
             labels = self._rooms.empty((len(indices), self.classes), np.uint8)
-            labels[...] = 0
             for start in range(0, len(indices), self._piece):
                 piece = slice(start, start + self._piece)
                 self._decode(indices[piece], inputs[piece], labels[piece])
@@ -94,6 +93,7 @@ class YouTube8M:
                 strip = slice(first, first + few)
                 values = records.gather((np.void, width), spans[strip, k, 0])
                 room[strip, column] = values.view(np.uint8).reshape(len(values), width)
+        labels[...] = 0
         self._entities(records, spans[:, -1], indices, labels)
         if not np.isfinite(inputs).all():
             first = int(np.flatnonzero(~np.isfinite(inputs).all(axis=1))[0])
