@@ -98,7 +98,7 @@ def run_and_signal(program, n, what, folder, number, ranks):
     """Start the program, send a signal to some ranks when it is under way, wait for its end."""
     job = start(n, [sys.executable, program, what, str(folder)])
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 150
         pids: dict = {}
         # What the launcher passes on of one rank may come later than what it has of another.
         while "under way" not in job.output() or len(pids) < n:
@@ -108,21 +108,37 @@ def run_and_signal(program, n, what, folder, number, ranks):
             pids = dict(re.findall(r"<pid (\d+) (\d+)>", job.output()))
         signal_all([int(pids[str(rank)]) for rank in ranks], number)
     finally:
-        result = job.finish(timeout=60)
+        result = job.finish(timeout=150)
     assert not result.timed_out, result.stderr
     return result
 
 
+#: What runs, the signal, and the ranks that get it.
+SIGNALS = {
+    "one rank": ("loop", signal.SIGTERM, [2]),
+    "all ranks": ("loop", signal.SIGUSR1, [0, 1, 2]),
+    "in a reduction": ("piggyback", signal.SIGTERM, [1]),
+    "beside a server": ("servers", signal.SIGTERM, [1]),
+}
+
+
+@pytest.fixture(scope="module")
+def scenes(program):
+    def play(what, number, ranks):
+        return lambda folder: run_and_signal(program, 3, what, folder, number, ranks)
+
+    return {name: play(*each) for name, each in SIGNALS.items()}
+
+
 @pytest.mark.parametrize(
-    ("what", "number", "ranks"),
-    [("loop", signal.SIGTERM, [2]), ("loop", signal.SIGUSR1, [0, 1, 2]),
-     ("piggyback", signal.SIGTERM, [1])],
-)  # fmt: skip
-def test_signal_stops_all_ranks_at_one_step(program, tmp_path, what, number, ranks):
+    ("scene", "name"), [(name, name) for name in list(SIGNALS)[:3]], indirect=["scene"]
+)
+def test_signal_stops_all_ranks_at_one_step(scene, name):
     """R47: any rank's signal; all save the same step, and leave with the code for requeueing."""
-    result = run_and_signal(program, 3, what, tmp_path, number, ranks)
+    result, folder = scene
+    what, number, _ = SIGNALS[name]
     assert result.returncode == 75, result.stderr
-    state = saved(tmp_path, 3)
+    state = saved(folder, 3)
     # The step that is saved is the one the weights belong to: no step is lost or done twice.
     assert state["w"] == [state["step"]] * 3
     assert result.stdout.count(f"stopped at {state['step']}: ") == 3
@@ -131,13 +147,14 @@ def test_signal_stops_all_ranks_at_one_step(program, tmp_path, what, number, ran
     assert "Traceback" not in result.stderr
 
 
-def test_servers_leave_with_the_workers(program, tmp_path):
+@pytest.mark.parametrize("scene", ["beside a server"], indirect=True)
+def test_servers_leave_with_the_workers(scene):
     """A signal that only a worker got ends the server as well, with the same code and reason."""
-    result = run_and_signal(program, 3, "servers", tmp_path, signal.SIGTERM, [1])
+    result, folder = scene
     assert result.returncode == 75, result.stderr
-    step = saved(tmp_path, 2)["step"]
+    step = saved(folder, 2)["step"]
     assert result.stdout.count(f"stopped at {step}: SIGTERM on rank 1") == 3
-    assert not (tmp_path / "rank-2.json").exists()
+    assert not (folder / "rank-2.json").exists()
 
 
 #: What happens without a signal from outside, and the ranks of it.
