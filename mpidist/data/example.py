@@ -88,18 +88,17 @@ def values(data: bytes, kind_of_list: int, parts: list[tuple[int, Span]]):
 def varints(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (values as int64, where each begins) of bytes full of varints. Local."""
     ends = np.flatnonzero(flat < 128)
-    if len(flat) and (not len(ends) or ends[-1] != len(flat) - 1):
+    if not len(flat):
+        return np.empty(0, np.int64), ends
+    if not len(ends) or ends[-1] != len(flat) - 1:
         raise ValueError("a number has no end")
-    starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
+    starts = np.concatenate([[0], ends[:-1] + 1])
     lengths = ends - starts + 1
-    if lengths.max(initial=0) > 10:
+    if lengths.max() > 10:
         raise ValueError("a number has more than 64 bits")
-    total = np.zeros(len(starts), np.uint64)
-    for k in range(lengths.max(initial=0)):
-        longer = lengths > k
-        part = (flat[starts[longer] + k] & 127).astype(np.uint64)
-        total[longer] |= part << np.uint64(7 * k)
-    return total.astype(np.int64), starts
+    place = np.arange(len(flat)) - np.repeat(starts, lengths)
+    bits = (flat & 127).astype(np.uint64) << (7 * place).astype(np.uint64)
+    return np.bitwise_or.reduceat(bits, starts).astype(np.int64), starts
 
 
 def encode(features: dict) -> bytes:

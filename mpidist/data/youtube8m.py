@@ -25,6 +25,7 @@ from mpidist.data.reading import Rooms
 from mpidist.data.sources import Source
 from mpidist.data.tfrecord import Laid, TFRecords
 from mpidist.errors import BadRecord, ConfigError
+from mpidist.partition import BlockPartition
 
 #: Names and lengths of the features, in the order of a sample.
 FEATURES = {"mean_rgb": 1024, "mean_audio": 128}
@@ -73,8 +74,9 @@ class YouTube8M:
         with self._lock:
             inputs = self._rooms.empty((len(indices), sum(self.features.values())), "<f4")
             labels = self._rooms.empty((len(indices), self.classes), np.uint8)
-            for start in range(0, len(indices), self._piece):
-                piece = slice(start, start + self._piece)
+            pieces = BlockPartition(len(indices), max(1, -(-len(indices) // self._piece)))
+            for start, stop in itertools.pairwise(pieces.bounds()):
+                piece = slice(start, stop)
                 self._decode(indices[piece], inputs[piece], labels[piece])
         return inputs, labels
 
