@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ pathlib.Path(f"rank-{MPI.COMM_WORLD.rank}.json").write_text(json.dumps(facts))
 
 def run(folder, program, ranks):
     """Run on so many ranks and return the `facts` of each."""
+    folder.mkdir(exist_ok=True)
     (folder / "loop.py").write_text(program + TELL)
     result = launch(ranks, [sys.executable, "loop.py"], cwd=folder, timeout=300).check()
     assert result.stderr == ""
@@ -48,9 +50,12 @@ def test_the_loop_with_five_lines_more_gives_the_same(tmp_path):
     """On 1, 2 and 3 ranks every rank ends where the loop of one process did."""
     before, after = programs("Five lines")
     facts = 'facts = [*params["weight"].tolist(), *params["bias"].tolist()]\n'
-    (alone,) = run(tmp_path, before + facts, 1)
-    for ranks in (1, 2, 3):
-        for found in run(tmp_path, after + facts, ranks):
+    with ThreadPoolExecutor(4) as pool:
+        reference = pool.submit(run, tmp_path / "alone", before + facts, 1)
+        several = [pool.submit(run, tmp_path / str(n), after + facts, n) for n in (1, 2, 3)]
+    (alone,) = reference.result()
+    for each in several:
+        for found in each.result():
             assert found == pytest.approx(alone, abs=1e-5)
 
 

@@ -43,6 +43,19 @@ def program(tmp_path_factory):
     return str(path)
 
 
+SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "{rank}"}
+# PMI_FD is left out: with it Open MPI's library behaves the same, but mpi4py warns as well.
+HYDRA = {"PMI_SIZE": "2", "PMI_RANK": "{rank}"}
+MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "{rank}", "PMIX_RANK": "{rank}"}
+#: What a launcher that is not understood tells, and how the program takes it.
+KIND = launcher_kind(find_launcher())[0]
+SINGLETONS = {
+    "srun early": (SRUN, "early"),
+    "srun late": (SRUN, "late"),
+    "other": (HYDRA, "late") if KIND == "openmpi" else (MPIRUN, "early"),
+}
+
+
 def singletons(program, variables, word):
     """Start two processes of one rank each, as a launcher that is not understood would."""
     clean = launch_environment()
@@ -51,7 +64,19 @@ def singletons(program, variables, word):
                 env={**clean, **{key: value.format(rank=rank) for key, value in variables.items()}})
         for rank in range(2)
     ]  # fmt: skip
-    runs = [job.finish(60) for job in jobs]
+    return [job.finish(120) for job in jobs]
+
+
+@pytest.fixture(scope="module")
+def scenes(program):
+    def play(name):
+        return lambda _: singletons(program, *SINGLETONS[name])
+
+    return {name: play(name) for name in SINGLETONS}
+
+
+def told(runs):
+    """What the first of them has said, the other being silent."""
     assert [run.returncode for run in runs] == [2, 2], runs
     assert [run.stdout for run in runs] == ["", ""]
     assert runs[1].stderr == "", "only the first process speaks"
@@ -60,31 +85,26 @@ def singletons(program, variables, word):
     return runs[0].stderr
 
 
-@pytest.mark.parametrize("word", ["early", "late"])
-def test_n_singletons_under_srun(program, word):
+@pytest.mark.parametrize("scene", ["srun early", "srun late"], indirect=True)
+def test_n_singletons_under_srun(scene):
     """R97: srun without the right PMI; one line with the cure, exit code 2."""
-    variables = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "{rank}"}
-    kind = launcher_kind(find_launcher())[0]
-    said = singletons(program, variables, word)
+    said = told(scene[0])
     assert "srun started 2 ranks" in said
-    assert f"use srun --mpi={'pmix' if kind == 'openmpi' else 'pmi2'}" in said
+    assert f"use srun --mpi={'pmix' if KIND == 'openmpi' else 'pmi2'}" in said
 
 
-def test_library_of_the_other_mpi(program):
+@pytest.mark.parametrize("scene", ["other"], indirect=True)
+def test_library_of_the_other_mpi(scene, program):
     """The launcher's variables of the one MPI, the library of the other."""
-    kind = launcher_kind(find_launcher())[0]
-    if kind == "openmpi":
-        # PMI_FD is left out: with it this library behaves the same, but mpi4py warns as well.
-        said = singletons(program, {"PMI_SIZE": "2", "PMI_RANK": "{rank}"}, "late")
+    said = told(scene[0])
+    if KIND == "openmpi":
         assert "MPICH's mpiexec started 2 ranks" in said
         assert "install mpidist[mpich]" in said
     else:
-        variables = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "{rank}"}
-        said = singletons(program, {**variables, "PMIX_RANK": "{rank}"}, "early")
         assert "Open MPI's mpirun started 2 ranks" in said
         assert "install mpidist[openmpi]" in said
     # And with the true launcher of the other MPI, where a Python of it is named.
-    other = "MPIDIST_TEST_MPICH" if kind == "openmpi" else "MPIDIST_TEST_OPENMPI"
+    other = "MPIDIST_TEST_MPICH" if KIND == "openmpi" else "MPIDIST_TEST_OPENMPI"
     if other in os.environ:
         launcher = find_launcher(os.environ[other])
         result = launch(2, [sys.executable, program, "early"], mpi=launcher, timeout=60)

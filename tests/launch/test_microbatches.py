@@ -7,36 +7,45 @@ from pathlib import Path
 from mpidist.testing.launch import launch
 
 JOB = Path(__file__).parents[2] / "jobs" / "digits.toml"
-STEPS = ["--set", "microbatches=16", "--set", "steps=24", "--set", "data.distort.copies=1"]
+STEPS = [
+    word
+    for setting in ("microbatches=16", "steps=24", "data.distort.copies=1", "model.channels=[8,16]")
+    for word in ("--set", setting)
+]
 
 
-def train(folder, out, ranks, *words):
-    """Run to the end; returns the summary and what rank 0 has printed."""
-    words = [*STEPS, "--set", f"out={out}", *words]
-    command = [sys.executable, "-m", "mpidist", "train", str(JOB), *words]
-    result = launch(ranks, command, cwd=folder, timeout=120).check()
-    return json.loads((folder / out / "summary.json").read_text()), result.stdout
+def command(out, *words):
+    train = [sys.executable, "-m", "mpidist", "train", str(JOB)]
+    return [*train, *STEPS, "--set", f"out={out}", *words]
 
 
-def test_one_digest_at_1_3_and_4_ranks_and_after_a_resume_on_others(tmp_path):
+def summary(folder, out):
+    return json.loads((folder / out / "summary.json").read_text())
+
+
+def test_one_digest_at_1_3_and_4_ranks_and_after_a_resume_on_others(tmp_path, launches):
     """One rank sends nothing, so equal to it on this MPI is equal to it on any other.
 
     The last of the 23 steps of an epoch has 29 samples for 16 pieces.
     """
-    alone, _ = train(tmp_path, "one", 1)
+    jobs = {f"ranks{ranks}": (ranks, command(f"ranks{ranks}")) for ranks in (1, 3, 4)}
+    jobs["pause"] = 4, command("pause", "--set", "stop_after=9")
+    said = {out: result.check().stdout for out, (result, _) in launches(jobs, cwd=tmp_path).items()}
+    alone = summary(tmp_path, "ranks1")
     assert alone["microbatches_price"] is None
-    for ranks in (3, 4):
-        several, said = train(tmp_path, f"ranks{ranks}", ranks)
+    for out in ("ranks3", "ranks4"):
+        several = summary(tmp_path, out)
         assert several["parameters_sha256"] == alone["parameters_sha256"]
         assert several["train_loss"] == alone["train_loss"]
         price = several["microbatches_price"]
         assert price["microbatches"] == 16
         took = f"one exchange takes {price['ordered_us']:.0f} us in the fixed order"
-        assert f"microbatches=16: the same bits on any number of ranks; {took}" in said
-    train(tmp_path, "pause", 4, "--set", "stop_after=9")
-    paused, _ = train(tmp_path, "pause", 2, "--set", "stop_after=17")
+        assert f"microbatches=16: the same bits on any number of ranks; {took}" in said[out]
+    launch(2, command("pause", "--set", "stop_after=17"), cwd=tmp_path, timeout=120).check()
+    paused = summary(tmp_path, "pause")
     assert (paused["resumed_at"], paused["steps"]) == (9, 17)
-    resumed, _ = train(tmp_path, "pause", 3)
+    launch(3, command("pause"), cwd=tmp_path, timeout=120).check()
+    resumed = summary(tmp_path, "pause")
     assert (resumed["resumed_at"], resumed["finished"]) == (17, True)
     assert resumed["parameters_sha256"] == alone["parameters_sha256"]
 

@@ -29,21 +29,32 @@ def commands(text):
             yield words
 
 
-@pytest.mark.parametrize("ranks", [None, 3, 4])
-def test_the_loop_runs_as_it_stands(tmp_path, ranks):
-    """R117, R109: pasted into a file, with plain python and on 3 and 4 ranks."""
+@pytest.fixture(scope="module")
+def scenes():
     (program,) = blocks("python")
-    (tmp_path / "loop.py").write_text(program)
-    command = [sys.executable, "loop.py"]
-    if ranks is None:
-        result = run(command, cwd=tmp_path, env=launch_environment(), timeout=60)
-    else:
-        result = launch(ranks, command, cwd=tmp_path)
+
+    def play(ranks):
+        def run_there(folder):
+            (folder / "loop.py").write_text(program)
+            command = [sys.executable, "loop.py"]
+            if ranks is None:
+                return run(command, cwd=folder, env=launch_environment(), timeout=120)
+            return launch(ranks, command, cwd=folder, timeout=120)
+
+        return run_there
+
+    return {"alone": play(None), "3 ranks": play(3), "4 ranks": play(4)}
+
+
+@pytest.mark.parametrize("scene", ["alone", "3 ranks", "4 ranks"], indirect=True)
+def test_the_loop_runs_as_it_stands(scene):
+    """R117, R109: pasted into a file, with plain python and on 3 and 4 ranks."""
+    result, folder = scene
     assert result.returncode == 0, result.stderr
     found = re.findall(r"^distance to the truth: (\S+)$", result.stdout, re.MULTILINE)
     assert len(found) == 1, result.stdout
     assert float(found[0]) < 1e-3
-    assert (tmp_path / "runs" / "loop").is_dir()
+    assert (folder / "runs" / "loop").is_dir()
     assert result.stderr == ""
 
 
