@@ -131,12 +131,18 @@ class _Rows:
         """Return the rows from `low` to `high`."""
         out = self._rooms.empty((high - low, *self._shape), self._dtype)
         room = bytes_of(out)
-        firsts = [low, *range(low - low % self.chunk + self.chunk, high, self.chunk)]
-        begins = self._where(np.array(firsts)).tolist()
-        lasts = [*firsts[1:], high]
+        # Where this piece of each chunk begins: as a row, and in the file. Most lie side by side.
+        firsts = np.array([low, *range(low - low % self.chunk + self.chunk, high, self.chunk)])
+        begins = self._where(firsts)
+        sizes = np.diff(firsts, append=high) * self._nbytes
+        cuts = np.flatnonzero(np.diff(begins) != sizes[:-1]) + 1
+        firsts, begins = firsts[[0, *cuts]], begins[[0, *cuts]]
+        bounds = ((firsts - low) * self._nbytes).tolist()
         runs = [
-            Run(0, begin, room[(a - low) * self._nbytes : (b - low) * self._nbytes])
-            for begin, a, b in zip(begins, firsts, lasts, strict=True)
+            Run(0, begin, room[start:stop])
+            for begin, (start, stop) in zip(
+                begins.tolist(), itertools.pairwise([*bounds, len(room)]), strict=True
+            )
         ]
         self._fill(runs, firsts)
         return out
