@@ -34,7 +34,8 @@ def path(request, tmp_path):
 
 
 CHOICES = [
-    np.arange(1000), np.arange(30, 700), np.arange(64), np.arange(0), np.array([999]), np.array([5, 5, 4, 4]), np.arange(1000)[::-1],
+    np.arange(1000), np.arange(30, 700), np.arange(64), np.arange(0), np.array([999]),
+    np.array([5, 5, 4, 4]), np.arange(1000)[::-1],
     RNG.permutation(1000), RNG.integers(0, 1000, 77), np.arange(0, 1000, 7),
 ]  # fmt: skip
 
