@@ -71,7 +71,9 @@ def length(span: Range) -> int:
 def cut(span: Range, pieces: int) -> list[Range]:
     """Cut a range into at most `pieces` non-empty ranges of nearly equal length."""
     count = length(span)
-    pieces = max(1, min(pieces, count))
+    pieces = min(pieces, count)
+    if pieces <= 1:
+        return [span]
     bounds = [span[0] + count * k // pieces for k in range(pieces + 1)]
     return list(itertools.pairwise(bounds))
 

@@ -78,7 +78,6 @@ def test_counts_equal_the_formulas():
         assert messages == [2 * (p - 1)] * p
         assert elements == [2 * (p - 1) * n // p] * p
         assert sum(sent(direct.allreduce, p, n)[1]) == p * (p - 1) * n
-        assert sum(sent(ring.allreduce, p, n)[1]) == 2 * (p - 1) * n
         assert sum(sent(tree.allreduce, p, n)[1]) == 2 * (p - 1) * n
         assert sum(sent(direct.naive, p, n)[1]) == 2 * (p - 1) * n
     for k in range(1, 7):
