@@ -11,9 +11,12 @@ import os
 import re
 import secrets
 import socket
-from contextlib import suppress
+import sys
+import threading
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
+from mpidist import events
 from mpidist.checkpoint import files, steps
 from mpidist.checkpoint.manifest import NAME, Damaged, Unreadable
 from mpidist.checkpoint.steps import Entry
@@ -101,6 +104,12 @@ def _age(folder: int, root: int) -> float:
     return os.fstat(root).st_mtime - os.fstat(folder).st_mtime
 
 
+def stay(path: str, error: OSError) -> None:
+    """Say that old checkpoints are left where they are. Local."""
+    events.emit("checkpoint_not_removed", path=path, reason=str(error))
+    print(f"mpidist: old checkpoints in {path} stay: {error}", file=sys.stderr)
+
+
 @dataclass
 class Keep:
     """Which steps stay.
@@ -122,13 +131,46 @@ class Keep:
     bad: set[Entry] = field(default_factory=set)
     verified: Entry | None = None
     _good: set[Entry] = field(default_factory=set)
+    _removing: threading.Thread | None = None
+
+    def remove_aside(self, path: str, root: int, saved: Entry) -> None:
+        """Do as `remove_old`, in a thread: a disk takes its time to free so much. Local.
+
+        Until `settle` nothing else may be asked of this object, and the store stays locked.
+        """
+        stack = ExitStack()
+        own = stack.enter_context(files.folder(".", root))
+
+        def work() -> None:
+            with stack:
+                self.remove_old(path, own, saved)
+
+        self._removing = threading.Thread(target=work, name="mpidist-remove")
+        try:
+            self._removing.start()
+        except RuntimeError:  # no more threads
+            self._removing = None
+            work()
+
+    def settle(self) -> None:
+        """Wait until nothing is being removed. Local."""
+        if self._removing is not None:
+            self._removing.join()
+            self._removing = None
 
     def remove_old(self, path: str, root: int, saved: Entry) -> None:
         """Remove what need not stay beside `saved`, which always does. Local.
 
         So the last good checkpoint is never removed. A step is damaged here by its manifest,
-        its tables or the sizes of its files; those that were looked at once are not again.
+        its tables or the sizes of its files; those that were looked at once are not again. What
+        cannot be removed is said, and stays: the new step is there, and its save has not failed.
         """
+        try:
+            self._remove_old(path, root, saved)
+        except OSError as error:
+            stay(path, error)
+
+    def _remove_old(self, path: str, root: int, saved: Entry) -> None:
         self._good.add(saved)
         entries = steps.folders(root)
         self._good.intersection_update(entries)  # a long run forgets what is gone

@@ -17,7 +17,6 @@ the next call that all ranks make.
 from __future__ import annotations
 
 import hashlib
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -327,13 +326,19 @@ class Save:
                 files.sync(leader.root)
                 # Only now, or a death just before would leave a folder without an owner.
                 files.remove_file(retention.OWNER, folder)
-                self._keep.remove_old(self.path, leader.root, saved)
+                self._remove_old(leader.root, saved)
             except OSError as error:
                 # The new step is there: the save has not failed. Where the rename may not last,
                 # the old ones are what is certain, and they stay.
-                events.emit("checkpoint_not_removed", path=self.path, reason=str(error))
-                print(f"mpidist: old checkpoints in {self.path} stay: {error}", file=sys.stderr)
+                retention.stay(self.path, error)
         return record.nbytes
+
+    def _remove_old(self, root: int, saved: Entry) -> None:
+        """Rank 0: remove what need not stay; nobody who waits for the save waits for that."""
+        if self._thread is not None:
+            self._keep.remove_old(self.path, root, saved)
+        else:
+            self._keep.remove_aside(self.path, root, saved)
 
 
 def _told(outcome, doing: str):

@@ -157,7 +157,7 @@ class CheckpointStore:
 
     def all_steps(self) -> list[int]:
         """Return the committed steps, ascending. Collective. A save under way is not among them."""
-        self._check_open()
+        self._settle()
         return together(self._comm, "all_steps", lambda: None, lambda _: steps.all_steps(self.path))
 
     def verify(self, step: int | None = None) -> int:
@@ -166,7 +166,7 @@ class CheckpointStore:
         Each rank reads some of the files. Returns the bytes looked at; raises CheckpointError
         that names the damage, NoCheckpoint where there is no such step.
         """
-        self._check_open()
+        self._settle()
         comm = self._comm
         self._agree("verify", step)
         entry = together(
@@ -199,6 +199,7 @@ class CheckpointStore:
         try:
             self._finish()
         finally:
+            self._keep.settle()
             self._lock.release()
             self._comm.Free()
             self._comm = None
@@ -221,6 +222,7 @@ class CheckpointStore:
         if self._pending is not None:
             save, self._pending = self._pending, None
             save.abandon()
+        self._keep.settle()
         self._lock.release()
         self._comm = None
 
@@ -251,7 +253,7 @@ class CheckpointStore:
             return list(topology.node_of)
 
     def _finish(self) -> None:
-        self._check_open()
+        self._settle()
         if self._pending is not None:
             save, self._pending = self._pending, None
             save.finish()
@@ -275,9 +277,11 @@ class CheckpointStore:
 
         together(self._comm, doing, local, same)
 
-    def _check_open(self) -> None:
+    def _settle(self) -> None:
+        """Raise if the store is closed; let nothing of a save before be going on. Local."""
         if self._comm is None:
             raise ClosedError(f"the checkpoint store of {self.path} is closed")
+        self._keep.settle()
 
 
 def _is_integer(value) -> bool:

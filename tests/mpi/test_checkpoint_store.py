@@ -403,6 +403,7 @@ def test_resave_after_a_fallback(comm, folder):
         store._keep.newest = None
         for step in (1, 2, 3):
             store.save(step, state_of(step))
+        store.wait()
         store._keep.newest = 1
         if comm.rank == 0:
             for step in (2, 3):

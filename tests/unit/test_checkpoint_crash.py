@@ -261,6 +261,7 @@ def test_a_folder_that_cannot_be_cleaned_does_not_stop_a_save(tmp_path, monkeypa
 
         monkeypatch.setattr(retention, "remove", refuse)
         store.save(2, state_of(2))
+        store.wait()
         assert "old checkpoints" in capfd.readouterr().err
         monkeypatch.undo()
         assert store.restore()[0] == 2
@@ -269,6 +270,30 @@ def test_a_folder_that_cannot_be_cleaned_does_not_stop_a_save(tmp_path, monkeypa
         store.verify(3)
         store.save(4, state_of(4))
         assert store.all_steps() == [3, 4]
+
+
+def test_nobody_waits_for_what_is_removed(tmp_path, monkeypatch):
+    """Issue 4: a save returns when it is committed; whatever comes next finds the old step gone."""
+    remove, may_go_on, removed = retention.remove, threading.Event(), []
+
+    def held_back(name, root):
+        assert may_go_on.wait(30)
+        removed.append(name)
+        return remove(name, root)
+
+    with CheckpointStore(Solo(), tmp_path, keep=1) as store:
+        store.save(1, state_of(1))
+        monkeypatch.setattr(retention, "remove", held_back)
+        store.save(2, state_of(2))
+        assert not removed
+        assert {p.name for p in tmp_path.glob("step-*")} == {f"step-{k:012d}" for k in (1, 2)}
+        may_go_on.set()
+        assert store.all_steps() == [2]
+        assert removed == ["step-000000000001"]
+        store.save(3, state_of(3))
+        may_go_on.clear()
+        threading.Timer(0.05, may_go_on.set).start()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000000003"]
 
 
 def test_saving_a_step_again(tmp_path):
