@@ -1,5 +1,6 @@
 """R2, R130: a remote file once per node, tried again, capped; whole or not there."""
 
+import socket
 import time
 from contextlib import contextmanager
 
@@ -66,6 +67,20 @@ def test_tried_again_and_given_up(comm, folder, url, monkeypatch):
         remote.local_copy(comm, url + "?2", folder, tries=2, wait=0.01)
     comm.Barrier()
     assert [file.name for file in folder.iterdir()] == [path.name], "nothing half is left"
+
+
+@pytest.mark.ranks(2)
+def test_a_server_that_takes_calls_and_never_answers(comm, folder, monkeypatch):
+    """A connection is no answer: tried again, given up, and heard of on all ranks."""
+    monkeypatch.setattr(remote, "_SILENCE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = comm.bcast(f"http://127.0.0.1:{silent.getsockname()[1]}/records")
+        began = time.monotonic()
+        with pytest.raises(MpidistError, match="timed out; tried 2 times"):
+            remote.local_copy(comm, url, folder, tries=2, wait=0.01)
+        assert time.monotonic() - began < 10
+        comm.Barrier()
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.ranks(1)
