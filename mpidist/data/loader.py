@@ -230,7 +230,12 @@ class Loader:
         batch = self._careful.together(np.concatenate(parts)) if several else None
         self._pace = (time.perf_counter() - began) / max(1, len(parts))
         if batch is None:
-            return [self._load(part) for part in parts]
+            entries = []
+            for part in parts:
+                entries.append(self._load(part))
+                if entries[-1].error is not None or self._closed:
+                    break  # the others may have to wait long for the same, and nobody for them
+            return entries
         self.seconds += time.perf_counter() - began
         self.nbytes += sum(array.nbytes for array in batch)
         ends = itertools.accumulate(map(len, parts))

@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from mpidist.data import ArraySource, Loading
+from mpidist.data import ArraySource, Loading, careful
 from mpidist.data.loader import PREFETCH, Loader, Starved
-from mpidist.errors import BadRecord, ConfigError
+from mpidist.errors import BadRecord, ConfigError, SourceError
 
 X = np.arange(8000.0).reshape(1000, 8)  # 64 bytes a sample
 
@@ -118,6 +118,35 @@ def test_a_slow_source_is_asked_for_one_batch_at_a_time():
         for first in range(100, 200, 10):
             loader.take(np.arange(first, first + 10))
     assert {len(taken) for taken in source.taken} == {10}
+
+
+def test_a_source_that_is_gone_for_several_batches(monkeypatch):
+    """The first that cannot be read tells; when it is back all goes on, and none is left out."""
+    monkeypatch.setattr(careful, "WAIT", 0.001)
+
+    class Away(Watched):
+        away = False
+
+        def take(self, indices):
+            if self.away or 300 in indices:
+                self.away = True
+                raise OSError(5, "Input/output error")
+            return super().take(indices)
+
+    source, first = Away(X), 100
+    with Loader(source, lambda: batches(10, first), Loading(True)) as loader:
+        failed = 0
+        while first < 400:
+            try:
+                taken = loader.take(np.arange(first, first + 10))
+            except SourceError:
+                failed += 1
+                assert 100 < first <= 300, "as many as were asked for together with record 300"
+                del Away.take
+            else:
+                np.testing.assert_array_equal(taken.batch[0], X[first : first + 10])
+                first += 10
+    assert failed == 1
 
 
 def test_batches_of_nothing_are_bounded_too():
