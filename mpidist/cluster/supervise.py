@@ -19,28 +19,24 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from ..elastic import pulse
 from ..errors import ConfigError
 from ..testing.launch import launch_environment
 from ..testing.process import end_marked, marked, mpi_segments, remove_session
 from . import launchers
-from .supervisor import Action, Attempt, Policy, decide, left_out
-from .vigil import Limits, Vigil
+from .places import Job, Place, room, say, usable, without_culprits
+from .supervisor import Action, Attempt, decide
+from .vigil import Vigil
 
 #: The environment variable that marks everything an attempt has started.
 MARK = "MPIDIST_LAUNCH_MARK"
 #: Seconds that a launcher has to end its ranks when it is told to.
 PATIENCE = 5.0
-#: Seconds within which a host must be able to start a program.
-PROBE = 20.0
 
 #: The file of an attempt that names its launcher.
 _LAUNCHER = "launcher"
@@ -52,38 +48,14 @@ _ASK = (signal.SIGUSR1, signal.SIGTERM)
 _HEARD = (*_ASK, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
-class Job(NamedTuple):
-    """What to run, and how. `hosts`: host to ranks; `slurm`: they are those of an allocation."""
-
-    program: tuple[str, ...]
-    ranks: int
-    folder: Path
-    words: tuple[str, ...] = ()
-    hosts: dict[str, int] | None = None
-    slurm: bool = False
-    policy: Policy = Policy()
-    limits: Limits = Limits()
-
-
-class Place(NamedTuple):
-    """Where an attempt runs: `hosts` to ranks, None where the launcher decides.
-
-    `left` are the hosts of the allocation; `named`: some of them must not be used.
-    """
-
-    hosts: dict[str, int] | None
-    left: tuple[str, ...] = ()
-    named: bool = False
-
-
 def run(job: Job) -> int:
     """Launch `job` until it is done or must not go on; return the exit code. Local."""
     job.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     attempts = read_history(job.folder)
     number = next_attempt(job.folder, len(attempts))
     place = Place(job.hosts, tuple(job.hosts or ()), named=not job.slurm)
-    place = _without_culprits(job, attempts, place)
-    ranks = min(job.ranks, _room(job, place.hosts))
+    place = without_culprits(job, attempts, place)
+    ranks = min(job.ranks, room(job, place.hosts))
     # Waited for and never handled: a handler could run between any two lines of this.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     try:
@@ -94,9 +66,8 @@ def run(job: Job) -> int:
             number += 1
             _note(job.folder, "attempt", attempts[-1]._asdict())
             if attempts[-1].failed and not attempts[-1].asked:
-                place = _without_culprits(job, attempts, usable(job))
-            room = _room(job, place.hosts)
-            action = decide(attempts, job.policy, job.ranks, room)
+                place = without_culprits(job, attempts, usable(job))
+            action = decide(attempts, job.policy, job.ranks, room(job, place.hosts))
             _note(job.folder, "decision", action._asdict())
             _tell(one.known_as, attempts, action)
             if action.what == "relaunch" and not _asked_within(action.pause):
@@ -232,60 +203,7 @@ class _Running:
         )  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------- hosts
-
-
-def usable(job: Job) -> Place:
-    """Return where the next attempt can run. Local."""
-    if job.hosts is None or len(job.hosts) < 2:
-        return Place(job.hosts)
-    left = list(job.hosts)
-    if job.slurm:
-        try:
-            still = set(launchers.slurm_left(os.environ))
-            left = [host for host in left if host in still]
-            away = launchers.slurm_away(left) if left else set()
-        except ConfigError as error:  # a controller that is busy: the hosts may well be there
-            say(f"Slurm does not say which nodes are left: {error}")
-            return Place(job.hosts, tuple(job.hosts))
-    else:
-        environment = launch_environment()
-        with ThreadPoolExecutor(16) as pool:
-            answers = pool.map(
-                lambda host: launchers.answers(host, job.words, environment, PROBE), left
-            )
-            away = {host for host, well in zip(left, answers, strict=True) if not well}
-    hosts = {host: job.hosts[host] for host in left if host not in away}
-    if gone := [host for host in job.hosts if host not in hosts]:
-        say(f"not there: {', '.join(gone)}")
-    return Place(hosts, tuple(left), named=bool(away) or not job.slurm)
-
-
-def _without_culprits(job: Job, attempts: Sequence[Attempt], place: Place) -> Place:
-    """Leave out hosts that are there, and on which the job fails again and again."""
-    if not place.hosts:
-        return place
-    out = left_out(attempts, job.policy, job.ranks, job.hosts or {}, list(place.hosts))
-    if not out:
-        return place
-    say(f"left out, for ranks of this job failed there first, again and again: {', '.join(out)}")
-    hosts = {host: count for host, count in place.hosts.items() if host not in out}
-    return place._replace(hosts=hosts, named=True)
-
-
-def _room(job: Job, hosts: Mapping[str, int] | None) -> int:
-    """How many ranks the hosts have room for, given that all of them have for all ranks."""
-    if not job.hosts or hosts is None:
-        return job.ranks
-    return job.ranks * sum(hosts.values()) // sum(job.hosts.values())
-
-
 # ------------------------------------------------------------------------------------- telling
-
-
-def say(text: str) -> None:
-    """Print one line. Local."""
-    print(f"mpidist launch: {text}", file=sys.stderr, flush=True)
 
 
 def _tell(known_as: int, attempts: Sequence[Attempt], action: Action) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidist.cluster import launchers, supervise
+from mpidist.cluster import launchers, places, supervise
 from mpidist.cluster.supervisor import HOPELESS, UNSTARTED, Attempt, Policy, decide, left_out
 from mpidist.cluster.vigil import DEAD, LINGER, START, Limits, Vigil
 from mpidist.elastic import pulse
@@ -510,21 +510,21 @@ def test_a_launcher_that_starts_nothing_for_once(tmp_path, capfd):
 def test_hosts_are_left_out_of_the_next_attempt(tmp_path, capsys):
     job = supervise.Job(("true",), 4, tmp_path, hosts=HOSTS)
     attempts = [attempt(1, 20, culprit="b")] * 2
-    whole = supervise.Place(HOSTS, tuple(HOSTS))
-    assert supervise._without_culprits(job, attempts[:1], whole) is whole
-    place = supervise._without_culprits(job, attempts, whole)
+    whole = places.Place(HOSTS, tuple(HOSTS))
+    assert places.without_culprits(job, attempts[:1], whole) is whole
+    place = places.without_culprits(job, attempts, whole)
     assert (list(place.hosts), place.left, place.named) == (
         ["a", "c", "d"],
         ("a", "b", "c", "d"),
         True,
     )
-    assert supervise._room(job, place.hosts) == 3
+    assert places.room(job, place.hosts) == 3
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "left out" in said
     assert said.endswith(": b\n")
-    nowhere = supervise.Place(None)
-    assert supervise._without_culprits(job, attempts, nowhere) is nowhere
+    nowhere = places.Place(None)
+    assert places.without_culprits(job, attempts, nowhere) is nowhere
 
 
 def test_a_launcher_that_was_killed_keeps_nobody_out(tmp_path):
@@ -545,5 +545,5 @@ def test_room_on_hosts():
     """Twice as many ranks as the hosts have slots is twice as many on those that are left, too."""
     for wanted, names in itertools.product((2, 4, 8), (["a"], ["a", "b"])):
         job = supervise.Job(("true",), wanted, folder=None, hosts={"a": 2, "b": 2})
-        assert supervise._room(job, dict.fromkeys(names, 2)) == wanted * len(names) // 2
-    assert supervise._room(supervise.Job(("true",), 4, folder=None), None) == 4
+        assert places.room(job, dict.fromkeys(names, 2)) == wanted * len(names) // 2
+    assert places.room(supervise.Job(("true",), 4, folder=None), None) == 4
