@@ -198,7 +198,6 @@ class Save:
             self._outcome = error
         finally:
             self._data = []
-            self._written.set()
 
     def start(self) -> None:
         """Write, and on rank 0 commit, in the background. Local."""
@@ -211,9 +210,12 @@ class Save:
             self._thread, self._outcome = None, error
 
     def _background(self) -> None:
-        self.write()
-        if isinstance(self._outcome, Exception):
-            self._tell_failure()
+        try:
+            self.write()
+            if isinstance(self._outcome, Exception):
+                self._tell_failure()
+        finally:
+            self._written.set()  # rank 0 removes the folder as soon as all ranks have come so far
         if self._leader is not None and not isinstance(self._outcome, Exception):
             try:
                 self._committed = self._commit(self._wait_for_tables())

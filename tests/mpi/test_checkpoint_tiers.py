@@ -245,6 +245,7 @@ def test_a_node_without_room(comm, folder, capfd, monkeypatch):
         place.alone(place.nodes[1].unlink)
         for step in (3, 4, 5):
             store.save(step, state_of(comm, step))
+        store.wait()
         comm.Barrier()
         assert place.copies() == [[4, 5], [4, 5]], "no more than asked for"
         assert store.restore(blank(comm))[0] == 5
