@@ -185,7 +185,8 @@ def left_out(
     if not attempts:
         return []
     now, out = attempts[-1].ended, []  # type: float, list[str]
-    blamed = Counter(a.culprit for a in attempts if a.failed and now - a.ended < WINDOW)
+    failed = [a for a in attempts if a.failed and not a.asked and now - a.ended < WINDOW]
+    blamed = Counter(a.culprit for a in failed)
     for host, times in blamed.most_common():
         others = sum(hosts[name] for name in there if name not in (*out, host))
         room = wanted * others // sum(hosts.values())

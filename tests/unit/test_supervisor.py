@@ -175,7 +175,8 @@ def test_a_host_that_fails_again_and_again():
     assert left_out(old, Policy(), 4, HOSTS, "abcd") == ["a"]
     assert left_out([*old, attempt(1, 9, ended=4000)], Policy(), 4, HOSTS, "abcd") == []
     left = [attempt(75, k, culprit="a") for k in range(3)]
-    assert left_out(left, Policy(), 4, HOSTS, "abcd") == []
+    asked = [attempt(KILLED, k, culprit="a", asked=True) for k in range(3)]
+    assert left_out([*left, *asked], Policy(), 4, HOSTS, "abcd") == []
     # Without that host it is not the same failure that comes a third time.
     twice = [attempt(1, 20, culprit="a")] * 2
     assert "first on a" in twice[0].text()
