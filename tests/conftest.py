@@ -58,8 +58,9 @@ def played(request, scenes, tmp_path_factory):
     """What becomes of the scenes that the tests of this module ask for, side by side."""
     items = [item for item in request.session.items if item.module is request.module]
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    wanted = list(dict.fromkeys(given["scene"] for given in params if "scene" in given))
-    folders = {name: tmp_path_factory.mktemp("scene") for name in wanted}
+    wanted = {given["scene"] for given in params if "scene" in given}
+    # In the order of `scenes`: the longest may stand first there.
+    folders = {name: tmp_path_factory.mktemp("scene") for name in scenes if name in wanted}
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return {
             name: (pool.submit(scenes[name], folder), folder) for name, folder in folders.items()

@@ -67,7 +67,7 @@ def wrong_pmi(cluster, kind, wrong):
 
 def time_limit(cluster, folder):
     # With a limit of one minute and 55 s of warning Slurm signals at its next look at the limits,
-    # which it takes every 30 s. Begin right after one, and let the run sleep from its 30th step
+    # which it takes every 30 s. Begin right after one, and let the run sleep from its 5th step
     # until just before the next: so the signal meets it half way on machines of any speed.
     while cluster.next_limit_check() < 28:
         time.sleep(0.2)
@@ -75,7 +75,7 @@ def time_limit(cluster, folder):
         *(JOBS / "requeue.sbatch", DIGITS, *SETTINGS),
         options=[*ONE_EACH, "--time=1", "--signal=B:USR1@55"], env=site("openmpi"), cwd=folder,
     )  # fmt: skip
-    wait_for_steps(cluster, job, folder)
+    wait_for_steps(cluster, job, folder, 5)
     cluster.run(["scontrol", "suspend", str(job)]).check()
     time.sleep(max(0, cluster.next_limit_check() - 0.3))
     cluster.run(["scontrol", "resume", str(job)]).check()
