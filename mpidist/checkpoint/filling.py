@@ -15,7 +15,7 @@ from mpidist.arrays import copy_into, host_empty, is_device
 from mpidist.checkpoint.layout import Path, Shard, array_of, is_array, region_of
 from mpidist.checkpoint.manifest import Manifest
 from mpidist.checkpoint.reader import Reader
-from mpidist.checkpoint.sharing import deal, exchange
+from mpidist.checkpoint.sharing import Shared
 from mpidist.checkpoint.wants import Keep, Want, wants_of
 
 
@@ -85,8 +85,8 @@ class Filling:
             wants += wants_of(
                 tensors[path], region, size, host, found.block, None if staged else keep
             )
-        self._dealt = deal(shared, found.block, ranks)
-        self._wants = [*own, *self._dealt[rank]]
+        self._shared = Shared(shared, found.block, rank, ranks)
+        self._wants = [*own, *self._shared.mine]
 
     def read(self, reader: Reader) -> None:
         """Read what this rank reads. Raises Damaged."""
@@ -94,7 +94,7 @@ class Filling:
 
     def exchange(self, comm) -> None:
         """Give the others what this rank has read for all, and take theirs. Collective."""
-        exchange(comm, self._dealt)
+        self._shared.exchange(comm)
 
     def finish(self) -> dict[Path, Any]:
         """Return the leaves by path, filled."""

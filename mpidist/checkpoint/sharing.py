@@ -9,6 +9,7 @@ Every rank makes the same wants of the same manifest, so that no rank has to tel
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, zip_longest
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from mpidist.partition import BlockPartition
 #: Targets of so many bytes travel as they lie; smaller ones together, in messages of that size.
 _LARGE = 4 << 20
 _MESSAGE = 1 << 30
+#: Targets that are under way at once.
+_IN_FLIGHT = 32
 
 
 def deal(wants: Sequence[Want], block: int, ranks: int) -> list[list[Want]]:
@@ -55,43 +58,75 @@ def _parts(want: Want, cuts: Sequence[int], block: int) -> Iterator[Want]:
             start = end
 
 
-def exchange(comm, dealt: Sequence[Sequence[Want]]) -> None:
-    """Bring the targets of all wants to all ranks from those who have read them. Collective."""
-    for root, wants in enumerate(dealt):
-        for targets in _messages([want.target for want in wants if want.target is not None]):
-            if len(targets) == 1 and targets[0].flags.c_contiguous:
-                _broadcast(comm, targets[0].reshape(-1).view(np.uint8), root)
-                continue
-            joined = np.empty(sum(target.nbytes for target in targets), np.uint8)
-            at = 0
-            if comm.rank == root:
-                for target in targets:
-                    joined[at : at + target.nbytes].view(target.dtype)[...] = target.reshape(-1)
-                    at += target.nbytes
-            _broadcast(comm, joined, root)
-            if comm.rank != root:
-                for target in targets:
-                    got = joined[at : at + target.nbytes].view(target.dtype)
-                    target[...] = got.reshape(target.shape)
-                    at += target.nbytes
+class Shared:
+    """What all ranks want alike, and the part of it that this one reads. Local, but for `exchange`.
+
+    Every rank gives equal `wants`, for contiguous arrays.
+    """
+
+    def __init__(self, wants: Sequence[Want], block: int, rank: int, ranks: int):
+        dealt = deal(wants, block, ranks)
+        self.mine = dealt[rank]
+        targets = [[want.target for want in one if want.target is not None] for one in dealt]
+        large = [[t for t in one if _is_large(t)] for one in targets]
+        # From all ranks in turn: one that waits for another's bytes sends its own meanwhile.
+        turns = zip_longest(*([(root, t) for t in one] for root, one in enumerate(large)))
+        self._large = [item for turn in turns for item in turn if item is not None]
+        self._small = [
+            (root, message)
+            for root, one in enumerate(targets)
+            for message in _joined([t for t in one if not _is_large(t)])
+        ]
+        # Taken here, where a rank without memory can still tell the others.
+        most = max((sum(t.nbytes for t in message) for _, message in self._small), default=0)
+        self._room = np.empty(most, np.uint8)
+
+    def exchange(self, comm) -> None:
+        """Bring every target to all ranks from the one that has read it. Collective."""
+        for start in range(0, len(self._large), _IN_FLIGHT):
+            requests = [
+                comm.Ibcast(piece, root)
+                for root, target in self._large[start : start + _IN_FLIGHT]
+                for piece in _pieces(target.reshape(-1).view(np.uint8))
+            ]
+            for request in requests:
+                request.Wait()
+        for root, message in self._small:
+            self._together(comm, root, message)
+
+    def _together(self, comm, root: int, message: Sequence[np.ndarray]) -> None:
+        """Bring small targets to all ranks, one behind the other."""
+        ends = list(accumulate(target.nbytes for target in message))
+        places = [
+            self._room[end - target.nbytes : end].view(target.dtype).reshape(target.shape)
+            for target, end in zip(message, ends, strict=True)
+        ]
+        if comm.rank == root:
+            for target, place in zip(message, places, strict=True):
+                np.copyto(place, target)
+        comm.Bcast(self._room[: ends[-1]], root)
+        if comm.rank != root:
+            for target, place in zip(message, places, strict=True):
+                np.copyto(target, place)
 
 
-def _messages(targets: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    small: list[np.ndarray] = []
+def _is_large(target: np.ndarray) -> bool:
+    return target.nbytes >= _LARGE and target.flags.c_contiguous
+
+
+def _joined(targets: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    """Put small targets together to messages of a little more than `_LARGE`. Local."""
+    message: list[np.ndarray] = []
     held = 0
     for target in targets:
-        if target.nbytes >= _LARGE:
-            yield [target]
-            continue
-        small.append(target)
+        message.append(target)
         held += target.nbytes
         if held >= _LARGE:
-            yield small
-            small, held = [], 0
-    if small:
-        yield small
+            yield message
+            message, held = [], 0
+    if message:
+        yield message
 
 
-def _broadcast(comm, data: np.ndarray, root: int) -> None:
-    for start in range(0, len(data), _MESSAGE):
-        comm.Bcast(data[start : start + _MESSAGE], root)
+def _pieces(data: np.ndarray) -> Iterator[np.ndarray]:
+    return (data[start : start + _MESSAGE] for start in range(0, len(data), _MESSAGE))

@@ -73,11 +73,12 @@ class State:
 def measure(comm, nbytes: int, rounds: int, folder: str, torch: bool = False) -> list[dict]:
     """Return the rows for a state of `nbytes`, stored in `folder`. Collective over `comm`.
 
-    Rows: what (save, stall, async, restore), beside (write, read, copy; with `torch` also "torch
-    save" and "torch restore"), bytes, ranks, median_s, plain_s, ratio (plain over ours), mb_per_s.
-    The stall is the time until `save_async` returns; save and restore end when all is done.
-    "async": by how much steps that wait for a device take longer, together, until a save in the
-    background is committed; a copy is that of each rank's part of the state in memory.
+    Rows: what (save, stall, async, restore, unchecked), beside (write, read, copy; with `torch`
+    also "torch save" and "torch restore"), bytes, ranks, median_s, plain_s, ratio (plain over
+    ours), mb_per_s. "unchecked" is a restore that compares no checksums of numbers. The stall is
+    the time until `save_async` returns; save and restore end when all is done. "async": by how
+    much steps that wait for a device take longer, together, until a save in the background is
+    committed; a copy is that of each rank's part of the state in memory.
     """
     name = tempfile.mkdtemp(prefix="mpidist-bench-", dir=folder) if comm.rank == 0 else ""
     made = Path(comm.bcast(name))
@@ -88,10 +89,11 @@ def measure(comm, nbytes: int, rounds: int, folder: str, torch: bool = False) ->
         # No barrier: after an error the others may be anywhere. All that was timed ended in one.
         if comm.rank == 0:
             shutil.rmtree(made, ignore_errors=True)
-    pairs = [("save", "write"), ("stall", "write"), ("async", "copy"), ("restore", "read")]
-    pairs += [("unchecked", "read")]
+    pairs = [("save", "write"), ("stall", "write"), ("async", "copy")]
+    pairs += [("restore", "read"), ("unchecked", "read")]
     if torch:
-        pairs += [("save", "torch save"), ("restore", "torch restore")]
+        pairs += [("save", "torch save")]
+        pairs += [("restore", "torch restore"), ("unchecked", "torch restore")]
     rows = []
     for what, plain in pairs:
         median = float(np.median(seconds[what]))
@@ -147,7 +149,7 @@ def _measure(comm, state: State, rounds: int, folder: Path, torch) -> dict[str, 
                     ours = step if name != "torch save" else ours
                 elif name == "write":
                     plain.unlink(missing_ok=True)
-                elif name.endswith("restore") or name == "unchecked":
+                elif name in ("restore", "unchecked", "torch restore"):
                     state.fill(-1)
                 _forget_pages(comm, folder)
                 elapsed = _time(comm, partial(run[name], step))

@@ -18,7 +18,7 @@ def test_checkpoint(tmp_path, ranks):
     words = ["--size", "0.3", "--rounds", "3", "--folder", str(store), "--json", "rows.json"]
     result = launch(ranks, [*MPIDIST, "bench", "checkpoint", *words], cwd=tmp_path).check()
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["what"] for row in rows] == ["save", "stall", "async", "restore"]
+    assert [row["what"] for row in rows] == ["save", "stall", "async", "restore", "unchecked"]
     for row in rows:
         assert set(row) == {
             "what", "beside", "bytes", "ranks", "median_s", "plain_s", "ratio", "mb_per_s",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.checkpoint import files
+from mpidist.checkpoint import files, sharing
 from mpidist.partition import BlockPartition
 
 #: As 1 GiB in blocks of 1 MiB.
@@ -94,6 +94,27 @@ def test_bytes_read_on_more_ranks_than_saved(comm, folder, monkeypatch, saved_by
     # Without `like` every rank gets every array: read once all the same.
     np.testing.assert_array_equal(whole["momentum"]["w"], -np.arange(ELEMENTS, dtype="f4"))
     assert 1.0 <= every / (2 * 4 * ELEMENTS) <= 1.02
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("saved", ["whole", "tiles"])
+def test_what_is_passed_on(comm, folder, monkeypatch, saved):
+    """Large parts travel as they lie, in pieces, some at a time; small ones and rows together."""
+    monkeypatch.setattr(files, "BLOCK", BLOCK)
+    monkeypatch.setattr(sharing, "_LARGE", 20_000)
+    monkeypatch.setattr(sharing, "_MESSAGE", 7_000)
+    monkeypatch.setattr(sharing, "_IN_FLIGHT", 3)
+    w = np.arange(600_000.0).reshape(600, 1000)
+    low, high = BlockPartition(1000, comm.size).range(comm.rank)
+    tile = md.Shard(w[:, low:high].copy(), w.shape, (0, low))
+    state = {"w": w if saved == "whole" else tile, "b": np.arange(2500), "c": np.arange(7) > 3}
+    with md.CheckpointStore(comm, folder) as store:
+        store.save(1, state)
+        like = {"w": np.zeros_like(w), "b": np.zeros(2500, int), "c": np.zeros(7, bool)}
+        for got in (store.restore(like)[1], store.restore()[1]):
+            np.testing.assert_array_equal(got["w"], w)
+            np.testing.assert_array_equal(got["b"], state["b"])
+            np.testing.assert_array_equal(got["c"], state["c"])
 
 
 @pytest.mark.ranks(2, 3)
