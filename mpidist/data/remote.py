@@ -69,8 +69,12 @@ def _copies(comm, urls, folder, ranks_per_node, *how) -> list[Path]:
     # Here, not above: a job file is read, and URLs are found in it, before MPI starts.
     from mpidist.topology import node_once
 
-    targets = [Path(folder) / cached_name(url) for url in urls]
+    own = folder is None
+    folder = _own_folder() if own else Path(folder)
+    targets = [folder / cached_name(url) for url in urls]
     with node_once(comm, ranks_per_node=ranks_per_node) as first:
+        if first and own:
+            _make_own(folder)
         for url, target in zip(urls, targets, strict=True):
             if first and not _there(url, target):
                 fetch(url, target, *how)
@@ -90,7 +94,6 @@ def brought_here(comm, settings: Mapping, *, ranks_per_node: int | None = None) 
     """
     table = dict(settings)
     cache = table.pop("cache", None)
-    folder = _own_folder() if cache is None else Path(cache)
     # One rank looks up patterns, for all must have the same files.
     found, problem = comm.bcast(_listed(table) if comm.rank == 0 else None)
     if problem:
@@ -98,7 +101,7 @@ def brought_here(comm, settings: Mapping, *, ranks_per_node: int | None = None) 
         error.everywhere = True
         raise error
     urls = [text for texts in found.values() for text in texts if "://" in text]
-    copies = dict(zip(urls, map(str, _copies(comm, urls, folder, ranks_per_node)), strict=True))
+    copies = dict(zip(urls, map(str, _copies(comm, urls, cache, ranks_per_node)), strict=True))
     for key, texts in found.items():
         here = [copies.get(text, text) for text in texts]
         single = isinstance(table[key], str) and len(here) == 1
@@ -138,13 +141,15 @@ def _texts(value) -> list[str]:
 
 
 def _own_folder() -> Path:
-    """Return a folder of this user's on the node, into which nobody else has put anything."""
-    folder = Path(tempfile.gettempdir()) / f"mpidist-data-{os.getuid()}"
+    return Path(tempfile.gettempdir()) / f"mpidist-data-{os.getuid()}"
+
+
+def _make_own(folder: Path) -> None:
+    """Make a folder where anybody may; refuse one into which others could have put something."""
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
         raise ConfigError(f"data: {folder} is not this user's alone; give a folder as cache=")
-    return folder
 
 
 def cached_name(url: str) -> str:

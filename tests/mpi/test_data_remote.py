@@ -1,5 +1,6 @@
 """R2, R130: a remote file once per node, tried again, capped; whole or not there."""
 
+import os
 import socket
 import time
 from contextlib import contextmanager
@@ -146,3 +147,20 @@ def test_passwords_are_not_told(comm, folder):
         remote.local_copy(comm, "http://me:secret@127.0.0.1:9/a?key=secret", folder, tries=1)
     assert "cannot fetch http://127.0.0.1:9/a: " in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.ranks(1)
+def test_copies_are_this_user_s_alone(comm, folder, url, monkeypatch):
+    """Without cache= they are in the node's folder for temporary files, where anybody may write."""
+    monkeypatch.setattr(remote.tempfile, "gettempdir", lambda: str(folder))
+    path = remote.brought_here(comm, {"path": url})["path"]
+    own = folder / f"mpidist-data-{os.getuid()}"
+    assert path.startswith(f"{own}/")
+    assert own.stat().st_mode & 0o777 == 0o700
+    own.chmod(0o777)
+    with pytest.raises(ConfigError, match="is not this user's alone; give a folder as cache="):
+        remote.brought_here(comm, {"path": url})
+    own.rename(folder / "elsewhere")
+    own.symlink_to(folder / "elsewhere")
+    with pytest.raises(ConfigError, match="is not this user's alone"):
+        remote.brought_here(comm, {"path": url})
