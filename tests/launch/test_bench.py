@@ -16,7 +16,9 @@ def test_checkpoint(tmp_path, ranks):
     store = tmp_path / "store"
     store.mkdir()
     words = ["--size", "0.3", "--rounds", "3", "--folder", str(store), "--json", "rows.json"]
-    result = launch(ranks, [*MPIDIST, "bench", "checkpoint", *words], cwd=tmp_path).check()
+    result = launch(
+        ranks, [*MPIDIST, "bench", "checkpoint", *words], cwd=tmp_path, timeout=200
+    ).check()
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["what"] for row in rows] == ["save", "stall", "async", "restore", "unchecked"]
     for row in rows:
@@ -43,7 +45,7 @@ def test_bad_input_is_one_line(tmp_path, launches):
 
 def test_overlap_on_one_node_says_that_nothing_travels(tmp_path):
     words = ["--size", "1", "--layers", "8", "--rounds", "2", "--json", "rows.json"]
-    result = launch(2, [*MPIDIST, "bench", "overlap", *words], cwd=tmp_path).check()
+    result = launch(2, [*MPIDIST, "bench", "overlap", *words], cwd=tmp_path, timeout=200).check()
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["progress"] for row in rows] == ["hooks", "thread"]
     assert all(row["hidden"] is None and not row["overlap"] for row in rows)
@@ -53,7 +55,7 @@ def test_overlap_on_one_node_says_that_nothing_travels(tmp_path):
 def test_training_steps(tmp_path):
     """A row per model; torch DDP beside it only where it is asked for."""
     words = ["--rounds", "1", "--json", "rows.json"]
-    result = launch(2, [*MPIDIST, "bench", "step", *words], cwd=tmp_path).check()
+    result = launch(2, [*MPIDIST, "bench", "step", *words], cwd=tmp_path, timeout=200).check()
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["model"] for row in rows] == ["lenet 8x8", "lenet 28x28", "mlp 784-512-256-10"]
     assert all(row["step_us"] > 0 and "torch_us" not in row for row in rows)
