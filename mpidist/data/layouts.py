@@ -73,7 +73,7 @@ class Layouts:
         return self.spans[-1]
 
     def _add(self, data: bytes, spans: Sequence[Span], loose: Sequence[Span]) -> None:
-        words, masks, frame = [], [], []
+        words, masks, frame = [-8], [0], [0]  # there may be nothing between the values
         for low, high in between(loose, len(data)):
             # From the end backwards, so that no word ends beyond the message.
             for stop in range(high, low, -8):

@@ -135,6 +135,14 @@ def test_layouts_of_one_length():
     assert len(layouts.spans) == 1 + len(asked)
 
 
+def test_a_layout_of_nothing_but_values():
+    layouts, asked = Layouts(1), []
+    for data in (b"1234", b"5678"):
+        found = layouts.of(data, lambda data: asked.append(data) or ([(0, 4)], [(0, 4)]))
+        assert found.tolist() == [[0, 4]]
+    assert asked == [b"1234"]
+
+
 def test_layouts_are_bounded():
     layouts = Layouts(1)
     for k in range(3000):
