@@ -105,6 +105,35 @@ def test_kill_at_every_call(tmp_path, monkeypatch, after, method):
     assert 3 <= committed < number
 
 
+@pytest.mark.parametrize("method", ["save", "save_async"])
+def test_kill_at_every_write_past_the_cache(tmp_path, monkeypatch, method):
+    """The same where blocks are pages: a thread writes them past the system's cache."""
+    monkeypatch.setattr(files, "BLOCK", files.PAGE)
+    monkeypatch.setattr(files, "GROUP", 1)
+    monkeypatch.setattr(retention, "PATIENCE_SECONDS", -1.0)
+    for number in range(1, 80):
+        folder = tmp_path / str(number)
+        with CheckpointStore(Solo(), folder) as store:
+            store.save(1, state_of(1, 500))
+
+        def work(folder=folder, number=number):
+            kill_at(number)
+            with CheckpointStore(Solo(), folder) as store:
+                getattr(store, method)(2, state_of(2, 500))
+
+        ended = in_child(work)
+        step, state = load_step(folder)
+        assert equal(state, state_of(step, 500))
+        with CheckpointStore(Solo(), folder) as store:
+            assert store.restore(state_of(9, 500))[0] == step
+            store.save(3, state_of(3, 500))
+        assert not list(folder.glob(".tmp*"))
+        if not ended:
+            break
+    assert step == 2
+    assert number > 30
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_kill_at_any_time(tmp_path, seed):
     """The same with a real process and a clock: whatever it was doing."""
