@@ -137,12 +137,12 @@ def _attempt(
         if reason is None:
             # Every byte is known to be good by now, and nothing below looks for damage.
             fillings[0].exchange(comm)
-            filled = everywhere(comm, "restore", fillings[0].finish)
+            state = everywhere(comm, "restore", lambda: _state(found, items, fillings[0].finish()))
             done = True
     finally:
         if not done:
             backup.put_back()
-    return (None, _state(found, items, filled)) if done else (reason, None)
+    return (None, state) if done else (reason, None)
 
 
 def _check_and_read(
@@ -152,11 +152,14 @@ def _check_and_read(
     reason = _agreed(comm, lambda: _read(path, entry, found, items, how, check=True))
     if reason is not None:
         return reason, None
-    filled: dict[Path, Any] = {}
-    reason = _agreed(
-        comm, lambda: filled.update(_read(path, entry, found, items, how, check=False))
-    )
-    return (None, _state(found, items, filled)) if reason is None else (reason, None)
+    state: dict = {}
+
+    def read() -> None:
+        filled = _read(path, entry, found, items, how, check=False)
+        state.update(_state(found, items, filled))
+
+    reason = _agreed(comm, read)
+    return (None, state) if reason is None else (reason, None)
 
 
 def _read(
