@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..testing.launch import find_launcher, launcher_command, launcher_kind
+from ..testing.process import run
 
 #: Node states in which Slurm starts nothing; a ``*`` behind any state: it does not answer.
 _AWAY = ("down", "drain", "fail", "maint", "unk", "power", "no_respond", "boot")
@@ -93,13 +94,10 @@ def answers(host: str, words: Sequence[str], environ: Mapping[str, str], seconds
     """Whether the launcher can start anything on a host. Local, and may take so many seconds."""
     probe = command(1, words, {host: 1}, restricted=True)
     try:
-        done = subprocess.run(
-            [*probe, "true"], env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True,
-            timeout=seconds, start_new_session=True, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
+        # It leaves nothing behind of a launcher that still waits for the host.
+        return run([*probe, "true"], env=environ, timeout=seconds).returncode == 0
+    except OSError:
         return False
-    return done.returncode == 0
 
 
 # --------------------------------------------------------------------------------------- Slurm

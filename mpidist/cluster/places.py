@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -78,7 +79,8 @@ def without_culprits(job: Job, attempts: Sequence[Attempt], place: Place) -> Pla
     """Leave out hosts that are there, and on which the job fails again and again. Local."""
     if not place.hosts:
         return place
-    out = left_out(attempts, job.policy, job.ranks, job.hosts or {}, list(place.hosts))
+    known = attempts, job.policy, job.ranks
+    out = left_out(*known, job.hosts or {}, list(place.hosts), time.time())
     if not out:
         return place
     say(f"left out, for ranks of this job failed there first, again and again: {', '.join(out)}")

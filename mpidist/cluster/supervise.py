@@ -16,12 +16,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..elastic import pulse
@@ -42,7 +43,7 @@ PATIENCE = 5.0
 _LAUNCHER = "launcher"
 
 #: What a launcher starts: a sign that it does start, and then the program in the same process.
-_BEGIN = f'true 2>/dev/null >"${pulse.FOLDER}/{pulse.BEGUN}"; exec "$@"'
+_BEGIN = 'true 2>/dev/null >"$1"; shift; exec "$@"'
 
 _ASK = (signal.SIGUSR1, signal.SIGTERM)
 _HEARD = (*_ASK, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
@@ -70,18 +71,22 @@ def run(job: Job) -> int:
             action = decide(attempts, job.policy, job.ranks, room(job, place.hosts))
             _note(job.folder, "decision", action._asdict())
             _tell(one.known_as, attempts, action)
-            if action.what == "relaunch" and not _asked_within(action.pause):
-                ranks = action.ranks
-                continue
-            return _finish(job, action)
+            if action.what == "relaunch" and _asked_within(action.pause):
+                attempts[-1] = attempts[-1]._replace(asked=True)
+                action = decide(attempts, job.policy, job.ranks, action.ranks)
+                _note(job.folder, "decision", action._asdict())
+                say(f"asked to stop before the next attempt; {action.reason}")
+            if action.what != "relaunch":
+                return _finish(job, action)
+            ranks = action.ranks
     finally:
+        # Whoever asked while it ended has been obeyed, and must not end the process now.
+        while signal.sigtimedwait(_HEARD, 0):
+            pass
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _finish(job: Job, action: Action) -> int:
-    if action.what == "relaunch":
-        say("asked to stop before the next attempt")
-        action = Action("end", 75, "stopped as asked")
     if action.what == "requeue":
         done = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
         if done.returncode:
@@ -126,8 +131,9 @@ class _Running:
             words += [word for name in told for word in ("-x", name)]
         self.began = time.monotonic()
         self.environment = {**launch_environment(), **slurm, **told}
+        begin = ["/bin/sh", "-c", _BEGIN, "mpidist", str(self.folder.absolute() / pulse.BEGUN)]
         self.process = subprocess.Popen(
-            [*words, "/bin/sh", "-c", _BEGIN, "mpidist", *job.program],
+            [*words, *begin, *_unnameable(self.environment), *job.program],
             env=self.environment,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -203,6 +209,12 @@ class _Running:
         )  # fmt: skip
 
 
+def _unnameable(environment: Mapping[str, str]) -> list[str]:
+    """Words that set again what /bin/sh may drop, as dash does: bash's functions, for one."""
+    odd = {name for name in environment if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)}
+    return ["env", *(f"{name}={environment[name]}" for name in sorted(odd))] if odd else []
+
+
 # ------------------------------------------------------------------------------------- telling
 
 
@@ -220,11 +232,14 @@ def _tell(known_as: int, attempts: Sequence[Attempt], action: Action) -> None:
 
 def _note(folder: Path, kind: str, facts: dict) -> None:
     line = json.dumps({"time": round(time.time(), 3), "event": kind, **facts}) + "\n"
-    with (folder / "history.jsonl").open("a+b") as file:
-        file.seek(0)
-        # Half a line of a launcher that was killed would make this one unreadable as well.
-        file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(line.encode())
+    try:
+        with (folder / "history.jsonl").open("a+b") as file:
+            file.seek(0)
+            # Half a line of a launcher that was killed would make this one unreadable as well.
+            file.truncate(file.read().rfind(b"\n") + 1)
+            file.write(line.encode())
+    except OSError as error:  # a full disk must not be the end of a job that goes on without it
+        say(f"the history is not written: {error}")
 
 
 def next_attempt(folder: Path, known: int) -> int:

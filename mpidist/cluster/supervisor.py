@@ -167,6 +167,7 @@ def left_out(
     wanted: int,
     hosts: Mapping[str, int],
     there: Sequence[str],
+    now: float,
 ) -> list[str]:
     """Return the hosts to be left out of the next attempt, though they are there. Pure.
 
@@ -181,10 +182,10 @@ def left_out(
         All hosts to the ranks of each, which have room for all that are `wanted`.
     there : sequence of str
         Those of them that are there.
+    now : float
+        The time: the newest attempt may be of yesterday, before a requeue.
     """
-    if not attempts:
-        return []
-    now, out = attempts[-1].ended, []  # type: float, list[str]
+    out: list[str] = []
     failed = [a for a in attempts if a.failed and not a.asked and now - a.ended < WINDOW]
     blamed = Counter(a.culprit for a in failed)
     for host, times in blamed.most_common():

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import socket
+import time
 
 import pytest
 from hypothesis import given
@@ -155,7 +156,7 @@ HOSTS = dict.fromkeys("abcd", 1)
 
 def blamed(*hosts, there="abcd", wanted=4, **policy):
     attempts = [attempt(1, step, culprit=host) for step, host in enumerate(hosts)]
-    return left_out(attempts, Policy(**policy), wanted, HOSTS, list(there))
+    return left_out(attempts, Policy(**policy), wanted, HOSTS, list(there), now=0.0)
 
 
 def test_a_host_that_fails_again_and_again():
@@ -172,11 +173,11 @@ def test_a_host_that_fails_again_and_again():
     assert blamed("a", "a", wanted=8, min_ranks=6) == ["a"]
     # An hour later it may come back; and nobody is blamed for a run that saved and left.
     old = [attempt(1, k, culprit="a", ended=1000.0 * k) for k in range(2)]
-    assert left_out(old, Policy(), 4, HOSTS, "abcd") == ["a"]
-    assert left_out([*old, attempt(1, 9, ended=4000)], Policy(), 4, HOSTS, "abcd") == []
+    assert left_out(old, Policy(), 4, HOSTS, "abcd", now=1001.0) == ["a"]
+    assert left_out(old, Policy(), 4, HOSTS, "abcd", now=4000.0) == []
     left = [attempt(75, k, culprit="a") for k in range(3)]
     asked = [attempt(KILLED, k, culprit="a", asked=True) for k in range(3)]
-    assert left_out([*left, *asked], Policy(), 4, HOSTS, "abcd") == []
+    assert left_out([*left, *asked], Policy(), 4, HOSTS, "abcd", now=0.0) == []
     # Without that host it is not the same failure that comes a third time.
     twice = [attempt(1, 20, culprit="a")] * 2
     assert "first on a" in twice[0].text()
@@ -510,7 +511,7 @@ def test_a_launcher_that_starts_nothing_for_once(tmp_path, capfd):
 
 def test_hosts_are_left_out_of_the_next_attempt(tmp_path, capsys):
     job = supervise.Job(("true",), 4, tmp_path, hosts=HOSTS)
-    attempts = [attempt(1, 20, culprit="b")] * 2
+    attempts = [attempt(1, 20, culprit="b", ended=time.time())] * 2
     whole = places.Place(HOSTS, tuple(HOSTS))
     assert places.without_culprits(job, attempts[:1], whole) is whole
     place = places.without_culprits(job, attempts, whole)
@@ -526,6 +527,8 @@ def test_hosts_are_left_out_of_the_next_attempt(tmp_path, capsys):
     assert said.endswith(": b\n")
     nowhere = places.Place(None)
     assert places.without_culprits(job, attempts, nowhere) is nowhere
+    yesterday = [one._replace(ended=one.ended - 86400) for one in attempts]
+    assert places.without_culprits(job, yesterday, whole) is whole
 
 
 def test_a_launcher_that_was_killed_keeps_nobody_out(tmp_path):

@@ -1,0 +1,94 @@
+"""`mpidist launch` with launchers that are scripts: what it starts, hears, writes and ends."""
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+
+from mpidist.cluster import launchers, supervise
+from mpidist.cluster.supervisor import Policy
+from mpidist.elastic.processes import runs
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    """The words of a launcher that starts the program once, whatever it is asked for."""
+    path = tmp_path / "launcher"
+    path.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    path.chmod(0o755)
+    return (str(path),)
+
+
+def test_the_program_has_the_whole_environment(tmp_path, launcher, monkeypatch, capfd):
+    """Some shells drop what they cannot name, as the functions that bash hands on: `module`."""
+    names = ["BASH_FUNC_module%%", "a.b", "usual"]
+    values = ["() {\n echo \"$1 '\n}", "1 = 1", "$HOME"]
+    for name, value in zip(names, values, strict=True):
+        monkeypatch.setenv(name, value)
+    program = tmp_path / "program.py"
+    program.write_text("import json, os, sys\nprint(json.dumps([dict(os.environ), sys.argv[1:]]))")
+    words = ["*", "a  b", "$HOME", ""]
+    control = tmp_path / "a folder's"
+    job = supervise.Job((sys.executable, str(program), *words), 1, control, words=launcher)
+    assert supervise.run(job) == 0
+    environ, given = json.loads(capfd.readouterr().out)
+    assert [environ[name] for name in names] == values
+    assert given == words
+
+
+def test_asked_between_two_attempts(tmp_path, launcher, monkeypatch, capsys):
+    """R106: it is requeued all the same; and a signal while it ends does not end it otherwise."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    again, finish = supervise._asked_within, supervise._finish
+
+    def asked(seconds):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return again(seconds)
+
+    def asked_once_more(*given):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return finish(*given)
+
+    monkeypatch.setattr(supervise, "_asked_within", asked)
+    monkeypatch.setattr(supervise, "_finish", asked_once_more)
+    policy = Policy(preempted="requeue")
+    job = supervise.Job(("false",), 1, tmp_path / "own", words=launcher, policy=policy)
+    assert supervise.run(job) == 75
+    assert (tmp_path / "asked").read_text() == "requeue 17\n"
+    assert "asked to stop before the next attempt; stopped as asked" in capsys.readouterr().err
+    (tmp_path / "asked").unlink()
+    job = job._replace(folder=tmp_path / "leaves", policy=Policy())
+    assert supervise.run(job) == 75
+    assert not (tmp_path / "asked").exists()
+
+
+def test_a_history_that_cannot_be_written(tmp_path, launcher, capsys):
+    """A full disk: the job goes on without it, and is told how often it was."""
+    control = tmp_path / "own"
+    history = control / "history.jsonl"
+    words = f"rm -f {history}; mkdir -p {history}; exit $((1 - MPIDIST_ATTEMPT))"
+    job = supervise.Job(("sh", "-c", words), 1, control, words=launcher)
+    assert supervise.run(job) == 0
+    said = capsys.readouterr().err
+    assert said.count("the history is not written: ") == 4
+    assert "attempt 1 on 1 ranks" in said
+
+
+def test_a_probe_leaves_nothing_behind(tmp_path):
+    """A launcher that waits for a host, and what it has started, end with the deadline."""
+    launcher = tmp_path / "mpirun"
+    pids = tmp_path / "pids"
+    version = '[ "$1" = --version ] && echo "mpirun (Open MPI) 5.0.11" && exit'
+    launcher.write_text(f"#!/bin/sh\n{version}\nsetsid sleep 500 & echo $! $$ > {pids}\nwait\n")
+    launcher.chmod(0o755)
+    assert not launchers.answers("far", [str(launcher)], os.environ, 5.0)
+    assert not any(runs(pid) for pid in pids.read_text().split())
+    launcher.write_text(f"#!/bin/sh\n{version}\nexit 0\n")
+    assert launchers.answers("near", [str(launcher)], os.environ, 60.0)
+    assert not launchers.answers("near", ["srun-that-is-not-there/srun"], os.environ, 60.0)
