@@ -111,7 +111,9 @@ def _end_job(error: BaseException, show_traceback) -> None:
     # The job is what ends, so this is one of the few places where the world is meant.
     world = MPI.COMM_WORLD
     code = exit_code(error)
-    if not (isinstance(error, MpidistError) and error.consequence):
+    # What MPI raises is mostly that another rank is gone, or does something else.
+    hearsay = isinstance(error, MpidistError) and error.consequence
+    if not (hearsay or isinstance(error, MPI.Exception)):
         _announce()
     with _speaking:  # a second thread that fails waits here until the process is gone
         if world.size > 1 and _others_speak(world.rank, error):

@@ -67,6 +67,8 @@ def n4_down(cluster, played, tmp_path_factory):
         for each, (number, folder) in numbers.items():
             ends[each] = cluster.wait(number, 240), folder
     finally:
+        # Where one has failed the others must not stay in the way of the tests that come.
+        cluster.run(["scancel", *(str(number) for number, _ in numbers.values())])
         cluster.run(["scontrol", "update", "nodename=n4", "state=resume"])
     return ends
 

@@ -108,7 +108,7 @@ def run(ends, n, what, ranks=EVERYWHERE):
     assert not result.timed_out, result.stderr
     # From the failure on: how long the launcher needs to start depends on who else is working. It
     # takes one second; nobody's wait in the program ends by itself before 100.
-    assert ended - float(result.stdout.split("fails at")[1].split()[0]) < 20, result.stderr
+    assert ended - float(result.stdout.split("fails at")[1].split()[0]) < 60, result.stderr
     # However it ended: the memory that the MPI library shared has no name any more.
     assert left_behind(result) == []
     return result

@@ -55,7 +55,7 @@ def command(job, *settings):
 
 
 def train(job, *settings):
-    return launch(2, command(job, *settings))
+    return launch(2, command(job, *settings), timeout=150)
 
 
 def test_bad_records_of_a_job(job):
@@ -102,7 +102,7 @@ def test_bad_settings_of_loading(job, launches):
 def test_bench_loader(tmp_path):
     """Rows that fit each other; R130: the loader's flow is measured; nothing is left behind."""
     words = ["bench", "loader", "--size", "1", "--rounds", "2", "--folder", ".", "--json", "r.json"]
-    done = launch(2, [sys.executable, "-m", "mpidist", *words], cwd=tmp_path).check()
+    done = launch(2, [sys.executable, "-m", "mpidist", *words], cwd=tmp_path, timeout=150).check()
     rows = json.loads((tmp_path / "r.json").read_text())
     names = {(row["source"], row["order"], row["pages"]) for row in rows}
     assert len(names) == len(rows) == 12

@@ -1,8 +1,10 @@
 """`mpidist launch`: ranks die, hang and are stopped; the job comes to the undisturbed end."""
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from digits_job import write_job
 
 from mpidist.elastic import pulse
-from mpidist.testing.process import Started, marked
+from mpidist.testing.process import Started, marked, signal_all
 
 MPIDIST = [sys.executable, "-m", "mpidist"]
 TRAIN = [*MPIDIST, "train", "job.toml"]
@@ -29,9 +31,10 @@ def supervised(folder, *options, fault="", program=TRAIN, **more):
 
 def finish(job, code=0, timeout=240):
     """Wait for the end: its code, and no process left, though nobody swept yet."""
-    job.process.wait(timeout)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        job.process.wait(timeout)
     left = marked(job.mark)
-    done = job.finish(5)
+    done = job.finish(0)
     assert done.returncode == code, done.stderr
     assert left == [], done.stderr
     return done
@@ -47,7 +50,8 @@ def summary(folder):
 
 def steps(folder):
     """The steps of metrics.jsonl, in the order they were made."""
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    # The last line may be half written.
+    lines = (folder / "run" / "metrics.jsonl").read_text().split("\n")[:-1]
     return [json.loads(line)["step"] for line in lines]
 
 
@@ -82,7 +86,7 @@ def check_whole(folder, undisturbed, reached, restarts=1):
 
 
 def launcher_is_killed(folder):
-    job = supervised(folder, "-n", "2", fault="sleep@step:50,ms=60000")
+    job = supervised(folder, "-n", "2", fault="sleep@step:50,ms=100000")
     wait_for_step(job, folder, 49)
     for pid in children(job.pid):
         os.kill(pid, signal.SIGKILL)
@@ -108,29 +112,28 @@ def preempted(folder):
         fault="sleep@step,ms=50",
     )  # fmt: skip
     wait_for_step(job, folder, 5)
-    for pid in marked(job.mark):
-        if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2:4] == [b"mpidist", b"train"]:
-            os.kill(pid, signal.SIGUSR1)
+    (control,) = folder.glob(".mpidist-launch-*")
+    signal_all([sign.pid for sign in pulse.read(control / "attempt-0")], signal.SIGUSR1)
     return finish(job)
 
 
 def mpidist_launch_is_killed(folder):
-    """What was said, and who was left after 20 s."""
+    """What was said, and who was left after a minute."""
     job = supervised(folder, "-n", "2", fault="sleep@step,ms=50")
     wait_for_step(job, folder, 5)
     job.process.kill()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while marked(job.mark) and time.monotonic() < deadline:
         time.sleep(0.1)
     left = marked(job.mark)
-    return job.finish(5), left
+    return job.finish(0), left
 
 
 def server_is_killed(folder):
     """Of two workers and a server, which reaches no point of a fault while it serves."""
     tables = '[strategy]\nname = "parameter_server"\nservers = 1\n'
     write_job(folder, tables, **{k: v for k, v in SETTINGS.items() if k != "microbatches"})
-    job = supervised(folder, "-n", "3", fault="sleep@step:60,ms=3000")
+    job = supervised(folder, "-n", "3", fault="sleep@step:60,ms=100000")
     wait_for_step(job, folder, 59)
     (control,) = folder.glob(".mpidist-launch-*")
     os.kill(pulse.read(control / "attempt-0")[2].pid, signal.SIGKILL)
@@ -211,7 +214,8 @@ def test_a_rank_is_killed(scene, undisturbed, step):
 def test_killed_again_while_it_comes_back(scene, undisturbed):
     """R140: two ranks at once, one at the start of the next attempt, one in a save of the third."""
     done, folder = scene
-    assert done.stderr.count("mpidist: fault: kill at ") == 4
+    # Of the first two one may be ended for the other before it gets there.
+    assert done.stderr.count("mpidist: fault: kill at ") in (3, 4)
     facts = summary(folder)
     assert (facts["steps"], facts["restarts"]) == (120, 3)
     assert facts["parameters_sha256"] == undisturbed["parameters_sha256"]
@@ -282,9 +286,12 @@ def test_asked_to_save_and_leave(scene, undisturbed):
 @plays("preempted")
 def test_preempted_runs_may_go_on_at_once(scene, undisturbed):
     """R106: what saved and left comes back, and none of the restarts is spent for it."""
-    _, folder = scene
+    done, folder = scene
+    assert done.stderr.count("again with 2 ranks") == 1
     assert steps(folder) == list(range(1, 121))
-    assert summary(folder)["parameters_sha256"] == undisturbed["parameters_sha256"]
+    facts = summary(folder)
+    assert facts["restarts"] == 1
+    assert facts["parameters_sha256"] == undisturbed["parameters_sha256"]
 
 
 @plays("mpidist launch killed")
@@ -296,6 +303,19 @@ def test_mpidist_launch_is_killed(scene):
     saved = [path.name for path in (folder / "run" / "checkpoints").glob("step-*")]
     assert saved
     assert max(steps(folder)) in [int(name[5:]) for name in saved]
+
+
+def test_an_error_of_mpi_blames_nobody(tmp_path):
+    """It mostly means that another rank is gone: its host is not the one to be left out."""
+    program = (
+        "import mpidist as md\nfrom mpi4py import MPI\ncomm = MPI.COMM_WORLD\n"
+        "with md.guard(comm):\n"
+        "    if comm.rank == 1:\n        raise MPI.Exception(MPI.ERR_OTHER)\n"
+        "    comm.Barrier()\n"
+    )
+    run(tmp_path, "-n", "2", "--max-restarts", "0", code=1, program=[sys.executable, "-c", program])
+    (kept,) = tmp_path.glob(".mpidist-launch-*")
+    assert [sign.failed for sign in pulse.read(kept / "attempt-0")] == [False, False]
 
 
 def test_any_program(tmp_path):
@@ -324,8 +344,8 @@ def wait_for_step(job, folder, step):
     """Wait until a step is in the metrics."""
     deadline = time.monotonic() + 150
     while not (folder / "run" / "metrics.jsonl").exists() or max(steps(folder), default=0) < step:
-        assert time.monotonic() < deadline, "no step"
-        assert job.process.poll() is None
+        if time.monotonic() > deadline or job.process.poll() is not None:
+            raise AssertionError(f"no step {step}: {job.finish(0).stderr}")
         time.sleep(0.02)
 
 
@@ -348,12 +368,13 @@ def test_a_slow_rank_is_named(tmp_path):
     Other work on the machine makes any rank slow: the best of three runs counts.
     """
     for turn in range(3):
-        (slow, *others), said = stragglers(tmp_path, f"slow{turn}", "sleep@step,rank=2,ms=50")
+        found, said = stragglers(tmp_path, f"slow{turn}", "sleep@step,rank=2,ms=50")
         metrics = (tmp_path / f"slow{turn}" / "metrics.jsonl").read_text().splitlines()
-        before = [line for line in map(json.loads, metrics) if line["time"] < slow["time"]]
-        if not others and before[-1]["step"] <= 30:
+        in_time = next(line["time"] for line in map(json.loads, metrics) if line["step"] == 31)
+        if len(found) == 1 and found[0]["time"] < in_time:
             break
-    assert (others, before[-1]["step"] <= 30) == ([], True)
+    (slow,) = found
+    assert slow["time"] < in_time
     assert (slow["straggler"], slow["phase"]) == (2, "gradients")
     assert slow["lag_ms"] > 40
     assert "the others wait for rank 2 on" in said
