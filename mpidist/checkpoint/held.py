@@ -67,14 +67,17 @@ def _write(root: int) -> None:
 
 
 def arrays(state: Mapping, rank: int) -> dict:
-    """Return the arrays that a rank holds: whole ones, and its pieces by its number. Local."""
-    whole, pieces = [], []
+    """Return the arrays that a rank holds: whole ones, and its pieces by its number. Local.
+
+    What it has none of is not named: that would be an empty dict where other ranks have arrays.
+    """
+    found = []
     for path, leaf in leaves(state):
         if isinstance(leaf, Shard):
-            pieces.append((path, leaf.array))
+            found.append((("pieces", str(rank), *path), leaf.array))
         elif is_array(leaf):
-            whole.append((path, leaf))
-    return {"arrays": tree(iter(whole)), "pieces": {str(rank): tree(iter(pieces))}}
+            found.append((("arrays", *path), leaf))
+    return tree(iter(found))
 
 
 def extras(state: Mapping) -> list:

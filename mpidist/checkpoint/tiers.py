@@ -8,7 +8,7 @@ Two stores, one beside the other: a `CheckpointStore` of the ranks of a node, in
 they see, and the one of all ranks. A job that dies and comes back to its nodes goes on from the
 newest step that all of them hold, which may be newer than any in the shared folder. Where a node
 was lost, a copy is damaged or the ranks are others, it goes on from the shared folder, as if there
-were no copies; and as what they hold is then of another history, they are removed.
+were no copies; and as what they hold is then of another history, its first save removes them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpidist.checkpoint.layout import Shard, leaves, tree
 from mpidist.checkpoint.save import Save
 from mpidist.checkpoint.steps import MAX_STEP
 from mpidist.checkpoint.store import CheckpointStore
-from mpidist.checkpoint.together import together
+from mpidist.checkpoint.together import everywhere, together
 from mpidist.errors import ConfigError, MpidistError
 from mpidist.topology import Topology
 
@@ -74,6 +74,7 @@ class TieredStore:
             places = self._comm.allgather((topology.node, str(folder)))
         self._node = self._comm.Split(places.index(places[comm.rank]), comm.rank)
         self._local: CheckpointStore | None = None
+        self._ours = False  # whether what the nodes hold is of the history that this run goes on
 
     def save(self, step: int, state: Mapping) -> None:
         """Save `state` and return when all nodes hold it; it is then copied. Collective.
@@ -81,7 +82,7 @@ class TieredStore:
         Where a node cannot hold it, this returns when it is committed in the shared folder. What
         goes wrong there is raised by the next call, or by `wait`.
         """
-        with events.span("checkpoint.save"):
+        with events.span("tiers.save"):
             copying = self.shared._begin(step, state, copy=True)
             everywhere = self._hold(copying, state, CheckpointStore.save)
             copying.start()
@@ -90,7 +91,7 @@ class TieredStore:
 
     def save_async(self, step: int, state: Mapping) -> None:
         """Copy what this rank writes, save it in the background to both. Collective."""
-        with events.span("checkpoint.save_async"):
+        with events.span("tiers.save_async"):
             copying = self.shared._begin(step, state, copy=True)
             self._hold(copying, state, CheckpointStore.save_async)
             copying.start()
@@ -109,12 +110,13 @@ class TieredStore:
             for number in self._common(like, step):
                 if step is None and newest is not None and number < newest:
                     break
-                found: list[dict] = []
-                if self._tried(lambda: self._from_nodes(like, number, found)):  # noqa: B023
+                if self._tried(lambda: self._verify(number)):  # noqa: B023
+                    state = self._from_nodes(like, number)
+                    self._ours = True
                     events.emit("checkpoint_restored_from_nodes", step=number)
-                    return number, found[0]
+                    return number, state
         result = self.shared.restore(like, step)
-        self._forget()
+        self._ours = False
         return result
 
     def latest_step(self) -> int | None:
@@ -176,6 +178,9 @@ class TieredStore:
         doing, rank = f"copy of step {copying.step} on the nodes", self._comm.rank
 
         def work():
+            if not self._ours:
+                self._forget()
+                self._ours = True
             self._open(make=True)
             extras = together(self._comm, doing, lambda: held.extras(state), held.union)
             mark = held.mark(state, rank, copying.name, self._comm.size)
@@ -190,7 +195,7 @@ class TieredStore:
         if local is not None:
             self._tried(lambda: together(self._comm, "copy on the nodes", local.wait))
 
-    def _tried(self, work: Callable[[], None]) -> bool:
+    def _tried(self, work: Callable[[], object]) -> bool:
         """Do `work`, collective over all ranks; what fails is said and no error. Collective.
 
         What a node does in it goes through `together`: its ranks know of each other only.
@@ -224,38 +229,49 @@ class TieredStore:
             same = set(answers[0].items()).intersection(*(one.items() for one in answers))
             return sorted((number for number, _ in same), reverse=True)
 
-        return together(
-            comm, "restore", lambda: held.found(path, step, like, comm.rank, comm.size), both
-        )
+        def look() -> dict[int, str]:
+            return held.found(path, step, like, comm.rank, comm.size)
 
-    def _from_nodes(self, like: Mapping, step: int, result: list) -> None:
-        """Check a step on all nodes, then fill the arrays of `like`. Collective."""
-        local, doing = self._local, f"good copy of step {step} on the nodes"
+        steps: list[int] = []
+        self._tried(lambda: steps.extend(together(comm, "copies on the nodes", look, both)))
+        return steps
+
+    def _verify(self, step: int) -> None:
+        """Check every byte that the nodes hold of a step. Collective."""
+        local = self._local
+        assert local is not None
+        together(self._comm, f"good copy of step {step} on the nodes", lambda: local.verify(step))
+
+    def _from_nodes(self, like: Mapping, step: int) -> dict:
+        """Fill the arrays of `like` from a step that is verified. Collective.
+
+        What fails here is an error: arrays of other ranks are overwritten already.
+        """
+        local = self._local
         assert local is not None
 
-        def fill():
+        def fill() -> dict:
             extras = tree(iter(held.extras(like)))
             _, state = local.restore({**held.arrays(like, self._comm.rank), "extras": extras}, step)
+            local._keep.verified = None  # which stays for ever, beside what a node is to keep
             pieces = [(path, leaf) for path, leaf in leaves(like) if isinstance(leaf, Shard)]
-            parts = [*leaves(state["arrays"]), *leaves(state["extras"]), *pieces]
-            result.append(tree(iter(parts)))
+            whole = leaves(state.get("arrays", {}))
+            return tree(iter([*whole, *leaves(state["extras"]), *pieces]))
 
-        together(self._comm, doing, lambda: local.verify(step))
-        together(self._comm, doing, fill)
+        return everywhere(self._comm, f"restore of step {step} from the nodes", fill)
 
     def _forget(self) -> None:
-        """Remove what the nodes hold: this run goes on from elsewhere. Collective."""
+        """Remove what the nodes hold: this run does not go on from it. Collective.
+
+        Only before it saves, when it has the shared folder's lock: whoever restores may only look.
+        """
+        self._open(make=False)
         if self._local is not None:
-            # Nodes that are not with us now keep theirs, under a name that is nobody's any more.
-            self._tried(
-                lambda: together(
-                    self._comm,
-                    "new name for copies",
-                    lambda: None,
-                    lambda _: held.renew(self.path),
-                )
-            )
             self._close_nodes(MAX_STEP)
+            # Nodes that are not with us now keep theirs, under a name that is nobody's any more.
+            together(
+                self._comm, "new name for copies", lambda: None, lambda _: held.renew(self.path)
+            )
 
     def _close_nodes(self, newest: int | None) -> None:
         """Close the nodes' stores, their steps up to `newest` removed. Collective."""

@@ -15,7 +15,7 @@ import mpidist as md
 from mpidist import events
 from mpidist.checkpoint import files, held, lock, steps
 from mpidist.checkpoint.save import Save
-from mpidist.errors import CheckpointError, ConfigError, NoCheckpoint
+from mpidist.errors import CheckpointError, ConfigError, NoCheckpoint, StorageError
 
 
 def state_of(comm, step):
@@ -66,6 +66,7 @@ class Place:
         with monkeypatch.context() as patch:
             patch.setattr(Save, "start", lambda self: None)
             store = self.store()
+            store.restore(blank(self.comm))
             store.save(step, state)
             store.__exit__(KeyError, None, None)
         self.comm.Barrier()
@@ -142,10 +143,99 @@ def test_a_lost_node(comm, place, monkeypatch):
         assert step == 1
         same(comm, found, 1)
         comm.Barrier()
-        assert place.copies() == [[], []]
+        assert place.copies() == [[1, 2], []], "not before this run saves"
         store.save(2, state_of(comm, 2))
         assert (place.shared / held.ID).read_text() != before
         assert place.copies() == [[2], [2]]
+
+
+@pytest.mark.ranks(3)
+def test_a_look_at_the_shared_folder_removes_nothing(comm, place, monkeypatch):
+    """An evaluation on other ranks, or of whole arrays, is not the run that has to come back."""
+    place.killed_before_the_copy(2, monkeypatch)
+    some = comm.Split(0 if comm.rank < 2 else 1)
+    if comm.rank < 2:
+        with md.TieredStore(some, place.shared, local=place.mine) as store:
+            like = {"w": np.zeros(5000), "n": np.int64(0)}
+            box, flat = np.zeros((6, 30), "f4"), np.zeros(21)
+            assert store.restore({**like, "own": {"box": box, "flat": flat}})[0] == 1
+    some.Free()
+    comm.Barrier()
+    with place.store() as store:
+        assert store.restore()[0] == 1
+        assert store.restore(blank(comm))[0] == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_run_that_begins_anew(comm, place, monkeypatch):
+    """Copies are of the run that saved them: one that did not go on from them never gets them."""
+    place.killed_before_the_copy(9, monkeypatch)
+    place.alone(lambda: shutil.rmtree(place.shared / "step-000000000001"))
+    store = place.store()
+    store.save(2, state_of(comm, 2))
+    store.wait()
+    store.__exit__(KeyError, None, None)
+    comm.Barrier()
+    assert place.copies() == [[2], [2]]
+    with place.store() as store:
+        assert store.restore(blank(comm))[0] == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_node_keeps_no_more_after_a_restore(comm, place, monkeypatch):
+    """Memory is short there: what was restored goes like any other step."""
+    place.killed_before_the_copy(2, monkeypatch)
+    with place.store(local_keep=1) as store:
+        assert store.restore(blank(comm))[0] == 2
+        for step in (3, 4):
+            store.save(step, state_of(comm, step))
+        store.wait()
+        comm.Barrier()
+        assert place.copies() == [[4], [4]]
+
+
+@pytest.mark.ranks(2)
+def test_copies_that_cannot_be_read(comm, place, monkeypatch, capfd):
+    """Said, and the shared folder is taken, as where there are none."""
+    place.killed_before_the_copy(2, monkeypatch)
+
+    def refuse(*args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(held, "found", refuse) if comm.rank == 1 else None
+    with place.store() as store:
+        assert store.restore(blank(comm))[0] == 1
+    assert ("no copies on the nodes: rank 1 of 2" in capfd.readouterr().err) == (comm.rank == 0)
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_that_fails_while_arrays_are_filled(comm, place, monkeypatch):
+    """Other ranks' arrays are overwritten by then, so it is an error and no older step."""
+    place.killed_before_the_copy(2, monkeypatch)
+    place.alone(lambda: shutil.rmtree(place.shared / "step-000000000001"))
+    with place.store() as store:
+
+        def fail(*args, **options):
+            raise OSError(5, "Input/output error")
+
+        store._open(make=False)
+        if comm.rank == 1:
+            monkeypatch.setattr(store._local, "restore", fail)
+        text = everywhere(comm, StorageError, lambda: store.restore(blank(comm)))
+        assert "restore of step 2 from the nodes: rank 1 of 2" in text
+
+
+@pytest.mark.ranks(2)
+def test_time_is_counted_once(comm, folder):
+    """A save of two stores is one save, in the spans too."""
+    place = Place(comm, folder)
+    events.spans.clear()
+    with place.store() as store:
+        store.save(1, state_of(comm, 1))
+    assert {name: count for name, (count, _) in events.spans.items()} == {
+        "tiers.save": 1,
+        "checkpoint.save": 1,
+    }
 
 
 @pytest.mark.ranks(2, 4)
@@ -302,6 +392,40 @@ def test_training(comm, folder, strategy):
         np.testing.assert_allclose(parameters[name], array, atol=2e-5)
     names = {path.name for path in place.shared.iterdir()}
     assert lock.NAME not in names
+
+
+def uneven(comm, step):
+    """Rank 0 has nothing but whole arrays, rank 1 nothing but a piece, the others nothing."""
+    if comm.rank == 0:
+        return {"w": np.full(50, step, "f4"), "piece": md.Shard(np.empty((0, 3)), (4, 3), (0, 0))}
+    if comm.rank == 1:
+        return {"piece": md.Shard(np.full((4, 3), step, "f8"), (4, 3), (0, 0))}
+    return {"step": step}
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_hold_nothing_of_a_kind(comm, folder, capfd):
+    """Ranks of one node need not have the same kinds of leaves, nor any array at all."""
+    place = Place(comm, folder)
+    store = md.TieredStore(comm, place.shared, local=folder / "node")
+    store.save(1, uneven(comm, 1))
+    store.wait()
+    store.save(2, {})
+    store.wait()
+    store.__exit__(KeyError, None, None)
+    comm.Barrier()
+    assert "no copy" not in capfd.readouterr().err
+    events.recent.clear()
+    with md.TieredStore(comm, place.shared, local=folder / "node") as store:
+        step, found = store.restore(uneven(comm, 0), step=1)
+        assert step == 1
+        if comm.rank == 0:
+            assert (found["w"] == 1).all()
+        if comm.rank == 1:
+            assert (found["piece"].array == 1).all()
+        assert store.restore({})[0] == 2
+        kinds = [kind for _, kind, _ in events.recent]
+        assert kinds.count("checkpoint_restored_from_nodes") == 2
 
 
 @pytest.mark.ranks(1)
