@@ -48,7 +48,11 @@ class Backup:
         self._kept.append((part, copy))
 
     def put_back(self) -> None:
-        """Give all parts the values that they had, and forget them."""
-        for part, copy in self._kept:
+        """Give all parts the values that they had, and forget them.
+
+        The last first: of arrays that overlap, such as two names of one, only what was kept first
+        is what the caller had.
+        """
+        for part, copy in reversed(self._kept):
             np.copyto(part, copy)
         self._kept, self._used = [], 0
