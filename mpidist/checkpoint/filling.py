@@ -6,7 +6,7 @@ cannot be written to, comes to host memory first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,9 @@ from mpidist.checkpoint.manifest import Manifest
 from mpidist.checkpoint.reader import Reader
 from mpidist.checkpoint.sharing import Shared
 from mpidist.checkpoint.wants import Keep, Want, wants_of
+
+#: Bytes of the arrays that come to host memory first, where memory is short: these at once.
+_STAGED = 64 << 20
 
 
 def is_filled(leaf) -> bool:
@@ -33,6 +36,24 @@ def is_whole(leaf) -> bool:
 
 def _is_staged(leaf) -> bool:
     return isinstance(leaf, np.generic) or is_device(array_of(leaf))
+
+
+def batches(items: Iterable[tuple[Path, Any]]) -> Iterator[list[tuple[Path, Any]]]:
+    """Cut `items` so that filling a part takes little memory, or that of one array. Local.
+
+    Not finer: arrays that share a block would each read it.
+    """
+    batch: list[tuple[Path, Any]] = []
+    held = 0
+    for path, leaf in items:
+        size = array_of(leaf).nbytes if is_filled(leaf) and _is_staged(leaf) else 0
+        if batch and held + size > _STAGED:
+            yield batch
+            batch, held = [], 0
+        batch.append((path, leaf))
+        held += size
+    if batch:
+        yield batch
 
 
 def to_check(found: Manifest, items: Iterable[tuple[Path, Any]]) -> list[Want]:

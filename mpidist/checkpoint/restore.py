@@ -18,7 +18,7 @@ from mpidist import events
 from mpidist.arrays import is_device, is_writable
 from mpidist.checkpoint import load, steps
 from mpidist.checkpoint.backup import Backup, fits
-from mpidist.checkpoint.filling import Filling, is_filled, is_whole, to_check
+from mpidist.checkpoint.filling import Filling, batches, is_filled, is_whole, to_check
 from mpidist.checkpoint.layout import (
     Path,
     array_of,
@@ -103,7 +103,7 @@ def _backup(comm, items, memory: Memory) -> Backup | None:
         return None
     # Device arrays are overwritten when all is good, and take as much host memory until then.
     count = sum(array.nbytes for array in arrays if not is_device(array))
-    return everywhere(comm, "restore", lambda: Backup(memory.room([count])[0]))
+    return everywhere(comm, "restore", lambda: Backup(memory.lend(count)))
 
 
 def _attempt(
@@ -165,14 +165,14 @@ def _check_and_read(
 def _read(
     path: str, entry: Entry, found: Manifest, items: list, how: Reading, check: bool
 ) -> dict[Path, Any]:
-    """Fill every array leaf, one after the other, or only check their bytes. Local."""
+    """Fill every array leaf, with hardly any memory, or only check their bytes. Local."""
     filled: dict[Path, Any] = {}
     with opened(path, entry, found, *how) as reader:
         if check:
             reader.read(to_check(found, items))
             return filled
-        for item in items:
-            filling = Filling(found, [item])
+        for some in batches(items):
+            filling = Filling(found, some)
             filling.read(reader)
             filled |= filling.finish()
     return filled

@@ -54,6 +54,10 @@ class Memory:
             self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
         ]
 
+    def lend(self, size: int) -> np.ndarray:
+        """Return a byte array of `size` for a while. Local. Nothing more is kept for that."""
+        return self._memory[:size] if size <= len(self._memory) else np.empty(size, np.uint8)
+
 
 class How(NamedTuple):
     """How shards are written: past the system's cache where it can be; with a SHA-256 of each."""
@@ -71,9 +75,9 @@ class Buffers(NamedTuple):
 
 def copied(parts: Sequence[hdf5.Part], named: Mapping, memory: Memory) -> list[Bytes]:
     """Copy `parts` of the leaves `named` by path; returns what gives the bytes of each. Local."""
-    views = [_view(named[part.path], part.region) for part in parts]
-    copies = memory.room([view.nbytes for view in views])
-    for view, copy in zip(views, copies, strict=True):
+    copies = memory.room([part.nbytes for part in parts])
+    for part, copy in zip(parts, copies, strict=True):
+        view = _view(named[part.path], part.region)  # a copy already where the array has strides
         copy_into(copy.view(view.dtype).reshape(view.shape), view)
     return [lambda copy=copy: copy for copy in copies]  # type: ignore[misc]
 
