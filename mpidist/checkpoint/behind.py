@@ -9,7 +9,6 @@ one more copy, and would be written out only when it is full, or at the end.
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections.abc import Iterable
 from queue import SimpleQueue
@@ -17,6 +16,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from mpidist.checkpoint import files
+from mpidist.checkpoint.threads import Worker
 
 #: Groups of blocks that are there at once: one is filled, one waits, one is written.
 _ROOMS = 3
@@ -54,7 +54,10 @@ def write(
 
 
 class _Behind:
-    """A thread that writes what it is given, in order. Local. Its rooms are used in turn."""
+    """A thread that writes what it is given, in order. Local. Its rooms are used in turn.
+
+    Where there are no more threads, the caller's own writes.
+    """
 
     def __init__(self, descriptor: int, count: int, direct: bool):
         self._descriptor, self._direct = descriptor, direct
@@ -63,16 +66,22 @@ class _Behind:
         self._free: SimpleQueue = SimpleQueue()
         for _ in range(_ROOMS):
             self._free.put(files.paged(count))
-        self._thread = threading.Thread(target=self._run, name="mpidist-write")
-        self._thread.start()
+        self._thread: Worker | None = Worker(self._run, "mpidist-write")
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
-        self._full.put(None)
-        self._thread.join()
-        self._told()
+    def __exit__(self, kind, *_):
+        if self._thread is not None:
+            self._full.put(None)
+            # The caller closes the file now, and its number may soon be that of another one.
+            self._thread.end()
+        if kind is None:
+            self._told()
 
     def room(self) -> np.ndarray:
         """Return memory that is not being written. Raises what went wrong with that of before."""
@@ -82,17 +91,22 @@ class _Behind:
 
     def put(self, room: np.ndarray, count: int, offset: int) -> None:
         """Have the first `count` bytes of a room written at `offset`."""
-        self._full.put((room, count, offset))
+        if self._thread is not None:
+            self._full.put((room, count, offset))
+        else:
+            self._do(room, count, offset)
 
     def _run(self) -> None:
         while (given := self._full.get()) is not None:
-            room, count, offset = given
-            if self._error is None:
-                try:
-                    self._write(room[:count], offset)
-                except BaseException as error:
-                    self._error = error
-            self._free.put(room)
+            self._do(*given)
+
+    def _do(self, room: np.ndarray, count: int, offset: int) -> None:
+        if self._error is None:
+            try:
+                self._write(room[:count], offset)
+            except BaseException as error:
+                self._error = error
+        self._free.put(room)
 
     def _write(self, data: np.ndarray, offset: int) -> None:
         if self._direct and len(data) % files.PAGE:  # the end of the file

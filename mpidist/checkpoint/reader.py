@@ -23,6 +23,7 @@ import numpy as np
 from mpidist.checkpoint import files
 from mpidist.checkpoint.manifest import Damaged, Manifest
 from mpidist.checkpoint.steps import Entry, open_shard
+from mpidist.checkpoint.threads import Worker
 from mpidist.checkpoint.wants import Want
 
 #: One waits for the disk while the other checks and copies.
@@ -96,19 +97,18 @@ class Reader:
             except BaseException as error:
                 errors.append(error)
 
-        helpers = [
-            threading.Thread(target=told, name="mpidist-read")
-            for _ in range(min(threads, len(groups)) - 1)
-        ]
+        helpers = [Worker(told, "mpidist-read") for _ in range(min(threads, len(groups)) - 1)]
         with ExitStack() as stack:
             for helper in helpers:
                 with suppress(RuntimeError):  # no more threads: fewer do it
                     helper.start()
-                    stack.callback(helper.join)
+                    # The caller may put back what stood in its arrays now.
+                    stack.callback(helper.end)
             if groups:
                 told()
         if errors:
-            raise errors[0]
+            # Damage is an answer, on which others go on: Ctrl-C is not.
+            raise next((e for e in errors if not isinstance(e, Exception)), errors[0])
 
     def check_file(self, number: int) -> None:
         """Check every byte of a file against all that the manifest says of it. Raises Damaged."""

@@ -12,7 +12,6 @@ import re
 import secrets
 import socket
 import sys
-import threading
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
@@ -20,6 +19,7 @@ from mpidist import events
 from mpidist.checkpoint import files, steps
 from mpidist.checkpoint.manifest import NAME, Damaged, Unreadable
 from mpidist.checkpoint.steps import Entry
+from mpidist.checkpoint.threads import Worker
 
 OWNER = "OWNER"
 _OURS = re.compile(
@@ -131,7 +131,7 @@ class Keep:
     bad: set[Entry] = field(default_factory=set)
     verified: Entry | None = None
     _good: set[Entry] = field(default_factory=set)
-    _removing: threading.Thread | None = None
+    _removing: Worker | None = None
 
     def remove_aside(self, path: str, root: int, saved: Entry) -> None:
         """Do as `remove_old`, in a thread: a disk takes its time to free so much. Local.
@@ -145,7 +145,7 @@ class Keep:
             with stack:
                 self.remove_old(path, own, saved)
 
-        self._removing = threading.Thread(target=work, name="mpidist-remove")
+        self._removing = Worker(work, "mpidist-remove")
         try:
             self._removing.start()
         except RuntimeError:  # no more threads
@@ -155,7 +155,7 @@ class Keep:
     def settle(self) -> None:
         """Wait until nothing is being removed. Local."""
         if self._removing is not None:
-            self._removing.join()
+            self._removing.end()
             self._removing = None
 
     def remove_old(self, path: str, root: int, saved: Entry) -> None:

@@ -41,6 +41,7 @@ from mpidist.checkpoint.layout import (
 from mpidist.checkpoint.lock import RunLock
 from mpidist.checkpoint.plan import Description, Leaf, Share, agree, assign, shares
 from mpidist.checkpoint.steps import Entry
+from mpidist.checkpoint.threads import Worker
 from mpidist.checkpoint.together import together
 from mpidist.errors import CheckpointError, StorageError
 
@@ -114,7 +115,7 @@ class Save:
         self._outcome: bytes | Exception | None = None  # this rank's table, or what went wrong
         self._committed: int | Exception | None = None  # bytes of the state, on rank 0
         self._written, self._cancelled = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         self._leader: _Leader | None = None
         self._data: list = []
         self.name, share = self._plan(state)
@@ -203,7 +204,7 @@ class Save:
         """Write, and on rank 0 commit, in the background. Local."""
         # Not a daemon: a process that ends while it writes waits for it, instead of tearing down
         # the interpreter under it.
-        self._thread = threading.Thread(target=self._background, name="mpidist-save")
+        self._thread = Worker(self._background, "mpidist-save")
         try:
             self._thread.start()
         except RuntimeError as error:  # no more threads; raised by finish(), as above
@@ -287,14 +288,14 @@ class Save:
         """Rank 0: all shards are written; commit them, unless that is being done. Local."""
         if self._thread is None:
             return self._commit([table for table in tables if table])
-        self._thread.join()
+        self._thread.end()
         return _told(self._committed, "the commit")
 
     def abandon(self) -> None:
         """Give up what is held; an uncommitted folder is removed. Local, may be called twice."""
         self._cancelled.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.end()
         if self._leader is not None:
             leader, self._leader = self._leader, None
             leader.resources.close()
