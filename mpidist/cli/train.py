@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     far = remote.is_remote(job.data)
     parts = None if far else jobs.build(job, claim.size if claim else None)
     store_path = job.folder / "checkpoints"
-    if args.resume and not any(store_path.glob("step-*")):
+    # With copies on the nodes the newest step may be on them alone: the store knows, with MPI.
+    if args.resume and not job.local and not any(store_path.glob("step-*")):
         raise ConfigError(f"--resume: no checkpoint in {store_path}; leave --resume out to begin")
     MPI = launch.initialize(os.environ)
     comm = MPI.COMM_WORLD

@@ -24,9 +24,9 @@ def environ(fault):
     return {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": fault, "OMP_NUM_THREADS": "1"}
 
 
-def train(folder, ranks, fault="", **settings):
+def train(folder, ranks, fault="", options=(), **settings):
     write_job(folder, **{**SETTINGS, **settings})
-    return launch(ranks, TRAIN, env=environ(fault), cwd=folder, timeout=150)
+    return launch(ranks, [*TRAIN, *options], env=environ(fault), cwd=folder, timeout=150)
 
 
 def summary(folder):
@@ -114,10 +114,13 @@ def test_killed_when_only_the_node_has_the_step(tmp_path, undisturbed):
     assert "fault: kill at file.rename" in done.stderr
     assert saved(tmp_path) == []
     assert [path.name for path in node.glob("*/step-*")] == ["step-000000000020"]
-    train(tmp_path, 3, **more).check()
+    train(tmp_path, 3, options=["--resume"], **more).check()
     assert check_end(tmp_path, undisturbed)["resumed_at"] == 20
     assert saved(tmp_path) == [40]
     assert not list(node.iterdir())
+    none = train(tmp_path, 2, options=["--resume", "--set", "out=none"], **more)
+    assert none.returncode == 2
+    assert "no checkpoint" in none.stderr
 
 
 def test_a_job_that_stands_still_keeps_others_out(tmp_path, undisturbed):
