@@ -17,6 +17,7 @@ import math
 import operator
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -234,6 +235,7 @@ class guard:
         """
         if not self.exit_code:
             raise ProtocolError("guard: leave() without a stop that all ranks agreed on")
+        self._settle()
         if self.fits():
             self._save(step, state)
         else:
@@ -329,10 +331,26 @@ class guard:
             self.store.wait()  # a store of two tiers returns with the first
         return True
 
+    def _settle(self) -> None:
+        """Wait for a save in the background. Collective over the ranks that save.
+
+        The last one that this program hears of, or the one before the last, whose failure must not
+        keep that from beginning.
+        """
+        if not hasattr(self.store, "wait"):
+            return
+        try:
+            self.store.wait()
+        except StorageError as error:
+            events.emit("checkpoint_failed", reason=str(error))
+            if self._loop.rank == 0:
+                print(f"mpidist: not saved: {error}", file=sys.stderr, flush=True)
+
     def _save_if_finite(self, step: int) -> str:
         state = self._current_state()
         if self.store is None or state is None:
             return "nothing was saved, for the guard was given no store and state"
+        self._settle()
         # Ranks may hold different parts of the state, so they decide together.
         if self._reduce(self._loop, (int(not is_finite(state)),))[0]:
             return "nothing was saved, for the state holds NaN or infinity already"

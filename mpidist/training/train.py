@@ -208,6 +208,8 @@ def train(
             run.end_loop()
             if not run.stopping or watcher.fits(exchange.workers, exchange.wait):
                 run.checkpoint()
+            else:
+                run.settle()  # what was begun in time may end in time
             exchange.finish()
             run.agree_on_bad_records()
             if not run.stopping:

@@ -1,5 +1,6 @@
 """The end of an allocation, a checkpoint that cannot fit, a loss that stalls (R141)."""
 
+import threading
 import time
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 import mpidist as md
 from mpidist import events
+from mpidist.checkpoint import shard
 from mpidist.elastic import allotment
 from mpidist.elastic import guard as module
 from mpidist.elastic.guard import Stopped
@@ -108,6 +110,87 @@ def test_limits_that_are_none(comm):
     for options in ({"time_limit": "soon"}, {"time_limit": 0}, {"patience": 0}):
         with pytest.raises(ConfigError, match="guard: "):
             md.guard(comm, **options)
+
+
+@pytest.fixture
+def background(monkeypatch):
+    """Do something before shards are written in a thread."""
+
+    def before(work):
+        write = shard.write
+
+        def wrapped(*args):
+            if threading.current_thread() is not threading.main_thread():
+                work()
+            return write(*args)
+
+        monkeypatch.setattr(shard, "write", wrapped)
+
+    return before
+
+
+def no_space():
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bad_loss", [True, False])
+def test_a_save_that_failed_keeps_no_last_one_from_beginning(comm, folder, background, bad_loss):
+    """What went wrong with the step before is told; the state is saved all the same."""
+    background(no_space)
+    state = {"w": np.ones(9)}
+    events.recent.clear()
+    with md.CheckpointStore(comm, folder) as store, md.guard(comm, state, store) as run:
+        store.save_async(3, state)
+        if bad_loss:
+            with pytest.raises(MpidistError, match="was saved as step 5"):
+                run.check_loss(float("nan"), 5)
+        else:
+            run.stop()
+            assert run.should_stop(5)
+            with pytest.raises(Stopped):
+                run.leave(5)
+        assert store.all_steps() == [5]
+    told = [details["reason"] for _, kind, details in events.recent if kind == "checkpoint_failed"]
+    assert len(told) == 1
+    assert "No space left" in told[0]
+
+
+@pytest.mark.ranks(2)
+def test_a_save_under_way_is_not_given_up_for_a_bad_loss(comm, folder, background):
+    """The state is bad already: what is being saved in the background is the last good one."""
+    background(lambda: time.sleep(0.3 * comm.rank))
+    state = {"w": np.ones(9)}
+
+    def diverge():
+        with md.CheckpointStore(comm, folder) as store, md.guard(comm, state, store) as run:
+            store.save_async(4, state)
+            state["w"][:] = np.nan
+            run.check_loss(float("nan"), 5)
+
+    with pytest.raises(MpidistError, match="the state holds NaN or infinity already"):
+        diverge()
+    comm.Barrier()
+    assert md.load(folder)["w"].tolist() == [1] * 9
+
+
+@pytest.mark.ranks(2)
+def test_a_save_under_way_is_not_given_up_at_the_end_of_the_allocation(
+    comm, left, folder, background
+):
+    """No save that cannot fit is begun, but one that was may be there in time."""
+    left(comm, 20.0)
+    if comm.rank == 1:
+        events.emit("checkpoint_saved", step=1, bytes=1, seconds=30.0)
+    background(lambda: time.sleep(0.3 * comm.rank))
+    with pytest.raises(Stopped), md.CheckpointStore(comm, folder) as store:
+        md.train(
+            comm, md.models.mlp([4, 3]), (np.ones((60, 4), "f4"), np.zeros(60, np.int64)),
+            optimizer=md.optim.sgd(0.1), global_batch=60, steps=1000, checkpoint=store,
+            checkpoint_every=1, time_limit="auto",
+        )  # fmt: skip
+    comm.Barrier()
+    assert md.load(folder)["run"]["step"] > 0
 
 
 class Slow(md.data.ArraySource):
