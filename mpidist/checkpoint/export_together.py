@@ -14,11 +14,11 @@ import numpy as np
 from mpidist.checkpoint import load, steps
 from mpidist.checkpoint.export import extras_text, name_of, named, put_extras
 from mpidist.checkpoint.layout import Shard, dtype_of, leaves, show, to_json, tree
-from mpidist.checkpoint.manifest import Tensor
+from mpidist.checkpoint.manifest import Damaged, Tensor, Unreadable
 from mpidist.checkpoint.steps import Entry
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.checkpoint.together import everywhere, together
-from mpidist.errors import CheckpointError
+from mpidist.errors import CheckpointError, StorageError
 from mpidist.partition import BlockPartition
 
 
@@ -77,7 +77,11 @@ def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Tensor, ...], d
             try:
                 tensors = _tensors(comm, path, entry)
                 return entry.step, tensors, store.restore(_rows(comm, tensors), entry.step)[1]
+            except (StorageError, Unreadable):
+                raise  # whole as far as anybody knows: no older step in its place
             except CheckpointError as damage:
+                if isinstance(damage, Damaged) and comm.rank == 0:  # else `restore` has said it
+                    load.note(path, entry, str(damage))
                 tried.append(f"{entry.name}: {damage}")
     raise load.failure(path, step, tried)
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.checkpoint import export, export_together
-from mpidist.errors import CheckpointError, ConfigError
+from mpidist.checkpoint import export, export_together, restore
+from mpidist.errors import CheckpointError, ConfigError, StorageError
 
 
 def state_of(comm, step):
@@ -128,6 +128,30 @@ def test_a_rank_that_cannot_write(comm, folder, parallel, monkeypatch):
         export.export(comm, folder / "store", folder / "all.h5")
     comm.Barrier()
     assert [p.name for p in folder.iterdir()] == ["store"]
+
+
+@pytest.mark.ranks(2)
+def test_no_older_step_for_want_of_memory(comm, folder, parallel, monkeypatch, capfd):
+    """Only a damaged step is passed over, and that is said, whatever of it is damaged."""
+    with md.CheckpointStore(comm, folder / "store") as store:
+        for step in (1, 2):
+            store.save(step, state_of(comm, step))
+
+    def short(*_, **__):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(restore, "opened", short)
+        with pytest.raises(StorageError, match="rank 1 of 2"):
+            export.export(comm, folder / "store", folder / "all.h5")
+    comm.Barrier()
+    if comm.rank == 0:
+        (folder / "store" / "step-000000000002" / "shard-00001.h5").unlink()
+    comm.Barrier()
+    assert export.export(comm, folder / "store", folder / "all.h5") == 1
+    said = capfd.readouterr().err
+    assert ("damaged checkpoint passed over" in said) == (comm.rank == 0)
 
 
 @pytest.mark.ranks(2)
