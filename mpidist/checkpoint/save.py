@@ -42,7 +42,7 @@ from mpidist.checkpoint.lock import RunLock
 from mpidist.checkpoint.plan import Description, Leaf, Share, agree, assign, shares
 from mpidist.checkpoint.steps import Entry
 from mpidist.checkpoint.threads import Worker
-from mpidist.checkpoint.together import together
+from mpidist.checkpoint.together import everywhere, together
 from mpidist.errors import CheckpointError, StorageError
 
 #: Seconds without a new byte in the folder after which a save in the background is given up.
@@ -139,10 +139,13 @@ class Save:
                 raise self._outcome
             rooms.extend(shard.rooms(share, self.comm.rank, inbox))
 
+        doing = f"save of step {self.step}"
         rooms: list[np.ndarray] = []
         try:
-            together(self.comm, f"save of step {self.step}", local)
-            self._data = shard.brought(self.comm, share, self._data, rooms)
+            together(self.comm, doing, local)
+            self._data = everywhere(
+                self.comm, doing, lambda: shard.brought(self.comm, share, self._data, rooms)
+            )
         except BaseException:
             self.abandon()
             raise

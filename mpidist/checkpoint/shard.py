@@ -99,12 +99,22 @@ def brought(comm, share: Share, data: Sequence[Bytes], inbox: Sequence) -> list[
     """Send what another rank writes, take in what this one writes for others. Collective.
 
     `inbox` is that of `rooms`: a rank without memory raises there, where nobody waits for it.
-    Returns what gives the bytes of each part that this rank writes.
+    Returns what gives the bytes of each part that this rank writes. What cannot be sent is raised
+    when all messages are through: from there on they are empty, so that nobody waits for them.
     """
     if share.to != comm.rank:
-        for part in data:
-            for piece in _pieces(part()):
-                comm.Send(piece, share.to)
+        problem: Exception | None = None
+        for part, give in zip(share.gives, data, strict=True):
+            run = np.empty(0, np.uint8)
+            if problem is None:
+                try:
+                    run = give()
+                except Exception as error:
+                    problem = error
+            for start in range(0, part.nbytes, _MESSAGE):
+                comm.Send(run[start : start + _MESSAGE], share.to)
+        if problem is not None:
+            raise problem
         return []
     own = iter(data)
     foreign = iter(inbox)
@@ -119,13 +129,9 @@ def brought(comm, share: Share, data: Sequence[Bytes], inbox: Sequence) -> list[
             written.append(lambda room=room: room)  # type: ignore[misc]
     # Each rank sends in the order of the tensors, which is the order of what is written.
     for holder, room in arriving:
-        for piece in _pieces(room):
-            comm.Recv(piece, holder)
+        for start in range(0, len(room), _MESSAGE):
+            comm.Recv(room[start : start + _MESSAGE], holder)
     return written
-
-
-def _pieces(data: np.ndarray) -> Iterator[np.ndarray]:
-    return (data[start : start + _MESSAGE] for start in range(0, len(data), _MESSAGE))
 
 
 def _view(leaf, region: Region) -> Any:

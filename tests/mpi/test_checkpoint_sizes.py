@@ -185,7 +185,7 @@ def test_replicated_state_is_written_once_and_evenly(comm, folder):
 
 @pytest.mark.ranks(1, 3)
 def test_any_size_in_small_blocks(comm, folder):
-    """R32: nothing depends on sizes that fit one call; the block of 4 MiB is lowered to 64 bytes.
+    """R32: nothing depends on sizes that fit one call; the block of 1 MiB is lowered to 64 bytes.
 
     The checkpoint says its block size, so it is read back with the usual one.
     """
@@ -312,4 +312,29 @@ def test_a_copy_that_fails_before_it_is_sent(comm, folder, monkeypatch):
             store.save_async(1, {"w": np.ones(4)})
         monkeypatch.undo()
         store.save(2, {"w": np.ones(4)})
+        assert store.all_steps() == [2]
+
+
+@pytest.mark.ranks(3)
+def test_an_array_that_cannot_be_made_contiguous_while_it_is_sent(comm, folder, monkeypatch):
+    """What a rank has no memory for is not waited for, and is no part of a checkpoint."""
+    from mpidist.checkpoint import shard
+
+    original, calls = shard._host_bytes, []
+
+    def fail_once(view):
+        calls.append(view)
+        if len(calls) == 2:
+            raise MemoryError("no memory for the second one")
+        return original(view)
+
+    low = 10 * comm.rank
+    state = {n: md.Shard(np.ones((4, 10)).T, (30, 4), (low, 0)) for n in ("a", "b", "c")}
+    with md.CheckpointStore(comm, folder, writers=1) as store:
+        if comm.rank == 1:
+            monkeypatch.setattr(shard, "_host_bytes", fail_once)
+        with pytest.raises(md.CheckpointError, match=r"rank 1 of 3: .*the second one"):
+            store.save(1, state)
+        monkeypatch.undo()
+        store.save(2, state)
         assert store.all_steps() == [2]
