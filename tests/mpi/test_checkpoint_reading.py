@@ -153,3 +153,27 @@ def test_arrays_that_only_some_want_or_want_otherwise(comm, folder):
             np.testing.assert_array_equal(got[name], state[name])
         assert ("a" in got) == (comm.rank > 0)
         comm.Barrier()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("good", [1, 2])
+def test_two_names_of_one_array(comm, folder, monkeypatch, good):
+    """Tied weights, which several ranks read and pass on under both names."""
+    monkeypatch.setattr(files, "BLOCK", BLOCK)
+    monkeypatch.setattr(sharing, "_LARGE", 20_000)
+    with md.CheckpointStore(comm, folder) as store:
+        for step in (1, 2):
+            w = np.arange(70_000.0) * step
+            store.save(step, {"a": w, "b": w, "c": np.ones(5)})
+        if comm.rank == 0 and good == 1:
+            path = sorted((folder / "step-000000000002").glob("*.h5"))[-1]
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+        comm.Barrier()
+        one = np.full(70_000, -1.0)
+        step, state = store.restore({"a": one, "b": one, "c": np.zeros(5)})
+        assert step == good
+        np.testing.assert_array_equal(one, np.arange(70_000.0) * good)
+        assert state["a"] is one
+        assert state["b"] is one
