@@ -294,6 +294,8 @@ class Progress:
         saved = f"the state was saved as step {self.step}" if self.store else "nothing saved"
         if self.failure and self.saved_step is None:
             saved = f"the state could not be saved: {self.failure}"
+        elif self.store and self.saved_step != self.step:
+            saved = "the state was not saved, for the allocation ends too soon for that"
         if mine[3]:
             raise self.quarantine.error(saved)
         if mine[1]:
