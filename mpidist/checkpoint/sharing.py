@@ -19,7 +19,7 @@ from mpidist.partition import BlockPartition
 #: Targets of so many bytes travel as they lie; smaller ones together, in messages of that size.
 _LARGE = 4 << 20
 _MESSAGE = 1 << 30
-#: Targets that are under way at once.
+#: Messages that are under way at once.
 _IN_FLIGHT = 32
 
 
@@ -83,12 +83,14 @@ class Shared:
 
     def exchange(self, comm) -> None:
         """Bring every target to all ranks from the one that has read it. Collective."""
-        for start in range(0, len(self._large), _IN_FLIGHT):
-            requests = [
-                comm.Ibcast(piece, root)
-                for root, target in self._large[start : start + _IN_FLIGHT]
-                for piece in _pieces(target.reshape(-1).view(np.uint8))
-            ]
+        pieces = [
+            (root, piece)
+            for root, target in self._large
+            for piece in _pieces(target.reshape(-1).view(np.uint8))
+        ]
+        for start in range(0, len(pieces), _IN_FLIGHT):
+            under_way = pieces[start : start + _IN_FLIGHT]
+            requests = [comm.Ibcast(piece, root) for root, piece in under_way]
             for request in requests:
                 request.Wait()
         for root, message in self._small:
