@@ -42,6 +42,11 @@ class CheckpointStore:
     writers : "all", "node" or int
         Who writes files: every rank, one rank of each node, or so many ranks. The others send
         what only they hold to a writer, which needs the memory for it.
+    direct : bool
+        Write past the system's cache where the file system can: no copy there, and no wait for it
+        to be written out at the end.
+    sha256 : bool
+        Keep a SHA-256 of each shard, which `verify` checks, beside the CRC-32 of each block.
 
     Notes
     -----
