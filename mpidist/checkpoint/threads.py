@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 
@@ -14,7 +15,7 @@ class Worker(threading.Thread):
 
     def __init__(self, target, name: str):
         super().__init__(target=target, name=name)
-        self._done = threading.Event()
+        self._done, self._process = threading.Event(), os.getpid()
 
     def run(self) -> None:
         """Run the target."""
@@ -25,6 +26,8 @@ class Worker(threading.Thread):
 
     def end(self) -> None:
         """Wait for the end. Ctrl-C is raised after that; a second one at once."""
+        if os.getpid() != self._process:
+            return  # a forked child has the object but not the thread
         try:
             self._done.wait()
         finally:

@@ -13,6 +13,7 @@ from checkpoint_solo import Solo, equal, state_of
 from mpidist.checkpoint import files
 from mpidist.checkpoint import restore as restoring
 from mpidist.checkpoint.store import CheckpointStore
+from mpidist.checkpoint.threads import Worker
 from mpidist.errors import NoCheckpoint
 
 ROWS = 9000
@@ -137,3 +138,19 @@ def test_many_small_arrays_without_memory_for_copies(tmp_path, monkeypatch):
     assert equal(found, state)
     size = sum(path.stat().st_size for path in tmp_path.rglob("*.*") if path.is_file())
     assert sum(total) <= 2.5 * size
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent():
+    """It has no such thread: nobody would ever tell it of the end."""
+    go_on = threading.Event()
+    worker = Worker(go_on.wait, "test")
+    worker.start()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        worker.end()
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    go_on.set()
+    worker.end()
+    assert status == 0
