@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import threading
 
 import pytest
 
@@ -48,11 +49,12 @@ def test_asked_between_two_attempts(tmp_path, launcher, monkeypatch, capsys):
     again, finish = supervise._asked_within, supervise._finish
 
     def asked(seconds):
-        os.kill(os.getpid(), signal.SIGUSR1)
+        # This thread's own: tests before this one may have left threads that block nothing.
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
         return again(seconds)
 
     def asked_once_more(*given):
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
         return finish(*given)
 
     monkeypatch.setattr(supervise, "_asked_within", asked)
