@@ -68,16 +68,18 @@ def wrong_pmi(cluster, kind, wrong):
 def time_limit(cluster, folder):
     # With a limit of one minute and 55 s of warning Slurm signals at its next look at the limits,
     # which it takes every 30 s. Begin right after one, and let the run sleep from its 5th step
-    # until just before the next: so the signal meets it half way on machines of any speed.
+    # until shortly before the next: so the signal meets it half way on machines of any speed. Its
+    # steps are long, so that it need not wake at the last moment: who sleeps is not looked at.
     while cluster.next_limit_check() < 28:
         time.sleep(0.2)
     job = cluster.submit(
         *(JOBS / "requeue.sbatch", DIGITS, *SETTINGS),
-        options=[*ONE_EACH, "--time=1", "--signal=B:USR1@55"], env=site("openmpi"), cwd=folder,
+        options=[*ONE_EACH, "--time=1", "--signal=B:USR1@55"], cwd=folder,
+        env={**site("openmpi"), "MPIDIST_TESTING": "1", "MPIDIST_FAULT": "sleep@step,ms=40"},
     )  # fmt: skip
     wait_for_steps(cluster, job, folder, 5)
     cluster.run(["scontrol", "suspend", str(job)]).check()
-    time.sleep(max(0, cluster.next_limit_check() - 0.3))
+    time.sleep(max(0, cluster.next_limit_check() - 4))
     cluster.run(["scontrol", "resume", str(job)]).check()
     return cluster.wait(job, 240)
 
