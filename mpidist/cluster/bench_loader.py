@@ -78,6 +78,7 @@ def _video(k: int, row: np.ndarray) -> bytes:
 
 def _measure(comm, folder, source, pages, count, batch, rounds) -> list[dict]:
     path = folder / source
+    nbytes = path.stat().st_size  # now: rank 0 removes it while others still make their rows
     start, stop = BlockPartition(count, comm.size).range(comm.rank)
     opened = YouTube8M(path) if source == "tfrecord" else HDF5(path, ["inputs", "labels"])
     order = Bijection(count, (0, 0))(np.arange(count))
@@ -114,7 +115,7 @@ def _measure(comm, folder, source, pages, count, batch, rounds) -> list[dict]:
                 "order": name,
                 "pages": pages,
                 "ranks": comm.size,
-                "bytes": path.stat().st_size,
+                "bytes": nbytes,
                 "samples_per_s": float(f"{count / np.median(seconds[name]):.4g}"),
                 "plain_samples_per_s": float(f"{count / np.median(seconds['plain']):.4g}"),
                 "ratio": float(f"{np.median(ratios):.4g}"),
