@@ -25,7 +25,28 @@ from mpidist.errors import CheckpointError, ClosedError, ConfigError, MismatchEr
 from mpidist.topology import Topology
 
 
-class CheckpointStore:
+class Scoped:
+    """``with`` for stores: `close` at the end, `_abandon` after an exception."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        if kind is None:
+            self.close()
+        else:
+            self._abandon()
+
+    def close(self) -> None:
+        """End together with the other ranks. Collective."""
+        raise NotImplementedError
+
+    def _abandon(self) -> None:
+        """Leave without a word to the other ranks. Local."""
+        raise NotImplementedError
+
+
+class CheckpointStore(Scoped):
     """Checkpoints of one job in one folder. Collective over `comm`.
 
     Parameters
@@ -208,15 +229,6 @@ class CheckpointStore:
             self._lock.release()
             self._comm.Free()
             self._comm = None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *_):
-        if kind is None:
-            self.close()
-        else:
-            self._abandon()
 
     def _abandon(self) -> None:
         """Leave without a word to the other ranks: an exception may be on this rank alone.

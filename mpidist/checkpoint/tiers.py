@@ -22,13 +22,13 @@ from mpidist.checkpoint import held
 from mpidist.checkpoint.layout import Shard, leaves, tree
 from mpidist.checkpoint.save import Save
 from mpidist.checkpoint.steps import MAX_STEP
-from mpidist.checkpoint.store import CheckpointStore
+from mpidist.checkpoint.store import CheckpointStore, Scoped
 from mpidist.checkpoint.together import everywhere, together
 from mpidist.errors import ConfigError, MpidistError
 from mpidist.topology import Topology
 
 
-class TieredStore:
+class TieredStore(Scoped):
     """Checkpoints in a folder of each node, copied to a shared one. Collective over `comm`.
 
     Parameters
@@ -154,13 +154,8 @@ class TieredStore:
             self._comm.Free()
             self._comm = None
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *_):
-        if kind is None:
-            self.close()
-            return
+    def _abandon(self) -> None:
+        """Leave without a word to the other ranks: an exception may be on this rank alone."""
         self.shared._abandon()
         if self._local is not None:
             self._local._abandon()
