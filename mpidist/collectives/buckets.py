@@ -67,7 +67,7 @@ class LaneBucket:
         self.others = [r for r in range(topology.local_size) if r != self.mine]
         self.count = 0
         lanes, lane, size = lanes_of(topology), topology.local_rank, topology.local_size
-        piece = max(1, node.IN_PLACE_BYTES // dtype.itemsize)
+        piece = node.in_place_length(dtype.itemsize)
         space = SlotSpace(slots)
         add = node.in_place_reduce_scatter(size, lane, n, piece, lanes, n)
         show = node.in_place_allgather(size, lane, n, piece, lanes, n)

@@ -136,7 +136,7 @@ def on_slots(context, signature, reduction: Reduction, slots: list, memory: Node
     """Return the engine for vectors that lie in an arena, slot r that of local rank r. Local."""
     n, ufunc, topology = slots[0].size, reduction.ufunc, memory.topology
     size, rank = topology.local_size, topology.local_rank
-    piece = max(1, node.IN_PLACE_BYTES // reduction.work.itemsize)
+    piece = node.in_place_length(reduction.work.itemsize)
     space = SlotSpace(slots)
     if topology.nodes == 1:
         program = SharedProgram(node.in_place(size, rank, n, piece, n), 0, space, ufunc)

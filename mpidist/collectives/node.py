@@ -43,6 +43,11 @@ def piece_length(size: int, itemsize: int) -> int:
     return max(LEAST_PIECE, ROUND_BYTES // max(size, 1)) // itemsize
 
 
+def in_place_length(itemsize: int) -> int:
+    """Elements of a piece that is added where it lies. Local."""
+    return max(1, IN_PLACE_BYTES // itemsize)
+
+
 def staging_length(size: int, lanes: int, piece: int) -> int:
     """Elements of shared staging that `reduce_scatter`, `allgather` and `staged` need."""
     return 2 * piece * lanes * (size + 1)

@@ -104,7 +104,7 @@ class PieceSum:
         context, stride = self.context, slots[0].size
         steps = ordered.on_slots(
             context.size, context.rank, self.n, self.pieces, stride,
-            max(1, node.IN_PLACE_BYTES // self.dtype.itemsize), votes=self.votes,
+            node.in_place_length(self.dtype.itemsize), votes=self.votes,
         )  # fmt: skip
         program = SharedProgram(steps, 0, engines.SlotSpace(slots), np.add)
         gate, reduction = memory_of(context).gate, resolve("sum", self.dtype)
