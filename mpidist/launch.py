@@ -13,7 +13,7 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -104,6 +104,21 @@ def check_launcher(environ: Mapping[str, str], library: str) -> None:
     if mpich and "PMIX_RANK" in environ and "PMI_RANK" not in environ:
         claim = claimed_size(environ)
         raise _on_one_rank(environ, _wrong_launcher(claim or Claim("a PMIx launcher", 0), library))
+
+
+def network_for(environ: Mapping[str, str], library: str) -> dict[str, str]:
+    """Return the variables that let MPI_Init of this library meet Slurm's PMI. Local, before MPI.
+
+    MPICH on UCX publishes 4096 bytes of memory behind an address of some hundred, nine values of
+    up to 1022 digits. Slurm's pmi2 plugin reads 1024 bytes of a request, name and key included,
+    so what happens to lie in that memory decides whether MPI_Init returns or waits for ever
+    (Slurm's src/plugins/mpi/pmi2/pmi1.c, handle_pmi1_cmd; MPICH's ch4/netmod/ucx/ucx_init.c).
+    libfabric's addresses are short. A network that the user chose stays.
+    """
+    slurm = "PMI_FD" in environ and "SLURM_PROCID" in environ and "HYDI_CONTROL_FD" not in environ
+    if slurm and "ch4:ucx,ofi" in library and "MPIR_CVAR_CH4_NETMOD" not in environ:
+        return {"MPIR_CVAR_CH4_NETMOD": "ofi"}
+    return {}
 
 
 def check_singletons(size: int, environ: Mapping[str, str], library: str) -> None:
@@ -255,8 +270,10 @@ def check_launch(comm, environ: Mapping[str, str], facts: Mapping[str, str] | No
         print(f"mpidist: note: {note.split('; load the same')[0]}", file=sys.stderr, flush=True)
 
 
-def initialize(environ: Mapping[str, str]):
+def initialize(environ: MutableMapping[str, str]):
     """Check the launcher, then initialise MPI, and return mpi4py's ``MPI``. Local.
+
+    `environ` is ``os.environ``, to which `network_for` may add.
 
     For programs of our own, before anything imports ``mpi4py.MPI``: afterwards it is too late to
     say why MPI_Init ended the process. MPI is finalised at exit, after all other exit work.
@@ -270,7 +287,9 @@ def initialize(environ: Mapping[str, str]):
     from mpi4py import MPI
 
     if not MPI.Is_initialized():
-        check_launcher(environ, MPI.Get_library_version())
+        library = MPI.Get_library_version()
+        check_launcher(environ, library)
+        environ.update(network_for(environ, library))
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         # Handlers run last in, first out, so this one runs after all that are registered later.
         atexit.register(_finalize)

@@ -36,6 +36,12 @@ def test_srun_pmi2_mpich(cluster, mpich, programs):
     assert ranks_and_hosts(done.check().stdout) == EVEN
 
 
+def test_srun_pmi2_mpich_with_a_full_memory(cluster, mpich, programs):
+    """What lies in memory beside MPICH's address is published too, more than Slurm takes."""
+    done = cluster.run(["srun", *SHAPE, "--mpi=pmi2", mpich, programs / "crowded.py"], timeout=60)
+    assert ranks_and_hosts(done.check().stdout) == EVEN
+
+
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
 def test_mpirun_in_a_batch_script(cluster, kind, programs, tmp_path, request):
     """R95: mpirun takes hosts and ranks from the allocation."""

@@ -77,6 +77,18 @@ def test_launchers_that_make_mpich_abort_are_found_before():
     launch.check_launcher(OPEN_ENV, MPICH + " --with-pmix=/usr")
 
 
+def test_long_addresses_are_kept_from_slurms_pmi():
+    """Only under srun --mpi=pmi2, where MPICH has the other network and the user chose none."""
+    ours = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
+    srun = {**SRUN_ENV, "PMI_SIZE": "4", "PMI_RANK": "3", "PMI_FD": "8"}
+    assert launch.network_for(srun, MPICH) == ours
+    assert launch.network_for({**srun, "MPIR_CVAR_CH4_NETMOD": "ucx"}, MPICH) == {}
+    assert launch.network_for({**srun, **HYDRA_ENV}, MPICH) == {}
+    assert launch.network_for({**HYDRA_ENV, "PMI_FD": "8"}, MPICH) == {}
+    assert launch.network_for(srun, MPICH.replace("ucx,ofi", "ucx")) == {}
+    assert launch.network_for(srun, OPEN_MPI) == {}
+
+
 @pytest.mark.parametrize(
     ("library", "name"),
     [
