@@ -13,13 +13,13 @@ import numpy as np
 
 from mpidist.arrays import copy_into, host_empty, is_device
 from mpidist.checkpoint.layout import Path, Shard, array_of, is_array, region_of
-from mpidist.checkpoint.manifest import Manifest
+from mpidist.checkpoint.manifest import Manifest, Tensor
 from mpidist.checkpoint.reader import Reader
 from mpidist.checkpoint.sharing import Shared
-from mpidist.checkpoint.wants import Keep, Want, wants_of
+from mpidist.checkpoint.wants import Want, wants_of
 
-#: Bytes of the arrays that come to host memory first, where memory is short: these at once.
-_STAGED = 64 << 20
+#: Bytes of tensors that are filled at once where some come to host memory first.
+_STAGED = 256 << 20
 
 
 def is_filled(leaf) -> bool:
@@ -38,33 +38,27 @@ def _is_staged(leaf) -> bool:
     return isinstance(leaf, np.generic) or is_device(array_of(leaf))
 
 
-def batches(items: Iterable[tuple[Path, Any]]) -> Iterator[list[tuple[Path, Any]]]:
-    """Cut `items` so that filling a part takes little memory, or that of one array. Local.
+def is_much(leaves: Iterable) -> bool:
+    """Whether these take more host memory until their numbers are there than `batches` allow."""
+    return sum(array_of(leaf).nbytes for leaf in leaves if _is_staged(leaf)) > _STAGED
 
-    Not finer: arrays that share a block would each read it.
+
+def batches(tensors: Iterable[Tensor], staged: bool) -> Iterator[set[Path]]:
+    """Yield the tensors that are filled at once, by path. Local, the same on all ranks.
+
+    All of them, or, where some are `staged`, so many that this takes little memory, or that of
+    one tensor. Not fewer: tensors that share a block and not a batch each read it.
     """
-    batch: list[tuple[Path, Any]] = []
+    batch: set[Path] = set()
     held = 0
-    for path, leaf in items:
-        size = array_of(leaf).nbytes if is_filled(leaf) and _is_staged(leaf) else 0
-        if batch and held + size > _STAGED:
+    for tensor in tensors:
+        if batch and staged and held + tensor.nbytes > _STAGED:
             yield batch
-            batch, held = [], 0
-        batch.append((path, leaf))
-        held += size
+            batch, held = set(), 0
+        batch.add(tensor.path)
+        held += tensor.nbytes
     if batch:
         yield batch
-
-
-def to_check(found: Manifest, items: Iterable[tuple[Path, Any]]) -> list[Want]:
-    """Want every byte that the leaves of `items` take, only to check it. Local."""
-    tensors = {tensor.path: tensor for tensor in found.tensors}
-    wants: list[Want] = []
-    for path, leaf in items:
-        if is_filled(leaf):
-            size = np.dtype(array_of(leaf).dtype).itemsize
-            wants += wants_of(tensors[path], region_of(leaf), size, None, found.block)
-    return wants
 
 
 class Filling:
@@ -74,8 +68,6 @@ class Filling:
     ----------
     found : Manifest
     items : (path, leaf) pairs
-    keep : callable, optional
-        Sees each part of the caller's arrays before it is overwritten by what this rank reads.
     common : collection of Path
         Leaves that `is_whole` on all ranks: each of them reads a part.
     rank, ranks : int
@@ -85,7 +77,6 @@ class Filling:
         self,
         found: Manifest,
         items: Iterable[tuple[Path, Any]],
-        keep: Keep | None = None,
         common: Collection[Path] = (),
         rank: int = 0,
         ranks: int = 1,
@@ -98,14 +89,12 @@ class Filling:
             if not is_filled(leaf):
                 continue
             host = array = array_of(leaf)
-            if staged := _is_staged(leaf):
+            if _is_staged(leaf):
                 host = host_empty(array.size, array.dtype, like=array).reshape(array.shape)
             self._leaves.append((path, leaf, host))
             region, size = region_of(leaf), host.itemsize
             wants = shared if path in common else own
-            wants += wants_of(
-                tensors[path], region, size, host, found.block, None if staged else keep
-            )
+            wants += wants_of(tensors[path], region, size, host, found.block)
         self._shared = Shared(shared, found.block, rank, ranks)
         self._wants = [*own, *self._shared.mine]
 

@@ -102,7 +102,7 @@ class Reader:
             for helper in helpers:
                 with suppress(RuntimeError):  # no more threads: fewer do it
                     helper.start()
-                    # The caller may put back what stood in its arrays now.
+                    # Nobody writes to the caller's arrays once this has returned.
                     stack.callback(helper.end)
             if groups:
                 told()

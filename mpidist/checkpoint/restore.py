@@ -2,9 +2,9 @@
 
 Rank 0 reads and checks the manifest and hands it to all; each rank reads for itself what it
 needs, whatever the layout it was saved with; what all ranks need is read once and passed on
-(`sharing`). A step counts only if all ranks can read theirs. A restore that finds nothing good
-leaves the caller's arrays as they were: what is overwritten is copied before, or, where memory is
-short, a step is read once to check and agree, and once more to fill.
+(`sharing`). A step counts only if all ranks can read theirs. Each block is checked before its
+bytes go where they belong, so arrays are filled in one pass without a copy of anything; damage in
+a later block is answered by filling them all from an older step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidist import events
-from mpidist.arrays import is_device, is_writable
+from mpidist.arrays import is_writable
 from mpidist.checkpoint import load, steps
-from mpidist.checkpoint.backup import Backup, fits
-from mpidist.checkpoint.filling import Filling, batches, is_filled, is_whole, to_check
+from mpidist.checkpoint.filling import Filling, batches, is_filled, is_much, is_whole
 from mpidist.checkpoint.layout import (
     Path,
     array_of,
@@ -31,7 +30,6 @@ from mpidist.checkpoint.layout import (
 )
 from mpidist.checkpoint.manifest import Damaged, Manifest
 from mpidist.checkpoint.reader import opened
-from mpidist.checkpoint.shard import Memory
 from mpidist.checkpoint.steps import Entry
 from mpidist.checkpoint.together import everywhere, together
 from mpidist.errors import CheckpointError, ForeignCheckpoint
@@ -48,33 +46,27 @@ class Reading(NamedTuple):
     direct: bool = True
 
 
-def restore(
-    comm,
-    path: str,
-    like: Mapping | None,
-    step: int | None,
-    bad: set[Entry],
-    memory: Memory,
-    how: Reading,
-):
+def restore(comm, path: str, like: Mapping | None, step: int | None, bad: set[Entry], how: Reading):
     """Return (entry, state); see `CheckpointStore.restore`. Collective over `comm`.
 
-    Entries found damaged are added to `bad` on every rank. `memory` is for what is overwritten.
+    Entries found damaged are added to `bad` on every rank.
     """
     items = everywhere(comm, "restore", lambda: None if like is None else _wanted(like))
     entries = together(
         comm, f"restore from {path}", lambda: None, lambda _: steps.candidates(path, step)
     )
-    backup = _backup(comm, items or [], memory)
     tried: list[str] = []
+    spoiled = False
     for entry in entries:
-        reason, state = _attempt(comm, path, entry, items, backup, how)
+        reason, state, begun = _attempt(comm, path, entry, items, how)
         if reason is None:
             events.emit("checkpoint_restored", path=path, step=entry.step, ranks=comm.size)
             return entry, state
+        spoiled |= begun
         bad.add(entry)
         tried.append(load.note(path, entry, reason) if comm.rank == 0 else reason)
-    together(comm, "restore", lambda: None, lambda _: _raise(load.failure(path, step, tried)))
+    error = load.failure(path, step, tried, spoiled)
+    together(comm, "restore", lambda: None, lambda _: _raise(error))
     raise AssertionError("not reached")
 
 
@@ -96,86 +88,46 @@ def _wanted(like: Mapping) -> list:
     return items
 
 
-def _backup(comm, items, memory: Memory) -> Backup | None:
-    """Make room for what will be overwritten, if all ranks have the memory. Collective."""
-    arrays = [array_of(leaf) for _, leaf in items if is_filled(leaf)]
-    if not fits(comm, sum(array.nbytes for array in arrays)):
-        return None
-    # Device arrays are overwritten when all is good, and take as much host memory until then.
-    count = sum(array.nbytes for array in arrays if not is_device(array))
-    return everywhere(comm, "restore", lambda: Backup(memory.lend(count)))
-
-
-def _attempt(
-    comm, path: str, entry: Entry, items, backup: Backup | None, how: Reading
-) -> tuple[str | None, Any]:
-    """Try one entry: (None, state), or (why it is damaged, None). Collective."""
+def _attempt(comm, path: str, entry: Entry, items, how: Reading) -> tuple[str | None, Any, bool]:
+    """Try one entry: (None or why it is damaged, state, arrays of `items` changed). Collective."""
     reason, data = together(comm, "restore", lambda: None, lambda _: _manifest(path, entry))
     if reason is not None:
-        return reason, None
+        return reason, None, False
     found = everywhere(comm, "restore", lambda: steps.parse(data, entry))
-    keep = None if backup is None else backup.keep
-    if items is None:  # new arrays: nothing of anybody's is overwritten
-        items, keep = everywhere(comm, "restore", lambda: _fresh(found)), None
-        plan = _Plan({path for path, _ in items}, True)
-    else:
+    given = items is not None
+    if given:
         plan = _same_model(comm, path, entry, found, items)
+    else:
+        items = everywhere(comm, "restore", lambda: _fresh(found))
+        plan = _Plan({path for path, _ in items}, True, False)
     how = how._replace(direct=how.direct and plan.alone)
-    if backup is None:
-        return _check_and_read(comm, path, entry, found, items, how)
+    filled: dict[Path, Any] = {}
+    for names in batches(found.tensors, plan.staged):
+        some = [(path, leaf) for path, leaf in items if path in names]
+        common = plan.common & names if comm.size > 1 else set()
+        reason = _fill(comm, path, entry, found, some, common, how, filled)
+        if reason is not None:
+            return reason, None, given
+    return None, everywhere(comm, "restore", lambda: _state(found, items, filled)), given
+
+
+def _fill(
+    comm, path: str, entry: Entry, found: Manifest, items, common, how: Reading, filled: dict
+) -> str | None:
+    """Fill the leaves of `items`, and put them into `filled`; why not, if not. Collective."""
     fillings: list[Filling] = []
 
     def read() -> None:
-        common = plan.common if comm.size > 1 else ()
-        fillings.append(Filling(found, items, keep, common, comm.rank, comm.size))
+        fillings.append(Filling(found, items, common, comm.rank, comm.size))
         with opened(path, entry, found, *how) as reader:
             fillings[0].read(reader)
 
-    done = False
-    try:
-        reason = _agreed(comm, read)
-        if reason is None:
-            # Every byte is known to be good by now, and nothing below looks for damage.
-            fillings[0].exchange(comm)
-            state = everywhere(comm, "restore", lambda: _state(found, items, fillings[0].finish()))
-            done = True
-    finally:
-        if not done:
-            backup.put_back()
-    return (None, state) if done else (reason, None)
-
-
-def _check_and_read(
-    comm, path: str, entry: Entry, found: Manifest, items, how: Reading
-) -> tuple[str | None, Any]:
-    """Try one entry without memory for copies: read it to check it, agree, and read it again."""
-    reason = _agreed(comm, lambda: _read(path, entry, found, items, how, check=True))
-    if reason is not None:
-        return reason, None
-    state: dict = {}
-
-    def read() -> None:
-        filled = _read(path, entry, found, items, how, check=False)
-        state.update(_state(found, items, filled))
-
     reason = _agreed(comm, read)
-    return (None, state) if reason is None else (reason, None)
-
-
-def _read(
-    path: str, entry: Entry, found: Manifest, items: list, how: Reading, check: bool
-) -> dict[Path, Any]:
-    """Fill every array leaf, with hardly any memory, or only check their bytes. Local."""
-    filled: dict[Path, Any] = {}
-    with opened(path, entry, found, *how) as reader:
-        if check:
-            reader.read(to_check(found, items))
-            return filled
-        for some in batches(items):
-            filling = Filling(found, some)
-            filling.read(reader)
-            filled |= filling.finish()
-    return filled
+    if reason is None:
+        # Every byte is known to be good by now, and nothing below looks for damage.
+        fillings[0].exchange(comm)
+        filled |= everywhere(comm, "restore", fillings[0].finish)
+    return reason
 
 
 def _manifest(path: str, entry: Entry) -> tuple[str | None, bytes | None]:
@@ -215,26 +167,29 @@ class _Plan(NamedTuple):
 
     common : leaves that all ranks want whole, so that each reads a part of them.
     alone : whether hardly any byte is read by two ranks.
+    staged : whether some rank takes much host memory for what it cannot fill where it lies.
     """
 
     common: set[Path]
     alone: bool
+    staged: bool
 
 
 def _same_model(comm, path: str, entry: Entry, found: Manifest, items: list) -> _Plan:
     """Raise CheckpointError on all ranks where `like` and the checkpoint differ. Collective."""
     tensors = {tensor.path: tensor for tensor in found.tensors}
 
-    def local() -> tuple[list[str], bytes, bytes, int]:
+    def local() -> tuple[list[str], bytes, bytes, int, bool]:
         mine = {name: leaf for name, leaf in items if is_filled(leaf)}
         present = [tensor.path in mine for tensor in found.tensors]
         whole = [tensor.path in mine and is_whole(mine[tensor.path]) for tensor in found.tensors]
         cut = sum(array_of(leaf).nbytes for leaf in mine.values() if not is_whole(leaf))
         differs = _differences(tensors, items, dict(found.extras))
-        return differs, _packed(present), _packed(whole), cut
+        staged = is_much(mine.values())
+        return differs, _packed(present), _packed(whole), cut, staged
 
-    def decide(answers: list) -> tuple[list[int], bool]:
-        differs, present, whole, cut = zip(*answers, strict=True)
+    def decide(answers: list) -> tuple[list[int], bool, bool]:
+        differs, present, whole, cut, staged = zip(*answers, strict=True)
         seen = _bits(present, len(found.tensors)).sum(axis=0)
         lines = list(dict.fromkeys(line for lines in differs for line in lines))
         lines += [
@@ -253,10 +208,10 @@ def _same_model(comm, path: str, entry: Entry, found: Manifest, items: list) -> 
             tensor.nbytes * (1 if shared else int(count))
             for tensor, shared, count in zip(found.tensors, common, takers, strict=True)
         )
-        return np.flatnonzero(common).tolist(), read <= _MOSTLY * found.nbytes
+        return np.flatnonzero(common).tolist(), read <= _MOSTLY * found.nbytes, any(staged)
 
-    common, alone = together(comm, "restore", local, decide)
-    return _Plan({found.tensors[number].path for number in common}, alone)
+    common, alone, staged = together(comm, "restore", local, decide)
+    return _Plan({found.tensors[number].path for number in common}, alone, staged)
 
 
 def _packed(flags: Sequence[bool]) -> bytes:

@@ -54,10 +54,6 @@ class Memory:
             self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
         ]
 
-    def lend(self, size: int) -> np.ndarray:
-        """Return a byte array of `size` for a while. Local. Nothing more is kept for that."""
-        return self._memory[:size] if size <= len(self._memory) else np.empty(size, np.uint8)
-
 
 class How(NamedTuple):
     """How shards are written: past the system's cache where it can be; with a SHA-256 of each."""

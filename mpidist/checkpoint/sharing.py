@@ -54,7 +54,7 @@ def _parts(want: Want, cuts: Sequence[int], block: int) -> Iterator[Want]:
             end = want.count
         if end > start:
             part = want.target[start:end]
-            yield Want(want.file, want.offset + start, end - start, part, want.keep)
+            yield Want(want.file, want.offset + start, end - start, part)
             start = end
 
 

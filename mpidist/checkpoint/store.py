@@ -165,14 +165,14 @@ class CheckpointStore(Scoped):
             When there is none, or none that is good; `like` is then unchanged.
         CheckpointError
             When `step` was given and is damaged, or `like` is of another model: the message
-            names what differs.
+            names what differs. Also when nothing is good and numbers failed their checksums only
+            after others had been filled in: the message says that `like` must not be used.
         """
         self._finish()
         self._agree("restore", step)
         with events.span("checkpoint.restore"):
             how = Reading(bool(verify), self._how.direct)
-            memory = self._buffers.copies
-            entry, state = restore(self._comm, self.path, like, step, self._keep.bad, memory, how)
+            entry, state = restore(self._comm, self.path, like, step, self._keep.bad, how)
         self._keep.verified = entry
         return entry.step, state
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 
 import numpy as np
@@ -11,34 +11,20 @@ import numpy as np
 from mpidist.checkpoint.manifest import Tensor
 from mpidist.checkpoint.regions import Region, boxes_of, intersection, rows
 
-#: Called with each part of an array before it is overwritten.
-Keep = Callable[[np.ndarray], None]
-
 
 class Want:
     """Bytes ``offset : offset + count`` of a file, for `target`, or only to be checked. Local.
 
-    `target` is one-dimensional, contiguous and made of bytes. `keep` sees what is overwritten.
+    `target` is one-dimensional, contiguous and made of bytes.
     """
 
-    def __init__(
-        self,
-        file: int,
-        offset: int,
-        count: int,
-        target: np.ndarray | None = None,
-        keep: Keep | None = None,
-    ):
-        self.file, self.offset, self.count = file, offset, count
-        self.target, self.keep = target, keep
+    def __init__(self, file: int, offset: int, count: int, target: np.ndarray | None = None):
+        self.file, self.offset, self.count, self.target = file, offset, count, target
 
     def take(self, at: int, data: np.ndarray) -> None:
         """Take bytes from position `at` of the range on. From any thread."""
         if self.target is not None:
-            part = self.target[at : at + len(data)]
-            if self.keep is not None:
-                self.keep(part)
-            np.copyto(part, data)
+            np.copyto(self.target[at : at + len(data)], data)
 
 
 class Rows(Want):
@@ -46,10 +32,8 @@ class Rows(Want):
 
     target: np.ndarray
 
-    def __init__(
-        self, file: int, offset: int, shape: tuple[int, ...], cut: tuple, target, keep: Keep | None
-    ):
-        super().__init__(file, offset, prod(shape) * target.itemsize, target, keep)
+    def __init__(self, file: int, offset: int, shape: tuple[int, ...], cut: tuple, target):
+        super().__init__(file, offset, prod(shape) * target.itemsize, target)
         self._shape, self._cut = shape, cut
         self._lock, self._left = threading.Lock(), self.count
         self._rows: np.ndarray | None = None
@@ -64,24 +48,19 @@ class Rows(Want):
             if self._left:
                 return
             whole = self._rows.view(self.target.dtype).reshape(self._shape)
-            if self.keep is not None:
-                self.keep(self.target)
             self.target[...] = whole[self._cut]
             self._rows = None
 
 
-def wants_of(
-    tensor: Tensor, region: Region, itemsize: int, target, block: int, keep: Keep | None = None
-) -> Iterator[Want]:
+def wants_of(tensor: Tensor, region: Region, itemsize: int, target, block: int) -> Iterator[Want]:
     """Say what `region` of a tensor takes, in the pieces in which it was saved. Local.
 
-    `target` is a host array of the region's shape and the tensor's dtype, with any strides; None
-    only checks. Parts of rows are cut out of groups of whole rows of up to a `block`. `keep` sees
-    each part before it is overwritten.
+    `target` is a host array of the region's shape and the tensor's dtype, with any strides. Parts
+    of rows are cut out of groups of whole rows of up to a `block`.
     """
     for position, box in boxes_of(region, tensor.shape):
         part = target
-        if target is not None and target.shape != box.extent:
+        if target.shape != box.extent:
             # A flat range, seen as the box. A one-dimensional array of any stride can be.
             part = target[position : position + box.size].reshape(box.extent)
         for piece in tensor.pieces:
@@ -91,18 +70,16 @@ def wants_of(
                     continue
                 low = tuple(a - b for a, b in zip(common.start, other.start, strict=True))
                 high = tuple(a + n for a, n in zip(low, common.extent, strict=True))
-                view = None
-                if part is not None:
-                    view = part[(*_slices(common.start, common.extent, box.start), ...)]
+                view = part[(*_slices(common.start, common.extent, box.start), ...)]
                 source = (piece.file, piece.offset + held * itemsize, other.extent)
-                yield from _cut(source, low, high, itemsize, view, block, keep)
+                yield from _cut(source, low, high, itemsize, view, block)
 
 
 def _slices(start, extent, origin) -> tuple[slice, ...]:
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(start, extent, origin, strict=True))
 
 
-def _cut(source, low, high, itemsize: int, target, block: int, keep) -> Iterator[Want]:
+def _cut(source, low, high, itemsize: int, target, block: int) -> Iterator[Want]:
     """Want the box low:high of an array stored in C order at `source` (file, offset, shape).
 
     Rows are the sub-arrays along the first axis. Full rows are one range of bytes. Parts of rows
@@ -113,20 +90,16 @@ def _cut(source, low, high, itemsize: int, target, block: int, keep) -> Iterator
     first, last = (low[0], high[0]) if shape else (0, 1)
     row = prod(shape[1:]) * itemsize
     full = all(a == 0 and b == n for a, b, n in zip(low[1:], high[1:], shape[1:], strict=True))
-    if full and (target is None or target.flags.c_contiguous):
-        place = None if target is None else target.reshape(-1).view(np.uint8)
-        yield Want(file, offset + first * row, (last - first) * row, place, keep)
+    if full and target.flags.c_contiguous:
+        place = target.reshape(-1).view(np.uint8)
+        yield Want(file, offset + first * row, (last - first) * row, place)
         return
     if row > block and len(shape) > 1:
         for i in range(first, last):
             inner = (file, offset + i * row, shape[1:])
-            part = None if target is None else target[i - first]
-            yield from _cut(inner, low[1:], high[1:], itemsize, part, block, keep)
-        return
-    if target is None:
-        yield Want(file, offset + first * row, (last - first) * row)
+            yield from _cut(inner, low[1:], high[1:], itemsize, target[i - first], block)
         return
     cut = (slice(None), *(slice(a, b) for a, b in zip(low[1:], high[1:], strict=True)))
     for start, stop in rows(last - first, row, block):
         begin = offset + (first + start) * row
-        yield Rows(file, begin, (stop - start, *shape[1:]), cut, target[start:stop], keep)
+        yield Rows(file, begin, (stop - start, *shape[1:]), cut, target[start:stop])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.checkpoint import files, sharing
+from mpidist.checkpoint import files, filling, sharing
 from mpidist.partition import BlockPartition
 
 #: As 1 GiB in blocks of 1 MiB.
@@ -98,8 +98,14 @@ def test_bytes_read_on_more_ranks_than_saved(comm, folder, monkeypatch, saved_by
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("saved", ["whole", "tiles"])
-def test_what_is_passed_on(comm, folder, monkeypatch, saved):
-    """Large parts travel as they lie, in pieces, some at a time; small ones and rows together."""
+@pytest.mark.parametrize("staged", [None, 0])
+def test_what_is_passed_on(comm, folder, monkeypatch, saved, staged):
+    """Large parts travel as they lie, in pieces, some at a time; small ones and rows together.
+
+    Also where one rank has to fill its arrays by and by.
+    """
+    if staged is not None:
+        monkeypatch.setattr(filling, "_STAGED", staged)
     monkeypatch.setattr(files, "BLOCK", BLOCK)
     monkeypatch.setattr(sharing, "_LARGE", 20_000)
     monkeypatch.setattr(sharing, "_MESSAGE", 7_000)
@@ -108,13 +114,16 @@ def test_what_is_passed_on(comm, folder, monkeypatch, saved):
     low, high = BlockPartition(1000, comm.size).range(comm.rank)
     tile = md.Shard(w[:, low:high].copy(), w.shape, (0, low))
     state = {"w": w if saved == "whole" else tile, "b": np.arange(2500), "c": np.arange(7) > 3}
+    state["s"] = np.float64(3)
     with md.CheckpointStore(comm, folder) as store:
         store.save(1, state)
         like = {"w": np.zeros_like(w), "b": np.zeros(2500, int), "c": np.zeros(7, bool)}
+        like["s"] = np.float64(0) if comm.rank else np.zeros(())
         for got in (store.restore(like)[1], store.restore()[1]):
             np.testing.assert_array_equal(got["w"], w)
             np.testing.assert_array_equal(got["b"], state["b"])
             np.testing.assert_array_equal(got["c"], state["c"])
+            assert got["s"] == 3
 
 
 @pytest.mark.ranks(2, 3)

@@ -68,5 +68,5 @@ def test_targets_stay_with_their_bytes():
     for part in (part for one in dealt for part in one):
         part.take(0, (np.arange(part.offset, part.offset + part.count) % 251).astype(np.uint8))
     np.testing.assert_array_equal(target, np.arange(40, 1040) % 251)
-    rows = Rows(0, 0, (10, 20), (slice(None), slice(3, 9)), np.zeros((10, 6), np.uint8), None)
+    rows = Rows(0, 0, (10, 20), (slice(None), slice(3, 9)), np.zeros((10, 6), np.uint8))
     assert [rows] in deal([rows], BLOCK, 3)

@@ -1,20 +1,20 @@
 """The threads and the memory of the store: at Ctrl-C, where there are none left, and after."""
 
+import copy
 import json
 import os
 import signal
 import threading
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
 from checkpoint_solo import Solo, equal, state_of
 
-from mpidist.checkpoint import files
-from mpidist.checkpoint import restore as restoring
+from mpidist.checkpoint import files, filling
+from mpidist.checkpoint.manifest import Tensor
 from mpidist.checkpoint.store import CheckpointStore
-from mpidist.checkpoint.threads import Worker
-from mpidist.errors import NoCheckpoint
 
 ROWS = 9000
 
@@ -58,7 +58,7 @@ def test_ctrl_c_while_the_last_bytes_are_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("found", ["good", "damaged"])
 def test_ctrl_c_while_a_thread_reads(tmp_path, monkeypatch, found):
-    """What stood in the arrays is put back when nobody fills them; damage hides nothing."""
+    """Nobody writes to the arrays any more when it is through; damage hides nothing."""
     original, begun = files.read_at, threading.Event()
 
     def interrupted(descriptor, view, offset, enough=None):
@@ -85,8 +85,9 @@ def test_ctrl_c_while_a_thread_reads(tmp_path, monkeypatch, found):
         with pytest.raises(KeyboardInterrupt):
             store.restore(like)
         assert "mpidist-read" not in [thread.name for thread in threading.enumerate()]
+        left = copy.deepcopy(like)
         time.sleep(0.2)
-        assert equal(like, state_of(9, ROWS))
+        assert equal(like, left)
 
 
 def test_a_save_without_more_threads(tmp_path, monkeypatch):
@@ -102,55 +103,26 @@ def test_a_save_without_more_threads(tmp_path, monkeypatch):
         assert equal(store.restore()[1], state_of(1, ROWS))
 
 
-def test_two_names_of_one_array_get_back_what_they_held(tmp_path):
-    """Tied weights are overwritten twice: what the first of them held is what comes back."""
-    w = np.arange(5000.0)
-    with CheckpointStore(Solo(), tmp_path) as store:
-        store.save(1, {"a": w, "b": w, "c": np.ones(9)})
-        damage(tmp_path, 1, ["c"])
-        one = np.full(5000, -1.0)
-        with pytest.raises(NoCheckpoint, match="checksum"):
-            store.restore({"a": one, "b": one, "c": np.zeros(9)})
-        assert (one == -1).all()
-        many = np.full(8000, -2.0)  # they may also overlap in parts
-        with pytest.raises(NoCheckpoint, match="checksum"):
-            store.restore({"a": many[:5000], "b": many[3000:], "c": np.zeros(9)})
-        assert (many == -2).all()
-
-
 def test_a_restore_keeps_no_memory(tmp_path):
-    """What was overwritten is let go, where no `save_async` has taken memory for copies."""
+    """Arrays are filled where they lie: nothing of the size of the state is taken beside them."""
     with CheckpointStore(Solo(), tmp_path) as store:
-        store.save(1, state_of(1, ROWS))
-        store.restore(state_of(2, ROWS))
-        assert store._buffers.copies.room([0])[0].base.nbytes == 0
+        store.save(1, {"w": np.ones(1 << 20)})
+        like = {"w": np.zeros(1 << 20)}
+        store.restore(like)  # what is imported and built by the first
+        tracemalloc.start()
+        try:
+            store.restore(like)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
 
 
-def test_many_small_arrays_without_memory_for_copies(tmp_path, monkeypatch):
-    """Twice is twice: arrays that share a block do not each read it."""
-    state = {f"b{k}": np.full(4, float(k)) for k in range(300)}
-    monkeypatch.setattr(restoring, "fits", lambda *_: False)
-    with CheckpointStore(Solo(), tmp_path) as store:
-        store.save(1, state)
-        read, total = os.preadv, []
-        monkeypatch.setattr(os, "preadv", lambda *a: total.append(read(*a)) or total[-1])
-        found = store.restore({name: np.zeros(4) for name in state})[1]
-    assert equal(found, state)
-    size = sum(path.stat().st_size for path in tmp_path.rglob("*.*") if path.is_file())
-    assert sum(total) <= 2.5 * size
-
-
-def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent():
-    """It has no such thread: nobody would ever tell it of the end."""
-    go_on = threading.Event()
-    worker = Worker(go_on.wait, "test")
-    worker.start()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        worker.end()
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    go_on.set()
-    worker.end()
-    assert status == 0
+def test_batches_are_small_and_whole(monkeypatch):
+    """Every tensor once, in order, up to the bound; one that is larger comes alone."""
+    monkeypatch.setattr(filling, "_STAGED", 80)
+    sizes = enumerate([4, 6, 1, 20, 2])
+    tensors = [Tensor((str(k),), "<f8", (size,), ()) for k, size in sizes]
+    paths = [[path for (path,) in sorted(batch)] for batch in filling.batches(tensors, True)]
+    assert paths == [["0", "1"], ["2"], ["3"], ["4"]]
+    assert [len(batch) for batch in filling.batches(tensors, False)] == [5]
+    assert not list(filling.batches([], True))
