@@ -49,17 +49,19 @@ def hierarchical(say: Say) -> list[dict]:
 
 def auto(say: Say) -> list[dict]:
     """Hold auto against the best hand-chosen algorithm: one node, 4 x 1 and 4 x 2. Local."""
-    words = ("--forms", "plan", "--step", "8", "--rounds")
-    # Few rounds where a call takes a second; there, what is far from the best is left out.
+    # Where a call takes a second: few rounds, and without what is far from the best.
     sizes = (
-        (*words, "20", "--max", str(256 << 10)),
-        (*words, "8", "--min", str(2 * _MIB), "--max", str(16 * _MIB)),
-        (*words, "4", "--min", str(64 * _MIB)),
+        ("--max", str(256 << 10)),
+        ("--min", str(2 * _MIB), "--max", str(16 * _MIB)),
+        ("--min", str(64 * _MIB)),
     )
     rows = []
 
     def compare(layout: str, bench: Callable[..., list[dict]], good: str, others: str) -> None:
-        for words, names in zip(sizes, (good + others, good + others, good), strict=True):
+        counts = (41, 21, 15) if layout == "1 x 2" else (21, 13, 9)
+        chosen = (good + others, good + others, good)
+        for span, count, names in zip(sizes, counts, chosen, strict=True):
+            words = ("--forms", "plan", "--step", "8", "--rounds", str(count), *span)
             for row in bench(*words, "--algorithms", f"auto,{names}"):
                 if "against_best" in row:
                     rows.append(_compared(layout, row))
