@@ -52,6 +52,16 @@ def renew(path: str) -> None:
         files.sync(root)
 
 
+def disown(path: str) -> None:
+    """Forget what nodes hold for a shared folder that a run saves to without them. Local.
+
+    Its steps are of another history, whose number a copy may have or exceed.
+    """
+    with suppress(OSError):
+        if (Path(path) / ID).exists():
+            renew(path)
+
+
 def _write(root: int) -> None:
     descriptor = files.create(partial := f"{ID}-{secrets.token_hex(4)}", root)
     try:

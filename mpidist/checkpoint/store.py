@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mpidist import events
 from mpidist.abort import install_hook
-from mpidist.checkpoint import load, steps
+from mpidist.checkpoint import held, load, steps
 from mpidist.checkpoint.lock import RunLock
 from mpidist.checkpoint.plan import writers_of
 from mpidist.checkpoint.restore import Reading, restore
@@ -128,7 +128,7 @@ class CheckpointStore(Scoped):
             When a leaf cannot be saved.
         """
         with events.span("checkpoint.save"):
-            self._begin(step, state, copy=False).write()
+            self._begin_alone(step, state, copy=False).write()
             self._finish()
 
     def save_async(self, step: int, state: Mapping) -> None:
@@ -140,7 +140,7 @@ class CheckpointStore(Scoped):
         what went wrong.
         """
         with events.span("checkpoint.save_async"):
-            self._begin(step, state, copy=True).start()
+            self._begin_alone(step, state, copy=True).start()
 
     def restore(self, like: Mapping | None = None, step: int | None = None, *, verify: bool = True):
         """Return (step, state) of a step, by default the newest good one. Collective.
@@ -242,6 +242,13 @@ class CheckpointStore(Scoped):
         self._keep.settle()
         self._lock.release()
         self._comm = None
+
+    def _begin_alone(self, step, state: Mapping, copy: bool) -> Save:
+        """Begin a save of which the nodes hold nothing. Collective."""
+        save = self._begin(step, state, copy)
+        if self._comm.rank == 0:
+            held.disown(self.path)
+        return save
 
     def _begin(self, step, state: Mapping, copy: bool) -> Save:
         self._finish()

@@ -195,6 +195,20 @@ def test_a_node_keeps_no_more_after_a_restore(comm, place, monkeypatch):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("method", ["save", "save_async"])
+def test_a_run_without_node_copies_in_between(comm, place, monkeypatch, method):
+    """It went on from the shared folder: what nodes hold is no longer of this history."""
+    place.killed_before_the_copy(3, monkeypatch)
+    with md.CheckpointStore(comm, place.shared) as store:
+        assert store.restore(blank(comm))[0] == 1
+        getattr(store, method)(2, state_of(comm, 20))
+    with place.store() as store:
+        step, found = store.restore(blank(comm))
+        assert step == 2
+        same(comm, found, 20)
+
+
+@pytest.mark.ranks(2)
 def test_copies_that_cannot_be_read(comm, place, monkeypatch, capfd):
     """Said, and the shared folder is taken, as where there are none."""
     place.killed_before_the_copy(2, monkeypatch)
