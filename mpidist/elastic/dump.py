@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -34,6 +35,29 @@ def operations() -> list[dict]:
     return found
 
 
+def parameter_servers() -> list[dict]:
+    """Return the newest operations between parameter servers and workers here. Local.
+
+    Each with the seconds since it began. ``waiting`` are those that nobody has answered yet; a
+    server's ``clocks`` tell which worker it holds their pulls for.
+    """
+    found = []
+    with contextlib.suppress(RuntimeError):  # as above
+        for trail in list(events.trails):
+            now, known = time.monotonic(), trail.operations()
+            operations = [[round(now - each.began, 6), each.text()] for each in known]
+            waiting = [_waiting(each, now) for each in known if each.open]
+            about = {} if trail.about is None else trail.about()
+            facts = {"rank": trail.rank, "size": trail.size, **about, "waiting": waiting}
+            found.append({**facts, "operations": operations})
+    return found
+
+
+def _waiting(each: events.Operation, now: float) -> dict:
+    facts = {"operation": each.kind, "model": each.model, "clock": each.clock, "peer": each.peer}
+    return {**facts, "seconds": round(now - each.began, 3)}
+
+
 def stacks() -> dict[str, list[str]]:
     """Return the stack of each thread of this process, the innermost line last. Local."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -54,6 +78,7 @@ def write(folder: Path, rank: int, **about) -> Path:
         "pid": os.getpid(),
         **about,
         "communicators": operations(),
+        "parameter_servers": parameter_servers(),
         "events": [[time, kind, details] for time, kind, details in events.recent],
         "stacks": stacks(),
     }

@@ -18,9 +18,21 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..errors import ClosedError, ConfigError, ProtocolError
+from ..events import OPEN
 from . import protocol
 from .placement import Layout
-from .protocol import ALL, CLOCK, HEADER_BYTES, LEAVE, PULL, PUSH, TO_SERVER, TO_WORKER, Header
+from .protocol import (
+    ALL,
+    CLOCK,
+    HEADER_BYTES,
+    LEAVE,
+    NAMES,
+    PULL,
+    PUSH,
+    TO_SERVER,
+    TO_WORKER,
+    Header,
+)
 from .routing import Part, data_bytes, encode, owned, route, views, whole
 from .selection import Selection
 
@@ -197,8 +209,14 @@ class Client:
         parts = route(self.layout, server, {number[n]: rows for n, rows in wanted.items()})
         return parts, encode(parts)
 
-    def _post(self, server: int, flags: int, *, pushes=None, samples=None, pull=_NOTHING) -> None:
-        """Send one message: flags, a selection and data to push, a selection to pull."""
+    def _post(self, server: int, flags: int, *, pushes=None, samples=None, pull=_NOTHING) -> list:
+        """Send one message: flags, a selection and data to push, a selection to pull.
+
+        Returns the operation, which is open where it asks for an answer.
+        """
+        rank = self._servers[server]
+        asks = bool(flags & PULL)
+        operation = self._link.trail.begin(NAMES[flags], rank, self.name, self.finished, open=asks)
         rows = {name: rows for name, (rows, _) in pushes.items()} if pushes is not None else None
         parts, push = self._route(server, rows) if rows is not None else ([], _NOTHING)
         words = [w for w in (push, pull) if w is not None]
@@ -219,8 +237,9 @@ class Client:
             rows, gradient = pushes[self.layout.tensors[part.piece.tensor].name]
             self._copy(part, rows, view, gradient, to_message=True)
         self.started = True
-        self._link.send(buffer, total, self._servers[server], TO_SERVER)
+        self._link.send(buffer, total, rank, TO_SERVER)
         self._link.reap()
+        return operation
 
     def _copy(self, part: Part, rows, view, flat, to_message: bool) -> None:
         """Copy between the data of one part and a flat array of all that is pushed or pulled."""
@@ -250,15 +269,17 @@ class Client:
             total = HEADER_BYTES + data_bytes(self.layout, parts)
             first = min(total, protocol.MESSAGE_BYTES)
             # Posted before it is asked for, so that it lands where it belongs.
-            expected[server] = parts, self._link.receive(rank, TO_WORKER, first, total)
-            self._post(server, flags, pushes=pushes, samples=samples, pull=words)
+            incoming = self._link.receive(rank, TO_WORKER, first, total)
+            operation = self._post(server, flags, pushes=pushes, samples=samples, pull=words)
+            expected[server] = parts, incoming, operation
         gap = held = 0
         oldest = -1
 
         def all_here() -> bool:
             nonlocal gap, held, oldest
-            for server in [s for s, (_, incoming) in expected.items() if incoming.test()]:
-                parts, incoming = expected.pop(server)
+            for server in [s for s, (_, incoming, _) in expected.items() if incoming.test()]:
+                parts, incoming, operation = expected.pop(server)
+                operation[OPEN] = False
                 header = incoming.header
                 self._unpack(parts, incoming.buffer, wanted, flat)
                 self._link.received(header.total)

@@ -22,6 +22,7 @@ from mpi4py import MPI
 from ..abort import install_hook
 from ..context import free
 from ..errors import ClosedError, ConfigError, MpidistError, ProtocolError, nearest
+from ..events import OPEN, trails
 from .agreement import check_equal, together
 from .client import Client
 from .consistency import BSP, Consistency
@@ -193,6 +194,7 @@ class ServerGroup:
         """
         self._workers("pause")
         link, replies = self.link, []
+        operation = link.trail.begin("pause")
         data = np.frombuffer(json.dumps(tag).encode(), np.uint8)
         for rank in self.server_ranks:
             replies.append(link.receive(rank, TO_WORKER, HEADER_BYTES))
@@ -201,6 +203,7 @@ class ServerGroup:
             buffer[HEADER_BYTES:total] = data
             link.send(buffer, total, rank, TO_SERVER)
         link.waits["worker"] += link.wait(lambda: all([reply.test() for reply in replies]))
+        operation[OPEN] = False
         for reply in replies:
             link.pool.give(reply.buffer)
 
@@ -210,7 +213,9 @@ class ServerGroup:
         With colocated servers a barrier of MPI's own would not serve those that are not there yet.
         """
         workers = self._workers("barrier")
+        operation = self.link.trail.begin("barrier")
         self.link.waits["worker"] += self.link.wait(workers.Ibarrier().Test)
+        operation[OPEN] = False
 
     # -- shards ------------------------------------------------------------------------
 
@@ -293,6 +298,7 @@ class ServerGroup:
         mine = self._facts()
         self._everyone = [_with_histograms(facts) for facts in self.link.exchange(mine)]
         self.closed = True
+        trails.discard(self.link.trail)
         if self.workers is not None:
             free(self.workers)
             self.workers.Free()
@@ -308,7 +314,9 @@ class ServerGroup:
             link.send(buffer, HEADER_BYTES, rank, TO_SERVER)
         server = self._server
         if server is not None:
+            operation = link.trail.begin("serve until all have left")
             link.waits["worker"] += link.wait(lambda: server.done)
+            operation[OPEN] = False
 
     def __enter__(self) -> ServerGroup:
         return self

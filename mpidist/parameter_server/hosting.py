@@ -9,6 +9,7 @@ from functools import partial
 from mpi4py import MPI
 
 from ..errors import ProtocolError
+from ..events import OPEN
 from ..memory import available_memory
 from . import protocol
 from .agreement import check_equal, everywhere, together
@@ -87,6 +88,7 @@ def _announce(link: Link, server: Server | None, servers, workers) -> None:
     if server is None:
         return
     for rank in workers:
+        operation = link.trail.begin("add", rank)
         status = MPI.Status()
         link.wait(partial(link.comm.Iprobe, rank, TO_SERVER, status))
         incoming = link.receive(rank, TO_SERVER, status.Get_count(MPI.BYTE))
@@ -97,6 +99,7 @@ def _announce(link: Link, server: Server | None, servers, workers) -> None:
                 "is; all ranks call add, in the same order"
             )
         link.pool.give(incoming.buffer)
+        operation[OPEN] = False
 
 
 def hand_out(
@@ -129,7 +132,9 @@ def hand_out(
                 tensor, start, stop = part.piece
                 view[...] = flat[layout.tensors[tensor].name][1][start:stop]
             link.send(buffer, total, rank, VALUES)
+    operation = link.trail.begin("initial values", source)
     link.waits["all"] += link.wait(lambda: (not incoming or incoming.test()) and link.reap())
+    operation[OPEN] = False
     if shard is not None and incoming is not None:
         shard.write(whole(layout, shard.server), incoming.buffer, HEADER_BYTES)
         link.pool.give(incoming.buffer)

@@ -39,6 +39,8 @@ class Link:
         Called with the seconds of a long wait; ends it by raising.
     waits : dict
         Seconds waited, per kind of peer.
+    trail : events.Trail
+        What this rank asked of others and did for them.
     """
 
     def __init__(self, comm: MPI.Comm):
@@ -47,6 +49,7 @@ class Link:
         self.background: Callable[[], bool] | None = None
         self.on_wait: Callable[[float], None] | None = None
         self.waits = {"server": 0.0, "worker": 0.0, "all": 0.0}
+        self.trail = events.Trail(comm.rank, comm.size)
         self.counters = events.Counters()
         self.bytes_in_flight = 0
         self._sending: list[tuple[list[MPI.Request], np.ndarray, int]] = []
@@ -148,6 +151,7 @@ class Link:
 
     def exchange(self, fact) -> list:
         """Give a JSON fact to all ranks and return everyone's. Collective over `comm`."""
+        operation = self.trail.begin("exchange")
         data = np.frombuffer(json.dumps(fact).encode(), np.uint8)
         sizes = np.zeros(self.comm.size, np.int64)
         self._finish(self.comm.Iallgather(np.array([data.size], np.int64), sizes), sizes)
@@ -155,6 +159,7 @@ class Link:
         everything = np.empty(bounds[-1], np.uint8)
         target = [everything, sizes, bounds[:-1], MPI.BYTE]
         self._finish(self.comm.Iallgatherv([data, MPI.BYTE], target), data, everything)
+        operation[events.OPEN] = False
         parts = itertools.pairwise(bounds)
         return [json.loads(everything[start:stop].tobytes()) for start, stop in parts]
 

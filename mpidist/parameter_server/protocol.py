@@ -29,6 +29,17 @@ MESSAGE_BYTES = 1 << 30
 # What a request asks for: bits, so that a fused request is one message.
 PUSH, CLOCK, PULL, LEAVE, PAUSE, BYE, ADD = 1, 2, 4, 8, 16, 32, 64
 
+_REQUESTS = ("push", "clock", "pull", "leave", "pause", "bye", "add")
+
+
+def _name(flags: int) -> str:
+    return "+".join(name for bit, name in enumerate(_REQUESTS) if flags >> bit & 1)
+
+
+#: What a request is called in a report, by its flags; and its handling on the server.
+NAMES = [_name(flags) for flags in range(1 << len(_REQUESTS))]
+SERVED = [f"serve {name}" for name in NAMES]
+
 ALL = -1  # as the length of a selection: everything that the server holds
 
 # Own tags for the two directions: a rank may be worker and server at once, and talk to itself.

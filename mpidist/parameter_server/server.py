@@ -20,6 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..errors import ProtocolError
+from ..events import OPEN
 from .consistency import Answer, Apply, Consistency, Gate
 from .link import Link
 from .memory import ROOM_BYTES
@@ -33,6 +34,7 @@ from .protocol import (
     PAUSE,
     PULL,
     PUSH,
+    SERVED,
     TO_SERVER,
     TO_WORKER,
     Header,
@@ -57,6 +59,7 @@ class Pull(NamedTuple):
     parts: Sequence[Part]
     since: int  # nanoseconds
     queue: int
+    operation: list
 
 
 class Hosted:
@@ -128,6 +131,7 @@ class Server:
         self._arriving: dict[int, Incoming] = {}
         self._answers: deque[tuple[Hosted, int, Pull, int, int]] = deque()
         self._turn = 0
+        link.trail.about = self._clocks
 
     @property
     def done(self) -> bool:
@@ -191,6 +195,9 @@ class Server:
                 f"parameter server {self.index}: worker {worker} adds a model while this server "
                 "serves; all ranks call add, in the same order, before a server serves"
             )
+        kind, rank = SERVED[header.flags], self.workers[worker]
+        if header.flags & (BYE | PAUSE):
+            self.link.trail.begin(kind, rank, open=False)
         if header.flags & BYE:
             self._present.discard(worker)
             self._check_pause()
@@ -202,6 +209,8 @@ class Server:
         if not 0 <= header.model < len(self.models):
             raise ProtocolError(f"parameter server {self.index}: no model {header.model} here")
         model = self.models[header.model]
+        asks = bool(header.flags & PULL)
+        operation = self.link.trail.begin(kind, rank, model.name, header.clock, open=asks)
         clock = model.gate.clocks[worker]
         if header.clock != clock:
             raise ProtocolError(
@@ -220,7 +229,7 @@ class Server:
         if header.flags & CLOCK:
             self._run(model, model.gate.tick(worker))
         if header.flags & PULL:
-            pull = Pull(pull_parts, time.monotonic_ns(), queue)
+            pull = Pull(pull_parts, time.monotonic_ns(), queue, operation)
             self._run(model, model.gate.pull(worker, pull))
         if header.flags & LEAVE:
             self._run(model, model.gate.leave(worker))
@@ -238,6 +247,8 @@ class Server:
     def _run(self, model: Hosted, actions: Sequence[Apply | Answer]) -> None:
         for action in actions:
             if isinstance(action, Apply):
+                if model.gate.consistency.holds:  # else it is part of serving the push
+                    self.link.trail.begin("apply", None, model.name, action.clock, False)
                 model.apply(action)
                 for _, push in action.pushes:
                     self.link.pool.give(push.buffer)
@@ -272,6 +283,7 @@ class Server:
             shard.read(pull.parts, buffer, HEADER_BYTES)
             model.pulled[worker] = shard.version
             self.link.send(buffer, total, self.workers[worker], TO_WORKER)
+            pull.operation[OPEN] = False
             sent = True
         return sent
 
@@ -306,7 +318,14 @@ class Server:
             Header(PAUSE).write(buffer)
             self.link.send(buffer, HEADER_BYTES, rank, TO_WORKER)
         if self.pauses_here and on_pause is not None:
+            operation = self.link.trail.begin("serve pause")
             on_pause(tags[0])
+            operation[OPEN] = False
+
+    def _clocks(self) -> dict:
+        """Who is how far: clocks finished by each worker, by its rank."""
+        clocks = {m.name: dict(zip(self.workers, m.gate.clocks, strict=True)) for m in self.models}
+        return {"clocks": clocks}
 
     def facts(self) -> dict:
         """Counts for the report, as JSON."""

@@ -249,3 +249,51 @@ with md.watch(comm, seconds=2, dumps=sys.argv[1]):
         md.allreduce(comm, x, algorithm="ring")
     md.broadcast(comm, x, root=1)
 """
+
+
+def test_the_last_operations_of_servers_and_workers_are_written_down(tmp_path):
+    """Issue 4 point 7: who was asked for what, and for how long nobody has answered.
+
+    Rank 1 stands still before it pushes, so server 2 holds what rank 0 asks for.
+    """
+    program = tmp_path / "program.py"
+    program.write_text(SERVING)
+    command = [sys.executable, str(program), str(tmp_path / "hang")]
+    fault = {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": "stop@mine:200,rank=1"}
+    result = launch(3, command, env=fault, timeout=150)
+    assert result.returncode == 70, result.stderr
+    worker, server = (
+        json.loads((tmp_path / "hang" / f"hang-{rank}.json").read_text()) for rank in (0, 2)
+    )
+    for facts in (worker, server):
+        assert facts["absent"] == [1]
+        (trail,) = facts["parameter_servers"]
+        (waiting,) = trail["waiting"]
+        assert 1 < waiting.pop("seconds") < 60
+        name = "push+clock+pull" if facts is worker else "serve push+clock+pull"
+        peer = 2 if facts is worker else 0
+        assert waiting == {"operation": name, "model": "model", "clock": 200, "peer": peer}
+        assert (len(trail["operations"]) == 256) == (facts is server)
+        ago, texts = zip(*trail["operations"], strict=True)
+        assert list(ago) == sorted(ago, reverse=True)
+        assert texts[-1] == f"{name} of 'model', clock 200, rank {peer}"
+    assert trail["clocks"] == {"model": {"0": 201, "1": 200}}
+    assert "apply of 'model', clock 199, all" in texts
+    assert "serve push+clock+pull of 'model', clock 199, rank 1" in texts
+
+
+SERVING = """
+import sys
+import numpy as np
+from mpi4py import MPI
+import mpidist as md
+from mpidist.testing import faults
+
+comm = MPI.COMM_WORLD
+w = {"w": np.zeros(10)}
+with md.watch(comm, seconds=2, dumps=sys.argv[1]):
+    with md.parameter_server(comm, w, optimizer=md.optim.sgd(0.1)) as client:
+        for step in range(400 if client else 0):
+            faults.fire("mine", step)
+            client.push_pull({"w": np.ones(10)}, out=w)
+"""
