@@ -1,11 +1,15 @@
 """Options shared by all tests: real data, and skips that must not be silent."""
 
 import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from mpidist.launch import claimed_size
+from mpidist.testing.process import kill_all
 
 #: A skip whose reason starts with one of these is expected everywhere, also in CI.
 EXPECTED_SKIPS = ("no GPU", "no PyTorch here", "no JAX here")
@@ -20,6 +24,18 @@ settings.load_profile("steady")
 
 # What this machine has measured before must not decide what is tested; children inherit it.
 os.environ["MPIDIST_SELECTION_CACHE"] = "0"
+
+
+def pytest_configure():
+    """Ended by SIGTERM, as by Ctrl-C: what threads of ours have started ends as well."""
+
+    def stop(*_):
+        kill_all()
+        raise KeyboardInterrupt
+
+    # A rank's signals are its launcher's, and handlers belong to the main thread.
+    if claimed_size(os.environ) is None:
+        signal.signal(signal.SIGTERM, stop)
 
 
 def pytest_addoption(parser):

@@ -55,6 +55,10 @@ class Finished:
         )
 
 
+#: What is started and not finished.
+_alive: set[Started] = set()
+
+
 class Started:
     """A running command; `finish` must be called, and may be called again. Local.
 
@@ -101,6 +105,7 @@ class Started:
             preexec_fn=lambda: remove_session(os.getpid(), environment),
         )
         self._environment = environment
+        _alive.add(self)
 
     @property
     def pid(self) -> int:
@@ -131,6 +136,7 @@ class Started:
         finally:
             # Also after KeyboardInterrupt: nothing may stay behind.
             self._end()
+            _alive.discard(self)
         code = TIMED_OUT if timed_out else self.process.returncode
         out, err = self._read(0), self._read(1)
         for file in self._files:
@@ -166,6 +172,17 @@ class Started:
         except ProcessLookupError:
             return False
         return True
+
+
+def kill_all() -> None:
+    """Kill all that was started and is not finished. Local, also from a signal handler.
+
+    It waits for nobody: whoever waits for a command in another thread or frame sees its end there.
+    """
+    for started in list(_alive):
+        if started.mark:
+            end_marked(started.mark, patience=0.1)
+        started._signal(signal.SIGKILL)
 
 
 def run(args, *, env=None, cwd=None, timeout: float = 60) -> Finished:

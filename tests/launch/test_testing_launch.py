@@ -1,9 +1,12 @@
 """mpidist.testing.launch: every launch ends, says what it said, and leaves nothing behind."""
 
+import os
 import signal
 import socket
+import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -81,6 +84,36 @@ def test_a_session_left_by_the_same_number_does_not_matter(tmp_path):
         (tmp_path / f"ompi.{pid}" / f"pmix.{host}.tool.{pid}").touch()
     done = launch(1, ["true"], env={"TMPDIR": str(tmp_path)}).check()
     assert done.stderr == ""
+
+
+SCENE = """
+import time
+import pytest
+from mpidist.testing import launch
+
+@pytest.fixture(scope="module")
+def scenes():
+    return {"waits": lambda folder: launch(2, ["sleep", "100"], timeout=90)}
+
+@pytest.mark.parametrize("scene", ["waits"], indirect=True)
+def test_it(scene):
+    pass
+"""
+
+
+def test_a_pytest_that_is_ended_takes_its_scenes_along(tmp_path):
+    """Threads play them; nobody may be left who waits for ranks that wait for nobody."""
+    (tmp_path / "test_scene.py").write_text(SCENE)
+    mark = uuid.uuid4().hex
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "SCENE_MARK": mark}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider"]
+    begun = time.monotonic()
+    with subprocess.Popen([*command, tmp_path], env=env, stdout=subprocess.DEVNULL) as child:
+        until(lambda: len(marked(mark, "SCENE_MARK")) >= 4)  # itself, the launcher, two ranks
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(30) == pytest.ExitCode.INTERRUPTED
+    assert time.monotonic() - begun < 60
+    assert not marked(mark, "SCENE_MARK")
 
 
 def test_environment_is_added_and_the_launcher_named():
