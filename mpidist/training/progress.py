@@ -53,6 +53,7 @@ class Progress:
         self.failed_saves, self.failure = 0, ""
         self.samples = 0
         self.stopping = self.bad = False
+        self.in_time = True  # no stop has come too late for a last checkpoint
         self.began = self.loop_began = time.perf_counter()
         self.loop_seconds = 0.0
         self._losses, self._losses_of = [0.0, 0], -1
@@ -288,27 +289,31 @@ class Progress:
 
     def agree_on_the_end(self, watcher) -> None:
         """Raise on all ranks what ends the run early: a bad loss, a stop. Collective."""
-        mine = np.array([self.step, self.bad, self.stopping, self.quarantine.full], np.int64)
-        self.comm.Allreduce(MPI.IN_PLACE, mine, MPI.MAX)
-        self.step = int(mine[0])
+        mine = [self.step, self.bad, self.stopping, self.quarantine.full, not self.in_time]
+        everyone = np.array(mine, np.int64)
+        self.comm.Allreduce(MPI.IN_PLACE, everyone, MPI.MAX)
+        self.step, bad, stopping, full, late = everyone.tolist()
+        # A save that was tried and failed, at the end: a run that is requeued could do no better.
+        # One that came too late is none: the one before is there, whatever failed meanwhile.
+        failed = self.failure and self.saved_step is None and not late
         saved = f"the state was saved as step {self.step}" if self.store else "nothing saved"
-        if self.failure and self.saved_step is None:
+        if failed:
             saved = f"the state could not be saved: {self.failure}"
         elif self.store and self.saved_step != self.step:
             saved = "the state was not saved, for the allocation ends too soon for that"
-        if mine[3]:
+        if full:
             raise self.quarantine.error(saved)
-        if mine[1]:
+        if bad:
             error = MpidistError(
                 f"the loss is not a number any more near step {self.step}; {saved}. Lower the "
                 "learning rate, clip the gradients, or look for a bad record"
             )
             error.everywhere = True
             raise error
-        if self.failure and self.saved_step is None:
+        if failed:
             lost = StorageError(f"the run is over at step {self.step}, and {saved}")
             lost.everywhere = True
             raise lost
-        if mine[2] and watcher.should_stop(self.step):
+        if stopping and watcher.should_stop(self.step):
             watcher.state = None  # `checkpoint` has saved this step, and servers are gone by now
             watcher.leave(self.step)

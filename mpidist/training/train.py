@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 
 from .. import points
 from ..checkpoint.interval import Pace
@@ -139,7 +139,8 @@ def train(
     StorageError
         The last checkpoint could not be written. On all ranks.
     Stopped
-        A SystemExit with code 75: a signal asked for a stop, the state is saved.
+        A SystemExit with code 75: a signal or the time limit asked for a stop. The state is saved,
+        unless the allocation ends too soon for that: the newest good step is there.
     """
     strategy = AllReduce() if strategy is None else strategy
     source = as_source(data)
@@ -157,65 +158,64 @@ def train(
     else:
         settings["microbatches"] = microbatches
     own_store = checkpoint is not None and not hasattr(checkpoint, "restore")
-    store = CheckpointStore(comm, checkpoint) if own_store else checkpoint
-    exchange = strategy.open(comm, model, optimizer, **settings)
-    bad = Quarantine(exchange.workers, source, max_bad, quarantine)
-    run = Progress(comm, model, exchange, store, sampler, bad)
-    run.resume(resume, retry_bad)
-    if on_resize is not None and run.ranks_before != comm.size:
-        on_resize(run.ranks_before, comm.size, run)
-    last = last_step(epochs, steps, sampler, run.step, run.position)
-    end = last if stop_after is None else min(last, stop_after)
-    facts = None
-    watching = guard(comm, run.state, store, time_limit=time_limit, patience=patience)
-    with watching as watcher, ExitStack() as stack:
-        if exchange.dedicated:
-            exchange.serve(run.save)
-        else:
-            exchange.begin()
-            feed = stack.enter_context(closing(Feed(source, run, loading)))
-            stragglers = Stragglers(exchange.workers) if exchange.synchronous else None
-            run.start_loop(last)
-            pace.begin(run.step)
-            while run.step < end and not run.stopping:
-                indices, after = sampler.batch(run.position)
-                wanted = bad.wanted(indices)
-                began = time.perf_counter()
-                points.reach("step", run.step + 1)
-                loss, samples = exchange.compute(feed, wanted)
-                computed = time.perf_counter()
-                points.reach("exchange", run.step + 1)
-                stop = bool(watcher.flag or run.bad or bad.full)
-                loss, used = run.reduce(loss, samples, len(wanted), stop, feed)
-                if used is None:
-                    continue  # a rank has no data yet: the state is saved, try again
-                if used and exchange.synchronous:
-                    watcher.check_loss(loss, run.step)
-                if used or not exchange.synchronous:
-                    exchange.update()
-                run.note_loss(loss, used)
-                run.advance(after, len(indices), len(wanted))
-                times = (computed - began, time.perf_counter() - computed)
-                if stragglers is not None:
-                    stragglers.note(feed.waited, times[0])
-                for callback in callbacks:
-                    callback(Step(run.step, last, after.epoch, loss, len(indices), *times))
-                if check_replicas and run.step % check_replicas == 0:
-                    exchange.check(run.step)
-                if pace.due(run.step) and run.step < last:
-                    run.checkpoint(pace)
-            feed.close()
-            run.end_loop()
-            if not run.stopping or watcher.fits(exchange.workers, exchange.wait):
-                run.checkpoint()
+    with CheckpointStore(comm, checkpoint) if own_store else nullcontext(checkpoint) as store:
+        exchange = strategy.open(comm, model, optimizer, **settings)
+        bad = Quarantine(exchange.workers, source, max_bad, quarantine)
+        run = Progress(comm, model, exchange, store, sampler, bad)
+        run.resume(resume, retry_bad)
+        if on_resize is not None and run.ranks_before != comm.size:
+            on_resize(run.ranks_before, comm.size, run)
+        last = last_step(epochs, steps, sampler, run.step, run.position)
+        end = last if stop_after is None else min(last, stop_after)
+        facts = None
+        watching = guard(comm, run.state, store, time_limit=time_limit, patience=patience)
+        with watching as watcher, ExitStack() as stack:
+            if exchange.dedicated:
+                exchange.serve(run.save)
             else:
-                run.settle()  # what was begun in time may end in time
-            exchange.finish()
-            run.agree_on_bad_records()
-            if not run.stopping:
-                facts = gather_facts(run, test_data)
-        exchange.close()
-        run.agree_on_the_end(watcher)
-    if own_store:
-        store.close()
+                exchange.begin()
+                feed = stack.enter_context(closing(Feed(source, run, loading)))
+                stragglers = Stragglers(exchange.workers) if exchange.synchronous else None
+                run.start_loop(last)
+                pace.begin(run.step)
+                while run.step < end and not run.stopping:
+                    indices, after = sampler.batch(run.position)
+                    wanted = bad.wanted(indices)
+                    began = time.perf_counter()
+                    points.reach("step", run.step + 1)
+                    loss, samples = exchange.compute(feed, wanted)
+                    computed = time.perf_counter()
+                    points.reach("exchange", run.step + 1)
+                    stop = bool(watcher.flag or run.bad or bad.full)
+                    loss, used = run.reduce(loss, samples, len(wanted), stop, feed)
+                    if used is None:
+                        continue  # a rank has no data yet: the state is saved, try again
+                    if used and exchange.synchronous:
+                        watcher.check_loss(loss, run.step)
+                    if used or not exchange.synchronous:
+                        exchange.update()
+                    run.note_loss(loss, used)
+                    run.advance(after, len(indices), len(wanted))
+                    times = (computed - began, time.perf_counter() - computed)
+                    if stragglers is not None:
+                        stragglers.note(feed.waited, times[0])
+                    for callback in callbacks:
+                        callback(Step(run.step, last, after.epoch, loss, len(indices), *times))
+                    if check_replicas and run.step % check_replicas == 0:
+                        exchange.check(run.step)
+                    if pace.due(run.step) and run.step < last:
+                        run.checkpoint(pace)
+                feed.close()
+                run.end_loop()
+                run.in_time = not run.stopping or watcher.fits(exchange.workers, exchange.wait)
+                if run.in_time:
+                    run.checkpoint()
+                else:
+                    run.settle()  # what was begun in time may end in time
+                exchange.finish()
+                run.agree_on_bad_records()
+                if not run.stopping:
+                    facts = gather_facts(run, test_data)
+            exchange.close()
+            run.agree_on_the_end(watcher)
     return share(run, facts)

@@ -5,7 +5,8 @@ import time
 
 import numpy as np
 import pytest
-from test_train import TRAIN, Poisoned
+from test_train import TRAIN, Poisoned, fit
+from test_train_storage import at, rename_away, rename_back
 
 import mpidist as md
 from mpidist import events
@@ -204,6 +205,32 @@ def test_the_end_of_a_run_says_that_nothing_was_saved(comm, left, folder):
             comm, Poisoned(0, 0), TRAIN, optimizer=md.optim.sgd(0.1), global_batch=20, steps=1000,
             checkpoint=folder, strategy=md.ParameterServer(1, md.ASP()), time_limit="auto",
         )  # fmt: skip
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_stop_too_late_for_a_save_is_requeued_whatever_failed_before(comm, left, folder, servers):
+    """Exit code 75: step 3 is there, and the next attempt may find the folder again."""
+    left(comm, allotment.RESERVE + 3.0)
+    store = folder / "store"
+
+    def slow(done):
+        time.sleep(0.02)
+        if done.step == 11:  # and saves that take longer than what is left
+            events.emit("checkpoint_saved", step=1, bytes=1, seconds=60.0)
+
+    chosen = md.ParameterServer(servers) if servers else md.AllReduce()
+    with pytest.raises(Stopped, match="the end of the allocation") as stop:
+        fit(comm, strategy=chosen, epochs=1000, time_limit="auto", checkpoint=store,
+            checkpoint_every=3, callbacks=[at(comm, 4, lambda: rename_away(store, 3)), slow],
+        )  # fmt: skip
+    assert stop.value.code == 75
+    assert "checkpoint_failed" in [kind for _, kind, _ in events.recent]
+    comm.Barrier()
+    if comm.rank == 0:
+        rename_back(store)
+    comm.Barrier()
+    assert md.load(store)["run"]["step"] == 3
 
 
 class Slow(md.data.ArraySource):

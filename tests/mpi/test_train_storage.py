@@ -134,3 +134,51 @@ def test_another_job_in_the_folder_ends_the_run(comm, folder):
     with pytest.raises(MpidistError, match="taken over by process 1 on elsewhere"):
         fit(comm, checkpoint=store, checkpoint_every=3, callbacks=[at(comm, 4, take_over)])
     comm.Barrier()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("strategy", ["allreduce", "servers"])
+def test_a_run_that_ends_by_an_exception_leaves_nothing_open(comm, folder, monkeypatch, strategy):
+    """Its own store ends as that of a with block: no thread, no lock; the next run begins at once.
+
+    Some of step 3 may still be under way: it is there whole, or not at all.
+    """
+    write = shard.write
+
+    def take_time(*args):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.3)
+        return write(*args)
+
+    def fail(done):
+        if done.step == 4:
+            raise KeyError("a callback")
+
+    monkeypatch.setattr(shard, "write", take_time)
+    servers = md.ParameterServer(comm.size, placement="colocated")
+    chosen = md.AllReduce() if strategy == "allreduce" else servers
+    before = set(threading.enumerate())
+    with pytest.raises(KeyError, match="a callback"):
+        fit(comm, strategy=chosen, checkpoint=folder, checkpoint_every=3, callbacks=[fail])
+    assert set(threading.enumerate()) == before
+    comm.Barrier()
+    assert not (folder / ".lock").exists()
+    comm.Barrier()
+    _, result = fit(comm, checkpoint=folder)
+    assert result.resumed_at in (0, 3)
+    assert result.steps == 24
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_stop_whose_save_fails_is_not_one_to_be_requeued(comm, folder, servers):
+    """75 means saved: a job that cannot save would be requeued for ever, and nobody would know."""
+    chosen = md.ParameterServer(servers) if servers else md.AllReduce()
+    store = folder / "store"
+    slow = lambda done: time.sleep(0.02)  # noqa: E731
+    with pytest.raises(StorageError, match="the state could not be saved") as told:
+        fit(comm, strategy=chosen, epochs=1000, time_limit=0.5, checkpoint=store,
+            checkpoint_every=3, callbacks=[at(comm, 4, lambda: rename_away(store, 3)), slow],
+        )  # fmt: skip
+    assert told.value.exit_code == 1
+    assert len(set(comm.allgather(str(told.value)))) == 1
