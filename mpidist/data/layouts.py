@@ -10,6 +10,7 @@ bytes at a time.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -43,14 +44,20 @@ class Layouts:
         self._words = np.full((1, 1), -8)
         self._masks, self._frame = np.zeros((1, 1), "<u8"), np.ones((1, 1), "<u8")
 
+    def kinds(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the number of the layout that a message of each length had last, or 0."""
+        numbers = map(self.latest.get, lengths.tolist(), itertools.repeat(0))
+        return np.fromiter(numbers, np.int64, len(lengths))
+
     def unlike(self, gather: Callable, starts: np.ndarray, kinds: np.ndarray) -> np.ndarray:
         """Return which of the messages at `starts` are not of the layout with that number.
 
         ``gather(dtype, places)`` returns a value from each byte place; there are at least eight
         bytes before each message.
         """
-        words = gather("<u8", starts[:, None] + self._words[kinds])
-        return np.flatnonzero(((words & self._masks[kinds]) != self._frame[kinds]).any(axis=1))
+        words = gather("<u8", starts[:, None] + self._words.take(kinds, axis=0))
+        words &= self._masks.take(kinds, axis=0)
+        return np.flatnonzero((words != self._frame.take(kinds, axis=0)).any(axis=1))
 
     def of(self, data: bytes, decoded: Callable[[bytes], tuple]) -> np.ndarray:
         """Return the spans of one message: of another layout of its length, or as `decoded` says.
