@@ -56,8 +56,8 @@ class YouTube8M:
         # A sample: one feature's bytes after the other's.
         self._row = np.dtype([(name, f"V{4 * width}") for name, width in self.features.items()])
         self._layouts = Layouts(len(self.features) + 1)
-        # Records are read and decoded in pieces: so large that what a piece costs by itself, as much
-        # as sixty records, is little, and so small that what was read is then still in a cache.
+        # Records are read and decoded in pieces: so large that what a piece costs by itself, as
+        # much as sixty records, is little, and so small that what was read is still in a cache.
         mean = -(-self.records.nbytes // max(1, len(self)))
         self._piece = max(1, _PIECE // max(1, mean))
         self._room = np.empty(2 * _PIECE, np.uint8)
