@@ -8,11 +8,15 @@ every wait polls a test and, after a moment of patience, runs a callback that ma
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 
 #: Seconds without completion before a wait begins to look around.
 PATIENCE = 1.0
+
+#: Seconds that the main thread has spent in waits so far, without those that end at once.
+waited = 0.0
 
 _SPINS = 200
 _BATCH = 32
@@ -23,7 +27,7 @@ def wait_until(
     on_wait: Callable[[float], None] | None = None,
     patience: float = PATIENCE,
 ) -> None:
-    """Return as soon as `test()` is true. Local.
+    """Return as soon as `test()` is true. Local; adds to `waited`.
 
     Parameters
     ----------
@@ -35,6 +39,7 @@ def wait_until(
     patience : float
         Seconds.
     """
+    global waited
     for _ in range(_SPINS):
         if test():
             return
@@ -42,15 +47,19 @@ def wait_until(
     # after every look. With a free core sched_yield costs a third of a microsecond.
     start = time.monotonic()
     look_around = start + patience
-    while True:
-        for _ in range(_BATCH):
-            if test():
-                return
-            os.sched_yield()
-        now = time.monotonic()
-        if now >= look_around:
-            if on_wait is not None:
-                on_wait(now - start)
-            look_around = now + 0.1
-        if now - start > patience:
-            time.sleep(0.0005)
+    try:
+        while True:
+            for _ in range(_BATCH):
+                if test():
+                    return
+                os.sched_yield()
+            now = time.monotonic()
+            if now >= look_around:
+                if on_wait is not None:
+                    on_wait(now - start)
+                look_around = now + 0.1
+            if now - start > patience:
+                time.sleep(0.0005)
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            waited += time.monotonic() - start

@@ -25,10 +25,12 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 from mpi4py import MPI
 
-from mpidist import arrays, events
+from mpidist import events
 from mpidist.abort import failing, install_hook
 from mpidist.elastic import pulse
 from mpidist.elastic.allotment import Allotment, seconds_left
+from mpidist.elastic.finite import is_finite
+from mpidist.elastic.stragglers import OwnTime, Stragglers
 from mpidist.errors import ConfigError, MismatchError, MpidistError, ProtocolError, StorageError
 from mpidist.waiting import wait_until
 
@@ -126,6 +128,7 @@ class guard:
         self._asked = self._agreed = 0
         self._former: dict = {}
         self._all = self._loop = MPI.COMM_NULL
+        self._own = OwnTime()
 
     # ------------------------------------------------------------------------------- around it
 
@@ -136,6 +139,10 @@ class guard:
         pulse.join()
         self._all = self._given.Dup()
         self._loop = self._all if self._deciders is None else self._deciders
+        if self._loop != MPI.COMM_NULL:
+            names = self._loop.allgather(self._all.rank)
+            self._stragglers = Stragglers(self._loop, ("work",), names)
+            self._own.begin()
         if self._time_limit == "auto":
             left = self._all.bcast(seconds_left(os.environ) if self._all.rank == 0 else None)
             if left is not None:
@@ -198,7 +205,8 @@ class guard:
     def should_stop(self, step: int) -> bool:
         """Whether all ranks stop at this step. Collective over the ranks that run the loop.
 
-        Costs one reduction of three integers.
+        Costs one reduction of three integers. Every tenth time the ranks also tell each other how
+        long they worked, and name one that is slow.
 
         Raises
         ------
@@ -206,6 +214,8 @@ class guard:
             The ranks are at different steps. On all ranks.
         """
         pulse.note(step)
+        self._stragglers.window.note(self._own.stop())
+        self._own.begin()
         if step % self.every:
             return False
         low, code, high = self._reduce(self._loop, (-step, self._code(), step))
@@ -216,7 +226,18 @@ class guard:
             )
         if code:
             self._note(code)
+        else:
+            self._stragglers.look()
+            self._own.begin()
         return bool(code)
+
+    def computed(self) -> None:
+        """Say that this rank's work of a step is done, and what follows is exchange. Local.
+
+        So that a slow rank is found where the others wait for it in calls of MPI's own. Waits of
+        mpidist's are known without.
+        """
+        self._own.stop()
 
     def heard(self, flags: float) -> bool:
         """Take the sum or the maximum of all ranks' `flag`; whether all ranks stop. Local.
@@ -361,18 +382,3 @@ class guard:
         except StorageError as error:
             return f"the state before this step could not be saved: {error}"
         return f"the state before this step was saved as step {step}"
-
-
-def is_finite(state) -> bool:
-    """Whether no array or number in nested dicts and lists is NaN or infinite. Local."""
-    if isinstance(state, Mapping):
-        return all(is_finite(value) for value in state.values())
-    if isinstance(state, list | tuple):
-        return all(is_finite(value) for value in state)
-    if isinstance(state, float):
-        return math.isfinite(state)
-    state = getattr(state, "array", state)  # a Shard of a global array
-    dtype = getattr(state, "dtype", None)
-    if dtype is None or dtype.kind in "iubSUOmM" or dtype.names:
-        return True
-    return bool(arrays.array_module(state).isfinite(state).all())

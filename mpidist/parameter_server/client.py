@@ -52,6 +52,8 @@ class Client:
         How many clocks were entered at which distance from the slowest worker.
     group : ServerGroup
         Where it came from.
+    note : tuple of two int
+        Told to the first server beside the next request, once; zeros say nothing.
     """
 
     def __init__(self, group, name: str, layout: Layout, model: int, global_batch: int | None):
@@ -59,6 +61,7 @@ class Client:
         self._link, self._servers, self._model = group.link, group.server_ranks, model
         self.versions = [0] * len(self._servers)
         self.finished = 0
+        self.note = (0, 0)
         self.gaps: Counter[int] = Counter()
         self.closed = self.started = False
         self._batch = global_batch
@@ -223,6 +226,9 @@ class Client:
         data_at = HEADER_BYTES + 8 * sum(w.size for w in words)
         total = data_at + data_bytes(self.layout, parts)
         buffer = self._link.pool.take(total)
+        note = (0, 0)
+        if server == 0:
+            note, self.note = self.note, note
         Header(
             flags,
             model=self._model,
@@ -231,6 +237,8 @@ class Client:
             push_words=ALL if push is None else push.size,
             pull_words=ALL if pull is None else pull.size,
             samples=-1 if samples is None else int(samples),
+            note0=note[0],
+            note1=note[1],
         ).write(buffer)
         np.concatenate([_NOTHING, *words], out=buffer[HEADER_BYTES:data_at].view(np.int64))
         for part, view in views(self.layout, parts, buffer, data_at):

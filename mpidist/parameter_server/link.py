@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from .. import events
+from .. import events, waiting
 from ..errors import ProtocolError
 from ..partition import bounds_of, pieces
 from ..waiting import wait_until
@@ -37,6 +37,8 @@ class Link:
         The server half of this rank; true when it did something.
     on_wait : callable or None
         Called with the seconds of a long wait; ends it by raising.
+    on_note : callable or None
+        Called on the first server with the rank of a worker and its `Client.note`.
     waits : dict
         Seconds waited, per kind of peer.
     trail : events.Trail
@@ -48,6 +50,7 @@ class Link:
         self.pool = Pool(keep=2 * comm.size + 4)
         self.background: Callable[[], bool] | None = None
         self.on_wait: Callable[[float], None] | None = None
+        self.on_note: Callable[[int, tuple[int, int]], None] | None = None
         self.waits = {"server": 0.0, "worker": 0.0, "all": 0.0}
         self.trail = events.Trail(comm.rank, comm.size)
         self.counters = events.Counters()
@@ -91,7 +94,7 @@ class Link:
 
     def wait(self, test: Callable[[], bool]) -> float:
         """Wait until `test()`, serving in the background; return the seconds it took."""
-        start = time.monotonic()
+        start, waited = time.monotonic(), waiting.waited
         done = False
         while not done:
             # Serving counts as the end of one wait: only a wait without any event is a long one.
@@ -107,7 +110,9 @@ class Link:
                 return False
 
             wait_until(look, self.on_wait)
-        return time.monotonic() - start
+        seconds = time.monotonic() - start
+        waiting.waited = waited + seconds  # with the looks at its beginning: they sleep, too
+        return seconds
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

@@ -64,8 +64,8 @@ class Header(NamedTuple):
     held_ns: int = 0  # reply: how long the clocks held the pull back
     staleness: int = -1  # reply: of the worker's newest applied push; -1 is none
     queue: int = 0  # reply: workers with a message waiting when this one was taken up
-    spare0: int = 0
-    spare1: int = 0
+    note0: int = 0  # request: two numbers that a worker tells the first server, see `Link.on_note`
+    note1: int = 0
 
     def write(self, buffer: np.ndarray) -> None:
         """Put the header at the front of a byte buffer."""

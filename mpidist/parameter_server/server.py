@@ -217,6 +217,8 @@ class Server:
                 f"parameter server {self.index}: worker {worker} is at clock {header.clock} of "
                 f"{model.name!r}, expected {clock}"
             )
+        if header.note1 and self.link.on_note is not None:
+            self.link.on_note(rank, (header.note0, header.note1))
         message = buffer[: header.total]
         words_at = HEADER_BYTES
         push_parts, words_at = self._selection(model, message, words_at, header.push_words)

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..collectives.parameters import broadcast_parameters
 from ..elastic.replicas import check_replicas
+from ..elastic.stragglers import Stragglers
 from ..errors import ConfigError
 from ..gradients.exchange import Gradients
 from ..gradients.vectors import flat_views
@@ -39,6 +40,7 @@ class Replicas:
         # The initial parameters are rank 0's on all ranks, whatever the models were seeded with.
         broadcast_parameters(comm, model)
         self.optimizer_state = optimizer.init(model.parameters)
+        self.stragglers = Stragglers(comm)
         self._allocate(**settings)
 
     def _allocate(self, **settings) -> None:

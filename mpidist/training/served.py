@@ -7,6 +7,7 @@ a checkpoint (all pause between the same two clocks) and the end. A wish to stop
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..partition import BlockPartition
 from ..waiting import wait_until
 from .progress import beside
 from .replicas import check_in_place
+from .served_times import OwnTimes, Times
 
 MODEL = "model"
 
@@ -38,6 +40,9 @@ class Served:
         self.comm, self.model = comm, model
         self.group = ServerGroup(comm, servers=strategy.servers, placement=strategy.placement)
         self.dedicated = not self.group.is_worker
+        hosts = comm.allgather(socket.gethostname())
+        if comm.rank == self.group.server_ranks[0]:
+            self.group.link.on_note = Times(self.group.worker_ranks, hosts).take
         self.workers: Any = self.group.workers
         self.client: Any = self.group.add(
             MODEL,
@@ -51,6 +56,7 @@ class Served:
             return
         for array in getattr(model, "state", {}).values():
             broadcast(self.workers, array)
+        self.stragglers = OwnTimes(self.client)
         self.gradients, _ = flat_views(model.parameters)
         self._views = dict(self.gradients)
         slack = strategy.consistency.staleness if isinstance(strategy.consistency, SSP) else 0

@@ -1,8 +1,8 @@
 """Strategies: how the ranks combine their gradients. Plain descriptions; `open` makes them work.
 
 A new strategy is one dataclass here, with one line in `STRATEGIES`, and one exchange: an object
-with ``workers, begin, compute, reduce, update, state, save_point, finish, close`` (and a few facts:
-see ``replicas.py``).
+with ``workers, begin, compute, reduce, update, state, save_point, finish, close`` (and
+``stragglers`` and a few facts: see ``replicas.py``).
 """
 
 from __future__ import annotations

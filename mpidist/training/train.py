@@ -23,7 +23,6 @@ from .limits import (
 )
 from .progress import Progress, Step
 from .quarantine import Quarantine
-from .stragglers import Stragglers
 from .strategies import AllReduce
 from .summary import Summary, gather_facts, share
 
@@ -175,13 +174,12 @@ def train(
             else:
                 exchange.begin()
                 feed = stack.enter_context(closing(Feed(source, run, loading)))
-                stragglers = Stragglers(exchange.workers) if exchange.synchronous else None
                 run.start_loop(last)
                 pace.begin(run.step)
                 while run.step < end and not run.stopping:
                     indices, after = sampler.batch(run.position)
                     wanted = bad.wanted(indices)
-                    began = time.perf_counter()
+                    began, waited = time.perf_counter(), feed.waited
                     points.reach("step", run.step + 1)
                     loss, samples = exchange.compute(feed, wanted)
                     computed = time.perf_counter()
@@ -197,8 +195,8 @@ def train(
                     run.note_loss(loss, used)
                     run.advance(after, len(indices), len(wanted))
                     times = (computed - began, time.perf_counter() - computed)
-                    if stragglers is not None:
-                        stragglers.note(feed.waited, times[0])
+                    on_data = feed.waited - waited
+                    exchange.stragglers.note(on_data, max(0.0, times[0] - on_data))
                     for callback in callbacks:
                         callback(Step(run.step, last, after.epoch, loss, len(indices), *times))
                     if check_replicas and run.step % check_replicas == 0:

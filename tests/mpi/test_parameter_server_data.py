@@ -202,7 +202,7 @@ class Flood:
     """A link on which every worker always has a message; each takes some looks to arrive."""
 
     def __init__(self, looks):
-        self.comm = self.pool = self
+        self.comm = self.pool = self.trail = self
         self.looks = looks
         self.give = self.received = lambda _: None
         self.reap, self.bytes_in_flight = lambda: True, 0

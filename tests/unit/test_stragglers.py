@@ -1,10 +1,14 @@
 """Who is slow, in which phase, by how much; nobody is accused for being late by chance (R45)."""
 
+import time
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from mpidist import events
-from mpidist.training.stragglers import AGAIN, WINDOW, Straggler, Stragglers, find
+from mpidist import events, waiting
+from mpidist.elastic.stragglers import AGAIN, WINDOW, OwnTime, Straggler, Stragglers, find
+from mpidist.training.served_times import OwnTimes, Times
 
 RNG = np.random.default_rng(0)
 
@@ -33,10 +37,11 @@ class World:
     def __init__(self, lags):
         self.lags, self.looks = lags, 0
 
-    def Allgather(self, mine, everyone):
+    def Iallgather(self, mine, everyone):
         everyone[...] = np.stack([mine] * self.size)
         everyone[:, 1] += self.lags(self.looks)
         self.looks += 1
+        return SimpleNamespace(Test=lambda: True)
 
 
 def told_by(lags, windows=20):
@@ -45,7 +50,7 @@ def told_by(lags, windows=20):
     for _ in range(windows * WINDOW):
         one.note(0.0, 0.004)
     assert world.looks == windows
-    return one.told
+    return one.judge.told
 
 
 def test_twice_in_a_row_and_once_until_it_is_well():
@@ -68,3 +73,43 @@ def test_ranks_that_take_turns_are_not_accused():
             everyone = np.zeros((4, 2))
             everyone[:, 1] = np.sort(window, axis=1)[:, 2]
             assert find(everyone) == []
+
+
+def test_workers_that_run_apart_are_judged_by_a_server(capsys):
+    """Worker 3 tells its second window when the others have told many: then it is known."""
+    times = Times([0, 1, 3], ["a", "a", "a", "b"])
+    slow, quick = (0, 54_000_000), (0, 4_000_000)
+    events.recent.clear()
+    for _ in range(AGAIN):
+        assert not events.recent
+        for _ in range(5):
+            times.take(0, quick)
+            times.take(1, quick)
+        times.take(3, slow)
+    (event,) = events.recent
+    assert event[1:] == ("straggler", {"straggler": 3, "phase": "gradients", "lag_ms": 50.0})
+    said = capsys.readouterr().err
+    assert said.startswith("mpidist: note: rank 3 on b is slower than the other workers: it needs")
+
+
+def test_a_worker_tells_its_times_with_every_tenth_request():
+    client = SimpleNamespace(note=(0, 0))
+    times = OwnTimes(client)
+    for step in range(WINDOW):
+        assert client.note == (0, 0), step
+        times.note(0.001, 0.004 if step % 3 else 0.1)
+    assert client.note == (1_000_000, 4_000_000)
+
+
+def test_waits_are_no_work_of_ones_own():
+    """What a loop does until it says that it has computed, or until its step ends."""
+    own = OwnTime()
+    end = time.monotonic() + 0.05
+    waiting.wait_until(lambda: time.monotonic() > end)
+    assert own.stop() < 0.04
+    own.begin()
+    time.sleep(0.03)
+    worked = own.stop()
+    time.sleep(0.03)
+    assert own.stop() == worked
+    assert worked >= 0.03

@@ -1,0 +1,164 @@
+"""Which rank do the others wait for? From each rank's own time per step, told and not guessed.
+
+Waiting is everybody's but the slow one's, so what counts is the time that a rank needs before it
+comes to the exchange: for its data and for its gradients. Every ten steps the ranks tell each other
+two numbers. More ranks than cores take turns, and any of them is late now and then: a slow rank is
+one that is slow in nearly all steps of two windows in a row.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpidist import events, waiting
+from mpidist.waiting import wait_until
+
+#: Steps between two looks.
+WINDOW = 10
+#: A straggler needs so many times as long as the median of the others, and so many seconds more.
+FACTOR, LEAST = 3.0, 0.005
+#: Looks in a row that must agree.
+AGAIN = 2
+
+PHASES = ("data", "gradients")
+
+
+class Straggler(NamedTuple):
+    """A rank that the others wait for: in which phase, and how many seconds longer per step."""
+
+    rank: int
+    phase: str
+    lag: float
+
+
+def find(times: np.ndarray, phases: Sequence[str] = PHASES) -> list[Straggler]:
+    """Return the stragglers among the ranks of one window. Pure.
+
+    Parameters
+    ----------
+    times : array (ranks, phases)
+        Seconds per step that each rank has needed in each phase.
+    """
+    totals = times.sum(axis=1)
+    found = []
+    for rank, total in enumerate(totals):
+        others = np.delete(times, rank, axis=0)
+        usual = float(np.median(others.sum(axis=1)))
+        if total > FACTOR * usual and total - usual > LEAST:
+            phase = int(np.argmax(times[rank] - np.median(others, axis=0)))
+            found.append(Straggler(rank, phases[phase], float(total - usual)))
+    return found
+
+
+class Window:
+    """Times of a rank's newest steps. Local."""
+
+    def __init__(self, phases: int = len(PHASES)):
+        self._times = np.zeros((WINDOW, phases))
+        self._steps = 0
+
+    def note(self, *seconds: float) -> None:
+        """Take what a step needed in each phase."""
+        self._times[self._steps % WINDOW] = seconds
+        self._steps += 1
+
+    def take(self) -> np.ndarray | None:
+        """Return seconds per step in each phase, once there are steps enough, and begin anew.
+
+        The third fastest of ten: what the system took away in some of them does not count.
+        """
+        if self._steps < WINDOW:
+            return None
+        self._steps = 0
+        return np.sort(self._times, axis=0)[2].copy()
+
+
+class Judge:
+    """Tells who is slow, once: when `AGAIN` looks in a row agree, until it is well again. Local."""
+
+    def __init__(self, phases: Sequence[str] = PHASES):
+        self.phases = phases
+        self._seen: dict[int, int] = {}
+        self.told: list[Straggler] = []
+
+    def look(self, everyone: np.ndarray) -> list[Straggler]:
+        """Take a window of all ranks; return what is new."""
+        found = find(everyone, self.phases)
+        self._seen = {one.rank: self._seen.get(one.rank, 0) + 1 for one in found}
+        new = [one for one in found if self._seen[one.rank] == AGAIN]
+        self.told += new
+        return new
+
+
+def record(one: Straggler) -> None:
+    """Write a straggler into the event log. Local."""
+    lag = round(one.lag * 1e3, 1)
+    events.emit("straggler", straggler=one.rank, phase=one.phase, lag_ms=lag)
+
+
+def tell(one: Straggler, who: str, needed: float) -> None:
+    """Say `who` is slow, who needs so many seconds a step. Local."""
+    if events.VERBOSITY:
+        print(
+            f"mpidist: note: {who}: it needs {needed * 1e3:.1f} ms a step, {one.lag * 1e3:.1f} ms "
+            f"more than they do, for its {one.phase}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+
+class Stragglers:
+    """Ranks that do each step together and tell each other their times. Collective over `comm`.
+
+    `ranks` are their names in what is told, by default those of `comm`.
+    """
+
+    def __init__(self, comm, phases: Sequence[str] = PHASES, ranks: Sequence[int] | None = None):
+        self.comm = comm
+        self.window, self.judge = Window(len(phases)), Judge(phases)
+        self.ranks = range(comm.size) if ranks is None else ranks
+
+    def note(self, *seconds: float) -> None:
+        """Take what a step needed in each phase before its exchange; every tenth is collective."""
+        self.window.note(*seconds)
+        self.look()
+
+    def look(self) -> None:
+        """Tell each other, where a window is full. Collective."""
+        mine = self.window.take()
+        if mine is None or self.comm.size == 1:
+            return
+        everyone = np.empty((self.comm.size, len(mine)))
+        wait_until(self.comm.Iallgather(mine, everyone).Test)
+        for one in self.judge.look(everyone):
+            slow, named = one.rank, one._replace(rank=self.ranks[one.rank])
+            if self.comm.rank in (0, slow):
+                record(named)
+            if self.comm.rank == slow:
+                who = f"the others wait for rank {named.rank} on {socket.gethostname()}"
+                tell(named, who, float(mine.sum()))
+
+
+class OwnTime:
+    """Time that the main thread did not spend in waits of mpidist's. Local."""
+
+    def __init__(self):
+        self._mark = (0.0, 0.0)
+        self._own: float | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._mark, self._own = (time.monotonic(), waiting.waited), None
+
+    def stop(self) -> float:
+        """Return the seconds since `begin`, or until the first call of this since then."""
+        if self._own is None:
+            began, waited = self._mark
+            self._own = max(0.0, time.monotonic() - began - (waiting.waited - waited))
+        return self._own

@@ -1,0 +1,120 @@
+"""A slow rank is named under servers and in loops of one's own; nobody is where nobody is slow."""
+
+import json
+import socket
+import sys
+
+import pytest
+
+from mpidist.testing.launch import launch
+
+PROGRAM = """
+import json, sys, time
+import numpy as np
+from mpi4py import MPI
+import mpidist as md
+from mpidist import events
+from mpidist.testing import faults
+
+what, steps = sys.argv[1], 60
+comm = MPI.COMM_WORLD
+x = np.ones(100)
+
+def work():
+    a = np.ones((120, 120))
+    for _ in range(10):
+        a @ a
+
+def loop(run, exchange):
+    for step in range(steps):
+        work()
+        faults.fire("mine", step)
+        exchange(run)
+        if run.should_stop(step):
+            run.leave(step)
+
+def plain(run):  # MPI's own calls: nobody but the loop knows where its work ends
+    run.computed()
+    comm.Allreduce(MPI.IN_PLACE, x, MPI.MAX)
+
+if what == "ours":
+    with md.guard(comm) as run:
+        loop(run, lambda run: md.allreduce(comm, x, "max"))
+elif what == "plain":
+    with md.guard(comm) as run:
+        loop(run, plain)
+elif what == "unmarked":
+    with md.guard(comm) as run:
+        loop(run, lambda run: comm.Allreduce(MPI.IN_PLACE, x, MPI.MAX))
+elif what == "client":  # the last rank serves, and is outside the loop
+    workers = comm.Split(0 if comm.rank < comm.size - 1 else MPI.UNDEFINED)
+    with md.guard(comm, deciders=workers) as run, md.parameter_server(
+        comm, {"x": x}, optimizer=md.optim.sgd(0.1)
+    ) as client:
+        if client is not None:
+            loop(run, lambda run: client.push_pull({"x": x}))
+else:
+    placement = "colocated" if what == "colocated" else "dedicated"
+    mode = {"asp": md.ASP(), "ssp": md.SSP(2)}.get(what, md.BSP())
+    data = np.ones((400, 50), "f4"), np.zeros(400, np.int64)
+    md.train(
+        comm, md.models.mlp([50, 100, 4]), data, optimizer=md.optim.sgd(0.1), global_batch=40,
+        steps=steps, strategy=md.ParameterServer(1, mode, placement),
+    )
+found = [details for _, kind, details in events.recent if kind == "straggler"]
+found = comm.gather(found)
+if comm.rank == 0:
+    print(json.dumps(found), flush=True)
+"""
+
+#: By what runs: the phase that is told, and the ranks whose event log has it.
+SERVED = {"bsp": "gradients", "ssp": "gradients", "asp": "gradients", "colocated": "gradients"}
+LOOPS = {"ours": "work", "plain": "work", "client": "work"}
+SLOW = 1
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stragglers") / "program.py"
+    path.write_text(PROGRAM)
+    return str(path)
+
+
+def run(program, what, slow):
+    """By rank, what its event log has of stragglers; and what was said."""
+    point = "step" if what in SERVED else "mine"
+    fault = {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": f"sleep@{point},rank={SLOW},ms=40"}
+    done = launch(4, [sys.executable, program, what], env=fault if slow else {}, timeout=120)
+    return json.loads(done.check().stdout.splitlines()[-1]), done.stderr
+
+
+@pytest.mark.parametrize("what", [*SERVED, *LOOPS])
+def test_a_slow_rank_is_named(program, what):
+    """R45, issue 4 point 7: rank, phase and lag, once; other work on the machine: best of three."""
+    for _ in range(3):
+        found, said = run(program, what, slow=True)
+        known = [one for log in found for one in log]
+        if {one["straggler"] for one in known} == {SLOW}:
+            break
+    assert {(one["straggler"], one["phase"]) for one in known} == {
+        (SLOW, {**SERVED, **LOOPS}[what])
+    }
+    assert all(30 < one["lag_ms"] < 400 for one in known)
+    # The first server knows it under servers; in a loop rank 0 and the one that is slow.
+    assert [bool(log) for log in found] == (
+        [False, False, False, True] if what in SERVED else [True, True, False, False]
+    )
+    lines = [line for line in said.splitlines() if line.startswith("mpidist: note: ")]
+    assert len(lines) == 1, said
+    assert f"rank {SLOW} on {socket.gethostname()}" in lines[0]
+
+
+@pytest.mark.parametrize("what", [*SERVED, *LOOPS, "unmarked"])
+def test_nobody_is_named_where_nobody_is_slow(program, what):
+    """Four ranks on fewer cores take turns: that is no straggler. Best of three, as above."""
+    for _ in range(3):
+        found, said = run(program, what, slow=False)
+        if not any(found):
+            break
+    assert found == [[], [], [], []]
+    assert "a step" not in said
