@@ -6,19 +6,19 @@ cannot be written to, comes to host memory first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpidist.arrays import copy_into, host_empty, is_device
 from mpidist.checkpoint.layout import Path, Shard, array_of, is_array, region_of
-from mpidist.checkpoint.manifest import Manifest, Tensor
+from mpidist.checkpoint.manifest import Manifest
 from mpidist.checkpoint.reader import Reader
 from mpidist.checkpoint.sharing import Shared
 from mpidist.checkpoint.wants import Want, wants_of
 
-#: Bytes of tensors that are filled at once where some come to host memory first.
+#: Bytes that come to host memory first at once, where they are more.
 _STAGED = 256 << 20
 
 
@@ -38,27 +38,30 @@ def _is_staged(leaf) -> bool:
     return isinstance(leaf, np.generic) or is_device(array_of(leaf))
 
 
-def is_much(leaves: Iterable) -> bool:
-    """Whether these take more host memory until their numbers are there than `batches` allow."""
-    return sum(array_of(leaf).nbytes for leaf in leaves if _is_staged(leaf)) > _STAGED
+def staged_bytes(leaves: Sequence) -> np.ndarray:
+    """Return what each leaf takes of host memory until its numbers are there. Local.
 
-
-def batches(tensors: Iterable[Tensor], staged: bool) -> Iterator[set[Path]]:
-    """Yield the tensors that are filled at once, by path. Local, the same on all ranks.
-
-    All of them, or, where some are `staged`, so many that this takes little memory, or that of
-    one tensor. Not fewer: tensors that share a block and not a batch each read it.
+    None is no leaf. Empty where all of them together take little.
     """
-    batch: set[Path] = set()
+    sizes = [
+        array_of(leaf).nbytes if is_filled(leaf) and _is_staged(leaf) else 0 for leaf in leaves
+    ]
+    return np.array(sizes if sum(sizes) > _STAGED else [], np.int64)
+
+
+def batches(sizes: Sequence[int]) -> list[int]:
+    """Cut tensors that take `sizes` so that a batch takes little, or is one: their ends. Local.
+
+    Not finer: tensors that share a block and not a batch each read it.
+    """
+    ends: list[int] = []
     held = 0
-    for tensor in tensors:
-        if batch and staged and held + tensor.nbytes > _STAGED:
-            yield batch
-            batch, held = set(), 0
-        batch.add(tensor.path)
-        held += tensor.nbytes
-    if batch:
-        yield batch
+    for number, size in enumerate(sizes):
+        if held and held + size > _STAGED:
+            ends.append(number)
+            held = 0
+        held += size
+    return [*ends, len(sizes)]
 
 
 class Filling:

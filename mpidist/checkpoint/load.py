@@ -62,21 +62,12 @@ def note(path: str, entry: Entry, reason: str) -> str:
     return text
 
 
-def failure(
-    path: str, step: int | None, tried: list[str], spoiled: bool = False
-) -> CheckpointError:
-    """Return the error for a store in which nothing that was tried is good. Local.
-
-    `spoiled`: the caller's arrays hold parts of what was tried, so that nobody may take this for
-    an empty store, and go on with them.
-    """
+def failure(path: str, step: int | None, tried: list[str]) -> CheckpointError:
+    """Return the error for a store in which nothing that was tried is good. Local."""
     what = "; ".join(tried[:8]) + (f"; and {len(tried) - 8} more" if len(tried) > 8 else "")
-    text = f"no good checkpoint in {path}; tried {what}"
     if step is not None:
-        text = f"checkpoint of step {step} in {path} is damaged: {what}"
-    if spoiled:
-        return CheckpointError(f"{text}; arrays hold parts of that now: set them anew before use")
-    return NoCheckpoint(text) if step is None else CheckpointError(text)
+        return CheckpointError(f"checkpoint of step {step} in {path} is damaged: {what}")
+    return NoCheckpoint(f"no good checkpoint in {path}; tried {what}")
 
 
 def _whole_state(path: str, entry: Entry) -> dict:

@@ -10,6 +10,7 @@ a later block is answered by filling them all from an older step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from mpidist import events
 from mpidist.arrays import is_writable
 from mpidist.checkpoint import load, steps
-from mpidist.checkpoint.filling import Filling, batches, is_filled, is_much, is_whole
+from mpidist.checkpoint.filling import Filling, batches, is_filled, is_whole, staged_bytes
 from mpidist.checkpoint.layout import (
     Path,
     array_of,
@@ -32,7 +33,13 @@ from mpidist.checkpoint.manifest import Damaged, Manifest
 from mpidist.checkpoint.reader import opened
 from mpidist.checkpoint.steps import Entry
 from mpidist.checkpoint.together import everywhere, together
-from mpidist.errors import CheckpointError, ForeignCheckpoint
+from mpidist.errors import (
+    CheckpointError,
+    ForeignCheckpoint,
+    MismatchError,
+    MpidistError,
+    NoCheckpoint,
+)
 
 _LISTED = 8
 #: Bytes read over those of the state up to which nobody else is said to read the same.
@@ -52,26 +59,48 @@ def restore(comm, path: str, like: Mapping | None, step: int | None, bad: set[En
     Entries found damaged are added to `bad` on every rank.
     """
     items = everywhere(comm, "restore", lambda: None if like is None else _wanted(like))
-    entries = together(
-        comm, f"restore from {path}", lambda: None, lambda _: steps.candidates(path, step)
-    )
+
+    def candidates(without: list[bool]) -> list[Entry]:
+        for rank, one in enumerate(without):
+            if one != without[0]:
+                raise MismatchError(
+                    f"like is None on rank {rank if one else 0} and a state on rank "
+                    f"{0 if one else rank}; pass {{}} where no array is wanted"
+                )
+        return steps.candidates(path, step)
+
+    entries = together(comm, f"restore from {path}", lambda: items is None, candidates)
     tried: list[str] = []
-    spoiled = False
-    for entry in entries:
-        reason, state, begun = _attempt(comm, path, entry, items, how)
-        if reason is None:
-            events.emit("checkpoint_restored", path=path, step=entry.step, ranks=comm.size)
-            return entry, state
-        spoiled |= begun
-        bad.add(entry)
-        tried.append(load.note(path, entry, reason) if comm.rank == 0 else reason)
-    error = load.failure(path, step, tried, spoiled)
-    together(comm, "restore", lambda: None, lambda _: _raise(error))
+    filled: list[Entry] = []  # parts of these may be in the caller's arrays
+    try:
+        for entry in entries:
+            reason, state = _attempt(comm, path, entry, items, how, filled)
+            if reason is None:
+                events.emit("checkpoint_restored", path=path, step=entry.step, ranks=comm.size)
+                return entry, state
+            bad.add(entry)
+            tried.append(load.note(path, entry, reason) if comm.rank == 0 else reason)
+        together(comm, "restore", lambda: None, lambda _: _raise(load.failure(path, step, tried)))
+    except MpidistError as error:
+        if filled:
+            raise _spoiled(error) from error
+        raise
     raise AssertionError("not reached")
 
 
 def _raise(error: Exception):
     raise error
+
+
+def _spoiled(error: MpidistError) -> MpidistError:
+    """Return `error`, raised on all ranks, for arrays that may be filled in part. Local.
+
+    Nobody may take it for that of an empty store, and go on with them.
+    """
+    kind = CheckpointError if isinstance(error, NoCheckpoint) else type(error)
+    told = kind(f"{error}; arrays may hold parts of that now: set them anew before use")
+    told.everywhere = True
+    return told
 
 
 def _wanted(like: Mapping) -> list:
@@ -88,27 +117,33 @@ def _wanted(like: Mapping) -> list:
     return items
 
 
-def _attempt(comm, path: str, entry: Entry, items, how: Reading) -> tuple[str | None, Any, bool]:
-    """Try one entry: (None or why it is damaged, state, arrays of `items` changed). Collective."""
+def _attempt(
+    comm, path: str, entry: Entry, items, how: Reading, begun: list[Entry]
+) -> tuple[str | None, Any]:
+    """Try one entry: (None, state), or (why it is damaged, None). Collective.
+
+    It is added to `begun` before any array of `items` is changed.
+    """
     reason, data = together(comm, "restore", lambda: None, lambda _: _manifest(path, entry))
     if reason is not None:
-        return reason, None, False
+        return reason, None
     found = everywhere(comm, "restore", lambda: steps.parse(data, entry))
-    given = items is not None
-    if given:
-        plan = _same_model(comm, path, entry, found, items)
-    else:
+    if items is None:  # new arrays: nothing of anybody's is changed
         items = everywhere(comm, "restore", lambda: _fresh(found))
-        plan = _Plan({path for path, _ in items}, True, False)
+        plan = _Plan({path for path, _ in items}, True, [len(items)])
+    else:
+        plan = _same_model(comm, path, entry, found, items)
+        begun.append(entry)
     how = how._replace(direct=how.direct and plan.alone)
     filled: dict[Path, Any] = {}
-    for names in batches(found.tensors, plan.staged):
+    for start, end in pairwise([0, *plan.ends]):
+        names = {tensor.path for tensor in found.tensors[start:end]}
         some = [(path, leaf) for path, leaf in items if path in names]
         common = plan.common & names if comm.size > 1 else set()
         reason = _fill(comm, path, entry, found, some, common, how, filled)
         if reason is not None:
-            return reason, None, given
-    return None, everywhere(comm, "restore", lambda: _state(found, items, filled)), given
+            return reason, None
+    return None, everywhere(comm, "restore", lambda: _state(found, items, filled))
 
 
 def _fill(
@@ -167,28 +202,28 @@ class _Plan(NamedTuple):
 
     common : leaves that all ranks want whole, so that each reads a part of them.
     alone : whether hardly any byte is read by two ranks.
-    staged : whether some rank takes much host memory for what it cannot fill where it lies.
+    ends : behind which tensors a batch ends, where not all are filled at once.
     """
 
     common: set[Path]
     alone: bool
-    staged: bool
+    ends: list[int]
 
 
 def _same_model(comm, path: str, entry: Entry, found: Manifest, items: list) -> _Plan:
     """Raise CheckpointError on all ranks where `like` and the checkpoint differ. Collective."""
     tensors = {tensor.path: tensor for tensor in found.tensors}
 
-    def local() -> tuple[list[str], bytes, bytes, int, bool]:
+    def local() -> tuple[list[str], bytes, bytes, int, bytes]:
         mine = {name: leaf for name, leaf in items if is_filled(leaf)}
         present = [tensor.path in mine for tensor in found.tensors]
         whole = [tensor.path in mine and is_whole(mine[tensor.path]) for tensor in found.tensors]
         cut = sum(array_of(leaf).nbytes for leaf in mine.values() if not is_whole(leaf))
         differs = _differences(tensors, items, dict(found.extras))
-        staged = is_much(mine.values())
-        return differs, _packed(present), _packed(whole), cut, staged
+        staged = staged_bytes([mine.get(tensor.path) for tensor in found.tensors])
+        return differs, _packed(present), _packed(whole), cut, staged.tobytes()
 
-    def decide(answers: list) -> tuple[list[int], bool, bool]:
+    def decide(answers: list) -> tuple[list[int], bool, list[int]]:
         differs, present, whole, cut, staged = zip(*answers, strict=True)
         seen = _bits(present, len(found.tensors)).sum(axis=0)
         lines = list(dict.fromkeys(line for lines in differs for line in lines))
@@ -208,10 +243,14 @@ def _same_model(comm, path: str, entry: Entry, found: Manifest, items: list) -> 
             tensor.nbytes * (1 if shared else int(count))
             for tensor, shared, count in zip(found.tensors, common, takers, strict=True)
         )
-        return np.flatnonzero(common).tolist(), read <= _MOSTLY * found.nbytes, any(staged)
+        most = np.zeros(len(found.tensors), np.int64)
+        for sizes in filter(None, staged):
+            np.maximum(most, np.frombuffer(sizes, np.int64), out=most)
+        alone = read <= _MOSTLY * found.nbytes
+        return np.flatnonzero(common).tolist(), alone, batches(most.tolist())
 
-    common, alone, staged = together(comm, "restore", local, decide)
-    return _Plan({found.tensors[number].path for number in common}, alone, staged)
+    common, alone, ends = together(comm, "restore", local, decide)
+    return _Plan({found.tensors[number].path for number in common}, alone, ends)
 
 
 def _packed(flags: Sequence[bool]) -> bytes:

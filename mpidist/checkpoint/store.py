@@ -165,8 +165,10 @@ class CheckpointStore(Scoped):
             When there is none, or none that is good; `like` is then unchanged.
         CheckpointError
             When `step` was given and is damaged, or `like` is of another model: the message
-            names what differs. Also when nothing is good and numbers failed their checksums only
-            after others had been filled in: the message says that `like` must not be used.
+            names what differs. Where arrays may have been filled in part by then, since numbers
+            failed their checksums on the way, or memory, the message says so: set them anew.
+        MismatchError
+            When `like` is None on some ranks only.
         """
         self._finish()
         self._agree("restore", step)

@@ -1,14 +1,21 @@
 """How many bytes a restore reads, on other numbers of ranks: hardly more than the state has."""
 
+import sys
 import threading
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import mpidist as md
 from mpidist.checkpoint import files, filling, sharing
+from mpidist.errors import CheckpointError, StorageError
 from mpidist.partition import BlockPartition
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+import fake_cupy
 
 #: As 1 GiB in blocks of 1 MiB.
 ELEMENTS, BLOCK = 1 << 20, 8 << 10
@@ -114,16 +121,17 @@ def test_what_is_passed_on(comm, folder, monkeypatch, saved, staged):
     low, high = BlockPartition(1000, comm.size).range(comm.rank)
     tile = md.Shard(w[:, low:high].copy(), w.shape, (0, low))
     state = {"w": w if saved == "whole" else tile, "b": np.arange(2500), "c": np.arange(7) > 3}
-    state["s"] = np.float64(3)
+    state |= {"s": np.float64(3), "t": np.int64(5)}
     with md.CheckpointStore(comm, folder) as store:
         store.save(1, state)
         like = {"w": np.zeros_like(w), "b": np.zeros(2500, int), "c": np.zeros(7, bool)}
         like["s"] = np.float64(0) if comm.rank else np.zeros(())
+        like["t"] = np.int64(0)
         for got in (store.restore(like)[1], store.restore()[1]):
             np.testing.assert_array_equal(got["w"], w)
             np.testing.assert_array_equal(got["b"], state["b"])
             np.testing.assert_array_equal(got["c"], state["c"])
-            assert got["s"] == 3
+            assert (got["s"], got["t"]) == (3, 5)
 
 
 @pytest.mark.ranks(2, 3)
@@ -186,3 +194,72 @@ def test_two_names_of_one_array(comm, folder, monkeypatch, good):
         np.testing.assert_array_equal(one, np.arange(70_000.0) * good)
         assert state["a"] is one
         assert state["b"] is one
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """A host with little memory for what lies on a device; a list of the batches."""
+    monkeypatch.setattr(files, "BLOCK", files.PAGE)
+    monkeypatch.setattr(filling, "_STAGED", 8 * files.PAGE)
+    seen, exchange = [], filling.Filling.exchange
+    monkeypatch.setattr(
+        filling.Filling, "exchange", lambda self, comm: seen.append(1) or exchange(self, comm)
+    )
+    return seen
+
+
+@pytest.mark.ranks(3)
+def test_one_rank_has_a_device(comm, folder, monkeypatch, batches):
+    """It takes arrays some at a time, so all do; what goes wrong on the way ends all ranks."""
+    values = {f"w{k}": np.full(4000, float(k)) for k in range(20)}
+    original, count = filling.host_empty, 0
+
+    def no_memory(*args, **kwargs):
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise MemoryError("no host memory")
+        return original(*args, **kwargs)
+
+    with fake_cupy.installed() as cupy, md.CheckpointStore(comm, folder) as store:
+        store.save(1, values)
+        kind = cupy.asarray if comm.rank == 1 else np.array
+        like = {name: kind(np.zeros(4000)) for name in reversed(values)}
+        monkeypatch.setattr(filling, "host_empty", no_memory)
+        with pytest.raises(StorageError, match=r"no host memory.*set them anew") as caught:
+            store.restore(like)
+        assert len(set(comm.allgather(str(caught.value)))) == 1
+        assert len(batches) == 4  # each array is nearly as large as what may be staged
+        got = store.restore(like)[1]
+        assert comm.allgather(len(batches)) == [24] * 3
+        for name, array in got.items():
+            host = array.get() if comm.rank == 1 else array
+            np.testing.assert_array_equal(host, values[name])
+        comm.Barrier()
+        if comm.rank == 0:
+            path = folder / "step-000000000001" / "shard-00002.h5"
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+        comm.Barrier()
+        with pytest.raises(CheckpointError, match=r"checksum; arrays may hold.*set them anew"):
+            store.restore(like)
+        assert len(batches) == 24 + 19
+
+
+@pytest.mark.ranks(3)
+def test_batches_of_what_a_rank_holds(comm, folder, batches):
+    """Shards on devices, and arrays of the host, are not cut as if each rank staged all of them."""
+
+    def shards(values):
+        return {f"s{k:02}": md.Shard(values(k), (3 * 1024,), 1024 * comm.rank) for k in range(16)}
+
+    with fake_cupy.installed() as cupy, md.CheckpointStore(comm, folder) as store:
+        state = shards(lambda k: np.full(1024, k + comm.rank / 10))
+        store.save(1, {**state, "host": np.ones(100_000)})
+        like = shards(lambda _: cupy.asarray(np.zeros(1024)))
+        got = store.restore({**like, "host": np.zeros(100_000)})[1]
+        for name, shard in state.items():
+            np.testing.assert_array_equal(got[name].array.get(), shard.array)
+        assert (got["host"] == 1).all()
+        assert len(batches) == 4

@@ -15,6 +15,7 @@ from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import (
     CheckpointError,
     ConfigError,
+    ForeignCheckpoint,
     MismatchError,
     NoCheckpoint,
     ProtocolError,
@@ -400,6 +401,39 @@ def test_damage_on_one_rank_is_a_fallback_of_all(comm, folder, capfd):
         like.array[...] = 8
         everywhere(comm, NoCheckpoint, lambda: store.restore({"x": like}))
         assert (like.array == 8).all()
+
+
+@pytest.mark.ranks(2, 3)
+def test_an_older_step_of_another_model(comm, folder):
+    """Arrays hold parts of the damaged step by then, and the error of all ranks says so."""
+    with CheckpointStore(comm, folder) as store:
+        store.save(1, {"w": np.ones(3)})
+        store.save(2, {"w": np.ones(3000)})
+        if comm.rank == 0:
+            path = folder / "step-000000000002" / f"shard-{comm.size - 1:05d}.h5"
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+        comm.Barrier()
+        like = {"w": np.zeros(3000)}
+        text = everywhere(comm, ForeignCheckpoint, lambda: store.restore(like))
+        assert "w has shape (3,) in the checkpoint, (3000,) here" in text
+        assert "set them anew before use" in text
+        text = everywhere(comm, ForeignCheckpoint, lambda: store.restore(like, step=1))
+        assert "set them anew" not in text
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("without", [0, 1])
+def test_a_rank_that_passes_no_state(comm, folder, without):
+    """It would take other arrays than all others, by other calls; {} says that it wants none."""
+    with CheckpointStore(comm, folder) as store:
+        store.save(1, {"w": np.ones(3)})
+        like = None if comm.rank == without else {"w": np.zeros(3)}
+        text = everywhere(comm, MismatchError, lambda: store.restore(like))
+        assert f"like is None on rank {without} and a state on rank {1 - without}" in text
+        got = store.restore(like or {})[1]
+        assert len(got) == int(comm.rank != without)
 
 
 @pytest.mark.ranks(2)
