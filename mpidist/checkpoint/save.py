@@ -193,6 +193,8 @@ class Save:
     def write(self) -> None:
         """Write this rank's shard. Local, without MPI; what goes wrong is kept for `finish`."""
         try:
+            if not self.parts and self._outcome is None:
+                self._outcome = b""  # nobody waits for this rank: the folder may be renamed by now
             if self._outcome is None:
                 with files.folder(self.path) as root, files.folder(self.name, root) as folder:
                     self._outcome = shard.write(

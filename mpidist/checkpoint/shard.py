@@ -156,10 +156,8 @@ def write(
 ) -> bytes:
     """Write a shard and its table and wait until both are on stable storage. Local.
 
-    Returns the bytes of the table; without parts nothing is written.
+    Returns the bytes of the table.
     """
-    if not parts:
-        return b""
     name = shard_name(rank)
     file, offsets = write_shard(folder, name, parts, data, how)
     pieces = ((part.path, at, part.region) for part, at in zip(parts, offsets, strict=True))

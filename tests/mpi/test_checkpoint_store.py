@@ -436,6 +436,26 @@ def test_a_rank_that_passes_no_state(comm, folder, without):
         assert len(got) == int(comm.rank != without)
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("writers", "state"), [(1, state_of(1)), ("all", {})])
+def test_who_writes_nothing_comes_late(comm, folder, monkeypatch, writers, state):
+    """The step is committed without it, and the folder has its last name by then: no error."""
+    committed, write = folder / "step-000000000001", save.Save.write
+
+    def late(self):
+        began = time.monotonic()
+        while not committed.exists() and time.monotonic() - began < 20:
+            time.sleep(0.01)
+        write(self)
+
+    if comm.rank == 2:
+        monkeypatch.setattr(save.Save, "write", late)
+    with CheckpointStore(comm, folder, writers=writers) as store:
+        store.save_async(1, state)
+        store.wait()
+        assert store.all_steps() == [1]
+
+
 @pytest.mark.ranks(2)
 def test_resave_after_a_fallback(comm, folder):
     """Saving a damaged step again replaces it; the last that was restored is never removed."""
