@@ -179,6 +179,18 @@ def shaped_network(
         yield ShapedNetwork(box, hosts)
 
 
+#: What a host of a cluster does and this machine might not. Where its choice is bbr, that sends
+#: what comes in bursts, as all messages do, at a pace of its own guess: single messages wait for
+#: tens of milliseconds. A namespace may choose only what its machine allows, as reno always is.
+#: And a network card's queue is short, so that an answer does not wait behind megabytes of another
+#: message; in front of a token bucket each connection may have 4 MiB, but for this bound.
+_TUNING = (
+    "cd /proc/sys/net/ipv4; for name in cubic reno; do "
+    "{ echo $name >tcp_congestion_control; } 2>/dev/null && break; done; "
+    "{ echo 262144 >tcp_limit_output_bytes; } 2>/dev/null || true"
+)
+
+
 def _wiring(hosts: int, rate: str, burst: str) -> str:
     """Give the shell commands that build the network in a fresh box."""
     # `ip netns` keeps its names in /run, which must not be the machine's. mpirun itself runs
@@ -197,6 +209,7 @@ def _wiring(hosts: int, rate: str, burst: str) -> str:
             f"ip -n h{h} addr add {_SUBNET}.{h}/24 dev eth0",
             f"ip -n h{h} link set lo up",
             f"ip -n h{h} link set eth0 up",
+            f"ip netns exec h{h} sh -c '{_TUNING}'",
             f"tc -n h{h} qdisc add dev eth0 root tbf rate {rate} burst {burst} latency 100ms",
         ]
     return "\n".join(lines)

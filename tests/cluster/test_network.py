@@ -67,6 +67,15 @@ def test_the_example_of_the_docs_runs(net, openmpi, tmp_path):
     assert "1 passed" in run(words, cwd=tmp_path, timeout=60).check().stdout
 
 
+def test_hosts_have_the_tcp_of_a_cluster(net):
+    """Whatever this machine is set to: bbr would hold single messages back."""
+    read = ["sysctl", "-n", "net.ipv4.tcp_congestion_control", "net.ipv4.tcp_limit_output_bytes"]
+    for host in range(1, net.hosts + 1):
+        found = net.box.run(["ip", "netns", "exec", f"h{host}", *read]).check().stdout.split()
+        assert found[0] in ("cubic", "reno")
+        assert found[1] == "262144"
+
+
 def test_stream_runs_at_the_rate_of_the_link(net):
     seconds = [net.stream(RING_BYTES) for _ in range(3)]
     wire = RING_BYTES * 8 / 1e9
