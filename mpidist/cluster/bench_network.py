@@ -58,7 +58,7 @@ def auto(say: Say) -> list[dict]:
     rows = []
 
     def compare(layout: str, bench: Callable[..., list[dict]], good: str, others: str) -> None:
-        counts = (41, 21, 15) if layout == "1 x 2" else (21, 13, 9)
+        counts = (101, 21, 15) if layout == "1 x 2" else (101, 13, 9)
         chosen = (good + others, good + others, good)
         for span, count, names in zip(sizes, counts, chosen, strict=True):
             words = ("--forms", "plan", "--step", "8", "--rounds", str(count), *span)

@@ -146,6 +146,21 @@ def test_explain_says_where_a_choice_is_from(comm, folder):
     assert second.split()[0] == "4096"
 
 
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [
+        ({"native": 9, "ring": 5.0, "butterfly": 5.1}, "butterfly"),  # equal but for noise
+        ({"native": 9, "ring": 5.0, "butterfly": 5.2}, "ring"),
+        ({"native": 9, "ring": 5.1, "butterfly": 5.0}, "butterfly"),
+        ({"native": 5.0, "ring": 5.0, "butterfly": 5.1}, "native"),
+        ({"native": 9, "ring": 5.0}, "ring"),
+    ],
+)
+def test_of_equal_ones_that_with_fewer_messages(seconds, best):
+    names = tuple(seconds)
+    assert names[selection._fastest(names, np.array([*seconds.values()]))] == best
+
+
 def test_where_it_is_remembered():
     """XDG_CACHE_HOME, ~/.cache, or nowhere; MPIDIST_SELECTION_CACHE=0 switches it off."""
     folder = context.cache_folder
