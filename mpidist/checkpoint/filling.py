@@ -6,7 +6,7 @@ cannot be written to, comes to host memory first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,13 +101,16 @@ class Filling:
         self._shared = Shared(shared, found.block, rank, ranks)
         self._wants = [*own, *self._shared.mine]
 
-    def read(self, reader: Reader) -> None:
-        """Read what this rank reads. Raises Damaged."""
-        reader.read(self._wants)
+    def read(self, reader: Reader, wanted: Callable[[], bool]) -> None:
+        """Read what this rank reads, as long as it is `wanted`. Raises Damaged."""
+        reader.read(self._wants, wanted=wanted)
 
-    def exchange(self, comm) -> None:
-        """Give the others what this rank has read for all, and take theirs. Collective."""
-        self._shared.exchange(comm)
+    def exchange(self, comm, over: Callable[[], bool]) -> None:
+        """Give the others what this rank reads for all, and take theirs. Collective.
+
+        It goes beside `read`, and looks at `over` to know that nothing more comes.
+        """
+        self._shared.exchange(comm, over)
 
     def finish(self) -> dict[Path, Any]:
         """Return the leaves by path, filled."""

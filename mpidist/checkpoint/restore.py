@@ -32,6 +32,7 @@ from mpidist.checkpoint.layout import (
 from mpidist.checkpoint.manifest import Damaged, Manifest
 from mpidist.checkpoint.reader import opened
 from mpidist.checkpoint.steps import Entry
+from mpidist.checkpoint.threads import Beside
 from mpidist.checkpoint.together import everywhere, together
 from mpidist.errors import (
     CheckpointError,
@@ -150,18 +151,22 @@ def _fill(
     comm, path: str, entry: Entry, found: Manifest, items, common, how: Reading, filled: dict
 ) -> str | None:
     """Fill the leaves of `items`, and put them into `filled`; why not, if not. Collective."""
-    fillings: list[Filling] = []
+    filling = everywhere(
+        comm, "restore", lambda: Filling(found, items, common, comm.rank, comm.size)
+    )
 
     def read() -> None:
-        fillings.append(Filling(found, items, common, comm.rank, comm.size))
         with opened(path, entry, found, *how) as reader:
-            fillings[0].read(reader)
+            filling.read(reader, lambda: not reading.abandoned)
 
-    reason = _agreed(comm, read)
+    # What one rank reads for all goes round while the rest is read. Damage is found on the way:
+    # the others then have got it as well, and an older step fills all that it has changed.
+    reading = Beside(read, "mpidist-restore", threaded=bool(common))
+    with reading:
+        filling.exchange(comm, reading.over)
+    reason = _agreed(comm, reading.result)
     if reason is None:
-        # Every byte is known to be good by now, and nothing below looks for damage.
-        fillings[0].exchange(comm)
-        filled |= everywhere(comm, "restore", fillings[0].finish)
+        filled |= everywhere(comm, "restore", filling.finish)
     return reason
 
 

@@ -1,14 +1,15 @@
 """What all ranks want alike, read once: each rank reads its part and passes it on.
 
     disk      | rank 0's part | rank 1's part | rank 2's part |      each byte is read by one rank
-    ranks       every part goes from who read it to all others, once all parts are known to be good
+    ranks       every part goes from who read it to all others, while the next ones are read
 
 Every rank makes the same wants of the same manifest, so that no rank has to tell what it reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, zip_longest
 
 import numpy as np
@@ -21,6 +22,8 @@ _LARGE = 4 << 20
 _MESSAGE = 1 << 30
 #: Messages that are under way at once.
 _IN_FLIGHT = 32
+#: Seconds between two looks for what a rank or the disk has not brought yet.
+_NAP = 0.0002
 
 
 def deal(wants: Sequence[Want], block: int, ranks: int) -> list[list[Want]]:
@@ -58,6 +61,10 @@ def _parts(want: Want, cuts: Sequence[int], block: int) -> Iterator[Want]:
             start = end
 
 
+#: A want and the array that it fills.
+Part = tuple[Want, np.ndarray]
+
+
 class Shared:
     """What all ranks want alike, and the part of it that this one reads. Local, but for `exchange`.
 
@@ -67,62 +74,84 @@ class Shared:
     def __init__(self, wants: Sequence[Want], block: int, rank: int, ranks: int):
         dealt = deal(wants, block, ranks)
         self.mine = dealt[rank]
-        targets = [[want.target for want in one if want.target is not None] for one in dealt]
-        large = [[t for t in one if _is_large(t)] for one in targets]
+        given = [[(want, want.target) for want in one if want.target is not None] for one in dealt]
+        large = [[part for part in one if _is_large(part[1])] for one in given]
         # From all ranks in turn: one that waits for another's bytes sends its own meanwhile.
-        turns = zip_longest(*([(root, t) for t in one] for root, one in enumerate(large)))
+        turns = zip_longest(*([(root, part) for part in one] for root, one in enumerate(large)))
         self._large = [item for turn in turns for item in turn if item is not None]
         self._small = [
             (root, message)
-            for root, one in enumerate(targets)
-            for message in _joined([t for t in one if not _is_large(t)])
+            for root, one in enumerate(given)
+            for message in _joined([part for part in one if not _is_large(part[1])])
         ]
         # Taken here, where a rank without memory can still tell the others.
-        most = max((sum(t.nbytes for t in message) for _, message in self._small), default=0)
+        most = max((_bytes(message) for _, message in self._small), default=0)
         self._room = np.empty(most, np.uint8)
 
-    def exchange(self, comm) -> None:
-        """Bring every target to all ranks from the one that has read it. Collective."""
-        pieces = [
-            (root, piece)
-            for root, target in self._large
-            for piece in _pieces(target.reshape(-1).view(np.uint8))
-        ]
-        for start in range(0, len(pieces), _IN_FLIGHT):
-            under_way = pieces[start : start + _IN_FLIGHT]
-            requests = [comm.Ibcast(piece, root) for root, piece in under_way]
-            for request in requests:
-                request.Wait()
-        for root, message in self._small:
-            self._together(comm, root, message)
+    def exchange(self, comm, over: Callable[[], bool]) -> None:
+        """Bring every target to all ranks from the one that reads it, as it comes. Collective.
 
-    def _together(self, comm, root: int, message: Sequence[np.ndarray]) -> None:
+        `over` tells that this rank reads no more; what has not come by then is passed on as it is,
+        so that nobody waits for it, and whoever was to read it says why.
+        """
+        rank = comm.rank
+
+        def wait_for(root: int, parts: Sequence[Part]) -> None:
+            # Asleep, for the threads that read have to share this core.
+            while rank == root and any(want.left for want, _ in parts) and not over():
+                time.sleep(_NAP)
+
+        under_way: list = []
+        for root, part in self._large:
+            wait_for(root, [part])
+            for piece in _pieces(part[1].reshape(-1).view(np.uint8)):
+                under_way.append(comm.Ibcast(piece, root))
+                if len(under_way) == _IN_FLIGHT:
+                    _end(under_way)
+        _end(under_way)
+        for root, message in self._small:
+            wait_for(root, message)
+            self._together(comm, root, [target for _, target in message])
+
+    def _together(self, comm, root: int, targets: Sequence[np.ndarray]) -> None:
         """Bring small targets to all ranks, one behind the other."""
-        ends = list(accumulate(target.nbytes for target in message))
+        ends = list(accumulate(target.nbytes for target in targets))
         places = [
             self._room[end - target.nbytes : end].view(target.dtype).reshape(target.shape)
-            for target, end in zip(message, ends, strict=True)
+            for target, end in zip(targets, ends, strict=True)
         ]
         if comm.rank == root:
-            for target, place in zip(message, places, strict=True):
+            for target, place in zip(targets, places, strict=True):
                 np.copyto(place, target)
-        comm.Bcast(self._room[: ends[-1]], root)
+        _end([comm.Ibcast(self._room[: ends[-1]], root)])
         if comm.rank != root:
-            for target, place in zip(message, places, strict=True):
+            for target, place in zip(targets, places, strict=True):
                 np.copyto(target, place)
+
+
+def _end(requests: list) -> None:
+    """Wait for `requests`, asleep between two looks, and empty the list. Local."""
+    for request in requests:
+        while not request.Test():
+            time.sleep(_NAP)
+    requests.clear()
+
+
+def _bytes(parts: Iterable[Part]) -> int:
+    return sum(target.nbytes for _, target in parts)
 
 
 def _is_large(target: np.ndarray) -> bool:
     return target.nbytes >= _LARGE and target.flags.c_contiguous
 
 
-def _joined(targets: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+def _joined(parts: Sequence[Part]) -> Iterator[list[Part]]:
     """Put small targets together to messages of a little more than `_LARGE`. Local."""
-    message: list[np.ndarray] = []
+    message: list[Part] = []
     held = 0
-    for target in targets:
-        message.append(target)
-        held += target.nbytes
+    for part in parts:
+        message.append(part)
+        held += part[1].nbytes
         if held >= _LARGE:
             yield message
             message, held = [], 0

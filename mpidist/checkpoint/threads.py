@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 
 class Worker(threading.Thread):
@@ -33,3 +34,49 @@ class Worker(threading.Thread):
         finally:
             self._done.wait()
             self.join()
+
+
+class Beside:
+    """Work that goes on in a thread while a ``with`` block does something else. Local.
+
+    Not `threaded`, or where there are no more threads, it is done before the block.
+    """
+
+    def __init__(self, work: Callable[[], None], name: str, threaded: bool = True):
+        self._work = work
+        self._error: BaseException | None = None
+        #: The block ended by an exception: what is not done yet is of no use.
+        self.abandoned = False
+        self._worker = Worker(self._run, name) if threaded else None
+
+    def __enter__(self) -> Beside:
+        if self._worker is not None:
+            try:
+                self._worker.start()
+                return self
+            except RuntimeError:
+                self._worker = None
+        self._run()
+        if self._error is not None and not isinstance(self._error, Exception):
+            raise self._error  # Ctrl-C
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        self.abandoned = kind is not None
+        if self._worker is not None:
+            self._worker.end()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+
+    def over(self) -> bool:
+        """Whether the work has ended, well or not."""
+        return self._worker is None or not self._worker.is_alive()
+
+    def result(self) -> None:
+        """Raise what the work has raised. Behind the block."""
+        if self._error is not None:
+            raise self._error

@@ -11,20 +11,25 @@ import numpy as np
 from mpidist.checkpoint.manifest import Tensor
 from mpidist.checkpoint.regions import Region, boxes_of, intersection, rows
 
+_counting = threading.Lock()
+
 
 class Want:
     """Bytes ``offset : offset + count`` of a file, for `target`, or only to be checked. Local.
 
-    `target` is one-dimensional, contiguous and made of bytes.
+    `target` is one-dimensional, contiguous and made of bytes. `left` bytes have not come yet.
     """
 
     def __init__(self, file: int, offset: int, count: int, target: np.ndarray | None = None):
         self.file, self.offset, self.count, self.target = file, offset, count, target
+        self.left = count
 
     def take(self, at: int, data: np.ndarray) -> None:
         """Take bytes from position `at` of the range on. From any thread."""
         if self.target is not None:
             np.copyto(self.target[at : at + len(data)], data)
+        with _counting:
+            self.left -= len(data)
 
 
 class Rows(Want):
@@ -35,7 +40,7 @@ class Rows(Want):
     def __init__(self, file: int, offset: int, shape: tuple[int, ...], cut: tuple, target):
         super().__init__(file, offset, prod(shape) * target.itemsize, target)
         self._shape, self._cut = shape, cut
-        self._lock, self._left = threading.Lock(), self.count
+        self._lock, self._missing = threading.Lock(), self.count
         self._rows: np.ndarray | None = None
 
     def take(self, at: int, data: np.ndarray) -> None:
@@ -44,12 +49,12 @@ class Rows(Want):
             if self._rows is None:
                 self._rows = np.empty(self.count, np.uint8)
             self._rows[at : at + len(data)] = data
-            self._left -= len(data)
-            if self._left:
+            self._missing -= len(data)
+            if self._missing:
                 return
             whole = self._rows.view(self.target.dtype).reshape(self._shape)
             self.target[...] = whole[self._cut]
-            self._rows = None
+            self._rows, self.left = None, 0
 
 
 def wants_of(tensor: Tensor, region: Region, itemsize: int, target, block: int) -> Iterator[Want]:

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -156,6 +157,39 @@ def test_damage_in_what_another_rank_reads(comm, folder, monkeypatch):
 
 
 @pytest.mark.ranks(2, 3)
+def test_a_rank_that_reads_slowly(comm, folder, monkeypatch):
+    """What it is to pass on goes when it has come, not before, whatever the others have by then."""
+    monkeypatch.setattr(files, "BLOCK", BLOCK)
+    monkeypatch.setattr(sharing, "_LARGE", 20_000)
+    with md.CheckpointStore(comm, folder) as store:
+        store.save(1, state_of(comm))
+        read, slow = files.os.preadv, comm.rank == 1
+        monkeypatch.setattr(files.os, "preadv", lambda *a: time.sleep(0.01 * slow) or read(*a))
+        check(store.restore(state_of(comm, blank=True))[1], comm)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError()])
+def test_a_rank_that_cannot_read(comm, folder, monkeypatch, error):
+    """The others get what it had to pass on as it is, and all learn what became of it."""
+    monkeypatch.setattr(files, "BLOCK", BLOCK)
+    monkeypatch.setattr(sharing, "_LARGE", 20_000)
+    with md.CheckpointStore(comm, folder) as store:
+        store.save(1, state_of(comm))
+        with monkeypatch.context() as patch:
+            if comm.rank == 1:
+
+                def broken(*_):
+                    raise error
+
+                patch.setattr(files.os, "preadv", broken)
+            with pytest.raises(md.MpidistError, match="set them anew before use") as caught:
+                store.restore(state_of(comm, blank=True))
+        assert len(set(comm.allgather(str(caught.value)))) == 1
+        check(store.restore(state_of(comm, blank=True))[1], comm)
+
+
+@pytest.mark.ranks(2, 3)
 def test_arrays_that_only_some_want_or_want_otherwise(comm, folder):
     """A rank without an array, and one whose array has strides, read for themselves."""
     with md.CheckpointStore(comm, folder) as store:
@@ -203,7 +237,7 @@ def batches(monkeypatch):
     monkeypatch.setattr(filling, "_STAGED", 8 * files.PAGE)
     seen, exchange = [], filling.Filling.exchange
     monkeypatch.setattr(
-        filling.Filling, "exchange", lambda self, comm: seen.append(1) or exchange(self, comm)
+        filling.Filling, "exchange", lambda *args: seen.append(1) or exchange(*args)
     )
     return seen
 
@@ -244,7 +278,7 @@ def test_one_rank_has_a_device(comm, folder, monkeypatch, batches):
         comm.Barrier()
         with pytest.raises(CheckpointError, match=r"checksum; arrays may hold.*set them anew"):
             store.restore(like)
-        assert len(batches) == 24 + 19
+        assert len(batches) == 24 + 20  # what was read is passed on, good or bad
 
 
 @pytest.mark.ranks(3)

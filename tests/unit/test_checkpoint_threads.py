@@ -14,6 +14,7 @@ from checkpoint_solo import Solo, equal, state_of
 
 from mpidist.checkpoint import files, filling
 from mpidist.checkpoint.store import CheckpointStore
+from mpidist.checkpoint.threads import Beside
 
 ROWS = 9000
 
@@ -58,7 +59,7 @@ def test_ctrl_c_while_the_last_bytes_are_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize("found", ["good", "damaged"])
 def test_ctrl_c_while_a_thread_reads(tmp_path, monkeypatch, found):
     """Nobody writes to the arrays any more when it is through; damage hides nothing."""
-    original, begun = files.read_at, threading.Event()
+    original, begun, once = files.read_at, threading.Event(), threading.Lock()
 
     def interrupted(descriptor, view, offset, enough=None):
         count = original(descriptor, view, offset, enough)
@@ -70,7 +71,7 @@ def test_ctrl_c_while_a_thread_reads(tmp_path, monkeypatch, found):
             begun.set()
             time.sleep(0.3)
             raise KeyboardInterrupt
-        elif helps:
+        elif helps and once.acquire(blocking=False):  # a second Ctrl-C would wait for nobody
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.3)
@@ -87,6 +88,60 @@ def test_ctrl_c_while_a_thread_reads(tmp_path, monkeypatch, found):
         left = copy.deepcopy(like)
         time.sleep(0.2)
         assert equal(like, left)
+
+
+@pytest.mark.parametrize("threaded", [True, False, None])
+def test_work_beside_a_block(monkeypatch, threaded):
+    """In a thread, or before the block; what it raises comes when asked for, Ctrl-C at once."""
+    said = []
+
+    def work():
+        said.append(threading.current_thread() is threading.main_thread())
+        raise KeyError("found")
+
+    if threaded is None:
+
+        def none_left(_):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", none_left)
+    beside = Beside(work, "mpidist-beside", threaded is not False)
+    with beside:
+        until = time.monotonic() + 20
+        while not beside.over():
+            assert time.monotonic() < until
+    assert said == [threaded is not True]
+    assert not beside.abandoned
+    with pytest.raises(KeyError, match="found"):
+        beside.result()
+
+
+def test_work_beside_a_block_that_is_left():
+    """It learns that nobody wants it any more, and its end is waited for."""
+
+    def work():
+        until = time.monotonic() + 20
+        while not beside.abandoned and time.monotonic() < until:
+            time.sleep(0.001)
+        ended.append(beside.abandoned)
+
+    ended = []
+    beside = Beside(work, "mpidist-beside")
+
+    def leave():
+        with beside:
+            assert not beside.over()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        leave()
+    assert ended == [True]
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Beside(interrupted, "mpidist-beside", threaded=False):
+        pytest.fail("the block is not entered")
 
 
 def test_a_save_without_more_threads(tmp_path, monkeypatch):
