@@ -28,13 +28,14 @@ from .selection_cache import Remembered
 from .shared import memory_of
 
 #: Seconds that the rounds of one size class may take, and how many there are at least and at most.
-BUDGET, LEAST_ROUNDS, ROUNDS = 0.1, 5, 21
+BUDGET, LEAST_ROUNDS, ROUNDS = 0.1, 5, 41
 
 #: Calls are timed together until they last so long: less is mostly how ranks leave a barrier.
 TIMING, MOST_CALLS = 300e-6, 200
 
-#: Of two that are equal but for noise, the one with fewer messages is taken: 2 log p for 2(p-1).
-_TIE, _FEWER_MESSAGES = 1.03, {"ring": "butterfly"}
+#: Of two that are equal but for noise, MPI's own is taken, for it needs no Python, and a butterfly
+#: before a ring, for it needs fewer messages: 2 log p for 2(p-1).
+_TIE, _BEFORE = 1.03, {"ring": ("native", "butterfly")}
 
 #: Vectors up to so many bytes are short: the rough timing that comes first may be repeated.
 _SHORT = 64 << 10
@@ -210,9 +211,9 @@ def _measure(context: Context, signature: Signature, reduction, n: int, make, na
 def _fastest(names, typical: np.ndarray) -> int:
     """Return which of `names` is the fastest, by its seconds; see `_TIE`."""
     best = int(typical.argmin())
-    other = _FEWER_MESSAGES.get(names[best])
-    if other in names and typical[names.index(other)] <= _TIE * typical[best]:
-        return names.index(other)
+    for other in _BEFORE.get(names[best], ("native",)):
+        if other in names and typical[names.index(other)] <= _TIE * typical[best]:
+            return names.index(other)
     return best
 
 

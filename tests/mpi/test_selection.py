@@ -108,7 +108,7 @@ def test_a_checkpoint_goes_before_the_cache(comm, folder, monkeypatch):
 def test_the_fastest_is_chosen_and_nothing_kept_where_it_is_off(comm, folder):
     for entry in chosen(comm, None).values():
         assert 0 <= entry["won"] <= 1
-        assert entry["us"][entry["algorithm"]] == min(entry["us"].values())
+        assert entry["us"][entry["algorithm"]] <= 1.03 * min(entry["us"].values())
     assert list(folder.iterdir()) == []
 
 
@@ -152,11 +152,13 @@ def test_explain_says_where_a_choice_is_from(comm, folder):
         ({"native": 9, "ring": 5.0, "butterfly": 5.1}, "butterfly"),  # equal but for noise
         ({"native": 9, "ring": 5.0, "butterfly": 5.2}, "ring"),
         ({"native": 9, "ring": 5.1, "butterfly": 5.0}, "butterfly"),
-        ({"native": 5.0, "ring": 5.0, "butterfly": 5.1}, "native"),
+        ({"native": 5.1, "ring": 5.0, "butterfly": 5.1}, "native"),
+        ({"native": 5.1, "butterfly": 5.0}, "native"),
+        ({"native": 5.2, "node": 5.0}, "node"),
         ({"native": 9, "ring": 5.0}, "ring"),
     ],
 )
-def test_of_equal_ones_that_with_fewer_messages(seconds, best):
+def test_of_equal_ones_the_simpler(seconds, best):
     names = tuple(seconds)
     assert names[selection._fastest(names, np.array([*seconds.values()]))] == best
 
