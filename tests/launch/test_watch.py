@@ -207,14 +207,19 @@ def test_stop_twice_and_watch_again(program):
     assert result.stderr == ""
 
 
+def hang(tmp_path, text, fault):
+    """Run a program on three ranks, of which one stops, to its end; dumps are in tmp_path/hang."""
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    command = [sys.executable, str(program), str(tmp_path / "hang")]
+    env = {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": fault}
+    result = launch(3, command, env=env, timeout=150)
+    assert result.returncode == 70, result.stderr
+
+
 def test_the_last_operations_are_written_down(tmp_path):
     """Of every rank that can still write: 256 operations by number, events, stacks; no values."""
-    program = tmp_path / "program.py"
-    program.write_text(HANGING)
-    command = [sys.executable, str(program), str(tmp_path / "hang")]
-    fault = {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": "stop@broadcast:1,rank=1"}
-    result = launch(3, command, env=fault, timeout=150)
-    assert result.returncode == 70, result.stderr
+    hang(tmp_path, HANGING, "stop@broadcast:1,rank=1")
     dumps = {path.name: json.loads(path.read_text()) for path in (tmp_path / "hang").iterdir()}
     # Rank 1 stands still and cannot, unless the launcher wakes it up to end it.
     dumps.pop("hang-1.json", None)
@@ -256,12 +261,7 @@ def test_the_last_operations_of_servers_and_workers_are_written_down(tmp_path):
 
     Rank 1 stands still before it pushes, so server 2 holds what rank 0 asks for.
     """
-    program = tmp_path / "program.py"
-    program.write_text(SERVING)
-    command = [sys.executable, str(program), str(tmp_path / "hang")]
-    fault = {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": "stop@mine:200,rank=1"}
-    result = launch(3, command, env=fault, timeout=150)
-    assert result.returncode == 70, result.stderr
+    hang(tmp_path, SERVING, "stop@mine:200,rank=1")
     worker, server = (
         json.loads((tmp_path / "hang" / f"hang-{rank}.json").read_text()) for rank in (0, 2)
     )
