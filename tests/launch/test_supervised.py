@@ -65,7 +65,8 @@ def undisturbed(tmp_path_factory):
 def check_whole(folder, undisturbed, reached, restarts=1):
     """Every sample once: none left out, only steps since the checkpoint again; the same weights.
 
-    `reached`: the last step of the first attempt; None where that may be any.
+    `reached`: the last step of the first attempt; None where that may be any. Rank 0, which writes
+    of the steps, may be ended before it has written of the last one.
     """
     facts = summary(folder)
     assert (facts["steps"], facts["restarts"]) == (120, restarts)
@@ -76,7 +77,7 @@ def check_whole(folder, undisturbed, reached, restarts=1):
     assert made == [*range(1, before + 1), *range(resumed + 1, 121)]
     assert resumed <= before
     if reached is not None:
-        assert before == reached
+        assert before in (reached - 1, reached)
         # The newest may have been on its way to the disk still.
         assert resumed in (reached // 25 * 25, reached // 25 * 25 - 25)
     assert not list(folder.glob(".mpidist-launch-*"))
