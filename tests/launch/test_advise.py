@@ -96,7 +96,8 @@ def test_bench_explain(tmp_path):
     assert "2 of 2 classes measured now" in first
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["bytes"] for row in rows] == [8, 64]
-    assert all(row["us"][row["algorithm"]] == min(row["us"].values()) for row in rows)
+    # Of two that are within 3 % the simpler is taken; what is printed is rounded.
+    assert all(row["us"][row["algorithm"]] <= 1.04 * min(row["us"].values()) for row in rows)
     (table,) = [line for line in first.splitlines() if line.startswith("# table ")]
     assert len(table.split()[2].rstrip(":")) == 16
     assert launch(1, words, env=env).returncode == 2
