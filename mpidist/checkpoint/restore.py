@@ -84,7 +84,7 @@ def restore(comm, path: str, like: Mapping | None, step: int | None, bad: set[En
         together(comm, "restore", lambda: None, lambda _: _raise(load.failure(path, step, tried)))
     except MpidistError as error:
         if filled:
-            raise _spoiled(error) from error
+            raise spoiled(error) from error
         raise
     raise AssertionError("not reached")
 
@@ -93,7 +93,7 @@ def _raise(error: Exception):
     raise error
 
 
-def _spoiled(error: MpidistError) -> MpidistError:
+def spoiled(error: MpidistError) -> MpidistError:
     """Return `error`, raised on all ranks, for arrays that may be filled in part. Local.
 
     Nobody may take it for that of an empty store, and go on with them.

@@ -20,6 +20,7 @@ from pathlib import Path
 from mpidist import events
 from mpidist.checkpoint import held
 from mpidist.checkpoint.layout import Shard, leaves, tree
+from mpidist.checkpoint.restore import spoiled
 from mpidist.checkpoint.save import Save
 from mpidist.checkpoint.steps import MAX_STEP
 from mpidist.checkpoint.store import CheckpointStore, Scoped
@@ -253,7 +254,10 @@ class TieredStore(Scoped):
             whole = leaves(state.get("arrays", {}))
             return tree(iter([*whole, *leaves(state["extras"]), *pieces]))
 
-        return everywhere(self._comm, f"restore of step {step} from the nodes", fill)
+        try:
+            return everywhere(self._comm, f"restore of step {step} from the nodes", fill)
+        except MpidistError as error:
+            raise spoiled(error) from error
 
     def _forget(self) -> None:
         """Remove what the nodes hold: this run does not go on from it. Collective.

@@ -223,20 +223,30 @@ def test_copies_that_cannot_be_read(comm, place, monkeypatch, capfd):
 
 
 @pytest.mark.ranks(2)
-def test_a_copy_that_fails_while_arrays_are_filled(comm, place, monkeypatch):
-    """Other ranks' arrays are overwritten by then, so it is an error and no older step."""
+@pytest.mark.parametrize("how", ["unreadable", "gone"])
+def test_a_copy_that_fails_while_arrays_are_filled(comm, place, monkeypatch, how):
+    """Other ranks' arrays are overwritten by then: it is an error, and not that of an empty store.
+
+    Whoever takes it for a first start would begin on arrays of which some are changed.
+    """
     place.killed_before_the_copy(2, monkeypatch)
     place.alone(lambda: shutil.rmtree(place.shared / "step-000000000001"))
     with place.store() as store:
+        store._open(make=False)
+        restore = store._local.restore
 
         def fail(*args, **options):
-            raise OSError(5, "Input/output error")
+            if how == "unreadable":
+                raise OSError(5, "Input/output error")
+            shutil.rmtree(store._local.path)
+            return restore(*args, **options)
 
-        store._open(make=False)
         if comm.rank == 1:
             monkeypatch.setattr(store._local, "restore", fail)
-        text = everywhere(comm, StorageError, lambda: store.restore(blank(comm)))
+        kind = StorageError if how == "unreadable" else CheckpointError
+        text = everywhere(comm, kind, lambda: store.restore(blank(comm)))
         assert "restore of step 2 from the nodes: rank 1 of 2" in text
+        assert "set them anew" in text
 
 
 @pytest.mark.ranks(2)
