@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from mpidist.launch import claimed_size
 from mpidist.testing.process import kill_all
@@ -17,9 +17,11 @@ EXPECTED_SKIPS = ("no GPU", "no PyTorch here", "no JAX here")
 #: Scenes that are played at a time: each waits half of its time for a launcher or a batch system.
 AT_ONCE = 3
 
-# No deadline per example, for other work on the machine is no failure of ours; and the same
-# examples in each run, so that a failure belongs to the change that it is seen with.
-settings.register_profile("steady", deadline=None, derandomize=True)
+# No deadline per example nor for drawing them, for other work on the machine is no failure of ours;
+# and the same examples in each run, so that a failure belongs to the change that it is seen with.
+settings.register_profile(
+    "steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("steady")
 
 # What this machine has measured before must not decide what is tested; children inherit it.

@@ -23,7 +23,7 @@ def test_durations_of_slurm(text, seconds):
 def test_who_says_when_the_allocation_ends(tmp_path, monkeypatch):
     assert seconds_left({}) is None
     end = str(int(time.time()) + 100)
-    assert 98 < seconds_left({"SLURM_JOB_ID": "1", "SLURM_JOB_END_TIME": end}) <= 100
+    assert 50 < seconds_left({"SLURM_JOB_ID": "1", "SLURM_JOB_END_TIME": end}) <= 100
     monkeypatch.setenv("PATH", str(tmp_path))
     assert seconds_left({"SLURM_JOB_ID": "1"}) is None, "no squeue here"
     (tmp_path / "squeue").write_text("#!/bin/sh\necho 1:40\n")
@@ -65,8 +65,10 @@ def test_a_save_in_the_background_has_not_taken_as_long_as_the_steps_beside_it(
     """R52: else a job that saves every ten minutes would leave twenty before its end."""
     monkeypatch.setattr(events, "recent", events.deque(maxlen=8))
     with CheckpointStore(Solo(), tmp_path) as store:
+        began = time.perf_counter()
         store.save_async(1, state_of(1))
         store._pending._thread.join()
-        time.sleep(1.0)
+        took = time.perf_counter() - began
+        time.sleep(0.1)
         store.wait()
-    assert 0 < allotment.longest_save() < 1.0
+    assert 0 < allotment.longest_save() < took + 0.05

@@ -72,9 +72,12 @@ def test_ctrl_c_while_a_thread_reads(tmp_path, monkeypatch, found):
             time.sleep(0.3)
             raise KeyboardInterrupt
         elif helps and once.acquire(blocking=False):  # a second Ctrl-C would wait for nobody
+            begun.set()
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.3)
+        elif not helps and view.nbytes == 4 * files.PAGE:
+            assert begun.wait(20)  # or it would have read all before a helper has woken up
         return count
 
     with CheckpointStore(Solo(), tmp_path) as store:

@@ -96,7 +96,8 @@ def test_arrays_that_other_threads_let_go():
     for consumer in consumers:
         consumer.join()
     assert wrong == []
-    assert len(rooms._free) + len(rooms._returned) < 30, "they are used again"
+    # At most a dozen of each of the 7 sizes are in use at a time.
+    assert len(rooms._free) + len(rooms._returned) < 100, "they are used again"
 
 
 def test_open_files_are_bounded(monkeypatch):

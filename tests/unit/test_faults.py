@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import timeit
 
 import pytest
 
@@ -62,10 +63,8 @@ def test_nothing_is_loaded_unless_asked_for():
         "assert points._act is None; assert 'mpidist.testing' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    start = time.perf_counter()
-    for step in range(10_000):
-        points.reach("step", step)
-    assert time.perf_counter() - start < 0.1  # 10 us each, on a machine with other work
+    seconds = timeit.repeat(lambda: points.reach("step", 1), number=10_000, repeat=5)
+    assert min(seconds) < 0.1  # 10 us each, on a machine with other work
 
 
 def test_rank_number_and_attempt(armed):

@@ -1,5 +1,6 @@
 """HDF5 files from strangers: each attack is a real file, and none gets anything."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -241,13 +242,14 @@ def test_only_regular_files_are_opened(path, tmp_path):
 def test_no_descriptor_is_left(path):
     with h5py.File(path, "w") as file:
         external_link(file, path.parent)
+    gc.collect()  # what other tests have left
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
         with pytest.raises(ConfigError):
             read(path)
         with pytest.raises(ConfigError):
             strangers.opened(path.parent / "none")
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_versions_with_known_holes_are_named(path, monkeypatch):
