@@ -103,11 +103,14 @@ def test_a_worker_tells_its_times_with_every_tenth_request():
 
 def test_waits_are_no_work_of_ones_own():
     """What a loop does until it says that it has computed, or until its step ends."""
-    began = time.monotonic()
+    began, before = time.monotonic(), waiting.waited
     own = OwnTime()
-    waiting.wait_until(lambda: time.monotonic() > began + 0.05)
-    worked = own.stop()
-    assert worked < time.monotonic() - began - 0.02, "most of these 50 ms are a wait"
+    for _ in range(20):  # where this process stands still meanwhile, that is no wait
+        now = time.monotonic()
+        waiting.wait_until(lambda now=now: time.monotonic() > now + 0.05)
+        if waiting.waited - before > 0.03:
+            break
+    assert own.stop() < time.monotonic() - began - 0.02
     own.begin()
     time.sleep(0.03)
     worked = own.stop()
