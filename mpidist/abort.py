@@ -9,17 +9,21 @@ plain ``python program.py`` end the whole job instead:
     rank 2   ValueError -> note to all -> 0.5 s, hears of rank 1 .| silent, killed
 
 Of several ranks that fail alike the lowest speaks: each tells all others that it failed, and
-keeps silent when it hears of a lower one while it waits. An error that only reports another
-rank's exception gives way to every rank that knows the cause.
+keeps silent when it hears of a lower one while it waits. Who speaks tells that as well, and ranks
+that fail later keep silent, however low. An error that only reports another rank's exception gives
+way to every rank that knows the cause.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import os
 import socket
+import stat
 import sys
+import termios
 import threading
 import time
 import traceback
@@ -31,15 +35,17 @@ from mpi4py import MPI
 from mpidist import events
 from mpidist.errors import ConfigError, MpidistError
 
-#: Seconds in which a failing rank listens for lower ranks that failed as well.
-HOLD_BACK = 0.5
+#: Seconds in which a failing rank listens for lower ranks that failed as well, and rank 0 for one
+#: that speaks already: MPI needs a few looks before it shows a message.
+HOLD_BACK, LOOK = 0.5, 0.05
 
 #: Seconds between the last word and MPI_Abort: MPICH's launcher stops forwarding output when it
-#: hears of the abort, and about one traceback in twenty was lost without this pause.
-DRAIN = 0.15
+#: hears of the abort, and about one traceback in twenty was lost without this pause. A launcher
+#: that is held up itself is waited for until it has read what was said, so many seconds.
+DRAIN, READ_BY = 0.15, 10.0
 
 #: Seconds that a rank leaving by ``sys.exit(nonzero)`` waits for the others to leave as well.
-LEAVE_TOGETHER = 1.0
+LEAVE_TOGETHER = 5.0
 
 #: Called on a rank that is about to end the job, by an error of its own and not by hearsay.
 failing: list[Callable[[], None]] = []
@@ -117,7 +123,7 @@ def _end_job(error: BaseException, show_traceback) -> None:
         _announce()
     with _speaking:  # a second thread that fails waits here until the process is gone
         if world.size > 1 and _others_speak(world.rank, error):
-            time.sleep(10 * HOLD_BACK)  # the launcher ends us in the midst of this
+            time.sleep(READ_BY + 10 * HOLD_BACK)  # the launcher ends us in the midst of this
             _abort(code)
         if isinstance(error, MpidistError) and error.quiet:
             # Another process of this launch says the same. It may be slower than this one, and
@@ -161,8 +167,22 @@ def unlink_segments(prefixes: tuple[str, ...] = _SEGMENTS) -> None:
 
 def _abort(code: int) -> None:
     unlink_segments()
+    deadline = time.monotonic() + READ_BY
+    while any(map(_unread, (1, 2))) and time.monotonic() < deadline:
+        time.sleep(0.01)
     time.sleep(DRAIN)
     MPI.COMM_WORLD.Abort(code)
+
+
+def _unread(descriptor: int) -> int:
+    """Return the bytes that a launcher has not taken yet from the pipe of an output."""
+    try:
+        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            return 0
+        count = fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))
+    except OSError:
+        return 0
+    return int.from_bytes(count, sys.byteorder)
 
 
 def exit_code(error: BaseException) -> int:
@@ -193,28 +213,39 @@ def one_line(error: BaseException) -> str:
 
 
 def _others_speak(rank: int, error: BaseException) -> bool:
-    """Tell all ranks that this one failed; whether one that goes before it failed too."""
+    """Tell all ranks that this one failed; whether one that goes before it failed too.
+
+    Where none did this one speaks, and tells that too.
+    """
     hearsay = isinstance(error, MpidistError) and error.consequence
-    wait = 3 * HOLD_BACK if hearsay else HOLD_BACK if rank else 0.0
+    wait = 3 * HOLD_BACK if hearsay else HOLD_BACK if rank else LOOK
     if _farewell == MPI.COMM_NULL:
         time.sleep(wait + rank * 0.01)  # no channel to ask: different moments are the next best
         return False
+    # Who speaks goes before all that only failed, but one that knows the cause before hearsay.
+    speaks, failed = (2, 3) if hearsay else (0, 1)
     try:
-        # One byte goes out at once, whether or not its receiver ever looks for it.
-        others = (other for other in range(_farewell.size) if other != rank)
-        notes = [_farewell.Isend([b"!", MPI.BYTE], other, tag=1 + hearsay) for other in others]
+        notes = _tell_all(failed)
         deadline = time.monotonic() + wait
         status = MPI.Status()
-        while time.monotonic() < deadline:
+        while True:
             while _farewell.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-                if (status.tag, status.source) < (1 + hearsay, rank):
+                if (status.tag, status.source) < (failed, rank):
                     return True
                 _farewell.Recv([bytearray(1), MPI.BYTE], status.source, status.tag)
+            if time.monotonic() >= deadline:
+                break
             time.sleep(0.01)
-        MPI.Request.Testall(notes)
+        MPI.Request.Testall([*notes, *_tell_all(speaks)])
     except MPI.Exception:
         pass  # an MPI that is beyond notes may still be able to abort
     return False
+
+
+def _tell_all(tag: int) -> list[MPI.Request]:
+    # One byte goes out at once, whether or not its receiver ever looks for it.
+    others = (other for other in range(_farewell.size) if other != _farewell.rank)
+    return [_farewell.Isend([b"!", MPI.BYTE], other, tag=tag) for other in others]
 
 
 def _leave_alone(code: int) -> None:
