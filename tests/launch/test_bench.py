@@ -38,7 +38,7 @@ def test_checkpoint(tmp_path, ranks):
 def test_bad_input_is_one_line(tmp_path, launches):
     cases = (("--folder", "nowhere"), ("--size", "0"), ("--rounds", "-1"))
     jobs = {words: (2, [*MPIDIST, "bench", "checkpoint", *words]) for words in cases}
-    for result, _ in launches(jobs, cwd=tmp_path).values():
+    for result in launches(jobs, cwd=tmp_path).values():
         assert result.returncode == 2
         assert result.stderr.count("mpidist: error: --") == 1
 

@@ -58,7 +58,7 @@ def test_bad_input_is_one_line(tmp_path, launches):
         (["--algorithms", "rnig"], "did you mean 'ring'?"),
     )
     ends = launches({said: (2, [*MPIDIST, *words]) for words, said in cases}, cwd=tmp_path)
-    for said, (result, _) in ends.items():
+    for said, result in ends.items():
         assert result.returncode == 2
         lines = [line for line in result.stderr.splitlines() if "mpidist: error: " in line]
         assert len(lines) == 1

@@ -140,7 +140,7 @@ def test_checkpoint_of_another_model(folder, launches):
     before = sorted((folder / "run" / "checkpoints").iterdir())
     args = ["train", "job.toml", "--resume", "--set", "model.sizes=[[1, 8, 8], 20, 10]"]
     ends = launches({ranks: (ranks, [*MPIDIST, *args]) for ranks in (1, 4)}, cwd=folder)
-    for result, _ in ends.values():
+    for result in ends.values():
         said = result.stdout + result.stderr
         lines = [line for line in said.splitlines() if line.startswith("mpidist: error: ")]
         assert (result.returncode, len(lines)) == (2, 1), said
@@ -179,7 +179,7 @@ def bad_calls(tmp_path_factory, launches):
 def test_bad_calls_in_a_program(bad_calls, call, n, words):
     """R97: the same for a user's own program under plain python, with the line of that call."""
     program = Path(BAD_CALL).read_text().splitlines()
-    line = told_once(bad_calls[call, n][0], words)
+    line = told_once(bad_calls[call, n], words)
     assert line.endswith(")")
     file, _, number = line[:-1].rpartition("(")[2].partition(":")
     assert file == "bad_call.py"

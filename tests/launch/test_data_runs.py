@@ -94,7 +94,7 @@ def test_bad_settings_of_loading(job, launches):
     }
     ends = launches({setting: (2, command(job, setting)) for setting in cases})
     for setting, message in cases.items():
-        failed, _ = ends[setting]
+        failed = ends[setting]
         assert failed.returncode == 2, failed.stderr
         assert message in failed.stderr
 

@@ -169,7 +169,7 @@ def ends(program, launches, tmp_path_factory):
     folders = {what: tmp_path_factory.mktemp(what) for what in UNDISTURBED}
     command = [sys.executable, program]
     jobs = {what: (n, [*command, what, str(folders[what])]) for what, n in UNDISTURBED.items()}
-    return {what: (result, folders[what]) for what, (result, _) in launches(jobs).items()}
+    return {what: (result, folders[what]) for what, result in launches(jobs).items()}
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_one_digest_at_1_3_and_4_ranks_and_after_a_resume_on_others(tmp_path, la
     """
     jobs = {f"ranks{ranks}": (ranks, command(f"ranks{ranks}")) for ranks in (1, 3, 4)}
     jobs["pause"] = 4, command("pause", "--set", "stop_after=9")
-    said = {out: result.check().stdout for out, (result, _) in launches(jobs, cwd=tmp_path).items()}
+    said = {out: result.check().stdout for out, result in launches(jobs, cwd=tmp_path).items()}
     alone = summary(tmp_path, "ranks1")
     assert alone["microbatches_price"] is None
     for out in ("ranks3", "ranks4"):

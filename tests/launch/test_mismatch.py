@@ -58,7 +58,7 @@ def all_cases(launches):
     """By case what came of it. A process goes on with other communicators after a mismatch."""
     parts = [WORDS[first::3] for first in range(3)]
     ends = launches({part[0]: command(part) for part in parts}, timeout=200)
-    return {word: read(part, ends[part[0]][0]) for part in parts for word in part}
+    return {word: read(part, ends[part[0]]) for part in parts for word in part}
 
 
 @pytest.mark.parametrize("word", WORDS)
