@@ -25,8 +25,9 @@ COMMANDS = {
 }
 
 
-#: Seconds that a rank which says nothing waits for the one that speaks.
-HOLD_BACK = 3.0
+#: Seconds that a rank which says nothing waits for the one that speaks; the longer ones where the
+#: launcher ends all ranks as soon as that one has left.
+HOLD_BACK, HOLD_BACK_LONG = 3.0, 10.0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -78,14 +79,16 @@ def _run(argv: list[str]) -> int:
 
 def _report(error: MpidistError) -> int:
     """Say what is wrong in one line, once per job, and return the exit code."""
-    from ..launch import rank_hint
+    from ..launch import claimed_size, rank_hint
 
     if rank_hint(os.environ) == 0 and not getattr(error, "quiet", False):
         print(f"mpidist: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     else:
         # Open MPI's launcher ends the whole job when the first process of it has failed, and that
         # must not be one that says nothing: rank 0 may still be on its way to this line.
-        time.sleep(HOLD_BACK)
+        claim = claimed_size(os.environ)
+        ends_all = claim is not None and claim.launcher.startswith("Open MPI")
+        time.sleep(HOLD_BACK_LONG if ends_all else HOLD_BACK)
     return error.exit_code
 
 

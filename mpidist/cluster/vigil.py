@@ -29,7 +29,7 @@ class Limits(NamedTuple):
 #: Until all ranks have begun once one has, if nothing else is said.
 START = 300.0
 #: A rank that is dead is left to the launcher for so long; so is a launcher whose ranks have left.
-DEAD, LINGER = 3.0, 60.0
+DEAD, LINGER = 10.0, 60.0
 
 
 class Vigil:
