@@ -281,7 +281,8 @@ def test_a_supervisor_that_was_stopped_itself_accuses_nobody():
 def test_a_dead_rank():
     """The launcher has a moment to notice it; one that tolerates it is not disturbed."""
     signs = [sign(0), sign(1, pid=7)]
-    one, tolerant = vigil(dead={7}), vigil(dead={7}, dead_ends=False)
+    slow = Limits(heartbeat=60)
+    one, tolerant = vigil(slow, dead={7}), vigil(slow, dead={7}, dead_ends=False)
     for now in (1.0, 1.0 + DEAD):
         assert one.look(signs, now) == tolerant.look(signs, now) == ""
     assert one.look(signs, 1.1 + DEAD) == "rank 1 on here is dead"
