@@ -17,7 +17,7 @@ export PRTE_ALLOW_RUN_AS_ROOT = 1
 export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 endif
 else
-EXEC = $(BIN)/mpiexec -n
+EXEC = $(BIN)/mpiexec -genv MPIR_CVAR_ENABLE_HEAVY_YIELD 1 -genv MPIR_CVAR_POLLS_BEFORE_YIELD 30 -n
 endif
 # One thread per rank: NumPy's BLAS would otherwise start one per core in every rank.
 export OMP_NUM_THREADS ?= 1

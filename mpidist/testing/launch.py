@@ -22,6 +22,11 @@ from .process import Finished, Started
 #: Variables by which a launcher speaks to its ranks. A nested launcher must not hear them.
 _RANK_VARIABLES = ("PMIX_", "PMI_", "PMI2_", "OMPI_COMM_WORLD_", "PRTE_", "HYDI_")
 
+#: For more ranks than cores: who waits gives its core to those it waits for. MPICH's plain
+#: sched_yield mostly gives it to another rank that waits; a short sleep does not.
+OPEN_MPI_YIELDS = {"mpi_yield_when_idle": "1"}
+MPICH_YIELDS = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "30"}
+
 
 def find_launcher(python: str | os.PathLike | None = None) -> Path:
     """Find the mpiexec of an interpreter: beside it, else the first on PATH. Local.
@@ -72,10 +77,13 @@ def launcher_command(n: int, *, mpi: str | os.PathLike | None = None) -> list[st
     launcher = Path(mpi) if mpi else find_launcher()
     kind, major = launcher_kind(launcher)
     words = [str(launcher)]
-    if kind == "openmpi" and n > len(os.sched_getaffinity(0)):
-        # Without the yield each waiting rank keeps a core from the rank it waits for.
-        words += ["--map-by", ":oversubscribe"] if major >= 5 else ["--oversubscribe"]
-        words += ["--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+    if n > len(os.sched_getaffinity(0)):
+        if kind == "openmpi":
+            words += ["--map-by", ":oversubscribe"] if major >= 5 else ["--oversubscribe"]
+            words += ["--bind-to", "none"]
+            words += [word for item in OPEN_MPI_YIELDS.items() for word in ("--mca", *item)]
+        else:
+            words += [word for item in MPICH_YIELDS.items() for word in ("-genv", *item)]
     return [*words, "-n", str(n)]
 
 

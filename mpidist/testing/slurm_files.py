@@ -7,6 +7,8 @@ import secrets
 import socket
 from pathlib import Path
 
+from .launch import MPICH_YIELDS, OPEN_MPI_YIELDS
+
 _CONF = """\
 ClusterName=onebox
 SlurmctldHost=ctl(127.0.0.1)
@@ -81,7 +83,8 @@ def configure(run: Path, logs: Path, nodes: int, **settings: int) -> dict[str, s
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
     # The nodes claim more cores than there are: ranks that spin while they wait would keep the
     # cores from those they wait for, and cost a job ten times its time.
-    return {"OMPI_MCA_mpi_yield_when_idle": "1", **clean, "SLURM_CONF": str(conf)}
+    yields = {f"OMPI_MCA_{name}": value for name, value in OPEN_MPI_YIELDS.items()} | MPICH_YIELDS
+    return {**yields, **clean, "SLURM_CONF": str(conf)}
 
 
 def _free_ports(count: int) -> list[int]:

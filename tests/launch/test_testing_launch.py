@@ -124,6 +124,18 @@ def test_environment_is_added_and_the_launcher_named():
     assert launcher_command(2)[-2:] == ["-n", "2"]
 
 
+def test_more_ranks_than_cores_give_way_while_they_wait():
+    """Else who waits keeps a core from the rank it waits for: tests take many times as long."""
+    code = "import os; print(*(k for k in os.environ if 'YIELD' in k.upper()))"
+    cores = len(os.sched_getaffinity(0))
+    done = launch(cores + 1, [sys.executable, "-c", code]).check()
+    wanted = {
+        "openmpi": ["OMPI_MCA_mpi_yield_when_idle"],
+        "mpich": ["MPIR_CVAR_ENABLE_HEAVY_YIELD", "MPIR_CVAR_POLLS_BEFORE_YIELD"],
+    }[launcher_kind(find_launcher())[0]]
+    assert sorted(done.stdout.split()) == sorted(wanted * (cores + 1))
+
+
 def test_what_is_no_launcher_is_named():
     with pytest.raises(
         ConfigError, match=r"/bin/true --version says .* expected Open MPI or MPICH"
