@@ -133,7 +133,8 @@ def test_more_ranks_than_cores_give_way_while_they_wait():
         "openmpi": ["OMPI_MCA_mpi_yield_when_idle"],
         "mpich": ["MPIR_CVAR_ENABLE_HEAVY_YIELD", "MPIR_CVAR_POLLS_BEFORE_YIELD"],
     }[launcher_kind(find_launcher())[0]]
-    assert sorted(done.stdout.split()) == sorted(wanted * (cores + 1))
+    for name in wanted:
+        assert done.stdout.count(name) == cores + 1
 
 
 def test_what_is_no_launcher_is_named():
