@@ -131,7 +131,7 @@ def on_four_ranks(tmp_path_factory, launches):
 @pytest.mark.parametrize("case", FOUR_RANKS)
 def test_bad_input_on_four_ranks(on_four_ranks, case):
     """R97: one line for the whole job, from rank 0, before MPI starts on any rank."""
-    told_once(on_four_ranks[case][0], FOUR_RANKS[case][1])
+    told_once(on_four_ranks[case], FOUR_RANKS[case][1])
 
 
 def test_checkpoint_of_another_model(folder, launches):
