@@ -59,6 +59,7 @@ def test_it_measures_writes_and_measures_again(tmp_path, monkeypatch):
     monkeypatch.setattr(mpi_algorithms, "open_mpi", lambda *_: [setting_of[wanted]])
     monkeypatch.setattr(mpi_algorithms, "mpich", lambda: [setting_of[wanted]])
     monkeypatch.setattr(mpi_algorithms, "GAIN", 0.0)
+    monkeypatch.setattr(mpi_algorithms, "LOSS", 0.0)
     monkeypatch.setattr(advise, "PASSES", 1)
     monkeypatch.setattr(advise, "CHECKS", 1)
     monkeypatch.setattr(advise, "_keep_what_holds", lambda *_: None)

@@ -124,6 +124,6 @@ def test_an_empty_store_is_one_line_for_the_whole_job(tmp_path, ranks):
         "        code = error.exit_code\n"
         "sys.exit(code)\n"
     )
-    done = launch(ranks, [sys.executable, "-c", code, str(tmp_path)], timeout=30)
+    done = launch(ranks, [sys.executable, "-c", code, str(tmp_path)], timeout=120)
     assert done.returncode == 2
     assert "holds no step-* folder" in done.stdout

@@ -55,7 +55,9 @@ def test_the_loop_runs_as_it_stands(scene):
     assert len(found) == 1, result.stdout
     assert float(found[0]) < 1e-3
     assert (folder / "runs" / "loop").is_dir()
-    assert result.stderr == ""
+    # Other work may make a rank slow, and that is told.
+    said = [line for line in result.stderr.splitlines() if "the others wait for rank" not in line]
+    assert said == []
 
 
 def test_the_loop_changes_five_lines():
