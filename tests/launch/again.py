@@ -5,12 +5,15 @@ at up to three runs; what is promised belongs outside, where each run must keep 
 """
 
 
-def best_of_three(check, first, again):
-    """Return ``check(first)``; where that fails, of ``again()``, and of one more."""
-    result = first
+def best_of_three(check, play, first=None):
+    """Return ``check(play())``; where that fails, of another one, up to three.
+
+    `first`: what has been played already.
+    """
+    result = play() if first is None else first
     for _ in range(2):
         try:
             return check(result)
         except AssertionError:
-            result = again()
+            result = play()
     return check(result)

@@ -130,7 +130,7 @@ def usually(ends, program):
         def again():
             return checked(launch(*command(program, n, what, ranks), timeout=120))
 
-        best_of_three(check, run(ends, n, what, ranks), again)
+        best_of_three(check, again, run(ends, n, what, ranks))
 
     return best
 

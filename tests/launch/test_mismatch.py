@@ -61,7 +61,7 @@ def told(word, found, ranks, check):
         for _, text in told:
             check(text)
 
-    best_of_three(in_time, everybody(found), lambda: everybody(alone(word)))
+    best_of_three(in_time, lambda: everybody(alone(word)), everybody(found))
 
 
 @pytest.fixture(scope="module")

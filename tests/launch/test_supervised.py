@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from again import best_of_three
 from digits_job import write_job
 
 from mpidist.elastic import pulse
@@ -19,6 +21,8 @@ MPIDIST = [sys.executable, "-m", "mpidist"]
 TRAIN = [*MPIDIST, "train", "job.toml"]
 #: Small, and with the same bits on any number of ranks.
 SETTINGS = {"steps": 120, "checkpoint_every": 25, "microbatches": 12, "log_every": 1}
+#: For a run that must not be over before somebody has done something to it.
+SLOWLY = "sleep@step,ms=200"
 
 
 def supervised(folder, *options, fault="", program=TRAIN, **more):
@@ -98,7 +102,7 @@ def asked(folder):
     """Asked twice, each time by another signal, and the same command again."""
     last = 0
     for number in (signal.SIGUSR1, signal.SIGTERM):
-        job = supervised(folder, "-n", "2", fault="sleep@step,ms=50")
+        job = supervised(folder, "-n", "2", fault=SLOWLY)
         wait_for_step(job, folder, last + 5)
         job.process.send_signal(number)
         finish(job, 75)
@@ -110,7 +114,7 @@ def asked(folder):
 def preempted(folder):
     job = supervised(
         folder, "-n", "2", "--preempted", "relaunch", "--max-restarts", "0",
-        fault="sleep@step,ms=50",
+        fault=SLOWLY,
     )  # fmt: skip
     wait_for_step(job, folder, 5)
     (control,) = folder.glob(".mpidist-launch-*")
@@ -120,7 +124,7 @@ def preempted(folder):
 
 def mpidist_launch_is_killed(folder):
     """What was said, and who was left after a minute."""
-    job = supervised(folder, "-n", "2", fault="sleep@step,ms=50")
+    job = supervised(folder, "-n", "2", fault=SLOWLY)
     wait_for_step(job, folder, 5)
     job.process.kill()
     deadline = time.monotonic() + 60
@@ -173,7 +177,7 @@ SCENES = {
     "rank 2 of 3 killed": killed_beside_a_wrong_clock,
     "rank 0 of 4 killed": lambda folder: run(folder, "-n", "4", fault="kill@exchange:26,rank=0"),
     "a rank stopped": lambda folder: run(
-        folder, "-n", "3", "--heartbeat", "6", fault="stop@step:40,rank=1"
+        folder, "-n", "3", "--heartbeat", "10", fault="stop@step:40,rank=1"
     ),
     "three times": lambda folder: run(folder, "-n", "3", fault=THREE),
     "server killed": server_is_killed,
@@ -243,7 +247,7 @@ def test_a_rank_is_stopped(scene, undisturbed):
     """R56: nobody's exit tells of a rank that stands still; its missing beat does."""
     done, folder = scene
     assert "rank 1 on" in done.stderr
-    assert "gave no sign for 6 s" in done.stderr
+    assert "gave no sign for 10 s" in done.stderr
     # Ended by SIGTERM it is set going first, and may get some way yet.
     check_whole(folder, undisturbed, None)
 
@@ -354,37 +358,38 @@ def children(pid):
     return map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
 
 
-def stragglers(folder, name, fault=""):
-    """What rank 0's event log has of slow ranks, and what was said."""
-    words = ["--set", f"out={name}", "--set", "steps=60"]
+def stragglers(folder, fault=""):
+    """What rank 0's event log has of slow ranks, what was said, and when step 31 was done."""
+    out = tempfile.mkdtemp(dir=folder)
+    words = ["--set", f"out={out}", "--set", "steps=60"]
     done = run(folder, "-n", "4", program=[*TRAIN, *words], fault=fault)
-    lines = (folder / name / "events" / "rank-0.jsonl").read_text().splitlines()
-    known = [json.loads(line) for line in lines]
-    return [line for line in known if line["event"] == "straggler"], done.stderr
+    events, metrics = (
+        [json.loads(line) for line in Path(out, name).read_text().splitlines()]
+        for name in ("events/rank-0.jsonl", "metrics.jsonl")
+    )
+    named = [line for line in events if line["event"] == "straggler"]
+    return named, done.stderr, next(line["time"] for line in metrics if line["step"] == 31)
 
 
 def test_a_slow_rank_is_named(tmp_path):
-    """R45: by rank, phase and lag, within 30 steps; and nobody is where nobody is slow.
+    """R45: by rank, phase and lag, within 30 steps; and nobody is where nobody is slow."""
 
-    Other work on the machine makes any rank slow: the best of three runs counts.
-    """
-    for turn in range(3):
-        found, said = stragglers(tmp_path, f"slow{turn}", "sleep@step,rank=2,ms=50")
-        metrics = (tmp_path / f"slow{turn}" / "metrics.jsonl").read_text().splitlines()
-        in_time = next(line["time"] for line in map(json.loads, metrics) if line["step"] == 31)
-        if len(found) == 1 and found[0]["time"] < in_time:
-            break
-    (slow,) = found
-    assert slow["time"] < in_time
-    assert (slow["straggler"], slow["phase"]) == (2, "gradients")
-    assert slow["lag_ms"] > 40
-    assert "the others wait for rank 2 on" in said
-    for turn in range(3):
-        found, said = stragglers(tmp_path, f"quiet{turn}")
-        if not found:
-            break
-    assert found == []
-    assert "the others wait for" not in said
+    def named(made):
+        found, said, in_time = made
+        assert len(found) == 1
+        slow = found[0]
+        assert slow["time"] < in_time
+        assert (slow["straggler"], slow["phase"]) == (2, "gradients")
+        assert slow["lag_ms"] > 40
+        assert "the others wait for rank 2 on" in said
+
+    def nobody(made):
+        found, said, _ = made
+        assert found == []
+        assert "the others wait for" not in said
+
+    best_of_three(named, lambda: stragglers(tmp_path, "sleep@step,rank=2,ms=50"))
+    best_of_three(nobody, lambda: stragglers(tmp_path))
 
 
 def test_bench_relaunch(tmp_path):
