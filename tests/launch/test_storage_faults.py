@@ -39,7 +39,7 @@ def disk(tmp_path):
 def test_a_store_survives_its_folder(disk, ranks):
     """One error on all ranks, earlier steps whole, a later save works; each page of a full disk."""
     program = [sys.executable, str(PROGRAMS / "storage_faults.py"), str(disk)]
-    done = in_namespace(disk, [*launcher_command(ranks), *program], timeout=90).check()
+    done = in_namespace(disk, [*launcher_command(ranks), *program], timeout=240).check()
     for kind in ("ReadOnly", "Renamed", "Unmounted", "Full"):
         assert f"save {kind}: " in done.stdout
         assert f"save_async {kind}: " in done.stdout
@@ -50,7 +50,7 @@ def test_a_store_survives_its_folder(disk, ranks):
 def test_a_job_survives_its_folder(disk):
     """`mpidist train` goes on while its folder is read-only, gone and full, and saves after it."""
     program = [sys.executable, str(PROGRAMS / "storage_job.py"), str(disk)]
-    done = in_namespace(disk, program, timeout=120)
+    done = in_namespace(disk, program, timeout=300)
     assert done.returncode == 75, done.stdout + done.stderr
     for text in ("Read-only file system", "is gone; put it back", "No space left on device"):
         assert text in done.stdout

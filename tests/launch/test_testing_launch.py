@@ -107,12 +107,10 @@ def test_a_pytest_that_is_ended_takes_its_scenes_along(tmp_path):
     mark = uuid.uuid4().hex
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "SCENE_MARK": mark}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider"]
-    begun = time.monotonic()
     with subprocess.Popen([*command, tmp_path], env=env, stdout=subprocess.DEVNULL) as child:
         until(lambda: len(marked(mark, "SCENE_MARK")) >= 4)  # itself, the launcher, two ranks
         child.send_signal(signal.SIGTERM)
         assert child.wait(30) == pytest.ExitCode.INTERRUPTED
-    assert time.monotonic() - begun < 60
     assert not marked(mark, "SCENE_MARK")
 
 

@@ -20,7 +20,7 @@ RING = '[strategy]\nalgorithm = "ring"\n'
 STEPS = 400
 SETTINGS = {"steps": STEPS, "checkpoint_every": 60, "log_every": 1}
 #: For a run that must not be over before somebody has done something to it.
-SLOW = {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": "sleep@step,ms=10"}
+SLOW = {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": "sleep@step,ms=100"}
 #: What DESIGN names as the least; users' scripts read these.
 SUMMARY = {
     "test_accuracy", "train_loss", "steps", "epochs", "ranks", "wall_seconds",

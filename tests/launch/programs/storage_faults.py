@@ -7,6 +7,7 @@ program; all ranks then look at what the store made of it.
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -104,9 +105,10 @@ class Full:
         mount("-t", "tmpfs", "-o", f"size={self.size}", "tmpfs", self.folder)
 
     def make(self):
-        status = os.statvfs(self.folder)
-        left = max(0, status.f_bavail - self.free) * PAGE
-        self.ballast.write_bytes(bytes(left))
+        """Take all pages that are free now but `free`; of a job at work, those that it leaves."""
+        left = max(0, os.statvfs(self.folder).f_bavail - self.free) * PAGE
+        with self.ballast.open("ab", buffering=0) as file, suppress(OSError):
+            file.write(bytes(left))
 
     def mend(self):
         self.ballast.unlink()
