@@ -167,11 +167,16 @@ def unlink_segments(prefixes: tuple[str, ...] = _SEGMENTS) -> None:
 
 def _abort(code: int) -> None:
     unlink_segments()
+    wait_for_the_reader()
+    time.sleep(DRAIN)
+    MPI.COMM_WORLD.Abort(code)
+
+
+def wait_for_the_reader() -> None:
+    """Wait until a launcher has taken what this process has said, at most `READ_BY` s. Local."""
     deadline = time.monotonic() + READ_BY
     while any(map(_unread, (1, 2))) and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(DRAIN)
-    MPI.COMM_WORLD.Abort(code)
 
 
 def _unread(descriptor: int) -> int:

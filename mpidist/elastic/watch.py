@@ -33,7 +33,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from mpidist import events, waiting
-from mpidist.abort import unlink_segments
+from mpidist.abort import unlink_segments, wait_for_the_reader
 from mpidist.elastic import dump
 from mpidist.elastic.board import Board
 from mpidist.elastic.hang import Hang, Seen, judge, tell
@@ -201,8 +201,9 @@ class watch:
         process, and the other ranks leave by themselves a moment later.
         """
         unlink_segments()
+        wait_for_the_reader()
         if by_abort:
-            signal.alarm(2)
+            signal.alarm(10)
             MPI.COMM_WORLD.Abort(HANG)  # the job is meant, and the user may have freed `comm`
         time.sleep(1)
         os._exit(HANG)
