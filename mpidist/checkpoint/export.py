@@ -120,10 +120,9 @@ def _split(state: Mapping) -> tuple[dict[str, np.ndarray], dict[str, object]]:
 
 def name_of(path: Keys) -> str:
     """Return the name of an array in a file: its keys joined by ``/``. Local."""
-    name = "/".join(_escaped(key) for key in path)
-    if name == EXTRAS:
-        raise ConfigError(f"an array is named {EXTRAS}, which is the name of the extras")
-    return name
+    if path[0] == EXTRAS:
+        raise ConfigError(f"an array is at {show(path)}, but {EXTRAS} is the name of the extras")
+    return "/".join(_escaped(key) for key in path)
 
 
 def _escaped(key: str) -> str:

@@ -32,23 +32,24 @@ def export_together(comm, path: str, partial: Path, step: int | None) -> int:
     extras = {show(p): to_json(leaf, p) for p, leaf in leaves(state) if p not in rows}
     # What is said of a type does not depend on the elements: each rank knows it of all arrays.
     empty, dtypes = named({name_of(t.path): np.empty(0, dtype_of(t.dtype)) for t in tensors})
-    problem: Exception | None = None
-    with h5py.File(partial, "w-", driver="mpio", comm=comm) as file:
-        for tensor in tensors:
-            name = name_of(tensor.path)
-            data_set = file.create_dataset(name, tensor.shape, _stored(empty[name].dtype))
-            try:
-                if tensor.path in rows and problem is None:
-                    _write(data_set, rows[tensor.path])
-            except Exception as error:
-                problem = error
-        put_extras(file, extras_text(extras, dtypes))
 
-    def outcome():
+    def write() -> None:
+        problem: Exception | None = None
+        with h5py.File(partial, "w-", driver="mpio", comm=comm) as file:
+            for tensor in tensors:
+                name = name_of(tensor.path)
+                data_set = file.create_dataset(name, tensor.shape, _stored(empty[name].dtype))
+                try:
+                    if tensor.path in rows and problem is None:
+                        _write(data_set, rows[tensor.path])
+                except Exception as error:
+                    problem = error
+            put_extras(file, extras_text(extras, dtypes))
         if problem is not None:
             raise problem
 
-    together(comm, f"export of step {number}", outcome)
+    # Opening and closing may fail on some ranks only, too: all are heard before any raises.
+    together(comm, f"export of step {number}", write)
     return number
 
 

@@ -211,9 +211,10 @@ def test_the_command_names_the_holes_of_hdf5(folder, monkeypatch):
     assert done.stderr.count("CVE-2025-44904") == bool(strangers.known_holes())
 
 
-def test_an_array_that_is_named_like_the_extras(tmp_path):
+@pytest.mark.parametrize("state", [{EXTRAS: np.ones(3)}, {EXTRAS: {"x": np.ones(3)}}])
+def test_an_array_that_is_named_like_the_extras(tmp_path, state):
     with CheckpointStore(Solo(), tmp_path) as store:
-        store.save(1, {EXTRAS: np.ones(3)})
+        store.save(1, state)
     with pytest.raises(ConfigError, match="the name of the extras"):
         index(tmp_path)
     assert not list(tmp_path.rglob("index*"))
