@@ -136,6 +136,8 @@ def one_kill(folder, number, least, tiered):
         segments = mpi_segments(pids)  # killed ranks leave them behind
         time.sleep(draw.uniform(0, LONGEST))
         draw.shuffle(pids)
+        # The launcher dies of us, and does not end by itself while its ranks die.
+        one.process.send_signal(signal.SIGSTOP)
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
