@@ -21,7 +21,7 @@ from mpi4py import MPI
 WORLD = MPI.COMM_WORLD
 #: The real stderr, under ``--capture=sys``: stacks of a hang must not end in a captured file.
 STDERR = os.fdopen(os.dup(2), "w")
-HANG_SECONDS = float(os.environ.get("MPIDIST_TEST_HANG", "90"))
+HANG_SECONDS = float(os.environ.get("MPIDIST_TEST_HANG", "180"))
 
 
 @pytest.hookimpl(trylast=True)

@@ -263,45 +263,56 @@ def test_too_many_for_servers(comm, folder):
     assert md.load(folder / "run")["run"]["step"] < 100, "long before the end"
 
 
+def told_starved():
+    """What this rank has said of samples that did not come in time: step -> seconds."""
+    told = {}
+    for _, kind, details in list(events.recent):  # another thread may look
+        if kind == "starved":
+            told.setdefault(details["step"], []).append(details["seconds"])
+    return told
+
+
 class Slow(Source):
-    """One rank's source does not answer for a while, once."""
+    """Does not answer its call number `at` until this rank has waited for it in vain, twice."""
 
     reads = True
 
-    def __init__(self, seconds, at):
+    def __init__(self, at):
         super().__init__()
-        self.seconds, self.at, self.calls = seconds, at, 0
+        self.at, self.calls = at, 0
 
     def take(self, indices):
         self.calls += 1
-        if self.calls == self.at:
-            time.sleep(self.seconds)
+        deadline = time.monotonic() + 20
+        while self.calls == self.at and max(map(len, told_starved().values()), default=0) < 2:
+            assert time.monotonic() < deadline, "nobody waits for this"
+            time.sleep(0.01)
         return super().take(indices)
 
 
 @pytest.mark.ranks(1, 3)
 def test_a_starved_loader_checkpoints_and_goes_on(comm, folder):
     """R44: state saved, said in an event, the same result as if nothing had been."""
+    last = comm.rank == comm.size - 1
     for k, settings in enumerate(({}, {"microbatches": 4})):
         expected = fit(comm, Source(), **settings)[1].parameters_sha256
-        source = Slow(0.6 if comm.rank == comm.size - 1 else 0.0, 9)
-        loading = Loading(prefetch=1, starved_after=0.1)
+        loading = Loading(prefetch=1, starved_after=0.1 if last else 60.0)
         events.recent.clear()
         _, result = fit(
-            comm, source, checkpoint=folder / str(k), checkpoint_every=1000, loading=loading,
-            **settings,
+            comm, Slow(9 if last else 0), checkpoint=folder / str(k), checkpoint_every=1000,
+            loading=loading, **settings,
         )  # fmt: skip
         assert result.parameters_sha256 == expected
-        told = [event for event in events.recent if event[1] == "starved"]
+        told = told_starved()
         saved = [event[2]["step"] for event in events.recent if event[1] == "checkpoint"]
-        if comm.rank == comm.size - 1:
-            waits = [event[2]["seconds"] for event in told]
-            assert waits == [0.1 * 2**k for k in range(len(waits))] != []
-            assert {event[2]["step"] for event in told} == {saved[0]}
+        if last:
+            assert all(waits == [0.1 * 2**k for k in range(len(waits))] for waits in told.values())
+            # On a slow machine other steps may have had to wait, too.
+            assert any(0 < step < saved[-1] and len(waits) > 1 for step, waits in told.items())
+            assert saved[:-1] == list(told)
         else:
-            assert told == []
-        assert len(saved) == 2
-        assert 0 < saved[0] < saved[1]
+            assert told == {}
+        assert comm.allgather(saved) == [saved] * comm.size
 
 
 class Held(Source):
@@ -332,14 +343,14 @@ def test_a_starved_worker_serves_the_others(comm, folder):
             path.touch()
 
     strategy = md.ParameterServer(1, md.ASP(), placement="colocated")
-    loading = Loading(prefetch=1, starved_after=0.001)
+    loading = Loading(prefetch=1, starved_after=0.001 if last else 60.0)
     events.recent.clear()
     _, result = fit(
         comm, Held(path) if last else Source(), optim.sgd(0.1), strategy=strategy, loading=loading,
         callbacks=[come],
     )  # fmt: skip
     assert result.finished
-    assert any(event[1] == "starved" for event in events.recent) == last
+    assert bool(told_starved()) == last
 
 
 @pytest.mark.ranks(2)
@@ -352,8 +363,9 @@ def test_what_counts_for_nothing_leaves_no_trace(comm, folder, settings):
     bad = Sampler(COUNT, 9).order(0)[::9]
     labels = Y.copy()
     labels[bad] = 9
-    slow = Slow(0.4 if comm.rank else 0.0, 6)
+    slow = Slow(6 if comm.rank else 0)
     slow.arrays = (X, labels)
+    events.recent.clear()
     found = []
     for source, more in ((Source(set(bad.tolist())), {}), (slow, {"checkpoint": folder / "run"})):
         model = Running()
@@ -363,7 +375,7 @@ def test_what_counts_for_nothing_leaves_no_trace(comm, folder, settings):
         )  # fmt: skip
         assert result.skipped_records == len(bad)
         found.append((model.parameters["w"], model.state["mean"]))
-    assert comm.allreduce(sum(event[1] == "starved" for event in events.recent))
+    assert comm.allreduce(bool(told_starved()))
     np.testing.assert_allclose(found[1], found[0], atol=1e-6)
 
 
@@ -407,7 +419,10 @@ def test_an_exception_ends_the_loader(comm):
 
     with pytest.raises(KeyError, match="enough"):
         fit(comm, Source(), loading=Loading(prefetch=True), callbacks=[stop])
-    assert threads() == []
+    deadline = time.monotonic() + 20
+    while threads():  # one that is about to end is waited for a second at most
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.ranks(1, 2)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,12 +26,12 @@ class Store:
         self.saved.append(step)
 
 
-def loop(run, losses):
+def loop(run, losses, after_step=lambda: None):
     for step, loss in enumerate(losses):
         run.check_loss(loss, step)
         if run.should_stop(step):
             run.leave(step)
-        time.sleep(0.01)
+        after_step()
 
 
 @pytest.fixture
@@ -46,16 +47,22 @@ def left(monkeypatch):
 
 
 @pytest.mark.ranks(1, 3)
-def test_stops_before_the_allocation_ends(comm, left):
-    left(comm, allotment.RESERVE + 0.3)
+def test_stops_before_the_allocation_ends(comm, left, monkeypatch):
+    """Ten steps of a second would leave nothing of what is kept back: it stops before the last."""
+    left(comm, allotment.RESERVE + 10.0)
+    now = [1000.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def a_second():
+        now[0] += 1.0
+
     store = Store()
     with (
         pytest.raises(Stopped, match="the end of the allocation"),
         md.guard(comm, {}, store, time_limit="auto") as run,
     ):
-        loop(run, [1.0] * 1000)
-    assert len(store.saved) == 1
-    assert 0 < store.saved[0] < 100
+        loop(run, [1.0] * 1000, a_second)
+    assert store.saved == [9]
 
 
 @pytest.mark.ranks(3)
@@ -211,13 +218,13 @@ def test_the_end_of_a_run_says_that_nothing_was_saved(comm, left, folder):
 @pytest.mark.parametrize("servers", [0, 1])
 def test_a_stop_too_late_for_a_save_is_requeued_whatever_failed_before(comm, left, folder, servers):
     """Exit code 75: step 3 is there, and the next attempt may find the folder again."""
-    left(comm, allotment.RESERVE + 3.0)
+    left(comm, allotment.RESERVE + 60.0)
     store = folder / "store"
 
     def slow(done):
         time.sleep(0.02)
         if done.step == 11:  # and saves that take longer than what is left
-            events.emit("checkpoint_saved", step=1, bytes=1, seconds=60.0)
+            events.emit("checkpoint_saved", step=1, bytes=1, seconds=600.0)
 
     chosen = md.ParameterServer(servers) if servers else md.AllReduce()
     with pytest.raises(Stopped, match="the end of the allocation") as stop:

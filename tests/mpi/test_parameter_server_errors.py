@@ -188,7 +188,7 @@ def test_an_unknown_message_ends_all_ranks(comm, kind, text):
     message = raised(run, md.ProtocolError)
     assert text in message
     assert comm.rank == 2 or message.startswith("parameter server: rank 2 gave up with Protocol")
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
 
 
 @pytest.mark.ranks(4)

