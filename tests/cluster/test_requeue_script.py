@@ -20,6 +20,8 @@ echo "$@" > "$STAND_IN/scontrol.args"
 """
 #: Exits with 75 when it gets the signal, as training does; two signals must not confuse the script.
 SAVES = "trap 'sleep 0.3; exit 75' USR1; touch $STAND_IN/ready; while :; do sleep 0.05; done"
+#: The signal comes as early as there is something to hand it on to.
+AT_ONCE = "trap 'exit 75' USR1; kill -USR1 $PPID; while :; do sleep 0.05; done"
 #: Has no handler yet.
 DIES = "touch $STAND_IN/ready; exec sleep 60"
 
@@ -62,9 +64,10 @@ def run_script(folder, body, signals=0):
         ("kill -KILL $$", 0, (137, False)),
         (SAVES, 1, (75, True)),
         (SAVES, 3, (75, True)),
+        (AT_ONCE, 0, (75, True)),
         (DIES, 1, (138, True)),
     ],
-    ids=["done", "error", "saved", "killed", "asked", "asked-thrice", "asked-too-early"],
+    ids=["done", "error", "saved", "killed", "asked", "asked-thrice", "asked-at-once", "too-early"],
 )
 def test_only_a_pause_goes_back_into_the_queue(tmp_path, body, signals, expected):
     """R47, R106: requeue what was paused, and nothing else."""
