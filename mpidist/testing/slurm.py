@@ -219,7 +219,7 @@ def slurm_cluster(
         cluster = SlurmCluster(box, env, home, logs)
         daemons: list[Started] = []
         try:
-            _start(cluster, nodes, daemons)
+            _start(cluster, nodes, daemons, start_timeout)
             _wait_idle(cluster, nodes, daemons, start_timeout)
             yield cluster
         finally:
@@ -228,7 +228,7 @@ def slurm_cluster(
                 daemon.finish(5)
 
 
-def _start(cluster: SlurmCluster, nodes: int, daemons: list[Started]) -> None:
+def _start(cluster: SlurmCluster, nodes: int, daemons: list[Started], timeout: float) -> None:
     """Start munged, slurmctld and the slurmds in the foreground, in that order."""
     box, env, run = cluster.box, cluster.env, cluster.box.folder
     box.run(["mount", "--bind", run / "hosts", "/etc/hosts"]).check()
@@ -242,7 +242,7 @@ def _start(cluster: SlurmCluster, nodes: int, daemons: list[Started]) -> None:
         *(f"--key-file={run}/munge.key", f"--pid-file={run}/munge.pid"),
         *(f"--log-file={cluster.logs}/munged.log", f"--seed-file={run}/munge.seed"),
     )
-    _until(lambda: (run / "munge.socket").exists(), daemons, 10, "munged has no socket")
+    _until(lambda: (run / "munge.socket").exists(), daemons, timeout, "munged has no socket")
     daemon("unshare", "--uts", "sh", "-c", "hostname ctl && exec slurmctld -D -i")
     for i in range(1, nodes + 1):
         # Own /dev/shm, IPC and host name make the node a node for MPI too.

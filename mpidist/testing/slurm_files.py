@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from .launch import MPICH_YIELDS, OPEN_MPI_YIELDS
+
+#: The first and the last port that the system gives to connections.
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 _CONF = """\
 ClusterName=onebox
@@ -88,12 +92,17 @@ def configure(run: Path, logs: Path, nodes: int, **settings: int) -> dict[str, s
 
 
 def _free_ports(count: int) -> list[int]:
-    """Find `count` TCP ports that nobody listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
+    """Find `count` TCP ports that nobody has.
+
+    Below those that the system gives to connections: one of these might get a number that a daemon
+    is still about to listen on.
+    """
+    low, high = 10_000, max(20_000, int(_EPHEMERAL.read_text().split()[0]))
+    with ExitStack() as stack:
+        found: list[int] = []
+        while len(found) < count:
+            candidate = stack.enter_context(socket.socket())
+            with suppress(OSError):
+                candidate.bind(("127.0.0.1", low + secrets.randbelow(high - low)))
+                found.append(candidate.getsockname()[1])
+        return found
