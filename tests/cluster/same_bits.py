@@ -13,6 +13,8 @@ SETTINGS = [
                     "model.channels=[4,8]", "data.distort.copies=2")
     for word in ("--set", setting)
 ]  # fmt: skip
+#: A fault: time to ask the run for a pause at its 30th step, before it is over.
+UNTIL_ASKED = "sleep@step:31,ms=10000"
 
 
 def steps(folder):

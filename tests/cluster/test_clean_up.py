@@ -18,61 +18,69 @@ needs_network = pytest.mark.skipif(
 )
 
 
-def traces():
-    """Folders, mounts and processes of boxes on this machine, and all of /dev/shm."""
-    folders = {p.name for p in Path(tempfile.gettempdir()).glob("onebox-*")}
-    mounts = {line for line in Path("/proc/mounts").read_text().splitlines() if "onebox-" in line}
-    names = set()
+@pytest.fixture
+def own(monkeypatch):
+    """A folder for all boxes of this test: others on this machine come and go as they like."""
+    # Not below pytest's folders: the path of a socket must be short.
+    with tempfile.TemporaryDirectory(prefix="own-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def traces(own):
+    """Folders, mounts and processes of the boxes made in the folder `own`."""
+    found = [path.name for path in own.glob("onebox-*")]
+    made = f"{own}/onebox-"
+    found += [line for line in Path("/proc/mounts").read_text().splitlines() if made in line]
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            # Whatever runs in a box, jobs too, has its folder in the environment.
+            told = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
         except OSError:
             continue
-        if "onebox-" in line or "slurmd -D" in line:
-            names.add((entry.name, line))
-    return folders, mounts, names
+        if any(made.encode() in text for text in told):
+            found.append(f"{entry.name}: {told[0].replace(bytes(1), b' ').decode()}")
+    return found
 
 
-def gone(before, patience=30):
-    """Wait until no trace is left that was not there before."""
+def gone(own, patience=60):
+    """Wait until nothing is left; return what is."""
     deadline = time.monotonic() + patience
-    while any(now - then for now, then in zip(traces(), before, strict=True)):
-        if time.monotonic() > deadline:
-            return [now - then for now, then in zip(traces(), before, strict=True)]
+    while (left := traces(own)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return []
+    return left
 
 
 @pytest.mark.slurm
 @needs_slurm
-def test_two_clusters_one_after_the_other(tmp_path):
-    before = traces()
+def test_two_clusters_one_after_the_other(tmp_path, own):
     for _ in range(2):
         with slurm_cluster(nodes=1, directory=tmp_path) as cluster:
             script = tmp_path / "left.sbatch"
             # A job that leaves a process in the background and is still running at the end.
             script.write_text("#!/bin/bash\nsetsid sleep 500 &\nsleep 500\n")
             job = cluster.submit(script)
-            while cluster.job(job).state != "RUNNING":
+            deadline = time.monotonic() + 60
+            while sum("sleep 500" in each for each in traces(own)) < 2:
+                assert time.monotonic() < deadline, cluster.job(job)
                 time.sleep(0.1)
-        assert gone(before) == []
+        assert gone(own) == []
 
 
 @pytest.mark.slurm
 @needs_slurm
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, AssertionError])
-def test_cluster_is_gone_after_an_exception(raised):
-    before = traces()
-    with pytest.raises(raised), slurm_cluster(nodes=1):
-        raise raised
-    assert gone(before) == []
+def test_cluster_is_gone_after_an_exception(raised, own):
+    with pytest.raises(raised, match="slurmd -D -N n1"), slurm_cluster(nodes=1):
+        raise raised(traces(own))
+    assert gone(own) == []
 
 
 @pytest.mark.slurm
 @needs_slurm
 @needs_network
-def test_all_is_gone_after_kill_9():
-    before = traces()
+def test_all_is_gone_after_kill_9(own):
     code = """
 import os
 from mpidist.testing import shaped_network, slurm_cluster
@@ -82,18 +90,18 @@ with slurm_cluster(nodes=1) as cluster, shaped_network(hosts=2) as net:
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=120)
     assert done.returncode == -9
-    assert gone(before) == []
+    assert gone(own) == []
 
 
 @pytest.mark.network
 @needs_network
-def test_network_is_gone_afterwards():
+def test_network_is_gone_afterwards(own):
     def devices():
         return set(Path("/sys/class/net").iterdir())
 
-    before, links = traces(), devices()
+    links = devices()
     with shaped_network(hosts=2, rate="100mbit") as net:
         net.box.start(["sleep", "500"])
         assert devices() == links, "the machine's own network must not change"
-    assert gone(before) == []
+    assert gone(own) == []
     assert devices() == links

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from interpreters import ROOT, job_environment, python_of
-from same_bits import DIGITS, SETTINGS, STEPS, wait_for_steps
+from same_bits import DIGITS, SETTINGS, STEPS, UNTIL_ASKED, wait_for_steps
 
 pytestmark = pytest.mark.slurm
 
@@ -20,6 +20,11 @@ ONE_EACH = ["--ntasks-per-node=1"]
 def site(kind):
     """The environment of a user of one MPI."""
     return {**job_environment(python_of(kind)), "SLURM_MPI_TYPE": PMI[kind]}
+
+
+def faulty(fault):
+    """The environment of a run in which that happens."""
+    return {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": fault}
 
 
 def summary(job):
@@ -67,21 +72,16 @@ def wrong_pmi(cluster, kind, wrong):
 
 def time_limit(cluster, folder):
     # With a limit of one minute and 55 s of warning Slurm signals at its next look at the limits,
-    # which it takes every 30 s. Begin right after one, and let the run sleep from its 5th step
-    # until shortly before the next: so the signal meets it half way on machines of any speed. Its
-    # steps are long, so that it need not wake at the last moment: who sleeps is not looked at.
+    # which it takes every 30 s. Begin right after one, and let the steps take longer than that all
+    # together: so the signal meets the run half way on machines of any speed.
     while cluster.next_limit_check() < 28:
         time.sleep(0.2)
-    job = cluster.submit(
+    fault = f"sleep@step,ms={33_000 // STEPS}"
+    return cluster.sbatch(
         *(JOBS / "requeue.sbatch", DIGITS, *SETTINGS),
         options=[*ONE_EACH, "--time=1", "--signal=B:USR1@55"], cwd=folder,
-        env={**site("openmpi"), "MPIDIST_TESTING": "1", "MPIDIST_FAULT": "sleep@step,ms=40"},
+        env={**site("openmpi"), **faulty(fault)}, timeout=240,
     )  # fmt: skip
-    wait_for_steps(cluster, job, folder, 5)
-    cluster.run(["scontrol", "suspend", str(job)]).check()
-    time.sleep(max(0, cluster.next_limit_check() - 4))
-    cluster.run(["scontrol", "resume", str(job)]).check()
-    return cluster.wait(job, 240)
 
 
 def asked(cluster, kind, launcher):
@@ -89,9 +89,8 @@ def asked(cluster, kind, launcher):
 
     def play(folder):
         script = JOBS / "requeue.sbatch" if launcher == "srun" else with_mpirun(folder)
-        job = cluster.submit(
-            *(script, DIGITS, *SETTINGS), options=ONE_EACH, env=site(kind), cwd=folder
-        )
+        env = {**site(kind), **faulty(UNTIL_ASKED)}
+        job = cluster.submit(*(script, DIGITS, *SETTINGS), options=ONE_EACH, env=env, cwd=folder)
         wait_for_steps(cluster, job, folder)
         cluster.run(["scancel", "--batch", "--signal=USR1", str(job)]).check()
         return cluster.wait(job, 240)
@@ -103,7 +102,10 @@ def asked(cluster, kind, launcher):
 def scenes(cluster):
     gpu = ["--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1"]
     return {
-        "time limit": partial(time_limit, cluster),  # the longest, and asleep for most of it
+        # The longest come first, and are asleep for most of it.
+        "time limit": partial(time_limit, cluster),
+        "asked mpich srun": asked(cluster, "mpich", "srun"),
+        "asked openmpi mpirun": asked(cluster, "openmpi", "mpirun"),
         **{
             f"{name} {kind}": batch(cluster, f"{name}.sbatch", kind, *QUICK)
             for name in ("allreduce", "servers")
@@ -119,8 +121,6 @@ def scenes(cluster):
         "bad input": batch(
             cluster, "requeue.sbatch", "openmpi", "--set", "epoch=3", options=ONE_EACH
         ),
-        "asked mpich srun": asked(cluster, "mpich", "srun"),
-        "asked openmpi mpirun": asked(cluster, "openmpi", "mpirun"),
     }
 
 

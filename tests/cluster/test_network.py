@@ -20,6 +20,8 @@ MIB = 1 << 20
 BYTES = 16 * MIB
 #: What each of 4 hosts sends in a ring allreduce of BYTES: 2(p-1)/p.
 RING_BYTES = sent_per_host(BYTES, hosts=4)
+#: Other work on the machine can only make a measurement worse: the best of so many counts.
+ATTEMPTS = 6
 
 
 def timed(net, python, program, repeats, *algorithms, ranks=1):
@@ -64,7 +66,7 @@ def test_the_example_of_the_docs_runs(net, openmpi, tmp_path):
     code = section.split("```python\n")[1].split("```")[0]
     (tmp_path / "test_mine.py").write_text(code)
     words = [openmpi, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
-    assert "1 passed" in run(words, cwd=tmp_path, timeout=60).check().stdout
+    assert "1 passed" in run(words, cwd=tmp_path, timeout=120).check().stdout
 
 
 def test_hosts_have_the_tcp_of_a_cluster(net):
@@ -77,10 +79,14 @@ def test_hosts_have_the_tcp_of_a_cluster(net):
 
 
 def test_stream_runs_at_the_rate_of_the_link(net):
-    seconds = [net.stream(RING_BYTES) for _ in range(3)]
     wire = RING_BYTES * 8 / 1e9
-    # Headers cost 4.4 %; a full token bucket of 1 MB gives 8 ms; a busy machine may be slower.
-    assert wire / 1.05 < min(seconds) < wire * 1.5
+    for _ in range(ATTEMPTS):
+        seconds = net.stream(RING_BYTES)
+        # Headers cost 4.4 %; a full token bucket of 1 MB gives 8 ms.
+        assert wire / 1.05 < seconds
+        if seconds < wire * 1.5:
+            return
+    pytest.fail(f"the last of {ATTEMPTS} streams took {seconds:.2f} s, expected {wire:.2f}")
 
 
 def test_ring_sends_the_bytes_of_the_formula(net, openmpi, programs):
@@ -97,8 +103,7 @@ def test_ring_sends_the_bytes_of_the_formula(net, openmpi, programs):
 def against_stream(net, times, what):
     """Assert that `times`, in the median, are at most 1/0.90 of plain TCP's for the same bytes."""
     ratios = []
-    # Other work on the machine can only lower the ratio, so the best of three attempts counts.
-    for _ in range(3):
+    for _ in range(ATTEMPTS):
         streams = [net.stream(RING_BYTES)]
         ours = statistics.median(times())
         streams.append(net.stream(RING_BYTES))
@@ -147,7 +152,7 @@ def test_hierarchical_sends_one_copy_per_node(slow_net, openmpi):
 def test_more_workers_cost_no_more_than_the_formula(net, openmpi, programs):
     """R36: from 2 to 4 hosts an allreduce takes at most 2(p-1)/p says, 1.5 times, and 15 %."""
     found = []
-    for _ in range(3):  # other work on the machine: the best of three attempts counts
+    for _ in range(ATTEMPTS):
         done = net.mpirun(
             1,
             [openmpi, programs / "scaling.py"],

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 from interpreters import job_environment, python_of
-from same_bits import DIGITS, SETTINGS, STEPS, steps, wait_for_steps
+from same_bits import DIGITS, SETTINGS, STEPS, UNTIL_ASKED, steps, wait_for_steps
 
 pytestmark = pytest.mark.slurm
 
@@ -34,7 +34,7 @@ def fails_on_n4(cluster, folder):
 def asked(cluster, folder):
     text = SCRIPT.replace("--no-kill", "--no-kill --requeue --open-mode=append")
     text = text.replace(" -- mpidist", " --preempted requeue -- mpidist")
-    number = submit(cluster, folder, "openmpi", "mpirun", text, "sleep@step,ms=20")
+    number = submit(cluster, folder, "openmpi", "mpirun", text, UNTIL_ASKED)
     wait_for_steps(cluster, number, folder)
     cluster.run(["scancel", "--batch", "--signal=USR1", str(number)]).check()
     return cluster.wait(number, 240)
