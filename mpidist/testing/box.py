@@ -84,7 +84,7 @@ class Box:
         where = Path(cwd) if cwd else Path.cwd()
         command = [*self._nsenter, f"--wd={where.resolve()}", "--", *args]
         environment = {**(os.environ if env is None else env), "TMPDIR": str(self.folder / "tmp")}
-        return Started(command, env=environment, sweep=sweep)
+        return Started(command, env=environment, sweep=sweep, session=False)
 
     def run(self, args: Sequence[str | os.PathLike], *, timeout: float = 60, **options) -> Finished:
         """Run a command in the box to its end. Local."""

@@ -73,6 +73,9 @@ class Started:
     sweep : bool
         Mark all descendants and end those that are left at the end. Not for ``sbatch``, whose
         jobs inherit its environment and are to outlive it.
+    session : bool
+        Take the number of the command for that of a launcher in `remove_session`. Not in a box: the
+        launchers there have other numbers, and one of them might live that has this one.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Started:
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike | None = None,
         sweep: bool = True,
+        session: bool = True,
     ):
         self.args = tuple(os.fspath(a) for a in args)
         self.mark = uuid.uuid4().hex if sweep else None
@@ -94,6 +98,7 @@ class Started:
         self._files = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115
         self._finished: Finished | None = None
         self._begin = time.monotonic()
+        self._session = environment if session else None
         self.process = subprocess.Popen(
             self.args,
             env=environment,
@@ -102,9 +107,8 @@ class Started:
             stdout=self._files[0],
             stderr=self._files[1],
             start_new_session=True,
-            preexec_fn=lambda: remove_session(os.getpid(), environment),
+            preexec_fn=(lambda: remove_session(os.getpid(), environment)) if session else None,
         )
-        self._environment = environment
         _alive.add(self)
 
     @property
@@ -161,7 +165,8 @@ class Started:
         if late:
             self._signal(signal.SIGKILL)
         self.process.wait()
-        remove_session(self.pid, self._environment)
+        if self._session is not None:
+            remove_session(self.pid, self._session)
         for segment in segments:
             segment.unlink(missing_ok=True)
 
