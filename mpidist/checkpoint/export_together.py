@@ -1,7 +1,9 @@
 """Write a step as one HDF5 file by all ranks at once, where h5py was built with parallel HDF5.
 
-Every rank reads the rows of each array that it writes. Making data sets is collective in HDF5, and
-so is closing the file: a rank that fails goes on to the end, and is heard there.
+Rank 0 makes the file with all its data sets, alone; then every rank reads and writes its rows of
+each. Making data sets by all would be a collective call for each of them, which takes longer, and
+in which HDF5 leaves the others waiting for a rank that the disk is full for. So opening and closing
+are the only collective calls of HDF5 here, and nothing of the file's structure changes in between.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from mpidist.checkpoint.together import everywhere, together
 from mpidist.errors import CheckpointError, StorageError
 from mpidist.partition import BlockPartition
 
+#: Bytes written in one call: HDF5 1.10 hands MPI no more than 2 GiB.
+AT_ONCE = 2**30
+
 
 def export_together(comm, path: str, partial: Path, step: int | None) -> int:
     """Write one step of the store at `path` to `partial`, a new file. Collective over `comm`.
@@ -28,45 +33,59 @@ def export_together(comm, path: str, partial: Path, step: int | None) -> int:
     Returns the step, the newest good one for None.
     """
     number, tensors, state = _read(comm, path, step)
-    rows = {p: leaf for p, leaf in leaves(state) if isinstance(leaf, Shard)}
+    rows = {p: (leaf.array, leaf.start) for p, leaf in leaves(state) if isinstance(leaf, Shard)}
     extras = {show(p): to_json(leaf, p) for p, leaf in leaves(state) if p not in rows}
-    # What is said of a type does not depend on the elements: each rank knows it of all arrays.
-    empty, dtypes = named({name_of(t.path): np.empty(0, dtype_of(t.dtype)) for t in tensors})
 
     def write() -> None:
-        problem: Exception | None = None
-        with h5py.File(partial, "w-", driver="mpio", comm=comm) as file:
-            for tensor in tensors:
-                name = name_of(tensor.path)
-                data_set = file.create_dataset(name, tensor.shape, _stored(empty[name].dtype))
-                try:
-                    if tensor.path in rows and problem is None:
-                        _write(data_set, rows[tensor.path])
-                except Exception as error:
-                    problem = error
-            put_extras(file, extras_text(extras, dtypes))
-        if problem is not None:
-            raise problem
+        with h5py.File(partial, "r+", driver="mpio", comm=comm) as file:
+            for keys, (array, start) in rows.items():
+                # A data set without room is given some when it is opened, which is collective.
+                if array.ndim and array.size:
+                    _write(file[name_of(keys)], _stored(array), start)
 
+    doing = f"export of step {number}"
+    together(comm, doing, lambda: None, lambda _: _make(partial, tensors, rows, extras))
     # Opening and closing may fail on some ranks only, too: all are heard before any raises.
-    together(comm, f"export of step {number}", write)
+    together(comm, doing, write)
     return number
 
 
-def _stored(dtype: np.dtype) -> np.dtype:
-    """Return the type in the file: text has room for four bytes a character, whoever writes it."""
-    return np.dtype(f"S{max(1, dtype.itemsize)}") if dtype.kind == "U" else dtype
+def _make(partial: Path, tensors: tuple[Tensor, ...], rows: dict, extras: dict) -> None:
+    """Make the file: room for all arrays, numbers without an axis, and the extras. Local."""
+    empty, dtypes = named({name_of(t.path): np.empty(0, dtype_of(t.dtype)) for t in tensors})
+    # All room has its place when the file is closed, and nothing is written there twice.
+    early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    with h5py.File(partial, "w-") as file:
+        for tensor in tensors:
+            name = name_of(tensor.path)
+            if tensor.shape:
+                file.create_dataset(name, tensor.shape, _stored(empty[name]).dtype, dcpl=early)
+            else:  # h5py makes no room before it is written
+                file.create_dataset(name, data=_stored(rows[tensor.path][0]))
+        put_extras(file, extras_text(extras, dtypes))
 
 
-def _write(data_set, rows: Shard) -> None:
-    """Write the rows of this rank. Local."""
-    (array,) = named({"": rows.array})[0].values()
-    if array.dtype.kind == "U":
-        array = np.char.encode(array, "utf-8")
-    if array.ndim:
-        data_set[rows.start[0] : rows.start[0] + len(array)] = array  # type: ignore[index]
+def _stored(array: np.ndarray) -> np.ndarray:
+    """Return what is in the file: text has room for four bytes a character, whoever writes it."""
+    (array,) = named({"": array})[0].values()
+    if array.dtype.kind != "U":
+        return array
+    return np.char.encode(array, "utf-8").astype(f"S{max(1, array.dtype.itemsize)}")
+
+
+def _write(data_set, array: np.ndarray, start) -> None:
+    """Write `array` to its place, in pieces of at most `AT_ONCE`. Local."""
+    if array.nbytes > AT_ONCE and array.size > 1:
+        axis = next(axis for axis, length in enumerate(array.shape) if length > 1)
+        low, high = np.array_split(array, 2, axis)
+        _write(data_set, low, start)
+        middle = start[axis] + low.shape[axis]
+        _write(data_set, high, (*start[:axis], middle, *start[axis + 1 :]))
     else:
-        data_set[()] = array
+        place = zip(start, array.shape, strict=True)
+        data_set[tuple(slice(first, first + length) for first, length in place)] = array
 
 
 def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Tensor, ...], dict]:

@@ -71,6 +71,8 @@ class Together:
 
     def __getitem__(self, name):
         writes = self.writes
+        with File(self.path, "r") as file:  # else it is given room, by all ranks together
+            assert file[name].id.get_offset() is not None, name
 
         class DataSet:
             def __setitem__(self, where, values):
