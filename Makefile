@@ -24,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
 .PHONY: help run test test-unit test-mpi test-launch test-cluster test-slurm test-net test-gpu \
-        test-floor lint bench bench-simulate bench-net soak soak-recovery docs clean
+        test-floor test-hdf5 lint bench bench-simulate bench-net soak soak-recovery docs clean
 
 help:
 	@echo "make run          train LeNet on 4 ranks, stop half way, go on with 3"
@@ -34,6 +34,7 @@ help:
 	@echo "make test-net     the shaped network of namespaces (root)"
 	@echo "make test-gpu     tests/mpi where a GPU is"
 	@echo "make test-floor   the oldest supported mpi4py, numpy and h5py"
+	@echo "make test-hdf5    checkpoints with parallel HDF5 (apt-get install libhdf5-openmpi-dev)"
 	@echo "make bench        figures on this machine;  bench-net: on shaped networks (root)"
 	@echo "make bench-simulate  fit, predict and measure on the shaped network (root)"
 	@echo "make lint soak soak-recovery docs clean"
@@ -86,6 +87,22 @@ test-floor:
 	    "ml_dtypes<0.5" "scikit-learn<1.6"
 	$(MAKE) VENV=.venv-floor RANKS=6 test-unit test-mpi
 
+# With the system's Open MPI, which is what its HDF5 is built with: no wheel of an MPI in here.
+HDF5     ?= .venv-hdf5
+HDF5_DIR ?= /usr/lib/$(shell uname -m)-linux-gnu/hdf5/openmpi
+test-hdf5: $(HDF5)/.test
+	$(HDF5)/bin/python -c "import h5py; assert h5py.get_config().mpi"
+	mpirun --map-by :oversubscribe --bind-to none --mca mpi_yield_when_idle 1 -n 8 \
+	    $(HDF5)/bin/python -m pytest -q --capture=sys tests/mpi/test_checkpoint_*.py $(PYTEST_ARGS)
+
+$(HDF5)/.test: pyproject.toml
+	$(PYTHON) -m venv $(HDF5)
+	$(HDF5)/bin/python -m pip install -q "mpi4py>=4.1" numpy cython pkgconfig "setuptools>=77"
+	CC=mpicc HDF5_MPI=ON HDF5_DIR=$(HDF5_DIR) $(HDF5)/bin/python -m pip install -q \
+	    --no-build-isolation --no-binary=h5py h5py
+	$(HDF5)/bin/python -m pip install -q -e ".[examples,test]"
+	@touch $@
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check mpidist tests jobs
 	$(BIN)/ruff format --check mpidist tests jobs
@@ -116,4 +133,4 @@ docs: $(VENV)/bin/python
 	$(BIN)/sphinx-build -W -q docs docs/_build
 
 clean:
-	rm -rf .venv .venv-mpich .venv-floor runs docs/_build build *.egg-info
+	rm -rf .venv .venv-mpich .venv-floor .venv-hdf5 runs docs/_build build *.egg-info
