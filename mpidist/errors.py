@@ -15,6 +15,8 @@ class MpidistError(Exception):
     consequence = False
     #: Another process tells the same; this one keeps silent.
     quiet = False
+    #: It came on the way to MPI, where ranks without it wait for this one.
+    awaited = False
 
 
 class ConfigError(MpidistError, ValueError):

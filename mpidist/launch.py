@@ -241,7 +241,12 @@ def _some(names: Sequence[str]) -> str:
     )
 
 
-def check_launch(comm, environ: Mapping[str, str], facts: Mapping[str, str] | None = None) -> None:
+def check_launch(
+    comm,
+    environ: Mapping[str, str],
+    facts: Mapping[str, str] | None = None,
+    problem: str | None = None,
+) -> None:
     """Refuse a launch that cannot work, with one line and the cure. Collective over `comm`.
 
     Parameters
@@ -251,11 +256,13 @@ def check_launch(comm, environ: Mapping[str, str], facts: Mapping[str, str] | No
         ``os.environ``.
     facts : mapping, optional
         This rank's `fingerprint`, where the caller wants to add to it.
+    problem : str, optional
+        Why this rank cannot go on. Rank 0 has said it already.
 
     Raises
     ------
     ConfigError
-        On all ranks: singletons, or a fingerprint that differs.
+        On all ranks: singletons, a fingerprint that differs, or some rank's `problem`.
     """
     from mpi4py import MPI
 
@@ -263,6 +270,12 @@ def check_launch(comm, environ: Mapping[str, str], facts: Mapping[str, str] | No
     # As text and not pickled: ranks whose Python or NumPy differ must still understand each other.
     mine = json.dumps(dict(facts or fingerprint())).encode()
     everyone = [json.loads(text) for text in comm.allgather(mine)]
+    problems = comm.allgather(problem)
+    for rank, text in enumerate(problems):
+        if text is not None:
+            error = ConfigError(f"rank {rank} on {everyone[rank]['host']}: {text}")
+            error.quiet = problems[0] is not None
+            raise error
     if message := compare(everyone):
         raise ConfigError(message)
     note = compare(everyone, _SHOULD_AGREE)

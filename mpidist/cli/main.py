@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 import time
+from contextlib import suppress
 
 from .. import __version__
 from ..errors import ConfigError, MpidistError, nearest
@@ -81,15 +82,41 @@ def _report(error: MpidistError) -> int:
     """Say what is wrong in one line, once per job, and return the exit code."""
     from ..launch import claimed_size, rank_hint
 
-    if rank_hint(os.environ) == 0 and not getattr(error, "quiet", False):
-        print(f"mpidist: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    else:
+    text = " ".join(str(error).split())
+    speaks = rank_hint(os.environ) == 0 and not error.quiet
+    if speaks:
+        print(f"mpidist: error: {text}", file=sys.stderr, flush=True)
+    if not _met(error, text) and not speaks:
         # Open MPI's launcher ends the whole job when the first process of it has failed, and that
         # must not be one that says nothing: rank 0 may still be on its way to this line.
         claim = claimed_size(os.environ)
         ends_all = claim is not None and claim.launcher.startswith("Open MPI")
         time.sleep(HOLD_BACK_LONG if ends_all else HOLD_BACK)
     return error.exit_code
+
+
+def _met(error: MpidistError, text: str) -> bool:
+    """Whether all ranks know that they end. Collective where `error` came on the way to MPI.
+
+    Ranks that have no such error, whose host has the file that this one lacks, would wait in
+    MPI_Init for ever: they are met in `check_launch`, which is the first that they do there.
+    """
+    from .. import launch
+
+    if "mpi4py.MPI" in sys.modules:
+        from mpi4py import MPI
+
+        return MPI.Is_initialized() and MPI.COMM_WORLD.size > 1
+    claim = launch.claimed_size(os.environ)
+    if not error.awaited or claim is None or claim.size == 1:
+        return False
+    try:
+        comm = launch.initialize(os.environ).COMM_WORLD
+    except (ImportError, RuntimeError, MpidistError):  # no MPI, or not that of the launcher
+        return False
+    with suppress(MpidistError):
+        launch.check_launch(comm, os.environ, problem=text)
+    return True
 
 
 if __name__ == "__main__":

@@ -37,31 +37,35 @@ def add_parser(commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; collective over all ranks of the launch. Returns 0, or raises with its exit code."""
     from ..data import remote
+    from ..errors import MpidistError
     from ..training import job as jobs
 
     # A request to stop that comes while we still start waits until the guard can take it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     pulse.join()
     points.reach("start")
-    job = jobs.read_job(args.job, args.settings)
-    claim = launch.claimed_size(os.environ)
-    far = remote.is_remote(job.data)
-    parts = None if far else jobs.build(job, claim.size if claim else None)
-    store_path = job.folder / "checkpoints"
-    # With copies on the nodes the newest step may be on them alone: the store knows, with MPI.
-    if args.resume and not job.local and not any(store_path.glob("step-*")):
-        raise ConfigError(f"--resume: no checkpoint in {store_path}; leave --resume out to begin")
-    MPI = launch.initialize(os.environ)
-    comm = MPI.COMM_WORLD
+    try:
+        job = jobs.read_job(args.job, args.settings)
+        claim = launch.claimed_size(os.environ)
+        far = remote.is_remote(job.data)
+        parts = None if far else jobs.build(job, claim.size if claim else None)
+        path = job.folder / "checkpoints"
+        # With copies on the nodes the newest step may be on them alone: the store knows, with MPI.
+        if args.resume and not job.local and not any(path.glob("step-*")):
+            raise ConfigError(f"--resume: no checkpoint in {path}; leave --resume out to begin")
+    except MpidistError as error:
+        error.awaited = True
+        raise
+    comm = launch.initialize(os.environ).COMM_WORLD
+    launch.check_launch(comm, os.environ)
     from ..abort import install_hook
-    from ..errors import MpidistError
 
     install_hook(comm)
     try:
         if parts is None:  # one rank of each node fetches the data, and that takes MPI to know
             job.data = remote.brought_here(comm, job.data)
             parts = jobs.build(job, comm.size)
-        _train(comm, job, parts, args, store_path)
+        _train(comm, job, parts, args, path)
     except MpidistError as error:
         if comm.size == 1:
             raise
@@ -79,7 +83,6 @@ def _train(comm, job, parts, args, store_path: Path) -> None:
     from ..topology import Topology
     from ..training.train import train
 
-    launch.check_launch(comm, os.environ)
     binding.check(comm, os.environ)
     if comm.rank == 0:
         try:

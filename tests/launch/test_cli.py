@@ -1,5 +1,6 @@
 """The command line as its users meet it: bad input, help, and what works on a login node."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -125,13 +126,21 @@ FOUR_RANKS = {
 def on_four_ranks(tmp_path_factory, launches):
     folder = filled(tmp_path_factory.mktemp("four"))
     jobs = {case: (4, [*MPIDIST, "train", *args]) for case, (args, _) in FOUR_RANKS.items()}
-    return launches(jobs, cwd=folder, env=blocking(folder, "mpi4py.MPI"))
+    return launches(jobs, cwd=folder)
 
 
 @pytest.mark.parametrize("case", FOUR_RANKS)
 def test_bad_input_on_four_ranks(on_four_ranks, case):
-    """R97: one line for the whole job, from rank 0, before MPI starts on any rank."""
+    """R97: one line for the whole job, from rank 0."""
     told_once(on_four_ranks[case], FOUR_RANKS[case][1])
+
+
+@pytest.mark.parametrize(("rank", "words"), [(0, []), (1, [f"rank 1 on {socket.gethostname()}: "])])
+def test_bad_input_on_one_host_alone(folder, rank, words):
+    """R97: the others would wait in MPI_Init for ever, or be ended without a word."""
+    lacks = f'[ "$OMPI_COMM_WORLD_RANK$PMI_RANK" = {rank} ] && cd /; exec "$@"'
+    command = ["sh", "-c", lacks, "sh", *MPIDIST, "train", "job.toml"]
+    told_once(launch(2, command, cwd=folder), [*words, "no job file job.toml"])
 
 
 def test_checkpoint_of_another_model(folder, launches):
