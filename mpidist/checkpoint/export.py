@@ -129,7 +129,7 @@ def _escaped(key: str) -> str:
     """Return a key that is one name, not a path: keys become groups, and members of a zip file."""
     if not key:
         return "%"
-    key = key.replace("%", "%25").replace("/", "%2F")
+    key = key.replace("%", "%25").replace("/", "%2F").replace("\0", "%00")
     return key.replace(".", "%2E") if key in (".", "..") else key
 
 

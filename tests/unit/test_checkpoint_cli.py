@@ -124,6 +124,7 @@ def test_export_of_difficult_names_and_types(tmp_path, call):
     state = {
         "../../up": np.arange(3),
         "a/b": {"..": np.arange(2.0), "": np.ones(1), "%2F": np.zeros(2)},
+        "b\0c": np.arange(5),
         "half": np.arange(4).astype(ml_dtypes.bfloat16),
         "when": np.array(["2026-01-02"], "M8[s]"),
         "text": np.array(["höhe"]),
@@ -135,7 +136,7 @@ def test_export_of_difficult_names_and_types(tmp_path, call):
         assert call("export", tmp_path / "store", tmp_path / name)[0] == 0
     bits = state["half"].view("u2")
     with h5py.File(tmp_path / "one.h5") as file:
-        names = ["..%2F..%2Fup", "__extras__", "a%2Fb", "half", "text", "when"]
+        names = ["..%2F..%2Fup", "__extras__", "a%2Fb", "b%00c", "half", "text", "when"]
         assert sorted(file) == names
         assert equal(file["half"][...], bits)
         assert sorted(file["a%2Fb"]) == ["%", "%252F", "%2E%2E"]

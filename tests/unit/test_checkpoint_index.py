@@ -82,7 +82,7 @@ def test_types_that_hdf5_has_no_name_for_are_bytes(tmp_path):
         "half": np.arange(6).astype(ml_dtypes.bfloat16).reshape(2, 3),
         "text": np.array(["höhe"]),
         "one": np.array(1.5, ml_dtypes.bfloat16),
-        "a/b": {"..": np.arange(2.0), "": np.ones(1)},
+        "a/b": {"..": np.arange(2.0), "": np.ones(1), "\0": np.ones(2)},
     }
     with CheckpointStore(Solo(), tmp_path) as store:
         store.save(1, state)
