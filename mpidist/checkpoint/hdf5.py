@@ -86,7 +86,7 @@ def _add(file: h5py.File, name: str, part: Part) -> int:
     space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
     kind = h5py.h5t.py_create(dtype, logical=True)
     dataset = h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, settings))
-    # Lone surrogates and NUL are legal in keys of Python, not in text of HDF5. The manifest is exact.
+    # Lone surrogates and NUL are legal in keys, not in text of HDF5. The manifest is exact.
     text = show(part.path).encode("utf-8", "replace").decode()[:1024]
     dataset.attrs["name"] = text.replace("\0", "?")
     dataset.attrs["dtype"] = part.dtype
