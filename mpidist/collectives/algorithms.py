@@ -14,8 +14,8 @@ from . import butterfly, direct, double_tree, ordered, ring, tree
 #: A ring chunk is cut in segments of about this many bytes, so that adding one overlaps the wire.
 SEGMENT_BYTES = 1 << 20
 MAX_SEGMENTS = 16
-#: The same for one half in a double tree. Below 64 KiB Open MPI sends eagerly over TCP; longer
-#: ones wait for an answer that queues behind the data of the other tree (docs/benchmarks.md).
+#: The same for one half in a double tree: below 64 KiB Open MPI sends eagerly over TCP, without
+#: an answer to wait for (docs/benchmarks.md, "Long messages over TCP").
 TREE_SEGMENT_BYTES = 60 << 10
 MAX_TREE_SEGMENTS = 512
 
