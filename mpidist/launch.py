@@ -268,13 +268,12 @@ def check_launch(
 
     check_singletons(MPI.COMM_WORLD.size, environ, MPI.Get_library_version())
     # As text and not pickled: ranks whose Python or NumPy differ must still understand each other.
-    mine = json.dumps(dict(facts or fingerprint())).encode()
+    mine = json.dumps({**(facts or fingerprint()), "problem": problem}).encode()
     everyone = [json.loads(text) for text in comm.allgather(mine)]
-    problems = comm.allgather(problem)
-    for rank, text in enumerate(problems):
-        if text is not None:
-            error = ConfigError(f"rank {rank} on {everyone[rank]['host']}: {text}")
-            error.quiet = problems[0] is not None
+    for rank, one in enumerate(everyone):
+        if one["problem"] is not None:
+            error = ConfigError(f"rank {rank} on {one['host']}: {one['problem']}")
+            error.quiet = rank == 0
             raise error
     if message := compare(everyone):
         raise ConfigError(message)

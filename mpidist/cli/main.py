@@ -80,22 +80,22 @@ def _run(argv: list[str]) -> int:
 
 def _report(error: MpidistError) -> int:
     """Say what is wrong in one line, once per job, and return the exit code."""
-    from ..launch import claimed_size, rank_hint
+    from .. import launch
 
     text = " ".join(str(error).split())
-    speaks = rank_hint(os.environ) == 0 and not error.quiet
+    speaks = launch.rank_hint(os.environ) == 0 and not error.quiet
     if speaks:
         print(f"mpidist: error: {text}", file=sys.stderr, flush=True)
-    if not _met(error, text) and not speaks:
+    claim = launch.claimed_size(os.environ)
+    if not _met(error, text, claim) and not speaks:
         # Open MPI's launcher ends the whole job when the first process of it has failed, and that
         # must not be one that says nothing: rank 0 may still be on its way to this line.
-        claim = claimed_size(os.environ)
         ends_all = claim is not None and claim.launcher.startswith("Open MPI")
         time.sleep(HOLD_BACK_LONG if ends_all else HOLD_BACK)
     return error.exit_code
 
 
-def _met(error: MpidistError, text: str) -> bool:
+def _met(error: MpidistError, text: str, claim) -> bool:
     """Whether all ranks know that they end. Collective where `error` came on the way to MPI.
 
     Ranks that have no such error, whose host has the file that this one lacks, would wait in
@@ -107,7 +107,6 @@ def _met(error: MpidistError, text: str) -> bool:
         from mpi4py import MPI
 
         return MPI.Is_initialized() and MPI.COMM_WORLD.size > 1
-    claim = launch.claimed_size(os.environ)
     if not error.awaited or claim is None or claim.size == 1:
         return False
     try:
