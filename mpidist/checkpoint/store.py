@@ -7,6 +7,7 @@ one is found and read, `load.py` the same without MPI.
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from mpidist.errors import CheckpointError, ClosedError, ConfigError, MismatchEr
 from mpidist.topology import Topology
 
 
-class Scoped:
+class Scoped(ABC):
     """``with`` for stores: `close` at the end, `_abandon` after an exception."""
 
     def __enter__(self):
@@ -37,13 +38,13 @@ class Scoped:
         else:
             self._abandon()
 
+    @abstractmethod
     def close(self) -> None:
         """End together with the other ranks. Collective."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _abandon(self) -> None:
         """Leave without a word to the other ranks. Local."""
-        raise NotImplementedError
 
 
 class CheckpointStore(Scoped):
