@@ -6,7 +6,7 @@ MPI is finalised (MPI never runs delete callbacks for COMM_WORLD).
 
 A context also knows how to wait: `wait(test)` polls, and once it has waited longer than a moment
 it exchanges statuses with the other ranks (`statuses.py`), so that ranks in different operations
-raise `MismatchError` together instead of hanging.
+raise `MismatchError` together instead of hanging. What one rank raises the others hear: `call`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-import time
+import sys
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,18 +24,20 @@ import numpy as np
 from mpi4py import MPI
 
 from . import arrays, events
-from .abort import asked_exit_code, install_hook
-from .errors import ClosedError, MismatchError
-from .mismatch import Signature
+from .abort import install_hook
+from .calls import Call, Running, refusal
+from .errors import ClosedError, MismatchError, ProtocolError
+from .leaving import leave_together
+from .mismatch import BROKEN, RAISED, Signature
 from .statuses import HISTORY, Statuses
 from .waiting import wait_until
 
 #: Plans kept per communicator; of too many, one that has not run lately is dropped (and closed).
 MAX_PLANS = 256
 
-#: Nonblocking operations under way in this process (objects with `context` and `test`). Every wait
-#: makes progress for all of them, so ranks may wait for theirs in different orders.
-running: list = []
+#: Nonblocking operations that this thread has under way. Every wait makes progress for all of them,
+#: so ranks may wait for theirs in different orders.
+running = Running()
 
 #: Beginnings of the names of variables that change what MPI does with a message.
 _MPI_SETTINGS = (
@@ -62,8 +65,8 @@ class Context:
         self.host = socket.gethostname()
         # Two duplicates: plans send and reduce on `data`, statuses and agreements travel on
         # `control`. So a status can be probed with wildcards without ever catching data.
-        self.data = comm.Dup()
-        self.control = comm.Dup()
+        self.data = _duplicate(comm)
+        self.control = _duplicate(comm)
         self.tag_limit = (self.data.Get_attr(MPI.TAG_UB) or 32767) - 1
         self.sent = events.Counters()
         self.runs: list[events.Runs] = []
@@ -73,7 +76,13 @@ class Context:
         self.begun = 0  # operations, without those that plans count
         self.history: deque[Signature] = deque(maxlen=HISTORY)
         self.failed: str | None = None
-        self.closed = self.stopped = False
+        #: True: whoever begins an operation must ask `begin` whether it may. So while a call is
+        #: under way (`caller` is its thread), and for good once this has failed or was closed.
+        self.closed = self.stopped = self.under_way = False
+        self.caller: int | None = None
+        #: The one thread that may call, where MPI allows one only.
+        self.owner = None if MPI.Query_thread() == MPI.THREAD_MULTIPLE else threading.get_ident()
+        self.handles: list = []  # nonblocking operations, of all threads
         self.statuses = Statuses(self)
 
     @property
@@ -128,9 +137,8 @@ class Context:
         operation with a tag; 0 where `runs` number the operations, which then have no tag.
         """
         if self.stopped:
-            if self.failed:
-                raise MismatchError(f"this communicator failed earlier: {self.failed}")
-            raise ClosedError("the context of this communicator was freed by md.free(comm)")
+            self.check_free(signature.kind)
+        self.under_way = True
         self.history.append(signature)
         if runs is not None:
             runs.times += 1
@@ -138,6 +146,24 @@ class Context:
                 return 0
         self.begun += 1
         return self.begun
+
+    def check_free(self, kind: str) -> None:
+        """Raise what forbids this thread to begin an operation now, if anything does. Local."""
+        self._check_thread(kind)
+        if self.failed:
+            raise MismatchError(f"this communicator failed earlier: {self.failed}")
+        if self.closed:
+            raise ClosedError("the context of this communicator was freed by md.free(comm)")
+        if self.stopped and self.caller != threading.get_ident():
+            raise refusal(kind)
+
+    def _check_thread(self, kind: str) -> None:
+        if self.owner is not None and threading.get_ident() != self.owner:
+            raise ProtocolError(
+                f"{kind}: called in thread {threading.current_thread().name!r}, but this MPI was "
+                "started for one thread only; call it in the thread that initialised MPI, or "
+                "leave mpi4py.rc.thread_level at 'multiple'"
+            )
 
     def begin_agreed(self, signature: Signature, what: str) -> None:
         """Begin what comes before `signature`, such as "first call", and `agree`. Collective.
@@ -149,6 +175,7 @@ class Context:
         signature = signature._replace(extra=extra)
         self.begin(signature)
         self.agree(signature)
+        self.under_way = False
 
     def tag(self, signature: Signature, number: int) -> int:
         """Message tag of operation `number`: a rank in another operation never matches it."""
@@ -162,20 +189,57 @@ class Context:
         `sequence` is the number of the operation waited for: the newest one by default, an older
         one for a nonblocking operation that others have been begun after.
         """
+        if self.failed and not test():
+            raise MismatchError(f"this communicator failed earlier: {self.failed}")
         self.statuses.awaited = sequence
         try:
-            wait_until(_with_running(test) if running else test, self.statuses.look_around)
+            wait_until(running.progress(test) if running else test, self.statuses.look_around)
         except BaseException as error:
             _abandoned.append(test)
-            if not self.failed:
-                name = type(error).__name__
-                number = self.sequence if sequence is None else sequence
-                self.failed, self.stopped = f"#{number} was broken off by {name}", True
+            self.break_off(error, sequence)
             raise
 
     def disagree(self) -> None:
         """Raise MismatchError: the data showed that the ranks were in different operations."""
         self.statuses.disagree()
+
+    # -- exceptions --------------------------------------------------------------------
+
+    def call(self, kind: str) -> Call:
+        """Return a ``with`` for a public call of the name `kind`. Local.
+
+        Raises ProtocolError while another thread has a call under way. What is raised inside the
+        other ranks are told: see `raised` and `break_off`. May be nested in one thread.
+        """
+        self._check_thread(kind)
+        return Call(self, kind)
+
+    def raised(self, error: BaseException) -> None:
+        """Tell the others that `error` came in place of this rank's next operation. Local.
+
+        A rank that is in that operation, or comes to it, raises MismatchError with these words.
+        One that raised in its place as well has heard nothing new: after an argument that is bad
+        everywhere the communicator stays usable.
+        """
+        self.begun += 1
+        self.history.append(Signature(RAISED, _in_words(error), ""))
+        self.statuses.tell_raised(self.sequence)
+
+    def break_off(self, error: BaseException, sequence: int | None = None) -> None:
+        """Give up an operation that has begun, here and on all other ranks. Local.
+
+        Who waits for this rank raises MismatchError naming it and `error`; nothing more can be done
+        on this communicator. Does not raise; the caller raises `error` again.
+        """
+        if self.failed or self.size == 1:
+            return
+        number = self.sequence if sequence is None else sequence
+        begun = self.operation(number)
+        text = (
+            f"{begun.kind if begun else 'operation'} #{number} was broken off by rank {self.rank} "
+            f"of {self.size} ({self.host}): {_in_words(error)}"
+        )
+        self.statuses.sentence(text, BROKEN)
 
     # -- agreement ---------------------------------------------------------------------
 
@@ -205,17 +269,24 @@ class Context:
         """Wait for the other ranks, then free what was made. Collective; idempotent.
 
         Nonblocking operations are finished first. A rank that leaves early tells the ranks that
-        still wait for it, so that they raise MismatchError instead of waiting for ever.
+        still wait for it, so that they raise MismatchError instead of waiting for ever; it raises
+        that too.
         """
         if self.closed:
             return
         self.closed = self.stopped = True
         if self in _open:
             _open.remove(self)
-        if self.failed or not self._goodbye():
-            # Requests that never end cannot be freed, nor the buffers that belong to them.
-            _abandoned.append((self, [handle for handle in running if handle.context is self]))
-            running[:] = [handle for handle in running if handle.context is not self]
+        usable = False
+        try:
+            usable = not self.failed and leave_together(self)
+        finally:
+            if not usable:
+                # Requests that never end cannot be freed, nor the buffers that belong to them.
+                _abandoned.append((self, tuple(self.handles)))
+                for handle in tuple(self.handles):
+                    running.remove(handle)
+        if not usable:
             return
         for plan in self.plans.values():
             plan.close()
@@ -228,55 +299,21 @@ class Context:
         self.data.Free()
         self.control.Free()
 
-    def _goodbye(self) -> bool:
-        if self.size == 1:
-            return True
-        request = self.control.Ibarrier()
 
-        def answer(seconds: float) -> None:
-            if seconds > 1.0 and asked_exit_code():
-                raise MismatchError("leaving with an error: the others are not waited for")
-            self.statuses.answer()
-
-        try:
-            wait_until(_with_running(request.Test), answer, patience=0.2)
-            return self._settle()
-        except MismatchError:
-            return False
-
-    def _settle(self) -> bool:
-        """Finish what is under way and take in all statuses; false where it cannot be done.
-
-        All ranks are here: nobody begins anything any more. A status that was left behind would
-        reach whoever gets a new communicator with the number of the one that is freed.
-        """
-
-        def give_up(seconds: float) -> None:
-            if seconds > 1.0 and asked_exit_code():
-                raise MismatchError("leaving with an error: the others are not waited for")
-
-        def unfinished() -> bool:
-            return any(handle.context is self for handle in running)
-
-        end = time.monotonic() + 5.0
-        wait_until(_with_running(lambda: not unfinished() or time.monotonic() > end), give_up)
-        counts = np.array([self.statuses.said, unfinished()], np.int64)
-        wait_until(self.control.Iallreduce(MPI.IN_PLACE, counts, MPI.SUM).Test, give_up)
-        if counts[1]:
-            return False
-        wait_until(lambda: self.statuses.settled(int(counts[0])), give_up)
-        return True
+def _in_words(error: BaseException) -> str:
+    """Name an exception in one line, also one that cannot be printed."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = "(its text cannot be made)"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _with_running(test: Callable[[], bool]) -> Callable[[], bool]:
-    """Return a test that makes progress for everything that runs in this process as well."""
-
-    def look() -> bool:
-        for handle in tuple(running):
-            handle.test()
-        return test()
-
-    return look
+def _duplicate(comm: MPI.Comm) -> MPI.Comm:
+    """Return a duplicate; a rank that waits for the others can be interrupted. Collective."""
+    made, request = comm.Idup()
+    wait_until(request.Test)
+    return made
 
 
 def of(comm: MPI.Comm) -> Context:
@@ -338,4 +375,9 @@ def _close_all() -> None:
     if MPI.Is_finalized():
         return
     for context in list(_open):
-        context.close()
+        try:
+            context.close()
+        except MismatchError as error:
+            # Whoever was told of it is not alone with it: one rank speaks.
+            if context.statuses.found:
+                print(f"mpidist: error: {error}", file=sys.stderr, flush=True)

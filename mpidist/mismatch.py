@@ -16,8 +16,13 @@ STATUS_BYTES = 512
 _TEXT_BYTES = 360
 _HEAD = struct.Struct("<qqq")
 
-#: What a status says: waiting inside an operation, left the communicator, or passing a verdict on.
-WAITING, LEFT, VERDICT = 0, 1, 2
+#: What a status says: waiting inside an operation, or has raised in its place; has left the
+#: communicator; a verdict; a question to all, where they are; the verdict that a rank broke an
+#: operation off.
+WAITING, LEFT, VERDICT, ROLL_CALL, BROKEN = 0, 1, 2, 3, 4
+
+#: The kind in the signature of a call that ended by an exception before its operation began.
+RAISED = "raised"
 
 
 class Signature(NamedTuple):
@@ -84,6 +89,11 @@ def decode(text: str) -> Signature:
     """Read back what `encode` wrote."""
     parts = [*text.split("\x1e"), *[""] * 6]
     return Signature(*parts[:6])
+
+
+def raised(text: str) -> bool:
+    """Whether a signature, as `encode` wrote it, stands for a call that ended by an exception."""
+    return text.startswith(RAISED + "\x1e")
 
 
 def rank_list(ranks: Iterable[int]) -> str:

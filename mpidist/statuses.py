@@ -1,9 +1,18 @@
 """Where do the others stand? What the ranks of a communicator tell each other while they wait.
 
-A wait that lasts tells the other ranks the number and signature of its operation, its host and the
-caller's line, and listens. Whoever sees two signatures under one number tells all: every rank then
-raises the same `MismatchError`. A rank that is merely late is never accused, for its status agrees
-once it comes. Nothing here blocks; statuses travel on the context's `control` communicator.
+A wait that lasts tells its neighbours the number and signature of its operation, its host and the
+caller's line, and listens. The neighbours of a rank are those 1, 2, 4, 8, ... places before and
+after it, so that each of p ranks tells some 2 log2 p others and a word that all pass on once
+reaches everyone, also past ranks that do not listen just now:
+
+    two neighbours in different operations    whoever sees it asks all where they are (ROLL_CALL)
+    all have answered, or a moment is over    one line is composed and told to all (VERDICT)
+    every rank that waits, or comes to wait   raises that line as MismatchError
+
+Ranks in two operations cannot all be neighbours of their own kind only, so somebody sees it. A rank
+that is merely late is never accused: its status, once it comes, agrees. A wait that goes on
+tells log2 p further ranks every second, whoever they are: one of them may be the one that left.
+Nothing here blocks; statuses travel on the context's `control` communicator.
 """
 
 from __future__ import annotations
@@ -16,13 +25,35 @@ from mpi4py import MPI
 
 from . import events
 from .errors import MismatchError
-from .mismatch import LEFT, STATUS_BYTES, VERDICT, WAITING, Status, conflict, encode
+from .mismatch import (
+    BROKEN,
+    LEFT,
+    ROLL_CALL,
+    STATUS_BYTES,
+    VERDICT,
+    WAITING,
+    Status,
+    conflict,
+    encode,
+    raised,
+)
 from .waiting import wait_until
 
 #: How many signatures a rank remembers, to answer ranks that wait in an earlier operation, and to
 #: tell what it did last when the job hangs.
 HISTORY = 256
 _TAG = 1
+
+#: Seconds that ranks have to answer a roll call, for the line that names them all.
+ROLL_CALL_SECONDS = 1.5
+
+
+def neighbours(rank: int, size: int) -> list[int]:
+    """Return the ranks 1, 2, 4, ... places after and before `rank`, each once. Pure."""
+    steps = [1 << k for k in range(max(size - 1, 1).bit_length())]
+    found = dict.fromkeys((rank + sign * step) % size for step in steps for sign in (1, -1))
+    found.pop(rank, None)
+    return list(found)
 
 
 class Statuses:
@@ -34,9 +65,16 @@ class Statuses:
     def __init__(self, context):
         self.context = context
         self.awaited: int | None = None
-        self._told = -1
         self.said = self.heard = 0
+        self.closing = False  # at the end messages are counted: nothing is passed on any more
+        self.found = False  # this rank composed the verdict
+        self.neighbours = neighbours(context.rank, context.size)
+        self._others = len(self.neighbours)  # the distance up to which further ranks were told
+        self._told, self._next = -1, 0.0
         self._known: dict[int, Status] = {}
+        self._raised: dict[int, Status] = {}
+        self._called: set[int] = set()  # roll calls that were passed on
+        self._asked: float | None = None  # when this rank called the roll
         self._inbox = bytearray(STATUS_BYTES)
         self._outbox: list = []
         self._answered: set[int] = set()
@@ -47,24 +85,25 @@ class Statuses:
         return self.context.sequence if self.awaited is None else self.awaited
 
     def look_around(self, waited: float) -> None:
-        """Exchange statuses with the other ranks and raise on a conflict. Local, no blocking."""
+        """Exchange statuses with other ranks and raise on a conflict. Local, no blocking."""
+        if self.context.failed:  # another thread heard of it, or a wait within this one
+            raise MismatchError(self.context.failed)
         current = self.current
         if self._told != current:
-            self._told = current
+            self._told, self._next = current, waited + 1.0
+            self._others = 0
             events.emit("waiting", sequence=current, seconds=round(waited, 2))
-            self._tell(self._status(WAITING))
+            self._tell(self._status(WAITING), self.neighbours)
+        elif waited >= self._next:
+            self._next = waited + 1.0
+            self._tell(self._status(WAITING), self._further())
         self.listen()
-        conflicting = self._conflicting()
-        if conflicting:
-            # Give the ranks that have not spoken yet a moment, so that the message names all.
-            if len(self._known) < self.context.size - 1 and waited < 2.5:
-                return
-            self.fail(conflict(conflicting) or "the ranks disagree")
+        self._decide(waited)
 
     def disagree(self) -> None:
         """Raise MismatchError: the data showed that the ranks were in different operations."""
         self.awaited, self._told = None, self.context.sequence
-        self._tell(self._status(WAITING))
+        self._call_the_roll()
         waited = 0.0
 
         def everyone_spoke() -> bool:
@@ -91,12 +130,40 @@ class Statuses:
         )
         self.fail(text)
 
+    # -- verdicts ------------------------------------------------------------------------
+
     def fail(self, text: str) -> None:
         """Mark the communicator as failed, tell all ranks, raise MismatchError. Local."""
-        self.context.failed, self.context.stopped = text, True
-        self._tell(Status(self.context.rank, VERDICT, self.context.sequence, text, "", ""))
-        events.emit("mismatch", message=text)
+        self.found = True
+        self.sentence(text, VERDICT)
         raise MismatchError(text)
+
+    def sentence(self, text: str, state: int) -> None:
+        """Mark the communicator as failed and tell all ranks. Local; raises nothing."""
+        self.context.failed, self.context.stopped = text, True
+        number = self.context.sequence
+        self._tell(Status(self.context.rank, state, number, text, "", ""), self.neighbours)
+        events.emit("mismatch", message=text)
+
+    def tell_raised(self, number: int) -> None:
+        """Tell the neighbours that this rank raised in place of operation `number`. Local."""
+        signature = self.context.operation(number)
+        status = Status(
+            self.context.rank, WAITING, number, encode(signature), self.context.host, call_site()
+        )
+        self._tell(status, self.neighbours)
+
+    def _hear_verdict(self, status: Status) -> None:
+        """Pass a verdict on and raise it."""
+        if not self.closing:
+            self._tell(status._replace(rank=self.context.rank), self.neighbours)
+        self.context.failed, self.context.stopped = status.signature, True
+        error = MismatchError(status.signature)
+        # Another rank has the exception itself, with its traceback.
+        error.consequence = status.state == BROKEN
+        raise error
+
+    # -- telling and listening -------------------------------------------------------------
 
     def _status(self, state: int) -> Status:
         number = self.context.sequence if state == LEFT else self.current
@@ -104,29 +171,71 @@ class Statuses:
         text = encode(signature) if signature is not None else ""
         return Status(self.context.rank, state, number, text, self.context.host, call_site())
 
-    def _tell(self, status: Status) -> None:
+    def _tell(self, status: Status, ranks) -> None:
         data = status.pack()
-        self.said += 1
         self._outbox = [pair for pair in self._outbox if not pair[0].Test()]
-        for rank in range(self.context.size):
-            if rank != self.context.rank:
-                request = self.context.control.Isend([data, MPI.BYTE], rank, _TAG)
-                self._outbox.append((request, data))
+        for rank in ranks:
+            self.said += 1
+            request = self.context.control.Isend([data, MPI.BYTE], rank, _TAG)
+            self._outbox.append((request, data))
+
+    def _further(self) -> list[int]:
+        """Return the next log2 p ranks that are no neighbours, going round. Local."""
+        size, rank = self.context.size, self.context.rank
+        near, found = set(self.neighbours), list[int]()
+        wanted = min(size.bit_length(), size - 1 - len(near))
+        while len(found) < wanted:
+            self._others = self._others % (size - 1) + 1
+            other = (rank + self._others) % size
+            if other not in near:
+                found.append(other)
+        return found
+
+    def _call_the_roll(self) -> None:
+        """Ask all ranks where they are; they answer to this one."""
+        self._asked = 0.0
+        self._called.add(self.context.rank)
+        self._tell(self._status(ROLL_CALL), self.neighbours)
 
     def listen(self) -> None:
         """Take in what the others have said; raise MismatchError when that is a verdict. Local."""
         while self.context.control.Iprobe(MPI.ANY_SOURCE, _TAG):
             self.context.control.Recv([self._inbox, MPI.BYTE], MPI.ANY_SOURCE, _TAG)
             self.heard += 1
-            status = Status.unpack(self._inbox)
-            if status.state == VERDICT:
-                self.context.failed, self.context.stopped = status.signature, True
-                raise MismatchError(status.signature)
-            self._known[status.rank] = status
+            self._take(Status.unpack(self._inbox))
+
+    def _take(self, status: Status) -> None:
+        if status.state in (VERDICT, BROKEN):
+            self._hear_verdict(status)
+        self._known[status.rank] = status
+        if status.state == WAITING and raised(status.signature):
+            self._raised[status.rank] = status
+        if status.state == ROLL_CALL:
+            self._known[status.rank] = status._replace(state=WAITING)
+            if status.rank not in self._called and not self.closing:
+                # Whoever passes it on keeps the name of who asked: the answers go there.
+                self._called.add(status.rank)
+                others = [rank for rank in self.neighbours if rank != status.rank]
+                self._tell(status, others)
+                self._tell(self._status(WAITING), [status.rank])
+
+    def _decide(self, waited: float) -> None:
+        """Raise when what was heard is a conflict and all have spoken, or had the time to."""
+        found = self._conflicting()
+        if not found:
+            return
+        if self._asked is None:
+            if len(self._known) < self.context.size - 1:
+                self._call_the_roll()
+            self._asked = waited
+        # Give the ranks that have not spoken yet a moment, so that the message names all.
+        if len(self._known) < self.context.size - 1 and waited < self._asked + ROLL_CALL_SECONDS:
+            return
+        self.fail(conflict(found) or "the ranks disagree")
 
     def _conflicting(self) -> list[Status]:
         """Statuses (mine included) of the first operation number on which ranks disagree."""
-        for other in self._known.values():
+        for other in (*self._raised.values(), *self._known.values()):
             if other.state == LEFT:
                 if other.sequence < self.current:
                     known = self._known.values()
@@ -134,33 +243,58 @@ class Statuses:
                     return [*same, self._status(WAITING)]
                 continue
             mine = self.context.operation(other.sequence)
-            if mine is not None and encode(mine) != other.signature:
-                number = other.sequence
-                group = [
-                    s for s in self._known.values() if s.sequence == number and s.state != LEFT
-                ]
-                site = call_site() if number == self.current else ""
-                group.append(
-                    Status(
-                        self.context.rank, WAITING, number, encode(mine), self.context.host, site
-                    )
-                )
-                return group
+            if mine is None or encode(mine) == other.signature:
+                continue
+            if raised(other.signature) and raised(encode(mine)):
+                continue  # both were told at once what is wrong
+            return self._group(other.sequence, encode(mine))
         return []
 
-    def answer(self) -> None:
-        """Tell the ranks that wait for this one, which leaves, that it has left. Local."""
-        self.listen()
-        for other in self._known.values():
-            if other.sequence > self.context.sequence and other.rank not in self._answered:
-                self._answered.add(other.rank)
-                self._tell(self._status(LEFT))
+    def _group(self, number: int, mine: str) -> list[Status]:
+        told = {**self._known, **{r: s for r, s in self._raised.items() if s.sequence == number}}
+        group = [s for s in told.values() if s.sequence == number and s.state != LEFT]
+        site = call_site() if number == self.current else ""
+        group.append(Status(self.context.rank, WAITING, number, mine, self.context.host, site))
+        return group
 
-    def settled(self, said_by_all: int) -> bool:
-        """Whether all that was ever said has been sent and heard. Local."""
+    # -- leaving ---------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Tell the neighbours that this rank has left, and after how many operations. Local."""
+        self._tell(self._status(LEFT), self.neighbours)
+
+    def answer(self) -> None:
+        """Tell the ranks that wait for this one, which leaves, that it has left. Local.
+
+        Raises MismatchError where another rank left after a different number of operations: one
+        that nobody waited for, such as a broadcast that only some of the ranks made.
+        """
         self.listen()
-        sent = all(request.Test() for request, _ in self._outbox)
-        return sent and self.heard == said_by_all - self.said
+        mine = self.context.sequence
+        for other in self._known.values():
+            if other.state == LEFT and other.sequence != mine:
+                few, many = sorted([other, self._status(LEFT)], key=lambda s: s.sequence)
+                self.fail(
+                    f"rank {few.rank} left after {few.sequence} operations ({few.host}), "
+                    f"rank {many.rank} after {many.sequence} ({many.host}); "
+                    "all ranks must make the same calls"
+                )
+            if other.sequence > mine and other.rank not in self._answered:
+                self._answered.add(other.rank)
+                self._tell(self._status(LEFT), [other.rank])
+
+    def take_the_rest(self) -> None:
+        """Take in what is still on its way, and let go of what was sent. Local; see `settle`."""
+        self.closing = True
+        self.listen()
+        self._outbox = [pair for pair in self._outbox if not pair[0].Test()]
+
+    def check_raised(self) -> None:
+        """Raise MismatchError where a rank raised in place of an operation of this one. Local."""
+        for other in self._raised.values():
+            mine = self.context.operation(other.sequence)
+            if mine is not None and not raised(encode(mine)):
+                self.fail(conflict(self._group(other.sequence, encode(mine))) or other.signature)
 
 
 def call_site() -> str:

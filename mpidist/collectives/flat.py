@@ -81,7 +81,7 @@ def _hot_path(flat: Flat):
     def run(x, total=size):
         nonlocal calls
         if context.stopped:
-            context.begin(signature)
+            context.check_free(signature.kind)
         calls += 1  # numbers the operation: see `Context.sequence`
         note(signature)
         count = gate.count + 1

@@ -12,6 +12,7 @@ alone, that all are about to make it; then MPI's blocking Allreduce runs in piec
 from __future__ import annotations
 
 from math import prod
+from threading import get_ident
 
 import numpy as np
 from mpi4py import MPI
@@ -128,28 +129,37 @@ def _hot_paths(staged: Staged):
     source, result, header, expected = staged.source, staged.result, staged.header, staged.expected
     begin, test, spins = staged.request.Start, staged.request.Test, range(SPINS)
     reduction, mean, size = staged.reduction, staged.reduction.mean, staged.context.size
+    owner, kind = context.owner, signature.kind
     raw_source = staged.raw_source[: staged.nbytes]
     raw_result = staged.raw_result[: staged.nbytes]
     count = 0
 
     def run(x, total=size):
         nonlocal count
-        if context.stopped:
-            context.begin(signature)
-        count += 1  # numbers the operation: see `Context.sequence`
-        note(signature)
-        source[...] = x
-        begin()
-        for _ in spins:
-            if test():
-                break
-        else:
-            context.wait(test)
-        if header[0] != expected:
-            context.disagree()
-        if mean:
-            finish_mean(reduction, result, total)
-        x[...] = result
+        before = context.stopped
+        if before or (owner is not None and get_ident() != owner):
+            context.check_free(kind)
+        context.stopped = True  # a second thread must not come in: see `calls`
+        try:
+            count += 1  # numbers the operation: see `Context.sequence`
+            note(signature)
+            source[...] = x
+            begin()
+            for _ in spins:
+                if test():
+                    break
+            else:
+                context.wait(test)
+            if header[0] != expected:
+                context.disagree()
+            if mean:
+                finish_mean(reduction, result, total)
+            x[...] = result
+        except BaseException as error:
+            context.break_off(error)
+            context.stopped = before or context.failed is not None
+            raise
+        context.stopped = before
         return x
 
     def bind(x: np.ndarray):
@@ -160,20 +170,28 @@ def _hot_paths(staged: Staged):
 
         def run_bound():
             nonlocal count
-            if context.stopped:
-                context.begin(signature)
-            count += 1
-            note(signature)
-            raw_source[:] = mine
-            begin()
-            for _ in spins:
-                if test():
-                    break
-            else:
-                context.wait(test)
-            if header[0] != expected:
-                context.disagree()
-            mine[:] = raw_result
+            before = context.stopped
+            if before or (owner is not None and get_ident() != owner):
+                context.check_free(kind)
+            context.stopped = True
+            try:
+                count += 1
+                note(signature)
+                raw_source[:] = mine
+                begin()
+                for _ in spins:
+                    if test():
+                        break
+                else:
+                    context.wait(test)
+                if header[0] != expected:
+                    context.disagree()
+                mine[:] = raw_result
+            except BaseException as error:
+                context.break_off(error)
+                context.stopped = before or context.failed is not None
+                raise
+            context.stopped = before
             return x
 
         return run_bound

@@ -58,11 +58,12 @@ class Plan:
             self.short.run(shaped, total)
             copy_into(x, shaped)
             return
-        number = context.begin(self.signature, self.runs)
-        if self.engine is not None:
-            work = self.load(x, weight)
-            self.engine(work, number, total)
-            self.store(x, work, total)
+        with context.call(self.signature.kind):
+            number = context.begin(self.signature, self.runs)
+            if self.engine is not None:
+                work = self.load(x, weight)
+                self.engine(work, number, total)
+                self.store(x, work, total)
 
     def load(self, x, weight=None, *, fresh: bool = False):
         """Return `x` as a flat vector of the work dtype for MPI: itself where it can be. Local.
@@ -112,13 +113,17 @@ class Plan:
         self.short = self.engine = None
 
 
-def find(context: Context, x, op, algorithm: str) -> Plan:
-    """Return the plan for `x`, making it when it is not there yet. Collective when made."""
+def find(context: Context, x, op, algorithm: str, *, agreed: bool = True) -> Plan:
+    """Return the plan for `x`, making it when it is not there yet. Collective when made.
+
+    Not `agreed`: made without a word to the others, which a schedule allows, for its messages say
+    what they belong to. Local then.
+    """
     dtype = x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
     key = ("allreduce", op, algorithm, dtype, x.shape)
     plan = context.plans.get(key)
     if plan is None:
-        plan = _make(context, dtype, x.shape, op, algorithm)
+        plan = _make(context, dtype, x.shape, op, algorithm, agreed)
         plan.key = key
         remember(context, key, plan)
         context.quick[key[1:]] = plan if plan.short is None else plan.short.run
@@ -152,13 +157,14 @@ def release(plan: Plan) -> None:
         plan.context.drop(plan.key)
 
 
-def _make(context: Context, dtype: np.dtype, shape, op, algorithm: str) -> Plan:
+def _make(context: Context, dtype: np.dtype, shape, op, algorithm: str, agreed: bool) -> Plan:
     algorithms.check_name(algorithm, algorithms.ALLREDUCE)
     reduction = resolve(op, dtype)
     signature = Signature(
         "allreduce", dtype.name, f"({', '.join(map(str, shape))})", reduction.name, algorithm
     )
-    context.begin_agreed(signature, "first call")
+    if agreed:
+        context.begin_agreed(signature, "first call")
     name = algorithm
     if algorithm == algorithms.MEASURED:
         name = selection.choose(context, signature, reduction, shape, Plan)

@@ -1,0 +1,104 @@
+"""One call of a collective on one communicator: by one thread at a time, and never half silent.
+
+    with context.call("broadcast"):     refuses a second thread
+        check all arguments             an exception here: this rank raised in place of the
+        begin ... wait ... deliver      operation, and the ranks that are in it are told
+                                        an exception here: the operation is broken off for all
+
+The short paths of allreduce do the same by hand (`native`, `flat`): `Context.stopped` is true while
+a call is under way, so that the one look that every operation makes at it anyway is enough.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from .errors import ProtocolError
+
+
+class Call:
+    """What `Context.call` returns; see the module."""
+
+    __slots__ = ("before", "context", "kind", "outer")
+
+    def __init__(self, context, kind: str):
+        self.context, self.kind = context, kind
+
+    def __enter__(self):
+        context, me = self.context, threading.get_ident()
+        self.outer, self.before = context.caller, context.stopped
+        # Nothing is called between the look and the claim: another thread cannot come between.
+        if self.outer != me:
+            if self.outer is not None or (self.before and not (context.failed or context.closed)):
+                raise refusal(self.kind)
+            context.caller = me
+        if not self.before:
+            context.stopped = True
+        return self
+
+    def __exit__(self, kind, error, trace):
+        context = self.context
+        context.caller = self.outer
+        if error is None:
+            if not context.failed:
+                context.stopped = self.before
+            return
+        if self.outer is None and context.size > 1 and not context.closed and not context.failed:
+            if context.under_way:
+                context.break_off(error)
+            else:
+                context.raised(error)
+        if not context.failed:
+            context.under_way = False
+            context.stopped = self.before
+
+
+def refusal(kind: str) -> ProtocolError:
+    """Return the error of a call that another thread's call is in the way of. Local."""
+    return ProtocolError(
+        f"{kind}: another call on this communicator is under way, in another thread or in what a "
+        "signal handler interrupted; use one thread at a time, or a communicator for each "
+        "(comm.Dup())"
+    )
+
+
+class Running(threading.local):
+    """Nonblocking operations that this thread has begun: objects with `context` and `test`.
+
+    Every wait makes progress for all of its thread's, so ranks may wait for theirs in different
+    orders. Another thread's are not touched.
+    """
+
+    def __init__(self):
+        self.handles: list = []
+
+    def append(self, handle) -> None:
+        """Let waits of this thread make progress for `handle`."""
+        self.handles.append(handle)
+        handle.context.handles.append(handle)
+
+    def remove(self, handle) -> None:
+        """Forget it, if it is there: another thread may have begun it."""
+        for kept in (self.handles, handle.context.handles):
+            if handle in kept:
+                kept.remove(handle)
+
+    def progress(self, test: Callable[[], bool]) -> Callable[[], bool]:
+        """Return a test that makes progress for all of these as well."""
+
+        def look() -> bool:
+            for handle in tuple(self.handles):
+                handle.test()
+            return test()
+
+        return look
+
+    def __contains__(self, handle) -> bool:
+        return handle in self.handles
+
+    def __iter__(self):
+        return iter(tuple(self.handles))
+
+    def __len__(self) -> int:
+        return len(self.handles)

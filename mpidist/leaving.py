@@ -1,0 +1,88 @@
+"""The end of a communicator's context: all ranks leave together, or some hear that they did not.
+
+    rank 0   close ....... all are here | finish handles | count statuses until none is on its way
+    rank 1   close .. all are here      |                |
+    rank 2   allreduce ... hears "rank 0 left after 7 operations" and raises MismatchError
+
+Ranks that leave after different numbers of operations raise too: an operation that nobody waited
+for was not made by all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+from mpi4py import MPI
+
+from .abort import asked_exit_code
+from .waiting import wait_until
+
+#: Seconds that nonblocking operations have to end in when all ranks have left.
+_FINISH = 5.0
+
+
+class _NotWaited(Exception):
+    """A process that leaves with an error does not wait for those that go on."""
+
+
+def leave_together(context) -> bool:
+    """Wait for the other ranks, and take in what is on its way. Collective.
+
+    Returns false where something is left under way, so that nothing may be freed. Raises
+    MismatchError where the ranks have not made the same calls.
+    """
+    if context.size == 1:
+        return True
+    statuses, request, told = context.statuses, context.control.Ibarrier(), False
+
+    def answer(seconds: float) -> None:
+        nonlocal told
+        _give_up(seconds)
+        if not told:
+            told = True
+            statuses.leave()
+        statuses.answer()
+
+    try:
+        wait_until(_progress(context, request.Test), answer, patience=0.2)
+        return _settle(context)
+    except _NotWaited:
+        return False
+
+
+def _give_up(seconds: float) -> None:
+    if seconds > 1.0 and asked_exit_code():
+        raise _NotWaited
+
+
+def _settle(context) -> bool:
+    """Finish what is under way and take in all statuses. Collective.
+
+    All ranks are here: nobody begins anything any more. A status that was left behind would reach
+    whoever gets a new communicator with the number of the one that is freed.
+    """
+    statuses, end = context.statuses, time.monotonic() + _FINISH
+    finished = _progress(context, lambda: not context.handles or time.monotonic() > end)
+    wait_until(finished, _give_up)
+    while True:
+        statuses.take_the_rest()
+        counts = np.array([statuses.said, statuses.heard, bool(context.handles)], np.int64)
+        wait_until(context.control.Iallreduce(MPI.IN_PLACE, counts, MPI.SUM).Test, _give_up)
+        if counts[2]:
+            return False
+        if counts[0] == counts[1]:
+            statuses.check_raised()
+            return True
+
+
+def _progress(context, test: Callable[[], bool]) -> Callable[[], bool]:
+    """Return a test that makes progress for all operations of the context, of any thread."""
+
+    def look() -> bool:
+        for handle in tuple(context.handles):
+            handle.test()
+        return test()
+
+    return look
