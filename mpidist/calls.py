@@ -6,7 +6,8 @@
                                         an exception here: the operation is broken off for all
 
 The short paths of allreduce do the same by hand (`native`, `flat`): `Context.stopped` is true while
-a call is under way, so that the one look that every operation makes at it anyway is enough.
+a call is under way, so that the one look that every operation makes at it anyway is enough. Only
+who finds it true asks `Context.check_free` why.
 """
 
 from __future__ import annotations
@@ -20,38 +21,33 @@ from .errors import ProtocolError
 class Call:
     """What `Context.call` returns; see the module."""
 
-    __slots__ = ("before", "context", "kind", "outer")
+    __slots__ = ("context", "kind", "nested")
 
     def __init__(self, context, kind: str):
         self.context, self.kind = context, kind
 
     def __enter__(self):
         context, me = self.context, threading.get_ident()
-        self.outer, self.before = context.caller, context.stopped
+        while context.stopped:
+            if context.check_free(self.kind):
+                self.nested = True
+                return self
         # Nothing is called between the look and the claim: another thread cannot come between.
-        if self.outer != me:
-            if self.outer is not None or (self.before and not (context.failed or context.closed)):
-                raise refusal(self.kind)
-            context.caller = me
-        if not self.before:
-            context.stopped = True
+        context.stopped, context.caller, context.under_way = True, me, False
+        self.nested = False
         return self
 
     def __exit__(self, kind, error, trace):
         context = self.context
-        context.caller = self.outer
-        if error is None:
-            if not context.failed:
-                context.stopped = self.before
+        if self.nested:
             return
-        if self.outer is None and context.size > 1 and not context.closed and not context.failed:
+        if error is not None and not context.failed:
             if context.under_way:
                 context.break_off(error)
             else:
                 context.raised(error)
-        if not context.failed:
-            context.under_way = False
-            context.stopped = self.before
+        context.under_way, context.caller = False, None
+        context.stopped = bool(context.failed) or context.unconfirmed
 
 
 def refusal(kind: str) -> ProtocolError:

@@ -80,6 +80,7 @@ class Context:
         #: under way (`caller` is its thread), and for good once this has failed or was closed.
         self.closed = self.stopped = self.under_way = False
         self.caller: int | None = None
+        self.unconfirmed = False  # this rank raised: have all others?
         #: The one thread that may call, where MPI allows one only.
         self.owner = None if MPI.Query_thread() == MPI.THREAD_MULTIPLE else threading.get_ident()
         self.handles: list = []  # nonblocking operations, of all threads
@@ -147,15 +148,34 @@ class Context:
         self.begun += 1
         return self.begun
 
-    def check_free(self, kind: str) -> None:
-        """Raise what forbids this thread to begin an operation now, if anything does. Local."""
+    def check_free(self, kind: str) -> bool:
+        """Raise what forbids this thread to begin an operation now; whether it is in a call.
+
+        Local, but for the first time after an exception: see `raised`.
+        """
         self._check_thread(kind)
         if self.failed:
             raise MismatchError(f"this communicator failed earlier: {self.failed}")
         if self.closed:
             raise ClosedError("the context of this communicator was freed by md.free(comm)")
-        if self.stopped and self.caller != threading.get_ident():
+        me = threading.get_ident()
+        if self.caller == me:
+            return True
+        if self.stopped and (self.caller is not None or not self.unconfirmed):
             raise refusal(kind)
+        if self.unconfirmed:
+            self._confirm(me)
+        return False
+
+    def _confirm(self, me: int) -> None:
+        """Prove that all ranks raised in place of an operation, as this one did. Collective."""
+        self.caller = me
+        try:
+            self.agree(Signature(RAISED, "", ""))
+            self.unconfirmed = False
+        finally:
+            self.caller = None
+            self.stopped = bool(self.failed) or self.unconfirmed
 
     def _check_thread(self, kind: str) -> None:
         if self.owner is not None and threading.get_ident() != self.owner:
@@ -218,9 +238,12 @@ class Context:
         """Tell the others that `error` came in place of this rank's next operation. Local.
 
         A rank that is in that operation, or comes to it, raises MismatchError with these words.
-        One that raised in its place as well has heard nothing new: after an argument that is bad
-        everywhere the communicator stays usable.
+        Before its next operation this rank makes sure that all have raised in its place. So the
+        communicator stays usable after an argument that is bad everywhere.
         """
+        if self.size == 1 or self.closed:
+            return
+        self.unconfirmed = True
         self.begun += 1
         self.history.append(Signature(RAISED, _in_words(error), ""))
         self.statuses.tell_raised(self.sequence)

@@ -11,6 +11,9 @@ alone, that all are about to make it; then MPI's blocking Allreduce runs in piec
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import starmap
 from math import prod
 from threading import get_ident
 
@@ -29,6 +32,9 @@ STAGED_BYTES = 2048
 
 #: Looks at a short reduction before the polite wait begins: it costs more than it waits for.
 SPINS = 64
+
+#: Seconds that a rank stays in a handshake that it would leave: the others may still begin.
+GRACE = 1.0
 
 _MANTISSA = {"f4": 24, "f8": 53, "i4": 31, "i8": 62, "u4": 31, "u8": 62}
 
@@ -138,7 +144,7 @@ def _hot_paths(staged: Staged):
         nonlocal count
         before = context.stopped
         if before or (owner is not None and get_ident() != owner):
-            context.check_free(kind)
+            before = context.check_free(kind)
         context.stopped = True  # a second thread must not come in: see `calls`
         try:
             count += 1  # numbers the operation: see `Context.sequence`
@@ -172,7 +178,7 @@ def _hot_paths(staged: Staged):
             nonlocal count
             before = context.stopped
             if before or (owner is not None and get_ident() != owner):
-                context.check_free(kind)
+                before = context.check_free(kind)
             context.stopped = True
             try:
                 count += 1
@@ -200,31 +206,91 @@ def _hot_paths(staged: Staged):
 
 
 class Handshake:
-    """A few bytes that prove that all ranks are about to make the same blocking call."""
+    """A few bytes that prove that all ranks are about to make the same blocking call.
+
+    Whoever has begun one may be the last whom the others wait for: they go on into a call that
+    nobody can leave. So an exception in here is held back where the call comes off after all, and
+    this rank takes part in it first. Whether it does is certain after `GRACE` seconds, for ranks
+    that come later are told before they begin.
+    """
 
     def __init__(self, context: Context):
-        self.context = context
+        self.context, self.last = context, time.monotonic()
         mine, most = np.empty(2, np.int64), np.empty(2, np.int64)
         self.mine, self.most = memoryview(mine), memoryview(most)  # type: ignore[arg-type]
         self.request = persistent_allreduce(context.control, mine, most, MPI.MAX)
         self.begin, self.test = self.request.Start, self.request.Test
 
-    def __call__(self, key: int) -> None:
-        """Return when all ranks passed the same key; raise MismatchError otherwise. Collective."""
-        self.mine[0], self.mine[1] = key, -key
-        self.begin()
-        test = self.test
-        for _ in range(SPINS):
-            if test():
-                break
-        else:
-            self.context.wait(test)
+    def __call__(self, key: int) -> BaseException | None:
+        """Return when all ranks passed the same key; raise MismatchError otherwise. Collective.
+
+        An exception that is returned must be raised after the call that all make now.
+        """
+        now = time.monotonic()
+        if now - self.last > GRACE / 2:
+            self.context.statuses.listen()
+        held: BaseException | None = None
+        begun = False
+        try:
+            self.mine[0], self.mine[1] = key, -key
+            begun = True
+            self.begin()
+            test = self.test
+            for _ in range(SPINS):
+                if test():
+                    break
+            else:
+                self.context.wait(test)
+        except BaseException as error:
+            self.context.break_off(error)
+            if not begun or not self._comes_off():
+                raise
+            held = error
+        self.last = now
         if self.most[0] != key or self.most[1] != -key:
+            if held is not None:
+                raise held
             self.context.disagree()
+        return held
+
+    def _comes_off(self) -> bool:
+        """Whether all ranks begin, after an exception on one of them."""
+        end = time.monotonic() + GRACE
+        while time.monotonic() < end:
+            if self.test():
+                return True
+            time.sleep(0.0005)
+        return False
 
     def close(self) -> None:
         """Free the persistent request. Local."""
         self.request.Free()
+
+
+def blocking(context: Context, key: int, calls: Iterable[tuple[Callable, tuple]]) -> None:
+    """Agree on `key`, then make MPI's blocking calls, which all ranks make. Collective.
+
+    `calls` are (method, arguments). What this rank raises on the way is raised when all ranks have
+    come through, see `Handshake`.
+    """
+    held = handshake(context)(key)
+    for call, arguments in calls:
+        made: list = []
+        for _ in range(2):
+            try:
+                # One step of the interpreter: what a signal's handler raises comes before it or
+                # after it, and the list tells which.
+                made.extend(starmap(call, (arguments,)))
+                break
+            except MPI.Exception:
+                raise
+            except BaseException as error:
+                held = held or error
+                if made:
+                    break
+    if held is not None:
+        context.break_off(held)
+        raise held
 
 
 def handshake(context: Context) -> Handshake:
@@ -242,31 +308,26 @@ class Blocking:
     def __init__(self, context: Context, signature: Signature, reduction: Reduction, n: int):
         self.context, self.key = context, signature.key
         self.op, self.n = native_op(reduction), n
-        self.agreed = handshake(context)
+        handshake(context)
         self.piece = max(1, MAX_MESSAGE // reduction.work.itemsize)
         self.counters = Counters(native_calls=1, native_bytes=n * reduction.work.itemsize)
 
     def __call__(self, work: np.ndarray, sequence: int, total) -> None:
         """Reduce the flat vector `work` in place. Collective."""
-        self.agreed(self.key)
-        if self.n <= self.piece:
-            self._reduce(work)
-        else:
-            for start in range(0, self.n, self.piece):
-                self._reduce(work[start : start + self.piece])
+        starts = range(0, max(self.n, 1), self.piece)
+        parts = (work[start : start + self.piece] for start in starts)
+        blocking(self.context, self.key, (call for part in parts for call in self._calls(part)))
 
-    def _reduce(self, part: np.ndarray) -> None:
-        comm = self.context.data
-        if self.op.is_predefined:
-            comm.Allreduce(MPI.IN_PLACE, part, self.op)
+    def _calls(self, part: np.ndarray) -> Iterator[tuple[Callable, tuple]]:
+        comm, op = self.context.data, self.op
+        if op.is_predefined:
+            yield comm.Allreduce, (MPI.IN_PLACE, part, op)
             return
         # An operation made from a ufunc may depend on the order of its operands (minimum of the
         # two zeros), and MPI's allreduce may order them differently on each rank: reduce once.
-        if comm.rank == 0:
-            comm.Reduce(MPI.IN_PLACE, part, self.op, root=0)
-        else:
-            comm.Reduce(part, None, self.op, root=0)
-        comm.Bcast(part, root=0)
+        root = comm.rank == 0
+        yield comm.Reduce, (MPI.IN_PLACE if root else part, part if root else None, op, 0)
+        yield comm.Bcast, (part, 0)
 
     def close(self) -> None:
         """Nothing of its own to free."""

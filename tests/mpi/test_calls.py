@@ -1,0 +1,261 @@
+"""What one rank raises, all ranks hear; threads; nothing waits that need not (R97)."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpidist as md
+from mpidist import context
+from mpidist.errors import ConfigError, MismatchError, ProtocolError
+
+
+def seconds_of(call):
+    """What `call` raises, and after how many seconds."""
+    start = time.monotonic()
+    with pytest.raises(Exception) as caught:
+        call()
+    return caught.value, time.monotonic() - start
+
+
+BAD = {
+    "op": ({"op": "bogus"}, "unknown op 'bogus'"),
+    "algorithm": ({"algorithm": "bogus"}, "unknown allreduce algorithm 'bogus'"),
+    "weight": ({"weight": 2.0}, "weight=2.0 needs op='mean'"),
+    "out": ({"out": np.ones(3)}, r"out has shape \(3,\)"),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("call", [md.allreduce, md.iallreduce, md.plan], ids=lambda f: f.__name__)
+def test_a_bad_argument_on_one_rank_is_heard_by_all(comm, name, call):
+    """R97: rank 1 raises what is wrong; the others name it, its host and its words."""
+    if call is md.plan and name in ("weight", "out"):
+        return
+    bad, words = BAD[name]
+    mine = comm.Dup()
+    x = np.ones(1000)
+    md.allreduce(mine, x)
+
+    def run():
+        made = call(mine, x, **(bad if comm.rank == 1 else {}))
+        if call is not md.allreduce:
+            made.wait() if call is md.iallreduce else made()
+
+    error, seconds = seconds_of(run)
+    assert seconds < 5
+    if comm.rank == 1:
+        assert isinstance(error, ConfigError)
+    else:
+        assert isinstance(error, MismatchError)
+        assert "rank 1 raised ConfigError: " in str(error)
+        assert MPI.Get_processor_name().split(".")[0] in str(error) or "test_calls.py" in str(error)
+    with pytest.raises(Exception, match=words):
+        raise error
+    with pytest.raises(MismatchError, match="rank 1 raised"):
+        md.allreduce(mine, x)
+    comm.Barrier()
+    md.free(mine)
+
+
+@pytest.mark.ranks(1, 3)
+def test_a_bad_argument_everywhere_harms_nothing(comm):
+    mine = comm.Dup()
+    for _ in range(3):
+        for bad, words in BAD.values():
+            with pytest.raises(ConfigError, match=words):
+                md.allreduce(mine, np.ones(5), **bad)
+    if comm.rank == 0:
+        time.sleep(1.3)  # the others look around, and hear what they know
+    x = np.ones(5)
+    assert (md.allreduce(mine, x) == comm.size).all()
+    md.free(mine)
+    mine.Free()
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_that_raised_first_and_goes_on_is_told(comm):
+    """The next call of the rank that caught its error is no second chance."""
+    mine = comm.Dup()
+    x = np.ones(10)
+    if comm.rank == 1:
+        with pytest.raises(ConfigError):
+            md.allreduce(mine, x, "bogus")
+    with pytest.raises(MismatchError, match="rank 1 raised ConfigError: unknown op 'bogus'"):
+        md.allreduce(mine, x)
+    comm.Barrier()
+    md.free(mine)
+
+
+class Interrupt(BaseException):
+    """What a signal handler raises."""
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("n", [3, 5000])
+def test_a_wait_that_is_broken_off_is_heard_by_all(comm, n, monkeypatch):
+    mine = comm.Dup()
+    x = np.ones(n)
+    call = md.plan(mine, x, algorithm="native")
+    call()
+    if comm.rank == 1:
+        real, looks = context.wait_until, []
+
+        def interrupted(test, *args, **kwargs):
+            if not looks:
+                looks.append(1)
+                raise Interrupt("in the wait")
+            return real(test, *args, **kwargs)
+
+        monkeypatch.setattr(context, "wait_until", interrupted)
+    if comm.rank == 0:
+        time.sleep(0.2)  # so that rank 1 waits
+    error, seconds = seconds_of(call)
+    assert seconds < 5
+    if comm.rank == 1:
+        assert isinstance(error, Interrupt)
+    else:
+        assert "was broken off by rank 1 of" in str(error)
+        assert "Interrupt: in the wait" in str(error)
+        assert error.consequence
+    error, seconds = seconds_of(call)
+    assert isinstance(error, MismatchError)
+    assert seconds < 5
+    comm.Barrier()
+    md.free(mine)
+
+
+@pytest.mark.ranks(3)
+def test_free_tells_of_a_call_that_not_all_made(comm):
+    """Nobody waits for a broadcast of the root that others did not make: the end tells."""
+    mine = comm.Dup()
+    x = np.ones(4)
+    for root in range(3):
+        md.broadcast(mine, x, root=root)
+    if comm.rank == 0:
+        md.broadcast(mine, x, root=0)
+    start = time.monotonic()
+    with pytest.raises(MismatchError, match=r"left after \d+ operations"):
+        md.free(mine)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.ranks(2, 3)
+def test_iallreduce_never_waits_for_the_peers(comm):
+    """Neither the first call of a shape nor the sum of the weights."""
+    mine = comm.Dup()
+    md.allreduce(mine, np.ones(1), algorithm="native")
+    x, y = np.full(3000, comm.rank + 1.0), np.full(7, 1.0)
+    if comm.rank == 1:
+        time.sleep(0.5)
+    start = time.monotonic()
+    handles = [
+        md.iallreduce(mine, x, "mean", weight=comm.rank + 1.0),
+        md.iallreduce(mine, y, algorithm="ring"),
+    ]
+    if comm.rank == 0:
+        assert time.monotonic() - start < 0.25
+    for handle in handles:
+        handle.wait()
+    weights = np.arange(comm.size) + 1.0
+    np.testing.assert_allclose(x, (weights**2).sum() / weights.sum())
+    assert (y == comm.size).all()
+    bad = md.iallreduce(mine, x, "mean", weight=0.0)
+    with pytest.raises(ConfigError, match="add up to 0"):
+        bad.wait()
+    md.free(mine)
+    mine.Free()
+
+
+@pytest.mark.ranks(2)
+def test_a_plan_is_closed(comm):
+    x = np.ones(9)
+    with md.plan(comm, x, algorithm="ring") as run:
+        assert run() is x
+        assert run.algorithm == "ring"
+    assert (x == 2).all()
+    with pytest.raises(md.ClosedError, match="closed"):
+        run()
+    run.close()
+    again = md.plan(comm, x, algorithm="ring")
+    assert (again() == 4).all()
+    again.close()
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_second_thread_is_refused(comm):
+    """R97: two threads on one communicator; and a thread of its own for each of two."""
+    mine = comm.Dup()
+    x = np.ones(3)
+    md.allreduce(mine, x)
+    found = []
+
+    def late():
+        time.sleep(0.3)  # the first thread is in its call by then, and waits for the others
+        for call in (lambda: md.allreduce(mine, x), lambda: md.broadcast(mine, x)):
+            try:
+                call()
+            except Exception as error:
+                found.append(error)
+        for rank in range(1, comm.size):
+            comm.send(None, rank)
+
+    thread = threading.Thread(target=late)
+    if comm.rank == 0:
+        thread.start()
+    else:
+        comm.recv(source=0)
+    md.allreduce(mine, x)
+    if comm.rank == 0:
+        thread.join()
+        assert [type(error) for error in found] == [ProtocolError, ProtocolError], found
+        assert "another call on this communicator is under way" in str(found[0])
+    md.free(mine)
+    mine.Free()
+
+
+CALLS = 60
+
+
+@pytest.mark.ranks(2, 3)
+def test_threads_on_communicators_of_their_own(comm):
+    """A short version of tests/soak/threads.py, which makes 3 x 10,000 calls."""
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        pytest.skip("no GPU: this MPI gives no THREAD_MULTIPLE")
+    comms = [comm.Dup() for _ in range(3)]
+    wrong = []
+
+    def work(mine, seed):
+        try:
+            rng = np.random.default_rng(seed)
+            for k in range(CALLS):
+                n = int(rng.integers(1, 3000))
+                x = np.full(n, comm.rank + k, np.float32)
+                kind = int(rng.integers(4))
+                if kind == 0:
+                    md.allreduce(mine, x)
+                elif kind == 1:
+                    md.iallreduce(mine, x).wait()
+                elif kind == 2:
+                    handles = [md.iallreduce(mine, x), md.iallreduce(mine, np.ones(5))]
+                    for handle in handles[:: -1 if comm.rank else 1]:
+                        handle.wait()
+                else:
+                    md.allreduce(mine, x, algorithm="ring")
+                expected = sum(r + k for r in range(comm.size))
+                assert (x == expected).all(), (k, kind, x[0], expected)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(c, i)) for i, c in enumerate(comms)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+    for mine in comms:
+        md.free(mine)
+        mine.Free()
