@@ -266,20 +266,22 @@ class Context:
 
     # -- agreement ---------------------------------------------------------------------
 
-    def agree(self, signature: Signature) -> None:
+    def agree(self, signature: Signature, failed: bool = False, nbytes: int = 0) -> tuple[int, int]:
         """Prove that all ranks begin the same new operation. Collective, polled.
 
         One small nonblocking allreduce of (key, -key): equal on all ranks only when both
-        maxima belong to one key. Runs when a plan is made, never when it is re-used.
+        maxima belong to one key. Runs when a plan is made, never when it is re-used. The largest
+        `failed` and `nbytes` of all ranks come with it and are returned (`run_on_all`).
         """
         if self.size == 1:
-            return
+            return int(failed), nbytes
         key = signature.key
-        values = np.array([key, -key], dtype=np.int64)
+        values = np.array([key, -key, failed, nbytes], dtype=np.int64)
         request = self.control.Iallreduce(MPI.IN_PLACE, [values, MPI.INT64_T], MPI.MAX)
         self.wait(request.Test)
         if values[0] != key or values[1] != -key:
             self.disagree()
+        return int(values[2]), int(values[3])
 
     # -- end ---------------------------------------------------------------------------
 

@@ -1,0 +1,119 @@
+"""`run_on_all`: what fails on one rank raises on all, whatever it is and wherever they are."""
+
+import socket
+import time
+
+import numpy as np
+import pytest
+
+import mpidist as md
+from mpidist.context import of
+from mpidist.errors import ConfigError, MismatchError, MpidistError
+from mpidist.run_on_all import run_on_all
+
+SIZES = pytest.mark.ranks(1, 2, 3, 5)
+
+
+@SIZES
+def test_results(comm):
+    own = {comm.rank}
+    assert run_on_all(comm, "own", lambda: own) is own
+    everyone = run_on_all(comm, "all", lambda: (comm.rank, None), lambda all: all)
+    assert everyone == [(rank, None) for rank in range(comm.size)]
+    squares = run_on_all(comm, "each", lambda: comm.rank, lambda all: [n * n for n in all], True)
+    assert squares == comm.rank**2
+
+
+@SIZES
+@pytest.mark.parametrize("length", [0, 1, 900, 1100, 100_000, 3 << 20])
+def test_messages_of_any_length(comm, length):
+    """Short ones are filled up to one length, long ones go with theirs."""
+    mine = bytes([comm.rank]) * length
+    everyone = [bytes([rank]) * length for rank in range(comm.size)]
+    assert run_on_all(comm, "same", lambda: mine, lambda all: all) == everyone
+    assert run_on_all(comm, "each", lambda: mine, lambda all: all[::-1], True) == everyone[::-1][
+        comm.rank
+    ]  # fmt: skip
+    uneven = run_on_all(comm, "uneven", lambda: mine if comm.rank == 0 else None, lambda all: all)
+    assert uneven == [everyone[0], *[None] * (comm.size - 1)]
+
+
+@pytest.mark.ranks(2, 3)
+def test_one_round_where_nothing_is_decided(comm, monkeypatch):
+    context = of(comm)
+    waits = []
+    wait = context.wait
+    monkeypatch.setattr(context, "wait", lambda *a: (waits.append(1), wait(*a)))
+    run_on_all(comm, "check", lambda: None)
+    assert len(waits) == 1
+    run_on_all(comm, "decide", lambda: 1, sum)
+    assert len(waits) == 4
+
+
+class Silent(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+    __repr__ = __str__
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("where", ["local", "result", "decide", "answer"])
+@pytest.mark.parametrize("kind", [ConfigError, KeyboardInterrupt, MemoryError, Silent])
+def test_one_rank_fails(comm, where, kind):
+    """Nobody is left waiting, and the communicator is as good as before."""
+    failing = 1 if where in ("local", "result") else 0
+
+    class Unpicklable:
+        def __reduce__(self):
+            raise kind("no pickle")
+
+    def local():
+        if comm.rank == failing and where == "local":
+            raise kind("because")
+        return Unpicklable() if comm.rank == failing and where == "result" else 1
+
+    def decide(results):
+        if where == "decide":
+            raise kind("because")
+        return Unpicklable() if where == "answer" else sum(results)
+
+    expected = kind if comm.rank == failing or kind is ConfigError else MpidistError
+    with pytest.raises(expected) as caught:
+        run_on_all(comm, "check", local, decide)
+    if expected is not kind:
+        host = socket.gethostname()
+        head = f"check: rank {failing} of {comm.size} ({host}): {kind.__name__}"
+        assert str(caught.value).startswith(head)
+        assert caught.value.everywhere
+        assert caught.value.consequence
+    assert run_on_all(comm, "after", lambda: comm.rank, sum) == sum(range(comm.size))
+    x = np.ones(3)
+    assert md.allreduce(comm, x)[0] == comm.size
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("other", ["name", "allreduce", "plan"])
+def test_a_rank_in_another_operation(comm, other, fails):
+    def local():
+        if fails:
+            raise ConfigError("because")
+
+    begin = time.monotonic()
+    if other == "plan":
+        md.allreduce(comm, np.ones(3))
+
+    def call():
+        if comm.rank != 1:
+            run_on_all(comm, "one thing", local)
+        elif other == "name":
+            run_on_all(comm, "another thing", local)
+        else:
+            md.allreduce(comm, np.ones(3))
+
+    with pytest.raises(MismatchError, match="one thing") as caught:
+        call()
+    assert "rank 1" in str(caught.value)
+    assert time.monotonic() - begin < 8
+    md.free(comm)
