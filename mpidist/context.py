@@ -35,6 +35,9 @@ from .waiting import wait_until
 #: Plans kept per communicator; of too many, one that has not run lately is dropped (and closed).
 MAX_PLANS = 256
 
+#: Numbers that ranks may compare in an agreement, beside its signature.
+FACTS = 4
+
 #: Nonblocking operations that this thread has under way. Every wait makes progress for all of them,
 #: so ranks may wait for theirs in different orders.
 running = Running()
@@ -266,22 +269,24 @@ class Context:
 
     # -- agreement ---------------------------------------------------------------------
 
-    def agree(self, signature: Signature, failed: bool = False, nbytes: int = 0) -> tuple[int, int]:
+    def agree(self, signature: Signature, *facts: int) -> list[int]:
         """Prove that all ranks begin the same new operation. Collective, polled.
 
         One small nonblocking allreduce of (key, -key): equal on all ranks only when both
-        maxima belong to one key. Runs when a plan is made, never when it is re-used. The largest
-        `failed` and `nbytes` of all ranks come with it and are returned (`run_on_all`).
+        maxima belong to one key. Runs when a plan is made, never when it is re-used. Up to
+        `FACTS` numbers of each rank come with it; their maxima are returned (`run_on_all`).
         """
         if self.size == 1:
-            return int(failed), nbytes
+            return list(facts)
         key = signature.key
-        values = np.array([key, -key, failed, nbytes], dtype=np.int64)
+        # As many numbers in every operation: ranks in different ones meet in this allreduce.
+        values = np.zeros(2 + FACTS, np.int64)
+        values[: 2 + len(facts)] = key, -key, *facts
         request = self.control.Iallreduce(MPI.IN_PLACE, [values, MPI.INT64_T], MPI.MAX)
         self.wait(request.Test)
         if values[0] != key or values[1] != -key:
             self.disagree()
-        return int(values[2]), int(values[3])
+        return values[2 : 2 + len(facts)].tolist()
 
     # -- end ---------------------------------------------------------------------------
 

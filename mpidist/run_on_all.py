@@ -14,27 +14,17 @@ another operation raises `MismatchError` together with those that are here.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import importlib
-import itertools
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from mpi4py import MPI
 
-from .context import of
 from .errors import MismatchError, MpidistError
-from .mismatch import Signature
-
-#: Bytes that rank 0 may receive in messages that are filled up to one length, in place of two
-#: rounds: the lengths, then the data.
-_FILLED_UP = 1 << 20
-#: Bytes of the first message of an answer: its length, and as much of it as there is room for.
-_HEAD = 1024
-_LONGEST_TEXT = 4000
+from .mismatch import rank_list
+from .rounds import LONGEST, Polled, Private, one_line
 
 
 class Failure(NamedTuple):
@@ -58,6 +48,7 @@ def run_on_all(
     exchange: Callable[[Any], list] | None = None,
     *,
     fault: Callable[[Exception], type[MpidistError]] | None = None,
+    if_differs: bool = False,
 ):
     """Run `local` everywhere; what fails on one rank raises on all. Collective over `comm`.
 
@@ -80,11 +71,13 @@ def run_on_all(
     fault : callable, optional
         Returns the class that an exception of `local` or `decide` which is not mpidist's is raised
         as on all ranks. By default the failing rank raises it as it is.
+    if_differs : bool
+        Ask `decide` only where the results of the ranks differ: as cheap as without it.
 
     Returns
     -------
     object
-        What rank 0 decided; without `decide` this rank's own result.
+        What rank 0 decided; this rank's own result where nobody was asked.
 
     Raises
     ------
@@ -95,34 +88,93 @@ def run_on_all(
     MismatchError
         On all ranks, where a rank is in another operation.
     """
-    rank, size = comm.rank, comm.size
-    channel = _Private(comm, exchange) if exchange else _Polled(comm)
-    cause: BaseException | None = None
-    result = None
+    channel = Private(comm, exchange) if exchange else Polled(comm)
+    own: list[BaseException] = []  # what this rank raised
+    with channel.call(doing):
+        failure, value = _rounds(channel, doing, local, decide, each, fault, if_differs, own)
+    if failure is None:
+        return value
+    # Behind the call: all ranks are told, so the communicator stays as good as before.
+    cause = own.pop() if own else None
     try:
-        try:
-            result = local()
-            packed = _NOTHING if decide is None else _pack(None, result)
-        except BaseException as error:
-            cause, packed = error, _pack(failure_of(error, fault), None)
-        if not channel.begin(doing, packed, cause) and decide is None:
-            return result
-        everyone = channel.gather(packed)
-        answers: list[bytes] = []
-        if rank == 0:
-            try:
-                answers = _answers(doing, everyone, decide, each)
-            except BaseException as error:
-                cause = error
-                answers = [_pack(_of_rank_0(doing, error, fault, size), None)] * size
-        failure, value = _unpack(channel.hand_out(answers, each))
-        if failure is None:
-            return value
         if cause is not None and _stays(cause, fault):
             raise cause
         raise _rebuilt(failure, cause) from cause
     finally:
-        cause = None  # its traceback names this frame
+        del cause  # its traceback names this frame
+
+
+def _rounds(
+    channel, doing, local, decide, each, fault, if_differs, own
+) -> tuple[Failure | None, Any]:
+    """Return one failure for all ranks, or None and what `run_on_all` returns. Collective."""
+    result = None
+    try:
+        result = local()
+        packed = _NOTHING if decide is None else _pack(None, result)
+    except BaseException as error:
+        own.append(error)
+        packed = _pack(failure_of(error, fault), None)
+    failed, differs = channel.begin(doing, packed, own[0] if own else None)
+    if not failed and (decide is None or (if_differs and not differs)):
+        channel.end()
+        return None, result
+    everyone = channel.gather(packed)
+    answers: list[bytes] = []
+    if channel.rank == 0:
+        try:
+            answers = _answers(doing, everyone, decide, each)
+        except BaseException as error:
+            own[:] = [error]
+            told = _of_rank_0(doing, error, fault, channel.size)
+            answers = [_pack(told, None)] * channel.size
+    answer = channel.hand_out(answers, each)
+    channel.end()
+    return _unpack(answer)
+
+
+def same_on_all(
+    comm,
+    doing: str,
+    local: Callable[[], dict[str, Any]],
+    exchange: Callable[[Any], list] | None = None,
+    *,
+    fault: Callable[[Exception], type[MpidistError]] | None = None,
+) -> dict[str, Any]:
+    """Check arguments with `local`, which returns them by name; they must be equal on all ranks.
+
+    Collective over `comm`, in one small allreduce where all is well. Returns this rank's. They
+    are compared as their ``repr``: plain numbers and texts, not arrays. Raises as `run_on_all`,
+    and MismatchError on all ranks, with the name, values and ranks of the first that differs.
+    """
+    mine: dict[str, Any] = {}
+
+    def texts() -> dict[str, str]:
+        mine.update(local())
+        return {name: repr(value) for name, value in mine.items()}
+
+    def same(everyone: list[dict[str, str]]) -> None:
+        text = difference(everyone)
+        if text is not None:
+            raise MismatchError(f"{doing}: {text}; pass one value everywhere")
+
+    run_on_all(comm, doing, texts, same, exchange=exchange, fault=fault, if_differs=True)
+    return mine
+
+
+def difference(everyone: Sequence[Mapping[str, str]]) -> str | None:
+    """Name the first entry in which the ranks differ, with the values; fewest ranks first. Pure."""
+    for name in {key: None for one in everyone for key in one}:
+        groups: dict[str | None, list[int]] = {}
+        for rank, one in enumerate(everyone):
+            groups.setdefault(one.get(name), []).append(rank)
+        if len(groups) > 1:
+            told = [
+                f"{rank_list(ranks)} {'nothing' if text is None else one_line(text, 200)}"
+                for text, ranks in sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
+            ]
+            return f"{name} differs: {', '.join(told[:8])}{', ...' if len(told) > 8 else ''}"
+    return None
 
 
 def shown(value, longest: int = 200) -> str:
@@ -131,7 +183,7 @@ def shown(value, longest: int = 200) -> str:
         text = repr(value)
     except BaseException as error:
         return f"{type(value).__name__} object (its repr raises {type(error).__name__})"
-    return _line(text, longest)
+    return one_line(text, longest)
 
 
 def failure_of(
@@ -139,7 +191,7 @@ def failure_of(
 ) -> Failure:
     """Return what is told of an error; never raises, whatever the error's own methods do. Local."""
     try:
-        text = _line(str(error), _LONGEST_TEXT)
+        text = one_line(str(error), LONGEST)
     except BaseException as other:
         text = f"(its text raises {type(other).__name__})"
     kind: type = MpidistError
@@ -154,12 +206,6 @@ def failure_of(
     return Failure(
         f"{known.__module__}:{known.__qualname__}", text, socket.gethostname(), secondary
     )
-
-
-def _line(text: str, longest: int) -> str:
-    text = " ".join(text.split())
-    text = text if len(text) <= longest else f"{text[:longest]}..."
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _stays(error: BaseException, fault) -> bool:
@@ -238,125 +284,3 @@ def _rebuilt(failure: Failure, cause: BaseException | None) -> MpidistError:
     knows = cause is not None and not getattr(cause, "consequence", False)
     error.consequence = failure.secondary and not knows  # one that knows the cause first
     return error
-
-
-class _Polled:
-    """Rounds on the context of a communicator."""
-
-    def __init__(self, comm):
-        self.context = of(comm)
-        self.rank, self.size = comm.rank, comm.size
-        self.longest = 0
-
-    def begin(self, doing: str, packed: bytes, cause: BaseException | None) -> bool:
-        """Agree that all ranks are here; return whether one of them failed."""
-        context = self.context
-        if cause is not None and context.stopped:
-            raise cause  # which is why there is nobody to tell any more
-        signature = Signature(_line(doing, _LONGEST_TEXT), "", "")
-        try:
-            context.begin(signature)
-            failed, self.longest = context.agree(signature, cause is not None, len(packed))
-        except MismatchError as error:
-            raise error from cause
-        return bool(failed)
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """Return everyone's `data` on rank 0."""
-        if self.size == 1:
-            return [data]
-        control, root, size = self.context.control, self.rank == 0, self.size
-        if size * self.longest <= _FILLED_UP:
-            mine = np.zeros(self.longest, np.uint8)
-            mine[: len(data)] = np.frombuffer(data, np.uint8)
-            rows = np.empty((size if root else 0, self.longest), np.uint8)
-            self._wait(control.Igather(mine, rows if root else None, 0))
-            return [row.tobytes() for row in rows]  # pickle stops where its data end
-        lengths = np.zeros(size, np.int64)
-        number = np.array([len(data)], np.int64)
-        self._wait(control.Igather(number, lengths if root else None, 0))
-        starts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
-        everything = np.empty(starts[-1], np.uint8)
-        target = [everything, lengths.tolist(), starts[:-1], MPI.BYTE]
-        self._wait(control.Igatherv([data, MPI.BYTE], target if root else None, 0))
-        if not root:
-            return []
-        ends = itertools.pairwise(starts)
-        return [everything[start:end].tobytes() for start, end in ends]
-
-    def hand_out(self, answers: list[bytes], each: bool) -> bytes:
-        """Return this rank's of rank 0's answers."""
-        if self.size == 1:
-            return answers[0]
-        return self._scatter(answers) if each else self._bcast(answers)
-
-    def _bcast(self, answers: list[bytes]) -> bytes:
-        control = self.context.control
-        head = np.zeros(_HEAD, np.uint8)
-        room = _HEAD - 8
-        if self.rank == 0:
-            head[:8] = np.frombuffer(len(answers[0]).to_bytes(8, "little"), np.uint8)
-            first = answers[0][:room]
-            head[8 : 8 + len(first)] = np.frombuffer(first, np.uint8)
-        self._wait(control.Ibcast(head, 0))
-        length = int.from_bytes(head[:8].tobytes(), "little")
-        if length <= room:
-            return head[8 : 8 + length].tobytes()
-        rest = np.empty(length - room, np.uint8)
-        if self.rank == 0:
-            rest[:] = np.frombuffer(answers[0], np.uint8)[room:]
-        self._wait(control.Ibcast(rest, 0))
-        return head[8:].tobytes() + rest.tobytes()
-
-    def _scatter(self, answers: list[bytes]) -> bytes:
-        control, root = self.context.control, self.rank == 0
-        lengths = np.array([len(one) for one in answers], np.int64)
-        number = np.zeros(1, np.int64)
-        self._wait(control.Iscatter(lengths if root else None, number, 0))
-        mine = np.empty(int(number[0]), np.uint8)
-        source: Any = None
-        if root:
-            starts = (np.cumsum(lengths) - lengths).tolist()
-            everything = np.frombuffer(b"".join(answers), np.uint8)
-            source = [everything, lengths.tolist(), starts, MPI.BYTE]
-        self._wait(control.Iscatterv(source, [mine, MPI.BYTE], 0))
-        return mine.tobytes()
-
-    def _wait(self, request: MPI.Request) -> None:
-        self.context.wait(request.Test)
-
-
-class _Private:
-    """Rounds on a channel that the caller has: it brings an object of each rank to all."""
-
-    def __init__(self, comm, exchange: Callable[[Any], list]):
-        self.rank, self.exchange = comm.rank, exchange
-        self._everyone: list[bytes] = []
-
-    def begin(self, doing: str, packed: bytes, cause: BaseException | None) -> bool:
-        """Tell all ranks what this one found; return whether one of them failed."""
-        failed = cause is not None
-        try:
-            told = self.exchange([failed, _text(packed)])
-        except Exception as error:
-            if cause is not None:
-                raise cause from error  # nobody else listens any more
-            raise
-        self._everyone = [_bytes(text) for _, text in told]
-        return any(failed for failed, _ in told)
-
-    def gather(self, data: bytes) -> list[bytes]:
-        return self._everyone
-
-    def hand_out(self, answers: list[bytes], each: bool) -> bytes:
-        said = [_text(one) for one in (answers if each else answers[:1])]
-        told = self.exchange(said)[0]
-        return _bytes(told[self.rank if each else 0])
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()  # an exchange may know JSON only
-
-
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text)

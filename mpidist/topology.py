@@ -14,16 +14,22 @@ import operator
 import socket
 from contextlib import contextmanager
 
+import numpy as np
 from mpi4py import MPI
 
-from mpidist.errors import ConfigError, MismatchError, MpidistError
-from mpidist.waiting import wait_until
+from mpidist.context import Context, of
+from mpidist.errors import ConfigError
+from mpidist.run_on_all import run_on_all, same_on_all, shown
+
+_RECORD = np.dtype([("leader", "i8"), ("host", "S256")])
+#: Tells the making of the leaders' communicator from others that a program may make meanwhile.
+_LEADERS = 71
 
 
 class Topology:
     """The nodes of a communicator, and communicators within and between them.
 
-    Collective over `comm`. Makes two communicators that `close` frees.
+    Collective over `comm`. Makes a communicator, and another on first use, that `close` frees.
 
     Parameters
     ----------
@@ -52,32 +58,45 @@ class Topology:
         One machine holds all ranks: what is measured there says nothing about a network.
     intra_comm : MPI.Intracomm
         The ranks of my node, in rank order.
-    inter_comm : MPI.Intracomm
-        The leaders, in node order; ``MPI.COMM_NULL`` on other ranks.
     """
 
     def __init__(self, comm: MPI.Comm, ranks_per_node: int | None = None):
+        context = of(comm)
         self.size, self.rank = comm.size, comm.rank
-        group = _agreed(comm, ranks_per_node)
-        self.faked, self.ranks_per_node = group is not None, group
-        if group is None:
+        number = _agreed(comm, "Topology", ranks_per_node)
+        self.faked, self.ranks_per_node = number is not None, number
+        # MPI has no polled split. This one blocks, and all ranks are here: they have agreed on it.
+        if number is None:
             self.intra_comm = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
         else:
-            self.intra_comm = comm.Split(comm.rank // group, comm.rank)
-        leader = self.intra_comm.bcast(comm.rank, root=0)
-        self.inter_comm = comm.Split(0 if leader == comm.rank else MPI.UNDEFINED, comm.rank)
+            self.intra_comm = comm.Split(comm.rank // number, comm.rank)
+        self._comm, self._inter_comm = comm, MPI.COMM_NULL
         self._open = True
 
-        everyone = comm.allgather((leader, socket.gethostname()))
-        self.leaders = tuple(sorted({leader for leader, _ in everyone}))
-        number = {leader: node for node, leader in enumerate(self.leaders)}
-        self.node_of = tuple(number[leader] for leader, _ in everyone)
-        self.hosts = tuple(everyone[leader][1] for leader in self.leaders)
+        leaders, hosts = _everyone(context, _leader(comm, self.intra_comm))
+        self.leaders = tuple(sorted(set(leaders)))
+        node_of = {leader: node for node, leader in enumerate(self.leaders)}
+        self.node_of = tuple(node_of[leader] for leader in leaders)
+        self.hosts = tuple(hosts[leader] for leader in self.leaders)
         self.nodes = len(self.leaders)
         self.node = self.node_of[self.rank]
         self.local_rank, self.local_size = self.intra_comm.rank, self.intra_comm.size
         # Two machines of one name are two nodes to MPI; faked nodes are told apart by name only.
         self.single_host = len(set(self.hosts)) == 1 and (self.faked or self.nodes == 1)
+
+    @property
+    def inter_comm(self) -> MPI.Comm:
+        """The leaders, in node order; ``MPI.COMM_NULL`` on other ranks.
+
+        Made on first use, which is collective over the leaders.
+        """
+        if self._open and self.local_rank == 0 and self._inter_comm == MPI.COMM_NULL:
+            everyone = self._comm.Get_group()
+            leaders = everyone.Incl(self.leaders)
+            self._inter_comm = self._comm.Create_group(leaders, _LEADERS)  # type: ignore
+            leaders.Free()
+            everyone.Free()
+        return self._inter_comm
 
     def members(self, node: int) -> tuple[int, ...]:
         """Return the ranks of `node`, ascending. Local."""
@@ -98,10 +117,10 @@ class Topology:
         return f"{_count(self.size, 'rank')} on {where}{per}"
 
     def close(self) -> None:
-        """Free both communicators; a second call does nothing. Collective over `comm`."""
+        """Free what was made; a second call does nothing. Collective over `comm`."""
         if self._open and not MPI.Is_finalized():
-            if self.inter_comm != MPI.COMM_NULL:
-                self.inter_comm.Free()
+            if self._inter_comm != MPI.COMM_NULL:
+                self._inter_comm.Free()
             self.intra_comm.Free()
         self._open = False
 
@@ -112,21 +131,57 @@ class Topology:
         self.close()
 
 
-def _agreed(comm, ranks_per_node) -> int | None:
+def topology_of(where: MPI.Comm | Context, ranks_per_node: int | None = None) -> Topology:
+    """Return the topology that a communicator keeps; made on first use. Collective on first use.
+
+    `where` is a communicator or its context, which closes it. Ranks that may have passed different
+    values compare them before they come here.
+    """
+    context = where if isinstance(where, Context) else of(where)
+    key = ("topology", ranks_per_node)
+    if not isinstance(ranks_per_node, int | None) or key not in context.store:
+        topology = Topology(context.comm, ranks_per_node)
+        key = ("topology", topology.ranks_per_node)
+        context.store.setdefault(key, topology)
+    return context.store[key]
+
+
+def _agreed(comm, doing: str, ranks_per_node) -> int | None:
     """Check `ranks_per_node` on all ranks together, so that nobody is left alone in a split."""
-    given = comm.allgather(repr(ranks_per_node))
-    if len(set(given)) > 1:
-        shown = ", ".join(f"rank {rank} {text}" for rank, text in enumerate(given[:8]))
-        raise MismatchError(f"Topology: ranks_per_node differs: {shown}; pass one value everywhere")
-    if ranks_per_node is None:
-        return None
-    try:
-        number = operator.index(ranks_per_node)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ConfigError(f"Topology: ranks_per_node={given[0]}; expected a whole number >= 1")
-    return number
+
+    def number() -> int | None:
+        if ranks_per_node is None:
+            return None
+        try:
+            given = operator.index(ranks_per_node)
+        except TypeError:
+            given = 0
+        if given < 1:
+            given_as = shown(ranks_per_node)
+            raise ConfigError(f"ranks_per_node={given_as}; expected a whole number >= 1")
+        return given
+
+    return same_on_all(comm, doing, lambda: {"ranks_per_node": number()})["ranks_per_node"]
+
+
+def _leader(comm: MPI.Comm, intra_comm: MPI.Comm) -> int:
+    """Return the rank in `comm` of the lowest rank of a node. Local."""
+    mine, everyone = intra_comm.Get_group(), comm.Get_group()
+    (leader,) = mine.Translate_ranks([0], everyone)
+    mine.Free()
+    everyone.Free()
+    return leader
+
+
+def _everyone(context: Context, leader: int) -> tuple[list[int], list[str]]:
+    """Return the leader and the host name of each rank. Collective, polled."""
+    mine = np.zeros(1, _RECORD)
+    mine["leader"], mine["host"] = leader, socket.gethostname().encode()
+    records = np.zeros(context.size, _RECORD)
+    target = [records.view(np.uint8), MPI.BYTE]
+    context.wait(context.control.Iallgather([mine.view(np.uint8), MPI.BYTE], target).Test)
+    hosts = [host.decode(errors="replace") for host in records["host"].tolist()]
+    return records["leader"].tolist(), hosts
 
 
 def _count(number: int, noun: str) -> str:
@@ -147,44 +202,27 @@ def node_once(comm: MPI.Intracomm, *, ranks_per_node: int | None = None):
     Collective over `comm`. The value of the ``with`` is True on each node's leader, which runs
     the body at once, and False elsewhere: those ranks enter the body when all leaders are
     through. Where a leader's body raises, that exception goes on there, and all other ranks raise
-    MpidistError naming that rank, its host and what went wrong.
+    an error that names that rank, its host and what went wrong: of the same class where that is
+    one of mpidist, else MpidistError.
 
     >>> with md.node_once(comm) as first:
     ...     if first:
     ...         unpack()
     """
-    with Topology(comm, ranks_per_node) as topology:
-        first = topology.local_rank == 0
-        failure = None
-        if first:
-            try:
-                yield True
-            except BaseException as error:
-                failure = error
-        failed = _outcomes(comm, failure)
-    if failure is not None:
-        raise failure
-    if failed:
-        raise _failed_elsewhere(failed)
+    number = _agreed(comm, "node_once", ranks_per_node)
+    first = topology_of(comm, number).local_rank == 0
+    failure = None
+    if first:
+        try:
+            yield True
+        except BaseException as error:
+            failure = error
+
+    def outcome() -> None:
+        if failure is not None:
+            raise failure
+
+    # The others wait here, without burning the cores that the leaders work on.
+    run_on_all(comm, "node_once", outcome)
     if not first:
         yield False
-
-
-def _outcomes(comm, failure) -> list[tuple[int, str, str]]:
-    """Wait for all leaders without burning the cores they work on; return who failed and how."""
-    arrived = comm.Ibarrier()
-    wait_until(arrived.Test)
-    mine = None
-    if failure is not None:
-        text = " ".join(f"{type(failure).__name__}: {failure}".split())
-        mine = (comm.rank, socket.gethostname(), text)
-    return [entry for entry in comm.allgather(mine) if entry is not None]
-
-
-def _failed_elsewhere(failed) -> MpidistError:
-    rank, host, text = failed[0]
-    more = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
-    error = MpidistError(f"node_once: rank {rank} on {host}: {text}{more}")
-    error.everywhere = True  # all ranks raise together; one of them speaks,
-    error.consequence = True  # but the leader, who knows the cause, goes first
-    return error

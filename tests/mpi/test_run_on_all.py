@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import mpidist as md
+from mpidist import rounds
 from mpidist.context import of
 from mpidist.errors import ConfigError, MismatchError, MpidistError
 from mpidist.run_on_all import run_on_all
@@ -116,4 +117,30 @@ def test_a_rank_in_another_operation(comm, other, fails):
         call()
     assert "rank 1" in str(caught.value)
     assert time.monotonic() - begin < 8
+    md.free(comm)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("phase", ["gather", "hand_out"])
+def test_a_rank_that_is_interrupted_between_two_rounds(comm, monkeypatch, phase):
+    """Ctrl-C in the midst of it: the others hear of it, and nobody waits for ever."""
+    if comm.rank == 1:
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(rounds.Polled, phase, interrupted)
+
+    def calls():
+        # What rank 0 hands out needs nobody's answer: the others may learn it from the next call.
+        for _ in range(3):
+            run_on_all(comm, "check", lambda: 1, sum)
+
+    with pytest.raises((KeyboardInterrupt, MismatchError)) as caught:
+        calls()
+    if comm.rank == 1:
+        assert caught.type is KeyboardInterrupt
+    else:
+        assert "rank 1 of" in str(caught.value)
+        assert "KeyboardInterrupt" in str(caught.value)
     md.free(comm)

@@ -68,7 +68,9 @@ def test_bad_ranks_per_node_on_all_ranks(comm, bad):
 
 @pytest.mark.ranks(3)
 def test_differing_ranks_per_node_is_told_to_all(comm):
-    with pytest.raises(MismatchError, match="rank 0 2, rank 1 2, rank 2 3"):
+    with pytest.raises(
+        MismatchError, match="Topology: ranks_per_node differs: rank 2 3, ranks 0,1 2"
+    ):
         md.Topology(comm, ranks_per_node=3 if comm.rank == 2 else 2)
 
 
@@ -102,8 +104,8 @@ def test_node_once_failure_is_everybodys(comm):
         assert isinstance(caught.value, FileNotFoundError)
     else:
         host = socket.gethostname()
-        text = f"node_once: rank {failing} on {host}: FileNotFoundError: no data.tar in sight"
-        assert str(caught.value) == text
+        text = f"node_once: rank {failing} of {comm.size} ({host}): FileNotFoundError: "
+        assert str(caught.value) == text + "no data.tar in sight"
         assert caught.value.everywhere
         assert ran == ([True] if comm.rank % 2 == 0 else [])
     assert comm.allreduce(1) == comm.size

@@ -20,7 +20,7 @@ FLOORS = {
     "events": 1.0, "waiting": 1.1, "mismatch": 1.1, "memory": 1.1, "arrays": 1.1,
     "launch": 1.2, "binding": 1.2,
     "abort": 1.2, "statuses": 1.2, "strangers": 1.2, "calls": 1.2, "leaving": 1.25, "context": 1.3,
-    "run_on_all": 1.32, "topology": 1.34, "arena": 1.35, "cross_memory": 1.35,
+    "rounds": 1.31, "run_on_all": 1.32, "topology": 1.34, "arena": 1.35, "cross_memory": 1.35,
     "collectives": 2.0, "redistribute": 2.0,
     "gradients": 3.0, "parameter_server": 3.0, "optim": 3.0, "data": 3.0, "checkpoint": 3.0,
     "elastic": 3.0, "models": 3.0, "testing": 3.0,
