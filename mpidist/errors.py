@@ -113,6 +113,22 @@ class TooManyBadRecords(MpidistError):
         self.records = tuple(records)
 
 
+def in_one_line(text: str, longest: int = 200) -> str:
+    """Return `text` as one line that can be sent and printed, cut. Local."""
+    text = " ".join(text.split())
+    text = text if len(text) <= longest else f"{text[:longest]}..."
+    return text.encode(errors="backslashreplace").decode()
+
+
+def shown(value, longest: int = 200) -> str:
+    """Return ``repr(value)`` for a message: one line, cut, and never an exception. Local."""
+    try:
+        text = repr(value)
+    except BaseException as error:
+        return f"{type(value).__name__} object (its repr raises {type(error).__name__})"
+    return in_one_line(text, longest)
+
+
 def nearest(given: str, known) -> str:
     """Name the known key closest to `given`, as ``did you mean 'x'?``, or "". Local."""
     import difflib

@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from .context import of
-from .errors import MismatchError
+from .errors import MismatchError, in_one_line
 from .mismatch import Signature
 
 #: Bytes that rank 0 may receive in messages that are filled up to one length, in place of two
@@ -39,7 +39,7 @@ class Polled:
 
     def call(self, doing: str):
         """Return a ``with`` around all rounds: what is raised inside the other ranks hear."""
-        return self.context.call(one_line(doing, LONGEST))
+        return self.context.call(in_one_line(doing, LONGEST))
 
     def end(self) -> None:
         """Take note that all rounds are over. Local."""
@@ -50,7 +50,7 @@ class Polled:
         context = self.context
         if cause is not None and (context.failed or context.closed):
             raise cause  # there is nobody to tell any more
-        signature = Signature(one_line(doing, LONGEST), "", "")
+        signature = Signature(in_one_line(doing, LONGEST), "", "")
         try:
             context.begin(signature)
             digest = _digest(packed)
@@ -175,10 +175,3 @@ def _bytes(text: str) -> bytes:
 
 def _digest(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
-
-
-def one_line(text: str, longest: int) -> str:
-    """Return `text` as one line that can be sent, cut. Local."""
-    text = " ".join(text.split())
-    text = text if len(text) <= longest else f"{text[:longest]}..."
-    return text.encode(errors="backslashreplace").decode()

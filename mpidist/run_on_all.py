@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from .errors import MismatchError, MpidistError
+from .errors import MismatchError, MpidistError, in_one_line
 from .mismatch import rank_list
-from .rounds import LONGEST, Polled, Private, one_line
+from .rounds import LONGEST, Polled, Private
 
 
 class Failure(NamedTuple):
@@ -170,20 +170,11 @@ def difference(everyone: Sequence[Mapping[str, str]]) -> str | None:
             groups.setdefault(one.get(name), []).append(rank)
         if len(groups) > 1:
             told = [
-                f"{rank_list(ranks)} {'nothing' if text is None else one_line(text, 200)}"
+                f"{rank_list(ranks)}: {'nothing' if text is None else in_one_line(text)}"
                 for text, ranks in sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
             ]
             return f"{name} differs: {', '.join(told[:8])}{', ...' if len(told) > 8 else ''}"
     return None
-
-
-def shown(value, longest: int = 200) -> str:
-    """Return ``repr(value)`` for a message: one line, cut, and never an exception. Local."""
-    try:
-        text = repr(value)
-    except BaseException as error:
-        return f"{type(value).__name__} object (its repr raises {type(error).__name__})"
-    return one_line(text, longest)
 
 
 def failure_of(
@@ -191,7 +182,7 @@ def failure_of(
 ) -> Failure:
     """Return what is told of an error; never raises, whatever the error's own methods do. Local."""
     try:
-        text = one_line(str(error), LONGEST)
+        text = in_one_line(str(error), LONGEST)
     except BaseException as other:
         text = f"(its text raises {type(other).__name__})"
     kind: type = MpidistError

@@ -18,8 +18,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist.context import Context, of
-from mpidist.errors import ConfigError
-from mpidist.run_on_all import run_on_all, same_on_all, shown
+from mpidist.errors import ConfigError, shown
+from mpidist.run_on_all import run_on_all, same_on_all
 
 _RECORD = np.dtype([("leader", "i8"), ("host", "S256")])
 #: Tells the making of the leaders' communicator from others that a program may make meanwhile.

@@ -19,10 +19,10 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from mpidist.checkpoint import load, safetensors
+from mpidist.checkpoint import load, safetensors, steps
+from mpidist.checkpoint.control import path_of, run_on_all, same_on_all
 from mpidist.checkpoint.layout import Path as Keys
 from mpidist.checkpoint.layout import dtype_name, is_array, leaves, show, to_json
-from mpidist.checkpoint.together import together
 from mpidist.errors import ConfigError
 
 EXTRAS = "__extras__"
@@ -41,7 +41,13 @@ def export(comm, path, out, *, step: int | None = None) -> int:
     step : int, optional
         None takes the newest good step.
     """
-    out = Path(os.fspath(out))
+
+    def check_arguments() -> dict:
+        folder, target = path_of("path", path), path_of("out", out)
+        return {"path": folder, "out": target, "step": steps.wanted(step)}
+
+    given = same_on_all(comm, "export", check_arguments)
+    path, out, step = given["path"], Path(given["out"]), given["step"]
     if comm.size == 1 or out.suffix not in (".h5", ".hdf5"):
         return _by_rank_0(comm, path, out, step)
     if not h5py.get_config().mpi:
@@ -55,10 +61,10 @@ def export(comm, path, out, *, step: int | None = None) -> int:
         check(out)
         return _partial(out)
 
-    partial = together(comm, f"export to {out}", lambda: None, begin)
+    partial = run_on_all(comm, f"export to {out}", lambda: None, begin)
     try:
         number = export_together(comm, os.fspath(path), partial, step)
-        together(comm, f"export to {out}", lambda: None, lambda _: partial.rename(out) and None)
+        run_on_all(comm, f"export to {out}", lambda: None, lambda _: partial.rename(out) and None)
     finally:
         if comm.rank == 0:
             partial.unlink(missing_ok=True)
@@ -66,7 +72,7 @@ def export(comm, path, out, *, step: int | None = None) -> int:
 
 
 def _by_rank_0(comm, path, out: Path, step: int | None) -> int:
-    return together(
+    return run_on_all(
         comm, f"export to {out}", lambda: None, lambda _: export_step(path, out, step=step)
     )
 

@@ -14,12 +14,12 @@ import h5py
 import numpy as np
 
 from mpidist.checkpoint import load, steps
+from mpidist.checkpoint.control import run_on_all
 from mpidist.checkpoint.export import extras_text, name_of, named, put_extras
 from mpidist.checkpoint.layout import Shard, dtype_of, leaves, show, to_json, tree
 from mpidist.checkpoint.manifest import Damaged, Tensor, Unreadable
 from mpidist.checkpoint.steps import Entry
 from mpidist.checkpoint.store import CheckpointStore
-from mpidist.checkpoint.together import everywhere, together
 from mpidist.errors import CheckpointError, StorageError
 from mpidist.partition import BlockPartition
 
@@ -44,9 +44,9 @@ def export_together(comm, path: str, partial: Path, step: int | None) -> int:
                     _write(file[name_of(keys)], _stored(array), start)
 
     doing = f"export of step {number}"
-    together(comm, doing, lambda: None, lambda _: _make(partial, tensors, rows, extras))
+    run_on_all(comm, doing, lambda: None, lambda _: _make(partial, tensors, rows, extras))
     # Opening and closing may fail on some ranks only, too: all are heard before any raises.
-    together(comm, doing, write)
+    run_on_all(comm, doing, write)
     return number
 
 
@@ -90,7 +90,7 @@ def _write(data_set, array: np.ndarray, start) -> None:
 
 def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Tensor, ...], dict]:
     """Read this rank's rows of the newest good step: (step, all arrays, state). Collective."""
-    entries = together(comm, "export", lambda: None, lambda _: steps.candidates(path, step))
+    entries = run_on_all(comm, "export", lambda: None, lambda _: steps.candidates(path, step))
     tried: list[str] = []
     with CheckpointStore(comm, path) as store:
         for entry in entries:
@@ -108,8 +108,8 @@ def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Tensor, ...], d
 
 def _tensors(comm, path: str, entry: Entry) -> tuple[Tensor, ...]:
     """Return all arrays of a step, without their numbers. Collective."""
-    data = together(comm, "export", lambda: None, lambda _: steps.read_manifest(path, entry))
-    return everywhere(comm, "export", lambda: steps.parse(data, entry)).tensors
+    data = run_on_all(comm, "export", lambda: None, lambda _: steps.read_manifest(path, entry))
+    return run_on_all(comm, "export", lambda: steps.parse(data, entry)).tensors
 
 
 def _rows(comm, tensors: tuple[Tensor, ...]) -> dict:

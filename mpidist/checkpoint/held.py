@@ -21,7 +21,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from mpidist.checkpoint import files, retention, steps
-from mpidist.checkpoint.layout import Shard, array_of, dtype_name, is_array, leaves, shape_of, tree
+from mpidist.checkpoint.layout import (
+    Shard,
+    array_of,
+    dtype_name,
+    is_array,
+    leaves,
+    plain,
+    shape_of,
+    tree,
+)
 from mpidist.errors import CheckpointError, NoCheckpoint
 
 ID = ".local"
@@ -92,7 +101,7 @@ def arrays(state: Mapping, rank: int) -> dict:
 
 def extras(state: Mapping) -> list:
     """Return what is no array: (path, value) pairs. Local."""
-    return [(path, leaf) for path, leaf in leaves(state) if not _is_array(leaf)]
+    return [(path, plain(leaf, path)) for path, leaf in leaves(state) if not _is_array(leaf)]
 
 
 def union(answers: list[list]) -> list:

@@ -20,12 +20,13 @@ import numpy as np
 
 from mpidist.arrays import as_array, is_device
 from mpidist.checkpoint.regions import Box, Flat, Region, fits, whole
-from mpidist.errors import CheckpointError, ConfigError
+from mpidist.errors import CheckpointError, ConfigError, shown
 
 Path = tuple[str, ...]
 
 MAX_DEPTH = 32
-_SCALARS = (str, bool, int, float, type(None))
+#: Of an extra: 4,214 digits, of 4,300 that Python turns into text.
+_MOST_BITS = 14_000
 
 
 class Unreadable(CheckpointError):
@@ -125,12 +126,12 @@ def leaves(state: Mapping, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     if not isinstance(state, Mapping):
         raise ConfigError(f"the state must be a dict of arrays, got {type(state).__name__}")
     for key, value in state.items():
-        here = (*path, key)
         if not isinstance(key, str):
             raise ConfigError(
-                f"keys of the state must be strings, got {key!r} ({type(key).__name__}) in "
+                f"keys of the state must be strings, got {shown(key)} ({type(key).__name__}) in "
                 f"{show(path) or 'the state itself'}"
             )
+        here = (*path, str.__str__(key))  # a subclass may not survive a message, or be equal
         if len(here) > MAX_DEPTH:
             raise ConfigError(f"the state is nested deeper than {MAX_DEPTH} at {show(here)}")
         if isinstance(value, Mapping) and value:
@@ -227,18 +228,40 @@ def to_json(value, path: Path = ()):
         value = value.item()
     elif isinstance(value, Shard) or is_array(value):
         raise ConfigError(f"{show(path)}: an array inside a list cannot be saved; use a dict")
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}
-    if isinstance(value, _SCALARS):
+    if value is None or isinstance(value, bool):
         return value
+    # Exact from here on: an enum or another subclass may have a `repr` of its own, and be unknown
+    # to the process that reads it.
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return _whole_number(int.__int__(value), path)
+    if isinstance(value, float):
+        value = float.__float__(value)
+        return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, (list, tuple)):
         return [to_json(item, path) for item in value]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: to_json(item, path) for key, item in value.items()}}
+        return {"dict": {str.__str__(k): to_json(item, path) for k, item in value.items()}}
     raise ConfigError(
         f"{show(path)}: {type(value).__name__} cannot be saved; expected an array, a Shard, or "
         "a number, string, bool, None or list of them"
     )
+
+
+def _whole_number(value: int, path: Path) -> int:
+    """Return `value`, or raise ConfigError: longer numbers Python does not read back from text."""
+    if value.bit_length() > _MOST_BITS:
+        raise ConfigError(
+            f"{show(path)}: an integer of {value.bit_length()} bits cannot be saved; expected at "
+            f"most {_MOST_BITS}, save it as an array"
+        )
+    return value
+
+
+def plain(value, path: Path = ()):
+    """Return an extra as it will be read back: exact numbers, texts, lists and dicts. Local."""
+    return from_json(to_json(value, path))
 
 
 def from_json(value):

@@ -18,6 +18,7 @@ import numpy as np
 from mpidist import events
 from mpidist.arrays import is_writable
 from mpidist.checkpoint import load, steps
+from mpidist.checkpoint.control import run_on_all
 from mpidist.checkpoint.filling import Filling, batches, is_filled, is_whole, staged_bytes
 from mpidist.checkpoint.layout import (
     Path,
@@ -33,7 +34,6 @@ from mpidist.checkpoint.manifest import Damaged, Manifest
 from mpidist.checkpoint.reader import opened
 from mpidist.checkpoint.steps import Entry
 from mpidist.checkpoint.threads import Beside
-from mpidist.checkpoint.together import everywhere, together
 from mpidist.errors import (
     CheckpointError,
     ForeignCheckpoint,
@@ -59,7 +59,7 @@ def restore(comm, path: str, like: Mapping | None, step: int | None, bad: set[En
 
     Entries found damaged are added to `bad` on every rank.
     """
-    items = everywhere(comm, "restore", lambda: None if like is None else _wanted(like))
+    items = run_on_all(comm, "restore", lambda: None if like is None else _wanted(like))
 
     def candidates(without: list[bool]) -> list[Entry]:
         for rank, one in enumerate(without):
@@ -70,7 +70,7 @@ def restore(comm, path: str, like: Mapping | None, step: int | None, bad: set[En
                 )
         return steps.candidates(path, step)
 
-    entries = together(comm, f"restore from {path}", lambda: items is None, candidates)
+    entries = run_on_all(comm, f"restore from {path}", lambda: items is None, candidates)
     tried: list[str] = []
     filled: list[Entry] = []  # parts of these may be in the caller's arrays
     try:
@@ -81,7 +81,7 @@ def restore(comm, path: str, like: Mapping | None, step: int | None, bad: set[En
                 return entry, state
             bad.add(entry)
             tried.append(load.note(path, entry, reason) if comm.rank == 0 else reason)
-        together(comm, "restore", lambda: None, lambda _: _raise(load.failure(path, step, tried)))
+        run_on_all(comm, "restore", lambda: None, lambda _: _raise(load.failure(path, step, tried)))
     except MpidistError as error:
         if filled:
             raise spoiled(error) from error
@@ -100,7 +100,7 @@ def spoiled(error: MpidistError) -> MpidistError:
     """
     kind = CheckpointError if isinstance(error, NoCheckpoint) else type(error)
     told = kind(f"{error}; arrays may hold parts of that now: set them anew before use")
-    told.everywhere = True
+    told.everywhere, told.consequence = True, error.consequence
     return told
 
 
@@ -125,12 +125,12 @@ def _attempt(
 
     It is added to `begun` before any array of `items` is changed.
     """
-    reason, data = together(comm, "restore", lambda: None, lambda _: _manifest(path, entry))
+    reason, data = run_on_all(comm, "restore", lambda: None, lambda _: _manifest(path, entry))
     if reason is not None:
         return reason, None
-    found = everywhere(comm, "restore", lambda: steps.parse(data, entry))
+    found = run_on_all(comm, "restore", lambda: steps.parse(data, entry))
     if items is None:  # new arrays: nothing of anybody's is changed
-        items = everywhere(comm, "restore", lambda: _fresh(found))
+        items = run_on_all(comm, "restore", lambda: _fresh(found))
         plan = _Plan({path for path, _ in items}, True, [len(items)])
     else:
         plan = _same_model(comm, path, entry, found, items)
@@ -144,14 +144,14 @@ def _attempt(
         reason = _fill(comm, path, entry, found, some, common, how, filled)
         if reason is not None:
             return reason, None
-    return None, everywhere(comm, "restore", lambda: _state(found, items, filled))
+    return None, run_on_all(comm, "restore", lambda: _state(found, items, filled))
 
 
 def _fill(
     comm, path: str, entry: Entry, found: Manifest, items, common, how: Reading, filled: dict
 ) -> str | None:
     """Fill the leaves of `items`, and put them into `filled`; why not, if not. Collective."""
-    filling = everywhere(
+    filling = run_on_all(
         comm, "restore", lambda: Filling(found, items, common, comm.rank, comm.size)
     )
 
@@ -166,7 +166,7 @@ def _fill(
         filling.exchange(comm, reading.over)
     reason = _agreed(comm, reading.result)
     if reason is None:
-        filled |= everywhere(comm, "restore", filling.finish)
+        filled |= run_on_all(comm, "restore", filling.finish)
     return reason
 
 
@@ -196,7 +196,7 @@ def _agreed(comm, work) -> str | None:
         said = [f"rank {r}: {text}" for r, text in enumerate(reasons) if text]
         return said[0] if said else None
 
-    return together(comm, "restore", local, first)
+    return run_on_all(comm, "restore", local, first)
 
 
 # ------------------------------------------------------------------------------ the same model
@@ -254,7 +254,7 @@ def _same_model(comm, path: str, entry: Entry, found: Manifest, items: list) -> 
         alone = read <= _MOSTLY * found.nbytes
         return np.flatnonzero(common).tolist(), alone, batches(most.tolist())
 
-    common, alone, ends = together(comm, "restore", local, decide)
+    common, alone, ends = run_on_all(comm, "restore", local, decide)
     return _Plan({found.tensors[number].path for number in common}, alone, ends)
 
 

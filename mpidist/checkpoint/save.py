@@ -29,6 +29,7 @@ import numpy as np
 import mpidist
 from mpidist import events
 from mpidist.checkpoint import files, manifest, retention, shard, steps
+from mpidist.checkpoint.control import run_on_all
 from mpidist.checkpoint.layout import (
     Shard,
     array_of,
@@ -42,7 +43,6 @@ from mpidist.checkpoint.lock import RunLock
 from mpidist.checkpoint.plan import Description, Leaf, Share, agree, assign, shares
 from mpidist.checkpoint.steps import Entry
 from mpidist.checkpoint.threads import Worker
-from mpidist.checkpoint.together import everywhere, together
 from mpidist.errors import CheckpointError, StorageError
 
 #: Seconds without a new byte in the folder after which a save in the background is given up.
@@ -142,33 +142,36 @@ class Save:
         doing = f"save of step {self.step}"
         rooms: list[np.ndarray] = []
         try:
-            together(self.comm, doing, local)
-            self._data = everywhere(
-                self.comm, doing, lambda: shard.brought(self.comm, share, self._data, rooms)
-            )
+            run_on_all(self.comm, doing, local)
+            brought = shard.brought(self.comm, share, self._data, rooms)
+            self._data = run_on_all(self.comm, doing, brought)
         except BaseException:
             self.abandon()
             raise
 
     def _plan(self, state: Mapping) -> tuple[str, Share]:
-        comm, mine, problem = self.comm, None, None
-        try:
-            mine = describe(state)
-        except Exception as error:
-            problem = error
-        # Most ranks hold the same as rank 0; those need not send their description.
-        digest = None if mine is None else hashlib.sha256(repr(mine).encode()).digest()
-        reference = comm.bcast(digest, root=0)
+        comm, doing = self.comm, f"save of step {self.step}"
+        found: list[tuple[Description, bytes]] = []
 
-        def local():
-            if problem is not None:
-                raise problem
-            return mine if comm.rank == 0 or digest != reference else None
+        def digest() -> bytes:
+            mine = describe(state)
+            found.append((mine, hashlib.sha256(repr(mine).encode()).digest()))
+            return found[0][1]
+
+        # Most ranks hold the same as rank 0; those need not send their description.
+        reference = run_on_all(comm, doing, digest, lambda all: all[0], if_differs=True)
+        mine, own = found[0]
 
         def decide(described):
             return self._open([one or described[0] for one in described])
 
-        return together(comm, f"save of step {self.step}", local, decide, each=True)
+        return run_on_all(
+            comm,
+            doing,
+            lambda: mine if comm.rank == 0 or own != reference else None,
+            decide,
+            each=True,
+        )
 
     def _open(self, described: list[Description]) -> list[tuple[str, Share]]:
         """Rank 0: plan, and make the temporary folder. Returns its name and each rank's share."""
@@ -274,7 +277,7 @@ class Save:
         After `start`: wait until that is done.
         """
         try:
-            nbytes = together(
+            nbytes = run_on_all(
                 self.comm, f"save of step {self.step} to {self.path}", self._table, self._end
             )
         finally:

@@ -20,7 +20,9 @@ from mpidist.checkpoint import behind, files, hdf5, manifest
 from mpidist.checkpoint.layout import Shard, array_of
 from mpidist.checkpoint.plan import Share
 from mpidist.checkpoint.regions import Flat, Region
+from mpidist.context import of
 from mpidist.errors import CheckpointError, StorageError
+from mpidist.mismatch import Signature
 
 _ALIGN = 64
 _MESSAGE = 1 << 30
@@ -91,15 +93,40 @@ def rooms(share: Share, rank: int, inbox: Memory) -> list[np.ndarray]:
     return inbox.room([part.nbytes for holder, part in share.writes if holder != rank])
 
 
-def brought(comm, share: Share, data: Sequence[Bytes], inbox: Sequence) -> list[Bytes]:
+def brought(
+    comm, share: Share, data: Sequence[Bytes], inbox: Sequence
+) -> Callable[[], list[Bytes]]:
     """Send what another rank writes, take in what this one writes for others. Collective.
 
     `inbox` is that of `rooms`: a rank without memory raises there, where nobody waits for it.
-    Returns what gives the bytes of each part that this rank writes. What cannot be sent is raised
-    when all messages are through: from there on they are empty, so that nobody waits for them.
+    Returns a function of what gives the bytes of each part that this rank writes. That raises what
+    could not be sent: all messages are through by then, empty ones from there on, so that nobody
+    waits for them.
     """
+    context = of(comm)
+    signature = Signature("checkpoint parts to their writers", "", "")
+    tag = context.tag(signature, context.begin(signature))
+    try:
+        problem, written = _forwarded(context, tag, share, data, inbox)
+    except BaseException as error:
+        context.break_off(error)
+        raise
+    context.under_way = False
+
+    def result() -> list[Bytes]:
+        if problem is not None:
+            raise problem
+        return written
+
+    return result
+
+
+def _forwarded(
+    context, tag: int, share: Share, data: Sequence[Bytes], inbox: Sequence
+) -> tuple[Exception | None, list[Bytes]]:
+    comm = context.data
+    problem: Exception | None = None
     if share.to != comm.rank:
-        problem: Exception | None = None
         for part, give in zip(share.gives, data, strict=True):
             run = np.empty(0, np.uint8)
             if problem is None:
@@ -108,10 +135,8 @@ def brought(comm, share: Share, data: Sequence[Bytes], inbox: Sequence) -> list[
                 except Exception as error:
                     problem = error
             for start in range(0, part.nbytes, _MESSAGE):
-                comm.Send(run[start : start + _MESSAGE], share.to)
-        if problem is not None:
-            raise problem
-        return []
+                context.wait(comm.Isend(run[start : start + _MESSAGE], share.to, tag).Test)
+        return problem, []
     own = iter(data)
     foreign = iter(inbox)
     written: list[Bytes] = []
@@ -126,8 +151,8 @@ def brought(comm, share: Share, data: Sequence[Bytes], inbox: Sequence) -> list[
     # Each rank sends in the order of the tensors, which is the order of what is written.
     for holder, room in arriving:
         for start in range(0, len(room), _MESSAGE):
-            comm.Recv(room[start : start + _MESSAGE], holder)
-    return written
+            context.wait(comm.Irecv(room[start : start + _MESSAGE], holder, tag).Test)
+    return None, written
 
 
 def _view(leaf, region: Region) -> Any:

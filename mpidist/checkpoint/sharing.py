@@ -15,6 +15,8 @@ from itertools import accumulate, zip_longest
 import numpy as np
 
 from mpidist.checkpoint.wants import Rows, Want
+from mpidist.context import Context, of
+from mpidist.mismatch import Signature
 from mpidist.partition import BlockPartition
 
 #: Targets of so many bytes travel as they lie; smaller ones together, in messages of that size.
@@ -22,6 +24,8 @@ _LARGE = 4 << 20
 _MESSAGE = 1 << 30
 #: Messages that are under way at once.
 _IN_FLIGHT = 32
+#: Messages that can no longer end.
+_abandoned: list = []
 #: Seconds between two looks for what a rank or the disk has not brought yet.
 _NAP = 0.0002
 
@@ -87,6 +91,7 @@ class Shared:
         # Taken here, where a rank without memory can still tell the others.
         most = max((_bytes(message) for _, message in self._small), default=0)
         self._room = np.empty(most, np.uint8)
+        self._under_way: list = []
 
     def exchange(self, comm, over: Callable[[], bool]) -> None:
         """Bring every target to all ranks from the one that reads it, as it comes. Collective.
@@ -94,46 +99,65 @@ class Shared:
         `over` tells that this rank reads no more; what has not come by then is passed on as it is,
         so that nobody waits for it, and whoever was to read it says why.
         """
-        rank = comm.rank
+        if not (self._large or self._small):
+            return
+        context = of(comm)
+        context.begin(Signature("checkpoint parts to all ranks", "", ""))
+        try:
+            self._bring(context, over)
+        except BaseException as error:
+            _abandoned.append(self._under_way)  # MPI may still write into these targets
+            context.break_off(error)
+            raise
+        context.under_way = False
+
+    def _bring(self, context: Context, over: Callable[[], bool]) -> None:
+        rank, comm = context.rank, context.data
 
         def wait_for(root: int, parts: Sequence[Part]) -> None:
             # Asleep, for the threads that read have to share this core.
             while rank == root and any(want.left for want, _ in parts) and not over():
                 time.sleep(_NAP)
 
-        under_way: list = []
+        under_way = self._under_way
         for root, part in self._large:
             wait_for(root, [part])
             for piece in _pieces(part[1].reshape(-1).view(np.uint8)):
                 under_way.append(comm.Ibcast(piece, root))
                 if len(under_way) == _IN_FLIGHT:
-                    _end(under_way)
-        _end(under_way)
+                    _end(context, under_way)
+        _end(context, under_way)
         for root, message in self._small:
             wait_for(root, message)
-            self._together(comm, root, [target for _, target in message])
+            self._together(context, root, [target for _, target in message])
 
-    def _together(self, comm, root: int, targets: Sequence[np.ndarray]) -> None:
+    def _together(self, context: Context, root: int, targets: Sequence[np.ndarray]) -> None:
         """Bring small targets to all ranks, one behind the other."""
         ends = list(accumulate(target.nbytes for target in targets))
         places = [
             self._room[end - target.nbytes : end].view(target.dtype).reshape(target.shape)
             for target, end in zip(targets, ends, strict=True)
         ]
-        if comm.rank == root:
+        if context.rank == root:
             for target, place in zip(targets, places, strict=True):
                 np.copyto(place, target)
-        _end([comm.Ibcast(self._room[: ends[-1]], root)])
-        if comm.rank != root:
+        _end(context, [context.data.Ibcast(self._room[: ends[-1]], root)])
+        if context.rank != root:
             for target, place in zip(targets, places, strict=True):
                 np.copyto(target, place)
 
 
-def _end(requests: list) -> None:
+def _end(context: Context, requests: list) -> None:
     """Wait for `requests`, asleep between two looks, and empty the list. Local."""
     for request in requests:
-        while not request.Test():
-            time.sleep(_NAP)
+
+        def look(request=request) -> bool:
+            done = request.Test()
+            if not done:
+                time.sleep(_NAP)
+            return done
+
+        context.wait(look)
     requests.clear()
 
 

@@ -9,6 +9,7 @@ Only names of these forms are ever looked at.
 
 from __future__ import annotations
 
+import operator
 import re
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from mpidist.checkpoint.manifest import (
     decode,
     tables_of,
 )
-from mpidist.errors import NoCheckpoint
+from mpidist.errors import ConfigError, NoCheckpoint, shown
 
 _STEP = re.compile(r"step-([0-9]{12})(?:\.([1-9][0-9]{0,5}))?", re.ASCII)
 
@@ -39,6 +40,26 @@ class Entry(NamedTuple):
         """Name of the folder."""
         suffix = f".{self.generation}" if self.generation else ""
         return f"step-{self.step:012d}{suffix}"
+
+
+def is_integer(value) -> bool:
+    """Whether `value` is a whole number, of whatever type; a bool is none. Pure."""
+    if isinstance(value, bool):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def wanted(step, needed: bool = False) -> int | None:
+    """Return a step that is possible, or None where none is `needed`; else ConfigError. Pure."""
+    if step is None and not needed:
+        return None
+    if not is_integer(step) or not 0 <= operator.index(step) <= MAX_STEP:
+        raise ConfigError(f"step={shown(step)}; expected an integer from 0 to {MAX_STEP}")
+    return operator.index(step)
 
 
 def folders(root: int) -> list[Entry]:

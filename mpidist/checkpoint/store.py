@@ -12,18 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mpidist import events
-from mpidist.abort import install_hook
 from mpidist.checkpoint import held, load, steps
+from mpidist.checkpoint.control import call, path_of, run_on_all, same_on_all
 from mpidist.checkpoint.lock import RunLock
 from mpidist.checkpoint.plan import writers_of
 from mpidist.checkpoint.restore import Reading, restore
 from mpidist.checkpoint.retention import Keep
 from mpidist.checkpoint.save import Save
 from mpidist.checkpoint.shard import Buffers, How, Memory
-from mpidist.checkpoint.steps import MAX_STEP
-from mpidist.checkpoint.together import together
-from mpidist.errors import CheckpointError, ClosedError, ConfigError, MismatchError
-from mpidist.topology import Topology
+from mpidist.errors import CheckpointError, ClosedError, ConfigError, shown
+from mpidist.topology import topology_of
 
 
 class Scoped(ABC):
@@ -53,7 +51,7 @@ class CheckpointStore(Scoped):
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
-        Its ranks save and restore together; duplicated, so the store's messages are its own.
+        Its ranks save and restore together. It must live as long as the store is open.
     path : path-like
         Folder that all ranks can reach; made at the first save. The same on all ranks.
     keep : int or None
@@ -87,22 +85,19 @@ class CheckpointStore(Scoped):
         direct: bool = True,
         sha256: bool = False,
     ):
-        self.path = str(Path(path).absolute())
-        for name, value in (("keep", keep), ("keep_every", keep_every)):
-            if value is not None and (not _is_integer(value) or value < 1):
-                raise ConfigError(
-                    f"{name}={value!r}; expected a number of steps of 1 or more, or None"
-                )
-        if writers not in ("all", "node") and not (_is_integer(writers) and int(writers) > 0):
-            raise ConfigError(f"writers={writers!r}; expected 'all', 'node' or a number from 1")
-        install_hook(comm)
-        self._comm = comm.Dup()
+        given = same_on_all(
+            comm,
+            "CheckpointStore",
+            lambda: _checked(path, keep, keep_every, writers, direct, sha256),
+        )
+        self.path = given["path"]
+        self._comm, self._closed = comm, False
         self._pending: Save | None = None
-        self._keep = Keep(keep, keep_every)
+        self._keep = Keep(given["keep"], given["keep_every"])
         self._lock = RunLock(self.path)
         self._buffers = Buffers(Memory(), Memory())
-        self._how = How(bool(direct), bool(sha256))
-        self._writers = writers
+        self._how = How(given["direct"], given["sha256"])
+        self._writers = given["writers"]
         self._writer_of: list[int] | None = None
 
     def save(self, step: int, state: Mapping) -> None:
@@ -128,7 +123,7 @@ class CheckpointStore(Scoped):
         ConfigError
             When a leaf cannot be saved.
         """
-        with events.span("checkpoint.save"):
+        with events.span("checkpoint.save"), self._call("save"):
             self._begin_alone(step, state, copy=False).write()
             self._finish()
 
@@ -140,7 +135,7 @@ class CheckpointStore(Scoped):
         The next `save`, `save_async`, `restore`, `wait` or `close` waits for that, and raises
         what went wrong.
         """
-        with events.span("checkpoint.save_async"):
+        with events.span("checkpoint.save_async"), self._call("save_async"):
             self._begin_alone(step, state, copy=True).start()
 
     def restore(self, like: Mapping | None = None, step: int | None = None, *, verify: bool = True):
@@ -171,13 +166,20 @@ class CheckpointStore(Scoped):
         MismatchError
             When `like` is None on some ranks only.
         """
-        self._finish()
-        self._agree("restore", step)
-        with events.span("checkpoint.restore"):
-            how = Reading(bool(verify), self._how.direct)
-            entry, state = restore(self._comm, self.path, like, step, self._keep.bad, how)
-        self._keep.verified = entry
-        return entry.step, state
+        with self._call("restore"):
+            self._finish()
+
+            def check() -> dict:
+                return {"step": steps.wanted(step), "verify": _yes_or_no("verify", verify)}
+
+            given = same_on_all(self._comm, "restore", check)
+            with events.span("checkpoint.restore"):
+                how = Reading(given["verify"], self._how.direct)
+                entry, state = restore(
+                    self._comm, self.path, like, given["step"], self._keep.bad, how
+                )
+            self._keep.verified = entry
+            return entry.step, state
 
     def latest_step(self) -> int | None:
         """Return the newest committed step, or None; its data are not checked. Collective."""
@@ -186,8 +188,11 @@ class CheckpointStore(Scoped):
 
     def all_steps(self) -> list[int]:
         """Return the committed steps, ascending. Collective. A save under way is not among them."""
-        self._settle()
-        return together(self._comm, "all_steps", lambda: None, lambda _: steps.all_steps(self.path))
+        with self._call("all_steps"):
+            self._settle()
+            return run_on_all(
+                self._comm, "all_steps", lambda: None, lambda _: steps.all_steps(self.path)
+            )
 
     def verify(self, step: int | None = None) -> int:
         """Check every byte of a step, by default the newest. Collective.
@@ -195,10 +200,14 @@ class CheckpointStore(Scoped):
         Each rank reads some of the files. Returns the bytes looked at; raises CheckpointError
         that names the damage, NoCheckpoint where there is no such step.
         """
-        self._settle()
+        with self._call("verify"):
+            self._settle()
+            step = same_on_all(self._comm, "verify", lambda: {"step": steps.wanted(step)})["step"]
+            return self._verify(step)
+
+    def _verify(self, step: int | None) -> int:
         comm = self._comm
-        self._agree("verify", step)
-        entry = together(
+        entry = run_on_all(
             comm, "verify", lambda: None, lambda _: steps.candidates(self.path, step)[0]
         )
 
@@ -208,7 +217,7 @@ class CheckpointStore(Scoped):
                 raise CheckpointError(f"{self.path}/{entry.name} is damaged: {'; '.join(found)}")
             return sum(count for _, count in answers)
 
-        looked_at = together(
+        looked_at = run_on_all(
             comm, "verify", lambda: load.damages(self.path, entry, comm.rank, comm.size), total
         )
         self._keep.verified = max(entry, self._keep.verified or entry)
@@ -216,35 +225,38 @@ class CheckpointStore(Scoped):
 
     def wait(self) -> None:
         """Wait until the save that is under way is committed, if there is one. Collective."""
-        self._finish()
+        with self._call("wait"):
+            self._finish()
 
     def close(self) -> None:
-        """Wait for the save that is under way and free the communicator. Collective.
-
-        A second call does nothing.
-        """
-        if self._comm is None:
+        """Wait for the save that is under way. Collective; a second call does nothing."""
+        if self._closed:
             return
         try:
-            self._finish()
+            if self._pending is not None:
+                with self._call("close"):
+                    self._finish()
         finally:
-            self._keep.settle()
-            self._lock.release()
-            self._comm.Free()
-            self._comm = None
+            self._leave()
 
     def _abandon(self) -> None:
         """Leave without a word to the other ranks: an exception may be on this rank alone.
 
-        The communicator is not freed, since that would wait for them; a save under way is given
-        up, unless it is committed already.
+        A save under way is given up, unless it is committed already.
         """
         if self._pending is not None:
             save, self._pending = self._pending, None
             save.abandon()
+        self._leave()
+
+    def _leave(self) -> None:
         self._keep.settle()
         self._lock.release()
-        self._comm = None
+        self._closed = True
+
+    def _call(self, method: str):
+        """Return the ``with`` of a public method: what it raises here the other ranks hear."""
+        return call(self._comm, f"CheckpointStore.{method}")
 
     def _begin_alone(self, step, state: Mapping, copy: bool) -> Save:
         """Begin a save of which the nodes hold nothing. Collective."""
@@ -255,13 +267,17 @@ class CheckpointStore(Scoped):
 
     def _begin(self, step, state: Mapping, copy: bool) -> Save:
         self._finish()
-        self._agree("save", step, given=True)
+
+        def check() -> dict:
+            return {"step": steps.wanted(step, needed=True)}
+
+        step = same_on_all(self._comm, "save", check)["step"]
         if self._writer_of is None:
             self._writer_of = writers_of(self._writers, self._nodes())
         self._pending = Save(
             self._comm,
             self.path,
-            operator.index(step),
+            step,
             state,
             self._keep,
             self._lock,
@@ -276,8 +292,7 @@ class CheckpointStore(Scoped):
         """Return the node of each rank. Collective where that matters."""
         if self._writers != "node":
             return [0] * self._comm.size
-        with Topology(self._comm) as topology:
-            return list(topology.node_of)
+        return list(topology_of(self._comm).node_of)
 
     def _finish(self) -> None:
         self._settle()
@@ -285,37 +300,42 @@ class CheckpointStore(Scoped):
             save, self._pending = self._pending, None
             save.finish()
 
-    def _agree(self, doing: str, step, given: bool = False) -> None:
-        """Raise on all ranks unless they all mean the same, possible step. Collective."""
-
-        def local():
-            possible = _is_integer(step) and 0 <= step <= MAX_STEP
-            if not possible and (given or step is not None):
-                raise ConfigError(f"step={step!r}; expected an integer from 0 to {MAX_STEP}")
-            return step, self.path
-
-        def same(given: list) -> None:
-            for rank, (other, path) in enumerate(given):
-                if (other, path) != given[0]:
-                    raise MismatchError(
-                        f"{doing}: rank {rank} means step {other} in {path}, rank 0 step "
-                        f"{given[0][0]} in {given[0][1]}; all ranks must pass the same"
-                    )
-
-        together(self._comm, doing, local, same)
-
     def _settle(self) -> None:
         """Raise if the store is closed; let nothing of a save before be going on. Local."""
-        if self._comm is None:
+        if self._closed:
             raise ClosedError(f"the checkpoint store of {self.path} is closed")
         self._keep.settle()
 
 
-def _is_integer(value) -> bool:
-    if isinstance(value, bool):
-        return False
+def _checked(path, keep, keep_every, writers, direct, sha256) -> dict:
+    """Return the arguments of a store, or raise ConfigError for one that cannot be. Local."""
+    if not (isinstance(writers, str) and writers in ("all", "node")):
+        if not steps.is_integer(writers) or operator.index(writers) < 1:
+            given = shown(writers)
+            raise ConfigError(f"writers={given}; expected 'all', 'node' or a number from 1")
+        writers = operator.index(writers)
+    return {
+        "path": str(Path(path_of("path", path)).absolute()),
+        "keep": steps_to_keep("keep", keep),
+        "keep_every": steps_to_keep("keep_every", keep_every),
+        "writers": writers,
+        "direct": _yes_or_no("direct", direct),
+        "sha256": _yes_or_no("sha256", sha256),
+    }
+
+
+def steps_to_keep(name: str, value, or_none: bool = True) -> int | None:
+    """Return a number of steps, or raise ConfigError that names the argument. Local."""
+    if value is None and or_none:
+        return None
+    if not steps.is_integer(value) or operator.index(value) < 1:
+        none = ", or None" if or_none else ""
+        raise ConfigError(f"{name}={shown(value)}; expected a number of steps of 1 or more{none}")
+    return operator.index(value)
+
+
+def _yes_or_no(name: str, value) -> bool:
     try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
+        return bool(value)
+    except Exception:
+        raise ConfigError(f"{name}={shown(value)}; expected True or False") from None

@@ -19,14 +19,15 @@ from pathlib import Path
 
 from mpidist import events
 from mpidist.checkpoint import held
+from mpidist.checkpoint.control import call, path_of, run_on_all, same_on_all
 from mpidist.checkpoint.layout import Shard, leaves, tree
 from mpidist.checkpoint.restore import spoiled
 from mpidist.checkpoint.save import Save
-from mpidist.checkpoint.steps import MAX_STEP
-from mpidist.checkpoint.store import CheckpointStore, Scoped
-from mpidist.checkpoint.together import everywhere, together
-from mpidist.errors import ConfigError, MpidistError
-from mpidist.topology import Topology
+from mpidist.checkpoint.steps import MAX_STEP, wanted
+from mpidist.checkpoint.store import CheckpointStore, Scoped, steps_to_keep
+from mpidist.context import free
+from mpidist.errors import ConfigError, MpidistError, shown
+from mpidist.topology import topology_of
 
 
 class TieredStore(Scoped):
@@ -62,18 +63,26 @@ class TieredStore(Scoped):
         keep_every: int | None = None,
         writers: str | int = "all",
     ):
-        folder = Path(local).absolute()
-        if folder == Path(path).absolute():
-            raise ConfigError(f"local={local!r} is the shared folder; give one of the node")
-        if local_keep < 1:
-            raise ConfigError(f"local_keep={local_keep}; expected a number of steps of 1 or more")
-        self.shared = CheckpointStore(comm, path, keep, keep_every=keep_every, writers=writers)
-        self.path = self.shared.path
-        self._folder, self._keep = folder, local_keep
-        self._comm = comm.Dup()
-        with Topology(self._comm) as topology:
-            places = self._comm.allgather((topology.node, str(folder)))
-        self._node = self._comm.Split(places.index(places[comm.rank]), comm.rank)
+        folders: list[Path] = []
+
+        def check() -> dict:
+            folders.append(Path(path_of("local", local)).absolute())
+            if folders[0] == Path(path_of("path", path)).absolute():
+                raise ConfigError(
+                    f"local={shown(local)} is the shared folder; give one of the node"
+                )
+            return {"local_keep": steps_to_keep("local_keep", local_keep, or_none=False)}
+
+        with call(comm, "TieredStore"):
+            self._keep = same_on_all(comm, "TieredStore", check)["local_keep"]
+            self._folder = folders[0]
+            self.shared = CheckpointStore(comm, path, keep, keep_every=keep_every, writers=writers)
+            self.path = self.shared.path
+            self._comm, self._closed = comm, False
+            here = (topology_of(comm).node, str(self._folder))
+            places = run_on_all(comm, "TieredStore", lambda: here, lambda all: all)
+            # All ranks are here: they have just agreed.
+            self._node = comm.Split(places.index(here), comm.rank)
         self._local: CheckpointStore | None = None
         self._ours = False  # whether what the nodes hold is of the history that this run goes on
 
@@ -83,7 +92,7 @@ class TieredStore(Scoped):
         Where a node cannot hold it, this returns when it is committed in the shared folder. What
         goes wrong there is raised by the next call, or by `wait`.
         """
-        with events.span("tiers.save"):
+        with events.span("tiers.save"), self._call("save"):
             copying = self.shared._begin(step, state, copy=True)
             everywhere = self._hold(copying, state, CheckpointStore.save)
             copying.start()
@@ -92,7 +101,7 @@ class TieredStore(Scoped):
 
     def save_async(self, step: int, state: Mapping) -> None:
         """Copy what this rank writes, save it in the background to both. Collective."""
-        with events.span("tiers.save_async"):
+        with events.span("tiers.save_async"), self._call("save_async"):
             copying = self.shared._begin(step, state, copy=True)
             self._hold(copying, state, CheckpointStore.save_async)
             copying.start()
@@ -104,21 +113,27 @@ class TieredStore(Scoped):
         it what it had at the save, on the same node; each byte is checked on all nodes before
         any array is filled.
         """
-        self.wait()
-        self._open(make=False)
-        newest = self.shared.latest_step()
-        if self._local is not None and like is not None:
-            for number in self._common(like, step):
-                if step is None and newest is not None and number < newest:
-                    break
-                if self._tried(lambda: self._verify(number)):  # noqa: B023
-                    state = self._from_nodes(like, number)
-                    self._ours = True
-                    events.emit("checkpoint_restored_from_nodes", step=number)
-                    return number, state
-        result = self.shared.restore(like, step)
-        self._ours = False
-        return result
+        with self._call("restore"):
+            self.wait()
+
+            def check() -> dict:  # here, for the nodes are asked before the shared folder
+                return {"step": wanted(step), "like": "none" if like is None else "a state"}
+
+            step = same_on_all(self._comm, "restore", check)["step"]
+            self._open(make=False)
+            newest = self.shared.latest_step()
+            if self._local is not None and like is not None:
+                for number in self._common(like, step):
+                    if step is None and newest is not None and number < newest:
+                        break
+                    if self._tried(lambda: self._verify(number)):  # noqa: B023
+                        state = self._from_nodes(like, number)
+                        self._ours = True
+                        events.emit("checkpoint_restored_from_nodes", step=number)
+                        return number, state
+            result = self.shared.restore(like, step)
+            self._ours = False
+            return result
 
     def latest_step(self) -> int | None:
         """Return the newest step in the shared folder, or None. Collective."""
@@ -134,33 +149,39 @@ class TieredStore(Scoped):
 
     def wait(self) -> None:
         """Wait until what is being saved is in the shared folder as well. Collective."""
-        self._settle()
-        self.shared.wait()
+        with self._call("wait"):
+            self._settle()
+            self.shared.wait()
 
     def close(self) -> None:
         """Wait for the copy, then remove what the nodes hold, and free all. Collective.
 
         What is newer than the shared folder stays. A second call does nothing.
         """
-        if self._comm is None:
+        if self._closed:
             return
         newest = None
-        try:
-            self.wait()
-            newest = self.shared.latest_step()
-        finally:
-            self.shared.close()
-            self._close_nodes(newest)
-            self._node.Free()
-            self._comm.Free()
-            self._comm = None
+        with self._call("close"):
+            try:
+                self.wait()
+                newest = self.shared.latest_step()
+            finally:
+                self.shared.close()
+                self._close_nodes(newest)
+                self._closed = True
+                free(self._node)
+                self._node.Free()
 
     def _abandon(self) -> None:
         """Leave without a word to the other ranks: an exception may be on this rank alone."""
         self.shared._abandon()
         if self._local is not None:
             self._local._abandon()
-        self._comm = None
+        self._closed = True
+
+    def _call(self, method: str):
+        """Return the ``with`` of a public method: what it raises here the other ranks hear."""
+        return call(self._comm, f"TieredStore.{method}")
 
     # ---------------------------------------------------------------------------- on the nodes
 
@@ -178,10 +199,10 @@ class TieredStore(Scoped):
                 self._forget()
                 self._ours = True
             self._open(make=True)
-            extras = together(self._comm, doing, lambda: held.extras(state), held.union)
+            extras = run_on_all(self._comm, doing, lambda: held.extras(state), held.union)
             mark = held.mark(state, rank, copying.name, self._comm.size)
             content = {**held.arrays(state, rank), "extras": tree(iter(extras)), "mark": mark}
-            together(self._comm, doing, lambda: save(self._local, copying.step, content))
+            run_on_all(self._comm, doing, lambda: save(self._local, copying.step, content))
 
         return self._tried(work)
 
@@ -189,12 +210,12 @@ class TieredStore(Scoped):
         """Wait until the nodes hold what they are to hold, or cannot. Collective."""
         local = self._local
         if local is not None:
-            self._tried(lambda: together(self._comm, "copy on the nodes", local.wait))
+            self._tried(lambda: run_on_all(self._comm, "copy on the nodes", local.wait))
 
     def _tried(self, work: Callable[[], object]) -> bool:
         """Do `work`, collective over all ranks; what fails is said and no error. Collective.
 
-        What a node does in it goes through `together`: its ranks know of each other only.
+        What a node does in it goes through `run_on_all`: its ranks know of each other only.
         """
         try:
             work()
@@ -208,7 +229,7 @@ class TieredStore(Scoped):
     def _open(self, make: bool) -> None:
         """Open the nodes' stores, once the shared folder has an identity. Collective."""
         if self._local is None:
-            identity = together(
+            identity = run_on_all(
                 self._comm,
                 "copies on the nodes",
                 lambda: None,
@@ -229,14 +250,14 @@ class TieredStore(Scoped):
             return held.found(path, step, like, comm.rank, comm.size)
 
         steps: list[int] = []
-        self._tried(lambda: steps.extend(together(comm, "copies on the nodes", look, both)))
+        self._tried(lambda: steps.extend(run_on_all(comm, "copies on the nodes", look, both)))
         return steps
 
     def _verify(self, step: int) -> None:
         """Check every byte that the nodes hold of a step. Collective."""
         local = self._local
         assert local is not None
-        together(self._comm, f"good copy of step {step} on the nodes", lambda: local.verify(step))
+        run_on_all(self._comm, f"good copy of step {step} on the nodes", lambda: local.verify(step))
 
     def _from_nodes(self, like: Mapping, step: int) -> dict:
         """Fill the arrays of `like` from a step that is verified. Collective.
@@ -255,7 +276,7 @@ class TieredStore(Scoped):
             return tree(iter([*whole, *leaves(state["extras"]), *pieces]))
 
         try:
-            return everywhere(self._comm, f"restore of step {step} from the nodes", fill)
+            return run_on_all(self._comm, f"restore of step {step} from the nodes", fill)
         except MpidistError as error:
             raise spoiled(error) from error
 
@@ -268,7 +289,7 @@ class TieredStore(Scoped):
         if self._local is not None:
             self._close_nodes(MAX_STEP)
             # Nodes that are not with us now keep theirs, under a name that is nobody's any more.
-            together(
+            run_on_all(
                 self._comm, "new name for copies", lambda: None, lambda _: held.renew(self.path)
             )
 

@@ -258,7 +258,7 @@ def test_ranks_that_disagree(comm, folder):
     with CheckpointStore(comm, folder) as store:
         a = np.zeros(3)
         cases = [
-            ("means step 2", 2 if mine else 1, {"a": a}),
+            ("save: step differs", 2 if mine else 1, {"a": a}),
             ("a is replicated <f8 of global shape (4,)", 1, {"a": np.zeros(4) if mine else a}),
             ("a is replicated <f4", 1, {"a": a.astype("f4") if mine else a}),
             ("a is sharded", 1, {"a": Shard(a, (3,), 0) if mine else a}),

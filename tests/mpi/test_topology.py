@@ -69,7 +69,7 @@ def test_bad_ranks_per_node_on_all_ranks(comm, bad):
 @pytest.mark.ranks(3)
 def test_differing_ranks_per_node_is_told_to_all(comm):
     with pytest.raises(
-        MismatchError, match="Topology: ranks_per_node differs: rank 2 3, ranks 0,1 2"
+        MismatchError, match="Topology: ranks_per_node differs: rank 2: 3, ranks 0,1: 2"
     ):
         md.Topology(comm, ranks_per_node=3 if comm.rank == 2 else 2)
 

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mpidist.errors import BadRecord, ConfigError, MpidistError, StorageError
-from mpidist.run_on_all import failure_of, run_on_all, shown
+from mpidist.errors import BadRecord, ConfigError, MpidistError, StorageError, shown
+from mpidist.run_on_all import failure_of, run_on_all
 
 
 class Ranks:
