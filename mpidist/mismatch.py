@@ -150,4 +150,5 @@ def conflict(statuses: Iterable[Status]) -> str | None:
 
 def _word(signature: Signature, field: str) -> str:
     value = getattr(signature, field)
-    return {"shape": f"shape {value}", "algorithm": f"algorithm={value}"}.get(field, value)
+    named = {"shape": f"shape {value}", "algorithm": f"algorithm={value}", "op": f"op={value}"}
+    return named.get(field, value)

@@ -73,7 +73,7 @@ class Statuses:
         self._told, self._next = -1, 0.0
         self._known: dict[int, Status] = {}
         self._raised: dict[int, Status] = {}
-        self._called: set[int] = set()  # roll calls that were passed on
+        self._caller = context.size  # the lowest rank that has called the roll
         self._asked: float | None = None  # when this rank called the roll
         self._inbox = bytearray(STATUS_BYTES)
         self._outbox: list = []
@@ -192,10 +192,10 @@ class Statuses:
         return found
 
     def _call_the_roll(self) -> None:
-        """Ask all ranks where they are; they answer to this one."""
-        self._asked = 0.0
-        self._called.add(self.context.rank)
-        self._tell(self._status(ROLL_CALL), self.neighbours)
+        """Ask all ranks where they are; they answer to this one, unless a lower one asks too."""
+        if self.context.rank < self._caller:
+            self._caller = self.context.rank
+            self._tell(self._status(ROLL_CALL), self.neighbours)
 
     def listen(self) -> None:
         """Take in what the others have said; raise MismatchError when that is a verdict. Local."""
@@ -212,9 +212,9 @@ class Statuses:
             self._raised[status.rank] = status
         if status.state == ROLL_CALL:
             self._known[status.rank] = status._replace(state=WAITING)
-            if status.rank not in self._called and not self.closing:
-                # Whoever passes it on keeps the name of who asked: the answers go there.
-                self._called.add(status.rank)
+            # Of several that ask the lowest is told, and speaks first, for it knows them all.
+            if status.rank < self._caller and not self.closing:
+                self._caller = status.rank
                 others = [rank for rank in self.neighbours if rank != status.rank]
                 self._tell(status, others)
                 self._tell(self._status(WAITING), [status.rank])
