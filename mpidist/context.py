@@ -25,6 +25,7 @@ from mpi4py import MPI
 
 from . import arrays, events
 from .abort import install_hook
+from .buffer_pool import BufferPool
 from .calls import Call, Running, refusal
 from .errors import ClosedError, MismatchError, ProtocolError
 from .leaving import leave_together
@@ -76,6 +77,7 @@ class Context:
         self.plans: OrderedDict = OrderedDict()
         self.quick: dict = {}
         self.store: dict = {}
+        self.pool = BufferPool()
         self.begun = 0  # operations, without those that plans count
         self.history: deque[Signature] = deque(maxlen=HISTORY)
         self.failed: str | None = None
@@ -326,6 +328,7 @@ class Context:
         self.plans.clear()
         self.quick.clear()
         self.store.clear()
+        self.pool.close()
         self.data.Free()
         self.control.Free()
 

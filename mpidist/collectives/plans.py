@@ -34,7 +34,6 @@ class Plan:
         self._device_safe = name not in algorithms.NODE and device_safe(reduction, native)
         self.short: Any = None
         self.engine: Any = None
-        self._buffer: np.ndarray | None = None
         if context.size > 1:
             self.short, self.engine = engines.make(context, signature, reduction, shape, name)
         # Kept here, for a plan may be dropped while a `Handle` of it is under way.
@@ -58,12 +57,17 @@ class Plan:
             self.short.run(shaped, total)
             copy_into(x, shaped)
             return
+        if self.engine is None:  # one rank
+            context.begin(self.signature, self.runs)
+            return
         with context.call(self.signature.kind):
             number = context.begin(self.signature, self.runs)
-            if self.engine is not None:
-                work = self.load(x, weight)
-                self.engine(work, number, total)
-                self.store(x, work, total)
+            borrowed = not self.in_place(x)
+            work = self.load(x, weight)
+            self.engine(work, number, total)
+            self.store(x, work, total)
+            if borrowed:
+                context.pool.give(work, x)
 
     def load(self, x, weight=None, *, fresh: bool = False):
         """Return `x` as a flat vector of the work dtype for MPI: itself where it can be. Local.
@@ -77,9 +81,7 @@ class Plan:
             if fresh:
                 work = host_empty(self.n, self.reduction.work, like=x)
             else:
-                if self._buffer is None:
-                    self._buffer = host_empty(self.n, self.reduction.work, like=x)
-                work = self._buffer
+                work = self.context.pool.take(self.n, self.reduction.work, like=x)
             copy_into(work.reshape(self.shape), x)
         if weight is not None:
             np.multiply(work, work.dtype.type(weight), out=work)
