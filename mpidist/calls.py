@@ -34,6 +34,7 @@ class Call:
                 return self
         # Nothing is called between the look and the claim: another thread cannot come between.
         context.stopped, context.caller, context.under_way = True, me, False
+        context.thread = me
         self.nested = False
         return self
 

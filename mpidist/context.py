@@ -13,21 +13,22 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import socket
 import sys
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 from mpi4py import MPI
 
-from . import arrays, events
+from . import arrays, elsewhere, events
 from .abort import install_hook
 from .buffer_pool import BufferPool
 from .calls import Call, Running, refusal
-from .errors import ClosedError, MismatchError, ProtocolError
+from .elsewhere import open_contexts
+from .errors import ClosedError, MismatchError, ProtocolError, in_one_line
 from .leaving import leave_together
 from .mismatch import BROKEN, RAISED, Signature
 from .statuses import HISTORY, Statuses
@@ -43,14 +44,7 @@ FACTS = 4
 #: so ranks may wait for theirs in different orders.
 running = Running()
 
-#: Beginnings of the names of variables that change what MPI does with a message.
-_MPI_SETTINGS = (
-    "OMPI_MCA_coll", "OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mtl", "OMPI_MCA_smsc",
-    "OMPI_MCA_mpi_", "MPIR_CVAR_", "MPICH_", "I_MPI_", "MV2_", "UCX_", "FI_",
-)  # fmt: skip
-
 _keyval = MPI.KEYVAL_INVALID
-_open: list[Context] = []
 
 # Operations that can no longer end: MPI may still write into their buffers.
 _abandoned: list = []
@@ -67,10 +61,14 @@ class Context:
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
         self.host = socket.gethostname()
-        # Two duplicates: plans send and reduce on `data`, statuses and agreements travel on
-        # `control`. So a status can be probed with wildcards without ever catching data.
+        # A barrier first: it can be left for good, but Open MPI makes no communicator at all while
+        # another one is half made. Then two duplicates: plans send on `data`, statuses travel on
+        # `control`, and can be probed with wildcards without ever catching data.
+        wait_until(comm.Ibarrier().Test, lambda _: elsewhere.look(comm))
         self.data = _duplicate(comm)
         self.control = _duplicate(comm)
+        self.identity = _identity(comm, self.control)
+        self.thread = threading.get_ident()  # of the newest call
         self.tag_limit = (self.data.Get_attr(MPI.TAG_UB) or 32767) - 1
         self.sent = events.Counters()
         self.runs: list[events.Runs] = []
@@ -307,8 +305,8 @@ class Context:
         if self.closed:
             return
         self.closed = self.stopped = True
-        if self in _open:
-            _open.remove(self)
+        if self in open_contexts:
+            open_contexts.remove(self)
         usable = False
         try:
             usable = not self.failed and leave_together(self)
@@ -320,9 +318,7 @@ class Context:
                     running.remove(handle)
         if not usable:
             return
-        for plan in self.plans.values():
-            plan.close()
-        for item in self.store.values():
+        for item in (*self.plans.values(), *self.store.values()):
             if hasattr(item, "close"):
                 item.close()
         self.plans.clear()
@@ -336,17 +332,24 @@ class Context:
 def _in_words(error: BaseException) -> str:
     """Name an exception in one line, also one that cannot be printed."""
     try:
-        text = " ".join(str(error).split())
+        text = in_one_line(str(error))
     except Exception:
         text = "(its text cannot be made)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _duplicate(comm: MPI.Comm) -> MPI.Comm:
-    """Return a duplicate; a rank that waits for the others can be interrupted. Collective."""
+    """Return a duplicate. Collective, polled."""
     made, request = comm.Idup()
     wait_until(request.Test)
     return made
+
+
+def _identity(comm: MPI.Comm, control: MPI.Comm) -> int:
+    """Return a number that stands for this communicator on all its ranks. Collective."""
+    number = np.array([secrets.randbits(62)], np.int64)
+    wait_until(control.Ibcast(number, root=0).Test)
+    return int(number[0])
 
 
 def of(comm: MPI.Comm) -> Context:
@@ -366,31 +369,12 @@ def _make(comm: MPI.Comm) -> Context:
     context = Context(comm)
     comm.Set_attr(_keyval, context)
     contexts[comm.handle] = context
-    _open.append(context)
+    open_contexts.append(context)
     return context
 
 
 def _forget(comm: MPI.Comm, _keyval: int, _context: Context) -> None:
     contexts.pop(comm.handle, None)
-
-
-def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where choices are remembered between runs; None: nowhere. Local.
-
-    ``$XDG_CACHE_HOME/mpidist``, by default ``~/.cache/mpidist``. ``MPIDIST_SELECTION_CACHE=0``
-    switches it off.
-    """
-    if environ.get("MPIDIST_SELECTION_CACHE", "1") == "0":
-        return None
-    base, home = environ.get("XDG_CACHE_HOME", ""), environ.get("HOME", "")
-    if Path(base).is_absolute():  # the XDG specification: anything else is to be ignored
-        return Path(base) / "mpidist"
-    return Path(home) / ".cache" / "mpidist" if Path(home).is_absolute() else None
-
-
-def mpi_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables by which somebody has tuned MPI itself. Local."""
-    return {k: environ[k] for k in sorted(environ) if k.startswith(_MPI_SETTINGS)}
 
 
 def free(comm: MPI.Comm) -> None:
@@ -407,7 +391,7 @@ def free(comm: MPI.Comm) -> None:
 def _close_all() -> None:
     if MPI.Is_finalized():
         return
-    for context in list(_open):
+    for context in list(open_contexts):
         try:
             context.close()
         except MismatchError as error:

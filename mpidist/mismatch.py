@@ -18,8 +18,8 @@ _HEAD = struct.Struct("<qqq")
 
 #: What a status says: waiting inside an operation, or has raised in its place; has left the
 #: communicator; a verdict; a question to all, where they are; the verdict that a rank broke an
-#: operation off.
-WAITING, LEFT, VERDICT, ROLL_CALL, BROKEN = 0, 1, 2, 3, 4
+#: operation off; waits on another communicator; the verdict that ranks wait for each other so.
+WAITING, LEFT, VERDICT, ROLL_CALL, BROKEN, ELSEWHERE, CROSSED = range(7)
 
 #: The kind in the signature of a call that ended by an exception before its operation began.
 RAISED = "raised"

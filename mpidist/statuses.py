@@ -18,15 +18,18 @@ Nothing here blocks; statuses travel on the context's `control` communicator.
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from pathlib import Path
 
 from mpi4py import MPI
 
-from . import events
+from . import elsewhere, events
 from .errors import MismatchError
 from .mismatch import (
     BROKEN,
+    CROSSED,
+    ELSEWHERE,
     LEFT,
     ROLL_CALL,
     STATUS_BYTES,
@@ -66,6 +69,10 @@ class Statuses:
         self.context = context
         self.awaited: int | None = None
         self.said = self.heard = 0
+        self.quiet = threading.Lock()  # held by who listens: a message has one taker
+        self.crossed = False  # the verdict was that ranks wait for each other elsewhere
+        self._elsewhere: dict[int, Status] = {}
+        self._reached: set[tuple[int, int]] = set()
         self.closing = False  # at the end messages are counted: nothing is passed on any more
         self.found = False  # this rank composed the verdict
         self.neighbours = neighbours(context.rank, context.size)
@@ -97,8 +104,30 @@ class Statuses:
         elif waited >= self._next:
             self._next = waited + 1.0
             self._tell(self._status(WAITING), self._further())
-        self.listen()
+        with self.quiet:
+            self.listen()
         self._decide(waited)
+        elsewhere.look(self.context.comm, self.context, current)
+
+    def waiting_for_me(self) -> list[Status]:
+        """Return the statuses of ranks that wait in an operation this one has not begun. Local."""
+        self.listen()
+        number = self.context.sequence
+        return [
+            status
+            for status in self._known.values()
+            if status.state == WAITING
+            and status.sequence > number
+            and (status.rank, status.sequence) not in self._reached
+        ]
+
+    def say_elsewhere(self, status: Status, words: str) -> None:
+        """Tell the sender of `status` where this rank waits; nothing for no words. Local."""
+        self._reached.add((status.rank, status.sequence))
+        if words:
+            rank, host = self.context.rank, self.context.host
+            said = Status(rank, ELSEWHERE, status.sequence, words, host, call_site())
+            self._tell(said, [status.rank])
 
     def disagree(self) -> None:
         """Raise MismatchError: the data showed that the ranks were in different operations."""
@@ -158,6 +187,7 @@ class Statuses:
         if not self.closing:
             self._tell(status._replace(rank=self.context.rank), self.neighbours)
         self.context.failed, self.context.stopped = status.signature, True
+        self.crossed = status.state == CROSSED
         error = MismatchError(status.signature)
         # Another rank has the exception itself, with its traceback.
         error.consequence = status.state == BROKEN
@@ -205,8 +235,11 @@ class Statuses:
             self._take(Status.unpack(self._inbox))
 
     def _take(self, status: Status) -> None:
-        if status.state in (VERDICT, BROKEN):
+        if status.state in (VERDICT, BROKEN, CROSSED):
             self._hear_verdict(status)
+        if status.state == ELSEWHERE:
+            self._elsewhere[status.rank] = status
+            return
         self._known[status.rank] = status
         if status.state == WAITING and raised(status.signature):
             self._raised[status.rank] = status
@@ -221,6 +254,12 @@ class Statuses:
 
     def _decide(self, waited: float) -> None:
         """Raise when what was heard is a conflict and all have spoken, or had the time to."""
+        for status in self._elsewhere.values():
+            crossing = elsewhere.crossing(self.context, self.current, status)
+            if crossing:
+                self.found = self.crossed = True
+                self.sentence(crossing, CROSSED)
+                raise MismatchError(crossing)
         found = self._conflicting()
         if not found:
             return

@@ -19,7 +19,8 @@ import numpy as np
 from mpi4py import MPI
 
 from .. import events
-from ..context import Context, cache_folder, mpi_settings, of
+from ..context import Context, of
+from ..environment import cache_folder, mpi_settings
 from ..errors import ConfigError
 from ..mismatch import Signature
 from . import algorithms, selection_cache

@@ -259,3 +259,29 @@ def test_threads_on_communicators_of_their_own(comm):
     for mine in comms:
         md.free(mine)
         mine.Free()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("case", ["two", "new", "part"])
+@pytest.mark.parametrize("n", [3, 5000])
+def test_ranks_that_wait_for_each_other_on_two_communicators(comm, case, n):
+    """Nobody is in another operation, and nobody can go on: both are told where the other is."""
+    one = comm.Dup()
+    x = np.ones(n)
+    md.allreduce(one, x)
+    other = one.Split(0 if comm.rank < 2 else 1) if case == "part" else one.Dup()
+    if case == "two":
+        md.allreduce(other, x)
+
+    def run():
+        order = (other, one) if comm.rank == 1 else (one, other)
+        for which in order:
+            md.allreduce(which, x)
+
+    error, seconds = seconds_of(run)
+    assert seconds < 8
+    assert isinstance(error, MismatchError)
+    if comm.rank < 2:
+        assert "in one order" in str(error), error
+        assert "test_calls.py" in str(error)
+        assert "waits for rank" in str(error)

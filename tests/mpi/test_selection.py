@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist import context
+from mpidist import environment
 from mpidist.cluster.explain import explain, lines, saved_table
 from mpidist.collectives import selection
 
@@ -166,16 +166,18 @@ def test_of_equal_ones_the_simpler(seconds, best):
 
 def test_where_it_is_remembered():
     """XDG_CACHE_HOME, ~/.cache, or nowhere; MPIDIST_SELECTION_CACHE=0 switches it off."""
-    folder = context.cache_folder
+    folder = environment.cache_folder
     assert str(folder({"HOME": "/h"})) == "/h/.cache/mpidist"
     assert str(folder({"HOME": "/h", "XDG_CACHE_HOME": "/x"})) == "/x/mpidist"
     assert str(folder({"HOME": "/h", "XDG_CACHE_HOME": "x"})) == "/h/.cache/mpidist"
     assert folder({}) is None
     assert folder({"HOME": "/h", "MPIDIST_SELECTION_CACHE": "0"}) is None
-    assert context.cache_folder() is None  # the developer's own must not be touched by tests
+    assert environment.cache_folder() is None  # the developer's own must not be touched by tests
 
 
 def test_settings_of_mpi_belong_to_the_fingerprint():
     """A rules file makes another MPI of it; where the job was started from does not."""
     tuned = {"OMPI_MCA_coll_tuned_dynamic_rules_filename": "/r", "UCX_TLS": "tcp"}
-    assert context.mpi_settings({**tuned, "OMPI_MCA_initial_wdir": "/w", "PATH": "/bin"}) == tuned
+    assert (
+        environment.mpi_settings({**tuned, "OMPI_MCA_initial_wdir": "/w", "PATH": "/bin"}) == tuned
+    )

@@ -49,6 +49,7 @@ class Rank:
         self.control = Control(rank, queues)
         self.failed, self.stopped = None, False
         self.history: list[Signature] = []
+        self.comm, self.thread, self.identity = None, None, rank
         self.statuses = Statuses(self)
         self.error = None
 
