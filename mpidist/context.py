@@ -391,7 +391,8 @@ def free(comm: MPI.Comm) -> None:
 def _close_all() -> None:
     if MPI.Is_finalized():
         return
-    for context in list(open_contexts):
+    # In one order on all ranks, also where threads have made them.
+    for context in sorted(open_contexts, key=lambda one: one.identity):
         try:
             context.close()
         except MismatchError as error:
