@@ -14,26 +14,44 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
+from operator import index, itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
+from .agreed import check_same
+from .context import Context, of
 from .errors import ClosedError, ConfigError
-from .topology import Topology
+from .run_on_all import run_on_all, shown
+from .topology import topology_of
 
 _FOLDER = Path("/dev/shm")
 _HEAD = mmap.PAGESIZE
 _LINE = 8  # int64 per cache line
+_MOST = 1 << 60  # bytes: far beyond any memory, and numbers of the C library hold it
+_NAME, _TEXT = 64, 512  # bytes of a file's name, and of what is told of a problem
+
+#: Polls a test until it is true.
+Wait = Callable[[Callable[[], bool]], None]
 
 
 class Segment:
     """`nbytes` of memory for each rank of `comm`, seen by all of them; zeroed.
 
-    Collective over `comm`, whose ranks must be on one node. Raises ConfigError, on all of them,
-    where the memory is not to be had.
+    Collective over `comm`, whose ranks must be on one node and all be here: nothing is compared.
+    Raises ConfigError, on all of them, where the memory is not to be had.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm
+    nbytes : int
+        Equal on all ranks.
+    wait : callable
+        How to wait for a test to become true: ``context.wait`` of the operation that this is for.
 
     Attributes
     ----------
@@ -41,49 +59,71 @@ class Segment:
         Bytes of every rank, page-aligned.
     """
 
-    def __init__(self, comm: MPI.Comm, nbytes: int):
+    def __init__(self, comm: MPI.Comm, nbytes: int, wait: Wait):
         each = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        file, problem = _open_together(comm)
-        if file is not None:
-            try:
-                if comm.rank == 0:
-                    os.ftruncate(file, each * comm.size)
+        file, problem = _open_together(comm, each * comm.size, wait)
+        memory = np.empty(0, np.uint8)
+        try:
+            if file is not None:
                 # Whoever allocates a page decides on which memory bank it lies: each rank its own.
                 os.posix_fallocate(file, each * comm.rank, each)
-            except OSError as error:
-                problem = f"{each * comm.size} bytes in {_FOLDER}: {error.strerror}"
-        problems = [text for text in comm.allgather(problem) if text]
-        if not problems:
-            assert file is not None
-            memory = np.frombuffer(mmap.mmap(file, each * comm.size), np.uint8)
-            self.parts = [memory[k * each : (k + 1) * each] for k in range(comm.size)]
-        if file is not None:
-            os.close(file)  # the mapping keeps the memory alive
-        if problems:
-            raise ConfigError(f"no memory shared by the {comm.size} ranks of a node: {problems[0]}")
+                memory = np.frombuffer(mmap.mmap(file, each * comm.size), np.uint8)
+        except OSError as error:
+            problem = f"{each * comm.size} bytes in {_FOLDER}: {error.strerror}"
+        finally:
+            if file is not None:
+                os.close(file)  # the mapping keeps the memory alive
+        problem = first_problem(comm, problem, wait)
+        if problem:
+            raise ConfigError(f"no memory shared by the {comm.size} ranks of a node: {problem}")
+        self.parts = [memory[k * each : (k + 1) * each] for k in range(comm.size)]
 
 
-def _open_together(comm) -> tuple[int | None, str | None]:
-    """Open one new file on all ranks; it has lost its name when this returns. Collective."""
-    file = name = problem = None
+def _open_together(comm, nbytes: int, wait: Wait) -> tuple[int | None, str | None]:
+    """Open one new file of `nbytes` on all ranks; it has lost its name afterwards. Collective."""
+    file: int | None = None
+    problem = path = None
     flags = os.O_RDWR | os.O_CLOEXEC
+    name = np.zeros(_NAME, np.uint8)
     try:
         if comm.rank == 0:
             path = _FOLDER / f"mpidist-{os.getpid()}-{secrets.token_hex(8)}"
-            file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-            name = str(path)
-    except OSError as error:
-        problem = f"{_FOLDER}: {error.strerror}"
-    name = comm.bcast(name, root=0)
-    if name is not None and comm.rank:
-        try:
-            file = os.open(name, flags)
-        except OSError as error:
-            problem = f"{name}: {error.strerror}"
-    comm.Barrier()
-    if name is not None and comm.rank == 0:
-        Path(name).unlink(missing_ok=True)
+            try:
+                file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+                os.ftruncate(file, nbytes)
+                text = path.name.encode()
+                name[: len(text)] = np.frombuffer(text, np.uint8)
+            except OSError as error:
+                problem = f"{nbytes} bytes in {_FOLDER}: {error.strerror}"
+        wait(comm.Ibcast(name, 0).Test)
+        if comm.rank and name[0]:
+            try:
+                file = os.open(_FOLDER / name.tobytes().rstrip(b"\0").decode(), flags)
+            except OSError as error:
+                problem = f"{_FOLDER}: {error.strerror}"
+        wait(comm.Ibarrier().Test)
+    except BaseException:
+        if file is not None:
+            os.close(file)
+        raise
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
     return file, problem
+
+
+def first_problem(comm, problem: str | None, wait: Wait) -> str | None:
+    """Return the problem of the first rank that has one, on all ranks; None: nobody. Collective."""
+    who = np.array([comm.rank if problem else comm.size], np.int64)
+    wait(comm.Iallreduce(MPI.IN_PLACE, who, MPI.MIN).Test)
+    if who[0] == comm.size:
+        return None
+    told = np.zeros(_TEXT, np.uint8)
+    if who[0] == comm.rank:
+        text = (problem or "").encode(errors="backslashreplace")[:_TEXT]
+        told[: len(text)] = np.frombuffer(text, np.uint8)
+    wait(comm.Ibcast(told, int(who[0])).Test)
+    return told.tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 class Arena(Mapping):
@@ -110,48 +150,62 @@ class Arena(Mapping):
         ``slots[k][r]`` is ``vectors[k]`` of local rank r.
     lines : list of memoryview
         A page of int64 of every local rank, for the counters of nonblocking collectives.
+    label : str
+        Its number on the communicator and a hash of its spec: its operations are told by it.
     reason : str or None
         Why the memory is private, where it is: then ``slots`` has this rank's vectors only.
 
     Raises
     ------
     ConfigError
-        For a spec that is no mapping of names to (shape, dtype).
+        On all ranks: a spec that is no mapping of names to (shape, dtype) on some rank.
+    MismatchError
+        On all ranks: other names, shapes, dtypes or another order on some rank, or a rank that
+        makes another call.
     """
 
     def __init__(self, comm: MPI.Comm, spec: Mapping, *, ranks_per_node: int | None = None):
-        layout = _layout(spec)
-        self.comm = comm
-        self.topology = Topology(comm, ranks_per_node)
-        self.reason: str | None = None
-        nbytes = sum(count * dtype.itemsize for dtype, count, _ in layout)
+        context = of(comm)
+        self.comm, self._closed = comm, False
+        with context.call("Arena"):
+            layout = run_on_all(comm, "Arena", lambda: _layout(spec))
+            key = check_same(comm, "Arena", _facts(layout, ranks_per_node))
+            number = context.store["arenas"] = context.store.get("arenas", 0) + 1
+            self.label = f"arena {number} {key:016x}"
+            self.topology = topology_of(comm, ranks_per_node)
+            self._allocate(context, layout)
+
+    def _allocate(self, context: Context, layout: list[Group]) -> None:
+        """Make the memory and the views. Collective."""
+        intra, mine = self.topology.intra_comm, self.topology.local_rank
+        nbytes = _HEAD + sum(64 + group.elements * group.dtype.itemsize for group in layout)
+        problem = None
         try:
-            parts = Segment(self.topology.intra_comm, _HEAD + nbytes + 64 * len(layout)).parts
-            mine = self.topology.local_rank
+            parts = Segment(intra, nbytes, context.wait).parts
         except ConfigError as error:
-            self.reason = str(error)
+            problem = str(error)
         # A node without shared memory makes all nodes go without: they run one algorithm.
-        reasons = [text for text in comm.allgather(self.reason) if text]
-        if reasons:
-            self.reason, mine = reasons[0], 0
-            parts = [np.zeros(_HEAD + nbytes + 64 * len(layout), np.uint8)]
+        self.reason = first_problem(context.control, problem, context.wait)
+        if self.reason is not None:
+            private = run_on_all(self.comm, "Arena", lambda: np.zeros(nbytes, np.uint8))
+            mine, parts = 0, [private]
         self.lines = [memoryview(part[:_HEAD]).cast("q") for part in parts]  # type: ignore[arg-type]
         self._free_line = 0
         self.slots: list[list[np.ndarray]] = []
         self._views: dict[str, np.ndarray] = {}
         start = _HEAD
+        views: dict[int, tuple] = {}
         for dtype, count, tensors in layout:
             stop = start + count * dtype.itemsize
             self.slots.append([part[start:stop].view(dtype) for part in parts])
-            for name, shape, first in tensors:
+            for place, name, shape, first in tensors:
                 vector = self.slots[-1][mine]
-                self._views[name] = vector[first : first + prod(shape)].reshape(shape)
+                views[place] = name, vector[first : first + prod(shape)].reshape(shape)
             start = -(-stop // 64) * 64
-        self._views = {name: self._views[name] for name in spec}
+        self._views = dict(view for _, view in sorted(views.items(), key=itemgetter(0)))
         self.vectors = [slot[mine] for slot in self.slots]
         #: What collectives have prepared for this arena; goes with it.
         self.plans: dict = {}
-        self._closed = False
 
     @property
     def shared(self) -> bool:
@@ -161,14 +215,14 @@ class Arena(Mapping):
     @property
     def flat(self) -> np.ndarray:
         """The one vector of this rank; ConfigError where the tensors have several dtypes."""
-        self._check_open()
+        self.check_open()
         if len(self.vectors) != 1:
             names = ", ".join(str(vector.dtype) for vector in self.vectors)
             raise ConfigError(f"this arena has a vector for each of {names}; use arena.vectors")
         return self.vectors[0]
 
     def __getitem__(self, name: str) -> np.ndarray:
-        self._check_open()
+        self.check_open()
         return self._views[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -185,18 +239,21 @@ class Arena(Mapping):
         self._free_line = first + count
         return first * _LINE
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ClosedError where the arena was closed. Local."""
         if self._closed:
             raise ClosedError("this arena was closed")
 
     def close(self) -> None:
-        """Give the memory back as soon as no view of it is left. Collective; idempotent."""
+        """Give the memory back as soon as no view of it is left. Idempotent.
+
+        Local, for nothing is sent; all ranks must do it between the same two operations.
+        """
         if not self._closed:
             self._closed = True
             for plan in self.plans.values():
                 plan.close()
             self.plans.clear()
-            self.topology.close()
             self.slots, self.vectors, self.lines, self._views = [], [], [], {}
 
     def __enter__(self):
@@ -206,24 +263,39 @@ class Arena(Mapping):
         self.close()
 
 
-def _layout(spec) -> list[tuple[np.dtype, int, list]]:
-    """Return (dtype, elements, [(name, shape, first element)]) for each dtype. Pure."""
-    groups: dict[np.dtype, list] = {}
-    lengths: dict[np.dtype, int] = {}
+class Group(NamedTuple):
+    """The tensors of one dtype: (place in the spec, name, shape, first element) of each."""
+
+    dtype: np.dtype
+    elements: int
+    tensors: list[tuple[int, object, tuple[int, ...], int]]
+
+
+def _layout(spec) -> list[Group]:
+    """Return the tensors of each dtype. Pure."""
+    groups: dict[np.dtype, Group] = {}
     try:
-        for name, (shape, kind) in spec.items():
+        for place, (name, (shape, kind)) in enumerate(spec.items()):
             dtype = np.dtype(kind)
-            shape = (int(shape),) if np.ndim(shape) == 0 else tuple(map(int, shape))
-            if dtype.hasobject or min(shape, default=0) < 0:
+            shape = tuple(map(index, (shape,) if np.ndim(shape) == 0 else shape))
+            group = groups.get(dtype, Group(dtype, 0, []))
+            good = dtype.itemsize and not dtype.hasobject and min(shape, default=0) >= 0
+            if not good or (group.elements + prod(shape)) * dtype.itemsize > _MOST:
                 raise ValueError
-            first = lengths.get(dtype, 0)
-            groups.setdefault(dtype, []).append((name, shape, first))
-            lengths[dtype] = first + prod(shape)
+            group.tensors.append((place, name, shape, group.elements))
+            groups[dtype] = group._replace(elements=group.elements + prod(shape))
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             "Arena: expected a mapping of name -> (shape, dtype), for example "
-            f'{{"w": ((784, 128), "f4")}}; got {spec!r:.200}'
+            f'{{"w": ((784, 128), "f4")}}; got {shown(spec)}'
         ) from error
     if not groups:
         raise ConfigError("Arena: the spec names no tensor; expected at least one")
-    return [(dtype, lengths[dtype], tensors) for dtype, tensors in groups.items()]
+    return list(groups.values())
+
+
+def _facts(layout: list[Group], ranks_per_node) -> list[tuple[str, str]]:
+    """Return what must be equal on all ranks. Local."""
+    tensors = sorted((t[0], *t[1:3], group.dtype) for group in layout for t in group.tensors)
+    lines = [(f"tensor {k}", f"{shown(name)} {shape} {kind}") for k, name, shape, kind in tensors]
+    return [*lines, ("ranks_per_node", shown(ranks_per_node))]

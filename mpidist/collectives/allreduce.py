@@ -147,6 +147,11 @@ class Handle:
         return self.result
 
 
+def nonblocking(size: int) -> str:
+    """Return the algorithm of a nonblocking sum that may choose: few rounds. Pure."""
+    return "two_hop" if size <= TWO_HOP_RANKS else "butterfly"
+
+
 def iallreduce(
     comm, x, op="sum", *, out=None, algorithm="auto", weight=None, reproducible=False
 ) -> Handle:
@@ -168,7 +173,7 @@ def iallreduce(
         target = _target(x, out)
         algorithms.check_name(algorithm, algorithms.ALLREDUCE)
         if algorithm in (algorithms.MEASURED, algorithms.NATIVE, *algorithms.NODE):
-            algorithm = "two_hop" if comm.size <= TWO_HOP_RANKS else "butterfly"
+            algorithm = nonblocking(comm.size)
         weights = None
         if weight is not None:
             _check_weighted(op, weight)

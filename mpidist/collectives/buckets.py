@@ -7,23 +7,30 @@ Between nodes of one rank it is an `iallreduce` of that part. Between nodes of s
     lane         that part crosses the wire                    -> owner writes it into all slots
     done line    all owners are through                        -> the bucket is finished
 
-Each line is a counter per rank in the arena, so buckets may overtake each other on the wire.
+Each line is a counter per rank in the arena, so buckets may overtake each other on the wire. A rank
+that cannot go on writes `POISON` into its counters: nobody passes a line where one stands.
 """
 
 from __future__ import annotations
 
+import threading
+
 from ..arena import Arena
 from ..context import Context, of, running
+from ..errors import ProtocolError
 from ..mismatch import Signature
 from ..partition import BlockPartition
-from . import node
-from .algorithms import MEASURED, NODE
-from .allreduce import TWO_HOP_RANKS, iallreduce
+from . import arenas, node
+from .algorithms import MEASURED, NATIVE, NODE
+from .allreduce import TWO_HOP_RANKS, Handle, nonblocking
 from .engines import SlotSpace
 from .executor import Program, Run
 from .hierarchical import lane_steps, lanes_of, total_of
 from .reductions import resolve
 from .shared import ORDERED, SharedProgram
+
+#: The counter of a rank that has broken the bucket off.
+POISON = -1
 
 
 def can_overlap(arena: Arena, algorithm: str) -> bool:
@@ -47,8 +54,12 @@ def bucket(arena: Arena, k: int, start: int, stop: int, algorithm: str = MEASURE
     vector = arena.vectors[k]
     if by_lanes and lines is not None and resolve("sum", vector.dtype).work == vector.dtype:
         return LaneBucket(of(arena.comm), arena, k, start, stop, lines).start
-    part = vector[start:stop]
-    return lambda: iallreduce(arena.comm, part, algorithm=algorithm)
+    context, part = of(arena.comm), vector[start:stop]
+    if algorithm in (MEASURED, NATIVE, *NODE):
+        algorithm = nonblocking(arena.comm.size)
+    name = f"bucket {start}:{stop} of vector {k}"
+    plan = arena.plans[name] = arenas.plan_of(context, arena, part, "sum", algorithm, name)
+    return lambda: Handle(context, plan, part, part)
 
 
 class LaneBucket:
@@ -59,8 +70,8 @@ class LaneBucket:
         slots = [slot[start:stop] for slot in arena.slots[k]]
         n, dtype = stop - start, slots[0].dtype
         reduction = resolve("sum", dtype)
-        shape = f"({start}:{stop})"
-        self.signature = Signature("allreduce", dtype.name, shape, "sum", "hierarchical", "bucket")
+        shape, extra = f"({start}:{stop})", f"bucket of {arena.label} vector {k}"
+        self.signature = Signature("allreduce", dtype.name, shape, "sum", "hierarchical", extra)
         self.key, self.context = self.signature.key, context
         self.lines, self.line = arena.lines, lines
         self.mine = topology.local_rank
@@ -84,8 +95,19 @@ class LaneBucket:
 
     def start(self) -> LaneRun:
         """Begin; every rank's bucket is written. Collective."""
-        self.count += 1
-        return LaneRun(self)
+        try:
+            return LaneRun(self)
+        except ProtocolError:  # refused, so nothing was begun
+            raise
+        except BaseException as error:
+            self.break_off(error)
+            raise
+
+    def break_off(self, error: BaseException, sequence: int | None = None) -> None:
+        """Let no rank of the node pass a line of this bucket, and tell all ranks why. Local."""
+        for line in (self.line, self.line + 8):
+            self.lines[self.mine][line] = POISON
+        self.context.break_off(error, sequence)
 
     def arrive(self, line: int) -> None:
         """Tell the node that this rank is at one of the two lines. Local."""
@@ -97,7 +119,10 @@ class LaneBucket:
         """Whether all ranks of the node are there, in this operation. Local."""
         count, lines = self.count, self.lines
         for other in self.others:
-            if lines[other][line] < count:
+            there = lines[other][line]
+            if there < count:
+                if there == POISON:
+                    self.context.disagree()  # that rank has told why, or will in a moment
                 return False
         for other in self.others:
             if lines[other][line + 1 + count % 2] != self.key:
@@ -111,18 +136,40 @@ class LaneRun:
     def __init__(self, bucket: LaneBucket):
         self.bucket, self.context = bucket, bucket.context
         self.tag = self.context.tag(bucket.signature, self.context.begin(bucket.signature))
+        bucket.count += 1
         self.sequence = self.context.sequence
         self.lane: Run | None = None
         self.done = False
-        bucket.arrive(bucket.line)
+        self.error: BaseException | None = None
+        self._mine = threading.Lock()
         self._stage = self._add
+        bucket.arrive(bucket.line)
         running.append(self)
 
     def test(self) -> bool:
-        """Make progress; true when the bucket holds the sum on this node. Local."""
-        while not self.done and self._stage():
-            pass
+        """Make progress; true when the bucket holds the sum on this node. Local.
+
+        A thread that comes while another is in here learns only that it is not done.
+        """
+        if self.done or not self._mine.acquire(blocking=False):
+            return self.done
+        try:
+            if self.error is not None:
+                raise self.error
+            while not self.done and self._stage():
+                pass
+        except BaseException as error:
+            self._break_off(error)
+            raise
+        finally:
+            self._mine.release()
         return self.done
+
+    def _break_off(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+            self.bucket.break_off(error, self.sequence)
+            running.remove(self)
 
     def wait(self) -> None:
         """Wait for the sum. Collective."""
@@ -152,6 +199,5 @@ class LaneRun:
             return False
         self.context.sent.add(bucket.counters)
         self.done = True
-        if self in running:
-            running.remove(self)
+        running.remove(self)
         return False

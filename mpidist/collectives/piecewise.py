@@ -94,7 +94,7 @@ class PieceSum:
         depths = (ordered.depth(*span, self.pieces) for span in itertools.pairwise(bounds))
         nbytes = max(depths) * self.n * self.dtype.itemsize
         try:
-            parts = Segment(memory.topology.intra_comm, nbytes).parts
+            parts = Segment(memory.topology.intra_comm, nbytes, context.wait).parts
         except ConfigError as error:  # on all ranks together
             emit("fallback", algorithm="node", instead="messages", reason=str(error))
             return None

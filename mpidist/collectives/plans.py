@@ -125,7 +125,7 @@ def find(context: Context, x, op, algorithm: str, *, agreed: bool = True) -> Pla
     key = ("allreduce", op, algorithm, dtype, x.shape)
     plan = context.plans.get(key)
     if plan is None:
-        plan = _make(context, dtype, x.shape, op, algorithm, agreed)
+        plan = make(context, dtype, x.shape, op, algorithm, agreed=agreed)
         plan.key = key
         remember(context, key, plan)
         context.quick[key[1:]] = plan if plan.short is None else plan.short.run
@@ -159,11 +159,14 @@ def release(plan: Plan) -> None:
         plan.context.drop(plan.key)
 
 
-def _make(context: Context, dtype: np.dtype, shape, op, algorithm: str, agreed: bool) -> Plan:
+def make(
+    context: Context, dtype: np.dtype, shape, op, algorithm: str, *, agreed=True, extra: str = ""
+) -> Plan:
+    """Return a new plan that no cache knows; `extra` belongs to its signature. Collective."""
     algorithms.check_name(algorithm, algorithms.ALLREDUCE)
     reduction = resolve(op, dtype)
     signature = Signature(
-        "allreduce", dtype.name, f"({', '.join(map(str, shape))})", reduction.name, algorithm
+        "allreduce", dtype.name, f"({', '.join(map(str, shape))})", reduction.name, algorithm, extra
     )
     if agreed:
         context.begin_agreed(signature, "first call")

@@ -103,7 +103,8 @@ class NodeMemory:
         staging = max(staging_length(size, size, piece_length(size, s)) * s for s in (1, 16, 32))
         self.reason: str | None = None
         try:
-            parts = Segment(self.topology.intra_comm, -(-(flags + flat + staging) // size)).parts
+            each = -(-(flags + flat + staging) // size)
+            parts = Segment(self.topology.intra_comm, each, context.wait).parts
         except ConfigError as error:
             self.reason = str(error)
         failed = np.array([self.reason is not None], np.int64)

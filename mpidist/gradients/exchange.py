@@ -5,6 +5,8 @@ frozen (and stored with a checkpoint, for the order of additions depends on it).
 a bucket leaves when its last gradient is ready, and every further `ready` pushes on what is under
 way. Inside one node nothing travels, so everything is added at the end, where it lies.
 
+What must be equal on all ranks is compared when a `Gradients` is made (`settings.py`).
+
 PyTorch's DDP: Li et al., "PyTorch Distributed", VLDB 13(12), 2020.
 """
 
@@ -13,19 +15,26 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import NoReturn
 
 import numpy as np
 from mpi4py import MPI
 
+from ..agreed import check_same, digest
 from ..arena import Arena
-from ..arrays import array_module
+from ..collectives import plans
 from ..collectives.algorithms import MEASURED
 from ..collectives.allreduce import allreduce
 from ..collectives.buckets import bucket, can_overlap
+from ..collectives.plans import Plan
 from ..collectives.shared import faked_nodes
-from ..errors import ConfigError
+from ..context import of, running
+from ..errors import ConfigError, MpidistError, ProtocolError
+from ..mismatch import Signature
+from ..run_on_all import run_on_all
 from .background import Background
 from .buckets import bucket_bytes, cut
+from .settings import Settings, check, check_order, facts_of, wrong_ready
 from .vectors import EXTRAS, allocate, with_extras
 
 
@@ -33,6 +42,8 @@ class Gradients:
     """One gradient per parameter, in memory that is exchanged with the other ranks.
 
     Collective over `comm`, as are `reduce` and `close`; `begin` and `ready` are local.
+    A step is `begin`, `ready` for what is final, `reduce`; a step that has not exchanged anything
+    may begin again.
 
     Parameters
     ----------
@@ -52,6 +63,9 @@ class Gradients:
         Names in the order of backward, where it is known from an earlier run.
     ranks_per_node : int, optional
         Fake nodes, as in `Topology`.
+    uses : mapping of name -> int, optional
+        How many `ready` a step makes for a tensor that is used several times (tied weights): it is
+        final with the last of them. 1 for all others.
 
     Attributes
     ----------
@@ -62,6 +76,18 @@ class Gradients:
         Two further numbers of the first vector, summed with it in the same message.
     overlapping : bool
         Whether buckets leave before `reduce`.
+
+    Raises
+    ------
+    ConfigError
+        On all ranks, for a parameter that is no array of real or complex numbers, or a setting
+        that is none, on some rank.
+    MismatchError
+        On all ranks, where they differ in a setting or in names, shapes, dtypes or order of the
+        parameters, or where a rank makes another call.
+    ProtocolError
+        `ready` or `reduce` before `begin`, one `ready` more than `uses` says, `begin` when a part
+        of the step has left.
     """
 
     def __init__(
@@ -75,12 +101,29 @@ class Gradients:
         progress: str = "hooks",
         order: Sequence[str] | None = None,
         ranks_per_node: int | None = None,
+        uses: Mapping[str, int] | None = None,
     ):
-        self.comm, self.algorithm, self.bucket_bytes = comm, algorithm, bucket_bytes
-        self._overlap = overlap
-        self._ranks_per_node = ranks_per_node or faked_nodes(comm)
-        self._shapes = {name: (array.shape, array.dtype) for name, array in parameters.items()}
-        self._xp = array_module(next(iter(parameters.values())))
+        self.comm, self.context = comm, of(comm)
+        given = {
+            "algorithm": algorithm, "bucket_bytes": bucket_bytes, "overlap": overlap,
+            "progress": progress, "order": order, "ranks_per_node": ranks_per_node, "uses": uses,
+        }  # fmt: skip
+        settings = run_on_all(comm, "Gradients", lambda: check(parameters, given))
+        check_same(comm, "Gradients", settings.facts)
+        with self.context.call("Gradients"):
+            self._take(settings, given)
+            self._place(None)
+            if order is not None:
+                self._arrange(list(order))
+
+    def _take(self, settings: Settings, given: dict) -> None:
+        self.algorithm, self.bucket_bytes = given["algorithm"], given["bucket_bytes"]
+        self._overlap, self._progress = given["overlap"], given["progress"]
+        self._ranks_per_node = given["ranks_per_node"] or faked_nodes(self.comm)
+        self._shapes, self._xp, self._uses = settings.shapes, settings.xp, settings.uses
+        self._names = list(self._shapes)
+        number = self.context.store["gradients"] = self.context.store.get("gradients", 0) + 1
+        self._label = f"gradients {number} {digest(settings.facts):016x}"
         self.views: dict = {}
         self.arena: Arena | None = None
         self.order: list[str] | None = None
@@ -88,21 +131,19 @@ class Gradients:
         self.alone_seconds: float | None = None
         self._seen: list[str] = []
         self._learned = False
+        self._begun = False
+        self._awaited: dict[str, int] = {}  # name -> how many `ready` are to come in this step
         self._active: list = []
-        if progress not in ("hooks", "thread"):
-            raise ConfigError(f"progress={progress!r}: expected 'hooks' or 'thread'")
-        self._progress = progress
+        self._next = 0
+        self._plans: list[Plan] = []
         self._background: Background | None = None
         self._values: tuple[float, ...] = ()
-        self._place(None)
-        if order is not None:
-            self.arrange(order)
 
     # -- memory ------------------------------------------------------------------------
 
     def _place(self, order: Sequence[str] | None) -> None:
         """Allocate all tensors in `order`, and cut the buckets. Collective."""
-        names = list(self._shapes) if order is None else list(order)
+        names = self._names if order is None else list(order)
         spec = with_extras({name: self._shapes[name] for name in names})
         if self.arena is not None:
             self.arena.close()
@@ -111,6 +152,7 @@ class Gradients:
             views, self.vectors = dict(self.arena), self.arena.vectors
         else:
             views, self.vectors = allocate(spec, self._xp)
+            self._plans = [self._plan(k, vector) for k, vector in enumerate(self.vectors)]
         self.extras = views.pop(EXTRAS)
         self.views.clear()
         self.views.update({name: views[name] for name in self._shapes})
@@ -118,6 +160,11 @@ class Gradients:
             self._overlap and self.arena is not None and can_overlap(self.arena, self.algorithm)
         )
         self._cut(spec, names)
+
+    def _plan(self, k: int, vector) -> Plan:
+        extra = f"{self._label} vector {k}"
+        shape = vector.dtype, vector.shape
+        return plans.make(self.context, *shape, "sum", self.algorithm, extra=extra)
 
     def _cut(self, spec: dict, names: list[str]) -> None:
         """Make a bucket of every few neighbours, in the order in which they become ready."""
@@ -145,11 +192,16 @@ class Gradients:
 
     def arrange(self, order: Sequence[str]) -> None:
         """Lay the gradients out in `order`, the one of backward. Collective; between two steps."""
-        if sorted(order) != sorted(self._shapes):
-            raise ConfigError(f"the order of gradients names {len(order)} tensors, not the model's")
-        self.order = list(order)
-        if self.overlapping and self.order != list(self._shapes):
-            self._place(self.order)
+        what = "order of gradients"
+        run_on_all(self.comm, what, lambda: check_order(order, self._shapes))
+        check_same(self.comm, what, facts_of(order))
+        with self.context.call("Gradients.arrange"):
+            self._arrange(list(order))
+
+    def _arrange(self, order: list[str]) -> None:
+        self.order = order
+        if self.overlapping and order != self._names:
+            self._place(order)
         if self.overlapping:
             self._measure()
             if self._progress == "thread" and self._background is None:
@@ -162,19 +214,43 @@ class Gradients:
 
         Then the ranks agree on the order that was seen in the first step.
         """
+        if self._begun and self._next:
+            self._refuse("Gradients.begin", ProtocolError(
+                "begin: a part of the step before is on its way; call reduce, which finishes it"
+            ))  # fmt: skip
+        share = float(share)
         if self._learned:
+            with self.context.call("Gradients.begin"):
+                self._learn()
             self._learned = False
-            # Rank 0's for all: an order may depend on threads.
-            seen = self.comm.bcast(list(dict.fromkeys(self._seen)), root=0)
-            if seen:
-                self.arrange([*seen, *(name for name in self._shapes if name not in set(seen))])
         self._seen, self._active = [], []
         self._share, self._next = share, 0
         self._left = list(self._least)
+        self._awaited = self._uses.copy()
+        self._begun = True
+
+    def _learn(self) -> None:
+        """Take the order that rank 0 has seen: it may depend on threads. Collective."""
+        context, place = self.context, {name: k for k, name in enumerate(self._names)}
+        context.begin_agreed(Signature("Gradients.begin", "", "", extra=self._label), "order")
+        seen = np.full(len(place), -1, np.int64)
+        mine = dict.fromkeys(self._seen)
+        seen[: len(mine)] = [place[name] for name in mine]
+        context.wait(context.control.Ibcast(seen, 0).Test)
+        if seen[0] >= 0:
+            told = [self._names[k] for k in seen if k >= 0]
+            self._arrange([*told, *(name for name in self._names if name not in set(told))])
 
     def ready(self, name: str) -> None:
-        """Say that the gradient `name` is final in this step. Local."""
-        if not self.overlapping:
+        """Say that the gradient `name` is final in this step. Local.
+
+        A tensor with several `uses` is final when it was said so often.
+        """
+        awaited = self._awaited.get(name, 0) - 1
+        if awaited < 0:
+            self._refuse("Gradients.ready", wrong_ready(name, self._uses, self._begun))
+        self._awaited[name] = awaited
+        if awaited or not self.overlapping:
             return
         began = time.perf_counter()
         if self.order is None:
@@ -187,27 +263,47 @@ class Gradients:
                 handle.test()
             self.exposed_seconds += time.perf_counter() - began
 
+    def _refuse(self, what: str, error: MpidistError) -> NoReturn:
+        """Raise `error`; what this rank has begun of the step can no longer end. Local."""
+        if self._next:
+            self.context.break_off(error)
+        with self.context.call(what):
+            raise error
+
     def _send(self, background: Background | None = None) -> None:
         """Begin all buckets that are complete, in order: the same one on all ranks."""
-        while self._next < len(self._starts) and self._left[self._next] <= 0:
-            k, start, stop = self._spans[self._next]
-            self.vectors[k][start:stop] *= self.vectors[k].dtype.type(self._share)
-            if self._next == len(self._starts) - 1:
-                self._set_extras()
-            begin = self._starts[self._next]
-            if background is None:
-                self._active.append(begin())
-            else:
-                background.push(begin)
-            self._next += 1
+        try:
+            while self._next < len(self._starts) and self._left[self._next] <= 0:
+                k, start, stop = self._spans[self._next]
+                self.vectors[k][start:stop] *= self.vectors[k].dtype.type(self._share)
+                if self._next == len(self._starts) - 1:
+                    self._set_extras()
+                begin = self._starts[self._next]
+                if background is None:
+                    self._active.append(begin())
+                else:
+                    background.push(begin)
+                self._next += 1
+        except BaseException as error:
+            self.context.break_off(error)
+            raise
 
     def reduce(self, *extras: float) -> None:
         """Finish the exchange: views and extras hold the sums over ranks of share times value.
 
         `extras`, up to two numbers, are added as they are. Collective; in place.
         """
+        with self.context.call("Gradients.reduce"):
+            if not self._begun:
+                raise ProtocolError("reduce outside a step; call begin first")
+            if len(extras) > 2:
+                raise ConfigError(f"reduce: {len(extras)} extra numbers; expected two at most")
+            self._values = tuple(map(float, extras))
+            self._reduce()
+            self._begun, self._next, self._awaited = False, 0, {}
+
+    def _reduce(self) -> None:
         began = time.perf_counter()
-        self._values = extras
         if not self.overlapping:
             for vector in self.vectors:
                 vector *= vector.dtype.type(self._share)
@@ -220,6 +316,7 @@ class Gradients:
         self._send()
         for handle in self._active:
             handle.wait()
+        self._active = []
         self.exposed_seconds += time.perf_counter() - began
         self.steps += 1
         self._learned = self.order is None
@@ -234,8 +331,8 @@ class Gradients:
         if self.arena is not None:
             allreduce(self.comm, self.arena, algorithm=self.algorithm)
             return
-        for vector in self.vectors:
-            allreduce(self.comm, vector, algorithm=self.algorithm)
+        for plan, vector in zip(self._plans, self.vectors, strict=True):
+            plan(vector)
 
     # -- what it cost ------------------------------------------------------------------
 
@@ -245,13 +342,16 @@ class Gradients:
         for _ in range(rounds + 1):
             self._left, self._next, self._active = [0] * len(self._starts), 0, []
             self._share = 0.0
-            self.comm.Barrier()
+            self.context.wait(self.context.control.Ibarrier().Test)
             began = time.perf_counter()
             self._send()
             for handle in self._active:
                 handle.wait()
             seconds.append(time.perf_counter() - began)
-        self.alone_seconds = self.comm.allreduce(float(np.median(seconds[1:])), MPI.MAX)
+        slowest = np.array([np.median(seconds[1:])])
+        self.context.wait(self.context.control.Iallreduce(MPI.IN_PLACE, slowest, MPI.MAX).Test)
+        self.alone_seconds = float(slowest[0])
+        self._next, self._active = 0, []
 
     def hidden(self) -> float | None:
         """Share of the exchange that ran behind backward, 0 to 1; None where nothing is. Local."""
@@ -261,10 +361,19 @@ class Gradients:
         return round(min(1.0, max(0.0, 1 - exposed)), 4)
 
     def close(self) -> None:
-        """Give the memory back. Collective; idempotent."""
+        """Give the memory back. Idempotent.
+
+        Local, for nothing is sent; all ranks must do it between the same two operations.
+        """
         if self._background is not None:
+            for handle in self._background.take():  # of a step that nobody finished
+                running.append(handle)
             self._background.close()
             self._background = None
+        for plan in self._plans:
+            plan.close()
+        self._plans = []
+        self._begun, self._awaited = False, {}
         if self.arena is not None:
             self.arena.close()
             self.arena = None
