@@ -71,8 +71,7 @@ class Segment:
         except OSError as error:
             problem = f"{each * comm.size} bytes in {_FOLDER}: {error.strerror}"
         finally:
-            if file is not None:
-                os.close(file)  # the mapping keeps the memory alive
+            _close(file)  # the mapping keeps the memory alive
         problem = first_problem(comm, problem, wait)
         if problem:
             raise ConfigError(f"no memory shared by the {comm.size} ranks of a node: {problem}")
@@ -95,6 +94,8 @@ def _open_together(comm, nbytes: int, wait: Wait) -> tuple[int | None, str | Non
                 name[: len(text)] = np.frombuffer(text, np.uint8)
             except OSError as error:
                 problem = f"{nbytes} bytes in {_FOLDER}: {error.strerror}"
+                _close(file)
+                file = None
         wait(comm.Ibcast(name, 0).Test)
         if comm.rank and name[0]:
             try:
@@ -103,13 +104,17 @@ def _open_together(comm, nbytes: int, wait: Wait) -> tuple[int | None, str | Non
                 problem = f"{_FOLDER}: {error.strerror}"
         wait(comm.Ibarrier().Test)
     except BaseException:
-        if file is not None:
-            os.close(file)
+        _close(file)
         raise
     finally:
         if path is not None:
             path.unlink(missing_ok=True)
     return file, problem
+
+
+def _close(file: int | None) -> None:
+    if file is not None:
+        os.close(file)
 
 
 def first_problem(comm, problem: str | None, wait: Wait) -> str | None:
@@ -166,28 +171,17 @@ class Arena(Mapping):
 
     def __init__(self, comm: MPI.Comm, spec: Mapping, *, ranks_per_node: int | None = None):
         context = of(comm)
-        self.comm, self._closed = comm, False
-        with context.call("Arena"):
-            layout = run_on_all(comm, "Arena", lambda: _layout(spec))
-            key = check_same(comm, "Arena", _facts(layout, ranks_per_node))
-            number = context.store["arenas"] = context.store.get("arenas", 0) + 1
-            self.label = f"arena {number} {key:016x}"
-            self.topology = topology_of(comm, ranks_per_node)
-            self._allocate(context, layout)
-
-    def _allocate(self, context: Context, layout: list[Group]) -> None:
-        """Make the memory and the views. Collective."""
-        intra, mine = self.topology.intra_comm, self.topology.local_rank
+        layout = run_on_all(comm, "Arena", lambda: _layout(spec))
+        key = check_same(comm, "Arena", _facts(layout, ranks_per_node))
+        number = context.store["arenas"] = context.store.get("arenas", 0) + 1
+        self.comm, self.label, self._closed = comm, f"arena {number} {key:016x}", False
+        self.topology = topology_of(comm, ranks_per_node)
+        mine = self.topology.local_rank
         nbytes = _HEAD + sum(64 + group.elements * group.dtype.itemsize for group in layout)
-        problem = None
-        try:
-            parts = Segment(intra, nbytes, context.wait).parts
-        except ConfigError as error:
-            problem = str(error)
-        # A node without shared memory makes all nodes go without: they run one algorithm.
-        self.reason = first_problem(context.control, problem, context.wait)
+        with context.call("Arena"):
+            parts = self._share(context, nbytes)
         if self.reason is not None:
-            private = run_on_all(self.comm, "Arena", lambda: np.zeros(nbytes, np.uint8))
+            private = run_on_all(comm, "Arena", lambda: np.zeros(nbytes, np.uint8))
             mine, parts = 0, [private]
         self.lines = [memoryview(part[:_HEAD]).cast("q") for part in parts]  # type: ignore[arg-type]
         self._free_line = 0
@@ -206,6 +200,17 @@ class Arena(Mapping):
         self.vectors = [slot[mine] for slot in self.slots]
         #: What collectives have prepared for this arena; goes with it.
         self.plans: dict = {}
+
+    def _share(self, context: Context, nbytes: int) -> list[np.ndarray]:
+        """Return everyone's memory on this node; none, and the reason, where there is none."""
+        parts, problem = [], None
+        try:
+            parts = Segment(self.topology.intra_comm, nbytes, context.wait).parts
+        except ConfigError as error:
+            problem = str(error)
+        # A node without shared memory makes all nodes go without: they run one algorithm.
+        self.reason = first_problem(context.control, problem, context.wait)
+        return parts
 
     @property
     def shared(self) -> bool:

@@ -220,7 +220,7 @@ def test_bad_arenas(comm):
     with md.Arena(comm, {"x": (3, "f4")}) as arena:
         with pytest.raises(ConfigError, match="another communicator"):
             md.allreduce(MPI.COMM_SELF, arena)
-        with pytest.raises(ConfigError, match="leave out="):
+        with pytest.raises(ConfigError, match="out="):
             md.allreduce(comm, arena, out=np.zeros(3, "f4"))
 
 
