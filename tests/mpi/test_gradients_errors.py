@@ -1,0 +1,375 @@
+"""Gradients of ranks that disagree or break off: one error on all of them, never half a sum."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpidist as md
+from mpidist.collectives import buckets
+from mpidist.collectives.shared import memory_of
+from mpidist.context import of
+from mpidist.errors import ConfigError, MismatchError, MpidistError, ProtocolError
+from mpidist.gradients.exchange import Gradients
+
+NAMES = ["a", "b", "c", "d"]
+BACKWARD = NAMES[::-1]
+
+
+def parameters(n=600, dtype="f4"):
+    return {name: np.zeros(n, dtype) for name in NAMES}
+
+
+class Odd:
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+
+#: (what rank 1 gives, the error of all, what it names); the others give the defaults.
+OTHERS = {
+    "no mapping": ({"parameters": [np.zeros(3)]}, ConfigError, "mapping of name -> array"),
+    "nothing": ({"parameters": {}}, ConfigError, "one array at least"),
+    "no array": ({"parameters": {**parameters(), "b": [1.0]}}, ConfigError, "parameter 'b'"),
+    "whole numbers": (
+        {"parameters": {**parameters(), "b": np.zeros(600, "i4")}}, ConfigError, "'b' is int32"
+    ),
+    "no name": ({"parameters": {3: np.zeros(3)}}, ConfigError, "parameter 3"),
+    "a name": ({"parameters": dict(zip("axcd", parameters().values(), strict=True))},
+               MismatchError, "parameter 1 'x'"),
+    "a shape": ({"parameters": {**parameters(), "c": np.zeros(5, "f4")}},
+                MismatchError, r"parameter 2 'c' \(5,\)"),
+    "a dtype": ({"parameters": {**parameters(), "d": np.zeros(600, "f8")}},
+                MismatchError, "parameter 3 'd' .*float64"),
+    "the order": ({"parameters": dict(reversed(parameters().items()))},
+                  MismatchError, "parameter 0 'd'"),
+    "one more": ({"parameters": {**parameters(), "e": np.zeros(5, "f4")}},
+                 MismatchError, "parameter 4 'e'"),
+    "algorithm": ({"algorithm": "ring"}, MismatchError, "algorithm 'ring'"),
+    "no algorithm": ({"algorithm": "rong"}, ConfigError, "'rong'"),
+    "bucket_bytes": ({"bucket_bytes": 4096}, MismatchError, "bucket_bytes 4096"),
+    "no bucket_bytes": ({"bucket_bytes": -1}, ConfigError, "bucket_bytes=-1"),
+    "overlap": ({"overlap": False}, MismatchError, "overlap False"),
+    "no overlap": ({"overlap": "no"}, ConfigError, "overlap='no'"),
+    "odd overlap": ({"overlap": Odd()}, ConfigError, "repr raises RuntimeError"),
+    "progress": ({"progress": "thread"}, MismatchError, "progress 'thread'"),
+    "no progress": ({"progress": ["hooks"]}, ConfigError, "progress="),
+    "order": ({"order": BACKWARD}, MismatchError, r"order"),
+    "no order": ({"order": ["a", "b"]}, ConfigError, "order of gradients names 2"),
+    "odd order": ({"order": 3}, ConfigError, "order=3"),
+    "ranks_per_node": ({"ranks_per_node": 1}, MismatchError, "ranks_per_node 1"),
+    "no ranks_per_node": ({"ranks_per_node": "x"}, MpidistError, "ranks_per_node"),
+    "uses": ({"uses": {"a": 2}}, MismatchError, "uses of 'a' 2"),
+    "no uses": ({"uses": {"a": 0}}, ConfigError, "uses: 'a': 0"),
+    "uses of nothing": ({"uses": {"aa": 2}}, ConfigError, "uses: 'aa' is no parameter"),
+}  # fmt: skip
+
+
+def raised_here(act, kind=MismatchError, match=None, seconds=8):
+    """Run `act`, which must raise on this rank, in time; returns the error."""
+    began = time.perf_counter()
+    with pytest.raises(kind, match=match) as caught:
+        act()
+    assert time.perf_counter() - began < seconds
+    return caught.value
+
+
+def step(comm, gradients, value=1.0, told=BACKWARD):
+    """One step in which every rank's gradients are `value` times its rank plus one."""
+    gradients.begin(1 / comm.size)
+    for name in told:
+        gradients.views[name][...] = value * (comm.rank + 1)
+        gradients.ready(name)
+    for name in set(BACKWARD) - set(told):
+        gradients.views[name][...] = value * (comm.rank + 1)
+    gradients.reduce(1.0, comm.rank)
+    for name in BACKWARD:
+        mean = value * (comm.size + 1) / 2
+        np.testing.assert_allclose(gradients.views[name], mean, rtol=1e-6)
+    assert gradients.extras[0] == comm.size
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_value_on_one_rank(comm, case):
+    given, kind, text = OTHERS[case]
+    mine = {"parameters": parameters(), **(given if comm.rank == 1 else {})}
+    values = mine.pop("parameters")
+    for _ in range(2):
+        error = raised_here(lambda: Gradients(comm, values, **mine), kind, text)
+        assert error.everywhere
+        assert "rank 1" in str(error)
+    gradients = Gradients(comm, parameters())
+    step(comm, gradients)
+    gradients.close()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("ranks_per_node", [None, 1, 2])
+@pytest.mark.parametrize("first_steps", [0, 2])
+def test_ready_twice_is_refused(comm, ranks_per_node, first_steps):
+    """Tied weights: the bucket would leave with half of the gradient."""
+    memory_of(of(comm), ranks_per_node)
+    gradients = Gradients(comm, parameters(), bucket_bytes=1)
+    for _ in range(first_steps):
+        step(comm, gradients)
+    gradients.begin(1 / comm.size)
+    gradients.ready("d")
+    text = r"ready\('d'\) a second time in one step.*uses=\{'d': 2\}"
+    raised_here(lambda: gradients.ready("d"), ProtocolError, text)
+    gradients.close()
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("ranks_per_node", [None, 1, 2])
+def test_a_tensor_that_is_used_twice(comm, ranks_per_node):
+    memory_of(of(comm), ranks_per_node)
+    uses = {"d": 2, "b": 3}
+    gradients = Gradients(comm, parameters(), bucket_bytes=1, uses=uses)
+    told = ["d", "b", "c", "b", "d", "a", "b"]
+    for k in range(1, 4):
+        gradients.begin(1 / comm.size)
+        for view in gradients.views.values():
+            view[...] = 0
+        for name in told:
+            # Each use adds its part, and only the last makes it whole.
+            gradients.views[name] += k * (comm.rank + 1) / uses.get(name, 1)
+            gradients.ready(name)
+        if not gradients._next:  # else the sum is broken off
+            raised_here(lambda: gradients.ready("b"), ProtocolError, "more than 3 times")
+        gradients.reduce()
+        for name in NAMES:
+            np.testing.assert_allclose(gradients.views[name], k * (comm.size + 1) / 2, rtol=1e-5)
+        if gradients.overlapping and k > 1:
+            assert gradients.order == ["c", "d", "a", "b"]
+    gradients.close()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_calls_out_of_order(comm, ranks_per_node):
+    """All ranks err alike, and can go on."""
+    memory_of(of(comm), ranks_per_node)
+    gradients = Gradients(comm, parameters(), bucket_bytes=1)
+    for _ in range(2):
+        raised_here(lambda: gradients.reduce(0, 0), ProtocolError, "call begin first")
+        raised_here(lambda: gradients.ready("a"), ProtocolError, "outside a step; call begin first")
+        raised_here(
+            lambda: gradients.ready("e"), ConfigError, r"ready\('e'\): no parameter has this name"
+        )
+        gradients.begin(0.5)
+        raised_here(lambda: gradients.ready("aa"), ConfigError, "no parameter.*did you mean 'a'")
+        raised_here(lambda: gradients.reduce(1, 2, 3), ConfigError, "3 extra numbers")
+        step(comm, gradients)  # nothing has left yet, so it may begin again
+    gradients.close()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+@pytest.mark.parametrize("call", ["ready", "unknown", "begin", "extras"])
+def test_a_wrong_call_on_one_rank_when_a_part_has_left(comm, ranks_per_node, call):
+    """The others, who wait for the rest, hear who it was and why."""
+    memory_of(of(comm), ranks_per_node)
+    gradients = Gradients(comm, parameters(), bucket_bytes=1)
+    step(comm, gradients)
+    gradients.begin(1 / comm.size)
+    gradients.ready("d")
+    assert gradients._next
+    wrong = {
+        "ready": (lambda: gradients.ready("d"), ProtocolError, "a second time"),
+        "unknown": (lambda: gradients.ready("dd"), ConfigError, "no parameter has this name"),
+        "begin": (lambda: gradients.begin(1.0), ProtocolError, "is on its way; call reduce"),
+        "extras": (lambda: gradients.reduce(1, 2, 3), ConfigError, "3 extra numbers"),
+    }
+    act, kind, text = wrong[call]
+    if comm.rank == 1:
+        raised_here(act, kind, text)
+    else:
+        raised_here(lambda: gradients.reduce(0, 0), match=f"rank 1.*{text}")
+    raised_here(lambda: md.allreduce(comm, np.ones(3)))
+    gradients.close()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("ranks_per_node", [None, 1, 2])
+@pytest.mark.parametrize("then", ["close", "allreduce", "nothing"])
+def test_a_step_that_one_rank_does_not_finish(comm, ranks_per_node, then):
+    """An exception between begin and reduce that the program of rank 1 has caught."""
+    sub = comm.Dup()
+    memory_of(of(sub), ranks_per_node)
+    gradients = Gradients(sub, parameters(), bucket_bytes=1)
+    step(sub, gradients)
+    gradients.begin(1 / sub.size)
+    for name in BACKWARD[:2]:
+        gradients.ready(name)
+    if comm.rank != 1:
+        raised_here(lambda: gradients.reduce(0, 0), match="rank 1")
+    elif then == "close":
+        gradients.close()
+        raised_here(lambda: md.allreduce(sub, np.ones(3)))
+    elif then == "allreduce":
+        raised_here(lambda: md.allreduce(sub, np.ones(3)))
+    else:
+        raised_here(lambda: md.free(sub))
+    gradients.close()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_two_gradients_crosswise(comm, ranks_per_node, steps):
+    memory_of(of(comm), ranks_per_node)
+    both = [Gradients(comm, parameters(), bucket_bytes=1) for _ in range(2)]
+    for gradients in both:
+        for _ in range(steps):
+            step(comm, gradients)
+    raised_here(lambda: step(comm, both[comm.rank == 1]))
+    for gradients in both:
+        gradients.close()
+
+
+@pytest.mark.ranks(2, 3)
+def test_arrange_in_another_order_on_one_rank(comm):
+    memory_of(of(comm), 1)
+    gradients = Gradients(comm, parameters(), bucket_bytes=1)
+    other = NAMES if comm.rank == 1 else BACKWARD
+    raised_here(lambda: gradients.arrange(other), match=r"rank 1 has order\[0\] 'a'")
+    bad = ["a"] if comm.rank == 1 else BACKWARD
+    raised_here(lambda: gradients.arrange(bad), ConfigError, "names 1 tensors")
+    step(comm, gradients)
+    gradients.close()
+
+
+#: Where rank 1 raises in a bucket that goes by lanes.
+STAGES = {
+    "begin": ("start", None),
+    "first line": ("arrive", 0),
+    "at the first line": ("everyone_at", 0),
+    "add": ("add", None),
+    "lane": ("lane", None),
+    "show": ("show", None),
+    "second line": ("arrive", 8),
+    "at the second line": ("everyone_at", 8),
+}
+
+
+def raising(real, when, error):
+    def act(*args, **named):
+        if when(*args):
+            raise error
+        return real(*args, **named)
+
+    return act
+
+
+def break_bucket(gradients, monkeypatch, stage, error):
+    """Make the second bucket of this rank raise `error` at `stage`."""
+    start = gradients._starts[1]
+    bucket = start.__self__
+    assert isinstance(bucket, buckets.LaneBucket)
+    kind, line = STAGES[stage]
+    if kind == "start":
+        monkeypatch.setattr(bucket.context, "begin", raising(None, lambda *_: True, error))
+    elif kind in ("arrive", "everyone_at"):
+        wanted = bucket.line + line
+        act = raising(getattr(bucket, kind), lambda where: where == wanted, error)
+        monkeypatch.setattr(bucket, kind, act)
+    elif kind == "lane":
+        monkeypatch.setattr(bucket.program, "start", raising(None, lambda *_: True, error))
+    else:
+        program = getattr(bucket, kind)
+        monkeypatch.setattr(program, "compute", raising(None, lambda *_: True, error))
+
+
+@pytest.mark.ranks(4, 5)
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_exception_at_each_stage_of_a_bucket(comm, monkeypatch, stage):
+    """Nobody returns with a sum that is not whole, and nobody waits for ever."""
+    memory_of(of(comm), 2)
+    gradients = Gradients(comm, parameters(), bucket_bytes=1)
+    step(comm, gradients)
+    step(comm, gradients)
+    assert len(gradients._starts) > 2
+    if comm.rank == 1:
+        error = KeyboardInterrupt("stopped by the test")
+        if stage == "begin":  # the first bucket has begun by then
+            real, calls = of(comm).begin, []
+
+            def begin(*args, **named):
+                calls.append(1)
+                if len(calls) == 2:
+                    raise error
+                return real(*args, **named)
+
+            monkeypatch.setattr(of(comm), "begin", begin)
+        elif stage == "lane" and gradients._starts[1].__self__.program is None:
+            break_bucket(gradients, monkeypatch, "show", error)  # no lane of its own
+        else:
+            break_bucket(gradients, monkeypatch, stage, error)
+        raised_here(lambda: step(comm, gradients, 3.0), KeyboardInterrupt, "stopped by the test")
+        monkeypatch.undo()
+    else:
+        # On another node the whole sum may be there already; `step` looks at it.
+        whole = comm.rank > 1 and stage in ("show", "second line", "at the second line", "lane")
+        with contextlib.nullcontext() if whole else pytest.raises(MismatchError):
+            with contextlib.suppress(MismatchError) if whole else contextlib.nullcontext():
+                step(comm, gradients, 3.0)
+    raised_here(lambda: md.allreduce(comm, np.ones(3)))
+    raised_here(lambda: step(comm, gradients), MpidistError)
+    gradients.close()
+
+
+@pytest.mark.ranks(4)
+def test_a_sum_that_overflows_on_one_rank(comm):
+    """`np.errstate(over="raise")` is one rank's own."""
+    memory_of(of(comm), 2)
+    gradients = Gradients(comm, parameters(), bucket_bytes=1)
+    step(comm, gradients)
+    step(comm, gradients)
+
+    def act():
+        with np.errstate(over="raise" if comm.rank == 1 else "ignore"):
+            gradients.begin(1.0)
+            for name in BACKWARD:
+                gradients.views[name][...] = 3e38
+                gradients.ready(name)
+            gradients.reduce(0, 0)
+
+    kind = FloatingPointError if comm.rank == 1 else MismatchError
+    raised_here(act, kind, "overflow")
+    gradients.close()
+
+
+@pytest.mark.ranks(4)
+def test_a_bucket_is_tested_by_one_thread_at_a_time(comm, monkeypatch):
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        pytest.skip("needs MPI.THREAD_MULTIPLE")
+    memory_of(of(comm), 2)
+    gradients = Gradients(comm, parameters(), bucket_bytes=1)
+    step(comm, gradients)
+    gradients.begin(1 / comm.size)
+    bucket = gradients._starts[0].__self__
+    gradients.vectors[0][...] = comm.rank
+    run = gradients._starts[0]()
+    inside, go_on, found = threading.Event(), threading.Event(), []
+    real = bucket.everyone_at
+
+    def slow(line):
+        inside.set()
+        assert go_on.wait(10)
+        return real(line)
+
+    monkeypatch.setattr(bucket, "everyone_at", slow)
+    thread = threading.Thread(target=lambda: found.append(run.test()))
+    thread.start()
+    assert inside.wait(10)
+    assert run.test() is False  # at once, though the other thread stands still
+    go_on.set()
+    thread.join()
+    run.wait()
+    assert len(found) == 1
+    k, start, stop = gradients._spans[0]
+    assert (gradients.vectors[k][start:stop] == sum(range(comm.size))).all()
+    comm.Barrier()
+    gradients.close()
