@@ -23,10 +23,10 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from .agreed import check_same
 from .context import Context, of
-from .errors import ClosedError, ConfigError
-from .run_on_all import run_on_all, shown
+from .errors import ClosedError, ConfigError, shown
+from .mismatch import Signature
+from .run_on_all import run_on_all, same_on_all
 from .topology import topology_of
 
 _FOLDER = Path("/dev/shm")
@@ -171,8 +171,13 @@ class Arena(Mapping):
 
     def __init__(self, comm: MPI.Comm, spec: Mapping, *, ranks_per_node: int | None = None):
         context = of(comm)
-        layout = run_on_all(comm, "Arena", lambda: _layout(spec))
-        key = check_same(comm, "Arena", _facts(layout, ranks_per_node))
+        layout: list[Group] = []
+
+        def facts() -> dict:
+            layout[:] = _layout(spec)
+            return _facts(layout, ranks_per_node)
+
+        key = Signature("Arena", "", "", extra=repr(same_on_all(comm, "Arena", facts))).key
         number = context.store["arenas"] = context.store.get("arenas", 0) + 1
         self.comm, self.label, self._closed = comm, f"arena {number} {key:016x}", False
         self.topology = topology_of(comm, ranks_per_node)
@@ -299,8 +304,22 @@ def _layout(spec) -> list[Group]:
     return list(groups.values())
 
 
-def _facts(layout: list[Group], ranks_per_node) -> list[tuple[str, str]]:
+def _facts(layout: list[Group], ranks_per_node) -> dict:
     """Return what must be equal on all ranks. Local."""
     tensors = sorted((t[0], *t[1:3], group.dtype) for group in layout for t in group.tensors)
-    lines = [(f"tensor {k}", f"{shown(name)} {shape} {kind}") for k, name, shape, kind in tensors]
-    return [*lines, ("ranks_per_node", shown(ranks_per_node))]
+    facts: dict = {f"tensor {k}": (name, shape, str(kind)) for k, name, shape, kind in tensors}
+    facts["ranks_per_node"] = whole_nodes(ranks_per_node)
+    return facts
+
+
+def whole_nodes(ranks_per_node) -> int | None:
+    """Return `ranks_per_node` as a plain number; ConfigError unless it is one, or None. Local."""
+    if ranks_per_node is None:
+        return None
+    try:
+        number = index(ranks_per_node)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ConfigError(f"ranks_per_node={shown(ranks_per_node)}; expected a whole number >= 1")
+    return number

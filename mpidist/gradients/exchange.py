@@ -20,7 +20,6 @@ from typing import NoReturn
 import numpy as np
 from mpi4py import MPI
 
-from ..agreed import check_same, digest
 from ..arena import Arena
 from ..collectives import plans
 from ..collectives.algorithms import MEASURED
@@ -31,7 +30,7 @@ from ..collectives.shared import faked_nodes
 from ..context import of, running
 from ..errors import ConfigError, MpidistError, ProtocolError
 from ..mismatch import Signature
-from ..run_on_all import run_on_all
+from ..run_on_all import same_on_all
 from .background import Background
 from .buckets import bucket_bytes, cut
 from .settings import Settings, check, check_order, facts_of, wrong_ready
@@ -108,22 +107,27 @@ class Gradients:
             "algorithm": algorithm, "bucket_bytes": bucket_bytes, "overlap": overlap,
             "progress": progress, "order": order, "ranks_per_node": ranks_per_node, "uses": uses,
         }  # fmt: skip
-        settings = run_on_all(comm, "Gradients", lambda: check(parameters, given))
-        check_same(comm, "Gradients", settings.facts)
+        taken: list[Settings] = []
+
+        def facts() -> dict:
+            taken[:] = [check(parameters, given)]
+            return taken[0].facts
+
+        same_on_all(comm, "Gradients", facts)
         with self.context.call("Gradients"):
-            self._take(settings, given)
+            self._take(taken[0], given)
             self._place(None)
-            if order is not None:
-                self._arrange(list(order))
+            if taken[0].order is not None:
+                self._arrange(taken[0].order)
 
     def _take(self, settings: Settings, given: dict) -> None:
         self.algorithm, self.bucket_bytes = given["algorithm"], given["bucket_bytes"]
         self._overlap, self._progress = given["overlap"], given["progress"]
-        self._ranks_per_node = given["ranks_per_node"] or faked_nodes(self.comm)
+        self._ranks_per_node = settings.ranks_per_node or faked_nodes(self.comm)
         self._shapes, self._xp, self._uses = settings.shapes, settings.xp, settings.uses
         self._names = list(self._shapes)
         number = self.context.store["gradients"] = self.context.store.get("gradients", 0) + 1
-        self._label = f"gradients {number} {digest(settings.facts):016x}"
+        self._label = f"gradients {number}"  # what else is theirs was compared
         self.views: dict = {}
         self.arena: Arena | None = None
         self.order: list[str] | None = None
@@ -192,11 +196,15 @@ class Gradients:
 
     def arrange(self, order: Sequence[str]) -> None:
         """Lay the gradients out in `order`, the one of backward. Collective; between two steps."""
-        what = "order of gradients"
-        run_on_all(self.comm, what, lambda: check_order(order, self._shapes))
-        check_same(self.comm, what, facts_of(order))
+        names: list[str] = []
+
+        def facts() -> dict:
+            names[:] = check_order(order, self._shapes)
+            return facts_of(names)
+
+        same_on_all(self.comm, "Gradients.arrange", facts)
         with self.context.call("Gradients.arrange"):
-            self._arrange(list(order))
+            self._arrange(names)
 
     def _arrange(self, order: list[str]) -> None:
         self.order = order
@@ -267,6 +275,7 @@ class Gradients:
         """Raise `error`; what this rank has begun of the step can no longer end. Local."""
         if self._next:
             self.context.break_off(error)
+            raise error
         with self.context.call(what):
             raise error
 

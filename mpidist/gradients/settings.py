@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from operator import index
 from typing import Any, NamedTuple
 
+from ..arena import whole_nodes
 from ..arrays import array_module, as_array
 from ..collectives.algorithms import ALLREDUCE, check_name
 from ..collectives.transfer import element_name
-from ..errors import ConfigError, MpidistError, ProtocolError, nearest
-from ..run_on_all import shown
+from ..errors import ConfigError, MpidistError, ProtocolError, nearest, shown
 from .buckets import bucket_bytes as bytes_of
 
 
@@ -19,8 +19,10 @@ class Settings(NamedTuple):
 
     shapes: dict[str, tuple]  # name -> (shape, dtype)
     uses: dict[str, int]  # name -> how many `ready` in a step
+    order: list[str] | None
+    ranks_per_node: int | None
     xp: Any  # where the arrays lie: numpy or cupy
-    facts: list[tuple[str, str]]
+    facts: dict[str, Any]
 
 
 def check(parameters, given: Mapping) -> Settings:
@@ -34,19 +36,25 @@ def check(parameters, given: Mapping) -> Settings:
     if not isinstance(progress, str) or progress not in ("hooks", "thread"):
         raise ConfigError(f"progress={shown(progress)}: expected 'hooks' or 'thread'")
     if order is not None:
-        check_order(order, shapes)
+        order = check_order(order, shapes)
     counts = _uses(given["uses"], shapes)
-    plain = ("algorithm", "bucket_bytes", "overlap", "progress", "ranks_per_node")
-    facts = [*((what, shown(given[what])) for what in plain), ("memory", xp.__name__)]
+    facts = {
+        "algorithm": given["algorithm"],
+        "bucket_bytes": given["bucket_bytes"],
+        "overlap": overlap,
+        "progress": progress,
+        "ranks_per_node": whole_nodes(given["ranks_per_node"]),
+        "memory": xp.__name__,
+        "uses": {name: count for name, count in counts.items() if count != 1},
+    }
     for k, (name, (shape, dtype)) in enumerate(shapes.items()):
-        facts.append((f"parameter {k}", f"{name!r} {shape} {element_name(dtype)}"))
-    facts += [(f"uses of {name!r}", str(count)) for name, count in counts.items() if count != 1]
-    facts += facts_of(order) if order is not None else [("order", "None")]
-    return Settings(shapes, counts, xp, facts)
+        facts[f"parameter {k}"] = name, shape, element_name(dtype)
+    facts.update(facts_of(order) if order is not None else {"order": None})
+    return Settings(shapes, counts, order, facts["ranks_per_node"], xp, facts)
 
 
-def check_order(order, shapes: Mapping) -> None:
-    """Raise ConfigError unless `order` names every gradient once. Local."""
+def check_order(order, shapes: Mapping) -> list[str]:
+    """Return `order` as a list; ConfigError unless it names every gradient once. Local."""
     try:
         names = list(order)
         good = sorted(names) == sorted(shapes)
@@ -54,11 +62,12 @@ def check_order(order, shapes: Mapping) -> None:
         raise ConfigError(f"order={shown(order)}: expected names of gradients") from None
     if not good:
         raise ConfigError(f"the order of gradients names {len(names)} tensors, not the model's")
+    return names
 
 
-def facts_of(order) -> list[tuple[str, str]]:
+def facts_of(order) -> dict[str, Any]:
     """Return what must be equal on all ranks of an order. Local."""
-    return [(f"order[{k}]", repr(name)) for k, name in enumerate(order)]
+    return {f"order[{k}]": name for k, name in enumerate(order)}
 
 
 def _shapes(parameters) -> tuple[dict[str, tuple], Any]:

@@ -24,15 +24,15 @@ BAD_SPECS = {
     "beyond any memory": ({"a": (10**30, "f4")}, ConfigError, "expected a mapping"),
     "order": (
         {"b": ((4, 3), "f4"), "a": ((3, 4), "f4")}, MismatchError,
-        r"tensor 0 '[ab]' .*, ranks? \S+ ha\w+ tensor 0 '[ab]' ",
+        r"tensor 0 differs: .*rank 1: \('b', \(4, 3\), 'float32'\)",
     ),
-    "name": ({"a": ((3, 4), "f4"), "c": ((4, 3), "f4")}, MismatchError, "tensor 1 'c'"),
+    "name": ({"a": ((3, 4), "f4"), "c": ((4, 3), "f4")}, MismatchError, "tensor 1 .*'c'"),
     "shape": (
-        {"a": ((3, 4), "f4"), "b": ((3, 4), "f4")}, MismatchError, r"tensor 1 'b' \(3, 4\)"
+        {"a": ((3, 4), "f4"), "b": ((3, 4), "f4")}, MismatchError, r"tensor 1 .*'b', \(3, 4\)"
     ),
-    "dtype": ({"a": ((3, 4), "f4"), "b": ((4, 3), "i4")}, MismatchError, "tensor 1 'b' .*int32"),
-    "fewer": ({"a": ((3, 4), "f4")}, MismatchError, "tensor 1 'b'"),
-    "more": ({**SPEC, "c": (1, "f4")}, MismatchError, "rank 1 has tensor 2 'c' "),
+    "dtype": ({"a": ((3, 4), "f4"), "b": ((4, 3), "i4")}, MismatchError, "tensor 1 .*'int32'"),
+    "fewer": ({"a": ((3, 4), "f4")}, MismatchError, "tensor 1 .*rank 1: nothing"),
+    "more": ({**SPEC, "c": (1, "f4")}, MismatchError, "tensor 2 .*rank 1: .'c'"),
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Gradients of ranks that disagree or break off: one error on all of them, never half a sum."""
 
+import contextlib
 import threading
 import time
 
@@ -37,30 +38,30 @@ OTHERS = {
     ),
     "no name": ({"parameters": {3: np.zeros(3)}}, ConfigError, "parameter 3"),
     "a name": ({"parameters": dict(zip("axcd", parameters().values(), strict=True))},
-               MismatchError, "parameter 1 'x'"),
+               MismatchError, "parameter 1 differs: .*'x'"),
     "a shape": ({"parameters": {**parameters(), "c": np.zeros(5, "f4")}},
-                MismatchError, r"parameter 2 'c' \(5,\)"),
+                MismatchError, r"parameter 2 differs: .*'c', \(5,\)"),
     "a dtype": ({"parameters": {**parameters(), "d": np.zeros(600, "f8")}},
-                MismatchError, "parameter 3 'd' .*float64"),
+                MismatchError, "parameter 3 differs.*float64"),
     "the order": ({"parameters": dict(reversed(parameters().items()))},
-                  MismatchError, "parameter 0 'd'"),
+                  MismatchError, "parameter 0 differs: .*'d'"),
     "one more": ({"parameters": {**parameters(), "e": np.zeros(5, "f4")}},
-                 MismatchError, "parameter 4 'e'"),
-    "algorithm": ({"algorithm": "ring"}, MismatchError, "algorithm 'ring'"),
+                 MismatchError, "parameter 4 differs: .*'e'.* nothing"),
+    "algorithm": ({"algorithm": "ring"}, MismatchError, "algorithm differs: .*'ring'"),
     "no algorithm": ({"algorithm": "rong"}, ConfigError, "'rong'"),
-    "bucket_bytes": ({"bucket_bytes": 4096}, MismatchError, "bucket_bytes 4096"),
+    "bucket_bytes": ({"bucket_bytes": 4096}, MismatchError, "bucket_bytes differs: rank 1: 4096, "),
     "no bucket_bytes": ({"bucket_bytes": -1}, ConfigError, "bucket_bytes=-1"),
-    "overlap": ({"overlap": False}, MismatchError, "overlap False"),
+    "overlap": ({"overlap": False}, MismatchError, "overlap differs: rank 1: False"),
     "no overlap": ({"overlap": "no"}, ConfigError, "overlap='no'"),
     "odd overlap": ({"overlap": Odd()}, ConfigError, "repr raises RuntimeError"),
-    "progress": ({"progress": "thread"}, MismatchError, "progress 'thread'"),
+    "progress": ({"progress": "thread"}, MismatchError, "progress differs: rank 1: 'thread'"),
     "no progress": ({"progress": ["hooks"]}, ConfigError, "progress="),
     "order": ({"order": BACKWARD}, MismatchError, r"order"),
     "no order": ({"order": ["a", "b"]}, ConfigError, "order of gradients names 2"),
     "odd order": ({"order": 3}, ConfigError, "order=3"),
-    "ranks_per_node": ({"ranks_per_node": 1}, MismatchError, "ranks_per_node 1"),
+    "ranks_per_node": ({"ranks_per_node": 1}, MismatchError, "ranks_per_node differs: rank 1: 1"),
     "no ranks_per_node": ({"ranks_per_node": "x"}, MpidistError, "ranks_per_node"),
-    "uses": ({"uses": {"a": 2}}, MismatchError, "uses of 'a' 2"),
+    "uses": ({"uses": {"a": 2}}, MismatchError, "uses differs: rank 1: {'a': 2}"),
     "no uses": ({"uses": {"a": 0}}, ConfigError, "uses: 'a': 0"),
     "uses of nothing": ({"uses": {"aa": 2}}, ConfigError, "uses: 'aa' is no parameter"),
 }  # fmt: skip
@@ -234,7 +235,7 @@ def test_arrange_in_another_order_on_one_rank(comm):
     memory_of(of(comm), 1)
     gradients = Gradients(comm, parameters(), bucket_bytes=1)
     other = NAMES if comm.rank == 1 else BACKWARD
-    raised_here(lambda: gradients.arrange(other), match=r"rank 1 has order\[0\] 'a'")
+    raised_here(lambda: gradients.arrange(other), match=r"order\[0\] differs: .*rank 1: 'a'")
     bad = ["a"] if comm.rank == 1 else BACKWARD
     raised_here(lambda: gradients.arrange(bad), ConfigError, "names 1 tensors")
     step(comm, gradients)
@@ -312,9 +313,8 @@ def test_an_exception_at_each_stage_of_a_bucket(comm, monkeypatch, stage):
     else:
         # On another node the whole sum may be there already; `step` looks at it.
         whole = comm.rank > 1 and stage in ("show", "second line", "at the second line", "lane")
-        with contextlib.nullcontext() if whole else pytest.raises(MismatchError):
-            with contextlib.suppress(MismatchError) if whole else contextlib.nullcontext():
-                step(comm, gradients, 3.0)
+        with contextlib.suppress(MismatchError) if whole else pytest.raises(MismatchError):
+            step(comm, gradients, 3.0)
     raised_here(lambda: md.allreduce(comm, np.ones(3)))
     raised_here(lambda: step(comm, gradients), MpidistError)
     gradients.close()
