@@ -30,7 +30,7 @@ from mpidist.abort import failing, install_hook
 from mpidist.elastic import pulse
 from mpidist.elastic.allotment import Allotment, seconds_left
 from mpidist.elastic.finite import is_finite
-from mpidist.elastic.stragglers import OwnTime, Stragglers
+from mpidist.elastic.stragglers import OwnTime, Stragglers, crowded_ranks
 from mpidist.errors import ConfigError, MismatchError, MpidistError, ProtocolError, StorageError
 from mpidist.waiting import wait_until
 
@@ -139,9 +139,11 @@ class guard:
         pulse.join()
         self._all = self._given.Dup()
         self._loop = self._all if self._deciders is None else self._deciders
+        # Ranks outside the loop take turns with those in it, and are not there when it is asked.
+        crowded = None if self._deciders is None else crowded_ranks(self._all)
         if self._loop != MPI.COMM_NULL:
             names = self._loop.allgather(self._all.rank)
-            self._stragglers = Stragglers(self._loop, ("work",), names)
+            self._stragglers = Stragglers(self._loop, ("work",), names, crowded)
             self._own.begin()
         if self._time_limit == "auto":
             left = self._all.bcast(seconds_left(os.environ) if self._all.rank == 0 else None)

@@ -2,12 +2,14 @@
 
 Waiting is everybody's but the slow one's, so what counts is the time that a rank needs before it
 comes to the exchange: for its data and for its gradients. Every ten steps the ranks tell each other
-two numbers. More ranks than cores take turns, and any of them is late now and then: a slow rank is
-one that is slow in nearly all steps of two windows in a row.
+two numbers. Any rank is late now and then: a slow rank is one that is slow in nearly all steps of
+two windows in a row. Where ranks share cores they take turns, and which of them is late says
+nothing about a rank or a host: these are never named.
 """
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import sys
 import time
@@ -16,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidist import events, waiting
+from mpidist import binding, events, waiting
 from mpidist.waiting import wait_until
 
 #: Steps between two looks.
@@ -27,6 +29,9 @@ FACTOR, LEAST = 3.0, 0.005
 AGAIN = 2
 
 PHASES = ("data", "gradients")
+
+#: Cores of a host that ranks tell each other of; of more, two may count as one.
+_CORES = 1024
 
 
 class Straggler(NamedTuple):
@@ -54,6 +59,41 @@ def find(times: np.ndarray, phases: Sequence[str] = PHASES) -> list[Straggler]:
             phase = int(np.argmax(times[rank] - np.median(others, axis=0)))
             found.append(Straggler(rank, phases[phase], float(total - usual)))
     return found
+
+
+def sharing(places: Sequence[tuple[int, frozenset[int]]]) -> frozenset[int]:
+    """Return the ranks that must share cores, from (machine, cores it may use) of each. Pure.
+
+    More ranks than there are cores to which all of them are bound take turns on these; so do all
+    ranks of a machine where they are more than all the cores that they may use.
+    """
+    found: set[int] = set()
+    for machine in {machine for machine, _ in places}:
+        there = {rank: cores for rank, (where, cores) in enumerate(places) if where == machine}
+        for bound in {*there.values(), frozenset().union(*there.values())}:
+            inside = [rank for rank, cores in there.items() if cores <= bound]
+            if len(inside) > len(bound):
+                found.update(inside)
+    return frozenset(found)
+
+
+def crowded_ranks(comm) -> frozenset[int]:
+    """Return the ranks of `comm` that share cores, the same on all of them. Collective."""
+    if comm.size == 1:
+        return frozenset()
+    place = binding.place({})
+    mine = np.zeros(8 + _CORES // 8, np.uint8)
+    mine[:8] = np.frombuffer(hashlib.sha256(place.machine.encode()).digest()[:8], np.uint8)
+    bits = np.zeros(_CORES, np.uint8)
+    bits[np.array(place.cores) % _CORES] = 1
+    mine[8:] = np.packbits(bits)
+    everyone = np.empty((comm.size, len(mine)), np.uint8)
+    wait_until(comm.Iallgather(mine, everyone).Test)
+    return sharing([
+        (int.from_bytes(row[:8].tobytes(), "little"),
+         frozenset(np.flatnonzero(np.unpackbits(row[8:])).tolist()))
+        for row in everyone
+    ])  # fmt: skip
 
 
 class Window:
@@ -115,11 +155,18 @@ def tell(one: Straggler, who: str, needed: float) -> None:
 class Stragglers:
     """Ranks that do each step together and tell each other their times. Collective over `comm`.
 
-    `ranks` are their names in what is told, by default those of `comm`.
+    `ranks` are their names in what is told, by default those of `comm`; `crowded` those that share
+    cores (`crowded_ranks`), by default found out when there is a first one to name.
     """
 
-    def __init__(self, comm, phases: Sequence[str] = PHASES, ranks: Sequence[int] | None = None):
-        self.comm = comm
+    def __init__(
+        self,
+        comm,
+        phases: Sequence[str] = PHASES,
+        ranks: Sequence[int] | None = None,
+        crowded: frozenset[int] | None = None,
+    ):
+        self.comm, self.crowded = comm, crowded
         self.window, self.judge = Window(len(phases)), Judge(phases)
         self.ranks = range(comm.size) if ranks is None else ranks
 
@@ -135,8 +182,14 @@ class Stragglers:
             return
         everyone = np.empty((self.comm.size, len(mine)))
         wait_until(self.comm.Iallgather(mine, everyone).Test)
-        for one in self.judge.look(everyone):
+        found = self.judge.look(everyone)
+        # All ranks have seen the same times, so all of them come here or none.
+        if found and self.crowded is None:
+            self.crowded = frozenset(self.ranks[rank] for rank in crowded_ranks(self.comm))
+        for one in found:
             slow, named = one.rank, one._replace(rank=self.ranks[one.rank])
+            if named.rank in (self.crowded or ()):
+                continue
             if self.comm.rank in (0, slow):
                 record(named)
             if self.comm.rank == slow:

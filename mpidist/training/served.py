@@ -17,6 +17,7 @@ from mpi4py import MPI
 from .. import events
 from ..checkpoint.layout import Shard
 from ..collectives.rooted import broadcast
+from ..elastic.stragglers import crowded_ranks
 from ..gradients.vectors import flat_views
 from ..parameter_server.consistency import SSP
 from ..parameter_server.group import ServerGroup
@@ -40,9 +41,9 @@ class Served:
         self.comm, self.model = comm, model
         self.group = ServerGroup(comm, servers=strategy.servers, placement=strategy.placement)
         self.dedicated = not self.group.is_worker
-        hosts = comm.allgather(socket.gethostname())
+        hosts, crowded = comm.allgather(socket.gethostname()), crowded_ranks(comm)
         if comm.rank == self.group.server_ranks[0]:
-            self.group.link.on_note = Times(self.group.worker_ranks, hosts).take
+            self.group.link.on_note = Times(self.group.worker_ranks, hosts, crowded).take
         self.workers: Any = self.group.workers
         self.client: Any = self.group.add(
             MODEL,

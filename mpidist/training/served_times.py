@@ -8,7 +8,7 @@ So each tells the first server, in the next request that it sends there anyway, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -33,12 +33,13 @@ class OwnTimes:
 class Times:
     """What the first server knows of the workers' times; it tells who is slow. Local.
 
-    `hosts` are those of all ranks. It looks when each worker has told a new window: a slow one
-    tells fewer than the others where nobody waits for it.
+    `hosts` are those of all ranks, `crowded` the ranks that share cores, who are not named. It
+    looks when each worker has told a new window: a slow one tells fewer than the others where
+    nobody waits for it.
     """
 
-    def __init__(self, workers: Sequence[int], hosts: Sequence[str]):
-        self.workers, self.hosts = list(workers), hosts
+    def __init__(self, workers: Sequence[int], hosts: Sequence[str], crowded: Collection[int] = ()):
+        self.workers, self.hosts, self.crowded = list(workers), hosts, crowded
         self.judge = Judge()
         self._newest: dict[int, tuple[int, int]] = {}
 
@@ -51,6 +52,8 @@ class Times:
         self._newest.clear()
         for one in self.judge.look(everyone):
             named = one._replace(rank=self.workers[one.rank])
+            if named.rank in self.crowded:
+                continue
             record(named)
             who = f"rank {named.rank} on {self.hosts[named.rank]} is slower than the other workers"
             tell(named, who, float(everyone[one.rank].sum()))

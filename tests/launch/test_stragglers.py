@@ -10,15 +10,19 @@ from again import best_of_three
 from mpidist.testing.launch import launch
 
 PROGRAM = """
-import json, sys, time
+import json, os, sys, time
 import numpy as np
 from mpi4py import MPI
 import mpidist as md
 from mpidist import events
 from mpidist.testing import faults
 
-what, steps = sys.argv[1], 60
+what, own_cores, steps = sys.argv[1], int(sys.argv[2]), 60
 comm = MPI.COMM_WORLD
+if own_cores:  # as where there are enough
+    os.sched_getaffinity = lambda pid: {comm.rank}
+else:
+    os.sched_getaffinity = lambda pid: {0, 1}
 x = np.ones(100)
 
 def work():
@@ -57,10 +61,11 @@ elif what == "client":  # the last rank serves, and is outside the loop
 else:
     placement = "colocated" if what == "colocated" else "dedicated"
     mode = md.ASP() if what == "asp" else md.BSP()
+    strategy = md.ParameterServer(1, mode, placement)
     data = np.ones((400, 50), "f4"), np.zeros(400, np.int64)
     md.train(
         comm, md.models.mlp([50, 100, 4]), data, optimizer=md.optim.sgd(0.1), global_batch=40,
-        steps=steps, strategy=md.ParameterServer(1, mode, placement),
+        steps=steps, strategy=None if what == "allreduce" else strategy,
     )
 found = [details for _, kind, details in events.recent if kind == "straggler"]
 found = comm.gather(found)
@@ -81,11 +86,13 @@ def program(tmp_path_factory):
     return str(path)
 
 
-def run(program, what, slow):
+def run(program, what, slow, own_cores=1):
     """By rank, what its event log has of stragglers; and what was said."""
-    point = "step" if what in SERVED else "mine"
+    point = "step" if what in (*SERVED, "allreduce") else "mine"
     fault = {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": f"sleep@{point},rank={SLOW},ms=40"}
-    done = launch(4, [sys.executable, program, what], env=fault if slow else {}, timeout=120)
+    done = launch(
+        4, [sys.executable, program, what, str(own_cores)], env=fault if slow else {}, timeout=120
+    )
     return json.loads(done.check().stdout.splitlines()[-1]), done.stderr
 
 
@@ -109,6 +116,14 @@ def test_a_slow_rank_is_named(program, what):
         assert f"rank {SLOW} on {socket.gethostname()}" in lines[0]
 
     best_of_three(check, lambda: run(program, what, slow=True))
+
+
+@pytest.mark.parametrize("what", [*SERVED, "allreduce", *LOOPS])
+def test_nobody_is_named_where_ranks_share_cores(program, what):
+    """Four ranks on two cores take turns, so being late is nobody's own."""
+    found, said = run(program, what, slow=True, own_cores=0)
+    assert found == [[], [], [], []]
+    assert "a step" not in said
 
 
 @pytest.mark.parametrize("what", ["bsp", "asp", "ours", "unmarked"])

@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 
 from mpidist import events, waiting
-from mpidist.elastic.stragglers import AGAIN, WINDOW, OwnTime, Straggler, Stragglers, find
+from mpidist.elastic import stragglers
+from mpidist.elastic.stragglers import (
+    AGAIN,
+    WINDOW,
+    OwnTime,
+    Straggler,
+    Stragglers,
+    crowded_ranks,
+    find,
+    sharing,
+)
 from mpidist.training.served_times import OwnTimes, Times
 
 RNG = np.random.default_rng(0)
@@ -46,7 +56,7 @@ class World:
 
 def told_by(lags, windows=20):
     world = World(lags)
-    one = Stragglers(world)
+    one = Stragglers(world, crowded=frozenset())
     for _ in range(windows * WINDOW):
         one.note(0.0, 0.004)
     assert world.looks == windows
@@ -73,6 +83,56 @@ def test_ranks_that_take_turns_are_not_accused():
             everyone = np.zeros((4, 2))
             everyone[:, 1] = np.sort(window, axis=1)[:, 2]
             assert find(everyone) == []
+
+
+CORES = {name: frozenset(cores) for name, cores in {
+    "0": [0], "1": [1], "0-1": [0, 1], "0-7": range(8), "1-7": range(1, 8)}.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("bound", "expected"),
+    [
+        (["0-1", "0-1"], set()),
+        (["0-1"] * 4, {0, 1, 2, 3}),
+        (["0-7"] * 8, set()),
+        (["0", "1", "0-1"], {0, 1, 2}),
+        (["0", "0", "1", "0-7"], {0, 1}),
+        (["0", "0-7", "1-7"], set()),
+        (["a 0", "b 0", "b 0"], {1, 2}),
+        (["a 0-1", "b 0-1", "a 0-1", "b 0-1", "b 0-1"], {1, 3, 4}),
+    ],
+)
+def test_who_shares_cores(bound, expected):
+    """Masks that overlap and more ranks than cores; a machine's ranks are counted together."""
+    words = [("a " + name).split(" ")[-2:] for name in bound]
+    places = [(machine, CORES[cores]) for machine, cores in words]
+    assert sharing(places) == expected
+
+
+def test_ranks_that_share_cores_are_not_named(monkeypatch):
+    """They are asked for once, when there is somebody to name."""
+    asked = []
+    monkeypatch.setattr(stragglers, "crowded_ranks", lambda comm: asked.append(comm) or {1, 2})
+    for rank, told in ((2, 0), (3, 1)):
+        events.recent.clear()
+        asked.clear()
+        world = World(
+            lambda look, rank=rank: [0.05 * (r == rank) * (look % 8 > 2) for r in range(4)]
+        )
+        one = Stragglers(world)
+        for _ in range(20 * WINDOW):
+            one.note(0.0, 0.004)
+        assert len(one.judge.told) == 2
+        assert asked == [world]
+        assert len(events.recent) == 2 * told
+    events.recent.clear()
+    times = Times([0, 1], ["a", "a"], crowded={1})
+    for _ in range(3 * AGAIN):
+        times.take(0, (0, 4_000_000))
+        times.take(1, (0, 54_000_000))
+    assert not events.recent
+    assert times.judge.told
+    assert crowded_ranks(SimpleNamespace(size=1)) == frozenset()
 
 
 def test_workers_that_run_apart_are_judged_by_a_server(capsys):
