@@ -124,7 +124,7 @@ def _train(comm, job, parts, args, store_path: Path) -> None:
                 time_limit=job.time_limit, patience=job.patience,
                 max_bad=job.max_bad, retry_bad=job.retry_bad, loading=parts.loading,
                 quarantine=job.folder / "quarantine.jsonl",
-                callbacks=[reporter],
+                callbacks=[reporter], watch_seconds=0,  # this command's own has a folder for dumps
             )  # fmt: skip
     finally:
         reporter.close()

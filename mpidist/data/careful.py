@@ -96,6 +96,12 @@ class Careful:
         return batch if not self.finite or _finite(batch).all() else None
 
     def _checked(self, batch: tuple, indices: np.ndarray) -> tuple:
+        if not isinstance(batch, tuple | list) or not all(hasattr(one, "shape") for one in batch):
+            name = type(self.source).__name__
+            raise ConfigError(
+                f"data: take of {name} returned {_shape_of(batch)}; expected a tuple of arrays "
+                "with equal first axis"
+            )
         lengths = [len(array) for array in batch]
         if lengths != [len(indices)] * len(lengths):
             raise ConfigError(
@@ -195,6 +201,12 @@ def told(error: Exception) -> str:
     where = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in last)
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text[:200] + where
+
+
+def _shape_of(batch) -> str:
+    if isinstance(batch, tuple | list):
+        return f"a {type(batch).__name__} of {', '.join(type(one).__name__ for one in batch[:4])}"
+    return type(batch).__name__
 
 
 def _form(batch: tuple) -> list:

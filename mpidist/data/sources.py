@@ -18,7 +18,8 @@ class Source(Protocol):
     A record that cannot be used: raise ``BadRecord(index, reason)``. Some attributes may be there:
     ``name``, told where a record is bad; ``reads = True``, where reading ahead in a thread helps
     (`take` is then called in that thread); ``finite = True``, where it looks for numbers that are
-    not finite itself.
+    not finite itself; ``remote = False``, where `md.train` may read the first and the last record
+    of it beforehand, to compare them over the ranks.
     """
 
     def __len__(self) -> int:

@@ -45,6 +45,8 @@ HANG = 70
 
 _WAIT = waiting.wait_until.__code__
 _PENDING = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+#: Those of this process that have not been stopped.
+active: list[watch] = []
 _callbacks: list = []  # kept for ever: the interpreter may still call one that nobody else holds
 
 
@@ -91,6 +93,7 @@ class watch:
         comm.Barrier()  # from here on everybody's record is there
         self._thread = threading.Thread(target=self._run, name="mpidist-watch", daemon=True)
         self._thread.start()
+        active.append(self)
         atexit.register(self.stop)
 
     def stop(self) -> None:
@@ -98,6 +101,7 @@ class watch:
         if self._left:
             return
         self._left = True
+        active.remove(self)
         self._stop.set()
         self._thread.join()
         atexit.unregister(self.stop)

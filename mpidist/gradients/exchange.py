@@ -369,6 +369,15 @@ class Gradients:
         exposed = self.exposed_seconds / self.steps / self.alone_seconds
         return round(min(1.0, max(0.0, 1 - exposed)), 4)
 
+    def abandon(self) -> None:
+        """End the thread that makes progress, and no more: the other ranks may be anywhere. Local.
+
+        The memory stays, since messages to it may be under way.
+        """
+        if self._background is not None:
+            self._background.close()
+            self._background = None
+
     def close(self) -> None:
         """Give the memory back. Idempotent.
 

@@ -29,6 +29,7 @@ from ..errors import ConfigError
 from ..gradients.vectors import flat_views
 from ..partition import BlockPartition
 from .feed import REJECTIONS
+from .limits import check_loss
 from .progress import beside
 from .replicas import Replicas, check_in_place
 
@@ -75,6 +76,9 @@ class PieceReplicas(Replicas):
         """Free what was made. Collective."""
         for sums in self._sums:
             sums.close()
+
+    def _let_go(self) -> None:
+        """Nothing here: no thread makes progress."""
 
     def _bounds(self, count: int) -> list[int]:
         """Return where this rank's pieces of a global batch begin, and where the last ends."""
@@ -144,7 +148,7 @@ class PieceReplicas(Replicas):
                 self._after[name][...] = array
                 array[...] = self._before[name]
         check_in_place(self.gradients, views)
-        return loss
+        return check_loss(loss)
 
     def _add_several(self, batch, count: int, weight: float) -> float:
         pieces = tuple(array.reshape(count, -1, *array.shape[1:]) for array in batch)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
 from .. import events, points
 from ..arrays import array_module
@@ -19,6 +18,7 @@ from ..collectives.allreduce import allreduce
 from ..data import Position, Sampler
 from ..elastic import pulse
 from ..errors import ConfigError, MpidistError, NoCheckpoint, StorageError
+from ..run_on_all import run_on_all
 from .quarantine import Quarantine
 
 
@@ -241,11 +241,7 @@ class Progress:
 
         `retry_bad`: records that it lists as bad are looked at again.
         """
-        if resume not in (True, False, "auto"):
-            raise ConfigError(f"resume={resume!r}: expected True, False or 'auto'")
         if self.store is None:
-            if resume is True:
-                raise ConfigError("resume=True needs checkpoint=, the folder to resume from")
             return
         if not resume:
             there = self.store.all_steps()
@@ -290,9 +286,10 @@ class Progress:
     def agree_on_the_end(self, watcher) -> None:
         """Raise on all ranks what ends the run early: a bad loss, a stop. Collective."""
         mine = [self.step, self.bad, self.stopping, self.quarantine.full, not self.in_time]
-        everyone = np.array(mine, np.int64)
-        self.comm.Allreduce(MPI.IN_PLACE, everyone, MPI.MAX)
-        self.step, bad, stopping, full, late = everyone.tolist()
+        everyone = run_on_all(self.comm, "md.train: the end", lambda: mine, list)
+        self.step, bad, stopping, full, late = (
+            max(column) for column in zip(*everyone, strict=True)
+        )
         # A save that was tried and failed, at the end: a run that is requeued could do no better.
         # One that came too late is none: the one before is there, whatever failed meanwhile.
         failed = self.failure and self.saved_step is None and not late

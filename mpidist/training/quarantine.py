@@ -25,6 +25,7 @@ import numpy as np
 
 from .. import events
 from ..errors import BadRecord, TooManyBadRecords
+from ..run_on_all import run_on_all
 
 #: However many records there are, no more are skipped: the list is part of every checkpoint.
 MOST = 100_000
@@ -84,7 +85,8 @@ class Quarantine:
 
     def agree(self, stop: bool = False, starved: bool = False) -> Verdict:
         """Tell the other workers what this one has found. Collective over the workers."""
-        everyone = self.comm.allgather((bool(stop), starved, self.found))
+        mine = bool(stop), starved, self.found
+        everyone = run_on_all(self.comm, "md.train: bad records", lambda: mine, list)
         found = sorted(record for _, _, records in everyone for record in records)
         self.found = []
         if not any(starved for _, starved, _ in everyone):  # else the step is tried again

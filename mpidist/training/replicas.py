@@ -13,14 +13,17 @@ from inspect import signature
 import numpy as np
 
 from ..collectives.parameters import broadcast_parameters
+from ..context import of
 from ..elastic.replicas import check_replicas
 from ..elastic.stragglers import Stragglers
 from ..errors import ConfigError
 from ..gradients.exchange import Gradients
 from ..gradients.vectors import flat_views
 from ..partition import BlockPartition
+from ..run_on_all import run_on_all
 from ..waiting import wait_until
 from .feed import REJECTIONS
+from .limits import check_loss
 from .progress import beside
 
 
@@ -39,7 +42,9 @@ class Replicas:
         self.model, self.optimizer, self.algorithm = model, optimizer, algorithm
         # The initial parameters are rank 0's on all ranks, whatever the models were seeded with.
         broadcast_parameters(comm, model)
-        self.optimizer_state = optimizer.init(model.parameters)
+        self.optimizer_state = run_on_all(
+            comm, "md.train: optimizer", lambda: optimizer.init(model.parameters)
+        )
         self.stragglers = Stragglers(comm)
         self._allocate(**settings)
 
@@ -77,6 +82,8 @@ class Replicas:
                     loss = self._add_up(batch, samples)
                 else:
                     loss = self._call(batch, self.gradients, self._ready)
+            except ConfigError:
+                raise  # no fault of a record
             except REJECTIONS as error:
                 if not self._told:
                     raise
@@ -100,8 +107,8 @@ class Replicas:
 
     def _call(self, batch, gradients: dict, ready) -> float:
         if self._tells:
-            return self.model.loss_and_gradients(batch, gradients, ready)
-        return self.model.loss_and_gradients(batch, gradients)
+            return check_loss(self.model.loss_and_gradients(batch, gradients, ready))
+        return check_loss(self.model.loss_and_gradients(batch, gradients))
 
     def _add_up(self, batch, samples: int) -> float:
         """Compute the local mean in `accumulate` parts, one after the other. Local.
@@ -188,6 +195,20 @@ class Replicas:
     def close(self) -> None:
         """Free what was made. Collective."""
         self.exchange.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """Tell the other ranks, which wait for this one or will, why it does not come. Local."""
+        self._let_go()
+        context = of(self.comm)
+        if context.failed or context.closed or context.size == 1:
+            return
+        if context.handles:  # a bucket is under way, which the others wait for
+            context.break_off(error, min(handle.sequence for handle in context.handles))
+        else:
+            context.raised(error)
+
+    def _let_go(self) -> None:
+        self.exchange.abandon()
 
 
 def check_in_place(gradients: dict, views: dict) -> None:

@@ -22,7 +22,9 @@ from ..gradients.vectors import flat_views
 from ..parameter_server.consistency import SSP
 from ..parameter_server.group import ServerGroup
 from ..partition import BlockPartition
+from ..run_on_all import run_on_all
 from ..waiting import wait_until
+from .limits import check_loss
 from .progress import beside
 from .replicas import check_in_place
 from .served_times import OwnTimes, Times
@@ -41,7 +43,8 @@ class Served:
         self.comm, self.model = comm, model
         self.group = ServerGroup(comm, servers=strategy.servers, placement=strategy.placement)
         self.dedicated = not self.group.is_worker
-        hosts, crowded = comm.allgather(socket.gethostname()), crowded_ranks(comm)
+        hosts = run_on_all(comm, "md.train: hosts", socket.gethostname, list)
+        crowded = crowded_ranks(comm)
         if comm.rank == self.group.server_ranks[0]:
             self.group.link.on_note = Times(self.group.worker_ranks, hosts, crowded).take
         self.workers: Any = self.group.workers
@@ -96,7 +99,7 @@ class Served:
             taken = feed.take(mine, self._starving)
 
         def mean(batch: tuple) -> float:
-            return self.model.loss_and_gradients(batch, self.gradients)
+            return check_loss(self.model.loss_and_gradients(batch, self.gradients))
 
         batch, good = beside(taken.batch, self.model), mine[taken.kept]
         loss, samples = feed.tolerate(batch, good, mean)
@@ -155,6 +158,9 @@ class Served:
         """Pull the parameters that the first clock begins with. Local."""
         self.client.pull(out=self.model.parameters)
 
+    def check(self, step: int) -> None:
+        """Nothing to compare: servers hold each parameter once. Local."""
+
     def save_point(self, step: int) -> None:
         """Pause the servers after the same clock of all workers. Collective over the workers."""
         self.group.pause(step)
@@ -182,6 +188,10 @@ class Served:
         """End the group. Collective over `comm`."""
         self.group.close()
 
+    def abandon(self, error: BaseException) -> None:
+        """Tell servers and workers, which wait for this rank or will, why it is gone. Local."""
+        self.group.__exit__(type(error), error, error.__traceback__)
+
 
 def _pieces(triples, shapes) -> dict:
     return {name: Shard(array, shapes[name], int(start)) for name, start, array in triples}
@@ -201,7 +211,8 @@ class Agreement:
     _TAG = 7
 
     def __init__(self, workers: MPI.Comm, slack: int, progress: Callable[[], object]):
-        self.comm = workers.Dup()
+        self.comm, request = workers.Idup()
+        wait_until(request.Test)
         self.slack, self.progress = slack, progress
         self.clock: int | None = None
         self._reached = self._limit = 0

@@ -1,8 +1,8 @@
 """Strategies: how the ranks combine their gradients. Plain descriptions; `open` makes them work.
 
 A new strategy is one dataclass here, with one line in `STRATEGIES`, and one exchange: an object
-with ``workers, begin, compute, reduce, update, state, save_point, finish, close`` (and
-``stragglers`` and a few facts: see ``replicas.py``).
+with ``workers, begin, compute, reduce, update, state, check, save_point, finish, close, abandon``
+(and ``stragglers`` and a few facts: see ``replicas.py``).
 """
 
 from __future__ import annotations
@@ -70,11 +70,6 @@ class AllReduce:
         from .pieces import PieceReplicas
         from .replicas import Replicas
 
-        if microbatches and self.accumulate > 1:
-            raise ConfigError(
-                f"accumulate={self.accumulate} and microbatches={microbatches}: pieces are "
-                "computed one by one already; leave accumulate out"
-            )
         if microbatches:
             return PieceReplicas(comm, model, optimizer, self.algorithm, microbatches)
         algorithm = in_order(self.algorithm) if self.reproducible else self.algorithm
@@ -141,3 +136,24 @@ def from_settings(name: str, settings: Mapping):
     """Make a strategy as a job file describes it; ConfigError for what it cannot be. Local."""
     choose(STRATEGIES, name, "strategy")
     return build(STRATEGIES, name, settings, "strategy")
+
+
+def as_strategy(given):
+    """Return what `md.train` was given as a strategy: None, a name of `STRATEGIES`, or one. Local.
+
+    Raises ConfigError for what is none.
+    """
+    if given is None:
+        return AllReduce()
+    if isinstance(given, str):
+        return from_settings(given, {})
+    if isinstance(given, type) or not all(
+        callable(getattr(given, name, None)) for name in ("open", "workers")
+    ):
+        kind = f"the class {given.__name__}" if isinstance(given, type) else repr(given)[:60]
+        names = ", ".join(map(repr, STRATEGIES))
+        raise ConfigError(
+            f"strategy is {kind}; expected md.AllReduce(...), md.ParameterServer(...), or one of "
+            f"{names}"
+        )
+    return given

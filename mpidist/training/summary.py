@@ -15,6 +15,7 @@ from ..collectives.allreduce import allreduce
 from ..data import Careful, as_source
 from ..elastic import pulse
 from ..partition import BlockPartition
+from ..run_on_all import run_on_all
 from .progress import Progress, beside
 
 #: Samples per call of ``model.predict``.
@@ -54,8 +55,12 @@ class Summary:
 
 
 def gather_facts(run: Progress, test_data) -> dict:
-    """Evaluate, and note what this run has done. Collective over the workers."""
+    """Evaluate, and note what this run has done. Collective over the workers.
+
+    Raises ReplicaError where not all of them have the parameters that the digest is of.
+    """
     workers = run.exchange.workers
+    run.exchange.check(run.step)
     if run.store is None:
         run.average_model_state()  # the last checkpoint has done it where there is a store
     accuracy = None if test_data is None else evaluate(workers, run.model, test_data)
@@ -85,8 +90,11 @@ def share(run: Progress, facts: dict | None) -> Summary:
         wall = time.perf_counter() - run.began
         facts["wall_seconds"] = six_digits(wall)
         facts["rank_hours"] = six_digits(wall * run.comm.size / 3600)
-    everyone = run.comm.allgather(facts)
-    return Summary(**next(entry for entry in everyone if entry is not None))
+
+    def first(everyone: list) -> dict:
+        return next(entry for entry in everyone if entry is not None)
+
+    return Summary(**run_on_all(run.comm, "md.train: summary", lambda: facts, first))
 
 
 def six_digits(value: float) -> float:

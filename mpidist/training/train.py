@@ -7,23 +7,15 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 
 from .. import points
-from ..checkpoint.interval import Pace
 from ..checkpoint.store import CheckpointStore
-from ..data import Loading, Sampler, as_source
+from ..data import Loading
 from ..elastic.guard import guard
+from .abandon import watched, whole_or_told
 from .feed import Feed
-from .limits import (
-    check_batch,
-    check_microbatches,
-    check_patience,
-    check_replicated,
-    check_share,
-    check_whole,
-    last_step,
-)
+from .limits import last_step
 from .progress import Progress, Step
 from .quarantine import Quarantine
-from .strategies import AllReduce
+from .settings import agree
 from .summary import Summary, gather_facts, share
 
 __all__ = ["Step", "Summary", "train"]
@@ -56,8 +48,12 @@ def train(
     loading: Loading | None = None,
     callbacks: Sequence[Callable[[Step], None]] = (),
     on_resize: Callable[[int, int, Progress], None] | None = None,
+    watch_seconds: float = 600.0,
 ) -> Summary:
     """Train `model` on `data` over all ranks of `comm`. Collective over `comm`.
+
+    All ranks give the same arguments, which is compared before anything else; only `loading`,
+    `quarantine`, `callbacks` and the function `on_resize` may differ.
 
     Parameters
     ----------
@@ -77,7 +73,7 @@ def train(
     shuffle : str or bool
         How an epoch is ordered, see `data.Sampler`. A run that is resumed keeps the one it has.
     strategy : AllReduce or ParameterServer
-        AllReduce by default.
+        AllReduce by default. "allreduce" and "parameter_server" are those with their defaults.
     test_data : tuple (inputs, labels), or a source
         Evaluated at the end.
     checkpoint : path, CheckpointStore or TieredStore
@@ -115,6 +111,10 @@ def train(
         Called on every rank after a resume on another number of ranks, for instance to give
         another learning rate: ``run.exchange.optimizer = md.optim.sgd(lr=...)``. The global batch
         stays what it is, so nothing has to change.
+    watch_seconds : float
+        After so many seconds in which nothing happens the job ends and says who is missing, as
+        with `md.watch`. 0 is off; nor is it done where the program watches already (`md.watch`), or
+        on one rank.
 
     Returns
     -------
@@ -125,10 +125,13 @@ def train(
     ------
     ConfigError
         Bad input, on all ranks.
+    MismatchError
+        The ranks were given different arguments or data, on all ranks.
     NoCheckpoint, CheckpointError
         ``resume=True`` without a checkpoint; one of another model.
     ReplicaError
-        The parameters are not the same on all ranks; nothing was saved.
+        The parameters are not the same on all ranks; nothing was saved. They are compared before
+        each checkpoint, and at the end.
     SourceError
         Nothing of `data` can be read any more, on the ranks that meet it (a checkpoint was saved).
     TooManyBadRecords
@@ -141,79 +144,75 @@ def train(
         A SystemExit with code 75: a signal or the time limit asked for a stop. The state is saved,
         unless the allocation ends too soon for that: the newest good step is there.
     """
-    strategy = AllReduce() if strategy is None else strategy
-    source = as_source(data)
-    sampler = Sampler(len(source), global_batch, seed, shuffle)
-    last = last_step(epochs, steps, sampler)
-    check_whole(stop_after=stop_after)
-    pace = Pace(sampler.steps_per_epoch if checkpoint_every is None else checkpoint_every)
-    check_microbatches(microbatches, global_batch, strategy)
-    check_replicated(check_replicas, strategy)
-    check_patience(patience, strategy)
-    check_share(max_bad)
-    settings: dict = {"global_batch": global_batch, "seed": seed}
-    if microbatches is None:
-        check_batch(global_batch, strategy.workers(comm.size))
-    else:
+    given = {name: value for name, value in locals().items() if name != "comm"}
+    agreed = agree(comm, given)
+    source, sampler, pace = agreed.source, agreed.sampler, agreed.pace
+    settings: dict = {"global_batch": sampler.global_batch, "seed": sampler.seed}
+    if microbatches is not None:
         settings["microbatches"] = microbatches
     own_store = checkpoint is not None and not hasattr(checkpoint, "restore")
-    with CheckpointStore(comm, checkpoint) if own_store else nullcontext(checkpoint) as store:
-        exchange = strategy.open(comm, model, optimizer, **settings)
-        bad = Quarantine(exchange.workers, source, max_bad, quarantine)
-        run = Progress(comm, model, exchange, store, sampler, bad)
-        run.resume(resume, retry_bad)
-        if on_resize is not None and run.ranks_before != comm.size:
-            on_resize(run.ranks_before, comm.size, run)
-        last = last_step(epochs, steps, sampler, run.step, run.position)
-        end = last if stop_after is None else min(last, stop_after)
-        facts = None
-        watching = guard(comm, run.state, store, time_limit=time_limit, patience=patience)
-        with watching as watcher, ExitStack() as stack:
-            if exchange.dedicated:
-                exchange.serve(run.save)
-            else:
-                exchange.begin()
-                feed = stack.enter_context(closing(Feed(source, run, loading)))
-                run.start_loop(last)
-                pace.begin(run.step)
-                while run.step < end and not run.stopping:
-                    indices, after = sampler.batch(run.position)
-                    wanted = bad.wanted(indices)
-                    began, waited = time.perf_counter(), feed.waited
-                    points.reach("step", run.step + 1)
-                    loss, samples = exchange.compute(feed, wanted)
-                    computed = time.perf_counter()
-                    points.reach("exchange", run.step + 1)
-                    stop = bool(watcher.flag or run.bad or bad.full)
-                    loss, used = run.reduce(loss, samples, len(wanted), stop, feed)
-                    if used is None:
-                        continue  # a rank has no data yet: the state is saved, try again
-                    if used and exchange.synchronous:
-                        watcher.check_loss(loss, run.step)
-                    if used or not exchange.synchronous:
-                        exchange.update()
-                    run.note_loss(loss, used)
-                    run.advance(after, len(indices), len(wanted))
-                    times = (computed - began, time.perf_counter() - computed)
-                    on_data = feed.waited - waited
-                    exchange.stragglers.note(on_data, max(0.0, times[0] - on_data))
-                    for callback in callbacks:
-                        callback(Step(run.step, last, after.epoch, loss, len(indices), *times))
-                    if check_replicas and run.step % check_replicas == 0:
-                        exchange.check(run.step)
-                    if pace.due(run.step) and run.step < last:
-                        run.checkpoint(pace)
-                feed.close()
-                run.end_loop()
-                run.in_time = not run.stopping or watcher.fits(exchange.workers, exchange.wait)
-                if run.in_time:
-                    run.checkpoint()
+    watch = watched(comm, watch_seconds) if agreed.watch else nullcontext()
+    with (
+        watch,
+        CheckpointStore(comm, checkpoint) if own_store else nullcontext(checkpoint) as store,
+    ):
+        exchange = agreed.strategy.open(comm, model, optimizer, **settings)
+        with whole_or_told(exchange):
+            bad = Quarantine(exchange.workers, source, max_bad, quarantine)
+            run = Progress(comm, model, exchange, store, sampler, bad)
+            run.resume(resume, retry_bad)
+            if on_resize is not None and run.ranks_before != comm.size:
+                on_resize(run.ranks_before, comm.size, run)
+            last = last_step(epochs, steps, sampler, run.step, run.position)
+            end = last if stop_after is None else min(last, stop_after)
+            facts = None
+            watching = guard(comm, run.state, store, time_limit=time_limit, patience=patience)
+            with watching as watcher, ExitStack() as stack:
+                if exchange.dedicated:
+                    exchange.serve(run.save)
                 else:
-                    run.settle()  # what was begun in time may end in time
-                exchange.finish()
-                run.agree_on_bad_records()
-                if not run.stopping:
-                    facts = gather_facts(run, test_data)
-            exchange.close()
-            run.agree_on_the_end(watcher)
+                    exchange.begin()
+                    feed = stack.enter_context(closing(Feed(source, run, loading)))
+                    run.start_loop(last)
+                    pace.begin(run.step)
+                    while run.step < end and not run.stopping:
+                        indices, after = sampler.batch(run.position)
+                        wanted = bad.wanted(indices)
+                        began, waited = time.perf_counter(), feed.waited
+                        points.reach("step", run.step + 1)
+                        loss, samples = exchange.compute(feed, wanted)
+                        computed = time.perf_counter()
+                        points.reach("exchange", run.step + 1)
+                        stop = bool(watcher.flag or run.bad or bad.full)
+                        loss, used = run.reduce(loss, samples, len(wanted), stop, feed)
+                        if used is None:
+                            continue  # a rank has no data yet: the state is saved, try again
+                        if used and exchange.synchronous:
+                            watcher.check_loss(loss, run.step)
+                        if used or not exchange.synchronous:
+                            exchange.update()
+                        run.note_loss(loss, used)
+                        run.advance(after, len(indices), len(wanted))
+                        times = (computed - began, time.perf_counter() - computed)
+                        on_data = feed.waited - waited
+                        exchange.stragglers.note(on_data, max(0.0, times[0] - on_data))
+                        for callback in agreed.callbacks:
+                            callback(Step(run.step, last, after.epoch, loss, len(indices), *times))
+                        if check_replicas and run.step % check_replicas == 0:
+                            exchange.check(run.step)
+                        if pace.due(run.step) and run.step < last:
+                            run.checkpoint(pace)
+                    feed.close()
+                    run.end_loop()
+                    run.in_time = not run.stopping or watcher.fits(exchange.workers, exchange.wait)
+                    if run.in_time:
+                        run.checkpoint()
+                    else:
+                        run.settle()  # what was begun in time may end in time
+                    exchange.finish()
+                    run.agree_on_bad_records()
+                    if not run.stopping:
+                        facts = gather_facts(run, test_data)
+                exchange.close()
+                run.agree_on_the_end(watcher)
     return share(run, facts)

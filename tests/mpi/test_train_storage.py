@@ -11,7 +11,7 @@ from test_train import fit
 import mpidist as md
 from mpidist import events
 from mpidist.checkpoint import shard, steps
-from mpidist.errors import MpidistError, StorageError
+from mpidist.errors import MpidistError, ProtocolError, StorageError
 from mpidist.training.summary import digest
 
 AWAY = ".away"
@@ -160,8 +160,10 @@ def test_a_run_that_ends_by_an_exception_leaves_nothing_open(comm, folder, monke
     servers = md.ParameterServer(comm.size, placement="colocated")
     chosen = md.AllReduce() if strategy == "allreduce" else servers
     before = set(threading.enumerate())
-    with pytest.raises(KeyError, match="a callback"):
+    # Under servers the first one's may be heard before this rank comes to its own.
+    with pytest.raises((KeyError, ProtocolError), match="a callback") as caught:
         fit(comm, strategy=chosen, checkpoint=folder, checkpoint_every=3, callbacks=[fail])
+    assert isinstance(caught.value, KeyError) or strategy != "allreduce"
     assert set(threading.enumerate()) <= before
     comm.Barrier()
     assert not (folder / ".lock").exists()

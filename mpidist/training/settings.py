@@ -1,0 +1,336 @@
+"""The arguments of `md.train`: checked, and equal on all ranks. The first thing that is exchanged.
+
+    every rank   checks its arguments, and describes them in words
+                     seed: 0   optimizer: sgd   optimizer.lr: 0.1   model.w: (784, 10) float32 ...
+    one round    what is wrong on some rank is raised on all; else one digest of all words
+    only where digests differ: the words of one rank of each kind, and who has which
+
+What may differ is named here; a new argument is compared unless it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from ..checkpoint.interval import Pace
+from ..collectives.parameters import named_arrays
+from ..data import Sampler, as_source
+from ..elastic import watch as watching
+from ..errors import ConfigError, MismatchError, ProtocolError
+from ..mismatch import rank_list
+from ..optim import Optimizer
+from ..run_on_all import run_on_all
+from . import limits, records
+from .strategies import as_strategy
+
+#: Arguments that may be others on each rank, and those of which only the presence is compared.
+MAY_DIFFER = ("comm", "loading", "quarantine", "callbacks")
+PRESENCE = ("test_data", "on_resize")
+#: Described here in ways of their own.
+_SPECIAL = ("model", "data", "optimizer", "strategy", "checkpoint")
+#: Ranks whose words are compared where digests differ, and characters of a value that are told.
+_WITNESSES, _LONGEST = 8, 80
+
+
+class Settings(NamedTuple):
+    """What has come of the arguments. `watch`: whether this run is to be watched by one more."""
+
+    strategy: Any
+    source: Any
+    sampler: Sampler
+    last: int
+    pace: Pace
+    callbacks: tuple
+    watch: bool = False
+
+
+def agree(comm, given: Mapping[str, Any]) -> Settings:
+    """Check the arguments of `md.train` and compare them over all ranks. Collective over `comm`.
+
+    Raises
+    ------
+    ConfigError
+        On all ranks, with rank and argument, where one cannot work on some rank.
+    MismatchError
+        On all ranks, with the setting, its values and the ranks that have them.
+    """
+    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+        what = "MPI.COMM_NULL" if isinstance(comm, MPI.Comm) else limits.shown(comm)
+        if isinstance(comm, MPI.Intercomm) and comm != MPI.COMM_NULL:
+            what = "an intercommunicator"
+        raise ConfigError(
+            f"md.train: comm is {what}; expected an mpi4py communicator of one group, first: "
+            "md.train(comm, model, data, optimizer=...)"
+        )
+    found: Any = None
+    words: dict[str, str] = {}
+    content = records.Content()
+
+    def local():
+        nonlocal found, content
+        found = checked(comm.size, **given)
+        words.update(described(found, given))
+        if comm.size > 1:
+            content = records.content(found.source)
+        return _digest(words), content, bool(watching.active)
+
+    def decide(everyone: list) -> tuple[list[int], bool, bool]:
+        digests = [digest for digest, _, _ in everyone]
+        witnesses = [digests.index(one) for one in dict.fromkeys(digests)]
+        others = records.differing([content for _, content, _ in everyone])
+        return witnesses, others is not None, any(watched for _, _, watched in everyone)
+
+    witnesses, others, watched = run_on_all(comm, "md.train", local, decide)
+    if len(witnesses) > 1:
+        _tell(comm, words, comm.rank in witnesses[:_WITNESSES])
+    if others:
+        _tell_records(comm, found.source, content)
+    return found._replace(watch=bool(given["watch_seconds"]) and comm.size > 1 and not watched)
+
+
+def _tell(comm, words: dict[str, str], witness: bool) -> None:
+    """Raise MismatchError with the first setting that differs. Collective."""
+
+    def decide(everyone: list) -> None:
+        raise MismatchError(difference(everyone))
+
+    run_on_all(
+        comm, "md.train: settings", lambda: (_digest(words), words if witness else None), decide
+    )
+
+
+def _tell_records(comm, source, content) -> None:
+    """Raise MismatchError where ranks have other records, and not new ones each time. Collective.
+
+    A source that changes its samples at random gives another record to each rank and each time.
+    """
+
+    def decide(everyone: list) -> None:
+        text = records.differing([one for one, _ in everyone])
+        if text is not None and all(again for _, again in everyone):
+            raise MismatchError(f"md.train: {text}")
+
+    run_on_all(
+        comm, "md.train: data", lambda: (content, records.content(source) == content), decide
+    )
+
+
+def checked(
+    size: int, *, model, data, optimizer, global_batch, epochs, steps, seed, shuffle, strategy,
+    test_data, checkpoint, checkpoint_every, resume, stop_after, microbatches, check_replicas,
+    time_limit, patience, max_bad, retry_bad, quarantine, loading, callbacks, on_resize,
+    watch_seconds,
+) -> Settings:  # fmt: skip
+    """Return what is made of the arguments of `md.train` on `size` ranks. Local.
+
+    Raises ConfigError for what cannot work.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ProtocolError("md.train: call it in the main thread; Python delivers signals there")
+    strategy = as_strategy(strategy)
+    limits.check_model(model, test_data is not None)
+    source = as_source(data)
+    limits.check_optimizer(optimizer)
+    sampler = Sampler(len(source), global_batch, seed, shuffle)
+    last = limits.last_step(epochs, steps, sampler)
+    if test_data is not None:
+        _check_test_data(test_data)
+    limits.check_checkpoint(checkpoint, resume)
+    limits.check_whole(stop_after=stop_after)
+    every = sampler.steps_per_epoch if checkpoint_every is None else checkpoint_every
+    pace = Pace(every)
+    limits.check_microbatches(microbatches, sampler.global_batch, strategy)
+    if microbatches is None:
+        limits.check_batch(sampler.global_batch, strategy.workers(size))
+    limits.check_replicated(check_replicas, strategy)
+    limits.check_time_limit(time_limit)
+    limits.check_patience(patience, strategy)
+    limits.check_share(max_bad)
+    limits.check_reading(loading, quarantine, retry_bad)
+    limits.check_watch(watch_seconds)
+    functions = limits.check_functions(callbacks, on_resize)
+    return Settings(strategy, source, sampler, last, pace, functions)
+
+
+def _check_test_data(test_data) -> None:
+    try:
+        as_source(test_data)
+    except ConfigError as error:
+        raise ConfigError(f"test_data: {error}") from None
+
+
+# ------------------------------------------------------------------------------------- in words
+
+
+def described(found: Settings, given: Mapping[str, Any]) -> dict[str, str]:
+    """Return every setting that must be equal on all ranks, in words. Local."""
+    words: dict[str, str] = {}
+    for name, value in given.items():
+        if name in PRESENCE:
+            words[name] = "none" if value is None else "one"
+        elif name not in (*MAY_DIFFER, *_SPECIAL):
+            words.update(_words(name, value))
+    words["len(data)"] = str(len(found.source))
+    words.update(_model(given["model"]))
+    words.update(_words("strategy", found.strategy))
+    words.update(_words("optimizer", given["optimizer"]))
+    words.update(_rates(given["optimizer"]))
+    words.update(_checkpoint(given["checkpoint"]))
+    return words
+
+
+def _words(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield (setting, value) of anything: what is inside is told by ``name.part``."""
+    inside: Iterable[tuple[Any, Any]] = ()
+    joint = "."
+    if value is None or isinstance(value, str | bytes | bool):
+        yield name, repr(value)
+    elif isinstance(value, Real | np.bool_):
+        yield name, _number(value)
+    elif isinstance(value, os.PathLike):
+        yield name, repr(os.fspath(value))
+    elif isinstance(getattr(value, "dtype", None), np.dtype):
+        yield name, f"{value.shape} {value.dtype} {records.digest_of(value)}"
+    elif isinstance(value, Mapping):
+        yield name, f"{len(value)} entries"
+        inside = value.items()
+    elif isinstance(value, Sequence):
+        yield name, f"{len(value)} entries"
+        inside = ((f"[{k}]", one) for k, one in enumerate(value))
+        joint = ""
+    elif callable(value) and hasattr(value, "__qualname__"):
+        yield name, value.__qualname__
+    else:
+        yield name, _kind(value)
+        inside = _parts(value)
+    if depth < 6:
+        for part, one in inside:
+            yield from _words(f"{name}{joint}{part}", one, depth + 1)
+
+
+def _number(value) -> str:
+    if isinstance(value, np.bool_):
+        return repr(bool(value))
+    return (
+        repr(int(value)) if isinstance(value, Integral) else repr(float(value)).removesuffix(".0")
+    )
+
+
+def _kind(value) -> str:
+    name = getattr(value, "name", None)
+    kind = type(value).__qualname__
+    return f"{kind} {name}" if isinstance(name, str) else kind
+
+
+def _parts(value) -> Iterable[tuple[str, Any]]:
+    """Return the settings of an object: what it calls so, its fields, or its plain attributes."""
+    settings = getattr(value, "settings", None)
+    if isinstance(settings, Mapping):
+        return settings.items()
+    if dataclasses.is_dataclass(value):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    plain = (int, float, str, bool, tuple, list, dict, np.number, type(None))
+    own = getattr(value, "__dict__", {})
+    # Where a rank is, is its own; and so is what begins with an underscore.
+    return [
+        (name, one)
+        for name, one in sorted(own.items())
+        if isinstance(one, plain) and not name.startswith("_") and name not in ("rank", "device")
+    ]
+
+
+def _model(model) -> Iterator[tuple[str, str]]:
+    yield "model", type(model).__qualname__
+    for name, array in named_arrays(model)[0]:
+        yield f"model.{name}", f"{tuple(array.shape)} {array.dtype}"
+    yield "order of model.parameters", ", ".join(map(str, model.parameters))
+
+
+def _rates(optimizer) -> Iterator[tuple[str, str]]:
+    """Yield what a learning rate does that is a function of a user's own, which has no settings."""
+    rate = optimizer.settings.get("lr") if isinstance(optimizer, Optimizer) else None
+    if not isinstance(rate, Mapping) or len(rate) != 1:
+        return
+    steps = (0, 1, 10, 100, 1000)
+    said = []
+    for step in steps:
+        parameters, gradients = {"x": np.zeros(1)}, {"x": np.ones(1)}
+        try:
+            state = optimizer.init(parameters)
+            state["progress"][...] = step
+            optimizer.update(gradients, state, parameters)
+            said.append(f"{float(parameters['x'][0]):.9g}")
+        except Exception as error:  # it may end before
+            said.append(type(error).__name__)
+    yield f"optimizer.lr, an update of 0 at steps {', '.join(map(str, steps))}", " ".join(said)
+
+
+def _checkpoint(checkpoint) -> Iterator[tuple[str, str]]:
+    if checkpoint is None or isinstance(checkpoint, str | os.PathLike):
+        yield from _words("checkpoint", None if checkpoint is None else os.fspath(checkpoint))
+        return
+    yield "checkpoint", type(checkpoint).__qualname__
+    if isinstance(getattr(checkpoint, "path", None), str | os.PathLike):
+        yield "checkpoint.path", str(checkpoint.path)
+
+
+# ----------------------------------------------------------------------------------- differences
+
+
+def _digest(words: Mapping[str, str]) -> str:
+    text = "\n".join(f"{name}\t{value}" for name, value in sorted(words.items()))
+    return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).hexdigest()
+
+
+def difference(everyone: Sequence[tuple[str, Mapping[str, str] | None]]) -> str:
+    """Say who has what in the first setting that differs, from each rank's digest. Pure.
+
+    Of the ranks that have the same words one gives them, the others None.
+    """
+    kinds = {digest: words for digest, words in everyone if words is not None}
+    names = dict.fromkeys(name for words in kinds.values() for name in words)
+    common = {name: {words.get(name) for words in kinds.values()} for name in names}
+    odd = [name for name, values in common.items() if len(values) > 1]
+    if not odd:
+        return "md.train: the ranks were given different settings, each in many others"
+    # A setting that all have says more than one that comes with another kind of thing.
+    first = next((name for name in odd if None not in common[name]), odd[0])
+    groups: dict[str, list[int]] = {}
+    for rank, (digest, _) in enumerate(everyone):
+        if digest in kinds:
+            groups.setdefault(kinds[digest].get(first, "none"), []).append(rank)
+    return (
+        f"md.train: {first} differs: {grouped(groups, _cut)}{_more(odd, first)}; give all "
+        "ranks the same"
+    )
+
+
+def grouped(groups: Mapping[str, list[int]], text: Callable[[str], str] = str) -> str:
+    """Say which ranks have which value, the fewest first: they are most often wrong. Pure."""
+    said = []
+    for value, ranks in sorted(groups.items(), key=lambda item: len(item[1])):
+        verb = "has" if len(ranks) == 1 else "have"
+        said.append(f"{rank_list(ranks)} {verb} {text(value)}")
+    return ", ".join(said)
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}... ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"
+
+
+def _more(odd: Sequence[str], first: str) -> str:
+    others = [name for name in odd if name != first and not name.startswith(f"{first}.")]
+    if not others:
+        return ""
+    return f" (and so do {', '.join(others[:3])}{', ...' if len(others) > 3 else ''})"

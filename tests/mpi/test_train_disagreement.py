@@ -1,0 +1,521 @@
+"""md.train where rank 1 is given something bad, or something else: one error on all ranks, soon.
+
+Every parameter of `md.train` has its cases here; a new one without a case fails the first test.
+"""
+
+import dataclasses
+import inspect
+import socket
+import threading
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpidist as md
+from mpidist import data, models, optim
+from mpidist.collectives.shared import memory_of
+from mpidist.context import of
+from mpidist.data import Loading
+from mpidist.elastic.watch import active
+from mpidist.errors import ConfigError, MismatchError, MpidistError, ReplicaError
+from mpidist.training import records, settings
+from mpidist.training.settings import difference
+
+RNG = np.random.default_rng(5)
+INPUTS = RNG.standard_normal((40, 5)).astype(np.float32)
+LABELS = (INPUTS[:, 0] > 0).astype(np.int64)
+TRAIN = (INPUTS, LABELS)
+ODD = 1
+
+
+def mlp(*sizes):
+    return models.mlp([*sizes], seed=3)
+
+
+def fit(comm, **given):
+    given = {"model": mlp(5, 2), "data": TRAIN, "optimizer": optim.sgd(0.1), "global_batch": 8,
+             "steps": 2, **given}  # fmt: skip
+    model, source = given.pop("model"), given.pop("data")
+    return md.train(comm, model, source, **given)
+
+
+def without(name):
+    """A model that lacks a method."""
+    whole = mlp(5, 2)
+    names = {"parameters", "loss_and_gradients", "predict"} - {name}
+    return SimpleNamespace(**{key: getattr(whole, key) for key in names})
+
+
+class Named:
+    """An optimizer of a user's own."""
+
+    def __init__(self, lr):
+        self.lr, self.rank = lr, MPI.COMM_WORLD.rank
+        self._inner = optim.sgd(0.1)
+
+    def init(self, parameters):
+        return self._inner.init(parameters)
+
+    def update(self, gradients, state, parameters):
+        self._inner.update(gradients, state, parameters)
+
+
+def changed(place, value, item=0):
+    """The data with one number changed."""
+    arrays = [array.copy() for array in TRAIN]
+    arrays[item][place] = value
+    return tuple(arrays)
+
+
+def switched(first, second):
+    """The parameters in another order."""
+    model = mlp(5, 2)
+    model.parameters = dict(reversed(model.parameters.items()))
+    return model
+
+
+def halves(model):
+    model.parameters = {name: array.astype(np.float64) for name, array in model.parameters.items()}
+    return model
+
+
+#: What rank 1 is given, and a word that the error of all ranks has. Bad values: ConfigError.
+BAD = {
+    "model": [
+        (None, "model is None"), (mlp, "model is the function mlp"), (models.mlp, "model is the"),
+        (without("parameters"), "model is"), (without("loss_and_gradients"), "loss_and_gradients"),
+        (SimpleNamespace(parameters={}, loss_and_gradients=print), "parameters are empty"),
+        (SimpleNamespace(parameters={"w": [1.0]}, loss_and_gradients=print), "'w'"),
+        (SimpleNamespace(parameters=3, loss_and_gradients=print), "expected a mapping"),
+    ],
+    "data": [
+        (None, "data is NoneType"), ("train", "data is str"), ((INPUTS, LABELS[:9]), "equal first"),
+        ({"x": INPUTS}, "data is dict"),
+        ((INPUTS[:0], LABELS[:0]), "is the data set empty"), ((), "at least one array"),
+    ],
+    "optimizer": [
+        ("sgd", "optimizer is 'sgd'"), (optim.sgd, "the function sgd"), (None, "optimizer is None"),
+        (0.1, "optimizer is 0.1"), (Named, "the class Named"),
+    ],
+    "global_batch": [(0, ""), (-8, ""), ("8", ""), (2.5, ""), (2, ""), (None, "")],
+    "epochs": [(1, "give one of the two")],
+    "steps": [(0, ""), (-1, ""), (1.5, ""), ("2", ""), (float("nan"), ""), (True, ""),
+              (None, "give one of the two")],
+    "seed": [(-1, ""), ("x", ""), (None, "")],
+    "shuffle": [("sorted", ""), (7, ""), (None, "")],
+    "strategy": [
+        ("all_reduce", "unknown strategy 'all_reduce'"), (3, "strategy is 3"),
+        (md.AllReduce, "the class AllReduce"), (md.ParameterServer(3), "3 servers"),
+    ],
+    "test_data": [(3, "data is int"), ((INPUTS, LABELS[:9]), "equal first")],
+    "checkpoint": [(3, "checkpoint is 3"), ("", "checkpoint is ''"), (md.CheckpointStore, "class")],
+    "checkpoint_every": [(0, ""), (-1, ""), ("soon", ""), (1.5, "")],
+    "resume": [("yes", ""), (None, ""), (2, ""), (True, "resume=True needs checkpoint")],
+    "stop_after": [(0, ""), (-1, ""), ("1", ""), (1.5, "")],
+    "microbatches": [(0, ""), (9, "more than the 8 samples"), ("4", "")],
+    "check_replicas": [(0, ""), ("1", "")],
+    "time_limit": [(0, ""), (-1, ""), ("soon", ""), (True, "")],
+    "patience": [(0, ""), (1.5, "")],
+    "max_bad": [(-0.1, ""), (2, ""), ("all", ""), (None, "")],
+    "retry_bad": [(1, ""), (None, "")],
+    "quarantine": [(3, "quarantine is 3")],
+    "loading": [({"prefetch": 0}, "loading is"), (Loading, "loading is")],
+    "callbacks": [(None, "callbacks is None"), (print, "for one"), ([3], r"callbacks\[0\] is 3"),
+                  ("abc", "callbacks is 'abc'")],
+    "on_resize": [(3, "on_resize is 3")],
+    "watch_seconds": [(-1, ""), (None, ""), (float("inf"), "")],
+}  # fmt: skip
+
+#: What rank 1 is given instead, and who has what in the MismatchError of all ranks.
+OTHER = {
+    "model": [
+        (mlp(5, 3), r"model.dense1.bias differs: rank 1 has \(3,\) float32, ranks 0,2 have \(2,\)"),
+        (halves(mlp(5, 2)), "model.dense1.bias differs: rank 1 has .* float64"),
+        (mlp(5, 4, 2), "rank 1 has"), (switched(1, 0), "order of model.parameters differs"),
+        (without(""), "model differs: rank 1 has SimpleNamespace, ranks 0,2 have Network"),
+    ],
+    "data": [
+        ((INPUTS[:39], LABELS[:39]), r"len\(data\) differs: rank 1 has 39, ranks 0,2 have 40"),
+        ((INPUTS.astype(np.float64), LABELS), "rank 1 has samples of float64"),
+        (changed((0, 4), 9.0), "first good record, number 0, of rank 1 differs from that of"),
+        (changed(39, 1 - LABELS[39], 1), "last good record, number 39, of rank 1 differs"),
+    ],
+    "optimizer": [
+        (optim.sgd(0.2), "optimizer.lr differs: rank 1 has 0.2, ranks 0,2 have 0.1"),
+        (optim.sgd(0.1, weight_decay=0.1), "optimizer.weight_decay differs"),
+        (optim.momentum(0.1), "optimizer differs: rank 1 has Optimizer momentum"),
+        (optim.clipped(optim.sgd(0.1), 1.0), "clip_norm"),
+        (optim.sgd(optim.cosine(0.1, 9)), "optimizer.lr"), (optim.sgd(lambda step: 0.1), "lr"),
+        (Named(0.1), "optimizer differs: rank 1 has Named, ranks 0,2 have Optimizer sgd"),
+    ],
+    "global_batch": [(9, "global_batch differs: rank 1 has 9, ranks 0,2 have 8")],
+    "epochs": [({"epochs": 2, "steps": None}, "epochs differs: rank 1 has 2, ranks 0,2 have None")],
+    "steps": [(3, "steps differs: rank 1 has 3, ranks 0,2 have 2")],
+    "seed": [(4, "seed differs: rank 1 has 4, ranks 0,2 have 0; give all ranks the same")],
+    "shuffle": [(False, "shuffle differs: rank 1 has False, ranks 0,2 have True")],
+    "strategy": [
+        ("parameter_server", "strategy differs: rank 1 has ParameterServer, ranks 0,2 have AllR"),
+    ],
+    "test_data": [(TRAIN, "test_data differs: rank 1 has one, ranks 0,2 have none")],
+    "checkpoint": [("/nowhere/b", "checkpoint differs: rank 1 has '/nowhere/b', ranks 0,2 have N")],
+    "checkpoint_every": [(1, "checkpoint_every differs"), ("10m", "checkpoint_every differs")],
+    "resume": [(False, "resume differs: rank 1 has False, ranks 0,2 have 'auto'")],
+    "stop_after": [(1, "stop_after differs: rank 1 has 1, ranks 0,2 have None")],
+    "microbatches": [(4, "microbatches differs")],
+    "check_replicas": [(1, "check_replicas differs")],
+    "time_limit": [(60, "time_limit differs"), ("auto", "time_limit differs")],
+    "patience": [(5, "patience differs")],
+    "max_bad": [(0.5, "max_bad differs: rank 1 has 0.5, ranks 0,2 have 0.001")],
+    "retry_bad": [(True, "retry_bad differs")],
+    "on_resize": [(print, "on_resize differs: rank 1 has one, ranks 0,2 have none")],
+    "watch_seconds": [(0, "watch_seconds differs: rank 1 has 0, ranks 0,2 have 600")],
+}  # fmt: skip
+
+MAY_DIFFER = {"loading", "quarantine", "callbacks"}
+PARAMETERS = inspect.signature(md.train).parameters
+ALL = [
+    pytest.param(name, value, match or name, kind, id=f"{name}-{kind.__name__[:3]}{number}")
+    for kind, table in ((ConfigError, BAD), (MismatchError, OTHER))
+    for name, cases in table.items()
+    for number, (value, match) in enumerate(cases)
+]
+
+
+def test_every_parameter_has_a_case():
+    """A new one is to be tried, as a bad value and as another one."""
+    names = set(PARAMETERS) - {"comm"}  # which is what the others would hear it by
+    assert set(BAD) == names
+    assert set(OTHER) == names - MAY_DIFFER
+    assert set(settings.MAY_DIFFER) == MAY_DIFFER | {"comm"}
+
+
+def refused(comm, kind, match, odd, **even):
+    """All ranks end with one error that is the same on all, within seconds."""
+    began = time.monotonic()
+    with pytest.raises(kind, match=match) as caught:
+        fit(comm, **{**even, **(odd if comm.rank == ODD else {})})
+    assert time.monotonic() - began < 10
+    said = comm.allgather(str(caught.value))
+    assert said == [said[0]] * comm.size
+    assert "\n" not in said[0]
+    assert isinstance(caught.value, MpidistError)
+    assert caught.value.everywhere
+    return said[0]
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("name", "value", "match", "kind"), ALL)
+def test_what_one_rank_is_given(comm, name, value, match, kind):
+    odd = value if name == "epochs" and kind is MismatchError else {name: value}
+    said = refused(comm, kind, match, odd)
+    assert said.startswith("md.train: ")
+    if kind is ConfigError:
+        assert f"rank {ODD} of 3 ({socket.gethostname()})" in said
+        assert name in said.replace("servers leave", "strategy")
+    assert "rank 1" in said
+
+
+@pytest.mark.ranks(3)
+def test_the_next_run_on_the_communicator_works(comm):
+    """What was found before training leaves nothing behind."""
+    expected = fit(comm).parameters_sha256
+    for _ in range(3):
+        refused(comm, ConfigError, "steps=0", {"steps": 0})
+        refused(comm, MismatchError, "seed differs", {"seed": 3})
+        assert fit(comm).parameters_sha256 == expected
+
+
+STRATEGIES = {
+    "algorithm": (md.AllReduce(), "ring"),
+    "reproducible": (md.AllReduce(), True),
+    "bucket_bytes": (md.AllReduce(), 4096),
+    "overlap": (md.AllReduce(), False),
+    "progress": (md.AllReduce(), "thread"),
+    "accumulate": (md.AllReduce(), 2),
+    "servers": (md.ParameterServer(1), 2),
+    "consistency": (md.ParameterServer(1), md.ASP()),
+    "placement": (md.ParameterServer(1), "colocated"),
+}
+
+
+def test_every_field_of_a_strategy_has_a_case():
+    fields = {
+        f.name for kind in (md.AllReduce, md.ParameterServer) for f in dataclasses.fields(kind)
+    }
+    assert set(STRATEGIES) == fields
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("field", STRATEGIES)
+def test_another_field_of_the_strategy(comm, field):
+    even, value = STRATEGIES[field]
+    odd = dataclasses.replace(even, **{field: value})
+    said = refused(comm, MismatchError, rf"strategy\.{field}", {"strategy": odd}, strategy=even)
+    assert f"strategy.{field} differs: rank 1 has " in said
+
+
+@pytest.mark.ranks(3)
+def test_what_is_inside_of_settings(comm):
+    ssp = md.ParameterServer(1, md.SSP(2)), md.ParameterServer(1, md.SSP(3))
+    refused(comm, MismatchError, "strategy.consistency.staleness differs: rank 1 has 3, ranks 0,2",
+            {"strategy": ssp[1]}, strategy=ssp[0])  # fmt: skip
+    cosine = [optim.sgd(optim.cosine(0.1, steps)) for steps in (8, 9)]
+    refused(comm, MismatchError, "optimizer.lr.steps differs: rank 1 has 9, ranks 0,2 have 8",
+            {"optimizer": cosine[1]}, optimizer=cosine[0])  # fmt: skip
+    own = [optim.sgd(lambda step, lr=lr: lr / (1 + step)) for lr in (0.1, 0.2)]
+    refused(comm, MismatchError, "optimizer.lr, an update of 0 at steps 0, 1, 10, 100, 1000 diff",
+            {"optimizer": own[1]}, optimizer=own[0])  # fmt: skip
+    refused(comm, MismatchError, "optimizer.lr differs: rank 1 has 0.2, ranks 0,2 have 0.1",
+            {"optimizer": Named(0.2)}, optimizer=Named(0.1))  # fmt: skip
+    clipped = [optim.clipped(optim.adam(0.1), norm) for norm in (1.0, 2.0)]
+    refused(comm, MismatchError, "optimizer.clip_norm differs: rank 1 has 2, ranks 0,2 have 1",
+            {"optimizer": clipped[1]}, optimizer=clipped[0])  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+def test_equal_in_other_words(comm):
+    """Numbers of NumPy's, paths, words for strategies, functions of each rank's own."""
+    odd = {"global_batch": np.int64(8), "max_bad": np.float32(0), "strategy": "allreduce",
+           "data": list(TRAIN), "watch_seconds": 600, "seed": np.int32(0), "callbacks": [len],
+           "loading": Loading(prefetch=False), "quarantine": "somewhere"}  # fmt: skip
+    even = {"max_bad": 0, "callbacks": ()}
+    fit(comm, **{**even, **(odd if comm.rank == ODD else {})})
+
+
+@pytest.mark.ranks(2, 3)
+def test_words_for_strategies(comm):
+    """They are those with their defaults."""
+    expected = fit(comm).parameters_sha256
+    assert fit(comm, strategy="allreduce").parameters_sha256 == expected
+    result = fit(comm, strategy="parameter_server")
+    assert result.workers == comm.size - 1
+
+
+class Noisy(data.sources.ArraySource):
+    """Its samples are new ones whenever they are read."""
+
+    remote = False
+
+    def take(self, indices):
+        inputs, labels = super().take(indices)
+        return inputs + np.random.default_rng().random(inputs.shape, np.float32), labels
+
+
+class Own(data.sources.ArraySource):
+    """Its samples depend on the rank."""
+
+    taken = 0
+
+    def take(self, indices):
+        self.taken += 1
+        inputs, labels = super().take(indices)
+        return inputs + np.float32(MPI.COMM_WORLD.rank), labels
+
+
+@pytest.mark.ranks(2)
+def test_records_of_sources(comm):
+    """Those of a user's own are not read for it unless they say that they may be."""
+    fit(comm, data=Noisy(*TRAIN))
+    for remote, reads in ((None, 2), (True, 2), (False, 0)):
+        source = Own(*TRAIN)
+        if remote is not None:
+            source.remote = remote
+        if reads:
+            fit(comm, data=source)
+            assert source.taken == reads  # by the two steps
+            fit(comm, data=data.sources.Part(source, 0, 40))
+            continue
+        with pytest.raises(MismatchError, match=r"first good record, number 0, of rank \d differs"):
+            fit(comm, data=source)
+        with pytest.raises(MismatchError, match=r"first good record, number 0, of rank \d differs"):
+            fit(comm, data=data.sources.Part(source, 4, 40))
+    stream = data.sources.Stream(lambda: zip(*TRAIN, strict=True), 40)
+    fit(comm, data=stream, shuffle=False)
+
+
+class Hole(list):
+    """Samples of which one rank cannot read the first and the last."""
+
+    def __getitem__(self, index):
+        if index in (0, 39) and MPI.COMM_WORLD.rank == ODD:
+            raise OSError("torn")
+        return super().__getitem__(index)
+
+
+@pytest.mark.ranks(2)
+def test_a_record_that_one_rank_cannot_read(comm):
+    """It is found bad when it is used, and skipped by all: no reason to refuse the run."""
+    source = data.sources.Items(Hole((INPUTS[k], LABELS[k]) for k in range(40)))
+    source.remote = False
+    assert fit(comm, data=source, steps=10, max_bad=0.5).finished
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("batch", [{"x": INPUTS}, INPUTS, [INPUTS.tolist()], None])
+def test_a_source_that_gives_no_tuple(comm, batch):
+    source = type("Broken", (), {"__len__": lambda self: 40, "take": lambda self, indices: batch})()
+    with pytest.raises(
+        ConfigError, match=r"take of Broken returned .*; expected a tuple of arrays"
+    ):
+        fit(comm, data=source)
+
+
+class Pushing:
+    """A model that changes a parameter on one rank, behind everybody's back."""
+
+    def __init__(self, at):
+        self.inner, self.calls, self.at = mlp(5, 2), 0, at
+        self.parameters = self.inner.parameters
+
+    def loss_and_gradients(self, batch, gradients, ready=None):
+        self.calls += 1
+        if self.calls == self.at and MPI.COMM_WORLD.rank == ODD:
+            self.parameters["dense1.bias"] += 1e-3
+        return self.inner.loss_and_gradients(batch, gradients)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("microbatches", [None, 4])
+def test_replicas_are_compared_at_the_end(comm, microbatches):
+    """Without a store too: the digest in the summary is everybody's, or there is no summary."""
+    with pytest.raises(ReplicaError, match=r"after step 2: rank 1's 'dense1.bias' differs"):
+        fit(comm, model=Pushing(1), microbatches=microbatches)
+    assert fit(comm).finished
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("strategy", [md.AllReduce(), md.AllReduce(accumulate=2), "pieces",
+                                      md.ParameterServer(1)])  # fmt: skip
+@pytest.mark.parametrize("loss", [None, "0.1", [0.1]])
+def test_a_loss_that_is_no_number(comm, strategy, loss):
+    model = mlp(5, 2)
+    pieces = {"microbatches": 3} if strategy == "pieces" else {"strategy": strategy}
+    odd = SimpleNamespace(parameters=model.parameters, loss_and_gradients=lambda *given: loss)
+    with pytest.raises(Exception, match=r"loss_and_gradients returned (None|'0.1'|\[0.1\]); exp"):
+        fit(comm, model=odd, **pieces)
+
+
+class Failing:
+    """A model that fails at a step, when half of its gradients are told."""
+
+    def __init__(self, rank, at):
+        self.inner, self.calls, self.rank, self.at = mlp(5, 9, 2), 0, rank, at
+        self.parameters = self.inner.parameters
+
+    def loss_and_gradients(self, batch, gradients, ready=None):
+        self.calls += 1
+
+        def told(name):
+            ready(name)
+            if self.rank == ODD and self.calls == self.at:
+                raise KeyError("mine")
+
+        return self.inner.loss_and_gradients(batch, gradients, told)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("progress", ["hooks", "thread"])
+def test_an_exception_while_gradients_are_under_way(comm, progress):
+    """A bucket that the others wait for is broken off; and no thread goes on."""
+    own = comm.Dup()
+    memory_of(of(own), 1)
+    strategy = md.AllReduce("ring", bucket_bytes=64, progress=progress)
+    with pytest.raises((KeyError, MpidistError), match="mine") as caught:
+        fit(own, model=Failing(comm.rank, 4), steps=9, strategy=strategy)
+    assert isinstance(caught.value, KeyError) == (comm.rank == ODD)
+    if comm.rank == ODD:
+        assert "mpidist-progress" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    "strategy",
+    ["allreduce", "pieces", "parameter_server", md.ParameterServer(2, md.ASP(), "colocated")],
+)
+def test_an_exception_that_one_rank_catches(comm, strategy):
+    """The others do not wait for it."""
+
+    def fails(step):
+        if comm.rank == ODD and step.step == 2:
+            raise KeyError("mine")
+
+    own = comm.Dup()
+    how = {"microbatches": 4} if strategy == "pieces" else {"strategy": strategy}
+    with pytest.raises((KeyError, MpidistError), match="mine") as caught:
+        fit(own, steps=9, callbacks=[fails], **how)
+    assert isinstance(caught.value, KeyError) == (comm.rank == ODD)
+
+
+@pytest.mark.ranks(2)
+def test_an_exception_that_all_ranks_catch(comm):
+    """The communicator stays usable."""
+
+    def fails(step):
+        raise KeyError("all")
+
+    expected = fit(comm).parameters_sha256
+    for _ in range(2):
+        with pytest.raises(KeyError, match="all"):
+            fit(comm, callbacks=[fails])
+        assert fit(comm).parameters_sha256 == expected
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_is_no_communicator(comm):
+    """Arguments that were swapped, none, and a communicator that was given away."""
+    given = {"optimizer": optim.sgd(0.1), "global_batch": 8, "steps": 1}
+    for wrong, what in ((None, "comm is None"), (mlp(5, 2), "comm is Network"),
+                        (MPI.COMM_NULL, "comm is MPI.COMM_NULL")):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"md.train: {what}; expected an mpi4py comm"):
+            md.train(wrong, comm, TRAIN, **given)
+
+
+@pytest.mark.ranks(2)
+def test_an_intercommunicator_is_refused(comm):
+    mine = comm.Split(comm.rank)
+    between = mine.Create_intercomm(0, comm, 1 - comm.rank)
+    with pytest.raises(ConfigError, match="comm is an intercommunicator; expected an mpi4py comm"):
+        fit(between)
+    between.Free()
+    mine.Free()
+
+
+@pytest.mark.ranks(1, 3)
+def test_a_run_is_watched_once(comm):
+    """By the program's own watch where there is one, on some rank; on one rank by none."""
+    seen = []
+
+    def look(step):
+        seen.append([one.seconds for one in active])
+
+    fit(comm, callbacks=[look])
+    assert seen == [[600.0] if comm.size > 1 else []] * 2
+    fit(comm, callbacks=[look], watch_seconds=30)
+    assert seen[2:] == [[30.0] if comm.size > 1 else []] * 2
+    fit(comm, callbacks=[look], watch_seconds=0)
+    assert seen[4:] == [[]] * 2
+    assert active == []
+    with md.watch(comm, 50):
+        fit(comm, callbacks=[look])
+    assert seen[6:] == [[50.0]] * 2
+    with md.watch(MPI.COMM_SELF, 40) if comm.rank == 0 else nullcontext():
+        fit(comm, callbacks=[look])
+    assert seen[8:] == [[40.0] if comm.rank == 0 else []] * 2
+    assert active == []
+
+
+def test_who_differs_in_words():
+    """Pure: the fewest ranks first, one setting with its values, the names of others."""
+    a, b = {"seed": "0", "steps": "5"}, {"seed": "1", "steps": "6"}
+    everyone = [("x", a), ("y", b), ("x", None), ("x", None)]
+    assert difference(everyone) == (
+        "md.train: seed differs: rank 1 has 1, ranks 0,2,3 have 0 (and so do steps); give all "
+        "ranks the same"
+    )
+    long = [("x", {"path": "p" * 200}), ("y", {"path": "p" * 201})]
+    assert len(difference(long)) < 300
+    assert records.differing([records.Content(), records.Content("f")]) is None
