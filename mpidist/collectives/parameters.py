@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..arrays import as_array, copy_into, is_writable
-from ..context import Context, of
+from ..context import of
 from ..errors import ConfigError, MismatchError
 from ..mismatch import rank_list
+from ..run_on_all import run_on_all
 from .allreduce import allreduce
 from .rooted import broadcast
 from .transfer import check_root, element_name
@@ -52,17 +54,30 @@ def broadcast_parameters(comm, params, *, root=0):
     MismatchError
         On all ranks, when they differ in names, shapes or dtypes; the message says in which.
     """
-    context = of(comm)
-    check_root(root, comm.size)
-    named, problem = named_arrays(params)
-    for name, x in named:
-        if not is_writable(x):
-            problem = f"{name!r} is read-only; pass writable arrays, numpy.array(x) makes one"
-    lines = [f"{name!r}\t{x.shape} {element_name(x.dtype)}" for name, x in named]
-    _agree(context, comm, [f"root\t{root}", *lines], problem, root)
-    if comm.size > 1:
-        for group in _packs([x for _, x in named]):
-            _broadcast_group(comm, group, root)
+    named: list[tuple[str, Any]] = []
+
+    def describe() -> list[str]:
+        check_root(root, comm.size)
+        found, problem = named_arrays(params)
+        for name, x in found:
+            if not is_writable(x):
+                problem = f"{name!r} is read-only; pass writable arrays, numpy.array(x) makes one"
+        if problem:
+            raise ConfigError(problem)
+        named.extend(found)
+        lines = [f"{name!r}\t{x.shape} {element_name(x.dtype)}" for name, x in found]
+        return [f"root\t{operator.index(root)}", *lines]
+
+    def same(everyone: list[list[str]]) -> None:
+        differing = _difference(everyone, operator.index(root))
+        if differing is not None:
+            raise MismatchError(f"broadcast_parameters: {differing}")
+
+    with of(comm).call("broadcast_parameters"):
+        run_on_all(comm, "broadcast_parameters", describe, same, if_differs=True)
+        if comm.size > 1:
+            for group in _packs([x for _, x in named]):
+                _broadcast_group(comm, group, root)
     return params
 
 
@@ -92,23 +107,6 @@ def named_arrays(params) -> tuple[list[tuple[str, Any]], str | None]:
     return named, None
 
 
-def _agree(context: Context, comm, lines: list[str], problem: str | None, root: int) -> None:
-    """Raise one error on all ranks where a rank has a problem or another model. Collective."""
-    text = "\n".join([f"! {problem}"] if problem else lines)
-    if same_on_all(comm, text) and problem is None:
-        return
-    # All ranks have seen that something is wrong, so all of them come here.
-    texts = context.control.allgather(text)
-    error: ConfigError | MismatchError
-    if wrong := [rank for rank, other in enumerate(texts) if other.startswith("! ")]:
-        words = texts[wrong[0]].removeprefix("! ")
-        error = ConfigError(f"broadcast_parameters: {rank_list(wrong)}: {words}")
-    else:
-        error = MismatchError(f"broadcast_parameters: {_difference(texts, root)}")
-    error.everywhere = True
-    raise error
-
-
 def same_on_all(comm, text: str) -> bool:
     """Whether all ranks give the same text; the answer is the same on all. Collective.
 
@@ -121,13 +119,13 @@ def same_on_all(comm, text: str) -> bool:
     return keys[0] == -keys[1]
 
 
-def _difference(texts: list[str], root: int) -> str:
+def _difference(everyone: list[list[str]], root: int) -> str | None:
     """Say in words what the first rank that differs has, and what the root has. Pure."""
-    other = next(text for text in texts if text != texts[root])
-    odd = [rank for rank, text in enumerate(texts) if text == other]
-    got, expected = (
-        dict(line.split("\t") for line in text.split("\n")) for text in (other, texts[root])
-    )
+    other = next((lines for lines in everyone if lines != everyone[root]), None)
+    if other is None:
+        return None
+    odd = [rank for rank, lines in enumerate(everyone) if lines == other]
+    got, expected = (dict(line.split("\t") for line in lines) for lines in (other, everyone[root]))
     label = next(k for k in {**expected, **got} if got.get(k) != expected.get(k))
     here, there = (f"{label} {f[label]}" if label in f else f"no {label}" for f in (got, expected))
     return (

@@ -1,5 +1,7 @@
 """md.broadcast_parameters: a whole model from the root, in few messages, or one line why not."""
 
+import socket
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -110,11 +112,11 @@ def odd(case, rank):
         ("dtype", MismatchError, "rank 1 has 'a' (3,) float64, rank 0 (root) has 'a' (3,) float"),
         ("more", MismatchError, "rank 1 has 'c' (1,) float64, rank 0 (root) has no 'c'; all"),
         ("less", MismatchError, "rank 1 has no 'a', rank 0 (root) has 'a' (3,) float32; all"),
-        ("list", ConfigError, "rank 1: 'b': expected a NumPy, CuPy or DLPack array, got list"),
-        ("read-only", ConfigError, "rank 1: 'b' is read-only; pass writable arrays"),
-        ("objects", ConfigError, "rank 1: 'b': elements of dtype object are Python objects"),
-        ("no mapping", ConfigError, "rank 1: expected a mapping of name -> array, got list"),
-        ("method", ConfigError, "rank 1: Module.parameters is a method; pass its state_dict()"),
+        ("list", ConfigError, "'b': expected a NumPy, CuPy or DLPack array, got list"),
+        ("read-only", ConfigError, "'b' is read-only; pass writable arrays"),
+        ("objects", ConfigError, "'b': elements of dtype object are Python objects"),
+        ("no mapping", ConfigError, "expected a mapping of name -> array, got list"),
+        ("method", ConfigError, "Module.parameters is a method; pass its state_dict()"),
     ],
 )
 def test_what_differs_is_named_on_all_ranks(comm, case, error, text):
@@ -123,7 +125,8 @@ def test_what_differs_is_named_on_all_ranks(comm, case, error, text):
     with pytest.raises(error) as caught:
         md.broadcast_parameters(comm, params)
     assert caught.value.everywhere
-    assert str(caught.value).startswith(f"broadcast_parameters: {text}"), caught.value
+    who = f"rank 1 of 3 ({socket.gethostname()}): " if error is ConfigError else ""
+    assert str(caught.value).startswith(f"broadcast_parameters: {who}{text}"), caught.value
     x = np.full(3, comm.rank)
     md.broadcast_parameters(comm, {"x": x}, root=2)
     assert (x == 2).all()
