@@ -64,12 +64,18 @@ def _settle(context) -> bool:
     whoever gets a new communicator with the number of the one that is freed.
     """
     statuses, end = context.statuses, time.monotonic() + _FINISH
+
+    def listen(seconds: float) -> None:
+        # A rank that failed has not come here, even if a call that it broke off met the barrier.
+        _give_up(seconds)
+        statuses.listen()
+
     finished = _progress(context, lambda: not context.handles or time.monotonic() > end)
     wait_until(finished, _give_up)
     while True:
         statuses.take_the_rest()
         counts = np.array([statuses.said, statuses.heard, bool(context.handles)], np.int64)
-        wait_until(context.control.Iallreduce(MPI.IN_PLACE, counts, MPI.SUM).Test, _give_up)
+        wait_until(context.control.Iallreduce(MPI.IN_PLACE, counts, MPI.SUM).Test, listen)
         if counts[2]:
             return False
         if counts[0] == counts[1]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from .errors import MismatchError, MpidistError, in_one_line
+from .errors import ConfigError, MismatchError, MpidistError, in_one_line, shown
 from .mismatch import rank_list
 from .rounds import LONGEST, Polled, Private
 
@@ -151,7 +151,7 @@ def same_on_all(
 
     def texts() -> dict[str, str]:
         mine.update(local())
-        return {name: repr(value) for name, value in mine.items()}
+        return {name: _exact(name, value) for name, value in mine.items()}
 
     def same(everyone: list[dict[str, str]]) -> None:
         text = difference(everyone)
@@ -160,6 +160,13 @@ def same_on_all(
 
     run_on_all(comm, doing, texts, same, exchange=exchange, fault=fault, if_differs=True)
     return mine
+
+
+def _exact(name: str, value) -> str:
+    try:
+        return repr(value)
+    except Exception:
+        raise ConfigError(f"{name}={shown(value)}; expected a value that can be shown") from None
 
 
 def difference(everyone: Sequence[Mapping[str, str]]) -> str | None:

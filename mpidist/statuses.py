@@ -150,6 +150,7 @@ class Statuses:
             wait_until(everyone_spoke, give_up)
         except TimeoutError:
             events.emit("mismatch", waited=waited, heard=sorted(self._known))
+        self.check_raised()
         statuses = [*self._known.values(), self._status(WAITING)]
         same = [s for s in statuses if s.state != WAITING or s.sequence == self.context.sequence]
         mine = self.context.operation(self.context.sequence)

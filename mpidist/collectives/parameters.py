@@ -20,7 +20,7 @@ import numpy as np
 
 from ..arrays import as_array, copy_into, is_writable
 from ..context import of
-from ..errors import ConfigError, MismatchError
+from ..errors import ConfigError, MismatchError, shown
 from ..mismatch import rank_list
 from ..run_on_all import run_on_all
 from .allreduce import allreduce
@@ -57,7 +57,10 @@ def broadcast_parameters(comm, params, *, root=0):
     named: list[tuple[str, Any]] = []
 
     def describe() -> list[str]:
-        check_root(root, comm.size)
+        try:
+            check_root(operator.index(root), comm.size)
+        except TypeError:
+            raise ConfigError(f"root={shown(root)}; expected a rank") from None
         found, problem = named_arrays(params)
         for name, x in found:
             if not is_writable(x):

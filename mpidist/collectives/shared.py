@@ -23,7 +23,7 @@ from ..context import Context, of
 from ..cross_memory import CrossMemory
 from ..errors import ConfigError
 from ..events import Counters, emit
-from ..topology import Topology
+from ..topology import Topology, topology_of
 from .node import FLAT_BYTES, piece_length, staging_length
 from .schedule import COPY, NODE_SYNC, REDUCE, Step, length
 
@@ -96,7 +96,7 @@ class NodeMemory:
     """
 
     def __init__(self, context: Context, ranks_per_node: int | None = None):
-        self.topology = Topology(context.comm, ranks_per_node)
+        self.topology = topology_of(context, ranks_per_node)
         size = self.topology.local_size
         flags = -(-8 * LINE * size // _PAGE) * _PAGE
         flat = 2 * FLAT_BYTES
@@ -128,8 +128,7 @@ class NodeMemory:
             emit("cross_memory", reason=str(error))
 
     def close(self) -> None:
-        """Free the communicators of the topology; the memory goes with its last view."""
-        self.topology.close()
+        """Nothing to free: the memory goes with its last view, the topology with the context."""
 
 
 def memory_of(context: Context, ranks_per_node: int | None = None) -> NodeMemory:
