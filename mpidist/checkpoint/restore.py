@@ -189,14 +189,13 @@ def _agreed(comm, work) -> str | None:
         try:
             work()
         except Damaged as damage:
-            return str(damage)
+            return f"rank {comm.rank}: {damage}"
         return None
 
     def first(reasons: list) -> str | None:
-        said = [f"rank {r}: {text}" for r, text in enumerate(reasons) if text]
-        return said[0] if said else None
+        return next((text for text in reasons if text), None)
 
-    return run_on_all(comm, "restore", local, first)
+    return run_on_all(comm, "restore", local, first, if_differs=True)
 
 
 # ------------------------------------------------------------------------------ the same model
