@@ -19,6 +19,7 @@ import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from operator import attrgetter
 
 import numpy as np
 from mpi4py import MPI
@@ -28,7 +29,7 @@ from .abort import install_hook
 from .buffer_pool import BufferPool
 from .calls import Call, Running, refusal
 from .elsewhere import open_contexts
-from .errors import ClosedError, MismatchError, ProtocolError, in_one_line
+from .errors import ClosedError, MismatchError, ProtocolError, described
 from .leaving import leave_together
 from .mismatch import BROKEN, RAISED, Signature
 from .statuses import HISTORY, Statuses
@@ -248,7 +249,7 @@ class Context:
             return
         self.unconfirmed = True
         self.begun += 1
-        self.history.append(Signature(RAISED, _in_words(error), ""))
+        self.history.append(Signature(RAISED, described(error), ""))
         self.statuses.tell_raised(self.sequence)
 
     def break_off(self, error: BaseException, sequence: int | None = None) -> None:
@@ -263,7 +264,7 @@ class Context:
         begun = self.operation(number)
         text = (
             f"{begun.kind if begun else 'operation'} #{number} was broken off by rank {self.rank} "
-            f"of {self.size} ({self.host}): {_in_words(error)}"
+            f"of {self.size} ({self.host}): {described(error)}"
         )
         self.statuses.sentence(text, BROKEN)
 
@@ -329,15 +330,6 @@ class Context:
         self.control.Free()
 
 
-def _in_words(error: BaseException) -> str:
-    """Name an exception in one line, also one that cannot be printed."""
-    try:
-        text = in_one_line(str(error))
-    except Exception:
-        text = "(its text cannot be made)"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def _duplicate(comm: MPI.Comm) -> MPI.Comm:
     """Return a duplicate. Collective, polled."""
     made, request = comm.Idup()
@@ -391,8 +383,8 @@ def free(comm: MPI.Comm) -> None:
 def _close_all() -> None:
     if MPI.Is_finalized():
         return
-    # In one order on all ranks, also where threads have made them.
-    for context in sorted(open_contexts, key=lambda one: one.identity):
+    # One order on all ranks, also where threads have made them.
+    for context in sorted(open_contexts, key=attrgetter("identity")):
         try:
             context.close()
         except MismatchError as error:

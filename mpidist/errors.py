@@ -135,3 +135,12 @@ def nearest(given: str, known) -> str:
 
     close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def described(error: BaseException) -> str:
+    """Name an exception in one line, also one whose text cannot be made. Local."""
+    try:
+        text = in_one_line(str(error))
+    except BaseException as other:
+        text = f"(its text raises {type(other).__name__})"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

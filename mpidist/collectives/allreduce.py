@@ -79,7 +79,9 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
             algorithm = algorithms.in_order(algorithm)
         if isinstance(x, Arena):
             if out is not None:
-                raise ConfigError("an arena is reduced in place; copy what is needed and leave out=")
+                raise ConfigError(
+                    "an arena is reduced in place; copy what is needed and leave out="
+                )
             total = _total(context, op, weight, algorithm)
             arenas.find(context, x, op, algorithm)(weight, total)
             return x
