@@ -24,7 +24,8 @@ export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
 .PHONY: help run test test-unit test-mpi test-launch test-cluster test-slurm test-net test-gpu \
-        test-floor test-hdf5 lint bench bench-simulate bench-net soak soak-recovery docs clean
+        test-floor test-hdf5 lint bench bench-simulate bench-net soak soak-threads \
+        soak-recovery docs clean
 
 help:
 	@echo "make run          train LeNet on 4 ranks, stop half way, go on with 3"
@@ -37,7 +38,7 @@ help:
 	@echo "make test-hdf5    checkpoints with parallel HDF5 (apt-get install libhdf5-openmpi-dev)"
 	@echo "make bench        figures on this machine;  bench-net: on shaped networks (root)"
 	@echo "make bench-simulate  fit, predict and measure on the shaped network (root)"
-	@echo "make lint soak soak-recovery docs clean"
+	@echo "make lint soak soak-threads soak-recovery docs clean"
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -127,6 +128,9 @@ soak: $(VENV)/.test
 	$(EXEC) 2 $(BIN)/python tests/soak/soak.py
 	$(BIN)/python tests/soak/killed_saves.py 200
 	$(BIN)/python tests/soak/killed_saves.py 200 3600 1
+
+soak-threads: $(VENV)/.test
+	$(EXEC) 2 $(BIN)/python tests/soak/threads.py
 
 soak-recovery: $(VENV)/.test
 	$(BIN)/python tests/launch/programs/killed_often.py 100
