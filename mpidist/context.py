@@ -78,6 +78,7 @@ class Context:
         self.store: dict = {}
         self.pool = BufferPool()
         self.begun = 0  # operations, without those that plans count
+        self.chain = 0  # of the operations in which not every rank waits for all: `transfer`
         self.history: deque[Signature] = deque(maxlen=HISTORY)
         self.failed: str | None = None
         #: True: whoever begins an operation must ask `begin` whether it may. So while a call is
@@ -201,9 +202,12 @@ class Context:
         self.agree(signature)
         self.under_way = False
 
-    def tag(self, signature: Signature, number: int) -> int:
-        """Message tag of operation `number`: a rank in another operation never matches it."""
-        return (signature.key ^ (number * 0x9E3779B97F4A7C15)) % self.tag_limit
+    def tag(self, number: int) -> int:
+        """Message tag of operation `number`, of no other one that is under way.
+
+        What a rank is doing under that number stands in its first message: `executor.heading`.
+        """
+        return number % self.tag_limit
 
     # -- waiting -----------------------------------------------------------------------
 

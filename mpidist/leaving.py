@@ -22,6 +22,12 @@ from .waiting import wait_until
 #: Seconds that nonblocking operations have to end in when all ranks have left.
 _FINISH = 5.0
 
+#: What is known where ranks remember different operations: `Context.chain`.
+CHAIN_DIFFERS = (
+    "the ranks made different calls earlier, in which none of them waited for another; "
+    "all ranks must make the same calls, with the same root"
+)
+
 
 class _NotWaited(Exception):
     """A process that leaves with an error does not wait for those that go on."""
@@ -74,12 +80,15 @@ def _settle(context) -> bool:
     wait_until(finished, _give_up)
     while True:
         statuses.take_the_rest()
-        counts = np.array([statuses.said, statuses.heard, bool(context.handles)], np.int64)
+        facts = [statuses.said, statuses.heard, bool(context.handles), context.chain]
+        counts = np.array(facts, np.int64)
         wait_until(context.control.Iallreduce(MPI.IN_PLACE, counts, MPI.SUM).Test, listen)
         if counts[2]:
             return False
         if counts[0] == counts[1]:
             statuses.check_raised()
+            if counts[3] != context.chain * context.size:
+                statuses.fail(f"{CHAIN_DIFFERS}; md.free found it")
             return True
 
 

@@ -8,6 +8,7 @@ The first ``count % parts`` blocks are one element longer, so blocks differ by o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -36,11 +37,16 @@ class BlockPartition(NamedTuple):
 
     def bounds(self) -> list[int]:
         """All ``parts + 1`` block bounds."""
-        return [self.start(part) for part in range(self.parts + 1)]
+        base, extra = divmod(self.count, self.parts)
+        long = extra * (base + 1)
+        # Both kinds of blocks are strides; those of no elements all begin, and end, at `count`.
+        rest = range(long, self.count + 1, base) if base else [long] * (self.parts - extra + 1)
+        return [*range(0, long, base + 1), *rest]
 
     def counts(self) -> list[int]:
         """All block lengths."""
-        return [self.size(part) for part in range(self.parts)]
+        base, extra = divmod(self.count, self.parts)
+        return [base + 1] * extra + [base] * (self.parts - extra)
 
     def owner(self, element: int) -> int:
         """Block that holds `element`."""
@@ -53,10 +59,7 @@ class BlockPartition(NamedTuple):
 
 def bounds_of(counts: Sequence[int]) -> list[int]:
     """Running sum of `counts`, beginning with 0: the bounds of uneven blocks. Local."""
-    bounds = [0]
-    for count in counts:
-        bounds.append(bounds[-1] + count)
-    return bounds
+    return list(itertools.accumulate(counts, initial=0))
 
 
 def overlaps(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:

@@ -20,9 +20,30 @@ TREE_SEGMENT_BYTES = 60 << 10
 MAX_TREE_SEGMENTS = 512
 
 
+#: Segments of all chunks together: what bounds a plan. Below 8,192 ranks it is never reached.
+MAX_SCHEDULE = 1 << 17
+#: Scratch that a schedule may take: more is refused, for some rank would run out of memory.
+MAX_SCRATCH = 4 << 30
+
+
 def segments(nbytes: int, size: int) -> int:
     """Number of segments of one ring chunk of a vector of `nbytes`. Local."""
-    return max(1, min(MAX_SEGMENTS, nbytes // max(size, 1) // SEGMENT_BYTES))
+    size = max(size, 1)
+    most = min(MAX_SEGMENTS, MAX_SCHEDULE // size)
+    return max(1, min(most, nbytes // size // SEGMENT_BYTES))
+
+
+def check_scratch(name: str, size: int, n: int, itemsize: int) -> None:
+    """Raise ConfigError where a rank would keep all ranks' vectors, and they are too long. Local.
+
+    The figure follows from the problem, so all ranks refuse alike.
+    """
+    nbytes = (size - 1) * n * itemsize
+    if name in EVERY_VECTOR and nbytes > MAX_SCRATCH:
+        raise ConfigError(
+            f"algorithm={name!r} keeps the vectors of all {size} ranks: {nbytes / 2**30:.1f} GiB "
+            f"of scratch, expected at most {MAX_SCRATCH >> 30} GiB; use 'auto'"
+        )
 
 
 def _ring(size, rank, n, itemsize):
@@ -51,6 +72,9 @@ def _double_tree(size, rank, n, itemsize):
 def _plain(build: Callable) -> Callable:
     return lambda size, rank, problem, itemsize: build(size, rank, problem)
 
+
+#: Algorithms that receive every rank's whole vector before they add.
+EVERY_VECTOR = ("direct", "naive")
 
 ALLREDUCE: dict[str, Callable] = {
     "ring": _ring,

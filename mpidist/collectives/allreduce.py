@@ -13,6 +13,7 @@ from ..arrays import as_array, is_writable
 from ..context import Context, contexts, of, running
 from ..errors import ClosedError, ConfigError
 from . import algorithms, arenas
+from .executor import heading
 from .plans import Plan, find, release
 
 _ndarray = np.ndarray
@@ -110,8 +111,10 @@ class Handle:
             return
         self.program = plan.engine.program
         self.work = plan.load(target, weight, fresh=not plan.in_place(target))
-        tag = context.tag(plan.signature, number)
-        self.run = self.program.start(context.data, self.work, tag)
+        header = heading(context, plan.engine.key)
+        self.run = self.program.start(
+            context.data, self.work, context.tag(number), header, context
+        )
         running.append(self)
 
     def test(self) -> bool:

@@ -24,7 +24,7 @@ from . import arenas, node
 from .algorithms import MEASURED, NATIVE, NODE
 from .allreduce import TWO_HOP_RANKS, Handle, nonblocking
 from .engines import SlotSpace
-from .executor import Program, Run
+from .executor import Program, Run, heading
 from .hierarchical import lane_steps, lanes_of, total_of
 from .reductions import resolve
 from .shared import ORDERED, SharedProgram
@@ -135,7 +135,8 @@ class LaneRun:
 
     def __init__(self, bucket: LaneBucket):
         self.bucket, self.context = bucket, bucket.context
-        self.tag = self.context.tag(bucket.signature, self.context.begin(bucket.signature))
+        self.tag = self.context.tag(self.context.begin(bucket.signature))
+        self.header = heading(self.context, bucket.key)
         bucket.count += 1
         self.sequence = self.context.sequence
         self.lane: Run | None = None
@@ -181,7 +182,9 @@ class LaneRun:
             return False
         bucket.add.compute(1)
         if bucket.program is not None:
-            self.lane = bucket.program.start(self.context.data, bucket.part, self.tag)
+            self.lane = bucket.program.start(
+                self.context.data, bucket.part, self.tag, self.header, self.context
+            )
         self._stage = self._show
         return True
 

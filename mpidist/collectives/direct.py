@@ -55,20 +55,21 @@ def _exchange(size: int, rank: int, outgoing: list[Range], home: Range, n: int) 
     return steps
 
 
-def allgather(size: int, rank: int, counts: Sequence[int]) -> list[Step]:
+def allgather(
+    size: int, rank: int, counts: Sequence[int], *, first_round: int = 0
+) -> list[Step]:
     """Everyone sends its block to everyone."""
-    bounds = bounds_of(counts)
+    blocks = list(itertools.pairwise(bounds_of(counts)))
     others = [(rank + k) % size for k in range(1, size)]
-    steps = [send(0, q, (bounds[rank], bounds[rank + 1])) for q in others]
-    return steps + [recv(0, q, (bounds[q], bounds[q + 1])) for q in reversed(others)]
+    steps = [send(first_round, q, blocks[rank]) for q in others]
+    return steps + [recv(first_round, q, blocks[q]) for q in reversed(others)]
 
 
 def two_hop(size: int, rank: int, n: int) -> list[Step]:
     """Everyone adds one block and sends it to everyone: two rounds, and the bytes of a ring."""
     counts = BlockPartition(n, size).counts()
     scattered = reduce_scatter(size, rank, counts)
-    gathered = allgather(size, rank, counts) if size > 1 else []
-    return scattered + [step._replace(round=1) for step in gathered]
+    return scattered + allgather(size, rank, counts, first_round=1)
 
 
 def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:

@@ -16,7 +16,7 @@ from ..events import Runs, emit
 from ..mismatch import Signature
 from . import algorithms, cross, flat, node
 from .cross import CrossProgram
-from .executor import Program
+from .executor import Program, execute
 from .flat import Flat
 from .hierarchical import Hierarchical, lanes_of
 from .native import Blocking, Staged, can_stage
@@ -31,13 +31,11 @@ class Scheduled:
 
     def __init__(self, context: Context, signature: Signature, program: Program):
         self.context, self.signature, self.program = context, signature, program
-        self.counters = program.counters
+        self.key, self.counters = signature.key, program.counters
 
     def __call__(self, work, sequence: int, total) -> None:
         """Reduce the flat vector `work` in place and wait. Collective."""
-        context = self.context
-        tag = context.tag(self.signature, sequence)
-        context.wait(self.program.start(context.data, work, tag).test)
+        execute(self.context, self.program, work, self.key, sequence)
 
     def close(self) -> None:
         """Nothing to free: scratch is memory of Python's."""
@@ -101,6 +99,7 @@ def make(context: Context, signature: Signature, reduction: Reduction, shape, na
             return Flat(context, signature, reduction, shape, memory), None
         return None, _on_nodes(context, signature, reduction, n, memory, name)
     build = algorithms.ALLREDUCE[name]
+    algorithms.check_scratch(name, context.size, n, reduction.work.itemsize)
     steps = build(context.size, context.rank, n, reduction.work.itemsize)
     program = Program(steps, n, reduction.work, reduction.ufunc)
     return None, Scheduled(context, signature, program)

@@ -23,7 +23,7 @@ from ..partition import BlockPartition
 from ..topology import Topology
 from . import algorithms
 from .cross import CrossProgram
-from .executor import Program
+from .executor import Program, execute
 from .reductions import Reduction
 from .schedule import Step
 from .shared import Gate, SharedProgram
@@ -35,7 +35,15 @@ RING_BYTES = 256 << 10
 
 def lanes_of(topology: Topology) -> int:
     """How many ranks of each node exchange with other nodes: the size of the smallest. Local."""
-    return min(topology.node_of.count(node) for node in range(topology.nodes))
+    return int(np.bincount(topology.node_of).min())
+
+
+def peers_of(topology: Topology, lane: int) -> list[int]:
+    """Return the rank that takes part in `lane`, of each node. Local; one pass over the ranks."""
+    nodes = np.asarray(topology.node_of)
+    by_node = np.argsort(nodes, kind="stable")  # a node's ranks one after the other, ascending
+    starts = np.cumsum(np.bincount(nodes)) - np.bincount(nodes)
+    return by_node[starts + lane].tolist()
 
 
 def lane_steps(
@@ -44,9 +52,9 @@ def lane_steps(
     """Steps of the exchange of lane `lane`'s `n` elements between the nodes, by real ranks."""
     if name is None:
         name = "ring" if n * itemsize > RING_BYTES else "butterfly"
-    peers = [topology.members(node)[lane] for node in range(topology.nodes)]
+    peers = [*peers_of(topology, lane), -1]  # the last one for steps that have no peer
     steps = algorithms.ALLREDUCE[name](topology.nodes, topology.node, n, itemsize)
-    return [step._replace(peer=peers[step.peer] if step.peer >= 0 else -1) for step in steps]
+    return [Step(round, kind, peers[peer], *spans) for round, kind, peer, *spans in steps]
 
 
 def total_of(*programs) -> Counters:
@@ -75,6 +83,7 @@ class Hierarchical:
     ):
         self.context, self.signature, self.reduction = context, signature, reduction
         self.gate, self.first, self.second = gate, *halves
+        self.key = signature.key
         lanes, lane = lanes_of(topology), topology.local_rank
         self.part = BlockPartition(n, lanes).range(lane) if lane < lanes else (0, 0)
         self.program: Program | None = None
@@ -89,11 +98,9 @@ class Hierarchical:
         context, gate = self.context, self.gate
         divisor = work.dtype.type(total) if self.reduction.mean else None
         self.second.prepare(gate, work)
-        self.first.run(gate, self.signature.key, work, None)
+        self.first.run(gate, self.key, work, None)
         if self.program is not None:
-            part = work[slice(*self.part)]
-            tag = context.tag(self.signature, sequence)
-            context.wait(self.program.start(context.data, part, tag).test)
+            execute(context, self.program, work[slice(*self.part)], self.key, sequence)
         self.second.run(gate, None, work, divisor)
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ Patarasuk and Yuan, JPDC 69(2), 2009, doi 10.1016/j.jpdc.2008.09.002.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from ..partition import BlockPartition, bounds_of
@@ -24,13 +25,13 @@ from .schedule import Step, combine, cut, length, recv, send
 
 def reduce_scatter(size: int, rank: int, counts: Sequence[int], *, segments: int = 1) -> list[Step]:
     """Rank r ends with the sum of block r of uneven blocks `counts`, in place in the vector."""
-    bounds = bounds_of(counts)
-    scratch = bounds[-1]
+    blocks = list(itertools.pairwise(bounds_of(counts)))
+    scratch = blocks[-1][1]
     right, left = (rank + 1) % size, (rank - 1) % size
     steps: list[Step] = []
     for round in range(size - 1):
-        outgoing = _block(bounds, (rank - round - 1) % size)
-        incoming = _block(bounds, (rank - round - 2) % size)
+        outgoing = blocks[(rank - round - 1) % size]
+        incoming = blocks[(rank - round - 2) % size]
         steps += [send(round, right, part) for part in cut(outgoing, segments)]
         for part in cut(incoming, segments):
             # Every round receives into scratch of its own: all receives can be posted at once.
@@ -45,12 +46,12 @@ def allgather(
     size: int, rank: int, counts: Sequence[int], *, segments: int = 1, first_round: int = 0
 ) -> list[Step]:
     """Every rank ends with all blocks; rank r begins with block r in its place."""
-    bounds = bounds_of(counts)
+    blocks = list(itertools.pairwise(bounds_of(counts)))
     right, left = (rank + 1) % size, (rank - 1) % size
     steps: list[Step] = []
     for round in range(size - 1):
-        outgoing = _block(bounds, (rank - round) % size)
-        incoming = _block(bounds, (rank - round - 1) % size)
+        outgoing = blocks[(rank - round) % size]
+        incoming = blocks[(rank - round - 1) % size]
         steps += [send(first_round + round, right, part) for part in cut(outgoing, segments)]
         steps += [recv(first_round + round, left, part) for part in cut(incoming, segments)]
     return steps
@@ -62,7 +63,3 @@ def allreduce(size: int, rank: int, n: int, *, segments: int = 1) -> list[Step]:
     return reduce_scatter(size, rank, counts, segments=segments) + allgather(
         size, rank, counts, segments=segments, first_round=size - 1
     )
-
-
-def _block(bounds: Sequence[int], index: int) -> tuple[int, int]:
-    return bounds[index], bounds[index + 1]
