@@ -112,9 +112,7 @@ class Handle:
         self.program = plan.engine.program
         self.work = plan.load(target, weight, fresh=not plan.in_place(target))
         header = heading(context, plan.engine.key)
-        self.run = self.program.start(
-            context.data, self.work, context.tag(number), header, context
-        )
+        self.run = self.program.start(context.data, self.work, context.tag(number), header, context)
         running.append(self)
 
     def test(self) -> bool:

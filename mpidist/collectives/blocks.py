@@ -5,18 +5,21 @@ from __future__ import annotations
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import as_array, copy_into, is_writable, mpi_empty
+from ..arrays import array_module, as_array, copy_into, mpi_empty
 from ..context import Context, of
 from ..errors import ConfigError
 from ..mismatch import Signature
-from ..partition import BlockPartition, bounds_of
 from . import algorithms
 from .native import handshake
 from .reductions import finish_mean, native_op, resolve
 from .transfer import (
     block_lengths,
+    bounds_at,
     check_counts,
+    check_out,
+    counts_text,
     element_name,
+    equal_counts,
     packed_copy,
     prepared,
     run_program,
@@ -52,43 +55,45 @@ def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"
     The first half of Patarasuk and Yuan's ring, JPDC 69(2), 2009: (p-1)/p N bytes per rank.
     """
     context = of(comm)
-    x = as_array(x)
-    algorithms.check_name(algorithm, algorithms.REDUCE_SCATTER, "reduce_scatter")
-    rows, width = _rows(x)
-    if counts is None:
-        counts = BlockPartition(rows, comm.size).counts()
-    counts = check_counts(counts, rows, comm.size)
-    reduction = resolve(op, x.dtype)
-    elements = [count * width for count in counts]
-    shape = (counts[comm.rank], *x.shape[1:])
-    name = "ring" if algorithm == algorithms.MEASURED else algorithm
-    signature = Signature(
-        "reduce_scatter", x.dtype.name, str(x.shape), reduction.name, name, f"counts={counts}"
-    )
-    work = packed_copy(x, reduction, name == algorithms.NATIVE)
-    start, stop = bounds_of(elements)[comm.rank : comm.rank + 2]
-    if comm.size > 1:
-        if name == algorithms.NATIVE:
+    with context.call("reduce_scatter"):
+        x = as_array(x)
+        algorithms.check_name(algorithm, algorithms.REDUCE_SCATTER, "reduce_scatter")
+        rows, width = _rows(x)
+        lengths = (
+            equal_counts(rows, comm.size)
+            if counts is None
+            else check_counts(counts, rows, comm.size)
+        )
+        reduction = resolve(op, x.dtype)
+        shape = (int(lengths[comm.rank]), *x.shape[1:])
+        check_out(out, x.dtype, shape)
+        name = "ring" if algorithm == algorithms.MEASURED else algorithm
+        signature = Signature(
+            "reduce_scatter", x.dtype.name, str(x.shape), reduction.name, name, counts_text(lengths)
+        )
+        work = packed_copy(x, reduction, name == algorithms.NATIVE)
+        elements = lengths * width
+        if comm.size == 1:
+            context.begin(signature)
+        elif name == algorithms.NATIVE:
             _native_reduce_scatter(context, signature, reduction, work, elements)
         else:
             build = algorithms.REDUCE_SCATTER[name]
             plan = prepared(context, signature, build, elements, reduction.work, reduction.ufunc)
             run_program(context, signature, plan, work)
-    else:
-        context.begin(signature)
-    # A copy: a view would keep the memory of the whole for as long as the block lives.
-    block = work[start:stop].copy()
-    finish_mean(reduction, block, comm.size)
-    return _deliver(block.reshape(shape), x, out, shape)
+        # A copy: a view would keep the memory of the whole for as long as the block lives.
+        block = work[slice(*bounds_at(elements, comm.rank))].copy()
+        finish_mean(reduction, block, comm.size)
+        return _deliver(block.reshape(shape), x, out, shape)
 
 
 def _native_reduce_scatter(context: Context, signature, reduction, work, elements) -> None:
     context.begin(signature)
     handshake(context)(signature.key)
-    start, stop = bounds_of(elements)[context.rank : context.rank + 2]
+    start, stop = bounds_at(elements, context.rank)
     op = native_op(reduction)
     block = mpi_empty(stop - start, work.dtype, like=work)
-    context.data.Reduce_scatter(work, block, elements, op)
+    context.data.Reduce_scatter(work, block, elements.tolist(), op)
     work[start:stop] = block
     context.sent.native_calls += 1
     context.sent.native_bytes += work.nbytes
@@ -117,35 +122,37 @@ def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
         As for `allreduce`, and for a block whose length is not what `counts` says.
     """
     context = of(comm)
-    x = as_array(x)
-    algorithms.check_name(algorithm, algorithms.ALLGATHER, "allgather")
-    rows, width = _rows(x)
-    name = "ring" if algorithm == algorithms.MEASURED else algorithm
-    trailing = x.shape[1:]
-    signature = Signature("allgather", element_name(x.dtype), f"(*, {trailing})", "", name)
-    counts = block_lengths(context, signature, counts, rows)
-    elements = [count * width for count in counts]
-    bounds = bounds_of(elements)
-    whole = mpi_empty(bounds[-1], x.dtype, like=x)
-    mine = whole[bounds[comm.rank] : bounds[comm.rank + 1]]
-    copy_into(mine.reshape(x.shape), x)
-    signature = signature._replace(extra=f"counts={counts}")
-    if comm.size == 1:
-        context.begin(signature)
-    elif name == algorithms.NATIVE:
-        context.begin(signature)
-        handshake(context)(signature.key)
-        item = x.dtype.itemsize
-        spec = [whole.view(np.uint8), [e * item for e in elements], None, MPI.BYTE]
-        context.data.Allgatherv(MPI.IN_PLACE, spec)
-        context.sent.native_calls += 1
-        context.sent.native_bytes += mine.nbytes
-    else:
-        build = algorithms.ALLGATHER[name]
-        plan = prepared(context, signature, build, elements, x.dtype, np.add)
-        run_program(context, signature, plan, whole)
-    shape = (sum(counts), *trailing)
-    return _deliver(whole.reshape(shape), x, out, shape)
+    with context.call("allgather"):
+        x = as_array(x)
+        algorithms.check_name(algorithm, algorithms.ALLGATHER, "allgather")
+        rows, width = _rows(x)
+        check_out(out, x.dtype)
+        name = "ring" if algorithm == algorithms.MEASURED else algorithm
+        trailing = x.shape[1:]
+        signature = Signature("allgather", element_name(x.dtype), f"(*, {trailing})", "", name)
+        lengths = block_lengths(context, signature, counts, rows)
+        shape = (int(lengths.sum()), *trailing)
+        check_out(out, x.dtype, shape)
+        elements = lengths * width
+        whole = mpi_empty(shape[0] * width, x.dtype, like=x)
+        mine = whole[slice(*bounds_at(elements, comm.rank))]
+        copy_into(mine.reshape(x.shape), x)
+        signature = signature._replace(extra=counts_text(lengths))
+        if comm.size == 1:
+            context.begin(signature)
+        elif name == algorithms.NATIVE:
+            context.begin(signature)
+            handshake(context)(signature.key)
+            nbytes = (elements * x.dtype.itemsize).tolist()
+            spec = [whole.view(np.uint8), nbytes, None, MPI.BYTE]
+            context.data.Allgatherv(MPI.IN_PLACE, spec)
+            context.sent.native_calls += 1
+            context.sent.native_bytes += mine.nbytes
+        else:
+            build, agreed = algorithms.ALLGATHER[name], counts is None
+            plan = prepared(context, signature, build, elements, x.dtype, np.add, agreed=agreed)
+            run_program(context, signature, plan, whole)
+        return _deliver(whole.reshape(shape), x, out, shape)
 
 
 def _rows(x) -> tuple[int, int]:
@@ -160,14 +167,7 @@ def _deliver(block, like, out, shape):
     if out is None:
         if isinstance(like, np.ndarray):
             return block if block.dtype == like.dtype else block.astype(like.dtype)
-        from ..arrays import array_module
-
         out = array_module(like).empty(shape, like.dtype)
     out = as_array(out)
-    if out.shape != tuple(shape) or out.dtype != like.dtype or not is_writable(out):
-        raise ConfigError(
-            f"out has shape {out.shape} and dtype {out.dtype}; expected a writable array of shape "
-            f"{tuple(shape)} and dtype {like.dtype}"
-        )
     copy_into(out, block)
     return out

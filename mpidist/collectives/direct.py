@@ -55,9 +55,7 @@ def _exchange(size: int, rank: int, outgoing: list[Range], home: Range, n: int) 
     return steps
 
 
-def allgather(
-    size: int, rank: int, counts: Sequence[int], *, first_round: int = 0
-) -> list[Step]:
+def allgather(size: int, rank: int, counts: Sequence[int], *, first_round: int = 0) -> list[Step]:
     """Everyone sends its block to everyone."""
     blocks = list(itertools.pairwise(bounds_of(counts)))
     others = [(rank + k) % size for k in range(1, size)]

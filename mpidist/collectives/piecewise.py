@@ -69,7 +69,8 @@ class PieceSum:
         facts = f"{pieces} pieces, {votes} votes"
         self._signature = Signature("piece_sum", self.dtype.name, f"({n})", "sum", "ordered", facts)
         xp = np if like is None else array_module(like)
-        slots = self._slots() if xp is np else None
+        with self.context.call("piece_sum"):
+            slots = self._slots() if xp is np else None
         if slots is None:
             self._engine = None
             self.rows = xp.zeros((ordered.depth(start, stop, pieces), n), self.dtype)
@@ -179,13 +180,14 @@ class PieceSum:
         for k, vote in enumerate(votes):
             counted[0, k] = vote
         context = self.context
-        if context.size == 1:
-            context.begin(self._signature)
-        elif self._engine is not None:
-            self._engine(self.rows[0], context.begin(self._signature, self._runs), None)
-        else:
-            self._exchange(self.rows[: self.held].reshape(-1))
-        copy_into(out, self.rows[0])
+        with context.call("piece_sum"):
+            if context.size == 1:
+                context.begin(self._signature)
+            elif self._engine is not None:
+                self._engine(self.rows[0], context.begin(self._signature, self._runs), None)
+            else:
+                self._exchange(self.rows[: self.held].reshape(-1))
+            copy_into(out, self.rows[0])
         self._stack.clear()
         self._next = self.mine.start
 

@@ -17,16 +17,19 @@ from ..arrays import (
 from ..context import Context, of
 from ..errors import ConfigError
 from ..mismatch import Signature
-from ..partition import BlockPartition, bounds_of
 from . import algorithms
 from .blocks import _deliver, _rows
 from .native import handshake
 from .reductions import finish_mean, native_op, resolve
 from .transfer import (
     block_lengths,
+    bounds_at,
     check_counts,
+    check_out,
     check_root,
+    counts_text,
     element_name,
+    equal_counts,
     from_root,
     packed_copy,
     prepared,
@@ -56,29 +59,32 @@ def broadcast(comm, x, *, root=0, algorithm="auto"):
         On all ranks, when they differ in shape, dtype, root or order of calls.
     """
     context = of(comm)
-    x = as_array(x)
-    algorithms.check_name(algorithm, algorithms.BROADCAST, "broadcast")
-    check_root(root, comm.size)
-    if not is_writable(x):
-        raise ConfigError(f"array of shape {x.shape} is read-only; broadcast writes it in place")
-    name = "tree" if algorithm == algorithms.MEASURED else algorithm
-    dtype = element_name(x.dtype)
-    signature = Signature("broadcast", dtype, str(x.shape), "", name, f"root={root}")
-    if comm.size == 1:
-        context.begin(signature)
+    with context.call("broadcast"):
+        x = as_array(x)
+        algorithms.check_name(algorithm, algorithms.BROADCAST, "broadcast")
+        root = check_root(root, comm.size)
+        if not is_writable(x):
+            raise ConfigError(
+                f"array x of shape {x.shape} is read-only; broadcast writes it in place"
+            )
+        name = "tree" if algorithm == algorithms.MEASURED else algorithm
+        dtype = element_name(x.dtype)
+        signature = Signature("broadcast", dtype, str(x.shape), "", name, f"root={root}")
+        if comm.size == 1:
+            context.begin(signature)
+            return x
+        work = _packed(x)
+        if name == algorithms.NATIVE:
+            _native(context, signature, work.nbytes)
+            for part in _byte_pieces(work):
+                context.data.Bcast([part, MPI.BYTE], root)
+        else:
+            build = algorithms.BROADCAST[name]
+            plan = prepared(context, signature, build, work.size, work.dtype, np.add, root=root)
+            run_program(context, signature, plan, work)
+        if not (x.flags.c_contiguous and mpi_direct(x)):
+            copy_into(x, work.reshape(x.shape))
         return x
-    work = _packed(x)
-    if name == algorithms.NATIVE:
-        _native(context, signature, work.nbytes)
-        for part in _byte_pieces(work):
-            context.data.Bcast([part, MPI.BYTE], root)
-    else:
-        build = algorithms.BROADCAST[name]
-        plan = prepared(context, signature, build, work.size, work.dtype, np.add, root=root)
-        run_program(context, signature, plan, work)
-    if not (x.flags.c_contiguous and mpi_direct(x)):
-        copy_into(x, work.reshape(x.shape))
-    return x
 
 
 def reduce(comm, x, op="sum", *, root=0, out=None, algorithm="auto"):
@@ -105,34 +111,38 @@ def reduce(comm, x, op="sum", *, root=0, out=None, algorithm="auto"):
         As for `allreduce`.
     """
     context = of(comm)
-    x = as_array(x)
-    algorithms.check_name(algorithm, algorithms.REDUCE, "reduce")
-    check_root(root, comm.size)
-    reduction = resolve(op, x.dtype)
-    name = "tree" if algorithm == algorithms.MEASURED else algorithm
-    signature = Signature(
-        "reduce", x.dtype.name, str(x.shape), reduction.name, name, f"root={root}"
-    )
-    work = packed_copy(x, reduction, name == algorithms.NATIVE)
-    if comm.size == 1:
-        context.begin(signature)
-    elif name == algorithms.NATIVE:
-        _native(context, signature, work.nbytes)
-        mpi_op = native_op(reduction)
+    with context.call("reduce"):
+        x = as_array(x)
+        algorithms.check_name(algorithm, algorithms.REDUCE, "reduce")
+        root = check_root(root, comm.size)
+        reduction = resolve(op, x.dtype)
+        algorithms.check_scratch(algorithm, comm.size, x.size, reduction.work.itemsize)
         if comm.rank == root:
-            context.data.Reduce(MPI.IN_PLACE, work, mpi_op, root)
-        else:
-            context.data.Reduce(work, None, mpi_op, root)
-    else:
-        build = algorithms.REDUCE[name]
-        plan = prepared(
-            context, signature, build, work.size, reduction.work, reduction.ufunc, root=root
+            check_out(out, x.dtype, x.shape)
+        name = "tree" if algorithm == algorithms.MEASURED else algorithm
+        signature = Signature(
+            "reduce", x.dtype.name, str(x.shape), reduction.name, name, f"root={root}"
         )
-        run_program(context, signature, plan, work)
-    if comm.rank != root:
-        return None
-    finish_mean(reduction, work, comm.size)
-    return _deliver(work.reshape(x.shape), x, out, x.shape)
+        work = packed_copy(x, reduction, name == algorithms.NATIVE)
+        if comm.size == 1:
+            context.begin(signature)
+        elif name == algorithms.NATIVE:
+            _native(context, signature, work.nbytes)
+            mpi_op = native_op(reduction)
+            if comm.rank == root:
+                context.data.Reduce(MPI.IN_PLACE, work, mpi_op, root)
+            else:
+                context.data.Reduce(work, None, mpi_op, root)
+        else:
+            build = algorithms.REDUCE[name]
+            plan = prepared(
+                context, signature, build, work.size, reduction.work, reduction.ufunc, root=root
+            )
+            run_program(context, signature, plan, work)
+        if comm.rank != root:
+            return None
+        finish_mean(reduction, work, comm.size)
+        return _deliver(work.reshape(x.shape), x, out, x.shape)
 
 
 def gather(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
@@ -142,38 +152,47 @@ def gather(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
     reduce whose operation is concatenation. algorithm: "auto" (direct), "direct", "native".
     """
     context = of(comm)
-    x = as_array(x)
-    algorithms.check_name(algorithm, algorithms.GATHER, "gather")
-    check_root(root, comm.size)
-    rows, width = _rows(x)
-    name = "direct" if algorithm == algorithms.MEASURED else algorithm
-    dtype = element_name(x.dtype)
-    signature = Signature("gather", dtype, f"(*, {x.shape[1:]})", "", name, f"root={root}")
-    counts = block_lengths(context, signature, counts, rows)
-    elements = [count * width for count in counts]
-    bounds = bounds_of(elements)
-    whole = mpi_empty(bounds[-1] if comm.rank == root else 0, x.dtype, like=x)
-    signature = signature._replace(extra=f"root={root} counts={counts}")
-    vector = whole if comm.rank == root else _SparseVector(bounds, comm.rank, _packed(x))
-    if comm.rank == root:
-        copy_into(whole[bounds[root] : bounds[root + 1]].reshape(x.shape), x)
-    if comm.size == 1:
-        context.begin(signature)
-    elif name == algorithms.NATIVE:
-        _native(context, signature, x.nbytes)
-        spec = [whole.view(np.uint8), [e * x.dtype.itemsize for e in elements], None, MPI.BYTE]
-        if comm.rank == root:
-            context.data.Gatherv(MPI.IN_PLACE, spec, root)
+    with context.call("gather"):
+        x = as_array(x)
+        algorithms.check_name(algorithm, algorithms.GATHER, "gather")
+        root = check_root(root, comm.size)
+        rows, width = _rows(x)
+        at_root = comm.rank == root
+        if at_root:
+            check_out(out, x.dtype)
+        name = "direct" if algorithm == algorithms.MEASURED else algorithm
+        dtype = element_name(x.dtype)
+        signature = Signature("gather", dtype, f"(*, {x.shape[1:]})", "", name, f"root={root}")
+        lengths = block_lengths(context, signature, counts, rows)
+        shape = (int(lengths.sum()), *x.shape[1:])
+        if at_root:
+            check_out(out, x.dtype, shape)
+        elements = lengths * width
+        signature = signature._replace(extra=f"root={root} {counts_text(lengths)}")
+        start, stop = bounds_at(elements, comm.rank)
+        whole = mpi_empty(shape[0] * width if at_root else 0, x.dtype, like=x)
+        vector = whole if at_root else _SparseVector(start, _packed(x))
+        if at_root:
+            copy_into(whole[start:stop].reshape(x.shape), x)
+        if comm.size == 1:
+            context.begin(signature)
+        elif name == algorithms.NATIVE:
+            _native(context, signature, x.nbytes)
+            if at_root:
+                nbytes = (elements * x.dtype.itemsize).tolist()
+                spec = [whole.view(np.uint8), nbytes, None, MPI.BYTE]
+                context.data.Gatherv(MPI.IN_PLACE, spec, root)
+            else:
+                context.data.Gatherv([_packed(x).view(np.uint8), MPI.BYTE], None, root)
         else:
-            context.data.Gatherv([_packed(x).view(np.uint8), MPI.BYTE], None, root)
-    else:
-        build = algorithms.GATHER[name]
-        plan = prepared(context, signature, build, elements, x.dtype, np.add, root=root)
-        run_program(context, signature, plan, vector)
-    if comm.rank != root:
-        return None
-    shape = (sum(counts), *x.shape[1:])
-    return _deliver(whole.reshape(shape), x, out, shape)
+            build, agreed = algorithms.GATHER[name], counts is None
+            plan = prepared(
+                context, signature, build, elements, x.dtype, np.add, agreed=agreed, root=root
+            )
+            run_program(context, signature, plan, vector)
+        if not at_root:
+            return None
+        return _deliver(whole.reshape(shape), x, out, shape)
 
 
 def scatter(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
@@ -200,54 +219,55 @@ def scatter(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
         As for `allgather`.
     """
     context = of(comm)
-    algorithms.check_name(algorithm, algorithms.SCATTER, "scatter")
-    check_root(root, comm.size)
-    name = "direct" if algorithm == algorithms.MEASURED else algorithm
-    signature = Signature("scatter", "", "", "", name, f"root={root}")
-    dtype, shape, counts, x = _announce(context, signature, x, counts, root)
-    width = int(np.prod(shape[1:], dtype=np.int64))
-    elements = [count * width for count in counts]
-    bounds = bounds_of(elements)
-    mine = slice(bounds[comm.rank], bounds[comm.rank + 1])
-    signature = Signature(
-        "scatter", element_name(dtype), str(shape), "", name, f"root={root} counts={counts}"
-    )
-    if comm.rank == root:
-        vector = whole = _packed(x)
-        block = whole[mine]
-    else:
-        block = np.empty(elements[comm.rank], dtype)
-        vector = _SparseVector(bounds, comm.rank, block)
-    if comm.size == 1:
-        context.begin(signature)
-    elif name == algorithms.NATIVE:
-        _native(context, signature, block.nbytes)
-        lengths = [e * dtype.itemsize for e in elements]
+    with context.call("scatter"):
+        algorithms.check_name(algorithm, algorithms.SCATTER, "scatter")
+        root = check_root(root, comm.size)
+        name = "direct" if algorithm == algorithms.MEASURED else algorithm
+        signature = Signature("scatter", "", "", "", name, f"root={root}")
+        dtype, shape, lengths, x = _announce(context, signature, x, counts, root)
+        elements = lengths * int(np.prod(shape[1:], dtype=np.int64))
+        start, stop = bounds_at(elements, comm.rank)
+        block_shape = (int(lengths[comm.rank]), *shape[1:])
+        check_out(out, dtype, block_shape)
+        extra = f"root={root} {counts_text(lengths)}"
+        signature = Signature("scatter", element_name(dtype), str(shape), "", name, extra)
         if comm.rank == root:
-            context.data.Scatterv(
-                [whole.view(np.uint8), lengths, None, MPI.BYTE], MPI.IN_PLACE, root
-            )
+            vector = whole = _packed(x)
+            block = whole[start:stop]
         else:
-            context.data.Scatterv(None, [block.view(np.uint8), MPI.BYTE], root)
-    else:
-        build = algorithms.SCATTER[name]
-        plan = prepared(context, signature, build, elements, dtype, np.add, root=root)
-        run_program(context, signature, plan, vector)
-    block_shape = (counts[comm.rank], *shape[1:])
-    block = block.reshape(block_shape)
-    if comm.rank == root and out is None:
-        xp = array_module(x)
-        result = xp.empty(block_shape, dtype)
-        copy_into(result, block)
-        return result
-    return _deliver(block, block, out, block_shape)
+            block = np.empty(stop - start, dtype)
+            vector = _SparseVector(start, block)
+        if comm.size == 1:
+            context.begin(signature)
+        elif name == algorithms.NATIVE:
+            _native(context, signature, block.nbytes)
+            if comm.rank == root:
+                nbytes = (elements * dtype.itemsize).tolist()
+                spec = [whole.view(np.uint8), nbytes, None, MPI.BYTE]
+                context.data.Scatterv(spec, MPI.IN_PLACE, root)
+            else:
+                context.data.Scatterv(None, [block.view(np.uint8), MPI.BYTE], root)
+        else:
+            build = algorithms.SCATTER[name]
+            # The root waits for nobody, so ranks whose `out` is bad must be heard before it sends.
+            context.begin_agreed(signature, "checked")
+            plan = prepared(
+                context, signature, build, elements, dtype, np.add, agreed=True, root=root
+            )
+            run_program(context, signature, plan, vector)
+        block = block.reshape(block_shape)
+        if comm.rank == root and out is None:
+            result = array_module(x).empty(block_shape, dtype)
+            copy_into(result, block)
+            return result
+        return _deliver(block, block, out, block_shape)
 
 
 class _SparseVector:
     """A vector of which this rank holds one block: what a leaf of gather or scatter touches."""
 
-    def __init__(self, bounds, rank: int, block: np.ndarray):
-        self.start, self.block = bounds[rank], block
+    def __init__(self, start: int, block: np.ndarray):
+        self.start, self.block = start, block
 
     def __getitem__(self, span: slice):
         return self.block[span.start - self.start : span.stop - self.start]
@@ -281,33 +301,40 @@ def _native(context: Context, signature: Signature, nbytes: int) -> None:
 
 _CODES = "?bBhHiIlLqQefdgFDG"
 _MOST_AXES = 64
+_TEXT_BYTES = 8 * (_MOST_AXES + 1)
 
 
 def _announce(context: Context, signature: Signature, x, counts, root: int):
     """Tell all ranks dtype, shape and counts of the root's array. Collective.
 
-    Returns them, and on the root the array.
+    Returns them, and on the root the array. What is wrong with them is raised by all ranks.
     """
-    facts = np.full(3 + _MOST_AXES, -1, np.int64)
     size = context.size
-    lengths = np.zeros(size, np.int64)
+    facts = np.full(3 + _MOST_AXES + size, -1, np.int64)
     problem = None
     if context.rank == root:
         try:
             x = as_array(x)
             rows, _ = _rows(x)
-            counts = BlockPartition(rows, size).counts() if counts is None else counts
-            lengths[:] = check_counts(counts, rows, size)
+            element_name(x.dtype)
             if x.dtype.char not in _CODES:
                 raise ConfigError(f"cannot scatter elements of dtype {x.dtype}")
-            code = _CODES.index(x.dtype.char)
-            facts[: 3 + x.ndim] = [code, x.dtype.isnative, x.ndim, *x.shape]
-        except ConfigError as error:
+            facts[3 + _MOST_AXES :] = (
+                equal_counts(rows, size) if counts is None else check_counts(counts, rows, size)
+            )
+            facts[1 : 3 + x.ndim] = [x.dtype.isnative, x.ndim, *x.shape]
+            facts[0] = _CODES.index(x.dtype.char)
+        except Exception as error:
             problem = error
+            text = f"rank {root} ({context.host}) has no array to scatter: {error}"
+            data = np.frombuffer(text.encode()[:_TEXT_BYTES], np.uint8)
+            facts[2 : 3 + _MOST_AXES].view(np.uint8)[: len(data)] = data
+            facts[1] = len(data)
     from_root(context, signature, facts, root)
     if facts[0] < 0:
-        raise problem or ConfigError(f"scatter: rank {root} (root) refused its array")
-    from_root(context, signature, lengths, root)
+        data = facts[2 : 3 + _MOST_AXES].view(np.uint8)[: facts[1]]
+        raise problem or ConfigError(data.tobytes().decode(errors="ignore"))
     dtype = np.dtype(_CODES[int(facts[0])])
     shape = tuple(int(n) for n in facts[3 : 3 + int(facts[2])])
-    return dtype if facts[1] else dtype.newbyteorder(), shape, tuple(map(int, lengths)), x
+    dtype = dtype if facts[1] else dtype.newbyteorder()
+    return dtype, shape, facts[3 + _MOST_AXES :], x

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import copy_into, host_empty, mpi_empty
+from ..arrays import as_array, copy_into, host_empty, is_writable, mpi_empty
 from ..context import Context
 from ..errors import ConfigError
 from ..mismatch import Signature
-from .executor import Program
+from ..partition import BlockPartition
+from . import algorithms
+from .executor import Program, execute
 from .plans import remember
 from .reductions import Reduction, device_safe
+
+#: Up to so many counts are told in full where ranks differ in them; of more, their digest.
+_SHOWN = 32
 
 
 class Prepared:
@@ -22,8 +28,9 @@ class Prepared:
 
     bound = 0
 
-    def __init__(self, context: Context, program: Program):
+    def __init__(self, context: Context, signature: Signature, program: Program):
         self.context, self.program, self.seen = context, program, 1
+        self.key = signature.key
         self.runs = context.count(program.counters)
 
     def close(self) -> None:
@@ -32,22 +39,36 @@ class Prepared:
 
 
 def prepared(
-    context: Context, signature: Signature, build: Callable, problem, dtype, ufunc, **root
+    context: Context,
+    signature: Signature,
+    build: Callable,
+    problem,
+    dtype,
+    ufunc,
+    *,
+    agreed: bool = False,
+    **root,
 ):
     """Return the cached program of an operation; made, and agreed on, when first needed.
 
-    Collective when made. `build` is called as ``build(size, rank, problem[, itemsize], **root)``.
+    Collective when made, unless the ranks have `agreed` already. `build` is called as
+    ``build(size, rank, problem[, itemsize], **root)``.
     """
-    plan = context.plans.get(signature)
+    # Ranks compare names. Here two ufuncs of one name are two operations.
+    key = (signature, ufunc)
+    plan = context.plans.get(key)
     if plan is None:
-        context.begin_agreed(signature, "first call")
+        if not agreed:
+            context.begin_agreed(signature, "first call")
+        if isinstance(problem, np.ndarray):
+            problem = problem.tolist()
         if root:
             steps = build(context.size, context.rank, problem, **root)
         else:
             steps = build(context.size, context.rank, problem, np.dtype(dtype).itemsize)
         n = sum(problem) if isinstance(problem, Sequence) else problem
-        plan = Prepared(context, Program(steps, n, np.dtype(dtype), ufunc))
-        remember(context, signature, plan)
+        plan = Prepared(context, signature, Program(steps, n, np.dtype(dtype), ufunc))
+        remember(context, key, plan)
     return plan
 
 
@@ -62,34 +83,45 @@ def packed_copy(x, reduction: Reduction, native: bool):
 def run_program(context: Context, signature: Signature, plan: Prepared, vector) -> None:
     """Run a prepared program on a flat vector, in place, and wait. Collective."""
     number = context.begin(signature, plan.runs)
-    run = plan.program.start(context.data, vector, context.tag(signature, number))
-    context.wait(run.test)
+    if context.size > 1:
+        # A root that only sends waits for nobody, so it would not hear that the others have failed.
+        context.statuses.listen()
+        context.statuses.check_raised()
+    # Nor would anybody hear of two roots that sent at once. What every rank remembers of such
+    # operations is compared by the next one that is waited for, and at the end.
+    context.chain = (context.chain * 0x9E3779B1 + plan.key) % (1 << 40)
+    execute(context, plan.program, vector, plan.key, number)
+    context.under_way = False
 
 
-def block_lengths(context: Context, signature: Signature, counts, mine: int) -> tuple[int, ...]:
+def block_lengths(context: Context, signature: Signature, counts, mine: int) -> np.ndarray:
     """Return the length of every rank's block, where this rank's is `mine`.
 
-    Collective, polled, where `counts` is None: then the ranks tell each other. Given counts are
-    checked: ConfigError where they do not say `mine` for this rank.
+    Collective, polled, where `counts` is None: then the ranks tell each other, which proves that
+    they begin the same operation. Given counts are checked: ConfigError where they do not say
+    `mine` for this rank.
     """
     if counts is None:
         return _exchange(context, signature, mine)
-    counts = check_counts(counts, None, context.size)
-    if counts[context.rank] != mine:
+    lengths = check_counts(counts, None, context.size)
+    if lengths[context.rank] != mine:
         raise ConfigError(
-            f"rank {context.rank} has a block of {mine} rows, counts say {counts[context.rank]}"
+            f"rank {context.rank} has a block of {mine} rows, "
+            f"counts say {lengths[context.rank]}; counts[rank] must be len(x)"
         )
-    return counts
+    return lengths
 
 
-def _exchange(context: Context, signature: Signature, length: int) -> tuple[int, ...]:
-    context.begin_agreed(signature, "lengths")
-    if context.size == 1:
-        return (length,)
-    mine = np.array([length], np.int64)
-    lengths = np.empty(context.size, np.int64)
-    context.wait(context.control.Iallgather(mine, lengths).Test)
-    return tuple(int(n) for n in lengths)
+def _exchange(context: Context, signature: Signature, length: int) -> np.ndarray:
+    lengths = np.zeros(context.size, np.int64)
+    lengths[context.rank] = length
+    if context.size > 1:
+        extra = f"lengths, {signature.extra}" if signature.extra else "lengths"
+        signature = signature._replace(extra=extra)
+        build = algorithms.ALLREDUCE["butterfly"]
+        plan = prepared(context, signature, build, context.size, lengths.dtype, np.add, agreed=True)
+        run_program(context, signature, plan, lengths)
+    return lengths
 
 
 def from_root(context: Context, signature: Signature, values: np.ndarray, root: int) -> np.ndarray:
@@ -111,23 +143,72 @@ def element_name(dtype: np.dtype) -> str:
     return dtype.name if dtype.isnative and not dtype.names else str(dtype)
 
 
-def check_counts(counts: Sequence[int], total: int | None, size: int) -> tuple[int, ...]:
-    """Return `counts` as plain integers; ConfigError unless they are `size` lengths. Local.
+def check_counts(counts, total: int | None, size: int) -> np.ndarray:
+    """Return `counts` as int64; ConfigError unless they are `size` lengths. Local.
 
     Where `total` is given they must add up to it.
     """
     try:
-        counts = tuple(operator.index(count) for count in counts)
+        lengths = np.asarray(counts)
+    except ValueError:
+        lengths = np.empty(0)
+    if lengths.ndim != 1 or (lengths.dtype.kind not in "iu" and lengths.size):
+        raise ConfigError(f"counts={counts!r}: expected {size} whole numbers")
+    lengths = lengths.astype(np.int64)
+    if len(lengths) != size or (lengths < 0).any():
+        raise ConfigError(f"{counts_text(lengths)}: expected {size} lengths of 0 or more")
+    if total is not None and lengths.sum() != total:
+        raise ConfigError(
+            f"{counts_text(lengths)} add up to {lengths.sum()}, expected {total} rows"
+        )
+    return lengths
+
+
+def equal_counts(rows: int, size: int) -> np.ndarray:
+    """Return the lengths of blocks that are as equal as possible. Local."""
+    return np.array(BlockPartition(rows, size).counts(), np.int64)
+
+
+def counts_text(lengths: np.ndarray) -> str:
+    """Write counts for a signature, equal only for equal ones: many of them by a digest. Local."""
+    if len(lengths) <= _SHOWN:
+        return f"counts=({', '.join(map(str, lengths.tolist()))})"
+    digest = hashlib.blake2b(lengths.tobytes(), digest_size=8).hexdigest()
+    first = ", ".join(map(str, lengths[:3].tolist()))
+    return f"counts=({first}, ... {len(lengths)} of them, {digest})"
+
+
+def bounds_at(lengths: np.ndarray, rank: int) -> tuple[int, int]:
+    """Return where block `rank` begins and ends. Local."""
+    start = int(lengths[:rank].sum())
+    return start, start + int(lengths[rank])
+
+
+def check_root(root: int, size: int) -> int:
+    """Return `root` as a plain integer; ConfigError where it is no rank. Local."""
+    try:
+        number = operator.index(root)
     except TypeError:
-        raise ConfigError(f"counts={counts!r}: expected {size} whole numbers") from None
-    if len(counts) != size or any(count < 0 for count in counts):
-        raise ConfigError(f"counts={counts}: expected {size} lengths of 0 or more")
-    if total is not None and sum(counts) != total:
-        raise ConfigError(f"counts={counts} add up to {sum(counts)}, expected {total} rows")
-    return counts
+        number = -1
+    if not 0 <= number < size:
+        raise ConfigError(f"root={root!r}: expected a rank from 0 to {size - 1}")
+    return number
 
 
-def check_root(root: int, size: int) -> None:
-    """Raise ConfigError for a root that is no rank. Local."""
-    if not 0 <= root < size:
-        raise ConfigError(f"root={root}: expected a rank from 0 to {size - 1}")
+def check_out(out, dtype: np.dtype, shape: tuple | None = None):
+    """Return `out` as an array that can take a result; ConfigError where it cannot. Local.
+
+    None stays None. Without a `shape` only dtype and memory are looked at.
+    """
+    if out is None:
+        return None
+    array = as_array(out)
+    fits = shape is None or array.shape == tuple(shape)
+    if not fits or array.dtype != dtype or not is_writable(array):
+        expected = "a writable array" if shape is None else f"a writable array of shape {shape}"
+        state = "" if is_writable(array) else ", read-only"
+        raise ConfigError(
+            f"out has shape {array.shape} and dtype {array.dtype}{state}; expected {expected} "
+            f"and dtype {dtype}"
+        )
+    return out
