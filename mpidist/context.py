@@ -203,10 +203,7 @@ class Context:
         self.under_way = False
 
     def tag(self, number: int) -> int:
-        """Message tag of operation `number`, of no other one that is under way.
-
-        What a rank is doing under that number stands in its first message: `executor.heading`.
-        """
+        """Message tag of operation `number`; what it is stands in `executor.heading`."""
         return number % self.tag_limit
 
     # -- waiting -----------------------------------------------------------------------
@@ -227,9 +224,9 @@ class Context:
             self.break_off(error, sequence)
             raise
 
-    def disagree(self) -> None:
+    def disagree(self, sequence: int | None = None) -> None:
         """Raise MismatchError: the data showed that the ranks were in different operations."""
-        self.statuses.disagree()
+        self.statuses.disagree(sequence)
 
     # -- exceptions --------------------------------------------------------------------
 

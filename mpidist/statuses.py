@@ -129,15 +129,19 @@ class Statuses:
             said = Status(rank, ELSEWHERE, status.sequence, words, host, call_site())
             self._tell(said, [status.rank])
 
-    def disagree(self) -> None:
-        """Raise MismatchError: the data showed that the ranks were in different operations."""
-        self.awaited, self._told = None, self.context.sequence
+    def disagree(self, sequence: int | None = None) -> None:
+        """Raise MismatchError: the data showed that the ranks were in different operations.
+
+        `sequence` is the number of that operation here, by default the newest.
+        """
+        number = self.context.sequence if sequence is None else sequence
+        self.awaited, self._told = number, number
         self._call_the_roll()
         waited = 0.0
 
         def everyone_spoke() -> bool:
             self.listen()
-            current = [s for s in self._known.values() if s.sequence >= self.context.sequence]
+            current = [s for s in self._known.values() if s.sequence >= number]
             return len(current) == self.context.size - 1
 
         def give_up(seconds: float) -> None:
@@ -152,12 +156,10 @@ class Statuses:
             events.emit("mismatch", waited=waited, heard=sorted(self._known))
         self.check_raised()
         statuses = [*self._known.values(), self._status(WAITING)]
-        same = [s for s in statuses if s.state != WAITING or s.sequence == self.context.sequence]
-        mine = self.context.operation(self.context.sequence)
+        same = [s for s in statuses if s.state != WAITING or s.sequence == number]
+        mine = self.context.operation(number)
         here = mine.text() if mine else "it"
-        text = (
-            conflict(same) or f"operation #{self.context.sequence}: other ranks are not in {here}"
-        )
+        text = conflict(same) or f"operation #{number}: other ranks are not in {here}"
         self.fail(text)
 
     # -- verdicts ------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def brought(
     """
     context = of(comm)
     signature = Signature("checkpoint parts to their writers", "", "")
-    tag = context.tag(signature, context.begin(signature))
+    tag = context.tag(context.begin(signature))
     try:
         problem, written = _forwarded(context, tag, share, data, inbox)
     except BaseException as error:

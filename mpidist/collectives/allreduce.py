@@ -113,6 +113,7 @@ class Handle:
         self.work = plan.load(target, weight, fresh=not plan.in_place(target))
         header = heading(context, plan.engine.key)
         self.run = self.program.start(context.data, self.work, context.tag(number), header, context)
+        self.run.sequence = self.sequence
         running.append(self)
 
     def test(self) -> bool:

@@ -185,6 +185,7 @@ class LaneRun:
             self.lane = bucket.program.start(
                 self.context.data, bucket.part, self.tag, self.header, self.context
             )
+            self.lane.sequence = self.sequence
         self._stage = self._show
         return True
 

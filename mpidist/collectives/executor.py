@@ -115,6 +115,7 @@ class Run:
     def __init__(self, program: Program, comm: MPI.Comm, data, scratch, tag: int, header, owner):
         self.program, self.comm, self.tag = program, comm, tag
         self.header, self.owner = header, owner
+        self.sequence: int | None = None  # of this operation, where others are begun after it
         self.data, self.scratch = data, scratch
         self.needs = program.compiled.needs.copy()
         self.left = len(self.needs)
@@ -260,7 +261,7 @@ class Run:
         """Raise MismatchError: a message of another operation has come under this one's tag."""
         if inbox.startswith(self.header[:_KEY_BYTES]):
             self.owner.statuses.fail(f"{CHAIN_DIFFERS}; operation #{self.owner.sequence} found it")
-        self.owner.disagree()
+        self.owner.disagree(self.sequence)
 
     def _compute(self, step: Step) -> None:
         source, target = self._view(step.source), self._view(step.target)

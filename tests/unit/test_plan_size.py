@@ -1,0 +1,60 @@
+"""Plans of 65,536 ranks: made in seconds, and small."""
+
+import time
+import tracemalloc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mpidist.collectives import algorithms, hierarchical
+from mpidist.collectives.executor import Program
+from mpidist.collectives.transfer import check_counts, counts_text
+
+RANKS = 65_536
+SECONDS, BYTES = 5.0, 200e6
+
+
+@pytest.mark.parametrize("name", algorithms.ALLREDUCE)
+def test_a_plan_takes_seconds(name):
+    start, n = time.process_time(), 4 * RANKS
+    plan = Program(algorithms.ALLREDUCE[name](RANKS, 0, n, 4), n, np.dtype("f4"), np.add)
+    assert plan.compiled.steps
+    assert time.process_time() - start < SECONDS
+
+
+def test_the_largest_plan_is_small():
+    """A ring's grows with the ranks; a quarter of them is quicker to trace."""
+    ranks, n = RANKS // 4, RANKS
+    tracemalloc.start()
+    steps = algorithms.ALLREDUCE["ring"](ranks, 1, n, 4)
+    kept = Program(steps, n, np.dtype("f4"), np.add)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(kept.compiled.steps) > 4 * (ranks - 2)
+    assert most < BYTES / 4
+
+
+@pytest.mark.parametrize("nodes", [65_536, 1_024])
+def test_lanes_of_many_nodes(nodes):
+    """Ranks lie round robin: the k-th rank of node r is r + k * nodes."""
+    node_of = tuple(rank % nodes for rank in range(RANKS))
+    topology = SimpleNamespace(node_of=node_of, nodes=nodes, node=7)
+    start = time.process_time()
+    lanes = hierarchical.lanes_of(topology)
+    assert lanes == RANKS // nodes
+    lane = lanes - 1
+    assert hierarchical.peers_of(topology, lane) == [r + lane * nodes for r in range(nodes)]
+    steps = hierarchical.lane_steps(topology, lane, 4 * RANKS, 4)
+    assert time.process_time() - start < SECONDS
+    assert {step.peer % nodes for step in steps if step.peer >= 0} == {6, 8}
+
+
+def test_counts_of_many_ranks_are_read_in_one_pass():
+    counts = list(range(RANKS))
+    start = time.process_time()
+    for _ in range(10):
+        text = counts_text(check_counts(counts, sum(counts), RANKS))
+    assert (time.process_time() - start) / 10 < 0.05
+    assert len(text) < 100
+    assert text != counts_text(check_counts([1, *counts[1:]], None, RANKS))
