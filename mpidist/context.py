@@ -89,6 +89,7 @@ class Context:
         #: The one thread that may call, where MPI allows one only.
         self.owner = None if MPI.Query_thread() == MPI.THREAD_MULTIPLE else threading.get_ident()
         self.handles: list = []  # nonblocking operations, of all threads
+        self.leftovers = False  # messages of a broken server group are still on their way
         self.statuses = Statuses(self)
 
     @property

@@ -80,7 +80,8 @@ def _settle(context) -> bool:
     wait_until(finished, _give_up)
     while True:
         statuses.take_the_rest()
-        facts = [statuses.said, statuses.heard, bool(context.handles), context.chain]
+        unfinished = bool(context.handles) or context.leftovers
+        facts = [statuses.said, statuses.heard, unfinished, context.chain]
         counts = np.array(facts, np.int64)
         wait_until(context.control.Iallreduce(MPI.IN_PLACE, counts, MPI.SUM).Test, listen)
         if counts[2]:

@@ -162,6 +162,10 @@ class Statuses:
         text = conflict(same) or f"operation #{number}: other ranks are not in {here}"
         self.fail(text)
 
+    def known(self, rank: int) -> Status | None:
+        """Return what `rank` has said last; None before it said anything. Local."""
+        return self._known.get(rank)
+
     # -- verdicts ------------------------------------------------------------------------
 
     def fail(self, text: str) -> None:

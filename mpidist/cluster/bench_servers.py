@@ -13,7 +13,7 @@ import numpy as np
 
 from ..optim import sgd
 from ..parameter_server.consistency import ASP, BSP, SSP, simulate
-from ..parameter_server.group import parameter_server
+from ..parameter_server.one_model import parameter_server
 
 
 def delays(workers: int, steps: int, unit: float, seed: int = 0) -> np.ndarray:

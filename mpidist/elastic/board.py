@@ -13,9 +13,11 @@ import json
 import os
 import socket
 import uuid
+from operator import itemgetter
 from pathlib import Path
 
-from mpidist.errors import ConfigError
+from mpidist.errors import ConfigError, MismatchError, shown
+from mpidist.run_on_all import difference, run_on_all
 
 RECORD = 1024
 _MEMORY = Path("/dev/shm")
@@ -41,38 +43,54 @@ class Board:
         self.fd: int | None = None
         self.path = Path()
         self._named = False  # whether the file still has a name
-        alone = len(set(comm.allgather((socket.gethostname(), _namespace())))) == 1
-        if directory is None and alone and self._open(comm, _MEMORY):
-            self.fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-            comm.Barrier()
+
+        def facts() -> tuple:
+            where = None if directory is None else str(_folder(directory))
+            return (socket.gethostname(), _namespace()), where
+
+        if run_on_all(comm, "watch", facts, _meets_in_memory) and self._open(comm, _MEMORY):
             self._unlink()
             return
-        where = Path(directory) if directory is not None else Path.cwd()
+        where = Path.cwd() if directory is None else Path(directory)
         if not self._open(comm, where):
-            raise ConfigError(
+            error = ConfigError(
                 f"watch: not all ranks see a file that rank 0 makes in {where}; pass directory=, "
                 "a folder that exists on a file system which all hosts share"
             )
+            error.everywhere = True
+            raise error
 
     def _open(self, comm, folder: Path) -> bool:
         """Rank 0 makes the file in its `folder`; whether all ranks can read it there."""
-        name = None
-        if comm.rank == 0:
+        size = RECORD * comm.size
+
+        def make() -> str | None:
+            if comm.rank:
+                return None
             with contextlib.suppress(OSError):
                 name = str(folder.absolute() / f".mpidist-watch-{uuid.uuid4().hex}")
                 with open(name, "xb") as file:  # noqa: PTH123 - "x": never somebody else's file
                     os.chmod(name, 0o600)  # noqa: PTH101
-                    file.write(bytes(RECORD * comm.size))
-        name = comm.bcast(name)
+                    file.write(bytes(size))
+                return name
+            return None
+
+        def look() -> bool:
+            with contextlib.suppress(OSError):
+                if Path(name).stat().st_size == size:
+                    # In memory it is kept open, for it loses its name as soon as all have it.
+                    if folder == _MEMORY:
+                        self.fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+                    return True
+            return False
+
+        name = run_on_all(comm, "watch: making the board", make, itemgetter(0))
         if name is None:
             return False
-        try:
-            seen = Path(name).stat().st_size == RECORD * comm.size
-        except OSError:
-            seen = False
         self.path, self._named = Path(name), True
-        if all(comm.allgather(seen)):
+        if run_on_all(comm, "watch: finding the board", look, all):
             return True
+        self.close()
         self._unlink()
         return False
 
@@ -127,6 +145,21 @@ class Board:
         self._named = False
         if self.rank == 0:
             self.path.unlink(missing_ok=True)
+
+
+def _folder(directory) -> Path:
+    try:
+        return Path(directory)
+    except TypeError:
+        raise ConfigError(f"watch: directory={shown(directory)}; expected a path or None") from None
+
+
+def _meets_in_memory(everyone: list[tuple]) -> bool:
+    """Whether all ranks are on one host, and no folder was given; of folders rank 0's counts."""
+    folders = [folder for _, folder in everyone]
+    if None in folders and (text := difference([{"directory": str(f)} for f in folders])):
+        raise MismatchError(f"watch: {text}; all ranks or none give a folder")
+    return folders[0] is None and len({place for place, _ in everyone}) == 1
 
 
 def _namespace() -> str:

@@ -14,24 +14,29 @@ its own instructions only. Slurm sends it where ``--signal=USR1@120`` says so.
 from __future__ import annotations
 
 import math
-import operator
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpidist import events
-from mpidist.abort import failing, install_hook
+from mpidist.abort import failing
+from mpidist.collectives.allreduce import allreduce
+from mpidist.context import of
 from mpidist.elastic import pulse
+from mpidist.elastic.agreed import settings_of
 from mpidist.elastic.allotment import Allotment, seconds_left
 from mpidist.elastic.finite import is_finite
 from mpidist.elastic.stragglers import OwnTime, Stragglers, crowded_ranks
-from mpidist.errors import ConfigError, MismatchError, MpidistError, ProtocolError, StorageError
+from mpidist.errors import MismatchError, MpidistError, ProtocolError, StorageError
+from mpidist.run_on_all import difference, run_on_all, same_on_all
 from mpidist.waiting import wait_until
 
 #: The exit code of a run that stopped to be requeued (EX_TEMPFAIL of sysexits.h).
@@ -61,8 +66,8 @@ class Stopped(SystemExit):
 class guard:
     """Watch for signals, a time limit and a bad loss around a training loop.
 
-    Collective over `comm`. To be entered in the main thread, where Python delivers signals.
-    Its name is a word because it is read in ``with md.guard(comm) as run``.
+    Collective over `comm`, as is entering it: all ranks give the same settings. To be entered in
+    the main thread, where Python delivers signals. ``with md.guard(comm) as run`` is how it reads.
 
     >>> with md.guard(comm, state, store) as run:
     ...     for step in range(first, last):
@@ -105,57 +110,53 @@ class guard:
         every: int = 1,
         deciders: MPI.Intracomm | None = None,
     ):
-        number = isinstance(time_limit, int | float)
-        if time_limit not in (None, "auto") and not (number and time_limit > 0):  # type: ignore[operator]
-            raise ConfigError(
-                f"guard: time_limit={time_limit!r}; expected seconds > 0, 'auto', or None"
-            )
-        if patience is not None and operator.index(patience) < 1:
-            raise ConfigError(f"guard: patience={patience!r}; expected a number of steps >= 1")
-        if operator.index(every) < 1:
-            raise ConfigError(f"guard: every={every!r}; expected a whole number of steps >= 1")
+        check = partial(
+            settings_of, state=state, store=store, signals=signals, time_limit=time_limit,
+            patience=patience, every=every, deciders=deciders,
+        )  # fmt: skip
+        agreed = same_on_all(comm, "guard", check)
         self.state, self.store = state, store
-        self.signals, self.every = tuple(signals), every
-        self.reason = ""
-        self.exit_code = 0
-        self._given = comm
-        self._deciders = deciders
-        self._time_limit = time_limit
+        self.signals, self.every = tuple(agreed["signals"]), agreed["every"]
+        self.reason, self.exit_code = "", 0
+        self._given, self._deciders = comm, deciders
+        self._time_limit = agreed["time_limit"]
         self._deadline = math.inf
         self._allotment: Allotment | None = None
-        self._patience, self._best = patience, math.inf
-        self._losses: list[float] = []
+        self._patience, self._best = agreed["patience"], math.inf
+        self._losses, self._former = list[float](), dict[int, Any]()
         self._asked = self._agreed = 0
-        self._former: dict = {}
-        self._all = self._loop = MPI.COMM_NULL
+        # The ranks of the loop, for what is exchanged when all are known to be at one place.
+        self._loop = of(comm).control if deciders is None else deciders
         self._own = OwnTime()
 
     # ------------------------------------------------------------------------------- around it
 
     def __enter__(self) -> guard:
-        if threading.current_thread() is not threading.main_thread():
-            raise ProtocolError("guard: enter it in the main thread; Python delivers signals there")
-        install_hook(self._given)
+        left = run_on_all(self._given, "guard: entering", self._entering, lambda all: all[0])
         pulse.join()
-        self._all = self._given.Dup()
-        self._loop = self._all if self._deciders is None else self._deciders
         # Ranks outside the loop take turns with those in it, and are not there when it is asked.
-        crowded = None if self._deciders is None else crowded_ranks(self._all)
+        everyone = of(self._given).control
+        crowded = None if self._deciders is None else crowded_ranks(everyone)
         if self._loop != MPI.COMM_NULL:
-            names = self._loop.allgather(self._all.rank)
+            names = self._gather(everyone.rank)
             self._stragglers = Stragglers(self._loop, ("work",), names, crowded)
             self._own.begin()
-        if self._time_limit == "auto":
-            left = self._all.bcast(seconds_left(os.environ) if self._all.rank == 0 else None)
-            if left is not None:
-                self._allotment = Allotment(left, time.monotonic())
-        elif self._time_limit is not None:
-            self._deadline = time.monotonic() + float(self._time_limit)
+        if left is not None:
+            self._allotment = Allotment(left, time.monotonic())
+        elif self._time_limit not in (None, "auto"):
+            self._deadline = time.monotonic() + self._time_limit
         for number in self.signals:
             self._former[number] = signal.signal(number, self._on_signal)
         # Whoever blocked them until now, `mpidist train` does: from here on they are heard.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
         return self
+
+    def _entering(self) -> float | None:
+        """Check that this rank can enter; rank 0 tells how long the allocation lasts. Local."""
+        if threading.current_thread() is not threading.main_thread():
+            raise ProtocolError("guard: enter it in the main thread; Python delivers signals there")
+        asked = self._time_limit == "auto" and self._given.rank == 0
+        return seconds_left(os.environ) if asked else None
 
     def __exit__(self, kind, error, trace) -> None:
         for number, handler in self._former.items():
@@ -164,17 +165,14 @@ class guard:
         self._former.clear()
         if error is not None and not isinstance(error, Stopped):
             return  # this rank leaves alone: anything collective here would wait for the others
-        stopped = error is not None
-        if self._deciders is not None and not stopped:
+        if self._deciders is not None and error is None:
             self._end_with_the_loop()
-        self._all.Free()
 
     def _end_with_the_loop(self) -> None:
         """Tell the ranks outside the loop how it ended; there, raise Stopped if it was stopped."""
-        step, code = self._reduce(self._all, (-1, 0))
+        step, code = self._of_all(-1, 0)
         if code and not self.exit_code:
             self._note(code)
-            self._all.Free()
             raise Stopped(step, self.reason)
 
     # ------------------------------------------------------------------------------ in the loop
@@ -197,7 +195,7 @@ class guard:
         if self._allotment is None:
             return True
         late = int(not self._allotment.fits(time.monotonic()))
-        return not self._reduce(self._loop if comm is None else comm, (late,), wait)[0]
+        return not (self._agree(late) if comm is None else self._reduce(comm, (late,), wait))[0]
 
     def stop(self, reason: str | None = None) -> None:
         """Ask for a stop at the next `should_stop`. Local: one rank's wish is enough."""
@@ -220,12 +218,10 @@ class guard:
         self._own.begin()
         if step % self.every:
             return False
-        low, code, high = self._reduce(self._loop, (-step, self._code(), step))
+        low, code, high = self._agree(-step, self._code(), step)
         if -low != high:
-            raise MismatchError(
-                f"guard: should_stop is called at step {-low} by one rank and at step {high} by "
-                "another; call it once per step on every rank"
-            )
+            there = difference([{"step": str(each)} for each in self._gather(step)])
+            raise MismatchError(f"guard: should_stop: {there}; call it once per step on every rank")
         if code:
             self._note(code)
         else:
@@ -264,7 +260,7 @@ class guard:
         else:
             events.emit("save_does_not_fit", step=step)
         if self._deciders is not None:
-            self._reduce(self._all, (step, self._agreed))
+            self._of_all(step, self._agreed)
         events.emit("stopped", step=step, reason=self.reason)
         raise Stopped(step, self.reason)
 
@@ -321,7 +317,7 @@ class guard:
     def _code(self) -> int:
         """Give this rank's wish and number as one integer; the maximum of all is one rank's."""
         wish = self._wish()
-        return wish << 32 | self._all.rank if wish else 0
+        return wish << 32 | self._given.rank if wish else 0
 
     def _note(self, code: int) -> None:
         self._agreed = code
@@ -336,10 +332,28 @@ class guard:
             self.reason = f"requested on rank {rank}"
         self.exit_code = REQUEUE
 
+    def _agree(self, *values: int) -> list[int]:
+        """Return the largest of each value among the ranks of the loop. Collective."""
+        if self._deciders is not None:
+            return self._reduce(self._deciders, values)
+        return self._of_all(*values)
+
+    def _of_all(self, *values: int) -> list[int]:
+        """Return the largest of each value; ranks in another operation raise, and so do these."""
+        return allreduce(
+            self._given, np.array(values, np.int64), "max", algorithm="native"
+        ).tolist()
+
     def _reduce(self, comm, values, wait=wait_until) -> list[int]:
         send, result = np.array(values, np.int64), np.empty(len(values), np.int64)
         # Polled and not blocking, so that a signal which arrives while we wait is handled now.
         wait(comm.Iallreduce(send, result, MPI.MAX).Test)
+        return result.tolist()
+
+    def _gather(self, value: int) -> list[int]:
+        """Return the values of all ranks of the loop, where all are known to be here."""
+        result = np.empty(self._loop.size, np.int64)
+        wait_until(self._loop.Iallgather(np.array([value], np.int64), result).Test)
         return result.tolist()
 
     def _current_state(self):
@@ -375,7 +389,7 @@ class guard:
             return "nothing was saved, for the guard was given no store and state"
         self._settle()
         # Ranks may hold different parts of the state, so they decide together.
-        if self._reduce(self._loop, (int(not is_finite(state)),))[0]:
+        if self._agree(int(not is_finite(state)))[0]:
             return "nothing was saved, for the state holds NaN or infinity already"
         if not self.fits():
             return "nothing was saved, for the allocation ends too soon for that"

@@ -1,7 +1,7 @@
 """Are the replicas still equal to the last bit? ``md.check_replicas(comm, params)``.
 
 Every rank computes a CRC of each tensor's bytes, and a digest of all of them. One small allreduce
-(16 bytes) tells whether the digests are equal; only where they are not do the ranks exchange the
+tells whether the digests are equal; only where they are not do the ranks exchange the
 CRCs, and say whose tensor differs from the most.
 
 A CRC and not a cryptographic hash: it runs at 4 GB/s (zlib; SHA-1 at 2, BLAKE2 at 1, on one Zen 4
@@ -10,16 +10,18 @@ core), sees every change of up to 32 bits in a row, and misses other ones once i
 
 from __future__ import annotations
 
+import json
+import operator
 import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from mpidist.arrays import copy_into, host_empty, is_device
-from mpidist.collectives.parameters import named_arrays, same_on_all
-from mpidist.context import of
-from mpidist.errors import ConfigError, ReplicaError
+from mpidist.collectives.parameters import named_arrays
+from mpidist.errors import ConfigError, MismatchError, ReplicaError, shown
 from mpidist.mismatch import rank_list
+from mpidist.run_on_all import difference, run_on_all
 
 
 def check_replicas(comm, params, *, step: int | None = None) -> None:
@@ -32,25 +34,35 @@ def check_replicas(comm, params, *, step: int | None = None) -> None:
     params : mapping of name -> array, or a model
         NumPy, CuPy or DLPack arrays; of an object with ``parameters`` those are taken.
     step : int, optional
-        For the message: where the loop stands.
+        For the message: where the loop stands. Equal on all ranks.
 
     Raises
     ------
     ReplicaError
         On all ranks, with the ranks and the tensors that differ.
     ConfigError
-        Not a mapping of arrays.
+        On all ranks, where one gave no mapping of arrays.
     """
-    context = of(comm)
+    told = run_on_all(comm, "check_replicas", lambda: _facts(params, step), list, if_differs=True)
+    if isinstance(told, str):  # this rank's own: nobody was asked
+        return
+    everyone = [json.loads(text) for text in told]
+    apart = difference([{"step": str(each)} for each, _ in everyone])
+    if apart is not None:
+        raise MismatchError(f"check_replicas: {apart}; pass one value everywhere")
+    raise divergence([facts for _, facts in everyone], step)
+
+
+def _facts(params, step) -> str:
+    """Return the step, and shape, dtype and CRC of each tensor, as one text. Local."""
+    if step is not None and not hasattr(step, "__index__"):
+        raise ConfigError(f"check_replicas: step={shown(step)}; expected a number or None")
     tree = params if isinstance(params, Mapping) else getattr(params, "parameters", params)
     named, problem = named_arrays(tree)
     if problem:
-        raise ConfigError(f"check_replicas: {problem}")
+        raise ConfigError(f"check_replicas: params: {problem}")
     facts = {name: f"{x.shape} {x.dtype} {checksum(x):08x}" for name, x in named}
-    if same_on_all(comm, repr(facts)):
-        return
-    # All ranks have seen that something differs, so all of them come here.
-    raise divergence(context.control.allgather(facts), step)
+    return json.dumps([None if step is None else operator.index(step), facts])
 
 
 def checksum(x) -> int:

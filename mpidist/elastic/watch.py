@@ -20,6 +20,7 @@ import atexit
 import contextlib
 import ctypes
 import inspect
+import math
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ import time
 import traceback
 from pathlib import Path
 
+import numpy as np
 from mpi4py import MPI
 
 from mpidist import events, waiting
@@ -38,7 +40,8 @@ from mpidist.elastic import dump
 from mpidist.elastic.board import Board
 from mpidist.elastic.hang import Hang, Seen, judge, tell
 from mpidist.elastic.processes import born, stat_of
-from mpidist.errors import ConfigError
+from mpidist.errors import ConfigError, shown
+from mpidist.run_on_all import run_on_all, same_on_all
 
 #: The exit code of a job that hung.
 HANG = 70
@@ -60,9 +63,10 @@ class watch:
     ----------
     comm : MPI.Intracomm
     seconds : float
-        How long nothing may happen.
+        How long nothing may happen. Equal on all ranks.
     directory : path, optional
-        Where ranks on several hosts meet: a folder they share. Default: the current one.
+        Where ranks on several hosts meet: a folder they share. Default: the current one. What
+        rank 0 gives counts; the others give one as well.
     dumps : path, optional
         Where each rank that can writes ``hang-RANK.json`` at a hang: its newest 256 operations on
         each communicator, its newest events, the stacks of its threads.
@@ -76,8 +80,7 @@ class watch:
         directory: str | os.PathLike | None = None,
         dumps: str | os.PathLike | None = None,
     ):
-        if not seconds > 0:
-            raise ConfigError(f"watch: seconds={seconds!r}; expected a number > 0")
+        same_on_all(comm, "watch", lambda: _settings(seconds, dumps))
         self.seconds = float(seconds)
         self.dumps = None if dumps is None else Path(dumps).absolute()
         self.rank, self.size = comm.rank, comm.size
@@ -89,8 +92,8 @@ class watch:
         self._identity = {"host": socket.gethostname(), "pid": os.getpid(), "born": born("self")}
         self._peers = [Seen(rank) for rank in range(self.size)]
         self._stop = threading.Event()
-        self._publish()
-        comm.Barrier()  # from here on everybody's record is there
+        # From here on everybody's record is there.
+        run_on_all(comm, "watch: beginning", self._publish)
         self._thread = threading.Thread(target=self._run, name="mpidist-watch", daemon=True)
         self._thread.start()
         active.append(self)
@@ -252,6 +255,16 @@ class watch:
         frame = self._me.frame()
         lines = traceback.format_stack(frame) if frame else ["  (no Python stack)\n"]
         return f"mpidist: watch: rank {self.rank} stands at\n{''.join(lines)}"
+
+
+def _settings(seconds, dumps) -> dict[str, float]:
+    """Check what a watch was given; return what must be equal on all ranks. Local."""
+    number = isinstance(seconds, int | float | np.number) and not isinstance(seconds, bool)
+    if not (number and 0 < seconds < math.inf):
+        raise ConfigError(f"watch: seconds={shown(seconds)}; expected a number > 0")
+    if not isinstance(dumps, str | os.PathLike | None):
+        raise ConfigError(f"watch: dumps={shown(dumps)}; expected a path or None")
+    return {"seconds": float(seconds)}
 
 
 class MainThread:

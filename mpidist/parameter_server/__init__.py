@@ -13,8 +13,8 @@ import types
 
 class _Package(types.ModuleType):
     def __call__(self, comm, params, **options):
-        """`group.parameter_server`."""
-        from .group import parameter_server
+        """`one_model.parameter_server`."""
+        from .one_model import parameter_server
 
         return parameter_server(comm, params, **options)
 

@@ -12,14 +12,16 @@ first, so a worker is never more than one clock of messages ahead of a server.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
 
-from ..errors import ClosedError, ConfigError, ProtocolError
+from ..errors import ClosedError, ConfigError, ProtocolError, shown
 from ..events import OPEN
 from . import protocol
+from .link import refusal
 from .placement import Layout
 from .protocol import (
     ALL,
@@ -37,6 +39,7 @@ from .routing import Part, data_bytes, encode, owned, route, views, whole
 from .selection import Selection
 
 _NOTHING = np.empty(0, np.int64)
+_MANY = 1 << 62  # a header has 64 bits for a number of samples
 
 
 class Client:
@@ -59,6 +62,7 @@ class Client:
     def __init__(self, group, name: str, layout: Layout, model: int, global_batch: int | None):
         self.name, self.layout, self.group = name, layout, group
         self._link, self._servers, self._model = group.link, group.server_ranks, model
+        self._turn = group.link.turn
         self.versions = [0] * len(self._servers)
         self.finished = 0
         self.note = (0, 0)
@@ -93,11 +97,22 @@ class Client:
         dict
             Name to array: the tensor's shape, or ``(len(rows), *shape[1:])``.
         """
-        self._ready()
-        wanted, results = self._names.wanted(what, out)
-        flat, finish = self._names.targets(wanted, results)
-        self._ask(PULL, wanted, flat)
-        finish()
+        link = self._link
+        try:
+            self._turn.pop()
+        except IndexError:
+            raise refusal(f"pull {self.name!r}") from None
+        try:
+            self._ready("pull")
+            wanted, results = self._names.wanted(what, out)
+            flat, finish = self._names.targets(wanted, results)
+            self._ask(PULL, wanted, flat)
+            finish()
+        except BaseException as error:
+            link.broken(f"pull {self.name!r}", error)
+            raise
+        finally:
+            self._turn.append(None)
         return results
 
     def push(self, gradients: Mapping, *, samples: int | None = None) -> None:
@@ -114,23 +129,45 @@ class Client:
             Weight of this push; 0 is allowed and says that there is nothing in it. Without it
             workers weigh the same. Needed where the model has a `global_batch`.
         """
-        self._ready()
-        self._check_push(samples)
-        pushes = self._names.split(gradients)
-        self._enter()
-        for server in range(len(self._servers)):
-            self._post(server, PUSH, pushes=pushes, samples=samples)
-        self._pushed = self.finished
-        self._serve_once()
+        link = self._link
+        try:
+            self._turn.pop()
+        except IndexError:
+            raise refusal(f"push {self.name!r}") from None
+        try:
+            self._ready("push")
+            samples = self._check_push(samples)
+            pushes = self._names.split(gradients)
+            self._enter()
+            for server in range(len(self._servers)):
+                self._post(server, PUSH, pushes=pushes, samples=samples)
+            self._pushed = self.finished
+            self._serve_once()
+        except BaseException as error:
+            link.broken(f"push {self.name!r}", error)
+            raise
+        finally:
+            self._turn.append(None)
 
     def clock(self) -> None:
         """Finish this clock. Local; does not wait, the next pull does."""
-        self._ready()
-        self._enter()
-        for server in range(len(self._servers)):
-            self._post(server, CLOCK)
-        self.finished += 1
-        self._serve_once()
+        link = self._link
+        try:
+            self._turn.pop()
+        except IndexError:
+            raise refusal(f"clock of {self.name!r}") from None
+        try:
+            self._ready("clock")
+            self._enter()
+            for server in range(len(self._servers)):
+                self._post(server, CLOCK)
+            self.finished += 1
+            self._serve_once()
+        except BaseException as error:
+            link.broken(f"clock of {self.name!r}", error)
+            raise
+        finally:
+            self._turn.append(None)
 
     def push_pull(
         self, gradients: Mapping, *, out: Mapping | None = None, samples: int | None = None
@@ -139,19 +176,36 @@ class Client:
 
         The parameters come back as the next clock may see them.
         """
-        self._ready()
-        self._check_push(samples)
-        wanted, results = self._names.wanted(None, out)
-        flat, finish = self._names.targets(wanted, results)
-        pushes = self._names.split(gradients)
-        self._enter()
-        self._pushed = self.finished
-        self._ask(PUSH | CLOCK | PULL, wanted, flat, pushes, samples)
-        finish()
+        link = self._link
+        try:
+            self._turn.pop()
+        except IndexError:
+            raise refusal(f"push_pull {self.name!r}") from None
+        try:
+            self._ready("push_pull")
+            samples = self._check_push(samples)
+            wanted, results = self._names.wanted(None, out)
+            flat, finish = self._names.targets(wanted, results)
+            pushes = self._names.split(gradients)
+            self._enter()
+            self._pushed = self.finished
+            self._ask(PUSH | CLOCK | PULL, wanted, flat, pushes, samples)
+            finish()
+        except BaseException as error:
+            link.broken(f"push_pull {self.name!r}", error)
+            raise
+        finally:
+            self._turn.append(None)
         return results
 
     def close(self) -> None:
         """Leave the clocks: nobody waits for this worker any more. Local; twice is fine."""
+        if not self.closed:
+            with self._link.call(f"close of {self.name!r}"):
+                self.leave()
+
+    def leave(self) -> None:
+        """Do what `close` does, from inside another call of the group. Local."""
         if not self.closed:
             for server in range(len(self._servers)):
                 self._post(server, LEAVE)
@@ -180,10 +234,15 @@ class Client:
 
     # -- messages ------------------------------------------------------------------------
 
-    def _ready(self) -> None:
+    def _ready(self, call: str) -> None:
+        """Begin a call: nothing is posted yet, so one that fails may be made again."""
+        link = self._link
+        link.touched = False
         if self.closed:
             raise ClosedError(f"client {self.name!r} is closed; it was used after close()")
-        self._link.check_notice()
+        if link.careful:
+            link.check_call(f"{call} {self.name!r}")
+        link.check_notice()
 
     def _serve_once(self) -> None:
         if self._link.background is not None:
@@ -194,15 +253,23 @@ class Client:
         if self._entered < self.finished and self.finished > 0:
             self._ask(PULL, {}, {})
 
-    def _check_push(self, samples) -> None:
+    def _check_push(self, samples) -> int | None:
         if self._pushed == self.finished:
             raise ProtocolError(
                 f"client {self.name!r}: second push in clock {self.finished}; call clock() first"
             )
         if samples is None and self._batch is not None:
             raise ConfigError(f"push to {self.name!r}: give samples=, the model has a global batch")
-        if samples is not None and samples < 0:
-            raise ConfigError(f"push to {self.name!r}: samples is {samples}; expected 0 or more")
+        if samples is None:
+            return None
+        try:
+            number = operator.index(samples)
+        except TypeError:
+            number = -1
+        if not 0 <= number < _MANY:
+            said = shown(samples)
+            raise ConfigError(f"push to {self.name!r}: samples is {said}; expected 0 or more")
+        return number
 
     def _route(self, server: int, wanted: Mapping) -> tuple[list[Part], np.ndarray | None]:
         """Parts on one server and their selection words; everything needs no words."""
@@ -236,7 +303,7 @@ class Client:
             total=total,
             push_words=ALL if push is None else push.size,
             pull_words=ALL if pull is None else pull.size,
-            samples=-1 if samples is None else int(samples),
+            samples=-1 if samples is None else samples,
             note0=note[0],
             note1=note[1],
         ).write(buffer)
@@ -298,10 +365,11 @@ class Client:
                 oldest = max(oldest, header.staleness)
             return not expected
 
-        waited = self._link.wait(all_here)
+        waited = self._link.wait(all_here, lambda: [self._servers[s] for s in expected])
         blocked = min(waited, held / 1e9)
         self._waits["worker"] += blocked
         self._waits["server"] += waited - blocked
+        self._link.touched = False  # whatever fails from here on, nobody waits for an answer
         if flags & CLOCK:
             self.finished += 1
         if entering:

@@ -11,26 +11,28 @@ servers            0  1                  the calls of their clients
 
 from __future__ import annotations
 
+import atexit
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from ..abort import install_hook
-from ..context import free
-from ..errors import ClosedError, ConfigError, MpidistError, ProtocolError, nearest
+from ..context import free, of
+from ..errors import ClosedError, ConfigError, ProtocolError, nearest, shown
 from ..events import OPEN, trails
-from .agreement import check_equal, together
+from ..run_on_all import same_on_all
 from .client import Client
 from .consistency import BSP, Consistency
 from .hosting import host_model
 from .link import Link
-from .placement import Layout, choose_ranks
+from .placement import Layout, choose_ranks, ranks_asked
 from .protocol import BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER, Header
-from .server import Hosted, Server
+from .server import Hosted, Server, with_histograms
+
+#: Under which name a context counts its groups, for their tags.
+_GROUPS = "server groups"
 
 
 class ServerGroup:
@@ -59,29 +61,32 @@ class ServerGroup:
     def __init__(
         self, comm: MPI.Comm, *, servers: int | Sequence[int] = 1, placement: str = "dedicated"
     ):
-        install_hook(comm)
-        self.comm = comm.Dup()
-        self.link = Link(self.comm)
+        context = of(comm)
+
+        def describe() -> dict:
+            asked = ranks_asked(servers)
+            choose_ranks(comm.size, asked, placement)
+            return {"servers": asked, "placement": placement}
+
+        # Ranks may have been given different numbers: what one refuses, all refuse.
+        agreed = same_on_all(comm, "ServerGroup", describe)
+        number = context.store.get(_GROUPS, 0)
+        context.store[_GROUPS] = number + 1
+        self.comm = comm
+        self.link = Link(context, number)
         self._server: Server | None = None
         self._layouts: dict[str, Layout] = {}
         self._clients: list[Client] = []
         self._everyone: list[dict] | None = None
         self._served = self.closed = False
-        asked = servers if isinstance(servers, int) else [int(rank) for rank in servers]
-        try:
-            # Ranks may have been given different numbers: what one refuses, all refuse.
-            together(self.link, lambda: choose_ranks(comm.size, asked, placement))
-            facts = {"servers": asked, "placement": placement}
-            check_equal("ServerGroup", self.link.exchange(facts))
-        except MpidistError:
-            self.comm.Free()
-            raise
         self.placement = placement
-        self.server_ranks, self.worker_ranks = choose_ranks(comm.size, asked, placement)
+        self.server_ranks, self.worker_ranks = choose_ranks(comm.size, agreed["servers"], placement)
         self.is_server = comm.rank in self.server_ranks
         self.is_worker = comm.rank in self.worker_ranks
-        split = self.comm.Split(0 if self.is_worker else MPI.UNDEFINED)
+        # It blocks, but all ranks are here: they have just agreed.
+        split = comm.Split(0 if self.is_worker else MPI.UNDEFINED)
         self.workers = None if split == MPI.COMM_NULL else split
+        atexit.register(self._left_open)
         if self.is_server:
             index = self.server_ranks.index(comm.rank)
             self._server = Server(self.link, index, self.worker_ranks)
@@ -129,17 +134,23 @@ class ServerGroup:
             the memory of the servers, an optimizer that is not elementwise.
         """
         self._open()
+
+        # Local: the servers have a message of this worker, so nobody waits for it in add.
         if any(client.started for client in self._clients):
             raise ProtocolError(f"add {name!r}: add all models before the first pull or push")
-        if name in self._layouts:
-            raise ConfigError(f"add {name!r}: this group has a model of that name")
+
+        def check() -> None:
+            if isinstance(name, str) and name in self._layouts:
+                raise ConfigError(f"add {name!r}: this group has a model of that name")
+
         # A colocated server must not answer for a model whose values are still on their way.
-        with self.link.quiet():
-            self._layouts[name] = host_model(
+        with self.link.call("add"), self.link.quiet():
+            layout = host_model(
                 self.link,
                 self._server,
                 self.server_ranks,
                 self.worker_ranks,
+                check,
                 name=name,
                 model=model,
                 optimizer=optimizer,
@@ -147,9 +158,10 @@ class ServerGroup:
                 seed=seed,
                 global_batch=global_batch,
             )
+        self._layouts[name] = layout
         if not self.is_worker:
             return None
-        client = Client(self, name, self._layouts[name], len(self._layouts) - 1, global_batch)
+        client = Client(self, name, layout, len(self._layouts) - 1, global_batch)
         self._clients.append(client)
         return client
 
@@ -169,11 +181,16 @@ class ServerGroup:
         self._open()
         if self.is_worker or self._server is None:
             raise ProtocolError(f"serve: rank {self.comm.rank} works; it serves within its calls")
-        server, link = self._server, self.link
-        server.on_pause = on_pause
+        check_function(on_pause)
+        with self.link.call("serve"):
+            self._serve(self._server, on_pause)
+
+    def _serve(self, server: Server, on_pause: Callable[[Any], None] | None) -> None:
+        link, server.on_pause = self.link, on_pause
         while not server.done:
             # A wait ends with every event: what is long is a wait without any.
-            link.waits["worker"] += link.wait(lambda: server.poll() or server.done)
+            waited = link.wait(lambda: server.poll() or server.done, server.present)
+            link.waits["worker"] += waited
         link.waits["worker"] -= server.busy_seconds
         self._served = True
 
@@ -183,7 +200,8 @@ class ServerGroup:
         For a colocated worker that waits for something else than its client.
         """
         if self.link.background is not None:
-            self.link.background()
+            with self.link.call("progress"):
+                self.link.background()
 
     def pause(self, tag: str | int) -> None:
         """Bring the servers out of their loop, between two clocks. Collective over the workers.
@@ -193,18 +211,27 @@ class ServerGroup:
         calls nothing: its worker half acts for both.
         """
         self._workers("pause")
-        link, replies = self.link, []
-        operation = link.trail.begin("pause")
+        if isinstance(tag, bool) or not isinstance(tag, str | int):
+            raise ConfigError(f"pause: tag={shown(tag)}; expected a string or a whole number")
         data = np.frombuffer(json.dumps(tag).encode(), np.uint8)
+        with self.link.call("pause"):
+            self._pause(data)
+
+    def _pause(self, data: np.ndarray) -> None:
+        link, replies = self.link, {}
+        operation = link.trail.begin("pause")
         for rank in self.server_ranks:
-            replies.append(link.receive(rank, TO_WORKER, HEADER_BYTES))
+            replies[rank] = link.receive(rank, TO_WORKER, HEADER_BYTES)
             buffer, total = link.pool.take(HEADER_BYTES + data.size), HEADER_BYTES + data.size
             Header(PAUSE, total=total).write(buffer)
             buffer[HEADER_BYTES:total] = data
             link.send(buffer, total, rank, TO_SERVER)
-        link.waits["worker"] += link.wait(lambda: all([reply.test() for reply in replies]))
+        link.waits["worker"] += link.wait(
+            lambda: all([reply.test() for reply in replies.values()]),
+            lambda: [rank for rank, reply in replies.items() if not reply.test()],
+        )
         operation[OPEN] = False
-        for reply in replies:
+        for reply in replies.values():
             link.pool.give(reply.buffer)
 
     def barrier(self) -> None:
@@ -213,9 +240,11 @@ class ServerGroup:
         With colocated servers a barrier of MPI's own would not serve those that are not there yet.
         """
         workers = self._workers("barrier")
-        operation = self.link.trail.begin("barrier")
-        self.link.waits["worker"] += self.link.wait(workers.Ibarrier().Test)
-        operation[OPEN] = False
+        with self.link.call("barrier"):
+            operation = self.link.trail.begin("barrier")
+            self.link.touched = True
+            self.link.waits["worker"] += self.link.wait(workers.Ibarrier().Test)
+            operation[OPEN] = False
 
     # -- shards ------------------------------------------------------------------------
 
@@ -289,25 +318,34 @@ class ServerGroup:
         """End the group: clients leave, servers serve until all have. Collective; twice is fine."""
         if self.closed:
             return
-        if not self.is_worker:
-            if not self._served:
-                self.serve()
-        else:
-            self._say_goodbye()
-        self.link.wait(self.link.reap)
-        mine = self._facts()
-        self._everyone = [_with_histograms(facts) for facts in self.link.exchange(mine)]
-        self.closed = True
-        trails.discard(self.link.trail)
+        with self.link.call("close"):
+            if self._server is not None and not self.is_worker:
+                if not self._served:
+                    self._serve(self._server, None)
+            else:
+                self._say_goodbye()
+            self.link.wait(self.link.reap)
+            mine = self._facts()
+            self._everyone = [with_histograms(facts) for facts in self.link.exchange(mine)]
+            self._end()
         if self.workers is not None:
             free(self.workers)
             self.workers.Free()
-        self.comm.Free()
+
+    def _end(self) -> None:
+        self.closed = True
+        atexit.unregister(self._left_open)
+        trails.discard(self.link.trail)
+
+    def _left_open(self) -> None:
+        """At exit: the program ends and has not closed the group, which others may wait for."""
+        if not self.closed and MPI.Is_initialized() and not MPI.Is_finalized():
+            self._abandon(ProtocolError("the program ended and left the server group open"))
 
     def _say_goodbye(self) -> None:
         link = self.link
         for client in self._clients:
-            client.close()
+            client.leave()
         for rank in self.server_ranks:
             buffer = link.pool.take(HEADER_BYTES)
             Header(BYE).write(buffer)
@@ -315,7 +353,7 @@ class ServerGroup:
         server = self._server
         if server is not None:
             operation = link.trail.begin("serve until all have left")
-            link.waits["worker"] += link.wait(lambda: server.done)
+            link.waits["worker"] += link.wait(lambda: server.done, server.present)
             operation[OPEN] = False
 
     def __enter__(self) -> ServerGroup:
@@ -333,10 +371,10 @@ class ServerGroup:
 
     def _abandon(self, failure: BaseException) -> None:
         """Give up without waiting for anyone; the communicator stays, messages may be under way."""
-        self.closed = True
+        self._end()
         for client in self._clients:
             client.closed = True
-        self.link.notify(failure)
+        self.link.abandon(failure)
 
     def _workers(self, call: str) -> MPI.Comm:
         self._open()
@@ -349,46 +387,7 @@ class ServerGroup:
             raise ClosedError("this server group is closed; it was used after its end")
 
 
-def _with_histograms(facts):
-    """JSON has turned the integer keys of histograms into strings; turn them back."""
-    if not isinstance(facts, dict):
-        return facts
-    return {
-        key: {int(k): n for k, n in value.items()}
-        if key in ("gaps", "staleness", "queue")
-        else _with_histograms(value)
-        for key, value in facts.items()
-    }
-
-
-@contextmanager
-def parameter_server(
-    comm: MPI.Comm,
-    params: Mapping,
-    *,
-    optimizer,
-    servers: int | Sequence[int] = 1,
-    consistency: Consistency | None = None,
-    placement: str = "dedicated",
-    seed: int = 0,
-    global_batch: int | None = None,
-    on_pause: Callable[[Any], None] | None = None,
-) -> Iterator[Client | None]:
-    """One model on parameter servers, as a ``with`` block. Collective over `comm`.
-
-    A worker gets its client. A dedicated server serves on entering and gets None when all
-    workers have left the block. Parameters as in `ServerGroup` and `ServerGroup.add`;
-    `on_pause` as in `ServerGroup.serve`.
-    """
-    with ServerGroup(comm, servers=servers, placement=placement) as group:
-        client = group.add(
-            "model",
-            params,
-            optimizer=optimizer,
-            consistency=consistency,
-            seed=seed,
-            global_batch=global_batch,
-        )
-        if client is None:
-            group.serve(on_pause)
-        yield client
+def check_function(on_pause) -> None:
+    """Refuse an `on_pause` that cannot be called. Local."""
+    if on_pause is not None and not callable(on_pause):
+        raise ConfigError(f"serve: on_pause={shown(on_pause)}; expected a function of the tag")

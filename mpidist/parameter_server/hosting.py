@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from mpi4py import MPI
 
-from ..errors import ProtocolError
+from ..errors import MismatchError, ProtocolError, shown
 from ..events import OPEN
 from ..memory import available_memory
+from ..run_on_all import difference
 from . import protocol
-from .agreement import check_equal, everywhere, together
 from .consistency import Consistency
 from .link import Link
 from .memory import check_capacity, needed, state_copies
-from .model import check_optimizer, parse_model
+from .model import check_optimizer, optimizer_facts, parse_model
 from .placement import Layout, place
 from .protocol import ADD, HEADER_BYTES, TO_SERVER, VALUES, Header
 from .routing import data_bytes, views, whole
@@ -30,6 +30,7 @@ def host_model(
     server: Server | None,
     servers: Sequence[int],
     workers: Sequence[int],
+    check: Callable[[], None],
     *,
     name: str,
     model: Mapping,
@@ -40,42 +41,69 @@ def host_model(
 ) -> Layout:
     """Place one model and make `server` (this rank's, or None) ready. Collective over the link.
 
-    `servers` and `workers` are ranks; the rest is described at `ServerGroup.add`, with what is
-    raised.
+    `servers` and `workers` are ranks; `check` raises where this rank cannot add; the rest is
+    described at `ServerGroup.add`, with what is raised.
     """
+    doing = f"add {shown(name)}"
+    source = workers[0]
 
-    def describe():
-        check_optimizer(name, optimizer)
+    def describe() -> dict:
+        check()
         spec = parse_model(name, model, consistency, global_batch, seed)
-        node = [socket.gethostname(), available_memory()]
-        return {"facts": spec.facts, "inits": spec.inits, "node": node}
+        check_optimizer(name, optimizer)
+        return {
+            "facts": {**spec.facts, "optimizer": optimizer_facts(optimizer)},
+            "inits": spec.inits,
+            "node": (socket.gethostname(), available_memory()),
+            "copies": state_copies(optimizer),
+        }
+
+    def decide(everyone: list[dict]) -> tuple:
+        # Ranks that give arrays say nothing of how to fill them.
+        inits: dict = next((each["inits"] for each in everyone if each["inits"] is not None), {})
+        said = [inits if each["inits"] is None else each["inits"] for each in everyone]
+        facts = [{**each["facts"], "init": one} for each, one in zip(everyone, said, strict=True)]
+        differs = difference([_flat(each) for each in facts])
+        if differs is not None:
+            raise MismatchError(f"{doing}: {differs}; all ranks must give the same")
+        tensors = facts[0]["tensors"]
+        layout = place(tensors, len(servers))
+        copies, needs = everyone[0]["copies"], []
+        for index, rank in enumerate(servers):
+            host, free = everyone[rank]["node"]
+            need = needed(
+                layout, index, copies=copies, workers=len(workers), consistency=consistency
+            )
+            needs.append((rank, host, need, free))
+        check_capacity(name, needs)
+        return tensors, inits, everyone[source]["inits"] is None
 
     _announce(link, server, servers, workers)
-    everyone = together(link, describe)
-    check_equal(f"add {name!r}", [each["facts"] for each in everyone])
-    given = [each["inits"] for each in everyone if each["inits"] is not None] or [{}]
-    check_equal(f"add {name!r}: init", given)
-    layout = place(everyone[0]["facts"]["tensors"], len(servers))
-    copies = state_copies(optimizer)
-    needs = []
-    for index, rank in enumerate(servers):
-        host, free = everyone[rank]["node"]
-        need = needed(layout, index, copies=copies, workers=len(workers), consistency=consistency)
-        needs.append((rank, host, need, free))
-    with everywhere():
-        check_capacity(name, needs)
+    tensors, inits, as_arrays = link.run_on_all(doing, describe, decide)
+    layout = place(tensors, len(servers))
 
-    def allocate():
-        if server is not None:
-            shard = Shard(layout, server.index, optimizer, given[0], seed)
-            server.models.append(Hosted(name, shard, consistency, len(workers), global_batch))
+    def allocate() -> Hosted | None:
+        if server is None:
+            return None
+        shard = Shard(layout, server.index, optimizer, inits, seed)
+        return Hosted(name, shard, consistency, len(workers), global_batch)
 
-    together(link, allocate)
-    source = workers[0]
-    if everyone[source]["inits"] is None:
-        shard = None if server is None else server.models[-1].shard
+    hosted = link.run_on_all(f"{doing}: allocating", allocate)
+    if server is not None:
+        server.models.append(hosted)
+    if as_arrays:
+        shard = None if hosted is None else hosted.shard
         hand_out(link, layout, servers, source=source, arrays=model, shard=shard)
     return layout
+
+
+def _flat(facts: Mapping, path: str = "") -> dict[str, str]:
+    """Return nested facts as texts, with names such as ``tensors x`` and ``optimizer lr``."""
+    flat: dict[str, str] = {}
+    for key, value in facts.items():
+        name = f"{path}{key}"
+        flat |= _flat(value, f"{name} ") if isinstance(value, Mapping) else {name: str(value)}
+    return flat
 
 
 def _announce(link: Link, server: Server | None, servers, workers) -> None:
@@ -90,9 +118,9 @@ def _announce(link: Link, server: Server | None, servers, workers) -> None:
     for rank in workers:
         operation = link.trail.begin("add", rank)
         status = MPI.Status()
-        link.wait(partial(link.comm.Iprobe, rank, TO_SERVER, status))
+        link.wait(partial(link.probe, rank, TO_SERVER, status), partial(list, [rank]))
         incoming = link.receive(rank, TO_SERVER, status.Get_count(MPI.BYTE))
-        link.wait(incoming.test)
+        link.wait(incoming.test, partial(list, [rank]))
         if not incoming.header.flags & ADD:
             raise ProtocolError(
                 f"parameter server {server.index}: rank {rank} is not in add while this server "
@@ -133,7 +161,10 @@ def hand_out(
                 view[...] = flat[layout.tensors[tensor].name][1][start:stop]
             link.send(buffer, total, rank, VALUES)
     operation = link.trail.begin("initial values", source)
-    link.waits["all"] += link.wait(lambda: (not incoming or incoming.test()) and link.reap())
+    link.waits["all"] += link.wait(
+        lambda: (not incoming or incoming.test()) and link.reap(),
+        lambda: [source] if incoming and not incoming.test() else [],
+    )
     operation[OPEN] = False
     if shard is not None and incoming is not None:
         shard.write(whole(layout, shard.server), incoming.buffer, HEADER_BYTES)

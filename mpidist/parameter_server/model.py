@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import as_array
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from .consistency import Consistency
 from .shards import parse_init
 
@@ -39,14 +39,22 @@ def parse_model(name: str, model: Mapping, consistency, global_batch, seed: int)
     ConfigError
         Names that are no strings, dtypes that are not floating-point, a mixture of the two forms.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"add: name={shown(name)}; expected a string")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not abs(seed) < 1 << 63:
+        raise ConfigError(f"model {name!r}: seed={shown(seed)}; expected a whole number of 64 bits")
     if not isinstance(model, Mapping) or not all(isinstance(key, str) for key in model):
         raise ConfigError(
-            f"model {name!r}: expected a dict of name to array or (shape, dtype, init)"
+            f"model {name!r}: got {shown(model)}; expected a dict of name to array or "
+            "(shape, dtype, init)"
         )
     if not isinstance(consistency, Consistency):
-        raise ConfigError(f"model {name!r}: consistency is {consistency!r}; give BSP, ASP or SSP")
-    if global_batch is not None and (not isinstance(global_batch, int) or global_batch < 1):
-        raise ConfigError(f"model {name!r}: global_batch is {global_batch!r}; give an integer >= 1")
+        said = shown(consistency)
+        raise ConfigError(f"model {name!r}: consistency is {said}; give BSP, ASP or SSP")
+    whole = isinstance(global_batch, int) and not isinstance(global_batch, bool)
+    if global_batch is not None and not (whole and 1 <= global_batch < 1 << 63):
+        said = shown(global_batch)
+        raise ConfigError(f"model {name!r}: global_batch is {said}; give an integer >= 1")
     described = [key for key, value in model.items() if isinstance(value, tuple | list)]
     if described and len(described) != len(model):
         other = next(key for key in model if key not in described)
@@ -58,7 +66,7 @@ def parse_model(name: str, model: Mapping, consistency, global_batch, seed: int)
         specs = {key: _described(name, key, value) for key, value in model.items()}
         inits = {key: parse_init(v[2] if len(v) > 2 else "zeros") for key, v in model.items()}
     else:
-        arrays = {key: as_array(value) for key, value in model.items()}
+        arrays = {key: _array(name, key, value) for key, value in model.items()}
         specs = {key: (tuple(a.shape), np.dtype(a.dtype)) for key, a in arrays.items()}
         inits = None
     for key, (_, dtype) in specs.items():
@@ -76,10 +84,17 @@ def parse_model(name: str, model: Mapping, consistency, global_batch, seed: int)
     return Spec(specs, inits, facts)
 
 
+def _array(model: str, name: str, value):
+    try:
+        return as_array(value)
+    except ConfigError as error:
+        raise ConfigError(f"model {model!r}: {name!r}: {error}") from error
+
+
 def _described(model: str, name: str, value) -> tuple[tuple[int, ...], np.dtype]:
     if len(value) not in (2, 3):
         raise ConfigError(
-            f"model {model!r}: {name!r} is {value!r}; expected (shape, dtype) or "
+            f"model {model!r}: {name!r} is {shown(value)}; expected (shape, dtype) or "
             "(shape, dtype, init)"
         )
     try:
@@ -97,10 +112,51 @@ def check_optimizer(name: str, optimizer) -> None:
     if not (
         callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
     ):
-        raise ConfigError(f"model {name!r}: optimizer {optimizer!r} has no init and update")
+        raise ConfigError(f"model {name!r}: optimizer={shown(optimizer)} has no init and update")
     if not getattr(optimizer, "elementwise", False):
         kind = getattr(optimizer, "name", type(optimizer).__name__)
         raise ConfigError(
             f"model {name!r}: optimizer {kind} needs whole tensors, servers hold pieces of them; "
             "use an elementwise one: sgd, momentum, adam"
         )
+
+
+def optimizer_facts(optimizer) -> dict[str, Any]:
+    """Return what must be equal on all ranks of an optimizer, in plain values. Local.
+
+    Its class, name and settings; of one that is not mpidist's its attributes. A schedule may be
+    any function: what one update makes of a gradient of one, at the first step and later, tells
+    two of them apart.
+    """
+    settings = getattr(optimizer, "settings", None)
+    given = settings if isinstance(settings, Mapping) else getattr(optimizer, "__dict__", {})
+    kind = type(optimizer)
+    facts = {
+        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "name": _plain(getattr(optimizer, "name", "")),
+        **_plain(dict(given)),
+    }
+    if settings is given:
+        facts["step"] = [_first_step(optimizer, progress) for progress in (0.0, 100.0)]
+    return facts
+
+
+def _first_step(optimizer, progress: float) -> str:
+    """Return how far one update moves; six digits, for hosts may differ in the last one."""
+    parameters = {"x": np.zeros(1)}
+    try:
+        state = optimizer.init(parameters)
+        state["progress"][...] = progress
+        optimizer.update({"x": np.ones(1)}, state, parameters)
+    except Exception as error:  # a schedule of the user's: its failure shows when it is used
+        return type(error).__name__
+    return f"{parameters['x'][0]:.6g}"
+
+
+def _plain(value) -> Any:
+    """Return a value as what is equal where it means the same: numbers, texts, names of types."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(value[key]) for key in value if not str(key).startswith("_")}
+    if value is None or isinstance(value, bool | int | float | str | np.number):
+        return shown(value)
+    return type(value).__qualname__

@@ -12,13 +12,14 @@ of rows asks only the servers that have them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 
 #: A tensor above this part of a server's mean share is large: it may be cut.
 LARGE = 1 / 32
@@ -140,6 +141,26 @@ def _pour(large, loads: list[float], mean: float, pieces: list[list[Piece]]) -> 
                 server += 1
 
 
+def ranks_asked(servers) -> int | list[int]:
+    """Return `servers` as a plain number, or a list of them. Local.
+
+    Raises
+    ------
+    ConfigError
+        It is neither a whole number nor a sequence of them.
+    """
+    try:
+        if isinstance(servers, bool | str):
+            raise TypeError
+        if hasattr(servers, "__index__") and not getattr(servers, "shape", ()):
+            return operator.index(servers)
+        return [operator.index(rank) for rank in servers]
+    except TypeError:
+        raise ConfigError(
+            f"servers={shown(servers)}; expected how many, or a list of ranks"
+        ) from None
+
+
 def choose_ranks(size: int, servers, placement: str) -> tuple[list[int], list[int]]:
     """Return (server ranks, worker ranks) of `size` ranks. Local.
 
@@ -148,8 +169,8 @@ def choose_ranks(size: int, servers, placement: str) -> tuple[list[int], list[in
     ConfigError
         Unknown placement, ranks that do not exist, nobody left to work.
     """
-    if placement not in PLACEMENTS:
-        raise ConfigError(f"placement {placement!r} is not one of {', '.join(PLACEMENTS)}")
+    if not isinstance(placement, str) or placement not in PLACEMENTS:
+        raise ConfigError(f"placement {shown(placement)} is not one of {', '.join(PLACEMENTS)}")
     if isinstance(servers, int):
         if servers < 1:
             raise ConfigError(f"servers={servers}; expected at least 1")

@@ -43,7 +43,17 @@ SERVED = [f"serve {name}" for name in NAMES]
 ALL = -1  # as the length of a selection: everything that the server holds
 
 # Own tags for the two directions: a rank may be worker and server at once, and talk to itself.
-TO_SERVER, TO_WORKER, NOTICE, VALUES = 1, 2, 3, 4
+TO_SERVER, TO_WORKER, NOTICE, VALUES, UP, DOWN = 1, 2, 3, 4, 5, 6
+
+# Groups share the control communicator of their context: each has tags of its own there. 32,767
+# is what MPI promises at least; so many groups later numbers are used again.
+_FIRST_TAG, _TAGS, _GROUPS = 16_384, 8, 2_000
+
+
+def first_tag(group: int) -> int:
+    """Return what is added to the tags of group number `group` of a communicator. Local."""
+    return _FIRST_TAG + _TAGS * (group % _GROUPS)
+
 
 _STRUCT = struct.Struct("<16q")
 HEADER_BYTES = _STRUCT.size
@@ -128,8 +138,20 @@ class Incoming:
         The whole message once `test` is true; the owner gives it back to the pool.
     """
 
-    def __init__(self, comm: MPI.Comm, pool: Pool, source: int, tag: int, first: int, total: int):
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        pool: Pool,
+        source: int,
+        tag: int,
+        first: int,
+        total: int,
+        kept: set[Incoming],
+    ):
         self.source = source
+        # Its owner may lose it to an exception, but MPI goes on writing until it is here.
+        self._kept = kept
+        kept.add(self)
         self.header = Header(0)
         self.opened = False
         self.buffer = pool.take(max(first, total))
@@ -146,6 +168,7 @@ class Incoming:
             del self._requests[0]
             if not self.opened:
                 self._open(status.Get_count(MPI.BYTE))
+        self._kept.discard(self)
         return True
 
     def _open(self, got: int) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..arrays import as_array, copy_into, host_empty, is_device, is_writable
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, nearest, shown
 from .placement import Layout, Tensor
 
 
@@ -21,15 +21,18 @@ class Selection:
 
     def tensor(self, name: str) -> Tensor:
         """The tensor called `name`; ConfigError with the nearest name if there is none."""
-        if name not in self.number:
-            raise ConfigError(
-                f"model {self.model!r} has no parameter {name!r}{nearest(name, self.number)}"
-            )
+        if not isinstance(name, str) or name not in self.number:
+            close = nearest(name, self.number) if isinstance(name, str) else ""
+            raise ConfigError(f"model {self.model!r} has no parameter {shown(name)}{close}")
         return self.layout.tensors[self.number[name]]
 
     def rows(self, name: str, rows) -> np.ndarray:
         """Row indices of `name` as int64, checked."""
-        tensor, rows = self.tensor(name), np.asarray(rows)
+        tensor = self.tensor(name)
+        try:
+            rows = np.asarray(rows)
+        except ValueError:  # lists of different lengths
+            rows = np.empty((0, 0))
         if rows.size == 0:
             rows = rows.astype(np.int64)
         if rows.ndim != 1 or rows.dtype.kind not in "iu" or not tensor.shape:
@@ -47,13 +50,23 @@ class Selection:
 
     def wanted(self, what, out: Mapping | None) -> tuple[dict[str, Any], dict[str, Any]]:
         """Name to rows (None for all), and name to the array that shall receive them."""
+        if out is not None and not isinstance(out, Mapping):
+            raise ConfigError(
+                f"pull {self.model!r}: out={shown(out)}; expected a mapping of name to array"
+            )
+        if what is not None and not isinstance(what, Iterable):
+            raise ConfigError(
+                f"pull {self.model!r}: what={shown(what)}; expected a name, names, or a mapping "
+                "of name to rows"
+            )
         if what is None:
             what = self.number if out is None else out
             wanted = dict.fromkeys(what)
         elif isinstance(what, Mapping):
             wanted = {n: r if r is None else self.rows(n, r) for n, r in what.items()}
         else:
-            wanted = dict.fromkeys([what] if isinstance(what, str) else what)
+            names = [what] if isinstance(what, str) else list(what)
+            wanted = dict.fromkeys(self.tensor(name).name for name in names)
         return wanted, {name: self._receiver(name, wanted[name], out) for name in wanted}
 
     def _receiver(self, name: str, rows, out: Mapping | None):
@@ -62,7 +75,7 @@ class Selection:
         given = None if out is None else out.get(name)
         if given is None:
             return np.empty(shape, tensor.dtype)
-        array = as_array(given)
+        array = _array(f"pull {name!r}: out", given)
         if array.shape != shape or not is_writable(array):
             lock = "" if is_writable(array) else " (read-only)"
             raise ConfigError(
@@ -98,13 +111,20 @@ class Selection:
 
     def split(self, gradients: Mapping) -> dict[str, tuple[Any, np.ndarray]]:
         """Name to (rows or None, flat host gradient)."""
+        if not isinstance(gradients, Mapping):
+            raise ConfigError(
+                f"push {self.model!r}: gradients={shown(gradients)}; expected a mapping of name "
+                "to array"
+            )
         return {name: self._gradient(name, gradients[name]) for name in gradients}
 
     def _gradient(self, name: str, gradient) -> tuple[Any, np.ndarray]:
         tensor, rows = self.tensor(name), None
         if isinstance(gradient, tuple):
+            if len(gradient) != 2:
+                raise ConfigError(f"push {name!r}: gradients: expected (rows, values)")
             rows, gradient = self.rows(name, gradient[0]), gradient[1]
-        gradient = _host(gradient)
+        gradient = _host(f"push {name!r}: gradients", gradient)
         shape = _shape(tensor, rows)
         if gradient.shape != shape or gradient.dtype.kind not in "fiub":
             raise ConfigError(
@@ -122,8 +142,16 @@ def _shape(tensor: Tensor, rows) -> tuple[int, ...]:
     return tensor.shape if rows is None else (len(rows), *tensor.shape[1:])
 
 
-def _host(x) -> np.ndarray:
-    array = as_array(x)
+def _array(what: str, x):
+    """Return an array of any kind; what is none is a ConfigError that begins with `what`."""
+    try:
+        return as_array(x)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from error
+
+
+def _host(what: str, x) -> np.ndarray:
+    array = _array(what, x)
     if not is_device(array):
         return array
     staged = host_empty(array.size, array.dtype, like=array)

@@ -133,6 +133,10 @@ class Server:
         self._turn = 0
         link.trail.about = self._clocks
 
+    def present(self) -> list[int]:
+        """Return the ranks of the workers that have not said goodbye."""
+        return [self.workers[worker] for worker in sorted(self._present)]
+
     @property
     def done(self) -> bool:
         """Whether every worker has said goodbye and has its last answer."""
@@ -151,8 +155,8 @@ class Server:
     # -- receiving ---------------------------------------------------------------------
 
     def _begin_receives(self) -> bool:
-        comm = self.link.comm
-        if not comm.Iprobe(MPI.ANY_SOURCE, TO_SERVER):
+        comm, tag = self.link.comm, self.link.tag + TO_SERVER
+        if not comm.Iprobe(MPI.ANY_SOURCE, tag):
             return False
         n = len(self.workers)
         waiting = []
@@ -161,7 +165,7 @@ class Server:
             rank = self.workers[worker]
             # A worker whose message is still coming in has nothing else to say: what a probe
             # would find are the later pieces of that message.
-            if worker not in self._arriving and comm.Iprobe(rank, TO_SERVER, status):
+            if worker not in self._arriving and comm.Iprobe(rank, tag, status):
                 waiting.append((worker, status.Get_count(MPI.BYTE)))
         room = ROOM_BYTES - sum(incoming.buffer.size for incoming in self._arriving.values())
         begun = 0
@@ -181,6 +185,8 @@ class Server:
     def _finish_receives(self) -> bool:
         queue = len(self._arriving)
         here = [worker for worker, incoming in self._arriving.items() if incoming.test()]
+        if here:
+            self.link.touched = True  # what fails now is lost to a worker
         for worker in here:
             incoming = self._arriving.pop(worker)
             self.link.received(incoming.header.total)
@@ -339,3 +345,15 @@ class Server:
             "busy_seconds": self.busy_seconds,
             **self.link.counters.snapshot(),
         }
+
+
+def with_histograms(facts):
+    """Return facts that came as JSON, the keys of their histograms numbers again. Local."""
+    if not isinstance(facts, dict):
+        return facts
+    return {
+        key: {int(k): n for k, n in value.items()}
+        if key in ("gaps", "staleness", "queue")
+        else with_histograms(value)
+        for key, value in facts.items()
+    }

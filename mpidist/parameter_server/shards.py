@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, nearest, shown
 from ..partition import overlaps
 from .placement import Layout
 from .routing import Part, views
@@ -39,11 +39,18 @@ def parse_init(init) -> tuple[str, float]:
     """
     if isinstance(init, (int, float)) and not isinstance(init, bool):
         return "constant", float(init)
-    kind, *scale = (init,) if isinstance(init, str) else tuple(init)
-    if kind not in KINDS:
-        names = ", ".join(KINDS)
-        raise ConfigError(f"init {kind!r} is not one of {names} or a number{nearest(kind, KINDS)}")
-    return kind, float(scale[0]) if scale else KINDS[kind][0]
+    try:
+        kind, *scale = (init,) if isinstance(init, str) else tuple(init)
+        number = float(scale[0]) if scale else None
+        known = kind in KINDS
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"init is {shown(init)}; expected a kind, a number, or (kind, scale)"
+        ) from None
+    if not known:
+        names, close = ", ".join(KINDS), nearest(str(kind), KINDS)
+        raise ConfigError(f"init {shown(kind)} is not one of {names} or a number{close}")
+    return kind, KINDS[kind][0] if number is None else number
 
 
 def initial(out: np.ndarray, name: str, start: int, init: tuple[str, float], seed: int) -> None:

@@ -205,7 +205,7 @@ class Flood:
         self.comm = self.pool = self.trail = self
         self.looks = looks
         self.give = self.received = lambda _: None
-        self.reap, self.bytes_in_flight = lambda: True, 0
+        self.reap, self.bytes_in_flight, self.tag = lambda: True, 0, 0
 
     def Iprobe(self, source, tag, status=None):
         if status is not None:

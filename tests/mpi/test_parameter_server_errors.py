@@ -29,7 +29,8 @@ def test_nobody_left_to_work(comm):
 
     text = raised(start, md.ConfigError)
     cure = "use at most 3" if comm.size == 4 else "start at least 2 ranks"
-    assert text == f"{comm.size} servers leave 0 workers; {cure}"
+    assert text.startswith("ServerGroup: ")
+    assert text.endswith(f": {comm.size} servers leave 0 workers; {cure}")
 
 
 @pytest.mark.ranks(3)
@@ -47,7 +48,7 @@ def test_bad_groups(comm):
         )
         assert text in got
     text = raised(lambda: md.ServerGroup(comm, servers=1 + (comm.rank == 1)), md.MismatchError)
-    assert text == "ServerGroup: ranks disagree on servers: ranks [0, 2]: 1; ranks [1]: 2"
+    assert "ServerGroup: servers differs: rank 1: 2, ranks 0,2: 1; " in text
 
 
 @pytest.mark.ranks(3)
@@ -71,13 +72,13 @@ def test_bad_models(comm):
             )
         # Only one rank is wrong: the others say which one.
         one = {"x": np.zeros(3 + (comm.rank == 1))}
-        assert "tensors x: ranks [0, 2]: [[3], 'float64']; ranks [1]: [[4], 'float64']" in raised(
+        assert "tensors x differs: rank 1: [[4], 'float64'], ranks 0,2: [[3], 'float64']" in raised(
             lambda: group.add("m", one, optimizer=SGD), md.MismatchError
         )
         odd = {"x": np.zeros(3, "i4" if comm.rank == 2 else "f4")}
         text = raised(lambda: group.add("m", odd, optimizer=SGD), md.ConfigError)
         assert "int32" in text
-        assert comm.rank == 2 or text.startswith("rank 2: ")
+        assert text.startswith("add 'm': rank 2 of 3 (")
         client = group.add("m", {"x": np.zeros(3)}, optimizer=SGD)
         if client:
             assert client.pull()["x"].tolist() == [0, 0, 0]
@@ -181,7 +182,9 @@ def test_an_unknown_message_ends_all_ranks(comm, kind, text):
             if client is None:
                 group.serve()
             if comm.rank == 1:
-                group.comm.Send([damaged(kind), MPI.BYTE], group.server_ranks[0], 1)
+                link = group.link
+                tag = link.tag + protocol.TO_SERVER
+                link.comm.Send([damaged(kind), MPI.BYTE], group.server_ranks[0], tag)
             for _ in range(10**6):
                 client.push_pull({"x": np.ones((100, 2))})
 

@@ -56,7 +56,7 @@ def test_other_names_shapes_and_bad_input(comm):
         md.check_replicas(comm, {"a": np.ones(2), "abc"[1 + comm.rank]: np.ones(2)})
     with pytest.raises(ReplicaError, match="'w'"):
         md.check_replicas(comm, {"w": np.zeros((2, 3) if comm.rank else (3, 2))})
-    with pytest.raises(ConfigError, match="check_replicas: expected a mapping"):
+    with pytest.raises(ConfigError, match="check_replicas: params: expected a mapping"):
         md.check_replicas(comm, [np.ones(3)])
 
 
