@@ -222,39 +222,63 @@ def intervals(steps: list[Step]) -> list[list[Step]]:
     return rounds
 
 
-def check_races(operations: Sequence[tuple[Sequence[list[Step]], int]]) -> None:
+#: The steps of every rank (or of some), the length of their private vectors and, where positions
+#: of the node's memory are no bytes, what says at which byte a position lies.
+Operation = tuple[Sequence[list[Step]], int] | tuple[Sequence[list[Step]], int, Callable]
+
+
+def check_races(operations: Sequence[Operation]) -> None:
     """Prove that no rank touches memory of the node that another writes between the same syncs.
 
-    `operations` run one after the other: (steps of every rank, length of the private vector). The
-    last interval of one and the first of the next are one interval: nothing separates them.
+    `operations` run one after the other. The last interval of one and the first of the next are one
+    interval: nothing separates them. A race is between two ranks, so the steps of some ranks prove
+    it for these.
     """
-    size = len(operations[0][0])
-    written: list[dict[int, int]] = [{}]
-    touched: list[list[tuple[int, int]]] = [[]]
-    ends = [0] * size
-    for programs, n in operations:
-        counts = {len(intervals(steps)) for steps in programs}
+    spans: list[list[tuple[int, int, int, bool, Step]]] = [[]]
+    ends = [0] * len(operations[0][0])
+    for programs, n, *place in operations:
+        counts = {sum(step.kind == NODE_SYNC for step in steps) for steps in programs}
         if len(counts) != 1:
             raise ScheduleError(f"the ranks pass different numbers of syncs: {sorted(counts)}")
+        start = place[0] if place else int
+        # Where one position begins, the one before it ends; but not at the end of a piece.
+        width = start(1) - start(0)
         for rank, steps in enumerate(programs):
             for k, interval in enumerate(intervals(steps), ends[rank]):
-                if k == len(written):
-                    written.append({})
-                    touched.append([])
+                if k == len(spans):
+                    spans.append([])
                 for step in interval:
                     reads, write = reads_writes(step)
-                    for place in range(*(write or NOTHING)):
-                        if place >= n and written[k].setdefault(place - n, rank) != rank:
-                            raise ScheduleError(f"{step}: two ranks write position {place - n}")
-                    spans = [*reads, write or NOTHING]
-                    touched[k] += [(p - n, rank) for span in spans for p in range(*span) if p >= n]
+                    for span in (*reads, write or NOTHING):
+                        if span[1] > span[0] >= n:
+                            first = start(span[0] - n)
+                            stop = first + (span[1] - span[0]) * width
+                            spans[k].append((first, stop, rank, span is write, step))
             ends[rank] = k
-    for k, places in enumerate(touched):
-        for place, rank in places:
-            if written[k].get(place, rank) != rank:
+    for k, touched in enumerate(spans):
+        _check_interval(k, touched)
+
+
+def _check_interval(k: int, touched: list[tuple[int, int, int, bool, Step]]) -> None:
+    """Find two ranks that touch a byte between two syncs, one of which writes it."""
+    touched.sort(key=lambda span: span[0])
+    # Of all spans so far, of any kind and of writes: the one that reaches furthest, and the one of
+    # another rank that does.
+    furthest: dict[bool, list[tuple[int, int, int, bool, Step]]] = {False: [], True: []}
+    for span in touched:
+        start, stop, rank, writes, step = span
+        for other in furthest[not writes]:
+            if other[2] != rank and other[1] > start:
+                if writes and other[3]:
+                    raise ScheduleError(f"{step}: two ranks write position {start}")
+                reader, writer = (other[2], rank) if writes else (rank, other[2])
                 raise ScheduleError(
-                    f"interval {k}: rank {rank} reads {place} while rank {written[k][place]} writes"
+                    f"interval {k}: rank {reader} reads {start} while rank {writer} writes"
                 )
+        for of in (False, True) if writes else (False,):
+            kept = [old for old in furthest[of] if old[2] != rank]
+            mine = [old for old in furthest[of] if old[2] == rank and old[1] > stop] or [span]
+            furthest[of] = sorted([*kept, *mine], key=lambda old: -old[1])[:2]
 
 
 def run_node(

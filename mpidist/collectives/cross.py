@@ -24,7 +24,7 @@ from ..errors import MpidistError
 from ..events import Counters
 from .reductions import Reduction
 from .schedule import COPY, FINISH, NODE_SYNC, REDUCE, Step, length
-from .shared import ADDRESS, LINE, Gate, SharedProgram
+from .shared import ADDRESS, LINE, Gate, NodeProgram
 
 #: Private vectors of more bytes are written through the kernel; shorter ones are staged twice, for
 #: a system call costs some 4 us. Measured at 2 ranks: on pages of 4 KiB both are equal from 2 MiB
@@ -38,7 +38,7 @@ PIECE_BYTES = 512 << 10
 
 
 class CrossProgram:
-    """Steps of one rank of `node.in_place` or its second half, made ready; see `SharedProgram`.
+    """Steps of one rank of `node.in_place` or its second half, made ready; see `NodeProgram`.
 
     Positions ``[r n, (r + 1) n)`` are the vector of local rank r. `staged` does the same where
     some rank's vector is no memory that the kernel copies; that rank tells the address 0.
@@ -51,7 +51,7 @@ class CrossProgram:
         rank: int,
         reduction: Reduction,
         memory: CrossMemory,
-        staged: SharedProgram,
+        staged: NodeProgram,
     ):
         self.memory, self.staged, self.ufunc = memory, staged, reduction.ufunc
         itemsize = reduction.work.itemsize
@@ -97,7 +97,7 @@ class CrossProgram:
             gate.sync()
             gate.check(key)
             rounds = rounds[1:]  # the first is empty: nothing is touched before that sync
-        if all(gate.lines[line + ADDRESS] for line in (gate.mine, *gate.others)):
+        if gate.all_told():
             for number, steps in enumerate(rounds):
                 if number:
                     gate.sync()

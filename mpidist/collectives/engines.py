@@ -21,7 +21,8 @@ from .flat import Flat
 from .hierarchical import Hierarchical, lanes_of
 from .native import Blocking, Staged, can_stage
 from .reductions import Reduction
-from .shared import NodeMemory, SharedProgram, memory_of
+from .shared import NodeMemory, NodeProgram, SharedProgram, memory_of
+from .staging import ALLGATHER, REDUCE_SCATTER, STAGED, StagedProgram
 
 
 class Scheduled:
@@ -53,7 +54,11 @@ class Shared:
     def __call__(self, work, sequence: int, total) -> None:
         """Reduce the flat vector `work` in place. Collective."""
         divisor = work.dtype.type(total) if self.reduction.mean else None
-        self.program.run(self.gate, self.signature.key, work, divisor)
+        try:
+            self.program.run(self.gate, self.signature.key, work, divisor)
+        except BaseException as error:
+            self.gate.leave(error)
+            raise
 
     def close(self) -> None:
         """Nothing to free: the memory is the communicator's."""
@@ -108,23 +113,24 @@ def make(context: Context, signature: Signature, reduction: Reduction, shape, na
 def _on_nodes(context, signature, reduction: Reduction, n: int, memory: NodeMemory, name: str):
     dtype, ufunc, topology = reduction.work, reduction.ufunc, memory.topology
     size, rank, gate = topology.local_size, topology.local_rank, memory.gate
-    staging = memory.staging[: memory.staging.size // dtype.itemsize * dtype.itemsize].view(dtype)
-    piece = node.piece_length(size, dtype.itemsize)
     nbytes = n * dtype.itemsize
     reach = memory.cross if nbytes > cross.REACHED_BYTES else None
     single = name == algorithms.SINGLE_COPY or nbytes > cross.WHOLE_BYTES
-    program: SharedProgram | CrossProgram
+
+    def staged(form: str, lanes: int) -> StagedProgram:
+        return StagedProgram(form, size, rank, n, lanes, memory.staging, dtype, ufunc)
+
+    program: NodeProgram
     if topology.nodes == 1 and (reach is None or single):
-        program = SharedProgram(node.staged(size, rank, n, piece, n), n, staging, ufunc)
+        program = staged(STAGED, size)
         if single and memory.cross is not None and n:
             steps = node.in_place(size, rank, n, cross.PIECE_BYTES // dtype.itemsize, n)
             program = CrossProgram(steps, n, rank, reduction, memory.cross, program)
         return Shared(context, signature, reduction, program, gate)
     lanes = lanes_of(topology)
-    first = SharedProgram(node.reduce_scatter(size, rank, n, piece, lanes, n), n, staging, ufunc)
+    first = staged(REDUCE_SCATTER, lanes)
+    second: NodeProgram = staged(ALLGATHER, lanes)
     # Nodes need not choose alike: the order of additions is that of the first half.
-    second: SharedProgram | CrossProgram
-    second = SharedProgram(node.allgather(size, rank, n, piece, lanes, n), n, staging, ufunc)
     if reach is not None:
         steps = node.in_place_allgather(size, rank, n, n, lanes, n)
         second = CrossProgram(steps, n, rank, reduction, reach, second)

@@ -22,11 +22,10 @@ from ..mismatch import Signature
 from ..partition import BlockPartition
 from ..topology import Topology
 from . import algorithms
-from .cross import CrossProgram
 from .executor import Program, execute
 from .reductions import Reduction
 from .schedule import Step
-from .shared import Gate, SharedProgram
+from .shared import Gate, NodeProgram
 
 #: Lanes of more bytes run a ring, whose segments overlap the wire and the sum; shorter ones a
 #: butterfly, which needs fewer messages.
@@ -79,7 +78,7 @@ class Hierarchical:
         n: int,
         topology: Topology,
         gate: Gate,
-        halves: tuple[SharedProgram, SharedProgram | CrossProgram],
+        halves: tuple[NodeProgram, NodeProgram],
     ):
         self.context, self.signature, self.reduction = context, signature, reduction
         self.gate, self.first, self.second = gate, *halves
@@ -95,6 +94,13 @@ class Hierarchical:
 
     def __call__(self, work: np.ndarray, sequence: int, total) -> None:
         """Reduce the flat vector `work` in place. Collective."""
+        try:
+            self._reduce(work, sequence, total)
+        except BaseException as error:
+            self.gate.leave(error)
+            raise
+
+    def _reduce(self, work: np.ndarray, sequence: int, total) -> None:
         context, gate = self.context, self.gate
         divisor = work.dtype.type(total) if self.reduction.mean else None
         self.second.prepare(gate, work)

@@ -25,22 +25,38 @@ two syncs no rank writes what another reads or writes (`check.check_node` proves
 from __future__ import annotations
 
 from ..partition import BlockPartition
-from .schedule import COPY, FINISH, NODE_SYNC, NOTHING, REDUCE, Range, Step
+from .schedule import COPY, FINISH, NODE_SYNC, NOTHING, REDUCE, REDUCE_LEFT, Range, Step
 
 #: Bytes that a rank stages per round, over all owners. Measured at 2 ranks: longer rounds leave the
 #: cache, shorter ones cost more syncs, each of which waits for the slower rank.
 ROUND_BYTES = 512 << 10
-#: Pieces of an owner's part are not cut below this.
-LEAST_PIECE = 4 << 10
+#: Bytes of staging of a node of up to 96 ranks; beyond, so many for each rank. From 30 ranks on
+#: this, not `ROUND_BYTES`, is how much a rank stages per round.
+STAGING_BYTES, STAGING_BYTES_PER_RANK = 30 << 20, 240 << 10
+#: Pieces begin at multiples of a cache line.
+LINE_BYTES = 64
+#: Nodes of more ranks look at all counters at once, and add the pieces of all ranks at once. Below,
+#: a loop of Python is quicker than the call of NumPy that does it.
+FEW_RANKS = 16
 #: Bytes of a piece that is added where it lies.
 IN_PLACE_BYTES = 128 << 10
 #: Vectors whose slots, one per rank of the node, fit into this many bytes are reduced flat.
 FLAT_BYTES = 128 << 10
 
 
-def piece_length(size: int, itemsize: int) -> int:
-    """Elements of one piece of one owner's part. Local."""
-    return max(LEAST_PIECE, ROUND_BYTES // max(size, 1)) // itemsize
+def piece_bytes(size: int) -> int:
+    """Bytes between two pieces in staging: one for all dtypes. Local.
+
+    So what lies where does not depend on the dtype, and two calls of different dtypes, one right
+    after the other, share their places as two calls of one dtype do.
+    """
+    most = max(STAGING_BYTES, size * STAGING_BYTES_PER_RANK) // (2 * size * size)
+    return max(LINE_BYTES, min(ROUND_BYTES // size, most) // LINE_BYTES * LINE_BYTES)
+
+
+def staging_bytes(size: int) -> int:
+    """Bytes of shared staging that `reduce_scatter`, `allgather` and `staged` need. Local."""
+    return staging_length(size, size, piece_bytes(size))
 
 
 def in_place_length(itemsize: int) -> int:
@@ -49,8 +65,8 @@ def in_place_length(itemsize: int) -> int:
 
 
 def staging_length(size: int, lanes: int, piece: int) -> int:
-    """Elements of shared staging that `reduce_scatter`, `allgather` and `staged` need."""
-    return 2 * piece * lanes * (size + 1)
+    """Positions of staging for `lanes` owners: a row for each rank, two pieces in each."""
+    return 2 * piece * lanes * size
 
 
 def _sync(round: int) -> Step:
@@ -68,6 +84,19 @@ def _reduce(round: int, source: Range, target: Range) -> Step:
 def _shift(start: int, span: Range) -> Range:
     """Positions of a range of the vector when the vector begins at `start`."""
     return start + span[0], start + span[1]
+
+
+def inbox_row(size: int, rank: int, owner: int) -> int:
+    """Row of staging in which `rank` puts pieces for `owner`; those of one owner lie together.
+
+    A row is two pieces, taken in turn. An owner has no row for itself.
+    """
+    return owner * (size - 1) + rank - (rank > owner)
+
+
+def outbox_row(size: int, lanes: int, owner: int) -> int:
+    """Row in which `owner` publishes its pieces; behind all of `inbox_row`."""
+    return lanes * (size - 1) + owner
 
 
 class _Staging:
@@ -90,11 +119,11 @@ class _Staging:
 
     def inbox(self, rank: int, owner: int, t: int) -> Range:
         """Where `rank` puts piece `t` for `owner`."""
-        return self._place(rank * self.lanes + owner, t, self.part(owner, t))
+        return self._place(inbox_row(self.size, rank, owner), t, self.part(owner, t))
 
     def outbox(self, owner: int, t: int) -> Range:
         """Where `owner` publishes its piece `t`."""
-        return self._place(self.size * self.lanes + owner, t, self.part(owner, t))
+        return self._place(outbox_row(self.size, self.lanes, owner), t, self.part(owner, t))
 
     def stage(self, round: int, t: int) -> list[Step]:
         """Put piece t of everybody else's part where its owner finds it."""
@@ -107,7 +136,15 @@ class _Staging:
             return []
         others = [rank for rank in range(self.size) if rank != self.rank]
         mine = self.part(self.rank, t)
-        return [_reduce(round, self.inbox(rank, self.rank, t), mine) for rank in others]
+        rows = [self.inbox(rank, self.rank, t) for rank in others]
+        if self.size <= FEW_RANKS:
+            return [_reduce(round, row, mine) for row in rows]
+        # All rows at once: mine is added to the first, for that is where a sum of rows begins.
+        return [
+            Step(round, REDUCE_LEFT, -1, mine, rows[0]),
+            *(_reduce(round, row, rows[0]) for row in rows[1:]),
+            _copy(round, rows[0], mine),
+        ]
 
     def publish(self, round: int, t: int) -> list[Step]:
         """Finish piece t of my part and show it to all."""

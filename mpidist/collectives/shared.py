@@ -1,7 +1,11 @@
 """The memory that the ranks of a node share for a communicator, and the executor of node schedules.
 
 `memory_of(context)` makes it once: flags, two sets of slots for short vectors, staging for long
-ones. `Gate` is the barrier of the node. `SharedProgram` runs the steps of `node.py`.
+ones. `Gate` is the barrier of the node. `SharedProgram` runs the steps of `node.py` on vectors that
+lie in shared memory, `staging.StagedProgram` on private ones.
+
+A rank that breaks an operation off never arrives at the next sync: its counter says so, and nobody
+passes, so that nobody returns with half a sum.
 
 Order of memory. A rank writes data, then its counter; another reads the counter, then the data.
 x86 processors keep stores in order and loads in order (TSO), the kernel's and C library's streaming
@@ -13,7 +17,9 @@ messages order memory, stands in their place.
 from __future__ import annotations
 
 import platform
+from functools import lru_cache
 from itertools import chain
+from typing import Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -24,7 +30,8 @@ from ..cross_memory import CrossMemory
 from ..errors import ConfigError
 from ..events import Counters, emit
 from ..topology import Topology, topology_of
-from .node import FLAT_BYTES, piece_length, staging_length
+from ..waiting import wait_until
+from .node import FEW_RANKS, FLAT_BYTES, staging_bytes
 from .schedule import COPY, NODE_SYNC, REDUCE, Step, length
 
 #: Looks at the counters before the polite wait begins.
@@ -37,6 +44,24 @@ LINE = 8  # int64 per cache line
 KEYS, ADDRESS = 1, 3
 _PAGE = 4096
 
+#: Seconds in which a rank that broke an operation off says why.
+HEARSAY = 5.0
+
+
+class NodeProgram(Protocol):
+    """What runs the steps of one rank of a node: an operation, or a half of one."""
+
+    counters: Counters
+
+    def prepare(self, gate: Gate, x: np.ndarray) -> None:
+        """Tell the others where `x` lies, if they must know. Local, before the first sync."""
+
+    def run(self, gate: Gate, key: int | None, x: np.ndarray, divisor) -> None:
+        """Run all rounds on the flat vector `x`. Collective over the node.
+
+        `key` names the operation, None within one that was checked; `divisor` finishes a mean.
+        """
+
 
 class Gate:
     """A barrier of the ranks of a node: a counter for each, on a cache line of its own.
@@ -44,13 +69,24 @@ class Gate:
     Beside the counter lie two keys, so that the first sync of an operation also proves that all
     ranks are in the same one. Two, because a quick rank may announce its next operation while a
     slow one still looks at the keys of this; it cannot be two ahead.
+
+    A rank that gives up (`leave`) writes the complement of the last count that it arrived at: less
+    than any count, so nobody passes unseeing, and those who still wait for that count find it in
+    there and do pass.
+
+    Nodes of more than `node.FEW_RANKS` ranks (`many`) look at a column of all lines in one call.
     """
 
     def __init__(self, context: Context, lines: memoryview, topology: Topology):
         self.context, self.lines, self.topology = context, lines, topology
+        size = topology.local_size
         self.mine = LINE * topology.local_rank
-        self.others = [LINE * r for r in range(topology.local_size) if r != topology.local_rank]
+        self.others = [LINE * r for r in range(size) if r != topology.local_rank]
         self.count = 0
+        self.many = size > FEW_RANKS
+        table = np.frombuffer(lines, np.int64)[: LINE * size].reshape(size, LINE)
+        self.counters, self.addresses = table[:, 0], table[:, ADDRESS]
+        self.keys = table[:, KEYS], table[:, KEYS + 1]
 
     def announce(self, key: int) -> None:
         """Say which operation begins; `check` compares after the next sync. Local."""
@@ -58,34 +94,98 @@ class Gate:
 
     def check(self, key: int) -> None:
         """Raise MismatchError unless all ranks announced `key`. Local, after the first sync."""
+        if self.many:
+            if self.keys[self.count % 2].tobytes() != same_keys(key, len(self.counters)):
+                self.context.disagree()
+            return
         for other in self.others:
             if self.lines[other + KEYS + self.count % 2] != key:
                 self.context.disagree()
 
+    def all_told(self) -> bool:
+        """Whether all ranks have told an address. Local, after a sync."""
+        return bool(self.addresses.all())
+
     def sync(self) -> None:
         """Wait until all ranks of the node are here. Collective over the node."""
         self.count = count = self.count + 1
-        if not ORDERED:
-            self.context.wait(self.topology.intra_comm.Ibarrier().Test)
-            return
         lines = self.lines
         lines[self.mine] = count
-        for other in self.others:
-            if lines[other] < count:
+        if not ORDERED:
+            self._mpi_barrier(count)
+        elif self.many:
+            if least(self.counters) < count:
                 self.wait(count)
-                return
+        else:
+            for other in self.others:
+                if lines[other] < count:
+                    self.wait(count)
+                    return
 
     def wait(self, count: int) -> None:
         """Look a few times, then wait politely: a look costs less than the wait's beginning."""
-        lines, others = self.lines, self.others
-
-        def arrived() -> bool:
-            return all(lines[other] >= count for other in others)
-
         for _ in range(SPINS):
-            if arrived():
+            if self.arrived(count):
                 return
-        self.context.wait(arrived)
+        self.context.wait(lambda: self.arrived(count))
+
+    def arrived(self, count: int) -> bool:
+        """Whether all ranks have arrived at sync `count`; raises if one never will. Local."""
+        lines = self.lines
+        if self.many and (first := least(self.counters)) >= 0:
+            return first >= count
+        for other in self.others:
+            seen = lines[other]
+            if seen < count and ~seen < count:
+                if seen < 0:
+                    self._hear(other // LINE)
+                return False
+        return True
+
+    def leave(self, error: BaseException) -> None:
+        """Break off the operation under way: nobody passes another sync with this rank. Local."""
+        self.lines[self.mine] = ~self.count
+        self.context.break_off(error)
+
+    def _mpi_barrier(self, count: int) -> None:
+        test = self.topology.intra_comm.Ibarrier().Test
+
+        def passed() -> bool:
+            # Whoever has left may have entered this barrier or not. If not, it never ends.
+            return test() or (least(self.counters) < 0 and self.arrived(count) and test())
+
+        self.context.wait(passed)
+
+    def _hear(self, local_rank: int) -> None:
+        """Raise what the rank that broke the operation off says about it."""
+        context, topology = self.context, self.topology
+
+        def speak_for_it(seconds: float) -> None:
+            if seconds > HEARSAY:
+                rank = topology.members(topology.node)[local_rank]
+                begun = context.operation(context.sequence)
+                context.statuses.fail(
+                    f"{begun.kind if begun else 'operation'} #{context.sequence} was broken off by "
+                    f"rank {rank} of {context.size} ({topology.hosts[topology.node]}), which has "
+                    "not said why; see its output"
+                )
+
+        def heard() -> bool:
+            context.statuses.listen()
+            return False
+
+        wait_until(heard, speak_for_it)
+
+
+def least(column: np.ndarray) -> int:
+    """Return the smallest number of a column of lines. Local."""
+    return np.minimum.reduce(column)
+
+
+@lru_cache(maxsize=256)
+def same_keys(key: int, size: int) -> bytes:
+    """Return a column of keys in which all ranks say `key`, as bytes. Pure."""
+    return np.full(size, key, np.int64).tobytes()
 
 
 class NodeMemory:
@@ -100,7 +200,7 @@ class NodeMemory:
         size = self.topology.local_size
         flags = -(-8 * LINE * size // _PAGE) * _PAGE
         flat = 2 * FLAT_BYTES
-        staging = max(staging_length(size, size, piece_length(size, s)) * s for s in (1, 16, 32))
+        staging = staging_bytes(size)
         self.reason: str | None = None
         try:
             each = -(-(flags + flat + staging) // size)
