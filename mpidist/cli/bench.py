@@ -21,6 +21,7 @@ from . import (
     bench_counters,
     bench_loader,
     bench_network,
+    bench_node,
     bench_overlap,
     bench_relaunch,
     bench_servers,
@@ -30,6 +31,7 @@ from . import (
 _MODULES = {
     "allreduce": bench_allreduce,
     "counters": bench_counters,
+    "node": bench_node,
     "ps": bench_servers,
     "checkpoint": bench_checkpoint,
     "loader": bench_loader,
@@ -50,6 +52,7 @@ _POSITIVE = (
     "ranks",
     "layers",
     "bucket_bytes",
+    "nbytes",
 )
 
 
@@ -67,8 +70,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; collective over the launch, but local for `network` and --advise."""
     for name in _POSITIVE:
         value = getattr(args, name, None)
+        value = min(value, default=1) if isinstance(value, list) else value
         if value is not None and value <= 0:
-            option = {"low": "min", "high": "max"}.get(name, name)
+            option = {"low": "min", "high": "max", "nbytes": "bytes"}.get(name, name)
             raise ConfigError(f"--{option} {value}: expected more than 0")
     module: Any = _MODULES[args.what]
     if args.what == "allreduce":

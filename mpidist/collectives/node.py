@@ -137,7 +137,7 @@ class _Staging:
         others = [rank for rank in range(self.size) if rank != self.rank]
         mine = self.part(self.rank, t)
         rows = [self.inbox(rank, self.rank, t) for rank in others]
-        if self.size <= FEW_RANKS:
+        if self.size <= max(FEW_RANKS, 1):
             return [_reduce(round, row, mine) for row in rows]
         # All rows at once: mine is added to the first, for that is where a sum of rows begins.
         return [

@@ -39,9 +39,14 @@ class _Block(NamedTuple):
 
 
 class _Round(NamedTuple):
-    """What this rank touches in a round: the others' pieces, its own, and what it adds to it."""
+    """What this rank touches in a round: the others' pieces, its own, and what it adds to it.
+
+    `taken` are the pieces that it fetches. Where they are many its own is among them: it lies in
+    the same block.
+    """
 
     others: list[_Block]
+    taken: list[_Block]
     mine: _Block | None
     rows: list[np.ndarray] | np.ndarray
 
@@ -137,7 +142,7 @@ class StagedProgram:
 
     def add(self, t: int, x: Matrices) -> None:
         """Add the others' pieces to piece `t` of my part. Local."""
-        _, block, rows = self._round(t)
+        _, _, block, rows = self._round(t)
         if block is None:
             return
         mine, ufunc = self._mine(t, x, block), self.ufunc
@@ -145,8 +150,13 @@ class StagedProgram:
             for row in rows:
                 ufunc(mine, row, out=mine)
         else:
+            out = mine
+            if block.length == 1:  # NumPy adds up a single column in another order
+                rows, out = np.repeat(rows, 2, axis=1), None
             ufunc(mine, rows[0], out=rows[0])
-            ufunc.reduce(rows, axis=0, dtype=self.dtype, out=mine, initial=None)
+            total = ufunc.reduce(rows, axis=0, dtype=self.dtype, out=out, initial=None)
+            if out is None:
+                mine[...] = total[:1]
 
     def publish(self, t: int, x: Matrices, divisor) -> None:
         """Finish piece `t` of my part and show it to all. Local."""
@@ -160,7 +170,7 @@ class StagedProgram:
     def fetch(self, t: int, x: Matrices) -> None:
         """Take piece `t` of all other parts. Local."""
         start = t * self.piece
-        for matrix, owners, length, _, outbox in self._round(t).others:
+        for matrix, owners, length, _, outbox in self._round(t).taken:
             x[matrix][owners, start : start + length] = outbox
 
     def _round(self, t: int) -> _Round:
@@ -181,27 +191,31 @@ class _Rounds:
         self.outbox = rows[lanes * (size - 1) :]
 
     def __call__(self, buffer: int, lengths: tuple[int, int]) -> _Round:
-        others, mine, rank = [], None, self.rank
+        others, everyone, mine, rank = [], [], None, self.rank
+        few = self.size <= node.FEW_RANKS
         added: list[np.ndarray] | np.ndarray = []
         spans = (0, self.longer, lengths[0]), (self.longer, self.lanes, lengths[1])
         for matrix, (first, stop, length) in enumerate(spans):
-            if length <= 0:
+            if length <= 0 or first == stop:
                 continue
-            before, behind = (first, min(rank, stop)), (max(rank + 1, first), stop)
-            for low, high in (before, behind):
+            # Of owners behind this rank it is row `rank`, of those before it the one less.
+            for low, high, row in (
+                (first, min(rank, stop), rank - 1),
+                (max(rank + 1, first), stop, rank),
+            ):
                 if low < high:
-                    others.append(self._block(matrix, first, low, high, buffer, length))
+                    others.append(self._block(matrix, first, low, high, row, buffer, length))
+            if not few:
+                everyone.append(self._block(matrix, first, first, stop, 0, buffer, length))
             if first <= rank < stop:
                 own = self.outbox[rank, buffer, :length]
                 mine = _Block(matrix, rank - first, length, own, own)
                 rows = self.inbox[rank, :, buffer, :length]
-                # NumPy sums a single column in another order.
-                added = list(rows) if self.size <= node.FEW_RANKS or length == 1 else rows
-        return _Round(others, mine, added)
+                added = list(rows) if few else rows
+        return _Round(others, others if few else everyone, mine, added)
 
-    def _block(self, matrix, first, low, high, buffer, length) -> _Block:
-        """Return the pieces of owners `low` to `high`, all before this rank or all behind it."""
-        row = self.rank - (self.rank > low)
+    def _block(self, matrix, first, low, high, row, buffer, length) -> _Block:
+        """Return the pieces of owners `low` to `high`, which stand in one row for each."""
         one = high == low + 1
         at: slice | int = low if one else slice(low, high)
         owners: slice | int = low - first if one else slice(low - first, high - first)

@@ -17,6 +17,23 @@ def whole(values, sums, size):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("n", LENGTHS)
+def test_staged_where_all_rows_are_added_at_once(size, n, monkeypatch):
+    """As on large nodes: the same order of additions."""
+    before = [node.staged(size, r, n, PIECE, n) for r in range(size)]
+    monkeypatch.setattr(node, "FEW_RANKS", 0)
+    after = [node.staged(size, r, n, PIECE, n) for r in range(size)]
+    values = [[r] * n for r in range(size)]
+    shared = [None] * node.staging_length(size, size, PIECE)
+    one, _, sums = check.run_node(before, values, shared)
+    two, _, others = check.run_node(after, values, shared)
+    order = [[sums.ranks(value) for value in vector] for vector in one]
+    assert order == [[others.ranks(value) for value in vector] for vector in two]
+    check.check_races([(after, n)] * 3)
+    check.check_races([(before, n), (after, n)] * 2)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("n", LENGTHS)
 def test_staged(size, n):
     programs = [node.staged(size, r, n, PIECE, n) for r in range(size)]
     shared = [None] * node.staging_length(size, size, PIECE)
@@ -129,8 +146,7 @@ def test_the_check_finds_what_is_wrong():
 
 
 def test_pieces_and_staging():
-    assert node.piece_length(2, 4) * 4 * 2 == node.ROUND_BYTES
-    assert node.piece_length(1000, 4) * 4 == node.LEAST_PIECE
+    assert node.piece_bytes(2) * 2 == node.ROUND_BYTES
     for size in SIZES:
         programs = [node.staged(size, r, 1000, 7, 1000) for r in range(size)]
         most = max((s.target[1] for steps in programs for s in steps), default=0)
