@@ -32,7 +32,7 @@ class FakedNode:
 
     def __init__(self, size: int, rank: int):
         self.size, self.rank = size, rank
-        lines = memoryview(np.zeros(LINE * size, np.int64))
+        lines = memoryview(np.zeros(LINE * size, np.int64))  # type: ignore[arg-type]
         topology = SimpleNamespace(local_size=size, local_rank=rank, nodes=1)
         self.context: Any = SimpleNamespace(
             rank=rank, size=size, stopped=False, failed=None, owner=None,
@@ -54,8 +54,8 @@ class FakedNode:
         self.lines[others, 0] = _AHEAD
         self.lines[others, KEYS : KEYS + 2] = signature.key
         if flat.can_run(self.memory, reduction, n):
-            run = flat.Flat(self.context, signature, reduction, (n,), self.memory).run
-            return run, "flat"
+            self.flat = flat.Flat(self.context, signature, reduction, (n,), self.memory)
+            return self.flat.run, "flat"
         program = StagedProgram(
             STAGED, self.size, self.rank, n, self.size, self.memory.staging, reduction.work,
             reduction.ufunc,

@@ -227,9 +227,6 @@ class NodeMemory:
         except ConfigError as error:
             emit("cross_memory", reason=str(error))
 
-    def close(self) -> None:
-        """Nothing to free: the memory goes with its last view, the topology with the context."""
-
 
 def memory_of(context: Context, ranks_per_node: int | None = None) -> NodeMemory:
     """Return the node memory of a communicator; made on first use. Collective on first use."""

@@ -150,13 +150,14 @@ class StagedProgram:
             for row in rows:
                 ufunc(mine, row, out=mine)
         else:
-            out = mine
-            if block.length == 1:  # NumPy adds up a single column in another order
-                rows, out = np.repeat(rows, 2, axis=1), None
+            single = block.length == 1
+            if single:  # NumPy adds up a single column in another order
+                rows = np.repeat(rows, 2, axis=1)
             ufunc(mine, rows[0], out=rows[0])
-            total = ufunc.reduce(rows, axis=0, dtype=self.dtype, out=out, initial=None)
-            if out is None:
-                mine[...] = total[:1]
+            out = np.empty(2, self.dtype) if single else mine
+            ufunc.reduce(rows, axis=0, dtype=self.dtype, out=out, initial=None)
+            if single:
+                mine[...] = out[:1]
 
     def publish(self, t: int, x: Matrices, divisor) -> None:
         """Finish piece `t` of my part and show it to all. Local."""
