@@ -1,0 +1,421 @@
+"""An exception that the program catches, at every point of every algorithm of a node.
+
+One rank raises before or after the k-th sync, copy, sum or division; k goes through all there are.
+Then nobody may wait for ever or hold a part of a sum as a result, and the same in two more calls.
+The points are wrapped here: none of them is in the code.
+"""
+
+import contextlib
+import signal
+import time
+
+import numpy as np
+import pytest
+
+import mpidist as md
+from mpidist import waiting
+from mpidist.collectives import cross, flat, node, shared
+from mpidist.collectives.shared import memory_of
+from mpidist.context import of
+from mpidist.errors import MismatchError, MpidistError
+from mpidist.statuses import Statuses
+
+METHODS = (
+    "stage", "add", "publish", "fetch", "prepare", "compute", "_compute", "_reduce", "run",
+)  # fmt: skip
+
+
+class TimeLimit(BaseException):
+    """A program's own."""
+
+
+ERRORS = (KeyboardInterrupt, MemoryError, TimeLimit)
+
+
+class Trap:
+    """Counts the points that a rank passes, two for each call, and raises at number `at`."""
+
+    def __init__(self, patch):
+        self.patch, self.passed, self.at = patch, 0, None
+
+    def point(self):
+        """One point."""
+        self.passed += 1
+        if self.passed == self.at:
+            raise ERRORS[self.at % 3](f"at point {self.at}")
+
+    def wrap(self, owner, name):
+        """Put a point before and one behind each call of ``owner.name``."""
+        call = getattr(owner, name)
+
+        def wrapped(*args, **kwargs):
+            self.point()
+            result = call(*args, **kwargs)
+            self.point()
+            return result
+
+        self.patch.setattr(owner, name, wrapped)
+
+    def wrap_program(self, program):
+        """All that a program does."""
+        for name in METHODS:
+            if hasattr(program, name):
+                self.wrap(program, name)
+        if hasattr(program, "ufunc"):
+            self.patch.setattr(program, "ufunc", Sum(program.ufunc, self))
+        if hasattr(program, "staged"):
+            self.wrap_program(program.staged)
+
+
+class Sum:
+    """A ufunc with points around it."""
+
+    def __init__(self, ufunc, trap):
+        self.ufunc, self.trap = ufunc, trap
+
+    def __call__(self, *args, **kwargs):
+        self.trap.point()
+        result = self.ufunc(*args, **kwargs)
+        self.trap.point()
+        return result
+
+    def reduce(self, *args, **kwargs):
+        """As of a ufunc."""
+        self.trap.point()
+        result = self.ufunc.reduce(*args, **kwargs)
+        self.trap.point()
+        return result
+
+
+def heal(comm):
+    """Make the communicator as new, so that a thousand cases need one. Collective."""
+    context, gate = of(comm), memory_of(of(comm)).gate
+    comm.Barrier()  # nobody says anything any more
+    context.statuses.closing = True
+    deadline = time.monotonic() + 0.02
+    while time.monotonic() < deadline:
+        with contextlib.suppress(MismatchError):
+            context.statuses.listen()
+    comm.Barrier()
+    context.statuses = Statuses(context)
+    context.failed, context.caller = None, None
+    context.stopped = context.under_way = False
+    context.begun += max(comm.allgather(context.sequence)) - context.sequence
+    context.history.clear()
+    gate.lines[gate.mine] = gate.count = 0
+    comm.Barrier()
+
+
+class Problem:
+    """One call: ``run(x)`` on values whose sum shows whether it is whole."""
+
+    def __init__(self, comm, call, n, vector=None):
+        self.comm, self.call, self.n = comm, call, n
+        self.x = np.empty(n) if vector is None else vector
+        self.expected = sum(1000.0**r for r in range(comm.size)) / comm.size
+
+    def outcome(self):
+        """Return "whole" or the exception; a result that is not whole fails."""
+        self.x[...] = 1000.0**self.comm.rank
+        try:
+            self.call(self.x)
+        except (*ERRORS, MpidistError) as error:
+            return error
+        assert np.allclose(self.x, self.expected, rtol=1e-12), "a result that is not whole"
+        return "whole"
+
+
+def check_case(problem, victim, trap, at):
+    """Raise at point `at` on `victim`, then call twice more."""
+    comm = problem.comm
+    trap.passed, trap.at = 0, at if comm.rank == victim else None
+    start = time.monotonic()
+    first = problem.outcome()
+    trap.at = None
+    if comm.rank == victim:
+        assert isinstance(first, ERRORS), first
+    else:
+        assert first == "whole" or isinstance(first, MismatchError), first
+    for _ in range(2):
+        # Nobody works on while another has failed.
+        others = comm.allgather(str(problem.outcome())[:200])
+        assert len({other == "whole" for other in others}) == 1, others
+        if others[0] != "whole":
+            assert all("broken off" in other for other in others), others
+            assert all(f"rank {victim} of {comm.size}" in other for other in others), others
+    assert time.monotonic() - start < 20
+
+
+def check_all(problem, trap, heal=heal):
+    """Raise at every point of a call in turn, on one rank after the other."""
+    comm = problem.comm
+    assert problem.outcome() == "whole"
+    trap.passed = 0
+    assert problem.outcome() == "whole"
+    points = comm.bcast(trap.passed)
+    assert points >= 4
+    for at in range(1, points + 1):
+        victim = at % comm.size
+        # Ranks do not all pass as many: those that own no part add nothing.
+        if comm.bcast(trap.passed, root=victim) < at:
+            continue
+        check_case(problem, victim, trap, at)
+        heal(comm)
+        trap.passed = 0
+        assert problem.outcome() == "whole"
+    return points
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """Waits begin to listen early, so that a thousand of them take seconds."""
+    monkeypatch.setattr(waiting.wait_until, "__defaults__", (None, 0.05))
+
+
+@pytest.fixture
+def trap(monkeypatch):
+    """A trap whose wraps go with the test."""
+    return Trap(monkeypatch)
+
+
+@pytest.mark.ranks(2, 3, 4, 5)
+@pytest.mark.parametrize("few", [0, 16])
+def test_staged(comm, trap, monkeypatch, few):
+    monkeypatch.setattr(node, "ROUND_BYTES", 64 * comm.size)
+    monkeypatch.setattr(shared, "FEW_RANKS", few)
+    monkeypatch.setattr(node, "FEW_RANKS", few)
+    monkeypatch.setattr(flat, "can_run", lambda *_: False)
+    n = 11 * comm.size  # two rounds
+    call = md.plan(comm, np.empty(n), "mean", algorithm="node")
+    engine = call.plan.engine
+    trap.wrap(engine.gate, "sync")
+    trap.wrap(engine.gate, "announce")
+    trap.wrap(engine.gate, "check")
+    trap.wrap_program(engine.program)
+    assert check_all(Problem(comm, lambda x: call.plan(x), n), trap) > 20
+
+
+@pytest.mark.ranks(2, 3, 4, 5)
+@pytest.mark.parametrize("few", [0, 16])
+def test_flat(comm, trap, monkeypatch, few):
+    """Before, in and after its one sync. After it a rank is alone with its exception."""
+    monkeypatch.setattr(shared, "FEW_RANKS", few)
+    reduce = flat.finish_mean
+    monkeypatch.setattr(flat, "finish_mean", lambda *args: (trap.point(), reduce(*args)))
+    call = md.plan(comm, np.empty(10), "mean", algorithm="node")
+    gate = call.plan.short.gate
+    trap.wrap(gate, "sync")
+    problem = Problem(comm, lambda x: call.plan(x), 10)
+    for victim in range(comm.size):
+        trap.passed, trap.at = 0, (3 if few == 0 else 1) if comm.rank == victim else None
+        assert (problem.outcome() == "whole") == (comm.rank != victim)
+        for _ in range(2):
+            assert problem.outcome() == "whole"
+
+        # A copy that raises, as an array of too little memory does.
+        class Raising:
+            dtype = np.dtype("f8")
+
+            def __array__(self, *args, **kwargs):
+                raise MemoryError("no room")
+
+        run = problem.call
+        if comm.rank == victim:
+            problem.call = lambda x: call.plan.short.run(Raising())
+        first = problem.outcome()
+        assert isinstance(first, MemoryError if comm.rank == victim else MismatchError)
+        problem.call = run
+        for _ in range(2):
+            assert isinstance(problem.outcome(), MismatchError)
+        heal(comm)
+        assert problem.outcome() == "whole"
+
+        # In the wait, where a signal comes most often.
+        if comm.rank == victim:
+            wait = gate.wait
+
+            def interrupted(count):
+                raise KeyboardInterrupt
+
+            gate.wait = interrupted
+        else:
+            time.sleep(0.02)
+        first = problem.outcome()
+        if comm.rank == victim:
+            gate.wait = wait
+            assert isinstance(first, KeyboardInterrupt)
+        else:
+            assert first == "whole"  # it has arrived: nobody needs more of it
+        assert isinstance(problem.outcome(), MismatchError)
+        heal(comm)
+        assert problem.outcome() == "whole"
+
+
+@pytest.mark.ranks(2, 3, 4, 5)
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_an_overflow_that_raises_on_one_rank(comm, op):
+    """Everybody used to go on with half a sum: ``[2, 2, ..., 3e38]``."""
+    for n in (10, 50_000):
+        call = md.plan(comm, np.empty(n, "f4"), op, algorithm="node")
+        x = np.ones(n, "f4")
+        x[-1] = 3e38
+        error = None
+        old = np.seterr(over="raise" if comm.rank == comm.size - 1 else "ignore")
+        try:
+            call.plan(x)
+        except (FloatingPointError, MismatchError) as raised:
+            error = raised
+        finally:
+            np.seterr(**old)
+        if comm.rank == comm.size - 1:
+            assert isinstance(error, FloatingPointError)  # the owner of the last part, and flat
+        elif n == 10:
+            assert (x[:-1] == (comm.size if op == "sum" else 1)).all()
+            assert x[-1] == np.inf
+        else:
+            assert isinstance(error, MismatchError)
+            assert "FloatingPointError" in str(error)
+            assert f"rank {comm.size - 1} of" in str(error)
+        if n == 10:  # the others have all of it: the communicator goes on
+            x[...] = 1
+            call.plan(x)
+            assert (x == (comm.size if op == "sum" else 1)).all()
+    for _ in range(2):
+        with pytest.raises(MismatchError, match="broken off"):
+            call.plan(x)
+
+
+@pytest.mark.ranks(2, 3, 4, 5)
+@pytest.mark.parametrize("kernel_copies", [True, False])
+def test_single_copy(comm, trap, monkeypatch, kernel_copies):
+    monkeypatch.setattr(cross, "PIECE_BYTES", 128)
+    monkeypatch.setattr(flat, "can_run", lambda *_: False)
+    n = 20 * comm.size
+    call = md.plan(comm, np.empty(n), "mean", algorithm="single_copy")
+    engine = call.plan.engine
+    trap.wrap(engine.gate, "sync")
+    trap.wrap_program(engine.program)
+    trap.wrap(engine.program.memory, "read")
+    trap.wrap(engine.program.memory, "write")
+    if not kernel_copies:
+        monkeypatch.setattr(engine.program.memory, "holds", lambda *_: False)
+    assert check_all(Problem(comm, lambda x: call.plan(x), n), trap) > 15
+
+
+@pytest.mark.ranks(2, 3, 4, 5)
+def test_an_arena(comm, trap, monkeypatch):
+    monkeypatch.setattr(node, "IN_PLACE_BYTES", 128)
+    n = 1100 * comm.size
+    arena = md.Arena(comm, {"x": (n, "f8")})
+    prepared = md.plan(comm, arena, "mean").plan
+    (engine,) = prepared.engines
+    points = Trap(monkeypatch)
+    trap.wrap(engine.gate, "sync")
+    trap.wrap_program(engine.program)
+    del points
+    # Of the sums only some: there is one for each 16 elements.
+    monkeypatch.setattr(engine.program, "ufunc", engine.program.ufunc.ufunc)
+    problem = Problem(comm, lambda x: prepared(), n, arena.flat)
+    check_all(problem, trap)
+
+
+@pytest.mark.ranks(3, 4, 5)
+def test_hierarchical(comm, trap, monkeypatch):
+    """Two ranks a node: also what breaks off on one node reaches the others, and the lanes."""
+    monkeypatch.setattr(node, "ROUND_BYTES", 64 * 2)
+    n = 100
+
+    def fresh():
+        """A communicator for each case: messages between nodes may be left under way."""
+        other = comm.Dup()
+        memory_of(of(other), 2)
+        call = md.plan(other, np.empty(n), "mean", algorithm="hierarchical")
+        engine = call.plan.engine
+        mine = Trap(monkeypatch)
+        mine.wrap(engine.gate, "sync")
+        mine.wrap_program(engine.first)
+        mine.wrap_program(engine.second)
+        return Problem(other, lambda x: call.plan(x), n), mine
+
+    problem, counting = fresh()
+    assert problem.outcome() == "whole"
+    points = comm.allgather(counting.passed)
+    assert points[0] > 20
+    for case in range(9):
+        victim = case % comm.size  # the last of an odd number is alone on its node: few points
+        problem, mine = fresh()
+        assert problem.outcome() == "whole"
+        check_case(problem, victim, mine, 1 + case * (points[victim] - 1) // 8)
+
+
+@pytest.mark.ranks(2, 3, 4, 5)
+def test_where_a_barrier_of_mpi_stands_in_their_place(comm, monkeypatch):
+    monkeypatch.setattr(shared, "ORDERED", False)
+    monkeypatch.setattr(node, "ROUND_BYTES", 64 * comm.size)
+    monkeypatch.setattr(flat, "can_run", lambda *_: False)
+    n = 11 * comm.size
+    for at in (1, 4, 9, 14, 19, 24):
+        other = comm.Dup()
+        call = md.plan(other, np.empty(n), "mean", algorithm="node")
+        engine, trap = call.plan.engine, Trap(monkeypatch)
+        trap.wrap(engine.gate, "sync")
+        trap.wrap_program(engine.program)
+        problem = Problem(other, lambda x, call=call: call.plan(x), n)
+        assert problem.outcome() == "whole"
+        assert trap.passed >= 24
+        check_case(problem, at % comm.size, trap, at)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_that_says_nothing(comm, monkeypatch):
+    """It left its mark and could not tell why: the others name it."""
+    monkeypatch.setattr(shared, "HEARSAY", 1.0)
+    other = comm.Dup()
+    call = md.plan(other, np.empty(10), algorithm="node")
+    call()
+    gate = call.plan.short.gate
+    if comm.rank == 1:
+        gate.lines[gate.mine] = ~gate.count
+        comm.Barrier()
+    else:
+        with pytest.raises(MismatchError, match=r"broken off by rank 1 of .*, which has not said"):
+            call()
+        comm.Barrier()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(
+    ("n", "algorithm"), [(4, "node"), (30_000, "node"), (30_000, "single_copy")]
+)
+def test_a_time_limit_of_the_program(comm, n, algorithm):
+    """A signal at any time, as a program sets it for itself."""
+    call = md.plan(comm, np.empty(n), "mean", algorithm=algorithm)
+    problem = Problem(comm, lambda x: call.plan(x), n)
+
+    def over(*_):
+        raise TimeLimit
+
+    old = signal.signal(signal.SIGALRM, over)
+    try:
+        for case in range(25):
+            victim = case % comm.size
+            context = of(comm)
+            last, results = context.sequence + 200, []
+            comm.Barrier()
+            if comm.rank == victim:
+                signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.0007 * (case % 7))
+            while context.sequence < last:
+                try:
+                    results.append(problem.outcome())
+                except TimeLimit as error:  # outside of the call
+                    results.append(error)
+                if isinstance(results[-1], MismatchError):
+                    break
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            bad = [r for r in results if r != "whole"]
+            assert all(isinstance(r, TimeLimit | MismatchError) for r in bad), bad
+            if comm.allreduce(any(isinstance(r, MismatchError) for r in bad)):
+                heal(comm)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
