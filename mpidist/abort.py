@@ -12,6 +12,9 @@ Of several ranks that fail alike the lowest speaks: each tells all others that i
 keeps silent when it hears of a lower one while it waits. Who speaks tells that as well, and ranks
 that fail later keep silent, however low. An error that only reports another rank's exception gives
 way to every rank that knows the cause.
+
+A process that a rank has forked is no rank: whatever it raises or asks for ends that process only,
+and it leaves MPI alone, whose MPI_Finalize would wait for ever in it, or take its parent along.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from mpidist import events
+from mpidist.communicator import check_comm
 from mpidist.errors import ConfigError, MpidistError
 
 #: Seconds in which a failing rank listens for lower ranks that failed as well, and rank 0 for one
@@ -54,6 +58,7 @@ _installed = False
 _hook_before, _thread_hook_before = sys.excepthook, threading.excepthook
 _original_exit = sys.exit
 _exit_code = 0  # what the last sys.exit(...) asked for
+_child = False  # forked by a rank
 _farewell = MPI.COMM_NULL  # where the ranks of the job tell each other that they leave
 _speaking = threading.Lock()
 
@@ -69,11 +74,13 @@ def install_hook(comm: MPI.Comm) -> None:
     ``sys.exit(nonzero)`` is noticed too; a bare ``raise SystemExit`` is not (Python tells nobody).
     """
     global _installed, _hook_before, _thread_hook_before, _farewell
+    check_comm(comm)
     if not _installed:
         _installed = True
         _hook_before, _thread_hook_before = sys.excepthook, threading.excepthook
         sys.excepthook = _uncaught
         threading.excepthook = _uncaught_in_thread
+        os.register_at_fork(after_in_child=_become_child)
         # Now, on every rank before anything else is registered: what is registered later runs
         # earlier, and ranks that leave in different orders would wait for each other.
         atexit.register(_leave)
@@ -91,11 +98,36 @@ def install_hook(comm: MPI.Comm) -> None:
         unlink_segments(_SEGMENTS[:1])
 
 
+# ------------------------------------------------------------------------------ forked processes
+
+
+def _become_child() -> None:
+    global _child, _exit_code
+    _child, _exit_code = True, 0
+    sys.exit = _recording_exit  # for `_leave_child`
+
+
+def is_child() -> bool:
+    """Whether this process was forked by a rank, and so has no part in its job. Local."""
+    return _child
+
+
+def _leave_child() -> None:
+    """End a forked process without what would run after Python's own end: MPI_Finalize.
+
+    What it has registered to run at exit has run: handlers run last in, first out.
+    """
+    _flush()
+    os._exit(_exit_code & 0xFF)
+
+
 # ---------------------------------------------------------------------------- uncaught exceptions
 
 
 def _uncaught(kind, error, trace) -> None:
-    if not _job_is_alive():
+    global _exit_code
+    if _child or not _job_is_alive():
+        _exit_code = 130 if isinstance(error, KeyboardInterrupt) else 1
         _hook_before(kind, error, trace)
         return
     _end_job(error, lambda: _hook_before(kind, error, trace))
@@ -103,7 +135,7 @@ def _uncaught(kind, error, trace) -> None:
 
 def _uncaught_in_thread(args) -> None:
     # SystemExit in a thread ends that thread and nothing else: that is Python's own meaning of it.
-    if args.exc_type is SystemExit or not _job_is_alive():
+    if args.exc_type is SystemExit or _child or not _job_is_alive():
         _thread_hook_before(args)
         return
     _end_job(args.exc_value, lambda: _thread_hook_before(args))
@@ -295,6 +327,8 @@ def _leave() -> None:
     MPI_Finalize would wait for it as well, only hotter.
     """
     global _farewell
+    if _child and _job_is_alive():
+        _leave_child()
     if not _job_is_alive() or _farewell == MPI.COMM_NULL:
         return
     start = time.monotonic()

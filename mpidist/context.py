@@ -25,9 +25,10 @@ import numpy as np
 from mpi4py import MPI
 
 from . import arrays, elsewhere, events
-from .abort import install_hook
+from .abort import install_hook, is_child
 from .buffer_pool import BufferPool
 from .calls import Call, Running, refusal
+from .communicator import check_comm
 from .elsewhere import open_contexts
 from .errors import ClosedError, MismatchError, ProtocolError, described
 from .leaving import leave_together
@@ -348,13 +349,17 @@ def _identity(comm: MPI.Comm, control: MPI.Comm) -> int:
 
 def of(comm: MPI.Comm) -> Context:
     """Return the context of `comm`, made on first use. Collective over `comm` on first use."""
-    context = contexts.get(comm.handle)
+    try:
+        context = contexts.get(comm.handle)
+    except AttributeError:  # no communicator at all: `_make` says what it is
+        context = None
     return _make(comm) if context is None else context
 
 
 def _make(comm: MPI.Comm) -> Context:
     global _keyval
     install_hook(comm)
+    events.verbosity(os.environ)  # raises here, where the hook ends the job
     arrays.set_direct(arrays.direct_wanted(os.environ))
     if _keyval == MPI.KEYVAL_INVALID:
         _keyval = MPI.Comm.Create_keyval(delete_fn=_forget)
@@ -376,6 +381,8 @@ def free(comm: MPI.Comm) -> None:
 
     Needed only for communicators that come and go; what is left is freed at exit.
     """
+    if not isinstance(comm, MPI.Comm):
+        check_comm(comm)
     context = contexts.get(comm.handle)
     if context is not None:
         context.close()
@@ -383,7 +390,7 @@ def free(comm: MPI.Comm) -> None:
 
 
 def _close_all() -> None:
-    if MPI.Is_finalized():
+    if MPI.Is_finalized() or is_child():
         return
     # One order on all ranks, also where threads have made them.
     for context in sorted(open_contexts, key=attrgetter("identity")):

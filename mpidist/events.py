@@ -12,15 +12,49 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakSet
 
+from .errors import ConfigError
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
+
+
+def is_ours(filename: str) -> bool:
+    """Whether code of this file is mpidist's, and not of a program beside it. Local."""
+    return filename.startswith(_PACKAGE)
+
+
+def verbosity(environ: Mapping[str, str]) -> int:
+    """Return what ``MPIDIST_VERBOSE`` says in `environ`. Local.
+
+    Raises
+    ------
+    ConfigError
+        For another word than 0, 1 and 2.
+    """
+    said = environ.get("MPIDIST_VERBOSE", "").strip()
+    if said not in ("", "0", "1", "2"):
+        raise ConfigError(
+            f"MPIDIST_VERBOSE={said!r}: expected 0 (errors only), 1 (notes) or 2 (every operation)"
+        )
+    return int(said or 1)
+
+
+def _verbosity_or_notes() -> int:
+    # An import is no place for an error: whoever begins to work asks `verbosity` and raises.
+    try:
+        return verbosity(os.environ)
+    except ConfigError:
+        return 1
+
+
 #: The one verbosity variable: 0 errors only, 1 notes on rank 0 (default), 2 a line per operation.
-VERBOSITY = int(os.environ.get("MPIDIST_VERBOSE", "1") or 1)
+VERBOSITY = _verbosity_or_notes()
 
 #: Newest (seconds since the epoch, kind, fields) of this process.
 recent: deque[tuple[float, str, dict]] = deque(maxlen=256)

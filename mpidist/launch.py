@@ -9,6 +9,7 @@ is a pure function that takes them as an argument.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import socket
@@ -305,6 +306,8 @@ def initialize(environ: MutableMapping[str, str]):
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         # Handlers run last in, first out, so this one runs after all that are registered later.
         atexit.register(_finalize)
+        # A process that a rank forks has no part in the job.
+        os.register_at_fork(after_in_child=lambda: atexit.unregister(_finalize))
     check_singletons(MPI.COMM_WORLD.size, environ, MPI.Get_library_version())
     return MPI
 

@@ -345,8 +345,7 @@ class Statuses:
 
 def call_site() -> str:
     """File and line of the user's code that is inside mpidist now, as ``train.py:31``. Local."""
-    package = str(Path(__file__).parent)
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(package):
+    while frame is not None and events.is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""

@@ -15,6 +15,7 @@ from ..errors import ClosedError, ConfigError
 from . import algorithms, arenas
 from .executor import heading
 from .plans import Plan, find, release
+from .reductions import known, total_weight, weight_sums
 
 _ndarray = np.ndarray
 
@@ -35,8 +36,8 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
         length (also zero). float16 and bfloat16 are summed in float32 and rounded once.
         Or an `Arena`: all of it, with no copy inside a node.
     op : str or ufunc
-        "sum", "mean", "min", "max", "prod", or a binary ufunc that keeps its dtype and is
-        associative and commutative. NaN propagates.
+        "sum", "mean" (or "average"), "min", "max", "prod", MPI's SUM, PROD, MIN, MAX, or a binary
+        ufunc that keeps its dtype and is associative and commutative. NaN propagates.
     out : array, optional
         Where the result goes; same shape and dtype as `x`, which then stays as it is.
     algorithm : str
@@ -54,8 +55,8 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
     Raises
     ------
     ConfigError
-        For an unknown op or algorithm, a read-only array, the mean of integers, weights that
-        add up to zero.
+        For an unknown op or algorithm, a read-only array, the mean of integers, a weight below 0
+        or not finite (on all ranks), weights that add up to zero.
     MismatchError
         On all ranks, when they differ in shape, dtype, op, algorithm or order of calls.
 
@@ -68,14 +69,16 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
         algorithm = algorithms.in_order(algorithm)
     if out is None and weight is None and type(x) is _ndarray and x.flags.writeable:
         # The short way, for a plan that is there already: nothing is looked up but the plan.
-        context = contexts.get(comm.handle)
-        if context is not None:
-            run = context.quick.get((op, algorithm, x.dtype, x.shape))
-            if run is not None:
-                run(x)
-                return x
+        try:
+            run = contexts[comm.handle].quick.get((op, algorithm, x.dtype, x.shape))
+        except (KeyError, AttributeError, TypeError):  # a first call, or one that is refused below
+            run = None
+        if run is not None:
+            run(x)
+            return x
     context = of(comm)  # first: with it comes the hook that ends the job where a check fails
     with context.call("allreduce"):
+        op = known(op)
         if reproducible:
             algorithm = algorithms.in_order(algorithm)
         if isinstance(x, Arena):
@@ -134,7 +137,7 @@ class Handle:
 
     def _finish(self) -> None:
         try:
-            total = self.context.size if self.weights is None else _checked(self.weights.result)
+            total = self.context.size if self.weights is None else total_weight(self.weights.result)
             if self.context.size > 1:
                 self.plan.store(self.target, self.work, total)
         except Exception as error:
@@ -172,6 +175,7 @@ def iallreduce(
     """
     context = of(comm)  # first: with it comes the hook that ends the job where a check fails
     with context.call("iallreduce"):
+        op = known(op)
         if reproducible:
             algorithm = algorithms.in_order(algorithm)
         target = _target(x, out)
@@ -181,8 +185,8 @@ def iallreduce(
         weights = None
         if weight is not None:
             _check_weighted(op, weight)
-            sum_of = np.array([weight], np.float64)
-            weights = Handle(context, _schedule(context, sum_of, "sum", algorithm), sum_of, sum_of)
+            sums = weight_sums(weight, context.rank)
+            weights = Handle(context, _schedule(context, sums, "sum", algorithm), sums, sums)
         plan = _schedule(context, target, op, algorithm)
         return Handle(context, plan, target, x if out is None else out, weight, weights)
 
@@ -246,6 +250,7 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> BoundPla
     """
     context = of(comm)
     with context.call("plan"):
+        op = known(op)
         if reproducible:
             algorithm = algorithms.in_order(algorithm)
         if isinstance(x, Arena):
@@ -305,15 +310,8 @@ def _total(context: Context, op, weight, algorithm: str) -> float | None:
     if weight is None:
         return None
     _check_weighted(op, weight)
-    total = np.array([weight], np.float64)
+    sums = weight_sums(weight, context.rank)
     # The total divides, so its bits are the result's: in order where the sum is.
     in_order = algorithm == algorithms.ORDERED
-    find(context, total, "sum", algorithms.ORDERED if in_order else algorithms.NATIVE)(total)
-    return _checked(total)
-
-
-def _checked(total) -> float:
-    """Return the sum of all weights; ConfigError, on all ranks, where no mean can be made."""
-    if not total[0] > 0:
-        raise ConfigError(f"the weights of all ranks add up to {total[0]}; expected more than 0")
-    return float(total[0])
+    find(context, sums, "sum", algorithms.ORDERED if in_order else algorithms.NATIVE)(sums)
+    return total_weight(sums)

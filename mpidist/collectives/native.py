@@ -169,7 +169,8 @@ def _hot_paths(staged: Staged):
         return x
 
     def bind(x: np.ndarray):
-        plain = x.flags.c_contiguous and x.dtype == reduction.work and x.size
+        flags = x.flags  # not aligned: it has no format that a memoryview can be cast from
+        plain = flags.c_contiguous and flags.aligned and x.dtype == reduction.work and x.size
         if not plain or mean:
             return lambda: run(x)
         mine = _bytes(x)

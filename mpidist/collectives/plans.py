@@ -93,8 +93,11 @@ class Plan:
 
         Ranks need not answer alike: the messages are the same from host and device memory.
         """
-        if not (x.flags.c_contiguous and x.dtype == self.reduction.work):
+        flags = x.flags
+        if not (flags.c_contiguous and x.dtype == self.reduction.work):
             return False
+        if isinstance(x, np.ndarray):
+            return flags.aligned  # MPI's datatypes begin at multiples of their alignment
         return not is_device(x) or (self._device_safe and mpi_direct(x))
 
     def store(self, x, work, total) -> None:

@@ -7,6 +7,10 @@ do; MPI's own MIN and MAX may not, so the native path gets an operation made fro
 
 from __future__ import annotations
 
+import math
+import warnings
+from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +29,24 @@ OPERATIONS: dict[str, np.ufunc] = {
     "prod": np.multiply,
 }
 
+#: MPI's own operations that have one of our names, and those that NumPy has.
+_SAME = ((MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MIN, "min"), (MPI.MAX, "max"))
+_IN_NUMPY = (
+    (MPI.LAND, "LAND", "logical_and"), (MPI.BAND, "BAND", "bitwise_and"),
+    (MPI.LOR, "LOR", "logical_or"), (MPI.BOR, "BOR", "bitwise_or"),
+    (MPI.LXOR, "LXOR", "logical_xor"), (MPI.BXOR, "BXOR", "bitwise_xor"),
+    (MPI.MINLOC, "MINLOC", ""), (MPI.MAXLOC, "MAXLOC", ""),
+    (MPI.REPLACE, "REPLACE", ""), (MPI.NO_OP, "NO_OP", ""),
+)  # fmt: skip
+
+#: NumPy's ufuncs that are associative and commutative; all others have to prove it by values.
+GOOD = (
+    "add", "multiply", "minimum", "maximum", "fmin", "fmax", "hypot", "logaddexp", "logaddexp2",
+    "gcd", "lcm", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or",
+    "bitwise_xor",
+)  # fmt: skip
+_GOOD = frozenset(getattr(np, name) for name in GOOD)
+
 _MADE: dict[np.ufunc, MPI.Op] = {}
 
 
@@ -38,15 +60,42 @@ class Reduction(NamedTuple):
     work: np.dtype
 
 
+def known(op):
+    """Return `op` as one of our names or a ufunc: MPI's own, and "average", have one too. Local.
+
+    Raises
+    ------
+    ConfigError
+        For other operations of MPI, and for what is no operation.
+    """
+    if isinstance(op, np.ufunc):
+        return op
+    if isinstance(op, str):
+        return "mean" if op == "average" else op
+    if not isinstance(op, MPI.Op):
+        named = getattr(op, "__name__", None) or repr(op)
+        raise ConfigError(f"op {named} of type {type(op).__name__} is not known; {_expected()}")
+    for same, name in _SAME:
+        if op == same:
+            return name
+    for other, name, ufunc in _IN_NUMPY:
+        if op == other:
+            cure = f"pass np.{ufunc}" if ufunc else _expected()
+            raise ConfigError(f"op MPI.{name} is not taken; {cure}")
+    raise ConfigError(f"op is an MPI.Op of your own, which only MPI can call; {_expected()}")
+
+
+def _expected() -> str:
+    return f"expected one of {', '.join(OPERATIONS)} or a binary NumPy ufunc"
+
+
 def resolve(op, dtype: np.dtype) -> Reduction:
     """Look up `op` for elements of `dtype`. Local; raises ConfigError for what has no meaning."""
+    op = known(op)
     if isinstance(op, np.ufunc):
         return _resolve_ufunc(op, dtype)
     if op not in OPERATIONS:
-        raise ConfigError(
-            f"unknown op {op!r}; expected one of {', '.join(OPERATIONS)} or a binary NumPy ufunc"
-            + nearest(str(op), OPERATIONS)
-        )
+        raise ConfigError(f"unknown op {op!r}; {_expected()}" + nearest(str(op), OPERATIONS))
     kind = "f" if dtype.name == "bfloat16" else dtype.kind
     if kind not in "fciub":
         raise ConfigError(f"cannot reduce elements of dtype {dtype}; convert them to numbers first")
@@ -67,17 +116,57 @@ def resolve(op, dtype: np.dtype) -> Reduction:
 def _resolve_ufunc(ufunc: np.ufunc, dtype: np.dtype) -> Reduction:
     if dtype.hasobject:
         raise ConfigError(f"elements of dtype {dtype} are Python objects; convert them to numbers")
-    if ufunc.nin != 2 or ufunc.nout != 1:
-        raise ConfigError(f"op {ufunc.__name__!r} is not a binary ufunc (two inputs, one output)")
     work = work_dtype(dtype)
+    if problem := _objection(ufunc, work):
+        raise ConfigError(f"op {ufunc.__name__!r} {problem.format(dtype=dtype)}")
+    return Reduction(ufunc.__name__, ufunc, False, dtype, work)
+
+
+@lru_cache(maxsize=256)  # what calls a ufunc some thousand times is asked for each `md.reduce`
+def _objection(ufunc: np.ufunc, work: np.dtype) -> str:
+    """Say why `ufunc` cannot combine the elements of many ranks; "" where it can."""
+    if ufunc.nin != 2 or ufunc.nout != 1 or ufunc.signature:
+        return "is not a binary ufunc (two inputs, one output, element by element)"
     one = np.ones(1, work)
     try:
-        keeps = ufunc(one, one).dtype == work
-    except TypeError:
-        keeps = False
-    if not keeps:
-        raise ConfigError(f"op {ufunc.__name__!r} does not map two {dtype} to one {dtype}")
-    return Reduction(ufunc.__name__, ufunc, False, dtype, work)
+        result = ufunc(one, one).dtype
+    except Exception:  # TypeError: it has no loop for these; others come from a user's own code
+        return "does not map two {dtype} to one {dtype}"
+    if result == np.dtype(object):
+        return "returns Python objects, as those of np.frompyfunc do; numba.vectorize makes others"
+    if result != work:
+        return "does not map two {dtype} to one {dtype}"
+    if ufunc not in _GOOD and not _order_is_free(ufunc, work):
+        return (
+            "is not associative and commutative, so ranks in another order would get another "
+            f"result; these are: {', '.join(GOOD)}"
+        )
+    return ""
+
+
+def _order_is_free(ufunc: np.ufunc, work: np.dtype) -> bool:
+    """Whether a few values, alike on all ranks, can be combined in any order and grouping."""
+    if work.kind == "b":
+        values = np.array([False, True])
+    else:
+        least = 0 if work.kind == "u" else -3
+        values = np.array([least, 0, 1, 2, 3, 5, 8]).astype(work)
+        if work.kind not in "iu":
+            values = np.append(values, np.array([0.75, -1.5, 6.25]).astype(work))
+    a, b, c = np.array(list(product(values, repeat=3)), work).T
+    try:
+        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
+            swapped = _alike(ufunc(a, b), ufunc(b, a))
+            return swapped and _alike(ufunc(ufunc(a, b), c), ufunc(a, ufunc(b, c)))
+    except Exception:  # code of a user's own
+        return False
+
+
+def _alike(first: np.ndarray, second: np.ndarray) -> bool:
+    if first.dtype.kind not in "fc":
+        return bool(np.array_equal(first, second))
+    close = math.sqrt(np.finfo(first.dtype).eps)
+    return bool(np.allclose(first, second, rtol=close, atol=close, equal_nan=True))
 
 
 def device_safe(reduction: Reduction, native: bool) -> bool:
@@ -120,3 +209,37 @@ def finish_mean(reduction: Reduction, work: np.ndarray, total) -> None:
     """Divide a sum by `total` in place, for ``mean``; nothing for other operations."""
     if reduction.mean:
         np.divide(work, work.dtype.type(total), out=work)
+
+
+# ------------------------------------------------------------------------------------- weights
+
+
+def weight_sums(weight, rank: int) -> np.ndarray:
+    """Return what the ranks add up to know the sum of their weights, and who has a bad one. Local.
+
+    The weight; 0 or 1, the rank, and the weight again where it is below 0 or not finite. So all
+    ranks raise alike.
+    """
+    try:
+        value = float(weight)
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"weight={weight!r}; expected a number of 0 or more") from None
+    good = 0 <= value < math.inf
+    return np.array([value, 0.0, 0.0, 0.0] if good else [0.0, 1.0, rank, value])
+
+
+def total_weight(sums: np.ndarray) -> float:
+    """Return the sum of all weights from the sums of `weight_sums`. Local; raises alike on all.
+
+    Raises
+    ------
+    ConfigError
+        A weight is below 0 or not finite, or their sum is.
+    """
+    total, bad, rank, value = (float(each) for each in sums)
+    if bad:
+        who = f"rank {rank:.0f}: weight={value}" if bad == 1 else f"the weights of {bad:.0f} ranks"
+        raise ConfigError(f"{who}; expected finite numbers of 0 or more")
+    if not 0 < total < math.inf:
+        raise ConfigError(f"the weights of all ranks add up to {total}; expected more than 0")
+    return total

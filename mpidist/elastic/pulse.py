@@ -139,6 +139,15 @@ def join(environ: Mapping[str, str] | None = None) -> None:
     with contextlib.suppress(FileExistsError):
         _pulse = Pulse(Path(environ[FOLDER]), rank_hint(environ), environ.get(LAUNCHER, ""))
         atexit.register(_pulse.leave)
+        os.register_at_fork(after_in_child=_be_silent)
+
+
+def _be_silent() -> None:
+    """Tell nothing in the name of the rank that has forked this process."""
+    global _pulse
+    if _pulse is not None:
+        atexit.unregister(_pulse.leave)
+    _pulse = None
 
 
 def note(step: int) -> None:

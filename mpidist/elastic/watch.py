@@ -101,7 +101,8 @@ class watch:
 
     def stop(self) -> None:
         """Stop watching; the other ranks see that this one left. Local. Twice is fine."""
-        if self._left:
+        # A process that this rank has forked does not leave in its name.
+        if self._left or os.getpid() != self._identity["pid"]:
             return
         self._left = True
         active.remove(self)
