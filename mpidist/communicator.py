@@ -60,6 +60,7 @@ def _entry() -> str:
     while frame is not None and is_ours(frame.f_code.co_filename):
         name = frame.f_code.co_qualname
         frame = frame.f_back
-    name = name.removesuffix(".__init__").removesuffix(".__call__")
+    for method in (".__init__", ".__enter__", ".__call__"):
+        name = name.removesuffix(method)
     public = getattr(sys.modules.get(__package__), "__all__", ())
     return f"md.{name}" if name in public else name

@@ -186,6 +186,7 @@ def iallreduce(
         if weight is not None:
             _check_weighted(op, weight)
             sums = weight_sums(weight, context.rank)
+            weight = float(sums[0])
             weights = Handle(context, _schedule(context, sums, "sum", algorithm), sums, sums)
         plan = _schedule(context, target, op, algorithm)
         return Handle(context, plan, target, x if out is None else out, weight, weights)
@@ -314,4 +315,5 @@ def _total(context: Context, op, weight, algorithm: str) -> float | None:
     # The total divides, so its bits are the result's: in order where the sum is.
     in_order = algorithm == algorithms.ORDERED
     find(context, sums, "sum", algorithms.ORDERED if in_order else algorithms.NATIVE)(sums)
+    context.under_way = False  # the sum is over; what is wrong with it all ranks raise alike
     return total_weight(sums)

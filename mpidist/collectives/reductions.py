@@ -217,13 +217,13 @@ def finish_mean(reduction: Reduction, work: np.ndarray, total) -> None:
 def weight_sums(weight, rank: int) -> np.ndarray:
     """Return what the ranks add up to know the sum of their weights, and who has a bad one. Local.
 
-    The weight; 0 or 1, the rank, and the weight again where it is below 0 or not finite. So all
-    ranks raise alike.
+    The weight; 0 or 1, the rank, and the weight again where it is below 0 or not finite, NaN for
+    what is no number at all. So all ranks raise alike.
     """
     try:
         value = float(weight)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"weight={weight!r}; expected a number of 0 or more") from None
+        value = math.nan
     good = 0 <= value < math.inf
     return np.array([value, 0.0, 0.0, 0.0] if good else [0.0, 1.0, rank, value])
 

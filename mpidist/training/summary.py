@@ -12,6 +12,7 @@ import numpy as np
 from .. import events
 from ..arrays import array_module
 from ..collectives.allreduce import allreduce
+from ..communicator import check_comm
 from ..data import Careful, as_source
 from ..elastic import pulse
 from ..partition import BlockPartition
@@ -110,6 +111,7 @@ def evaluate(comm, model, data) -> float:
     Each rank predicts its part of the data; hits are counted as integers, so the result is exact
     and does not depend on the number of ranks (R146).
     """
+    check_comm(comm)
     source = as_source(data)
     careful = Careful(source)
     start, stop = BlockPartition(len(source), comm.size).range(comm.rank)
