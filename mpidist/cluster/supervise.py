@@ -30,6 +30,7 @@ from ..errors import ConfigError
 from ..testing.launch import launch_environment
 from ..testing.process import end_marked, marked, mpi_segments, remove_session
 from . import launchers
+from .memory_kills import MemoryKills
 from .places import Job, Place, room, say, usable, without_culprits
 from .supervisor import Action, Attempt, decide
 from .vigil import Vigil
@@ -141,6 +142,7 @@ class _Running:
         )
         tolerant = "--with-ft" in words
         self.vigil = Vigil(ranks, job.limits, self.began, dead_ends=not tolerant)
+        self.memory = MemoryKills()
 
     def _before(self) -> None:
         """Run in the child, which is to become the launcher."""
@@ -163,13 +165,16 @@ class _Running:
                     self.process.send_signal(signal.SIGUSR1)
             elif number != signal.SIGCHLD:
                 with contextlib.suppress(OSError):  # a shared file system may be away for a while
-                    why = self.vigil.look(pulse.read(self.folder), now)
+                    signs = pulse.read(self.folder)
+                    self.memory.see(signs)
+                    why = self.vigil.look(signs, now)
                 if now > deadline:
                     why = f"did not leave within {self.job.limits.grace:g} s"
             if why:
                 say(f"attempt {self.known_as} is ended: {why}")
                 break
         self._end()
+        self.memory.close()
         return self._result(asked, why)
 
     def _end(self) -> None:
@@ -205,8 +210,13 @@ class _Running:
             step=max(steps, default=None), first=min(firsts, default=None), told=len(signs),
             left=sum(sign.left for sign in signs), asked=asked, why=why,
             seconds=round(time.monotonic() - self.began, 1),
-            begun=begun, culprit=launchers.named_like(self.vigil.culprit(), self.job.hosts or ()),
+            begun=begun, memory=self._memory(asked),
+            culprit=launchers.named_like(self.vigil.culprit(), self.job.hosts or ()),
         )  # fmt: skip
+
+    def _memory(self, asked: bool) -> str:
+        """Return which rank the kernel has killed for want of memory, "" for none."""
+        return "" if asked else self.memory.text(self.vigil.signs)
 
 
 def _unnameable(environment: Mapping[str, str]) -> list[str]:

@@ -36,7 +36,7 @@ class Attempt(NamedTuple):
     `step` is how far it got and `first` where it began, None where no rank told; `told` ranks
     told anything, and `left` of them ended by themselves. `why`: what the supervisor ended it for.
     `begun`: the launcher has started the program somewhere. `culprit`: the host whose ranks were
-    the first to fail, "" where nobody knows.
+    the first to fail, "" where nobody knows. `memory`: whom the kernel killed for want of it.
     """
 
     ranks: int
@@ -51,6 +51,7 @@ class Attempt(NamedTuple):
     seconds: float = 0.0
     begun: bool = True
     culprit: str = ""
+    memory: str = ""
 
     @property
     def finished(self) -> bool:
@@ -91,6 +92,7 @@ class Attempt(NamedTuple):
             end += f", but {self.told - self.left} of {self.told} ranks did not end by themselves"
         where = "" if self.step is None else f" at step {self.step}"
         where += f", first on {self.culprit}" if self.culprit else ""
+        where += f"; {self.memory}" if self.memory else ""
         return f"{self.why}, {end}{where}" if self.why else f"{end}{where}"
 
 

@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from mpidist.elastic.control_groups import group_of, peak_memory
 from mpidist.elastic.processes import born, runs
 from mpidist.launch import rank_hint
 
@@ -42,8 +43,8 @@ ORPHAN = 70
 #: Seconds between two beats.
 INTERVAL = 1.0
 
-_BEAT, _STEP, _FIRST, _LEFT, _PID, _HEARD, _FAILED = range(7)
-_NUMBERS = struct.Struct("<7q")
+_BEAT, _STEP, _FIRST, _LEFT, _PID, _HEARD, _FAILED, _PEAK, _KILLS = range(9)
+_NUMBERS = struct.Struct("<12q")
 _BYTES = 256
 _NONE = -1  # no step yet
 
@@ -52,6 +53,9 @@ class Sign(NamedTuple):
     """What one rank has told. `first` is the step that this attempt began with.
 
     `heard`: it was asked to end by a signal. `failed`: by an error of its own it ends the job.
+    `peak`: the most memory it has held. `limit`, `kills`: that of its control group in bytes, 0
+    for none, and how many of it the kernel has killed for want of memory, now and `kills_before`
+    it began, -1 where nobody counts; `group` is a number of that group on its host.
     """
 
     rank: int
@@ -63,6 +67,11 @@ class Sign(NamedTuple):
     host: str
     heard: bool = False
     failed: bool = False
+    peak: int = 0
+    kills: int = -1
+    kills_before: int = -1
+    limit: int = 0
+    group: int = 0
 
 
 class Pulse:
@@ -70,10 +79,13 @@ class Pulse:
 
     def __init__(self, folder: Path, rank: int, launcher: str = ""):
         self._folder, self._launcher = folder, launcher
+        self._group = group_of()
+        kills = self._killed()
+        limit = (self._group.limit() or 0) if self._group else 0
+        group = self._group.folder.stat().st_ino if self._group else 0
         with (folder / f"rank-{rank}").open("xb+") as file:
-            text = (
-                _NUMBERS.pack(0, _NONE, _NONE, 0, os.getpid(), 0, 0) + socket.gethostname().encode()
-            )
+            begin = 0, _NONE, _NONE, 0, os.getpid(), 0, 0, peak_memory(), kills, kills, limit, group
+            text = _NUMBERS.pack(*begin) + socket.gethostname().encode()
             file.write(text.ljust(_BYTES, b"\0"))
             file.flush()
             self._map = mmap.mmap(file.fileno(), _BYTES)
@@ -106,6 +118,7 @@ class Pulse:
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):
             self._numbers[_BEAT] += 1
+            self._numbers[_PEAK], self._numbers[_KILLS] = peak_memory(), self._killed()
             with contextlib.suppress(OSError):
                 self._map.flush()  # other hosts see what has left this one
             if self._is_over():
@@ -116,6 +129,10 @@ class Pulse:
                 os.write(2, b"mpidist: mpidist launch is gone; the rank asks for a stop\n")
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
+
+    def _killed(self) -> int:
+        kills = self._group.kills() if self._group else None
+        return -1 if kills is None else kills
 
     def _is_over(self) -> bool:
         try:
@@ -193,11 +210,11 @@ def read(folder: Path) -> list[Sign]:
         with contextlib.suppress(OSError, ValueError):
             data = path.read_bytes()
             if len(data) == _BYTES:  # else it is only just being made
-                beat, step, first, left, pid, heard, failed = _NUMBERS.unpack_from(data)
+                beat, step, first, left, pid, heard, failed, *memory = _NUMBERS.unpack_from(data)
                 host = data[_NUMBERS.size :].rstrip(b"\0").decode(errors="replace")
                 rank = int(path.name.partition("-")[2])
                 known = _known(step), _known(first), bool(left), pid, host
-                signs.append(Sign(rank, beat, *known, bool(heard), bool(failed)))
+                signs.append(Sign(rank, beat, *known, bool(heard), bool(failed), *memory))
     return sorted(signs)
 
 

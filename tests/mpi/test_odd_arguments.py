@@ -85,7 +85,8 @@ def test_an_intercommunicator_is_refused(comm):
             call(inter)
         text = str(caught.value)
         assert text.startswith(f"md.{name}: comm is an intercommunicator"), name
-        assert f"({here} ranks here, {there} there)" in text and "comm.Merge()" in text
+        assert f"({here} ranks here, {there} there)" in text
+        assert "comm.Merge()" in text
     merged = inter.Merge()
     assert md.allreduce(merged, np.ones(2))[0] == comm.size
     for each in (merged, half):
@@ -136,7 +137,7 @@ def test_misaligned_arrays_in_every_algorithm(comm, where):
     """KeyError from native; and where one rank alone had one, the others waited for ever."""
     mine = where == "everywhere" or comm.rank == 1
     for dtype in ("f8", "i2", "c16", "f2"):
-        for n in (0, 5, 700):
+        for n in (0, 700):
             values = np.arange(n, dtype=dtype)
             for layout in LAYOUTS:
                 for name in NAMES:

@@ -1,0 +1,76 @@
+"""A rank that the kernel kills for want of memory is told as such by `mpidist launch`."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpidist.elastic.control_groups import group_of
+
+LIMIT = 600 << 20
+
+PROGRAM = """
+import sys, time
+import numpy as np
+from mpi4py import MPI
+import mpidist as md
+
+comm = MPI.COMM_WORLD
+with md.guard(comm, {}) as run:
+    md.allreduce(comm, np.ones(3))
+    held = []
+    while comm.rank == 1:
+        held.append(np.ones(8 << 20, np.uint8))
+        time.sleep(float(sys.argv[1]))
+    md.allreduce(comm, np.ones(3))
+"""
+
+
+@pytest.fixture
+def small_group():
+    """A control group of a few hundred megabytes; skipped where none can be made."""
+    mine = group_of()
+    folder = mine.folder / f"mpidist-test-{os.getpid()}" if mine else Path("/nowhere/at/all")
+    limit = "memory.limit_in_bytes" if mine and mine.top.name == "memory" else "memory.max"
+    try:
+        folder.mkdir()
+        (folder / limit).write_text(str(LIMIT))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        pytest.skip(f"no control group can be made here: {error}")
+    yield folder
+    end = time.monotonic() + 10
+    while folder.exists() and time.monotonic() < end:
+        with contextlib.suppress(OSError):  # its last processes are being buried
+            folder.rmdir()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("pause", ["0.03", "0"])
+def test_a_kill_for_memory_names_rank_peak_and_limit(tmp_path, small_group, pause):
+    """Slowly, so that its last beat knows of the memory; and between two beats."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    words = [sys.executable, "-m", "mpidist", "launch", "-n", "2", "--max-restarts", "0"]
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'echo $$ > {small_group}/cgroup.procs && exec "$@"', "sh",
+         *words, "--control", str(tmp_path / "control"), "--", sys.executable, str(program), pause],
+        capture_output=True, text=True, timeout=60, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode not in (0, 2), done.stderr
+    found = re.search(
+        r"mpidist launch: attempt 0 on 2 ranks: .*rank 1 on \S+ was killed by the kernel for want "
+        r"of memory: it held (\S+) GiB at its last sign, and the limit of its control group is "
+        r"0\.586 GiB",
+        done.stderr,
+    )
+    assert found, done.stderr
+    assert pause == "0" or 0.2 < float(found[1]) < 0.6
+    assert done.stderr.count("want of memory") == 1
+    assert "want of memory" in (tmp_path / "control" / "history.jsonl").read_text()
