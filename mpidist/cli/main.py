@@ -13,7 +13,7 @@ import sys
 import time
 from contextlib import suppress
 
-from .. import __version__
+from .. import __version__, events
 from ..errors import ConfigError, MpidistError, nearest
 
 #: command -> one line of help. The module of the same name has add_parser and run.
@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    events.verbosity(os.environ)
     parser = _Parser(
         prog="mpidist",
         description="Distributed training of plain NumPy and CuPy models on an MPI job.",

@@ -1,0 +1,117 @@
+"""A process that a rank forks ends as it likes, and the job does not notice."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, sys, threading, time
+import numpy as np
+from mpi4py import MPI
+import mpidist as md
+
+comm = MPI.COMM_WORLD if sys.argv[1] != "subset" else MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
+x = np.ones(1000)
+with md.watch(comm, seconds=30), md.guard(comm, {}) as run:
+    md.allreduce(comm, x)
+
+    def deep():
+        raise ValueError("in the child")
+
+    def child():
+        what = sys.argv[1]
+        if what == "raise":
+            deep()
+        if what == "thread":
+            thread = threading.Thread(target=deep)
+            thread.start()
+            thread.join()
+            return
+        if what == "interrupt":
+            raise KeyboardInterrupt
+        if what == "asleep":
+            time.sleep(1000)
+        if what == "config":
+            raise md.ConfigError("bad input in the child")
+        sys.exit({"0": 0, "1": 1, "subset": 3, "text": "said by the child"}[what])
+
+    if MPI.COMM_WORLD.rank == 1:
+        if sys.argv[2] == "fork":
+            pid = os.fork()
+            if not pid:
+                child()
+                sys.exit(0)
+            if sys.argv[1] == "asleep":
+                os.kill(pid, 15)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        else:
+            import multiprocessing
+            process = multiprocessing.get_context("fork").Process(target=child)
+            process.start()
+            if sys.argv[1] == "asleep":
+                process.terminate()
+            process.join()
+            code = process.exitcode
+        print(f"<child {code}>", flush=True)
+    time.sleep(0.3)
+    y = md.allreduce(comm, np.ones(1000))
+    assert not run.should_stop(1)
+    print(f"<sum {y[0]:g}>", flush=True)
+"""
+
+#: What the child does, how it is made, and the code that its parent sees.
+CHILDREN = [
+    ("0", "fork", 0), ("1", "fork", 1), ("raise", "fork", 1), ("text", "fork", 1),
+    ("thread", "fork", 0), ("interrupt", "fork", 130), ("config", "fork", 1),
+    ("asleep", "fork", -15), ("subset", "fork", 3),
+    ("0", "pool", 0), ("raise", "pool", 1), ("thread", "pool", 0), ("asleep", "pool", -15),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory, launches):
+    path = tmp_path_factory.mktemp("forks") / "program.py"
+    path.write_text(PROGRAM)
+    wanted = {each: (2, [sys.executable, str(path), *each[:2]]) for each in CHILDREN}
+    return launches(wanted, timeout=60)
+
+
+@pytest.mark.parametrize("each", CHILDREN, ids=lambda each: f"{each[1]}-{each[0]}")
+def test_a_child_s_end_is_its_own(ends, each):
+    done = ends[each]
+    assert not done.timed_out, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"<child (-?\d+)>", done.stdout) == [str(each[2])], done.stderr
+    total = 1 if each[0] == "subset" else 2
+    assert done.stdout.count(f"<sum {total}>") == 2
+    assert "ends the job" not in done.stderr
+    assert done.stderr.count("in the child") == (each[0] in ("raise", "thread", "config")) + (
+        each[0] in ("raise", "thread")
+    )
+
+
+def test_a_child_tells_mpidist_launch_nothing(tmp_path):
+    """Its exit was told as that of the rank: a kill of the rank afterwards looked like an end."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from mpidist.elastic import pulse\n"
+        "pulse.join()\n"
+        "pid = os.fork()\n"
+        "if not pid:\n"
+        "    pulse.note(5), pulse.hear(), pulse.fail()\n"
+        "    sys.exit(0)\n"
+        "os.waitpid(pid, 0)\n"
+        "(sign,) = pulse.read(Path(os.environ[pulse.FOLDER]))\n"
+        "print(sign.step, sign.left, sign.heard, sign.failed)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        capture_output=True, text=True, timeout=60,
+        env={**os.environ, "MPIDIST_ATTEMPT_FOLDER": str(tmp_path)},
+    )  # fmt: skip
+    assert done.stdout == "None False False False\n", done.stderr

@@ -1,0 +1,82 @@
+"""``MPIDIST_VERBOSE``: errors, notes, a line per operation; another word is one line and code 2."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import numpy as np
+from mpi4py import MPI
+import mpidist as md
+from mpidist import binding, events
+
+comm = MPI.COMM_WORLD
+md.allreduce(comm, np.ones(10))
+binding.check(comm, {"OMP_NUM_THREADS": "9999"})
+events.emit("step", number=7)
+print("through", flush=True)
+raise md.ConfigError("that is enough")
+"""
+
+ONE_LINE = (
+    "mpidist: error: MPIDIST_VERBOSE='yes': expected 0 (errors only), 1 (notes) or 2 (every "
+    "operation)"
+)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("verbose") / "program.py"
+    path.write_text(PROGRAM)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def ends(launches, program):
+    def one(said):
+        env = {"MPIDIST_VERBOSE": said} if said is not None else {}
+        return launches({said: (2, [sys.executable, program])}, env=env)[said]
+
+    return {said: one(said) for said in (None, "", "0", "1", "2", "yes")}
+
+
+#: What is said -> is there a note, a line per operation, a traceback of what one line can tell.
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [("0", (0, 0, 0)), ("1", (1, 0, 0)), (None, (1, 0, 0)), ("", (1, 0, 0)), ("2", (1, 1, 1))],
+)
+def test_every_level_is_heard(ends, said, shown):
+    done = ends[said]
+    assert done.returncode == 2, done.stderr
+    words = ("mpidist: note: ", "step number=7", "Traceback")
+    assert tuple(int(word in done.stderr) for word in words) == shown, done.stderr
+    assert "that is enough" in done.stderr
+
+
+def test_another_word_is_one_line_and_code_2(ends):
+    done = ends["yes"]
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count(ONE_LINE) == 1
+    assert "Traceback" not in done.stderr
+    assert "through" not in done.stdout
+
+
+@pytest.mark.parametrize("words", [["checkpoint", "list", "."], ["simulate", "draw", "-n", "2"]])
+def test_a_command_without_mpi(words):
+    done = subprocess.run(
+        [sys.executable, "-m", "mpidist", *words],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "MPIDIST_VERBOSE": "yes"},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", ONE_LINE + "\n")
+
+
+def test_one_process_alone(program):
+    done = subprocess.run(
+        [sys.executable, program],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "MPIDIST_VERBOSE": "3"},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("mpidist: error: MPIDIST_VERBOSE='3': expected 0 (errors only)")
+    assert done.stderr.count("\n") == 1
