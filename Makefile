@@ -24,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
 .PHONY: help run test test-unit test-mpi test-launch test-cluster test-slurm test-net test-gpu \
-        test-floor test-hdf5 lint bench bench-simulate bench-net soak soak-threads \
+        test-floor test-hdf5 fuzz lint bench bench-simulate bench-net soak soak-threads \
         soak-recovery docs clean
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "make test-gpu     tests/mpi where a GPU is"
 	@echo "make test-floor   the oldest supported mpi4py, numpy and h5py"
 	@echo "make test-hdf5    checkpoints with parallel HDF5 (apt-get install libhdf5-openmpi-dev)"
+	@echo "make fuzz         5,000 mixed collective calls against NumPy (MPI=mpich too)"
 	@echo "make bench        figures on this machine;  bench-net: on shaped networks (root)"
 	@echo "make bench-simulate  fit, predict and measure on the shaped network (root)"
 	@echo "make lint soak soak-threads soak-recovery docs clean"
@@ -66,6 +67,9 @@ test-mpi: $(VENV)/.test
 
 test-%: $(VENV)/.test
 	$(EXEC) $* $(BIN)/python -m pytest -q --capture=sys tests/mpi $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.test
+	$(EXEC) 5 $(BIN)/python tests/mpi/fuzz.py 5000
 
 test-launch: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/launch $(PYTEST_ARGS)

@@ -19,10 +19,10 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
 from ..checkpoint.interval import Pace
 from ..collectives.parameters import named_arrays
+from ..communicator import check_comm
 from ..data import Sampler, as_source
 from ..elastic import watch as watching
 from ..errors import ConfigError, MismatchError, ProtocolError
@@ -63,14 +63,7 @@ def agree(comm, given: Mapping[str, Any]) -> Settings:
     MismatchError
         On all ranks, with the setting, its values and the ranks that have them.
     """
-    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-        what = "MPI.COMM_NULL" if isinstance(comm, MPI.Comm) else limits.shown(comm)
-        if isinstance(comm, MPI.Intercomm) and comm != MPI.COMM_NULL:
-            what = "an intercommunicator"
-        raise ConfigError(
-            f"md.train: comm is {what}; expected an mpi4py communicator of one group, first: "
-            "md.train(comm, model, data, optimizer=...)"
-        )
+    check_comm(comm)
     found: Any = None
     words: dict[str, str] = {}
     content = records.Content()

@@ -1,5 +1,6 @@
 """What is no communicator, no array that MPI takes, no operation, no weight: told, or right."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ from mpi4py import MPI
 from test_allreduce import NAMES
 
 import mpidist as md
+from mpidist.collectives.reductions import GOOD, resolve
 from mpidist.errors import ConfigError
 
 MODEL = SimpleNamespace(parameters={"w": np.ones(3)}, loss_and_gradients=None, predict=None)
@@ -262,3 +264,36 @@ def test_a_bad_weight_on_one_rank_is_told_on_all(comm, weight):
     # Nothing is lost by it: the communicator goes on.
     x = md.allreduce(comm, np.full(3, 1.0 + comm.rank), "mean", weight=comm.rank == 0)
     np.testing.assert_array_equal(x, 1)
+
+
+@pytest.mark.ranks(1)
+def test_which_ufuncs_are_taken(comm):
+    """Of NumPy's those that stand in a list, for the elements that they keep; no others."""
+    for dtype in map(np.dtype, ("?", "i1", "i4", "u8", "f2", "f4", "f8", "g", "c8", "c16", ">f4")):
+        taken = set()
+        for name in dir(np):
+            ufunc = getattr(np, name)
+            if isinstance(ufunc, np.ufunc):
+                with suppress(ConfigError):
+                    taken.add(resolve(ufunc, dtype).ufunc.__name__)
+        # On truth values these two are "exclusive or" and its opposite.
+        assert taken - set(GOOD) == ({"equal", "not_equal"} if dtype.kind == "b" else set())
+        assert {"add", "multiply", "maximum", "fmin"} <= taken
+        assert {"bitwise_or", "gcd"} <= taken or dtype.kind not in "iu"
+        assert {"hypot", "logaddexp", "logaddexp2"} <= taken or dtype.kind != "f"
+
+
+@pytest.mark.ranks(1)
+def test_ufuncs_of_others_are_tried(comm):
+    """Those of SciPy, where it is: the same answers as for NumPy's own."""
+    special = pytest.importorskip("scipy.special")
+    for name in ("xlogy", "binom", "beta", "jv"):
+        with pytest.raises(ConfigError, match="associative and commutative"):
+            resolve(getattr(special, name), np.dtype("f8"))
+    with pytest.raises(ConfigError, match="returns Python objects"):
+        resolve(np.frompyfunc(max, 2, 1), np.dtype("f8"))
+    for op in (np.divmod, np.matmul, np.negative):
+        with pytest.raises(ConfigError, match="is not a binary ufunc"):
+            resolve(op, np.dtype("f8"))
+    with pytest.raises(ConfigError, match="does not map two float64 to one float64"):
+        resolve(np.bitwise_or, np.dtype("f8"))

@@ -468,8 +468,8 @@ def test_an_exception_that_all_ranks_catch(comm):
 def test_what_is_no_communicator(comm):
     """Arguments that were swapped, none, and a communicator that was given away."""
     given = {"optimizer": optim.sgd(0.1), "global_batch": 8, "steps": 1}
-    for wrong, what in ((None, "comm is None"), (mlp(5, 2), "comm is Network"),
-                        (MPI.COMM_NULL, "comm is MPI.COMM_NULL")):  # fmt: skip
+    for wrong, what in ((None, "comm is None"), (mlp(5, 2), "comm is a value of type Network"),
+                        (MPI.COMM_NULL, "comm is COMM_NULL")):  # fmt: skip
         with pytest.raises(ConfigError, match=f"md.train: {what}; expected an mpi4py comm"):
             md.train(wrong, comm, TRAIN, **given)
 
@@ -478,7 +478,7 @@ def test_what_is_no_communicator(comm):
 def test_an_intercommunicator_is_refused(comm):
     mine = comm.Split(comm.rank)
     between = mine.Create_intercomm(0, comm, 1 - comm.rank)
-    with pytest.raises(ConfigError, match="comm is an intercommunicator; expected an mpi4py comm"):
+    with pytest.raises(ConfigError, match="comm is an intercommunicator"):
         fit(between)
     between.Free()
     mine.Free()
