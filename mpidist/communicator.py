@@ -33,8 +33,9 @@ def _problem(comm) -> str:
             )
         if not comm.Is_inter():
             return ""
+        there = MPI.Intercomm(comm).Get_remote_size()
         return (
-            f"an intercommunicator ({comm.Get_size()} ranks here, {comm.Get_remote_size()} there); "
+            f"an intercommunicator ({comm.Get_size()} ranks here, {there} there); "
             "expected an intracommunicator: pass comm.Merge()"
         )
     except MPI.Exception as error:  # another name of a communicator that was freed
