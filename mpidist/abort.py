@@ -87,6 +87,7 @@ def install_hook(comm: MPI.Comm) -> None:
         if MPI.COMM_WORLD.size == 1:
             # Open MPI leaves 16 MiB behind every program that was started without a launcher.
             atexit.register(unlink_segments)
+    events.verbosity()  # raises where the hook ends the job
     # Whether this comm has all ranks is known alike on all of them, so the Dup is collective.
     world = MPI.COMM_WORLD.size
     if _farewell == MPI.COMM_NULL and comm.size == world > 1 and not comm.Is_inter():

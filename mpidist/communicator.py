@@ -21,6 +21,13 @@ def check_comm(comm) -> None:
         raise ConfigError(f"{_entry()}: comm is {problem}")
 
 
+def handle_of(comm) -> int:
+    """Return MPI's handle of a communicator, also of one that was freed. Local; or ConfigError."""
+    if not isinstance(comm, MPI.Comm):
+        check_comm(comm)
+    return comm.handle
+
+
 def _problem(comm) -> str:
     wanted = "expected an mpi4py communicator, such as MPI.COMM_WORLD, as the first argument"
     if not isinstance(comm, MPI.Comm):

@@ -28,7 +28,7 @@ from . import arrays, elsewhere, events
 from .abort import install_hook, is_child
 from .buffer_pool import BufferPool
 from .calls import Call, Running, refusal
-from .communicator import check_comm
+from .communicator import handle_of
 from .elsewhere import open_contexts
 from .errors import ClosedError, MismatchError, ProtocolError, described
 from .leaving import leave_together
@@ -349,17 +349,13 @@ def _identity(comm: MPI.Comm, control: MPI.Comm) -> int:
 
 def of(comm: MPI.Comm) -> Context:
     """Return the context of `comm`, made on first use. Collective over `comm` on first use."""
-    try:
-        context = contexts.get(comm.handle)
-    except AttributeError:  # no communicator at all: `_make` says what it is
-        context = None
+    context = contexts.get(getattr(comm, "handle", 0))  # `_make` refuses what has none
     return _make(comm) if context is None else context
 
 
 def _make(comm: MPI.Comm) -> Context:
     global _keyval
     install_hook(comm)
-    events.verbosity(os.environ)  # raises here, where the hook ends the job
     arrays.set_direct(arrays.direct_wanted(os.environ))
     if _keyval == MPI.KEYVAL_INVALID:
         _keyval = MPI.Comm.Create_keyval(delete_fn=_forget)
@@ -381,9 +377,7 @@ def free(comm: MPI.Comm) -> None:
 
     Needed only for communicators that come and go; what is left is freed at exit.
     """
-    if not isinstance(comm, MPI.Comm):
-        check_comm(comm)
-    context = contexts.get(comm.handle)
+    context = contexts.get(handle_of(comm))
     if context is not None:
         context.close()
         comm.Delete_attr(_keyval)

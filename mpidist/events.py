@@ -29,7 +29,7 @@ def is_ours(filename: str) -> bool:
     return filename.startswith(_PACKAGE)
 
 
-def verbosity(environ: Mapping[str, str]) -> int:
+def verbosity(environ: Mapping[str, str] = os.environ) -> int:
     """Return what ``MPIDIST_VERBOSE`` says in `environ`. Local.
 
     Raises
@@ -48,7 +48,7 @@ def verbosity(environ: Mapping[str, str]) -> int:
 def _verbosity_or_notes() -> int:
     # An import is no place for an error: whoever begins to work asks `verbosity` and raises.
     try:
-        return verbosity(os.environ)
+        return verbosity()
     except ConfigError:
         return 1
 

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    events.verbosity(os.environ)
+    events.verbosity()
     parser = _Parser(
         prog="mpidist",
         description="Distributed training of plain NumPy and CuPy models on an MPI job.",
