@@ -60,6 +60,15 @@ def refusal(kind: str) -> ProtocolError:
     )
 
 
+def wrong_thread(kind: str) -> ProtocolError:
+    """Return the error of a call in a thread that may not call this MPI. Local."""
+    return ProtocolError(
+        f"{kind}: called in thread {threading.current_thread().name!r}, but this MPI was started "
+        "for one thread only; call it in the thread that initialised MPI, or leave "
+        "mpi4py.rc.thread_level at 'multiple'"
+    )
+
+
 class Running(threading.local):
     """Nonblocking operations that this thread has begun: objects with `context` and `test`.
 
@@ -86,7 +95,10 @@ class Running(threading.local):
 
         def look() -> bool:
             for handle in tuple(self.handles):
-                handle.test()
+                if handle.context.failed:
+                    self.handles.remove(handle)  # given up in another thread
+                else:
+                    handle.test()
             return test()
 
         return look

@@ -27,10 +27,10 @@ from mpi4py import MPI
 from . import arrays, elsewhere, events
 from .abort import install_hook, is_child
 from .buffer_pool import BufferPool
-from .calls import Call, Running, refusal
+from .calls import Call, Running, refusal, wrong_thread
 from .communicator import handle_of
 from .elsewhere import open_contexts
-from .errors import ClosedError, MismatchError, ProtocolError, described
+from .errors import ClosedError, MismatchError, described
 from .leaving import leave_together
 from .mismatch import BROKEN, RAISED, Signature
 from .statuses import HISTORY, Statuses
@@ -186,11 +186,7 @@ class Context:
 
     def _check_thread(self, kind: str) -> None:
         if self.owner is not None and threading.get_ident() != self.owner:
-            raise ProtocolError(
-                f"{kind}: called in thread {threading.current_thread().name!r}, but this MPI was "
-                "started for one thread only; call it in the thread that initialised MPI, or "
-                "leave mpi4py.rc.thread_level at 'multiple'"
-            )
+            raise wrong_thread(kind)
 
     def begin_agreed(self, signature: Signature, what: str) -> None:
         """Begin what comes before `signature`, such as "first call", and `agree`. Collective.
@@ -270,6 +266,14 @@ class Context:
             f"of {self.size} ({self.host}): {described(error)}"
         )
         self.statuses.sentence(text, BROKEN)
+
+    def give_up(self, text: str) -> None:
+        """Begin nothing any more, and make no progress for what has begun. Local."""
+        self.failed, self.stopped = text, True
+        # What MPI may still write into stays. Waits on other communicators go on without these.
+        _abandoned.append(tuple(self.handles))
+        for handle in tuple(self.handles):
+            running.remove(handle)
 
     # -- agreement ---------------------------------------------------------------------
 

@@ -176,7 +176,7 @@ class Statuses:
 
     def sentence(self, text: str, state: int) -> None:
         """Mark the communicator as failed and tell all ranks. Local; raises nothing."""
-        self.context.failed, self.context.stopped = text, True
+        self.context.give_up(text)
         number = self.context.sequence
         self._tell(Status(self.context.rank, state, number, text, "", ""), self.neighbours)
         events.emit("mismatch", message=text)
@@ -193,7 +193,7 @@ class Statuses:
         """Pass a verdict on and raise it."""
         if not self.closing:
             self._tell(status._replace(rank=self.context.rank), self.neighbours)
-        self.context.failed, self.context.stopped = status.signature, True
+        self.context.give_up(status.signature)
         self.crossed = status.state == CROSSED
         error = MismatchError(status.signature)
         # Another rank has the exception itself, with its traceback.

@@ -10,7 +10,7 @@ from ..context import Context, of
 from ..errors import ConfigError
 from ..mismatch import Signature
 from . import algorithms
-from .native import handshake
+from .native import run_native
 from .reductions import finish_mean, native_op, resolve
 from .transfer import (
     block_lengths,
@@ -88,15 +88,11 @@ def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"
 
 
 def _native_reduce_scatter(context: Context, signature, reduction, work, elements) -> None:
-    context.begin(signature)
-    handshake(context)(signature.key)
     start, stop = bounds_at(elements, context.rank)
-    op = native_op(reduction)
     block = mpi_empty(stop - start, work.dtype, like=work)
-    context.data.Reduce_scatter(work, block, elements.tolist(), op)
+    arguments = (work, block, elements.tolist(), native_op(reduction))
+    run_native(context, signature, work.nbytes, (context.data.Reduce_scatter, arguments))
     work[start:stop] = block
-    context.sent.native_calls += 1
-    context.sent.native_bytes += work.nbytes
 
 
 def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
@@ -141,13 +137,9 @@ def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
         if comm.size == 1:
             context.begin(signature)
         elif name == algorithms.NATIVE:
-            context.begin(signature)
-            handshake(context)(signature.key)
             nbytes = (elements * x.dtype.itemsize).tolist()
-            spec = [whole.view(np.uint8), nbytes, None, MPI.BYTE]
-            context.data.Allgatherv(MPI.IN_PLACE, spec)
-            context.sent.native_calls += 1
-            context.sent.native_bytes += mine.nbytes
+            arguments = (MPI.IN_PLACE, [whole.view(np.uint8), nbytes, None, MPI.BYTE])
+            run_native(context, signature, mine.nbytes, (context.data.Allgatherv, arguments))
         else:
             build, agreed = algorithms.ALLGATHER[name], counts is None
             plan = prepared(context, signature, build, elements, x.dtype, np.add, agreed=agreed)

@@ -75,7 +75,6 @@ class Program:
         self.ready = [i for i, needs in enumerate(self.compiled.needs) if not needs]
         self.scratch_size = extent(steps, n) - n
         self.counters = _count(steps, dtype.itemsize)
-        self._idle: dict[bool, list] = {False: [], True: []}
 
     def start(self, comm: MPI.Comm, data, tag: int, header: bytes = b"", owner=None) -> Run:
         """Begin on `data`, a 1-D contiguous vector that is used in place. Poll ``run.test``.
@@ -83,17 +82,12 @@ class Program:
         `data` is host memory, or device memory that MPI takes; scratch lies where the data does.
         With a `header`, `owner` is the context that raises MismatchError where another one comes.
         """
-        # Concurrent runs of one plan need scratch of their own; finished runs give theirs back.
-        idle = self._idle[is_device(data)]
-        try:
-            scratch = idle.pop()
-        except IndexError:
+        # Concurrent runs of one plan need scratch of their own. The device has a pool of cupy's.
+        if owner is None or is_device(data):
             scratch = mpi_empty(self.scratch_size, self.dtype, like=data)
+        else:
+            scratch = owner.pool.take(self.scratch_size, self.dtype)
         return Run(self, comm, data, scratch, tag, header, owner)
-
-    def give_back(self, scratch) -> None:
-        """Keep the scratch of a finished run for the next one."""
-        self._idle[is_device(scratch)].append(scratch)
 
 
 def _count(steps: list[Step], itemsize: int) -> Counters:
@@ -131,7 +125,12 @@ class Run:
             self.broken = True
             raise
         if not self.left:
-            program.give_back(scratch)
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Let the next run have the scratch."""
+        if self.owner is not None and not is_device(self.scratch):
+            self.owner.pool.give(self.scratch)
 
     def test(self) -> bool:
         """Make progress; true when this rank's part is done. Local.
@@ -169,7 +168,7 @@ class Run:
             else:
                 self._finish(i)
         if not self.left:
-            self.program.give_back(self.scratch)
+            self._give_back()
             return True
         return False
 

@@ -109,7 +109,7 @@ def _hot_path(flat: Flat):
         nonlocal calls
         before = context.stopped
         if before or (owner is not None and get_ident() != owner):
-            context.check_free(kind)
+            before = context.check_free(kind)
         context.stopped = True  # a second thread must not come in: see `calls`
         complete = False
         try:

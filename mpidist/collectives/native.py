@@ -294,6 +294,15 @@ def blocking(context: Context, key: int, calls: Iterable[tuple[Callable, tuple]]
         raise held
 
 
+def run_native(context: Context, signature: Signature, nbytes: int, *calls) -> None:
+    """Begin an operation that is MPI's own, see `blocking`, and count it. Collective."""
+    context.begin(signature)
+    blocking(context, signature.key, calls)
+    context.under_way = False
+    context.sent.native_calls += 1
+    context.sent.native_bytes += nbytes
+
+
 def handshake(context: Context) -> Handshake:
     """Return the handshake of a communicator; made on first use. Collective on first use."""
     if "handshake" not in context.store:

@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..mismatch import Signature
 from . import algorithms
 from .blocks import _deliver, _rows
-from .native import handshake
+from .native import run_native
 from .reductions import finish_mean, native_op, resolve
 from .transfer import (
     block_lengths,
@@ -75,9 +75,9 @@ def broadcast(comm, x, *, root=0, algorithm="auto"):
             return x
         work = _packed(x)
         if name == algorithms.NATIVE:
-            _native(context, signature, work.nbytes)
-            for part in _byte_pieces(work):
-                context.data.Bcast([part, MPI.BYTE], root)
+            call = context.data.Bcast
+            calls = [(call, ([part, MPI.BYTE], root)) for part in _byte_pieces(work)]
+            run_native(context, signature, work.nbytes, *calls)
         else:
             build = algorithms.BROADCAST[name]
             plan = prepared(context, signature, build, work.size, work.dtype, np.add, root=root)
@@ -127,12 +127,9 @@ def reduce(comm, x, op="sum", *, root=0, out=None, algorithm="auto"):
         if comm.size == 1:
             context.begin(signature)
         elif name == algorithms.NATIVE:
-            _native(context, signature, work.nbytes)
-            mpi_op = native_op(reduction)
-            if comm.rank == root:
-                context.data.Reduce(MPI.IN_PLACE, work, mpi_op, root)
-            else:
-                context.data.Reduce(work, None, mpi_op, root)
+            buffers = (MPI.IN_PLACE, work) if comm.rank == root else (work, None)
+            call = (context.data.Reduce, (*buffers, native_op(reduction), root))
+            run_native(context, signature, work.nbytes, call)
         else:
             build = algorithms.REDUCE[name]
             plan = prepared(
@@ -177,13 +174,11 @@ def gather(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
         if comm.size == 1:
             context.begin(signature)
         elif name == algorithms.NATIVE:
-            _native(context, signature, x.nbytes)
+            buffers = ([_packed(x).view(np.uint8), MPI.BYTE], None)
             if at_root:
                 nbytes = (elements * x.dtype.itemsize).tolist()
-                spec = [whole.view(np.uint8), nbytes, None, MPI.BYTE]
-                context.data.Gatherv(MPI.IN_PLACE, spec, root)
-            else:
-                context.data.Gatherv([_packed(x).view(np.uint8), MPI.BYTE], None, root)
+                buffers = (MPI.IN_PLACE, [whole.view(np.uint8), nbytes, None, MPI.BYTE])
+            run_native(context, signature, x.nbytes, (context.data.Gatherv, (*buffers, root)))
         else:
             build, agreed = algorithms.GATHER[name], counts is None
             plan = prepared(
@@ -240,13 +235,11 @@ def scatter(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
         if comm.size == 1:
             context.begin(signature)
         elif name == algorithms.NATIVE:
-            _native(context, signature, block.nbytes)
+            buffers = (None, [block.view(np.uint8), MPI.BYTE])
             if comm.rank == root:
                 nbytes = (elements * dtype.itemsize).tolist()
-                spec = [whole.view(np.uint8), nbytes, None, MPI.BYTE]
-                context.data.Scatterv(spec, MPI.IN_PLACE, root)
-            else:
-                context.data.Scatterv(None, [block.view(np.uint8), MPI.BYTE], root)
+                buffers = ([whole.view(np.uint8), nbytes, None, MPI.BYTE], MPI.IN_PLACE)
+            run_native(context, signature, block.nbytes, (context.data.Scatterv, (*buffers, root)))
         else:
             build = algorithms.SCATTER[name]
             # The root waits for nobody, so ranks whose `out` is bad must be heard before it sends.
@@ -289,14 +282,6 @@ def _byte_pieces(work: np.ndarray):
     flat = work.view(np.uint8) if work.size else work
     for start in range(0, flat.nbytes, executor.MAX_MESSAGE):
         yield flat[start : start + executor.MAX_MESSAGE]
-
-
-def _native(context: Context, signature: Signature, nbytes: int) -> None:
-    """Agree that all ranks are about to make the same blocking call of MPI's own."""
-    context.begin(signature)
-    handshake(context)(signature.key)
-    context.sent.native_calls += 1
-    context.sent.native_bytes += nbytes
 
 
 _CODES = "?bBhHiIlLqQefdgFDG"

@@ -7,8 +7,8 @@ step, save the same state and leave with exit code 75, which tells a batch scrip
     rank 0   step 7 . . . . . . . . . step 8 |  all: save(8), exit 75
     rank 1   step 7 . SIGTERM, flag . step 8 |
 
-A signal that arrives while MPI blocks is handled when MPI returns: Python runs handlers between
-its own instructions only. Slurm sends it where ``--signal=USR1@120`` says so.
+A signal that arrives while MPI blocks is handled when MPI returns. Slurm sends it where
+``--signal=USR1@120`` says so.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ _TIME, _CODE, _SIGNAL = 1, 2, 100
 class Stopped(SystemExit):
     """All ranks agreed to stop and have saved what they had; ends the program with code 75.
 
-    A SystemExit, so that a loop which does not care about it ends the program rightly. ``step``
-    and ``reason`` say where and why.
+    A SystemExit: a loop that does not care about it ends the program rightly. Has ``step, reason``.
     """
 
     def __init__(self, step: int, reason: str):
@@ -343,9 +342,8 @@ class guard:
 
     def _of_all(self, *values: int) -> list[int]:
         """Return the largest of each value; ranks in another operation raise, and so do these."""
-        return allreduce(
-            self._given, np.array(values, np.int64), "max", algorithm="native"
-        ).tolist()
+        most = np.array(values, np.int64)
+        return allreduce(self._given, most, "max", algorithm="native").tolist()
 
     def _reduce(self, comm, values, wait=wait_until) -> list[int]:
         send, result = np.array(values, np.int64), np.empty(len(values), np.int64)

@@ -36,7 +36,6 @@ from mpi4py import MPI
 
 from mpidist import events, waiting
 from mpidist.abort import unlink_segments, wait_for_the_reader
-from mpidist.communicator import check_comm
 from mpidist.elastic import dump
 from mpidist.elastic.board import Board
 from mpidist.elastic.hang import Hang, Seen, judge, tell

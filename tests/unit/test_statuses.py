@@ -53,6 +53,9 @@ class Rank:
         self.statuses = Statuses(self)
         self.error = None
 
+    def give_up(self, text):
+        self.failed, self.stopped = text, True
+
     @property
     def sequence(self):
         return len(self.history)
