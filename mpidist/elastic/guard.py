@@ -7,8 +7,7 @@ step, save the same state and leave with exit code 75, which tells a batch scrip
     rank 0   step 7 . . . . . . . . . step 8 |  all: save(8), exit 75
     rank 1   step 7 . SIGTERM, flag . step 8 |
 
-A signal that arrives while MPI blocks is handled when MPI returns. Slurm sends it where
-``--signal=USR1@120`` says so.
+What comes while MPI blocks is handled when it returns. Slurm sends ``--signal=USR1@120``.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def test_free_tells_of_a_call_that_not_all_made(comm):
     if comm.rank == 0:
         md.broadcast(mine, x, root=0)
     start = time.monotonic()
-    with pytest.raises(MismatchError, match=r"left after \d+ operations"):
+    with pytest.raises(MismatchError, match=r"left after \d+ operations|made different calls"):
         md.free(mine)
     assert time.monotonic() - start < 5
 
