@@ -23,6 +23,7 @@ import atexit
 import contextlib
 import fcntl
 import os
+import signal
 import socket
 import stat
 import sys
@@ -111,6 +112,13 @@ def _become_child() -> None:
 def is_child() -> bool:
     """Whether this process was forked by a rank, and so has no part in its job. Local."""
     return _child
+
+
+def end_child(number: int) -> None:
+    """End a forked process that got this signal; nothing in a rank, which has a loop to leave."""
+    if _child:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def _leave_child() -> None:

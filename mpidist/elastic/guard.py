@@ -26,7 +26,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist import events
-from mpidist.abort import failing, is_child
+from mpidist.abort import failing, end_child
 from mpidist.collectives.allreduce import allreduce
 from mpidist.context import of
 from mpidist.elastic import pulse
@@ -300,9 +300,7 @@ class guard:
     # ------------------------------------------------------------------------------ underneath
 
     def _on_signal(self, number: int, frame) -> None:
-        if is_child():  # a process that this rank has forked: no loop of its own would end it
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        end_child(number)
         # Nothing but a flag: this runs between two instructions of whatever was going on.
         self._asked = max(self._asked, _SIGNAL + number)
         pulse.hear()
