@@ -26,7 +26,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpidist import events
-from mpidist.abort import failing, end_child
+from mpidist.abort import end_child, failing
 from mpidist.collectives.allreduce import allreduce
 from mpidist.context import of
 from mpidist.elastic import pulse
