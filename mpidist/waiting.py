@@ -25,7 +25,7 @@ _BATCH = 32
 def wait_until(
     test: Callable[[], bool],
     on_wait: Callable[[float], None] | None = None,
-    patience: float = PATIENCE,
+    patience: float | None = None,
 ) -> None:
     """Return as soon as `test()` is true. Local; adds to `waited`.
 
@@ -36,10 +36,11 @@ def wait_until(
     on_wait : callable, optional
         Called with the seconds waited, about ten times a second, once `patience` is over.
         It ends the wait by raising.
-    patience : float
-        Seconds.
+    patience : float, optional
+        Seconds; `PATIENCE` by default.
     """
     global waited
+    patience = PATIENCE if patience is None else patience
     for _ in range(_SPINS):
         if test():
             return

@@ -18,9 +18,13 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from mpidist import waiting
+
 WORLD = MPI.COMM_WORLD
 #: The real stderr, under ``--capture=sys``: stacks of a hang must not end in a captured file.
 STDERR = os.fdopen(os.dup(2), "w")
+#: Ranks look around sooner than in earnest: most of what is tested here is what they find then.
+waiting.PATIENCE = 0.3
 HANG_SECONDS = float(os.environ.get("MPIDIST_TEST_HANG", "180"))
 
 
