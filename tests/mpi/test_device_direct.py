@@ -87,7 +87,8 @@ def test_what_cannot_lie_where_it_is_goes_through_the_host(comm, device):
 @pytest.mark.parametrize("algorithm", ["auto", "native"])
 def test_the_other_collectives(comm, device, algorithm):
     p, rank = comm.size, comm.rank
-    values = np.arange(1.0, 6 * p + 1).reshape(3 * p, 2)
+    # Longer than what is packed with its header, on the host, in one short message.
+    values = np.arange(1.0, 900 * p + 1).reshape(3 * p, 300)
     block = md.reduce_scatter(comm, queued(device, values + rank), algorithm=algorithm)
     total = p * values + sum(range(p))
     np.testing.assert_array_equal(block.memory, total[3 * rank : 3 * rank + 3])
@@ -101,7 +102,7 @@ def test_the_other_collectives(comm, device, algorithm):
     check_way(device, fake_cupy.calls)
     gathered = md.gather(comm, queued(device, values[:2] + rank), root=0, algorithm=algorithm)
     given = queued(device, values) if rank == 0 else None
-    out = device.empty((3, 2), np.float64)
+    out = device.empty((3, 300), np.float64)
     md.scatter(comm, given, root=0, out=out, algorithm=algorithm)
     np.testing.assert_array_equal(out.memory, values[3 * rank : 3 * rank + 3])
     if rank == 0:
