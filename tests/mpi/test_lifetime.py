@@ -1,6 +1,8 @@
 """What outlives a call: handles, bound plans, statuses, failed communicators."""
 
+import resource
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -161,3 +163,25 @@ def test_closed_arenas_leave_no_plan_behind(comm):
     assert (set(context.of(comm).plans), len(context.of(comm).runs)) == before
     x[:] = 1
     assert own()[0] == comm.size
+
+
+def resident():
+    """Bytes of this process that are in memory."""
+    with Path("/proc/self/statm").open(encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("algorithm", ["ring", "node", "native", "auto"])
+def test_many_shapes_cost_no_memory(comm, algorithm):
+    """R41: plans of 30 shapes of 2 MB float16 share one work vector of float32, and scratch."""
+    mine = comm.Dup()
+    md.allreduce(mine, np.ones(1_000_000, np.float16), algorithm=algorithm)
+    before = resident()
+    for n in range(30):
+        x = np.full(1_000_000 + 500 * n, 1.5, np.float16)
+        assert (md.allreduce(mine, x, algorithm=algorithm)[::1000] == 3).all()
+    assert resident() - before < 48 << 20  # of their own they would keep 120 MB and more
+    assert context.of(mine).pool.kept < 32 << 20
+    md.free(mine)
+    mine.Free()
