@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import mpidist as md
+from mpidist import buffer_pool
 from mpidist.arrays import host_empty
 from mpidist.collectives import algorithms, double_tree, executor
 from mpidist.context import of
@@ -274,11 +275,13 @@ def test_plans_are_bounded_and_buffers_reused(comm, monkeypatch):
     x = np.zeros(1000, np.float32)
     run = md.plan(comm, x, algorithm="ring")
     run()
-    scratch = run.plan.engine.program._idle  # the closure names its plan
-    before = [id(s) for s in scratch]
+    made, pool = [], of(comm).pool
+    monkeypatch.setattr(buffer_pool, "host_empty", lambda *given: made.append(given))
+    kept = pool.kept
     for _ in range(5):
         run()
-    assert [id(s) for s in scratch] == before
+    assert not made
+    assert pool.kept == kept > 0
 
 
 @pytest.mark.ranks(2)

@@ -133,7 +133,7 @@ def test_nothing_is_sent_within_a_node(comm):
 def test_memory_that_is_not_to_be_had(comm, monkeypatch):
     """A full /dev/shm: all ranks exchange messages instead, to the same bits."""
 
-    def full(_comm, _nbytes):
+    def full(_comm, _nbytes, _wait):
         raise ConfigError("no memory shared")
 
     monkeypatch.setattr(piecewise, "Segment", full)
