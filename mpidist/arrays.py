@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -164,6 +165,43 @@ def work_dtype(dtype) -> np.dtype:
     if dtype.name in ("float16", "bfloat16"):
         return _FLOAT32
     return dtype if dtype.isnative else dtype.newbyteorder("=")
+
+
+def element_name(dtype: np.dtype) -> str:
+    """Name elements whose bytes travel as they are, for a signature. Local.
+
+    Swapped bytes are part of the name: the receiver would read other numbers. References to
+    Python objects mean nothing in another process: ConfigError.
+    """
+    if dtype.hasobject:
+        raise ConfigError(f"elements of dtype {dtype} are Python objects; convert them to numbers")
+    return dtype.name if dtype.isnative and not dtype.names else str(dtype)
+
+
+def named_arrays(params) -> tuple[list[tuple[str, Any]], str | None]:
+    """Return (name, array) in the order of the names, and what is wrong with them. Local.
+
+    Sorted, since dicts may have been filled in another order on another rank.
+    """
+    tree = params
+    if not isinstance(params, Mapping) and hasattr(params, "parameters"):
+        state = getattr(params, "state", None)
+        tree = params.parameters
+        if callable(tree):
+            return [], f"{type(params).__name__}.parameters is a method; pass its state_dict()"
+        if isinstance(tree, Mapping) and isinstance(state, Mapping):
+            tree = {**tree, **{f"state.{name}": x for name, x in state.items()}}
+    if not isinstance(tree, Mapping):
+        return [], f"expected a mapping of name -> array, got {type(tree).__name__}"
+    named = []
+    for name in sorted(tree, key=str):
+        try:
+            x = as_array(tree[name])
+            element_name(x.dtype)
+        except ConfigError as error:
+            return [], f"{name!r}: {error}"
+        named.append((str(name), x))
+    return named, None
 
 
 # ----------------------------------------------------------------------------------- its memory

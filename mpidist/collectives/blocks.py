@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import array_module, as_array, copy_into, mpi_empty
+from ..arrays import array_module, as_array, copy_into, element_name, mpi_empty
 from ..context import Context, of
 from ..errors import ConfigError
 from ..mismatch import Signature
@@ -18,7 +18,6 @@ from .transfer import (
     check_counts,
     check_out,
     counts_text,
-    element_name,
     equal_counts,
     packed_copy,
     prepared,

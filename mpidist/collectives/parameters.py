@@ -13,19 +13,19 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from ..arrays import as_array, copy_into, is_writable
+from ..arrays import copy_into, element_name, is_writable, named_arrays
 from ..context import of
 from ..errors import ConfigError, MismatchError, shown
 from ..mismatch import rank_list
 from ..run_on_all import run_on_all
 from .allreduce import allreduce
 from .rooted import broadcast
-from .transfer import check_root, element_name
+from .transfer import check_root
 
 #: Bytes of a message that small tensors are packed into, and from which on a tensor is large.
 PACK = 4 << 20
@@ -82,32 +82,6 @@ def broadcast_parameters(comm, params, *, root=0):
             for group in _packs([x for _, x in named]):
                 _broadcast_group(comm, group, root)
     return params
-
-
-def named_arrays(params) -> tuple[list[tuple[str, Any]], str | None]:
-    """Return (name, array) in the order of the names, and what is wrong with them. Local.
-
-    Sorted, since dicts may have been filled in another order on another rank.
-    """
-    tree = params
-    if not isinstance(params, Mapping) and hasattr(params, "parameters"):
-        state = getattr(params, "state", None)
-        tree = params.parameters
-        if callable(tree):
-            return [], f"{type(params).__name__}.parameters is a method; pass its state_dict()"
-        if isinstance(tree, Mapping) and isinstance(state, Mapping):
-            tree = {**tree, **{f"state.{name}": x for name, x in state.items()}}
-    if not isinstance(tree, Mapping):
-        return [], f"expected a mapping of name -> array, got {type(tree).__name__}"
-    named = []
-    for name in sorted(tree, key=str):
-        try:
-            x = as_array(tree[name])
-            element_name(x.dtype)
-        except ConfigError as error:
-            return [], f"{name!r}: {error}"
-        named.append((str(name), x))
-    return named, None
 
 
 def same_on_all(comm, text: str) -> bool:

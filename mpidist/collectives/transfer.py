@@ -132,17 +132,6 @@ def from_root(context: Context, signature: Signature, values: np.ndarray, root: 
     return values
 
 
-def element_name(dtype: np.dtype) -> str:
-    """Name elements whose bytes travel as they are, for a signature. Local.
-
-    Swapped bytes are part of the name: the receiver would read other numbers. References to
-    Python objects mean nothing in another process: ConfigError.
-    """
-    if dtype.hasobject:
-        raise ConfigError(f"elements of dtype {dtype} are Python objects; convert them to numbers")
-    return dtype.name if dtype.isnative and not dtype.names else str(dtype)
-
-
 def check_counts(counts, total: int | None, size: int) -> np.ndarray:
     """Return `counts` as int64; ConfigError unless they are `size` lengths. Local.
 

@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mpidist.arrays import copy_into, host_empty, is_device
-from mpidist.collectives.parameters import named_arrays
+from mpidist.arrays import copy_into, host_empty, is_device, named_arrays
 from mpidist.errors import ConfigError, MismatchError, ReplicaError, shown
 from mpidist.mismatch import rank_list
 from mpidist.run_on_all import difference, run_on_all

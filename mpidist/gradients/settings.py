@@ -7,9 +7,8 @@ from operator import index
 from typing import Any, NamedTuple
 
 from ..arena import whole_nodes
-from ..arrays import array_module, as_array
+from ..arrays import array_module, as_array, element_name
 from ..collectives.algorithms import ALLREDUCE, check_name
-from ..collectives.transfer import element_name
 from ..errors import ConfigError, MpidistError, ProtocolError, nearest, shown
 from .buckets import bucket_bytes as bytes_of
 

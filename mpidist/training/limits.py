@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from ..collectives.parameters import named_arrays
+from ..arrays import named_arrays
 from ..data import Loading, Position, Sampler
 from ..errors import ConfigError
 

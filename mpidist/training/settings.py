@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays import named_arrays
 from ..checkpoint.interval import Pace
-from ..collectives.parameters import named_arrays
 from ..communicator import check_comm
 from ..data import Sampler, as_source
 from ..elastic import watch as watching
