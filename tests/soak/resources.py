@@ -31,7 +31,7 @@ def look(comm) -> dict[str, float]:
     shared = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
     statm = Path("/proc/self/statm").read_text().split()
     return held | {
-        "contexts": len(context._open),
+        "contexts": len(context.open_contexts),
         "running": len(context.running),
         "files": len(list(Path("/proc/self/fd").iterdir())),
         "threads": len(list(Path("/proc/self/task").iterdir())),
