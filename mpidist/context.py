@@ -32,15 +32,12 @@ from .communicator import handle_of
 from .elsewhere import open_contexts
 from .errors import ClosedError, MismatchError, described
 from .leaving import leave_together
-from .mismatch import BROKEN, RAISED, Signature
+from .mismatch import BALLOT, BROKEN, RAISED, Signature
 from .statuses import HISTORY, Statuses
 from .waiting import wait_until
 
 #: Plans kept per communicator; of too many, one that has not run lately is dropped (and closed).
 MAX_PLANS = 256
-
-#: Numbers that ranks may compare in an agreement, beside its signature.
-FACTS = 4
 
 #: Nonblocking operations that this thread has under way. Every wait makes progress for all of them,
 #: so ranks may wait for theirs in different orders.
@@ -287,8 +284,7 @@ class Context:
         if self.size == 1:
             return list(facts)
         key = signature.key
-        # As many numbers in every operation: ranks in different ones meet in this allreduce.
-        values = np.zeros(2 + FACTS, np.int64)
+        values = np.zeros(BALLOT, np.int64)
         values[: 2 + len(facts)] = key, -key, *facts
         request = self.control.Iallreduce(MPI.IN_PLACE, [values, MPI.INT64_T], MPI.MAX)
         self.wait(request.Test)
@@ -394,7 +390,7 @@ def _close_all() -> None:
     for context in sorted(open_contexts, key=attrgetter("identity")):
         try:
             context.close()
-        except MismatchError as error:
+        except (MismatchError, MPI.Exception) as error:
             # Whoever was told of it is not alone with it: one rank speaks.
-            if context.statuses.found:
+            if context.statuses.found or isinstance(error, MPI.Exception):
                 print(f"mpidist: error: {error}", file=sys.stderr, flush=True)

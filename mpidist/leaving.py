@@ -17,10 +17,16 @@ import numpy as np
 from mpi4py import MPI
 
 from .abort import asked_exit_code
+from .mismatch import BALLOT, Signature
 from .waiting import wait_until
 
 #: Seconds that nonblocking operations have to end in when all ranks have left.
 _FINISH = 5.0
+
+#: Seconds to hear from ranks that go on.
+_HEAR = 3.0
+
+_LEAVING = Signature("leave", "", "")
 
 #: What is known where ranks remember different operations: `Context.chain`.
 CHAIN_DIFFERS = (
@@ -41,7 +47,11 @@ def leave_together(context) -> bool:
     """
     if context.size == 1:
         return True
-    statuses, request, told = context.statuses, context.control.Ibarrier(), False
+    # A vote like that before an operation: ranks that still begin one meet these in it.
+    key, ballot = _LEAVING.key, np.zeros(BALLOT, np.int64)
+    ballot[:2] = key, -key
+    request = context.control.Iallreduce(MPI.IN_PLACE, ballot, MPI.MAX)
+    statuses, told = context.statuses, False
 
     def answer(seconds: float) -> None:
         nonlocal told
@@ -53,9 +63,21 @@ def leave_together(context) -> bool:
 
     try:
         wait_until(_progress(context, request.Test), answer, patience=0.2)
+        if ballot[0] != key or ballot[1] != -key:
+            _others_go_on(statuses)
         return _settle(context)
     except _NotWaited:
         return False
+
+
+def _others_go_on(statuses) -> None:
+    """Raise MismatchError: another rank has begun an operation that this one has not made."""
+    statuses.leave()
+    end = time.monotonic() + _HEAR
+    while time.monotonic() < end:
+        statuses.answer()  # who waits composes the line
+        time.sleep(0.01)
+    statuses.fail("other ranks go on after this one has left; all ranks must make the same calls")
 
 
 def _give_up(seconds: float) -> None:

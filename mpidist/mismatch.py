@@ -21,6 +21,11 @@ _HEAD = struct.Struct("<qqq")
 #: operation off; waits on another communicator; the verdict that ranks wait for each other so.
 WAITING, LEFT, VERDICT, ROLL_CALL, BROKEN, ELSEWHERE, CROSSED = range(7)
 
+#: What all ranks vote on before they begin: a key, its negative, and up to so many facts. As
+#: many in every vote, for ranks that disagree meet in it, and MPI cannot bear other lengths.
+FACTS = 4
+BALLOT = 2 + FACTS
+
 #: The kind in the signature of a call that ended by an exception before its operation began.
 RAISED = "raised"
 

@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 from ..context import Context
 from ..events import Counters
-from ..mismatch import Signature
+from ..mismatch import BALLOT, Signature
 from .executor import MAX_MESSAGE
 from .reductions import Reduction, finish_mean, native_op
 
@@ -217,7 +217,7 @@ class Handshake:
 
     def __init__(self, context: Context):
         self.context, self.last = context, time.monotonic()
-        mine, most = np.empty(2, np.int64), np.empty(2, np.int64)
+        mine, most = np.zeros(BALLOT, np.int64), np.empty(BALLOT, np.int64)
         self.mine, self.most = memoryview(mine), memoryview(most)  # type: ignore[arg-type]
         self.request = persistent_allreduce(context.control, mine, most, MPI.MAX)
         self.begin, self.test = self.request.Start, self.request.Test

@@ -1,0 +1,92 @@
+"""Rank 1 gives a bad or another value for every parameter of every collective call (R97)."""
+
+import inspect
+import time
+
+import numpy as np
+import pytest
+
+import mpidist as md
+from mpidist.errors import MpidistError
+
+#: May differ: what is exchanged, where the result goes, and the samples of a rank.
+MAY_DIFFER = {"comm", "x", "out", "weight"}
+
+#: Function -> parameter -> [(value on rank 1, what the message names)].
+CASES = {
+    "allreduce": {
+        "op": [("bogus", "op"), ("max", "op=max"), (np.subtract, "subtract")],
+        "algorithm": [("bogus", "algorithm"), ("tree", "algorithm=tree"), (7, "algorithm")],
+        "reproducible": [(True, "ordered")],
+    },
+    "reduce_scatter": {
+        "op": [("bogus", "op"), ("max", "op=max")],
+        "counts": [([1, 2], "counts"), ("ab", "counts"), ("other", "counts=")],
+        "algorithm": [("bogus", "algorithm"), ("direct", "algorithm=direct")],
+    },
+    "allgather": {
+        "counts": [([1, 2, 3, 4, 5], "counts"), ("ab", "counts")],
+        "algorithm": [("bogus", "algorithm"), ("direct", "algorithm=direct")],
+    },
+    "broadcast": {
+        "root": [(99, "root"), ("a", "root"), (1, "root=1")],
+        "algorithm": [("bogus", "algorithm"), ("direct", "algorithm=direct")],
+    },
+    "reduce": {
+        "op": [("bogus", "op"), ("max", "op=max")],
+        "root": [(99, "root"), (None, "root"), (1, "root=1")],
+        "algorithm": [("bogus", "algorithm"), ("direct", "algorithm=direct")],
+    },
+    "gather": {
+        "root": [(99, "root"), (1, "root=1")],
+        "counts": [([1, 2, 3, 4, 5], "counts")],
+        "algorithm": [("bogus", "algorithm"), ("native", "algorithm=native")],
+    },
+    "scatter": {
+        "root": [(99, "root"), (1, "root=1")],
+        "counts": [],  # the root's alone is read
+        "algorithm": [("bogus", "algorithm"), ("native", "algorithm=native")],
+    },
+}
+CASES["iallreduce"] = CASES["plan"] = CASES["allreduce"]
+
+ALL = [
+    pytest.param(name, parameter, value, words, id=f"{name}-{parameter}-{number}")
+    for name, parameters in CASES.items()
+    for parameter, values in parameters.items()
+    for number, (value, words) in enumerate(values)
+]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_parameter_has_a_case(name):
+    assert set(inspect.signature(getattr(md, name)).parameters) - MAY_DIFFER == set(CASES[name])
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(("name", "parameter", "value", "words"), ALL)
+def test_all_ranks_raise(comm, name, parameter, value, words):
+    mine = comm.Dup()
+    x = np.ones((12, 3))
+    given = {}
+    if parameter == "counts" and name == "reduce_scatter":
+        counts = [12 - 2 * (comm.size - 1)] + [2] * (comm.size - 1)
+        given["counts"] = counts if comm.rank != 1 else value if value != "other" else counts[::-1]
+    elif comm.rank == 1:
+        given[parameter] = value
+
+    def call():
+        made = getattr(md, name)(mine, x, **given)
+        if name in ("iallreduce", "plan"):
+            made.wait() if name == "iallreduce" else made()
+        # A root or a leaf that waits for nobody hears of it in the next call at the latest.
+        md.allreduce(mine, x, algorithm="ring")
+
+    start = time.monotonic()
+    with pytest.raises(MpidistError) as caught:
+        call()
+    assert time.monotonic() - start < 10
+    told = comm.allgather(str(caught.value))
+    assert any(words in text for text in told), told
+    assert all("rank 1" in text or rank == 1 for rank, text in enumerate(told)), told
+    comm.Barrier()
