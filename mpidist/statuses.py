@@ -159,8 +159,7 @@ class Statuses:
         same = [s for s in statuses if s.state != WAITING or s.sequence == number]
         mine = self.context.operation(number)
         here = mine.text() if mine else "it"
-        text = conflict(same) or f"operation #{number}: other ranks are not in {here}"
-        self.fail(text)
+        self._disagreeing(same, f"operation #{number}: other ranks are not in {here}")
 
     def known(self, rank: int) -> Status | None:
         """Return what `rank` has said last; None before it said anything. Local."""
@@ -168,11 +167,21 @@ class Statuses:
 
     # -- verdicts ------------------------------------------------------------------------
 
-    def fail(self, text: str) -> None:
-        """Mark the communicator as failed, tell all ranks, raise MismatchError. Local."""
+    def fail(self, text: str, secondary: bool = False) -> None:
+        """Mark the communicator as failed, tell all ranks, raise MismatchError. Local.
+
+        `secondary`: another rank has raised, and knows why.
+        """
         self.found = True
-        self.sentence(text, VERDICT)
-        raise MismatchError(text)
+        self.sentence(text, BROKEN if secondary else VERDICT)
+        error = MismatchError(text)
+        error.consequence = secondary
+        raise error
+
+    def _disagreeing(self, group: list[Status], otherwise: str) -> None:
+        """Raise the line that names the ranks of a conflict."""
+        secondary = any(s.state == WAITING and raised(s.signature) for s in group)
+        self.fail(conflict(group) or otherwise, secondary)
 
     def sentence(self, text: str, state: int) -> None:
         """Mark the communicator as failed and tell all ranks. Local; raises nothing."""
@@ -277,7 +286,7 @@ class Statuses:
         # Give the ranks that have not spoken yet a moment, so that the message names all.
         if len(self._known) < self.context.size - 1 and waited < self._asked + ROLL_CALL_SECONDS:
             return
-        self.fail(conflict(found) or "the ranks disagree")
+        self._disagreeing(found, "the ranks disagree")
 
     def _conflicting(self) -> list[Status]:
         """Statuses (mine included) of the first operation number on which ranks disagree."""
@@ -340,7 +349,7 @@ class Statuses:
         for other in self._raised.values():
             mine = self.context.operation(other.sequence)
             if mine is not None and not raised(encode(mine)):
-                self.fail(conflict(self._group(other.sequence, encode(mine))) or other.signature)
+                self._disagreeing(self._group(other.sequence, encode(mine)), other.signature)
 
 
 def call_site() -> str:
