@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from .errors import ProtocolError
 
@@ -42,31 +43,48 @@ class Call:
         context = self.context
         if self.nested:
             return
-        if error is not None and not context.failed:
-            if context.under_way:
-                context.break_off(error)
-            else:
-                context.raised(error)
-        context.under_way, context.caller = False, None
-        context.stopped = bool(context.failed) or context.unconfirmed
+        try:
+            if error is not None and not context.failed and not was_told(error):
+                if context.under_way:
+                    context.break_off(error)
+                else:
+                    context.raised(error)
+        finally:
+            context.under_way, context.caller = False, None
+            context.stopped = bool(context.failed) or context.unconfirmed
+
+
+def mark_told(error: BaseException) -> None:
+    """Note that the other ranks know of `error`, or need not. Local."""
+    with suppress(Exception):
+        error.told_to_ranks = True  # type: ignore[attr-defined]
+
+
+def was_told(error: BaseException) -> bool:
+    """Whether the other ranks know of `error`. Local."""
+    return getattr(error, "told_to_ranks", False)
 
 
 def refusal(kind: str) -> ProtocolError:
     """Return the error of a call that another thread's call is in the way of. Local."""
-    return ProtocolError(
+    error = ProtocolError(
         f"{kind}: another call on this communicator is under way, in another thread or in what a "
         "signal handler interrupted; use one thread at a time, or a communicator for each "
         "(comm.Dup())"
     )
+    mark_told(error)  # it is this rank's alone: the call that is in its way goes on
+    return error
 
 
 def wrong_thread(kind: str) -> ProtocolError:
     """Return the error of a call in a thread that may not call this MPI. Local."""
-    return ProtocolError(
+    error = ProtocolError(
         f"{kind}: called in thread {threading.current_thread().name!r}, but this MPI was started "
         "for one thread only; call it in the thread that initialised MPI, or leave "
         "mpi4py.rc.thread_level at 'multiple'"
     )
+    mark_told(error)
+    return error
 
 
 class Running(threading.local):

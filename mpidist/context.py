@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import secrets
 import socket
 import sys
 import threading
@@ -24,16 +23,18 @@ from operator import attrgetter
 import numpy as np
 from mpi4py import MPI
 
-from . import arrays, elsewhere, events
+from . import arrays, events
 from .abort import install_hook, is_child
 from .buffer_pool import BufferPool
-from .calls import Call, Running, refusal, wrong_thread
+from .calls import Call, Running, mark_told, refusal, was_told, wrong_thread
 from .communicator import handle_of
 from .elsewhere import open_contexts
 from .errors import ClosedError, MismatchError, described
 from .leaving import leave_together
-from .mismatch import BALLOT, BROKEN, RAISED, Signature
+from .making import Making
+from .mismatch import BALLOT, BROKEN, CROSSED, RAISED, Signature
 from .statuses import HISTORY, Statuses
+from .telling import contexts
 from .waiting import wait_until
 
 #: Plans kept per communicator; of too many, one that has not run lately is dropped (and closed).
@@ -48,25 +49,18 @@ _keyval = MPI.KEYVAL_INVALID
 # Operations that can no longer end: MPI may still write into their buffers.
 _abandoned: list = []
 
-#: MPI handle -> context. Reading an MPI attribute costs 270 ns, a handle and a dict 70; the
-#: attribute is still set, for MPI tells us through it when a handle dies.
-contexts: dict[int, Context] = {}
+_making: dict[int, Making] = {}
 
 
 class Context:
     """Everything mpidist keeps for one communicator. Made by `of`, closed by `free`."""
 
-    def __init__(self, comm: MPI.Comm):
+    def __init__(self, comm: MPI.Comm, private: tuple[MPI.Comm, MPI.Comm, int]):
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
         self.host = socket.gethostname()
-        # A barrier first: it can be left for good, but Open MPI makes no communicator at all while
-        # another one is half made. Then two duplicates: plans send on `data`, statuses travel on
-        # `control`, and can be probed with wildcards without ever catching data.
-        wait_until(comm.Ibarrier().Test, lambda _: elsewhere.look(comm))
-        self.data = _duplicate(comm)
-        self.control = _duplicate(comm)
-        self.identity = _identity(comm, self.control)
+        # Plans send on `data`. Statuses travel on `control`: a probe with wildcards meets no data.
+        self.data, self.control, self.identity = private
         self.thread = threading.get_ident()  # of the newest call
         self.tag_limit = (self.data.Get_attr(MPI.TAG_UB) or 32767) - 1
         self.sent = events.Counters()
@@ -243,6 +237,7 @@ class Context:
         """
         if self.size == 1 or self.closed:
             return
+        mark_told(error)
         self.unconfirmed = True
         self.begun += 1
         self.history.append(Signature(RAISED, described(error), ""))
@@ -254,6 +249,7 @@ class Context:
         Who waits for this rank raises MismatchError naming it and `error`; nothing more can be done
         on this communicator. Does not raise; the caller raises `error` again.
         """
+        mark_told(error)
         if self.failed or self.size == 1:
             return
         number = self.sequence if sequence is None else sequence
@@ -262,7 +258,15 @@ class Context:
             f"{begun.kind if begun else 'operation'} #{number} was broken off by rank {self.rank} "
             f"of {self.size} ({self.host}): {described(error)}"
         )
-        self.statuses.sentence(text, BROKEN)
+        crossed = isinstance(error, MismatchError) and error.crossed
+        self.statuses.sentence(str(error) if crossed else text, CROSSED if crossed else BROKEN)
+
+    def escaped(self, error: BaseException) -> None:
+        """Tell the others of what was raised on the way into a call, unless they know. Local."""
+        if was_told(error) or self.failed or self.closed or self.caller is not None:
+            return
+        self.raised(error)
+        self.stopped = bool(self.failed) or self.unconfirmed
 
     def give_up(self, text: str) -> None:
         """Begin nothing any more, and make no progress for what has begun. Local."""
@@ -333,20 +337,6 @@ class Context:
         self.control.Free()
 
 
-def _duplicate(comm: MPI.Comm) -> MPI.Comm:
-    """Return a duplicate. Collective, polled."""
-    made, request = comm.Idup()
-    wait_until(request.Test)
-    return made
-
-
-def _identity(comm: MPI.Comm, control: MPI.Comm) -> int:
-    """Return a number that stands for this communicator on all its ranks. Collective."""
-    number = np.array([secrets.randbits(62)], np.int64)
-    wait_until(control.Ibcast(number, root=0).Test)
-    return int(number[0])
-
-
 def of(comm: MPI.Comm) -> Context:
     """Return the context of `comm`, made on first use. Collective over `comm` on first use."""
     context = contexts.get(getattr(comm, "handle", 0))  # `_make` refuses what has none
@@ -361,7 +351,11 @@ def _make(comm: MPI.Comm) -> Context:
         _keyval = MPI.Comm.Create_keyval(delete_fn=_forget)
         # Handlers run last in, first out: before the hook's own farewell and before MPI_Finalize.
         atexit.register(_close_all)
-    context = Context(comm)
+    if comm.handle not in _making:
+        _making[comm.handle] = Making(comm)
+        comm.Set_attr(_keyval, None)  # so that `_forget` is told when the communicator goes
+    context = Context(comm, _making[comm.handle].finish())
+    del _making[comm.handle]
     comm.Set_attr(_keyval, context)
     contexts[comm.handle] = context
     open_contexts.append(context)
@@ -369,7 +363,9 @@ def _make(comm: MPI.Comm) -> Context:
 
 
 def _forget(comm: MPI.Comm, _keyval: int, _context: Context) -> None:
-    contexts.pop(comm.handle, None)
+    if _context is not None or comm.handle not in contexts:
+        contexts.pop(comm.handle, None)
+        _making.pop(comm.handle, None)
 
 
 def free(comm: MPI.Comm) -> None:
@@ -379,8 +375,10 @@ def free(comm: MPI.Comm) -> None:
     """
     context = contexts.get(handle_of(comm))
     if context is not None:
-        context.close()
-        comm.Delete_attr(_keyval)
+        try:
+            context.close()
+        finally:
+            comm.Delete_attr(_keyval)
 
 
 def _close_all() -> None:

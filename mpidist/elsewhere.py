@@ -40,7 +40,7 @@ def look(comm: MPI.Comm, context=None, number: int = 0) -> None:
     `context` is that of `comm`, None while it is made. Raises MismatchError where a rank there
     has found that neither can go on.
     """
-    place = None
+    place, here = None, (comm.handle, number)
     for other in tuple(open_contexts):
         if other is context or other.thread != threading.get_ident():
             continue  # another thread's: that one may come to it while this one waits
@@ -52,9 +52,13 @@ def look(comm: MPI.Comm, context=None, number: int = 0) -> None:
                 if place is None:
                     place = _place(comm, context, number)
                 statuses.say_elsewhere(status, _needs(place, other, status.rank))
+                statuses.told_place = here
         except MismatchError as error:
-            if statuses.crossed:
-                raise MismatchError(str(error)) from None
+            # An old verdict that comes now is about another wait.
+            if statuses.crossed and statuses.told_place == here:
+                crossed = MismatchError(str(error))
+                crossed.crossed = True
+                raise crossed from None
         finally:
             statuses.quiet.release()
 

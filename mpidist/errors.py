@@ -39,6 +39,8 @@ class MismatchError(MpidistError):
     """The ranks of a communicator do not agree on what they are doing. Raised on all ranks."""
 
     everywhere = True
+    #: Ranks wait for each other on two communicators, and neither can go on.
+    crossed = False
 
 
 class ReplicaError(MpidistError):
@@ -140,7 +142,7 @@ def nearest(given: str, known) -> str:
 def described(error: BaseException) -> str:
     """Name an exception in one line, also one whose text cannot be made. Local."""
     try:
-        text = in_one_line(str(error))
+        text = in_one_line(str(error), 300)
     except BaseException as other:
         text = f"(its text raises {type(other).__name__})"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

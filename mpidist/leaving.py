@@ -17,6 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from .abort import asked_exit_code
+from .errors import MismatchError
 from .mismatch import BALLOT, Signature
 from .waiting import wait_until
 
@@ -68,6 +69,10 @@ def leave_together(context) -> bool:
         return _settle(context)
     except _NotWaited:
         return False
+    except MismatchError:
+        if context.unconfirmed:
+            return False  # this rank raised, which it knows, and the others have heard of it
+        raise
 
 
 def _others_go_on(statuses) -> None:

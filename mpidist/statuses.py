@@ -71,6 +71,7 @@ class Statuses:
         self.said = self.heard = 0
         self.quiet = threading.Lock()  # held by who listens: a message has one taker
         self.crossed = False  # the verdict was that ranks wait for each other elsewhere
+        self.told_place: tuple | None = None  # where this rank said that it waits meanwhile
         self._elsewhere: dict[int, Status] = {}
         self._reached: set[tuple[int, int]] = set()
         self.closing = False  # at the end messages are counted: nothing is passed on any more

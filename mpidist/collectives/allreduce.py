@@ -10,8 +10,9 @@ import numpy as np
 
 from ..arena import Arena
 from ..arrays import as_array, is_writable
-from ..context import Context, contexts, of, running
+from ..context import Context, of, running
 from ..errors import ClosedError, ConfigError
+from ..telling import contexts, tell, tells
 from . import algorithms, arenas
 from .executor import heading
 from .plans import Plan, find, release
@@ -65,34 +66,40 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
     The cost of each algorithm stands in its module; Thakur, Rabenseifner, Gropp, "Optimization of
     Collective Communication Operations in MPICH", IJHPCA 19(1), 2005, compares them.
     """
+    try:
+        if out is None and weight is None and type(x) is _ndarray and x.flags.writeable:
+            # The short way, for a plan that is there already: nothing is looked up but the plan.
+            name = algorithms.in_order(algorithm) if reproducible is True else algorithm
+            try:
+                run = contexts[comm.handle].quick.get((op, name, x.dtype, x.shape))
+            except (KeyError, AttributeError, TypeError):  # a first call, or refused below
+                run = None
+            if run is not None and (reproducible is True or reproducible is False):
+                run(x)
+                return x
+        context = of(comm)  # first: with it comes the hook that ends the job where a check fails
+        with context.call("allreduce"):
+            return _allreduce(context, x, op, out, algorithm, weight, reproducible)
+    except BaseException as error:
+        tell(comm, error)
+        raise
+
+
+def _allreduce(context: Context, x, op, out, algorithm, weight, reproducible):
+    op = known(op)
     if reproducible:
         algorithm = algorithms.in_order(algorithm)
-    if out is None and weight is None and type(x) is _ndarray and x.flags.writeable:
-        # The short way, for a plan that is there already: nothing is looked up but the plan.
-        try:
-            run = contexts[comm.handle].quick.get((op, algorithm, x.dtype, x.shape))
-        except (KeyError, AttributeError, TypeError):  # a first call, or one that is refused below
-            run = None
-        if run is not None:
-            run(x)
-            return x
-    context = of(comm)  # first: with it comes the hook that ends the job where a check fails
-    with context.call("allreduce"):
-        op = known(op)
-        if reproducible:
-            algorithm = algorithms.in_order(algorithm)
-        if isinstance(x, Arena):
-            if out is not None:
-                raise ConfigError(
-                    "an arena is reduced in place; copy what is needed and leave out="
-                )
-            total = _total(context, op, weight, algorithm)
-            arenas.find(context, x, op, algorithm)(weight, total)
-            return x
-        target = _target(x, out)
+    algorithms.check_name(algorithm, algorithms.ALLREDUCE)
+    if isinstance(x, Arena):
+        if out is not None:
+            raise ConfigError("an arena is reduced in place; copy what is needed and leave out=")
         total = _total(context, op, weight, algorithm)
-        find(context, target, op, algorithm)(target, weight, total)
-        return x if out is None else out
+        arenas.find(context, x, op, algorithm)(weight, total)
+        return x
+    target = _target(x, out)
+    total = _total(context, op, weight, algorithm)
+    find(context, target, op, algorithm)(target, weight, total)
+    return x if out is None else out
 
 
 class Handle:
@@ -159,6 +166,7 @@ def nonblocking(size: int) -> str:
     return "two_hop" if size <= TWO_HOP_RANKS else "butterfly"
 
 
+@tells
 def iallreduce(
     comm, x, op="sum", *, out=None, algorithm="auto", weight=None, reproducible=False
 ) -> Handle:
@@ -212,13 +220,14 @@ class BoundPlan(partial):
 
     algorithm: str
     plan: object
+    context: Context
 
     def close(self) -> None:
         """Give back what the plan keeps; no call after this. Idempotent; all ranks must do it."""
         release = self.__dict__.pop("release", None)
         if release is not None:
             # The one way to make a partial call something else.
-            self.__setstate__((_closed, (), {}, self.__dict__))  # type: ignore[attr-defined]
+            self.__setstate__((_closed, (self.context,), {}, self.__dict__))  # type: ignore[attr-defined]
             release()
 
     def __enter__(self):
@@ -228,16 +237,18 @@ class BoundPlan(partial):
         self.close()
 
 
-def _closed():
-    raise ClosedError("this plan was closed; make a new one with md.plan")
+def _closed(context: Context):
+    with context.call("plan"):  # the other ranks may wait for this one
+        raise ClosedError("this plan was closed; make a new one with md.plan")
 
 
-def _bound(run: Callable, algorithm: str, plan, release: Callable[[], None]) -> BoundPlan:
+def _bound(context: Context, run: Callable, algorithm: str, plan, release: Callable) -> BoundPlan:
     made = BoundPlan(run)
-    made.__dict__.update(algorithm=algorithm, plan=plan, release=release)
+    made.__dict__.update(context=context, algorithm=algorithm, plan=plan, release=release)
     return made
 
 
+@tells
 def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> BoundPlan:
     """Prepare an allreduce of `x` in place; calling the result runs it and returns `x`.
 
@@ -262,7 +273,7 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> BoundPla
                 return x
 
             # It goes with its arena.
-            return _bound(reduce_arena, prepared.algorithm, prepared, lambda: None)
+            return _bound(context, reduce_arena, prepared.algorithm, prepared, lambda: None)
         target = _target(x, None)
         made = find(context, target, op, algorithm)
         made.bound += 1
@@ -277,7 +288,7 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> BoundPla
 
         # Where the array is its own target, nothing has to be wrapped: one function call less.
         call = reduce if target is x and isinstance(reduce, FunctionType) else run
-        return _bound(call, made.algorithm, made, partial(release, made))
+        return _bound(context, call, made.algorithm, made, partial(release, made))
 
 
 def _target(x, out):

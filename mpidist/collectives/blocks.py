@@ -9,6 +9,7 @@ from ..arrays import array_module, as_array, copy_into, element_name, mpi_empty
 from ..context import Context, of
 from ..errors import ConfigError
 from ..mismatch import Signature
+from ..telling import tells
 from . import algorithms
 from .native import run_native
 from .reductions import finish_mean, native_op, resolve
@@ -25,6 +26,7 @@ from .transfer import (
 )
 
 
+@tells
 def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"):
     """Combine `x` over all ranks; rank r gets block r of the result.
 
@@ -94,6 +96,7 @@ def _native_reduce_scatter(context: Context, signature, reduction, work, element
     work[start:stop] = block
 
 
+@tells
 def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
     """Give every rank the blocks of all ranks, one after the other along the first axis.
 

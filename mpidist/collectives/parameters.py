@@ -23,6 +23,7 @@ from ..context import of
 from ..errors import ConfigError, MismatchError, shown
 from ..mismatch import rank_list
 from ..run_on_all import run_on_all
+from ..telling import tells
 from .allreduce import allreduce
 from .rooted import broadcast
 from .transfer import check_root
@@ -33,6 +34,7 @@ PACK = 4 << 20
 _ALIGN = 64  # in a pack every tensor begins on a line of its own, whatever its dtype
 
 
+@tells
 def broadcast_parameters(comm, params, *, root=0):
     """Give every rank the root's values of all `params`, in place; returns `params`.
 

@@ -46,28 +46,36 @@ class Plan:
 
     def __call__(self, x, weight=None, total=None) -> None:
         """Reduce `x` in place as the next operation of the communicator. Collective."""
-        context = self.context
-        total = context.size if total is None else total
-        if self.short is not None:
-            if weight is None and type(x) is np.ndarray:
-                self.short.run(x, total)
-                return
-            # Device arrays and weights go through a host vector; the mean is divided in there.
-            shaped = self.load(x, weight, fresh=True).reshape(self.shape)
-            self.short.run(shaped, total)
-            copy_into(x, shaped)
+        try:
+            total = self.context.size if total is None else total
+            if self.short is not None:
+                self._run_short(x, weight, total)
+            elif self.engine is None:  # one rank
+                self.context.begin(self.signature, self.runs)
+            else:
+                with self.context.call(self.signature.kind):
+                    self._run(x, weight, total)
+        except BaseException as error:
+            self.context.escaped(error)
+            raise
+
+    def _run_short(self, x, weight, total) -> None:
+        if weight is None and type(x) is np.ndarray:
+            self.short.run(x, total)
             return
-        if self.engine is None:  # one rank
-            context.begin(self.signature, self.runs)
-            return
-        with context.call(self.signature.kind):
-            number = context.begin(self.signature, self.runs)
-            borrowed = not self.in_place(x)
-            work = self.load(x, weight)
-            self.engine(work, number, total)
-            self.store(x, work, total)
-            if borrowed:
-                context.pool.give(work, x)
+        # Device arrays and weights go through a host vector; the mean is divided in there.
+        shaped = self.load(x, weight, fresh=True).reshape(self.shape)
+        self.short.run(shaped, total)
+        copy_into(x, shaped)
+
+    def _run(self, x, weight, total) -> None:
+        number = self.context.begin(self.signature, self.runs)
+        borrowed = not self.in_place(x)
+        work = self.load(x, weight)
+        self.engine(work, number, total)
+        self.store(x, work, total)
+        if borrowed:
+            self.context.pool.give(work, x)
 
     def load(self, x, weight=None, *, fresh: bool = False):
         """Return `x` as a flat vector of the work dtype for MPI: itself where it can be. Local.

@@ -18,6 +18,7 @@ from ..arrays import (
 from ..context import Context, of
 from ..errors import ConfigError
 from ..mismatch import Signature
+from ..telling import tells
 from . import algorithms
 from .blocks import _deliver, _rows
 from .native import run_native
@@ -37,6 +38,7 @@ from .transfer import (
 )
 
 
+@tells
 def broadcast(comm, x, *, root=0, algorithm="auto"):
     """Give every rank the root's values, in place; returns `x`.
 
@@ -87,6 +89,7 @@ def broadcast(comm, x, *, root=0, algorithm="auto"):
         return x
 
 
+@tells
 def reduce(comm, x, op="sum", *, root=0, out=None, algorithm="auto"):
     """Combine `x` over all ranks; the root gets the result, the others None.
 
@@ -142,6 +145,7 @@ def reduce(comm, x, op="sum", *, root=0, out=None, algorithm="auto"):
         return _deliver(work.reshape(x.shape), x, out, x.shape)
 
 
+@tells
 def gather(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
     """Give the root the blocks of all ranks, one after the other; the others get None.
 
@@ -190,6 +194,7 @@ def gather(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
         return _deliver(whole.reshape(shape), x, out, shape)
 
 
+@tells
 def scatter(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
     """Give rank r block r of the root's array, cut along the first axis.
 

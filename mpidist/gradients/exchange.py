@@ -33,7 +33,7 @@ from ..mismatch import Signature
 from ..run_on_all import same_on_all
 from .background import Background
 from .buckets import bucket_bytes, cut
-from .settings import Settings, check, check_order, facts_of, wrong_ready
+from .settings import Settings, check, check_order, checked_share, facts_of, wrong_ready
 from .vectors import EXTRAS, allocate, with_extras
 
 
@@ -135,7 +135,7 @@ class Gradients:
         self.alone_seconds: float | None = None
         self._seen: list[str] = []
         self._learned = False
-        self._begun = False
+        self._begun = self._closed = False
         self._awaited: dict[str, int] = {}  # name -> how many `ready` are to come in this step
         self._active: list = []
         self._next = 0
@@ -226,7 +226,8 @@ class Gradients:
             self._refuse("Gradients.begin", ProtocolError(
                 "begin: a part of the step before is on its way; call reduce, which finishes it"
             ))  # fmt: skip
-        share = float(share)
+        with self.context.call("Gradients.begin"):
+            share = checked_share(share, self._closed)
         if self._learned:
             with self.context.call("Gradients.begin"):
                 self._learn()
@@ -391,7 +392,7 @@ class Gradients:
         for plan in self._plans:
             plan.close()
         self._plans = []
-        self._begun, self._awaited = False, {}
+        self._begun, self._awaited, self._closed = False, {}, True
         if self.arena is not None:
             self.arena.close()
             self.arena = None

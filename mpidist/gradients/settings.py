@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..arena import whole_nodes
 from ..arrays import array_module, as_array, element_name
 from ..collectives.algorithms import ALLREDUCE, check_name
-from ..errors import ConfigError, MpidistError, ProtocolError, nearest, shown
+from ..errors import ClosedError, ConfigError, MpidistError, ProtocolError, nearest, shown
 from .buckets import bucket_bytes as bytes_of
 
 
@@ -114,6 +114,16 @@ def _uses(uses, shapes: Mapping) -> dict[str, int]:
         if counts[name] < 1 or isinstance(given, bool):
             raise ConfigError(f"uses: {name!r}: {shown(given)}; expected a whole number from 1 on")
     return counts
+
+
+def checked_share(share, closed: bool) -> float:
+    """Return the share of a step's samples that a rank has. Pure; raises what is wrong with it."""
+    if closed:
+        raise ClosedError("begin: these gradients were closed; make new ones")
+    try:
+        return float(share)
+    except (TypeError, ValueError):
+        raise ConfigError(f"begin: share={shown(share)}; expected a number") from None
 
 
 def wrong_ready(name, uses: Mapping[str, int], begun: bool) -> MpidistError:

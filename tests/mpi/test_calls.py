@@ -2,13 +2,14 @@
 
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist import context
+from mpidist import context, making
 from mpidist.errors import ConfigError, MismatchError, ProtocolError
 
 
@@ -294,3 +295,92 @@ def test_ranks_that_wait_for_each_other_on_two_communicators(comm, case, n):
         assert "in one order" in str(error), error
         assert "test_calls.py" in str(error)
         assert "waits for rank" in str(error)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("bound", [False, True])
+def test_an_exception_on_the_way_into_a_call_is_told(comm, bound, monkeypatch):
+    """A signal may come before the call has begun: later calls must not pair up shifted."""
+    mine = comm.Dup()
+    x = np.ones(5000)
+    call = partial(md.allreduce, mine, x, algorithm="ring")
+    run = md.plan(mine, x, algorithm="ring") if bound else call
+    run()
+    if comm.rank == 1:
+        with monkeypatch.context() as patch:
+
+            def interrupted(self, kind):
+                raise Interrupt("on the way")
+
+            patch.setattr(context.Context, "call", interrupted)
+            with pytest.raises(Interrupt):
+                run()
+    x[:] = 10 + comm.rank
+    with pytest.raises(MismatchError, match="rank 1 raised Interrupt: on the way"):
+        run()
+    comm.Barrier()
+    md.free(mine)
+
+
+@pytest.mark.ranks(2, 3)
+def test_free_after_a_failure_is_quiet_and_the_communicator_is_new(comm):
+    mine = comm.Dup()
+    for _ in range(2):
+        with pytest.raises(md.MpidistError):
+            md.allreduce(mine, np.ones(4), "bogus" if comm.rank == 1 else "sum")
+        comm.Barrier()
+        md.free(mine)
+        assert (md.allreduce(mine, np.ones(4)) == comm.size).all()
+    md.free(mine)
+    mine.Free()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("cold", [True, False])
+def test_an_argument_whose_truth_raises(comm, cold):
+    mine = comm.Dup()
+    if not cold:
+        md.allreduce(mine, np.ones(4))
+    wrong = {"reproducible": np.ones(3)} if comm.rank == 1 else {}
+    expected = ValueError if comm.rank == 1 else MismatchError
+    with pytest.raises(expected, match="ambiguous"):
+        md.allreduce(mine, np.ones(4), **wrong)
+    comm.Barrier()
+    md.free(mine)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_plan_that_one_rank_has_closed(comm):
+    mine = comm.Dup()
+    run = md.plan(mine, np.ones(4))
+    run()
+    if comm.rank == 1:
+        run.close()
+    with pytest.raises(md.MpidistError, match="this plan was closed"):
+        run()
+    comm.Barrier()
+    md.free(mine)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("step", range(1, 9))
+def test_a_first_call_that_is_broken_off_goes_on_where_it_was(comm, step, monkeypatch):
+    """An own time limit on one rank, at each request of the first call on a communicator."""
+    mine = comm.Dup()
+    if comm.rank == 1:
+        real, looks = making.wait_until, []
+
+        def interrupted(test, *args):
+            looks.append(1)
+            if step % 2 and len(looks) == (step + 1) // 2:
+                raise Interrupt
+            real(test, *args)
+            if not step % 2 and len(looks) == step // 2:
+                raise Interrupt
+
+        monkeypatch.setattr(making, "wait_until", interrupted)
+        with pytest.raises(Interrupt):
+            md.allreduce(mine, np.ones(4))
+    assert (md.allreduce(mine, np.ones(4)) == comm.size).all()
+    md.free(mine)
+    mine.Free()

@@ -21,7 +21,7 @@ FLOORS = {
     "arrays": 1.1, "communicator": 1.1,
     "launch": 1.2, "binding": 1.2,
     "abort": 1.2, "elsewhere": 1.15, "statuses": 1.2, "strangers": 1.2, "calls": 1.2,
-    "buffer_pool": 1.2, "leaving": 1.25, "context": 1.3,
+    "buffer_pool": 1.2, "leaving": 1.25, "making": 1.25, "telling": 1.2, "context": 1.3,
     "rounds": 1.31, "run_on_all": 1.32, "topology": 1.34, "arena": 1.35, "cross_memory": 1.35,
     "collectives": 2.0, "redistribute": 2.0,
     "gradients": 3.0, "parameter_server": 3.0, "optim": 3.0, "data": 3.0, "checkpoint": 3.0,
