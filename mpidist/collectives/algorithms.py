@@ -121,7 +121,7 @@ NODE = ("node", SINGLE_COPY, "hierarchical")
 def check_name(algorithm: str, table: Iterable[str], what: str = "allreduce") -> None:
     """Raise ConfigError that lists the names, and the nearest one, for an unknown algorithm."""
     names = [MEASURED, NATIVE, *table, *(NODE if table is ALLREDUCE else ())]
-    if algorithm not in names:
+    if not isinstance(algorithm, str) or algorithm not in names:
         raise ConfigError(
             f"unknown {what} algorithm {algorithm!r}; expected one of {', '.join(names)}"
             + nearest(str(algorithm), names)

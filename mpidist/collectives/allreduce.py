@@ -265,6 +265,7 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> BoundPla
         op = known(op)
         if reproducible:
             algorithm = algorithms.in_order(algorithm)
+        algorithms.check_name(algorithm, algorithms.ALLREDUCE)
         if isinstance(x, Arena):
             prepared = arenas.find(context, x, op, algorithm)
 

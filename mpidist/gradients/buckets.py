@@ -20,7 +20,7 @@ LEAST, MOST = 256 << 10, 25 << 20
 
 def bucket_bytes(wanted: int | str, total: int) -> int:
     """Return the size of a bucket for `total` bytes of gradients; "auto" is a sixteenth. Local."""
-    if wanted == "auto":
+    if isinstance(wanted, str) and wanted == "auto":
         return min(max(total // 16, LEAST), MOST)
     if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
         raise ConfigError(f"bucket_bytes={wanted!r}: expected 'auto' or a number of bytes")

@@ -33,7 +33,15 @@ from ..mismatch import Signature
 from ..run_on_all import same_on_all
 from .background import Background
 from .buckets import bucket_bytes, cut
-from .settings import Settings, check, check_order, checked_share, facts_of, wrong_ready
+from .settings import (
+    Settings,
+    check,
+    check_order,
+    checked_extras,
+    checked_share,
+    facts_of,
+    wrong_ready,
+)
 from .vectors import EXTRAS, allocate, with_extras
 
 
@@ -308,7 +316,7 @@ class Gradients:
                 raise ProtocolError("reduce outside a step; call begin first")
             if len(extras) > 2:
                 raise ConfigError(f"reduce: {len(extras)} extra numbers; expected two at most")
-            self._values = tuple(map(float, extras))
+            self._values = checked_extras(extras)
             self._reduce()
             self._begun, self._next, self._awaited = False, 0, {}
 

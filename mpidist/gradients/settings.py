@@ -116,6 +116,14 @@ def _uses(uses, shapes: Mapping) -> dict[str, int]:
     return counts
 
 
+def checked_extras(extras) -> tuple[float, ...]:
+    """Return the numbers that are summed beside the gradients. Pure; raises what is wrong."""
+    try:
+        return tuple(float(value) for value in extras)
+    except (TypeError, ValueError):
+        raise ConfigError(f"reduce: extras={shown(extras)}; expected numbers") from None
+
+
 def checked_share(share, closed: bool) -> float:
     """Return the share of a step's samples that a rank has. Pure; raises what is wrong with it."""
     if closed:
