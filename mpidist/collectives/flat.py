@@ -16,6 +16,7 @@ from threading import get_ident
 
 import numpy as np
 
+from ..calls import mark_told
 from ..context import Context
 from ..events import Counters
 from ..mismatch import Signature
@@ -145,7 +146,9 @@ def _hot_path(flat: Flat):
             if result is not x:
                 x[...] = result
         except BaseException as error:
-            if not complete:  # after that the others have all they need from this rank
+            if complete:  # the others have all they need from this rank
+                mark_told(error)
+            else:
                 gate.leave(error)
             context.stopped = before or context.failed is not None
             raise

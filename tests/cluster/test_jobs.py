@@ -197,7 +197,8 @@ def test_bad_input_is_not_requeued(scene):
 def resumed_to_the_same_bits(job, reference):
     facts = summary(job)
     assert job.restarts >= 1, job.output
-    assert 0 < facts["resumed_at"] < STEPS
+    # Stopped a second time, on a slow machine, it may have had no more than its end to come.
+    assert 0 < facts["resumed_at"] < STEPS + (job.restarts > 1)
     assert facts["steps"] == reference["steps"] == STEPS
     assert facts["parameters_sha256"] == reference["parameters_sha256"]
 
