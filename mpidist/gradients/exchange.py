@@ -31,17 +31,10 @@ from ..context import of, running
 from ..errors import ConfigError, MpidistError, ProtocolError
 from ..mismatch import Signature
 from ..run_on_all import same_on_all
+from . import settings as arguments
 from .background import Background
 from .buckets import bucket_bytes, cut
-from .settings import (
-    Settings,
-    check,
-    check_order,
-    checked_extras,
-    checked_share,
-    facts_of,
-    wrong_ready,
-)
+from .settings import Settings, check, check_order, facts_of, wrong_ready
 from .vectors import EXTRAS, allocate, with_extras
 
 
@@ -235,7 +228,7 @@ class Gradients:
                 "begin: a part of the step before is on its way; call reduce, which finishes it"
             ))  # fmt: skip
         with self.context.call("Gradients.begin"):
-            share = checked_share(share, self._closed)
+            share = arguments.checked_share(share, self._closed)
         if self._learned:
             with self.context.call("Gradients.begin"):
                 self._learn()
@@ -316,7 +309,7 @@ class Gradients:
                 raise ProtocolError("reduce outside a step; call begin first")
             if len(extras) > 2:
                 raise ConfigError(f"reduce: {len(extras)} extra numbers; expected two at most")
-            self._values = checked_extras(extras)
+            self._values = arguments.checked_extras(extras)
             self._reduce()
             self._begun, self._next, self._awaited = False, 0, {}
 
