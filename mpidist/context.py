@@ -16,6 +16,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from operator import attrgetter
@@ -70,6 +71,7 @@ class Context:
         self.store: dict = {}
         self.pool = BufferPool()
         self.begun = 0  # operations, without those that plans count
+        self.heard = time.monotonic()  # when this rank last listened to the others, or need not
         self.chain = 0  # of the operations in which not every rank waits for all: `transfer`
         self.history: deque[Signature] = deque(maxlen=HISTORY)
         self.failed: str | None = None

@@ -14,7 +14,7 @@ from ..context import Context, of, running
 from ..errors import ClosedError, ConfigError
 from ..telling import contexts, tell, tells
 from . import algorithms, arenas
-from .executor import heading
+from .executor import heading, hear_first
 from .plans import Plan, find, release
 from .reductions import known, total_weight, weight_sums
 
@@ -121,6 +121,7 @@ class Handle:
             return
         self.program = plan.engine.program
         self.work = plan.load(target, weight, fresh=not plan.in_place(target))
+        hear_first(context)
         header = heading(context, plan.engine.key)
         self.run = self.program.start(context.data, self.work, context.tag(number), header, context)
         self.run.sequence = self.sequence
@@ -155,7 +156,11 @@ class Handle:
     def wait(self):
         """Wait for the result and return it. Collective."""
         if not self.done:
-            self.context.wait(self.test, self.sequence)
+            try:
+                self.context.wait(self.test, self.sequence)
+            except BaseException:
+                self.run.finish_sends()
+                raise
         if self.error is not None:
             raise self.error
         return self.result

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import struct
 import threading
+import time
+from contextlib import suppress
 
 import numpy as np
 from mpi4py import MPI
@@ -43,6 +45,9 @@ MAX_MESSAGE = 1 << 30
 #: without asking the receiver.
 PACKED_BYTES = 2048
 
+#: Seconds in which messages may end after an exception, before their memory is the user's again.
+GRACE = 1.0
+
 _HEADER = struct.Struct("<qq")
 _KEY_BYTES = 8
 _HEADER_SENT = -1  # in place of a step
@@ -60,8 +65,25 @@ def heading(context, key: int) -> bytes:
 
 def execute(context, program: Program, data, key: int, number: int) -> None:
     """Run `program` on `data` as operation `number` of `context`, and wait. Collective."""
+    hear_first(context)
     tag, header = context.tag(number), heading(context, key)
-    context.wait(program.start(context.data, data, tag, header, context).test)
+    run = program.start(context.data, data, tag, header, context)
+    try:
+        context.wait(run.test)
+    except BaseException:
+        run.finish_sends()
+        raise
+
+
+def hear_first(context) -> None:
+    """Raise what the others have said meanwhile, for a rank that comes late. Local.
+
+    A rank that has broken the operation off keeps what it sends for `GRACE` seconds, not for ever.
+    """
+    now = time.monotonic()
+    if context.size > 1 and now - context.heard > GRACE / 2:
+        context.statuses.listen()
+    context.heard = now
 
 
 class Program:
@@ -123,9 +145,20 @@ class Run:
             self._release(program.ready)
         except BaseException:
             self.broken = True
+            self.finish_sends()
             raise
         if not self.left:
             self._give_back()
+
+    def finish_sends(self) -> None:
+        """Wait a moment until nothing is sent any more from memory that the caller may change."""
+        steps = self.program.compiled.steps
+        owned = zip(self.owners, self.requests, strict=False)
+        sends = [r for i, r in owned if i == _HEADER_SENT or steps[i].kind == SEND]
+        end = time.monotonic() + GRACE
+        with suppress(MPI.Exception):  # what is raised already is the cause
+            while not MPI.Request.Testall(sends) and time.monotonic() < end:
+                time.sleep(0.0005)
 
     def _give_back(self) -> None:
         """Let the next run have the scratch."""
