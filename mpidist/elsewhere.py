@@ -40,7 +40,7 @@ def look(comm: MPI.Comm, context=None, number: int = 0) -> None:
     `context` is that of `comm`, None while it is made. Raises MismatchError where a rank there
     has found that neither can go on.
     """
-    place, here = None, (comm.handle, number)
+    place, here = None, (comm, number)
     for other in tuple(open_contexts):
         if other is context or other.thread != threading.get_ident():
             continue  # another thread's: that one may come to it while this one waits
