@@ -273,8 +273,11 @@ class Context:
     def give_up(self, text: str) -> None:
         """Begin nothing any more, and make no progress for what has begun. Local."""
         self.failed, self.stopped = text, True
-        # What MPI may still write into stays. Waits on other communicators go on without these.
-        _abandoned.append(tuple(self.handles))
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Keep what MPI may still write into; waits on other communicators go on without it."""
+        _abandoned.append((self, tuple(self.handles)))
         for handle in tuple(self.handles):
             running.remove(handle)
 
@@ -322,10 +325,7 @@ class Context:
             usable = not self.failed and leave_together(self)
         finally:
             if not usable:
-                # Requests that never end cannot be freed, nor the buffers that belong to them.
-                _abandoned.append((self, tuple(self.handles)))
-                for handle in tuple(self.handles):
-                    running.remove(handle)
+                self._abandon()
         if not usable:
             return
         for item in (*self.plans.values(), *self.store.values()):

@@ -10,7 +10,6 @@ What is wrong on one rank (another shape, an array that cannot be written) is ra
 
 from __future__ import annotations
 
-import hashlib
 import math
 import operator
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from ..errors import ConfigError, MismatchError, shown
 from ..mismatch import rank_list
 from ..run_on_all import run_on_all
 from ..telling import tells
-from .allreduce import allreduce
 from .rooted import broadcast
 from .transfer import check_root
 
@@ -84,18 +82,6 @@ def broadcast_parameters(comm, params, *, root=0):
             for group in _packs([x for _, x in named]):
                 _broadcast_group(comm, group, root)
     return params
-
-
-def same_on_all(comm, text: str) -> bool:
-    """Whether all ranks give the same text; the answer is the same on all. Collective.
-
-    One allreduce of a 63-bit digest and its negative: the largest is the smallest as well.
-    """
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    key = int.from_bytes(digest, "little") >> 1
-    keys = np.array([key, -key], np.int64)
-    allreduce(comm, keys, "max", algorithm="native")
-    return keys[0] == -keys[1]
 
 
 def _difference(everyone: list[list[str]], root: int) -> str | None:
