@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from interpreters import python_of
 from same_bits import DIGITS, SETTINGS
+from second_start import once_more
 
 from mpidist.testing import launch, shaped_network, slurm_cluster
 from mpidist.testing.launch import find_launcher
@@ -28,6 +29,7 @@ def cluster(tmp_path_factory):
     if reason := no_slurm():
         pytest.skip(f"no Slurm cluster: {reason}")
     with slurm_cluster(nodes=4, directory=tmp_path_factory.mktemp("slurm"), gpus=2) as cluster:
+        cluster.run, cluster.sbatch = once_more(cluster.run), once_more(cluster.sbatch)
         yield cluster
 
 
