@@ -56,6 +56,8 @@ _making: dict[int, Making] = {}
 class Context:
     """Everything mpidist keeps for one communicator. Made by `of`, closed by `free`."""
 
+    __slots__ = ("stopped", "__dict__", "__weakref__")  # its short paths write it twice a call
+
     def __init__(self, comm: MPI.Comm, private: tuple[MPI.Comm, MPI.Comm, int]):
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size

@@ -67,7 +67,8 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
     Collective Communication Operations in MPICH", IJHPCA 19(1), 2005, compares them.
     """
     try:
-        if out is None and weight is None and type(x) is _ndarray and x.flags.writeable:
+        target = x if out is None else out
+        if weight is None and type(target) is _ndarray and target.flags.writeable:
             # The short way, for a plan that is there already: nothing is looked up but the plan.
             name = algorithms.in_order(algorithm) if reproducible is True else algorithm
             try:
@@ -75,8 +76,13 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
             except (KeyError, AttributeError, TypeError):  # a first call, or refused below
                 run = None
             if run is not None and (reproducible is True or reproducible is False):
-                run(x)
-                return x
+                if out is None:
+                    run(x)
+                    return x
+                if type(x) is _ndarray and out.shape == x.shape and out.dtype == x.dtype:
+                    out[...] = x
+                    run(out)
+                    return out
         context = of(comm)  # first: with it comes the hook that ends the job where a check fails
         with context.call("allreduce"):
             return _allreduce(context, x, op, out, algorithm, weight, reproducible)

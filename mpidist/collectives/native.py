@@ -133,12 +133,19 @@ def _hot_paths(staged: Staged):
     """
     context, note, signature = staged.context, staged.context.history.append, staged.signature
     source, result, header, expected = staged.source, staged.result, staged.header, staged.expected
-    begin, test, spins = staged.request.Start, staged.request.Test, range(SPINS)
+    begin, test, whole = staged.request.Start, staged.request.Test, slice(None)
     reduction, mean, size = staged.reduction, staged.reduction.mean, staged.context.size
     owner, kind = context.owner, signature.kind
     raw_source = staged.raw_source[: staged.nbytes]
     raw_result = staged.raw_result[: staged.nbytes]
     count = 0
+
+    def look():
+        """Wait on: setting up this loop costs as much as the first looks, which need none."""
+        for _ in range(SPINS):
+            if test():
+                return
+        context.wait(test)
 
     def run(x, total=size):
         nonlocal count
@@ -151,11 +158,8 @@ def _hot_paths(staged: Staged):
             note(signature)
             source[...] = x
             begin()
-            for _ in spins:
-                if test():
-                    break
-            else:
-                context.wait(test)
+            if not (test() or test() or test() or test() or test() or test()):
+                look()
             if header[0] != expected:
                 context.disagree()
             if mean:
@@ -184,16 +188,13 @@ def _hot_paths(staged: Staged):
             try:
                 count += 1
                 note(signature)
-                raw_source[:] = mine
+                raw_source[whole] = mine
                 begin()
-                for _ in spins:
-                    if test():
-                        break
-                else:
-                    context.wait(test)
+                if not (test() or test() or test() or test() or test() or test()):
+                    look()
                 if header[0] != expected:
                     context.disagree()
-                mine[:] = raw_result
+                mine[whole] = raw_result
             except BaseException as error:
                 context.break_off(error)
                 context.stopped = before or context.failed is not None
