@@ -44,7 +44,7 @@ class Call:
         if self.nested:
             return
         try:
-            if error is not None and not context.failed and not was_told(error):
+            if error is not None and not context.failed and not was_told(error, context):
                 if context.under_way:
                     context.break_off(error)
                 else:
@@ -54,36 +54,42 @@ class Call:
             context.stopped = bool(context.failed) or context.unconfirmed
 
 
-def mark_told(error: BaseException) -> None:
-    """Note that the other ranks know of `error`, or need not. Local."""
+def mark_told(error: BaseException, context, sequence: int | None = None) -> None:
+    """Note that the other ranks of `context` know of `error`, or need not. Local.
+
+    Until an operation follows that of the number `sequence`, where one is given: the same exception
+    raised again is news. `context` None: before there is one.
+    """
     with suppress(Exception):
-        error.told_to_ranks = True  # type: ignore[attr-defined]
+        told = error.__dict__.setdefault("told_to_ranks", {})
+        told[context] = sequence
 
 
-def was_told(error: BaseException) -> bool:
-    """Whether the other ranks know of `error`. Local."""
-    return getattr(error, "told_to_ranks", False)
+def was_told(error: BaseException, context) -> bool:
+    """Whether the other ranks of `context` know of `error`. Local."""
+    told = getattr(error, "told_to_ranks", {})
+    return None in told or (context in told and told[context] in (None, context.sequence))
 
 
-def refusal(kind: str) -> ProtocolError:
+def refusal(kind: str, context=None) -> ProtocolError:
     """Return the error of a call that another thread's call is in the way of. Local."""
     error = ProtocolError(
         f"{kind}: another call on this communicator is under way, in another thread or in what a "
         "signal handler interrupted; use one thread at a time, or a communicator for each "
         "(comm.Dup())"
     )
-    mark_told(error)  # it is this rank's alone: the call that is in its way goes on
+    mark_told(error, context)  # it is this rank's alone: the call that is in its way goes on
     return error
 
 
-def wrong_thread(kind: str) -> ProtocolError:
+def wrong_thread(kind: str, context) -> ProtocolError:
     """Return the error of a call in a thread that may not call this MPI. Local."""
     error = ProtocolError(
         f"{kind}: called in thread {threading.current_thread().name!r}, but this MPI was started "
         "for one thread only; call it in the thread that initialised MPI, or leave "
         "mpi4py.rc.thread_level at 'multiple'"
     )
-    mark_told(error)
+    mark_told(error, context)
     return error
 
 

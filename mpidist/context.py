@@ -1,8 +1,8 @@
 """What hangs on a communicator: private duplicates, operation numbers, cached plans.
 
 One `Context` per communicator, hung on it as an MPI attribute, so users pass their mpi4py
-communicator and nothing else. It is closed by `free(comm)`, or at exit before
-MPI is finalised (MPI never runs delete callbacks for COMM_WORLD).
+communicator and nothing else. It is closed by `free(comm)`, or at exit before MPI is finalised
+(MPI never runs delete callbacks for COMM_WORLD).
 
 A context also knows how to wait: `wait(test)` polls, and once it has waited longer than a moment
 it exchanges statuses with the other ranks (`statuses.py`), so that ranks in different operations
@@ -56,7 +56,7 @@ _making: dict[int, Making] = {}
 class Context:
     """Everything mpidist keeps for one communicator. Made by `of`, closed by `free`."""
 
-    __slots__ = ("stopped", "__dict__", "__weakref__")  # its short paths write it twice a call
+    __slots__ = ("__dict__", "__weakref__", "stopped")  # its short paths write it twice a call
 
     def __init__(self, comm: MPI.Comm, private: tuple[MPI.Comm, MPI.Comm, int]):
         self.comm = comm
@@ -139,7 +139,7 @@ class Context:
         Counts it in `runs`. Returns a number for `tag`, the same on all ranks and of no other
         operation with a tag; 0 where `runs` number the operations, which then have no tag.
         """
-        if self.stopped:
+        if self.stopped and (self.failed or self.caller != threading.get_ident()):
             self.check_free(signature.kind)
         self.under_way = True
         self.history.append(signature)
@@ -164,7 +164,7 @@ class Context:
         if self.caller == me:
             return True
         if self.stopped and (self.caller is not None or not self.unconfirmed):
-            raise refusal(kind)
+            raise refusal(kind, self)
         if self.unconfirmed:
             self._confirm(me)
         return False
@@ -172,8 +172,10 @@ class Context:
     def _confirm(self, me: int) -> None:
         """Prove that all ranks raised in place of an operation, as this one did. Collective."""
         self.caller = me
+        self.begun += 1  # an operation: what was told before it is told
+        self.history.append(Signature(RAISED, "", ""))
         try:
-            self.agree(Signature(RAISED, "", ""))
+            self.agree(self.history[-1])
             self.unconfirmed = False
         finally:
             self.caller = None
@@ -181,7 +183,7 @@ class Context:
 
     def _check_thread(self, kind: str) -> None:
         if self.owner is not None and threading.get_ident() != self.owner:
-            raise wrong_thread(kind)
+            raise wrong_thread(kind, self)
 
     def begin_agreed(self, signature: Signature, what: str) -> None:
         """Begin what comes before `signature`, such as "first call", and `agree`. Collective.
@@ -241,9 +243,9 @@ class Context:
         """
         if self.size == 1 or self.closed:
             return
-        mark_told(error)
         self.unconfirmed = True
         self.begun += 1
+        mark_told(error, self, self.sequence)
         self.history.append(Signature(RAISED, described(error), ""))
         self.statuses.tell_raised(self.sequence)
 
@@ -253,7 +255,7 @@ class Context:
         Who waits for this rank raises MismatchError naming it and `error`; nothing more can be done
         on this communicator. Does not raise; the caller raises `error` again.
         """
-        mark_told(error)
+        mark_told(error, self)
         if self.failed or self.size == 1:
             return
         number = self.sequence if sequence is None else sequence
@@ -267,7 +269,7 @@ class Context:
 
     def escaped(self, error: BaseException) -> None:
         """Tell the others of what was raised on the way into a call, unless they know. Local."""
-        if was_told(error) or self.failed or self.closed or self.caller is not None:
+        if was_told(error, self) or self.failed or self.closed or self.caller is not None:
             return
         self.raised(error)
         self.stopped = bool(self.failed) or self.unconfirmed

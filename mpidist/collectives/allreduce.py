@@ -126,7 +126,8 @@ class Handle:
             self._finish()
             return
         self.program = plan.engine.program
-        self.work = plan.load(target, weight, fresh=not plan.in_place(target))
+        self.in_place = plan.in_place(target)
+        self.work = plan.load(target, weight, in_place=self.in_place, pooled=False)
         hear_first(context)
         header = heading(context, plan.engine.key)
         self.run = self.program.start(context.data, self.work, context.tag(number), header, context)
@@ -153,7 +154,7 @@ class Handle:
         try:
             total = self.context.size if self.weights is None else total_weight(self.weights.result)
             if self.context.size > 1:
-                self.plan.store(self.target, self.work, total)
+                self.plan.store(self.target, self.work, total, in_place=self.in_place)
         except Exception as error:
             # Told by `wait`: this may be called by the wait for another operation.
             self.error = error

@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -41,9 +42,12 @@ from .schedule import (
 
 #: Longest message in bytes. Counts stay far below 2^31 whatever the MPI; tests lower it.
 MAX_MESSAGE = 1 << 30
-#: First messages up to so many bytes travel in one buffer with their header. Every MPI sends that
-#: without asking the receiver.
-PACKED_BYTES = 2048
+#: First messages up to so many bytes travel in one buffer with their header: on one node to copy
+#: more costs as much as a second message.
+PACKED_BYTES = 16384
+
+#: Scratch up to so many bytes is made anew: that is quicker than to borrow it.
+POOLED_BYTES = 65536
 
 #: Seconds in which messages may end after an exception, before their memory is the user's again.
 GRACE = 1.0
@@ -52,7 +56,7 @@ _HEADER = struct.Struct("<qq")
 _KEY_BYTES = 8
 _HEADER_SENT = -1  # in place of a step
 
-_testsome = MPI.Request.Testsome
+_testsome, _BYTE = MPI.Request.Testsome, MPI.BYTE
 
 
 def heading(context, key: int) -> bytes:
@@ -69,7 +73,7 @@ def execute(context, program: Program, data, key: int, number: int) -> None:
     tag, header = context.tag(number), heading(context, key)
     run = program.start(context.data, data, tag, header, context)
     try:
-        context.wait(run.test)
+        context.wait(run.progress)  # nobody else has it: no lock
     except BaseException:
         run.finish_sends()
         raise
@@ -105,8 +109,10 @@ class Program:
         With a `header`, `owner` is the context that raises MismatchError where another one comes.
         """
         # Concurrent runs of one plan need scratch of their own. The device has a pool of cupy's.
-        if owner is None or is_device(data):
+        if is_device(data):
             scratch = mpi_empty(self.scratch_size, self.dtype, like=data)
+        elif owner is None or self.scratch_size * self.dtype.itemsize <= POOLED_BYTES:
+            scratch = np.empty(self.scratch_size, self.dtype)
         else:
             scratch = owner.pool.take(self.scratch_size, self.dtype)
         return Run(self, comm, data, scratch, tag, header, owner)
@@ -133,6 +139,7 @@ class Run:
         self.header, self.owner = header, owner
         self.sequence: int | None = None  # of this operation, where others are begun after it
         self.data, self.scratch = data, scratch
+        self.device = not isinstance(data, np.ndarray)
         self.needs = program.compiled.needs.copy()
         self.left = len(self.needs)
         self.requests: list = []
@@ -162,7 +169,7 @@ class Run:
 
     def _give_back(self) -> None:
         """Let the next run have the scratch."""
-        if self.owner is not None and not is_device(self.scratch):
+        if self.owner is not None and not self.device and self.scratch.nbytes > POOLED_BYTES:
             self.owner.pool.give(self.scratch)
 
     def test(self) -> bool:
@@ -175,31 +182,45 @@ class Run:
         if self.broken or not self._testing.acquire(blocking=False):
             return False
         try:
-            return self._progress()
+            return self.progress()
         except BaseException:
             self.broken = True
             raise
         finally:
             self._testing.release()
 
-    def _progress(self) -> bool:
+    def progress(self) -> bool:
+        """Do what `test` does, for the one thread that has this run. Local."""
         if not self.left:
             return True
         done = _testsome(self.requests)
         if not done:
             return False
         owners, requests = self.owners, self.requests
-        finished = [owners[k] for k in done]
-        for k in sorted(done, reverse=True):
-            # Order in the list does not matter, so the last entry fills the gap.
-            owners[k], requests[k] = owners[-1], requests[-1]
-            owners.pop()
-            requests.pop()
+        if len(done) == len(requests):
+            finished = owners.copy()
+            owners.clear()
+            requests.clear()
+        else:
+            finished = [owners[k] for k in done]
+            for k in sorted(done, reverse=True):
+                # Order in the list does not matter, so the last entry fills the gap.
+                owners[k], requests[k] = owners[-1], requests[-1]
+                owners.pop()
+                requests.pop()
+        needs, dependents, ready = self.needs, self.program.compiled.dependents, []
         for i in finished:
             if i in self.inboxes:
-                self._open(i)
+                released = self._open(i)
             else:
-                self._finish(i)
+                self.left -= 1
+                released = dependents[i] if i != _HEADER_SENT else ()
+            for k in released:
+                needs[k] -= 1
+                if not needs[k]:
+                    ready.append(k)
+        if ready:
+            self._release(ready)
         if not self.left:
             self._give_back()
             return True
@@ -215,20 +236,26 @@ class Run:
     def _release(self, ready: list[int]) -> None:
         """Begin steps, and what each of them releases. A list, not recursion: chains are long."""
         compiled, needs, first = self.program.compiled, self.needs, self._first
+        comm, tag, owners, requests = self.comm, self.tag, self.owners, self.requests
         todo = list(reversed(ready))
         while todo:
             i = todo.pop()
             step = compiled.steps[i]
             kind = step.kind
+            released = compiled.followers[i]
             if kind == RECV:
                 if first[i]:
                     self._await_header(i, step.peer)
                     continue  # what follows on this channel is received when the header is known
-                self._receive(i, step)
-                released = compiled.followers[i]
+                request = comm.Irecv([self._view(step.target), _BYTE], step.peer, tag)
+                requests.append(request)
+                owners.append(i)
             elif kind == SEND:
-                self._send(i, step)
-                released = compiled.followers[i]
+                message = self._view(step.source)
+                if first[i]:
+                    message = self._headed(message, step.peer)
+                requests.append(comm.Isend([message, _BYTE], step.peer, tag))
+                owners.append(i)
             else:
                 self._compute(step)
                 self.left -= 1
@@ -238,30 +265,14 @@ class Run:
                 if not needs[k]:
                     todo.append(k)
 
-    def _send(self, i: int, step: Step) -> None:
-        view = self._view(step.source)
-        if self._first[i]:
-            if self._is_short(step.source):
-                self._post(i, self.comm.Isend([self._packed(view), MPI.BYTE], step.peer, self.tag))
-                return
+    def _headed(self, view, peer: int):
+        """Return a first message with its header; or send that ahead of one that is long. Local."""
+        if view.nbytes > PACKED_BYTES:
             self.left += 1
-            self._post(_HEADER_SENT, self.comm.Isend([self.header, MPI.BYTE], step.peer, self.tag))
-        self._post(i, self.comm.Isend([view, MPI.BYTE], step.peer, self.tag))
-
-    def _receive(self, i: int, step: Step) -> None:
-        buffer = [self._view(step.target), MPI.BYTE]
-        self._post(i, self.comm.Irecv(buffer, step.peer, self.tag))
-
-    def _post(self, i: int, request: MPI.Request) -> None:
-        self.requests.append(request)
-        self.owners.append(i)
-
-    def _is_short(self, span) -> bool:
-        return length(span) * self.program.dtype.itemsize <= PACKED_BYTES
-
-    def _packed(self, view):
-        """Return the header and the elements of `view` in one buffer on the host."""
-        if isinstance(view, np.ndarray):
+            self.requests.append(self.comm.Isend([self.header, _BYTE], peer, self.tag))
+            self.owners.append(_HEADER_SENT)
+            return view
+        if not self.device:
             return self.header + view.tobytes()
         buffer = bytearray(len(self.header) + view.nbytes)
         buffer[: len(self.header)] = self.header
@@ -271,23 +282,28 @@ class Run:
     def _await_header(self, i: int, peer: int) -> None:
         # Room for whatever another operation may send first.
         inbox = self.inboxes[i] = bytearray(_HEADER.size + PACKED_BYTES)
-        self._post(i, self.comm.Irecv([inbox, MPI.BYTE], peer, self.tag))
+        self.requests.append(self.comm.Irecv([inbox, _BYTE], peer, self.tag))
+        self.owners.append(i)
 
-    def _open(self, i: int) -> None:
-        """Look at the first message of a channel, and go on with the others."""
+    def _open(self, i: int) -> Sequence[int]:
+        """Look at the first message of a channel; return the steps that it releases."""
         inbox, header = self.inboxes.pop(i), self.header
         if not inbox.startswith(header):
             self._mismatch(inbox)
         compiled = self.program.compiled
         step = compiled.steps[i]
-        if self._is_short(step.target):
-            count = length(step.target)
-            values = np.frombuffer(inbox, self.program.dtype, count, len(header))
-            copy_into(self._view(step.target), values)
-            self._finish(i)
+        target = self._view(step.target)
+        if target.nbytes > PACKED_BYTES:
+            self.requests.append(self.comm.Irecv([target, _BYTE], step.peer, self.tag))
+            self.owners.append(i)
+            return compiled.followers[i]
+        values = np.frombuffer(inbox, self.program.dtype, target.size, len(header))
+        if self.device:
+            copy_into(target, values)
         else:
-            self._receive(i, step)
-        self._count_down(compiled.followers[i])
+            target[...] = values
+        self.left -= 1
+        return (*compiled.followers[i], *compiled.dependents[i])
 
     def _mismatch(self, inbox: bytearray) -> None:
         """Raise MismatchError: a message of another operation has come under this one's tag."""
@@ -303,19 +319,6 @@ class Run:
             self.program.ufunc(target, source, out=target)
         else:
             self.program.ufunc(source, target, out=target)
-        # A device has only queued the work, and the next step may hand the target to MPI.
-        synchronize(target)
-
-    def _finish(self, i: int) -> None:
-        self.left -= 1
-        if i != _HEADER_SENT:
-            self._count_down(self.program.compiled.dependents[i])
-
-    def _count_down(self, steps) -> None:
-        released = []
-        for k in steps:
-            self.needs[k] -= 1
-            if not self.needs[k]:
-                released.append(k)
-        if released:
-            self._release(released)
+        if self.device:
+            # It has only queued the work, and the next step may hand the target to MPI.
+            synchronize(target)

@@ -64,32 +64,32 @@ class Plan:
             self.short.run(x, total)
             return
         # Device arrays and weights go through a host vector; the mean is divided in there.
-        shaped = self.load(x, weight, fresh=True).reshape(self.shape)
+        shaped = self.load(x, weight, in_place=False, pooled=False).reshape(self.shape)
         self.short.run(shaped, total)
         copy_into(x, shaped)
 
     def _run(self, x, weight, total) -> None:
         number = self.context.begin(self.signature, self.runs)
-        borrowed = not self.in_place(x)
-        work = self.load(x, weight)
+        in_place = self.in_place(x)
+        work = self.load(x, weight, in_place=in_place)
         self.engine(work, number, total)
-        self.store(x, work, total)
-        if borrowed:
+        self.store(x, work, total, in_place=in_place)
+        if not in_place:
             self.context.pool.give(work, x)
 
-    def load(self, x, weight=None, *, fresh: bool = False):
-        """Return `x` as a flat vector of the work dtype for MPI: itself where it can be. Local.
+    def load(self, x, weight=None, *, in_place: bool, pooled: bool = True):
+        """Return `x` as a flat vector of the work dtype for MPI: itself if `in_place`. Local.
 
-        C-contiguous arrays of the work dtype are used where they lie. All others are packed in C
-        order into host memory, so ranks may hold the same array in different memory orders.
+        Otherwise packed in C order into host memory, so ranks may hold the same array in different
+        memory orders. `pooled`: that memory belongs to the context's pool.
         """
-        if self.in_place(x) and not fresh:
+        if in_place:
             work = x.reshape(-1)
         else:
-            if fresh:
-                work = host_empty(self.n, self.reduction.work, like=x)
-            else:
+            if pooled:
                 work = self.context.pool.take(self.n, self.reduction.work, like=x)
+            else:
+                work = host_empty(self.n, self.reduction.work, like=x)
             copy_into(work.reshape(self.shape), x)
         if weight is not None:
             np.multiply(work, work.dtype.type(weight), out=work)
@@ -108,11 +108,11 @@ class Plan:
             return flags.aligned  # MPI's datatypes begin at multiples of their alignment
         return not is_device(x) or (self._device_safe and mpi_direct(x))
 
-    def store(self, x, work, total) -> None:
+    def store(self, x, work, total, *, in_place: bool) -> None:
         """Divide a mean and put the result into `x`, rounding once. Local."""
         if not self.divides:
             finish_mean(self.reduction, work, total)
-        if self.in_place(x):
+        if in_place:
             synchronize(x)
         else:
             copy_into(x, work.reshape(self.shape))

@@ -272,7 +272,7 @@ def test_plans_are_bounded_and_buffers_reused(comm, monkeypatch):
     for n in range(1, 40):
         md.allreduce(comm, np.zeros(n), algorithm="ring")
     assert len(of(comm).plans) <= 8
-    x = np.zeros(1000, np.float32)
+    x = np.zeros(100_000, np.float32)  # of fewer, scratch is made anew
     run = md.plan(comm, x, algorithm="ring")
     run()
     made, pool = [], of(comm).pool

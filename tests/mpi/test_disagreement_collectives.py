@@ -90,3 +90,30 @@ def test_all_ranks_raise(comm, name, parameter, value, words):
     assert any(words in text for text in told), told
     assert all("rank 1" in text or rank == 1 for rank, text in enumerate(told)), told
     comm.Barrier()
+
+
+class Raising:
+    """An array that raises one and the same exception whenever it is looked at."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __getattr__(self, name):
+        raise self.error
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("where", ["another communicator", "the same one"])
+def test_one_exception_raised_twice_is_told_twice(comm, where):
+    first = comm.Dup()
+    second = comm.Dup() if where == "another communicator" else first
+    error = KeyError("no batch")
+    x = np.ones(3)
+    with pytest.raises((KeyError, MpidistError)):
+        # On the same one all raise, so that it stays usable.
+        md.allreduce(first, Raising(error) if where == "the same one" or comm.rank == 1 else x)
+    begin = time.monotonic()
+    with pytest.raises((KeyError, MpidistError), match="no batch") as seen:
+        md.allreduce(second, Raising(error) if comm.rank == 1 else x)
+    assert time.monotonic() - begin < 10
+    assert (seen.type is KeyError) == (comm.rank == 1)
