@@ -41,6 +41,7 @@ from mpidist.errors import (
     MpidistError,
     NoCheckpoint,
 )
+from mpidist.mismatch import rank_list
 
 _LISTED = 8
 #: Bytes read over those of the state up to which nobody else is said to read the same.
@@ -230,7 +231,10 @@ def _same_model(comm, path: str, entry: Entry, found: Manifest, items: list) -> 
     def decide(answers: list) -> tuple[list[int], bool, list[int]]:
         differs, present, whole, cut, staged = zip(*answers, strict=True)
         seen = _bits(present, len(found.tensors)).sum(axis=0)
-        lines = list(dict.fromkeys(line for lines in differs for line in lines))
+        lines = [
+            f"{line} {'here' if len(ranks) == len(answers) else f'on {rank_list(ranks)}'}"
+            for line, ranks in _tellers(differs).items()
+        ]
         lines += [
             f"{show(tensor.path)} is in the checkpoint only"
             for tensor, there in zip(found.tensors, seen, strict=True)
@@ -257,6 +261,15 @@ def _same_model(comm, path: str, entry: Entry, found: Manifest, items: list) -> 
     return _Plan({found.tensors[number].path for number in common}, alone, ends)
 
 
+def _tellers(told: Sequence[list[str]]) -> dict[str, list[int]]:
+    """Return line -> the ranks that told it. Pure."""
+    ranks: dict[str, list[int]] = {}
+    for rank, lines in enumerate(told):
+        for line in lines:
+            ranks.setdefault(line, []).append(rank)
+    return ranks
+
+
 def _packed(flags: Sequence[bool]) -> bytes:
     """Return a mask of bits; a checkpoint without arrays has none. Local."""
     return np.packbits(np.array(flags, bool)).tobytes()
@@ -268,16 +281,17 @@ def _bits(masks: Sequence[bytes], count: int) -> np.ndarray:
 
 
 def _differences(tensors: dict, items: list, extras: dict) -> list[str]:
+    """Say what of this rank is not as it was saved; "here", or the ranks, come behind. Local."""
     lines = []
     for path, leaf in items:
         name = show(path)
         if not is_filled(leaf):
             if path in tensors:
-                lines.append(f"{name} is an array in the checkpoint, {type(leaf).__name__} here")
+                lines.append(f"{name} is an array in the checkpoint, {type(leaf).__name__}")
         elif path in extras:
-            lines.append(f"{name} is a plain value in the checkpoint, an array here")
+            lines.append(f"{name} is a plain value in the checkpoint, an array")
         elif path not in tensors:
-            lines.append(f"{name} is missing in the checkpoint")
+            lines.append(f"{name} is missing in the checkpoint, an array")
         else:
             lines += _array_differences(name, tensors[path], leaf)
     return lines
@@ -286,10 +300,10 @@ def _differences(tensors: dict, items: list, extras: dict) -> list[str]:
 def _array_differences(name: str, tensor, leaf) -> list[str]:
     lines = []
     if tensor.shape != shape_of(leaf):
-        lines.append(f"{name} has shape {tensor.shape} in the checkpoint, {shape_of(leaf)} here")
+        lines.append(f"{name} has shape {tensor.shape} in the checkpoint, {shape_of(leaf)}")
     dtype = dtype_name(array_of(leaf).dtype)
     if tensor.dtype != dtype:
-        lines.append(f"{name} has dtype {tensor.dtype} in the checkpoint, {dtype} here")
+        lines.append(f"{name} has dtype {tensor.dtype} in the checkpoint, {dtype}")
     return lines
 
 

@@ -166,6 +166,27 @@ def test_what_a_restore_fills(comm, store):
     assert store.restore(state_of(comm))[0] == 3
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    ("like", "text"),
+    [({"w": np.ones(6)}, "w has shape (5,) in the checkpoint, (6,) on rank 1"),
+     ({"w": np.ones(5, "f4")}, "w has dtype <f8 in the checkpoint, <f4 on rank 1"),
+     ({"w": 3}, "w is an array in the checkpoint, int on rank 1"),
+     ({"w": np.ones(5), "x": np.ones(2)}, "x is missing in the checkpoint, an array on rank 1"),
+     ({"w": md.Shard(np.ones(2), (7,), 0)}, "w has shape (5,) in the checkpoint, (7,) on rank 1")],
+    ids=["shape", "dtype", "kind", "name", "shard"],
+)  # fmt: skip
+def test_who_wants_to_fill_something_else_is_named(comm, store, like, text):
+    """With what it has, and what is expected."""
+    all_raise(comm, lambda: store.restore(like if comm.rank == 1 else state_of(comm)), text)
+    everyone_else = like if comm.rank != 1 else state_of(comm)
+    others = text.replace("rank 1", "rank 0" if comm.size == 2 else "ranks 0,2")
+    with pytest.raises(md.MpidistError) as caught:
+        store.restore(everyone_else)
+    assert others in str(caught.value)
+    assert store.restore(state_of(comm))[0] == 3
+
+
 class Number(enum.IntEnum):
     """Known to this module only, as one of a user's script."""
 
