@@ -110,7 +110,10 @@ class CheckpointStore(Scoped):
             neither is there.
         state : dict
             Nested dicts with string keys. Arrays are replicated state: equal on the ranks that
-            have them, written once. shards are pieces, which must tile their global array.
+            have them, written once. Each of those ranks writes a part, and their values are not
+            compared, which would take longer than the save: where they differ, parts of several
+            are saved. `md.check_replicas` finds out; `md.train` calls it before each save.
+            Shards are pieces, which must tile their global array.
             JSON values (extras) must be equal on the ranks that have them.
 
         Raises
