@@ -139,7 +139,7 @@ class Gradients:
         self._begun = self._closed = False
         self._awaited: dict[str, int] = {}  # name -> how many `ready` are to come in this step
         self._active: list = []
-        self._next = 0
+        self._next = self._given = 0  # the bucket that leaves next; extras of the newest step
         self._plans: list[Plan] = []
         self._background: Background | None = None
         self._values: tuple[float, ...] = ()
@@ -302,13 +302,11 @@ class Gradients:
     def reduce(self, *extras: float) -> None:
         """Finish the exchange: views and extras hold the sums over ranks of share times value.
 
-        `extras`, up to two numbers, are added as they are. Collective; in place.
+        Collective; in place. `extras`, up to two numbers, as many everywhere, are added as they are.
         """
         with self.context.call("Gradients.reduce"):
             if not self._begun:
                 raise ProtocolError("reduce outside a step; call begin first")
-            if len(extras) > 2:
-                raise ConfigError(f"reduce: {len(extras)} extra numbers; expected two at most")
             self._values = arguments.checked_extras(extras)
             self._reduce()
             self._begun, self._next, self._awaited = False, 0, {}
@@ -333,9 +331,12 @@ class Gradients:
         self._learned = self.order is None
 
     def _set_extras(self) -> None:
-        """Put the extras in after their vector was scaled: they are added as they are."""
-        self.extras[...] = 0
-        for k, value in enumerate(self._values):
+        """Put the extras in, unscaled. Collective where they are more or fewer than before."""
+        if len(self._values) != self._given:  # who is alone with that is found here
+            self._given = len(self._values)
+            signature = Signature("Gradients.reduce", "", "", extra=self._label)
+            self.context.begin_agreed(signature, f"{self._given} extra numbers")
+        for k, value in enumerate((*self._values, 0.0, 0.0)[:2]):
             self.extras[k] = value
 
     def _whole(self) -> None:
@@ -372,9 +373,9 @@ class Gradients:
         return round(min(1.0, max(0.0, 1 - exposed)), 4)
 
     def abandon(self) -> None:
-        """End the thread that makes progress, and no more: the other ranks may be anywhere. Local.
+        """End the thread that makes progress. Local.
 
-        The memory stays, since messages to it may be under way.
+        The memory stays: the other ranks may be anywhere, and messages to it under way.
         """
         if self._background is not None:
             self._background.close()

@@ -118,6 +118,8 @@ def _uses(uses, shapes: Mapping) -> dict[str, int]:
 
 def checked_extras(extras) -> tuple[float, ...]:
     """Return the numbers that are summed beside the gradients. Pure; raises what is wrong."""
+    if len(extras) > 2:
+        raise ConfigError(f"reduce: {len(extras)} extra numbers; expected two at most")
     try:
         return tuple(float(value) for value in extras)
     except (TypeError, ValueError):

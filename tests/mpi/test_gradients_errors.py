@@ -192,6 +192,44 @@ def test_a_wrong_call_on_one_rank_when_a_part_has_left(comm, ranks_per_node, cal
     gradients.close()
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+@pytest.mark.parametrize("first_steps", [0, 2])
+@pytest.mark.parametrize("counts", [(2, 0), (0, 1), (2, 1)])
+def test_another_number_of_extras_on_one_rank(comm, ranks_per_node, first_steps, counts):
+    """Nobody gets the sum of it, in the first step as in a later one; all are told who it was."""
+    memory_of(of(comm), ranks_per_node)
+    gradients = Gradients(comm, parameters(), bucket_bytes=1)
+    for _ in range(first_steps):
+        step(comm, gradients)
+    gradients.begin(1 / comm.size)
+    for name in BACKWARD:
+        gradients.ready(name)
+    mine = counts[comm.rank == 1]
+    text = (
+        rf"rank 1 .*{counts[1]} extra numbers" if counts[1] != 2 * bool(first_steps) else "rank 1"
+    )
+    error = raised_here(lambda: gradients.reduce(*[1.0] * mine), MismatchError, text)
+    assert "\n" not in str(error)
+    gradients.close()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_the_number_of_extras_may_change_on_all_ranks(comm, ranks_per_node):
+    memory_of(of(comm), ranks_per_node)
+    gradients = Gradients(comm, parameters(), bucket_bytes=1)
+    for count in (0, 2, 1, 1, 2, 0, 0):
+        gradients.begin(1 / comm.size)
+        for name in BACKWARD:
+            gradients.views[name][...] = comm.rank
+            gradients.ready(name)
+        gradients.reduce(*[1.0] * count)
+        assert gradients.extras.tolist() == [comm.size * (k < count) for k in range(2)]
+        np.testing.assert_allclose(gradients.views["a"], (comm.size - 1) / 2)
+    gradients.close()
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("ranks_per_node", [None, 1, 2])
 @pytest.mark.parametrize("then", ["close", "allreduce", "nothing"])
