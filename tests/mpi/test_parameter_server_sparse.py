@@ -11,7 +11,7 @@ import mpidist as md
 from mpidist.data import LibSVM
 from mpidist.parameter_server.protocol import HEADER_BYTES
 
-FEATURES = 127
+FEATURES = 126
 BATCH = 60  # of all workers together
 
 

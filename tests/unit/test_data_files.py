@@ -195,7 +195,8 @@ def test_hdf5_of_a_job(path):
             data.from_settings("hdf5", {"path": str(path), **settings})
 
 
-LINES = """1 3:1 10:1 20:0.5
+LINES = """# a comment is no record
+1 3:1 10:1 20:0.5
 0 0:2
 -1
 nonsense
@@ -208,19 +209,20 @@ nonsense
 
 
 def test_libsvm_lines(tmp_path):
-    """R42: lines that are no record keep their number and are bad."""
+    """R42: lines with words that are no record are bad; comments and empty lines do not count."""
     path = tmp_path / "lines"
     path.write_text(LINES)
     source = data.LibSVM(path, classes=[-1, 0, 1])
-    assert (len(source), source.features) == (9, 21)
-    taken = Careful(source).take(np.arange(9))
-    assert taken.kept.tolist() == [0, 1, 2, 8]
-    assert [record.index for record in taken.bad] == [3, 4, 5, 6, 7]
+    assert (len(source), source.features) == (8, 21)
+    taken = Careful(source, finite=True).take(np.arange(8))
+    assert taken.kept.tolist() == [0, 1, 2, 7]
+    assert [record.index for record in taken.bad] == [3, 4, 5, 6]
     reasons = " ".join(record.reason for record in taken.bad)
-    for words in ("line 4", "columns must ascend", "'x'", "not finite", "it is empty"):
+    for words in ("line 5", "line 6: columns must ascend, after 2", "'x'", "not finite"):
         assert words in reasons
+    assert np.isnan(source.take([6])[0][0, 7]), "for models that know what to do with it"
     (tmp_path / "large").write_text("1 1:1e39\n")
-    large = Careful(data.LibSVM(tmp_path / "large")).take(np.arange(1))
+    large = Careful(data.LibSVM(tmp_path / "large"), finite=True).take(np.arange(1))
     assert "not finite" in large.bad[0].reason, "not in single precision"
     dense, labels = taken.batch
     assert labels.tolist() == [2, 1, 0, 2]
@@ -243,9 +245,9 @@ def test_libsvm_lines(tmp_path):
 def test_libsvm_does_not_believe_a_damaged_column(tmp_path):
     """One flipped digit must not take 64 MiB for each sample: said before anything is allocated."""
     path = tmp_path / "a"
-    path.write_text("1 3:1\n0 5:1 16000000:2\n\n1 2:1\n")
+    path.write_text("1 3:1\n\n0 5:1 16000000:2\n1 0:1\n")
     source = data.LibSVM(path)
-    message = r"line 2 has column 16000000, so a dense sample would take 61 MiB; if that is right"
+    message = r"line 3 has column 16000000, so a dense sample would take 61 MiB; if that is right"
     for read in (lambda: source.take([0]), lambda: Careful(source).take(np.arange(2))):
         with pytest.raises(ConfigError, match=message):
             read()
@@ -253,7 +255,7 @@ def test_libsvm_does_not_believe_a_damaged_column(tmp_path):
         data.from_settings("libsvm", {"path": str(path), "test_path": str(path)})
     assert source.rows([1])[1].tolist() == [5, 16000000], "sparse they take what they are"
     assert data.LibSVM(path, 16000001).take([1])[0][0, 16000000] == 2
-    taken = Careful(data.LibSVM(path, 6)).take(np.array([0, 1, 3]))
+    taken = Careful(data.LibSVM(path, 6)).take(np.arange(3))
     assert [record.index for record in taken.bad] == [1]
 
 
@@ -269,10 +271,10 @@ def test_libsvm_of_real_records(data_dir):
     )
     assert (len(train), len(test)) == (6513, 1611)
     inputs, labels = train.take(np.arange(6513))
-    assert inputs.shape == (6513, 127)
+    assert inputs.shape == (6513, 126)
     assert set(inputs.sum(axis=1)) == {22}
     assert labels.sum() == 3140
-    assert test.take([0])[0].shape == (1, 127)
+    assert test.take([0])[0].shape == (1, 126)
 
 
 class Listed:

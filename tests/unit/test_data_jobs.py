@@ -27,9 +27,9 @@ def table(tmp_path):
 
 def test_the_first_records_may_be_bad(table):
     """Whether model and data fit is seen by the first record that can be read."""
-    parts = jobs.build(table(["torn", "1 9", *["1 3:1", "0 2:1"] * 5]), 2)
+    parts = jobs.build(table(["torn", "1 9", *["1 4:1", "0 2:1"] * 5]), 2)
     assert len(parts.train) == 12
-    with pytest.raises(ConfigError, match=r"input has shape \(1, 10\), expected"):
+    with pytest.raises(ConfigError, match=r"input has shape \(1, 9\), expected"):
         jobs.build(table(["torn", *["1 9:1", "0 2:1"] * 5]), 2)
 
 
