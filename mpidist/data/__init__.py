@@ -17,7 +17,8 @@ from mpidist.data.loader import Loader, Loading
 from mpidist.data.sampler import Position, Sampler
 from mpidist.data.sources import ArraySource, Derived, Items, Part, Source, Stream, as_source
 from mpidist.data.tfrecord import TFRecords
-from mpidist.data.youtube8m import YouTube8M, youtube8m
+from mpidist.data.youtube8m import YouTube8M
+from mpidist.data.youtube8m_frames import YouTube8MFrames, mean_frames, youtube8m
 from mpidist.tables import build
 
 SOURCES: dict[str, Callable[..., tuple[Source, Source]]] = {
@@ -47,12 +48,14 @@ __all__ = [
     "TFRecords",
     "Taken",
     "YouTube8M",
+    "YouTube8MFrames",
     "as_source",
     "digits",
     "from_settings",
     "hdf5",
     "idx",
     "libsvm",
+    "mean_frames",
     "youtube8m",
 ]
 

@@ -1,7 +1,9 @@
-"""tf.train.Example, decoded: just enough of protocol buffers, and no more trust than needed.
+"""tf.train.Example and SequenceExample, decoded: just enough of protocol buffers, and no trust.
 
     Example   1: Features   1: map entry   1: name   2: Feature   1 bytes | 2 floats | 3 integers
     each of the last three                                        1: values, packed or one by one
+    SequenceExample         1: Features, its context              2: FeatureLists
+    FeatureLists            1: map entry   1: name   2: FeatureList                  1: Feature ...
 
 A message is a run of (number << 3 | kind, value): kind 0 is a varint, 2 a length and as many bytes,
 5 four bytes, 1 eight. Everything else, and every length beyond the end, is a ValueError.
@@ -53,20 +55,53 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, int, Span]]:
 
 
 def layout(data: bytes) -> dict[str, tuple[int, list[tuple[int, Span]]]]:
-    """Return name -> (type of its list, its values as (kind, where they lie)). Local."""
+    """Return name -> (type of its list, its values as (kind, where they lie)). Local.
+
+    Of a SequenceExample: of its context.
+    """
     found: dict[str, tuple[int, list[tuple[int, Span]]]] = {}
-    for _, _, features in _of(data, (0, len(data)), 1):
-        for _, _, entry in _of(data, features, 1):
-            name, feature = "", (0, 0)
-            for number, kind, span in fields(data, entry):
-                if kind == 2 and number == 1:
-                    name = data[slice(*span)].decode("utf-8")
-                elif kind == 2 and number == 2:
-                    feature = span
-            for number, kind, values in fields(data, feature):
-                if kind == 2 and number in (_BYTES, _FLOATS, _INTEGERS):
-                    found[name] = number, [(k, span) for _, k, span in _of(data, values, 1, None)]
+    for name, feature in _entries(data, 1):
+        for number, kind, values in fields(data, feature):
+            if kind == 2 and number in (_BYTES, _FLOATS, _INTEGERS):
+                found[name] = number, [(k, span) for _, k, span in _of(data, values, 1, None)]
     return found
+
+
+def feature_lists(data: bytes) -> dict[str, Span]:
+    """Return name -> where its FeatureList lies, of a SequenceExample. Local."""
+    return dict(_entries(data, 2))
+
+
+def byte_rows(data: bytes, span: Span, width: int) -> np.ndarray:
+    """Return a FeatureList of Features of `width` bytes each, as uint8 (n, width). Local."""
+    # As it is written everywhere, the same few bytes lie before each row.
+    head = _field(1, _field(1, _field(1, bytes(width))))[:-width]
+    flat = np.frombuffer(data, np.uint8)[slice(*span)]
+    if len(flat) % (len(head) + width) == 0:
+        rows = flat.reshape(-1, len(head) + width)
+        if (rows[:, : len(head)] == np.frombuffer(head, np.uint8)).all():
+            return rows[:, len(head) :]
+    found = []
+    for _, _, feature in _of(data, span, 1):
+        parts = [part for _, _, some in _of(data, feature, _BYTES) for part in _of(data, some, 1)]
+        lengths = [stop - start for _, _, (start, stop) in parts]
+        if lengths != [width]:
+            raise ValueError(f"row {len(found)} has {lengths} bytes, not {width}")
+        found.append(np.frombuffer(data, np.uint8, width, parts[0][2][0]))
+    return np.stack(found)
+
+
+def _entries(data: bytes, number: int) -> Iterator[tuple[str, Span]]:
+    """Yield (name, where its value lies) of the map that is this field of a message."""
+    for _, _, entries in _of(data, (0, len(data)), number):
+        for _, _, entry in _of(data, entries, 1):
+            name, value = "", (0, 0)
+            for key, kind, span in fields(data, entry):
+                if kind == 2 and key == 1:
+                    name = data[slice(*span)].decode("utf-8")
+                elif kind == 2 and key == 2:
+                    value = span
+            yield name, value
 
 
 def _of(data: bytes, span: Span, number: int, kind: int | None = 2):

@@ -4,6 +4,7 @@
 
 The checksums are CRC-32C, rotated and with a constant added ("masked"). An index of all records is
 made by reading the lengths alone, so that a record is reached without reading another's data.
+Files that are packed as a whole, by gzip or zlib, are unpacked once for it: see ``compressed.py``.
 
 TensorFlow, "TFRecord and tf.train.Example" and tensorflow/core/lib/hash/crc32c.h.
 """
@@ -14,11 +15,14 @@ import itertools
 import os
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from mpidist.data.compressed import Compressed, Kept, is_compressed
 from mpidist.data.reading import Descriptors, Run, Runs, bytes_of
 from mpidist.errors import BadRecord, ConfigError
 
@@ -26,6 +30,8 @@ _HEAD, _FOOT = 12, 4
 _DELTA = 0xA282EAD8
 #: Bytes per look at a file while its index is made.
 _LOOK = 1 << 16
+#: Longer records are not unpacked: a few bytes of a packed file can stand for any number.
+_LONGEST = 1 << 30
 
 
 def _checksum():
@@ -64,10 +70,11 @@ class TFRecords:
     Parameters
     ----------
     paths : path-like, or sequence of them
-        Files in their order: record numbers go through them one after the other.
+        Files in their order: record numbers go through them one after the other. Plain, or
+        packed by gzip or zlib, each as its bytes say.
 
-    Raises ConfigError where a file is missing, or the length of a record is damaged: where the
-    next one begins is then unknown, so what follows is lost.
+    Raises ConfigError where a file is missing, or the length of a record, or what is packed, is
+    damaged: where the next one begins is then unknown, so what follows is lost.
     """
 
     def __init__(self, paths: str | os.PathLike | Sequence):
@@ -79,6 +86,8 @@ class TFRecords:
         self._lock = threading.Lock()
         self._files = Descriptors(lambda number: os.open(paths[number], os.O_RDONLY))
         self._runs = Runs(self._files.__getitem__)
+        self._packed: dict[int, Compressed] = {}
+        self._kept = Kept(len(self.paths))
         try:
             bounds = [self._index(number) for number in range(len(self.paths))]
         except BaseException:
@@ -109,24 +118,45 @@ class TFRecords:
             file = self._files[number]
         except OSError as error:
             raise ConfigError(f"tfrecord: cannot read {path}: {error.strerror}") from None
-        size = os.fstat(file).st_size
+        look = partial(self._pread, number)
+        head = look(0, _HEAD)
+        # By the checksum first: 2 of 65,536 lengths look like the head of a packed file.
+        if is_compressed(head) and not self._is_head(head):
+            self._packed[number] = Compressed(look, self._kept)
+            look = _Forward(self._packed[number].pieces())
         starts, at, begin, seen = [0], 0, 0, b""
-        while at < size:
+        while True:
             if not begin <= at <= begin + len(seen) - _HEAD:
-                begin, seen = at, os.pread(file, _LOOK if at == begin + len(seen) else _HEAD, at)
+                try:
+                    begin, seen = at, look(at, _LOOK if at == begin + len(seen) else _HEAD)
+                except zlib.error as error:
+                    raise ConfigError(
+                        f"{path}: its gzip or zlib is damaged or this is no TFRecord file "
+                        f"({error}); fetch it again"
+                    ) from None
             head = seen[at - begin : at - begin + _HEAD]
             if len(head) < _HEAD:
-                starts.append(size)  # cut off in its head: a bad record
                 break
-            length, crc = struct.unpack("<QI", head)
-            if masked(self._crc(head[:8])) != crc:
+            if not self._is_head(head):
                 raise ConfigError(
                     f"{path}: the length of record {len(starts) - 1}, at byte {at}, is damaged or "
                     "this is no TFRecord file; fetch it again"
                 )
-            at += _HEAD + length + _FOOT
-            starts.append(min(at, size))
+            at += _HEAD + int.from_bytes(head[:8], "little") + _FOOT
+            starts.append(at)
+        packed = self._packed.get(number)
+        size = packed.size if packed else os.fstat(file).st_size
+        if at < size or (at == size and packed and not packed.whole):
+            starts.append(size)  # cut off in its head, or with the rest of a packed file: bad
+        starts[-1] = min(starts[-1], size)
         return np.array(starts, np.int64)
+
+    def _pread(self, number: int, at: int, count: int) -> bytes:
+        return os.pread(self._files[number], count, at)
+
+    def _is_head(self, head: bytes) -> bool:
+        crc = int.from_bytes(head[8:], "little")
+        return len(head) == _HEAD and masked(self._crc(head[:8])) == crc
 
     def read(self, indices: Sequence[int] | np.ndarray) -> list[bytes]:
         """Return the data of the records at `indices`; BadRecord for one that is damaged."""
@@ -146,6 +176,10 @@ class TFRecords:
         rows = indices[order]
         begins, ends = self._begins[rows], self._ends[rows]
         files = np.searchsorted(self.bounds, rows, side="right") - 1
+        for place in np.flatnonzero(ends - begins > _LONGEST):
+            if files[place] in self._packed:
+                reason = f"it unpacks to {ends[place] - begins[place]} bytes, at most {_LONGEST} do"
+                raise BadRecord(int(rows[place]), reason)
         bounds = np.concatenate([[0], np.cumsum(ends - begins)])
         if room is None or len(room) < bounds[-1]:
             room = np.empty(bounds[-1], np.uint8)
@@ -156,11 +190,16 @@ class TFRecords:
         view = bytes_of(data)
         lows = [*bounds[firsts].tolist(), len(data)]
         where = zip(files[firsts].tolist(), begins[firsts].tolist(), lows, lows[1:], strict=False)
+        runs = [Run(file, at, view[low:high]) for file, at, low, high in where]
         with self._lock:
-            self._runs.read([Run(file, at, view[low:high]) for file, at, low, high in where])
+            self._runs.read([run for run in runs if run.file not in self._packed])
+            for run in runs:
+                if run.file in self._packed:
+                    self._packed[run.file].read(run.begin, run.target)
         laid = Laid(data, bounds[:-1], bounds[1:])
         for place in self._broken(laid)[:1]:
             at = f"at byte {begins[place]} of {self.paths[files[place]]}"
+            at += ", unpacked" * (files[place] in self._packed)
             raise BadRecord(int(rows[place]), f"{_reason(laid, place)}, {at}")
         starts, stops = np.empty((2, len(rows)), np.int64)
         starts[order], stops[order] = laid.starts + _HEAD, laid.stops - _FOOT
@@ -184,6 +223,24 @@ class TFRecords:
         """Close all files; they are opened again when they are needed."""
         with self._lock:
             self._files.close()
+
+
+class _Forward:
+    """Looks at what comes in pieces, from its beginning to its end."""
+
+    def __init__(self, pieces: Iterator[bytes]):
+        self._pieces, self._begin, self._seen = pieces, 0, b""
+
+    def __call__(self, at: int, count: int) -> bytes:
+        """Return `count` bytes from `at`, or more; fewer at the end. Never before the last one."""
+        while at + count > self._begin + len(self._seen):
+            gone = min(at - self._begin, len(self._seen))
+            self._begin, self._seen = self._begin + gone, self._seen[gone:]
+            piece = next(self._pieces, b"")
+            if not piece:
+                break
+            self._seen += piece
+        return self._seen[at - self._begin :]
 
 
 def _reason(laid: Laid, place: int) -> str:

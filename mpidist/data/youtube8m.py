@@ -22,7 +22,6 @@ import numpy as np
 from mpidist.data import example
 from mpidist.data.layouts import Layouts
 from mpidist.data.reading import Rooms
-from mpidist.data.sources import Source
 from mpidist.data.tfrecord import Laid, TFRecords
 from mpidist.errors import BadRecord, ConfigError
 from mpidist.partition import BlockPartition
@@ -36,26 +35,13 @@ _PIECE = 4 << 20
 _STRIP = 192 << 10
 
 
-class YouTube8M:
-    """Samples (features float32, entities uint8 of 0 and 1) of TFRecord files. Local.
-
-    Parameters
-    ----------
-    paths : path-like, or sequence of them
-    classes : int
-        Entities; a record with a larger one is bad.
-    features : mapping of name -> length
-        Which float features a sample is made of, one after the other.
-    """
+class Videos:
+    """What TFRecord files of videos have in common, whatever a record holds. Local."""
 
     reads = finite = True
 
-    def __init__(self, paths, classes: int = CLASSES, features: Mapping[str, int] | None = None):
-        self.records = TFRecords(paths)
-        self.classes, self.features = classes, dict(FEATURES if features is None else features)
-        # A sample: one feature's bytes after the other's.
-        self._row = np.dtype([(name, f"V{4 * width}") for name, width in self.features.items()])
-        self._layouts = Layouts(len(self.features) + 1)
+    def __init__(self, paths, classes: int):
+        self.records, self.classes = TFRecords(paths), classes
         # Records are read and decoded in pieces: so large that what a piece costs by itself, as
         # much as sixty records, is little, and so small that what was read is still in a cache.
         mean = -(-self.records.nbytes // max(1, len(self)))
@@ -68,15 +54,50 @@ class YouTube8M:
     def __len__(self) -> int:
         return len(self.records)
 
+    def _pieces(self, count: int) -> list[slice]:
+        pieces = BlockPartition(count, max(1, -(-count // self._piece)))
+        return [slice(start, stop) for start, stop in itertools.pairwise(pieces.bounds())]
+
+    def ids(self, indices) -> list[str]:
+        """Return the videos' names."""
+        found = []
+        for data in self.records.read(indices):
+            entries = example.layout(data)
+            kind, parts = entries.get("id") or entries.get("video_id") or (1, [])
+            found.append(b"".join(example.values(data, kind, parts)).decode("utf-8", "replace"))
+        return found
+
+    def close(self) -> None:
+        """Close the files."""
+        self.records.close()
+
+
+class YouTube8M(Videos):
+    """Samples (features float32, entities uint8 of 0 and 1) of TFRecord files. Local.
+
+    Parameters
+    ----------
+    paths : path-like, or sequence of them
+    classes : int
+        Entities; a record with a larger one is bad.
+    features : mapping of name -> length
+        Which float features a sample is made of, one after the other.
+    """
+
+    def __init__(self, paths, classes: int = CLASSES, features: Mapping[str, int] | None = None):
+        super().__init__(paths, classes)
+        self.features = dict(FEATURES if features is None else features)
+        # A sample: one feature's bytes after the other's.
+        self._row = np.dtype([(name, f"V{4 * width}") for name, width in self.features.items()])
+        self._layouts = Layouts(len(self.features) + 1)
+
     def take(self, indices) -> tuple:
         """Return the samples at `indices`; BadRecord for one that cannot be decoded."""
         indices = np.asarray(indices, np.int64)
         with self._lock:
             inputs = self._rooms.empty((len(indices), sum(self.features.values())), "<f4")
             labels = self._rooms.empty((len(indices), self.classes), np.uint8)
-            pieces = BlockPartition(len(indices), max(1, -(-len(indices) // self._piece)))
-            for start, stop in itertools.pairwise(pieces.bounds()):
-                piece = slice(start, stop)
+            for piece in self._pieces(len(indices)):
                 self._decode(indices[piece], inputs[piece], labels[piece])
         return inputs, labels
 
@@ -92,30 +113,10 @@ class YouTube8M:
             for first in range(0, len(indices), few):
                 strip = slice(first, first + few)
                 values[strip] = records.gather(values.dtype, spans[strip, k, 0])
-        labels[...] = 0
-        self._entities(records, spans[:, -1], indices, labels)
+        mark_entities(records, spans[:, -1], indices, labels)
         if not np.isfinite(inputs).all():
             first = int(np.flatnonzero(~np.isfinite(inputs).all(axis=1))[0])
             raise BadRecord(int(indices[first]), "a feature is not finite")
-
-    def _entities(self, records: Laid, spans: np.ndarray, indices, labels: np.ndarray) -> None:
-        """Set the entities of each record, whose varints lie in `spans`."""
-        starts, stops = spans.T
-        lengths = stops - starts
-        open_ended = (lengths > 0) & (records.data[stops - 1] > 127)
-        if open_ended.any():
-            first = int(np.flatnonzero(open_ended)[0])
-            raise BadRecord(int(indices[first]), "no video: a number has no end")
-        owners = np.repeat(np.arange(len(indices)), lengths)
-        shifts = stops - np.cumsum(lengths)
-        flat = records.data[np.arange(len(owners)) + shifts[owners]]
-        numbers, begins = example.varints(flat)
-        owners = owners[begins]
-        wrong = (numbers < 0) | (numbers >= self.classes)
-        if wrong.any():
-            index, number = int(indices[owners[wrong][0]]), numbers[wrong][0]
-            raise BadRecord(index, f"entity {number} of {self.classes}")
-        labels[owners, numbers] = 1
 
     def _spans(self, records: Laid, indices: np.ndarray) -> np.ndarray:
         """Return the spans of each record, from its first byte: as in one like it, or decoded."""
@@ -134,42 +135,49 @@ class YouTube8M:
         found = example.layout(data)
         spans = []
         for name, width in self.features.items():
-            span = _packed(found, name, 2)
+            span = packed(found, name, 2)
             if span[1] - span[0] != 4 * width:
                 raise ValueError(f"{name} has {(span[1] - span[0]) // 4} numbers, not {width}")
             spans.append(span)
-        spans.append(_packed(found, "labels", 3))
+        spans.append(packed(found, "labels", 3))
         names = [span for kind, parts in found.values() if kind == 1 for _, span in parts]
         return spans, [*spans, *names]
 
-    def ids(self, indices) -> list[str]:
-        """Return the videos' names."""
-        found = []
-        for data in self.records.read(indices):
-            entries = example.layout(data)
-            kind, parts = entries.get("id") or entries.get("video_id") or (1, [])
-            found.append(b"".join(example.values(data, kind, parts)).decode("utf-8", "replace"))
-        return found
 
-    def close(self) -> None:
-        """Close the files."""
-        self.records.close()
+def mark_entities(records: Laid, spans: np.ndarray, indices, labels: np.ndarray) -> None:
+    """Set the entities of each record, whose varints lie in `spans`, to 1, all others to 0. Local.
+
+    Raises BadRecord for one that there is not.
+    """
+    labels[...] = 0
+    starts, stops = spans.T
+    lengths = stops - starts
+    open_ended = (lengths > 0) & (records.data[stops - 1] > 127)
+    if open_ended.any():
+        first = int(np.flatnonzero(open_ended)[0])
+        raise BadRecord(int(indices[first]), "no video: a number has no end")
+    owners = np.repeat(np.arange(len(indices)), lengths)
+    shifts = stops - np.cumsum(lengths)
+    flat = records.data[np.arange(len(owners)) + shifts[owners]]
+    numbers, begins = example.varints(flat)
+    owners = owners[begins]
+    wrong = (numbers < 0) | (numbers >= labels.shape[1])
+    if wrong.any():
+        index, number = int(indices[owners[wrong][0]]), numbers[wrong][0]
+        raise BadRecord(index, f"entity {number} of {labels.shape[1]}")
+    labels[owners, numbers] = 1
 
 
-def _packed(found: Mapping, name: str, kind: int) -> example.Span:
-    """Where the values of a feature lie in one piece; an empty span where it has none."""
+def packed(found: Mapping, name: str, kind: int) -> example.Span:
+    """Return where the values of a feature lie in one piece, or an empty span. Local.
+
+    Raises ValueError where there is none of that name and kind.
+    """
     got, parts = found.get(name, (0, []))
     if got != kind or len(parts) > 1 or any(wire != 2 for wire, _ in parts):
         there = ", ".join(found) or "nothing"
         raise ValueError(f"no packed {name!r} of the right type; there are {there}")
     return parts[0][1] if parts else (0, 0)
-
-
-def youtube8m(
-    train: str | Sequence[str], test: str | Sequence[str], classes: int = CLASSES
-) -> tuple[Source, Source]:
-    """Return (train, test) of files, or patterns such as ``train*.tfrecord``. Local."""
-    return YouTube8M(files(train), classes), YouTube8M(files(test), classes)
 
 
 def files(patterns: str | os.PathLike | Sequence) -> list[str]:

@@ -195,7 +195,7 @@ def test_files_that_scikit_learn_writes(read, multilabel, zero_based):
     x *= 10.0 ** rng.integers(-9, 9, x.shape)
     y = rng.integers(0, 2, (200, 7)) if multilabel else rng.standard_normal(200)
     file = io.BytesIO()
-    dump_svmlight_file(x, y, file, zero_based=zero_based, comment="of\ntests", multilabel=multilabel,
+    dump_svmlight_file(x, y, file, zero_based=zero_based, comment="a\ntest", multilabel=multilabel,
                        query_id=rng.integers(0, 9, 200))  # fmt: skip
     options = {"multilabel": multilabel, "zero_based": zero_based, "query_id": True}
     same(read(file.getvalue(), **options), file.getvalue(), **options)
