@@ -42,6 +42,7 @@ _HOME = {
     "train": "training.train",
     "Summary": "training.train",
     "Gradients": "gradients.exchange",
+    "attach": "gradients.torch_module",
     "AllReduce": "training.strategies",
     "ParameterServer": "training.strategies",
     "BSP": "parameter_server.consistency",

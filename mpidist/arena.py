@@ -27,6 +27,7 @@ from .context import Context, of
 from .errors import ClosedError, ConfigError, shown
 from .mismatch import Signature
 from .run_on_all import run_on_all, same_on_all
+from .tensors import dtype_of
 from .topology import topology_of
 
 _FOLDER = Path("/dev/shm")
@@ -141,7 +142,8 @@ class Arena(Mapping):
     ----------
     comm : mpi4py.MPI.Comm
     spec : mapping of name -> (shape, dtype)
-        The same on every rank. Tensors lie in this order, those of one dtype together.
+        The same on every rank. Tensors lie in this order, those of one dtype together. A dtype
+        may be "bfloat16" or one of torch's.
     ranks_per_node : int, optional
         Fake nodes of that many consecutive ranks, as in `Topology`.
 
@@ -286,7 +288,7 @@ def _layout(spec) -> list[Group]:
     groups: dict[np.dtype, Group] = {}
     try:
         for place, (name, (shape, kind)) in enumerate(spec.items()):
-            dtype = np.dtype(kind)
+            dtype = dtype_of(kind)
             shape = tuple(map(index, (shape,) if np.ndim(shape) == 0 else shape))
             group = groups.get(dtype, Group(dtype, 0, []))
             good = dtype.itemsize and not dtype.hasobject and min(shape, default=0) >= 0

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.errors import ConfigError
+from mpidist.tensors import is_module, shared_bits, tensors_of
 
 _CUDA, _CUDA_MANAGED, _ROCM = 2, 13, 10  # DLPack's device types whose memory only a device reads
 _FLOAT32 = np.dtype(np.float32)
@@ -92,8 +93,9 @@ def _from_dlpack(x):
             "install mpidist[cuda12] or mpidist[cuda13]"
         ) from error
     except Exception as error:  # each library refuses in its own way: BufferError, TypeError, ...
-        if (readable := _readable(x)) is not None:
-            return readable
+        for other_way in (shared_bits, _readable):
+            if (found := other_way(x)) is not None:
+                return found
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"{name} cannot be shared as an array: {reason}") from error
     if array.flags.writeable:
@@ -107,7 +109,7 @@ def _from_dlpack(x):
 
 
 def _readable(x) -> np.ndarray | None:
-    """Return what the array protocol gives where DLPack does not know the dtype (bfloat16).
+    """Return what the array protocol gives where DLPack does not know the dtype (bfloat16 of JAX).
 
     It may be a copy, so it is not writable: nothing may be lost by writing into it.
     """
@@ -184,7 +186,12 @@ def named_arrays(params) -> tuple[list[tuple[str, Any]], str | None]:
     Sorted, since dicts may have been filled in another order on another rank.
     """
     tree = params
-    if not isinstance(params, Mapping) and hasattr(params, "parameters"):
+    if is_module(params):
+        try:
+            tree = tensors_of(params)
+        except ConfigError as error:
+            return [], str(error)
+    elif not isinstance(params, Mapping) and hasattr(params, "parameters"):
         state = getattr(params, "state", None)
         tree = params.parameters
         if callable(tree):

@@ -21,6 +21,7 @@ import numpy as np
 from mpidist.arrays import as_array, is_device
 from mpidist.checkpoint.regions import Box, Flat, Region, fits, whole
 from mpidist.errors import CheckpointError, ConfigError, shown
+from mpidist.tensors import extended_dtype
 
 Path = tuple[str, ...]
 
@@ -172,7 +173,7 @@ def dtype_name(dtype) -> str:
     dtype = np.dtype(dtype)
     if dtype.kind in _KINDS and _by_string(dtype.str) == dtype:
         return dtype.str
-    if not dtype.hasobject and dtype.names is None and _extended(dtype.name) == dtype:
+    if not dtype.hasobject and dtype.names is None and extended_dtype(dtype.name) == dtype:
         return dtype.name
     raise ConfigError(f"arrays of dtype {dtype} cannot be saved; use a number type of NumPy")
 
@@ -187,7 +188,7 @@ def dtype_of(name: str) -> np.dtype:
         if dtype is not None and dtype.str == name and 0 < dtype.itemsize < 2**31:
             return dtype
     elif name.isidentifier() and len(name) <= 24:
-        found = _extended(name)
+        found = extended_dtype(name)
         if found is not None:
             return found
     raise Unreadable(
@@ -201,18 +202,6 @@ def _by_string(name: str) -> np.dtype | None:
         return np.dtype(name)
     except (TypeError, ValueError):
         return None
-
-
-def _extended(name: str) -> np.dtype | None:
-    """Return a dtype of ml_dtypes by its name, or None; imported only when such a name comes."""
-    try:
-        import ml_dtypes
-    except ImportError:
-        return None
-    kind = getattr(ml_dtypes, name, None)
-    if not isinstance(kind, type) or not issubclass(kind, np.generic):
-        return None
-    return np.dtype(kind)
 
 
 # ------------------------------------------------------------------------------------ extras

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from .bench_common import head, library, say
 
+#: What stands beside our step where there is PyTorch, and its digits.
+COLUMNS = (("torch_us", 1), ("ratio", 3), ("attached_us", 1), ("over_attached", 3))
+
 
 def add_parser(what):
     """Add this command; return its parser. Local."""
@@ -21,15 +24,14 @@ def run(comm, args) -> list[dict]:
     version = ""
     if args.torch:
         version = ", torch " + bench_torch.reducer(comm)[0]
-    columns = ("step(us)", "torch(us)", "ratio")
-    title = f"training steps, {comm.size} ranks, {library()}{version}; ratio: torch over ours"
+    columns = ("step(us)", "DDP(us)", "ratio", "attach(us)", "ratio")
+    title = f"training steps, {comm.size} ranks, {library()}{version}; ratio: DDP over it"
     head(comm, title, columns, width=11, last="model, global batch")
     rows = []
     for name in MODELS:
         rows.append(row := measure(comm, name, rounds=args.rounds, torch=args.torch))
         beside = "".join(
-            f"{row[key]:>11.{digits}f}" if key in row else f"{'-':>11}"
-            for key, digits in (("torch_us", 1), ("ratio", 3))
+            f"{row[key]:>11.{digits}f}" if key in row else f"{'-':>11}" for key, digits in COLUMNS
         )
         say(comm, f"{row['step_us']:>11.1f}{beside}  {name}, {row['global_batch']}")
     if args.torch:

@@ -1,5 +1,7 @@
 """`mpidist bench step`: a whole training step on all ranks, PyTorch's DDP over gloo beside it.
 
+Beside both PyTorch with `md.attach`, which is what DDP is to be compared with.
+
 The same layers, the same initial weights, the same batches, SGD with momentum; one BLAS thread per
 rank for both. Steps of both take turns in blocks, the slowest rank's time counts, and the losses
 of both must agree, or the two would not do the same work.
@@ -15,6 +17,7 @@ from mpi4py import MPI
 
 from ..errors import MpidistError
 from ..gradients.exchange import Gradients
+from ..gradients.torch_module import Attached, attach
 from ..models import lenet, mlp
 from ..optim import momentum
 
@@ -30,7 +33,7 @@ BLOCK = 10
 
 
 def measure(comm, name: str, *, rounds: int, torch: bool) -> dict:
-    """Return a row for one model: microseconds per step of ours and of DDP. Collective."""
+    """Return a row for one model: microseconds per step of each. Collective."""
     make, shape, batch = MODELS[name]
     local = max(1, batch // comm.size)
     rng = np.random.default_rng((0, comm.rank))
@@ -39,11 +42,13 @@ def measure(comm, name: str, *, rounds: int, torch: bool) -> dict:
     model = make()
     steps = {"ours": _ours(comm, model, (x, y))}
     if torch:
-        steps["torch"] = _ddp(model, shape, x, y)
+        steps["torch"] = _ddp(model, x, y)
+        steps["attached"], attached = _attached(comm, model, x, y)
     seconds = {who: np.empty(rounds) for who in steps}
     losses = {who: [step() for _ in range(3)] for who, step in steps.items()}
-    if torch and not np.allclose(losses["ours"], losses["torch"], rtol=1e-3):
-        raise MpidistError(f"bench step: {name}: the losses differ: {losses}")
+    for told in losses.values():
+        if not np.allclose(losses["ours"], told, rtol=1e-3):
+            raise MpidistError(f"bench step: {name}: the losses differ: {losses}")
     for k in range(rounds):
         for who, step in steps.items() if k % 2 else reversed(steps.items()):
             comm.Barrier()
@@ -62,6 +67,9 @@ def measure(comm, name: str, *, rounds: int, torch: bool) -> dict:
     if torch:
         row["torch_us"] = round(float(np.median(seconds["torch"])) * 1e6, 1)
         row["ratio"] = round(float(np.median(seconds["torch"] / seconds["ours"])), 3)
+        row["attached_us"] = round(float(np.median(seconds["attached"])) * 1e6, 1)
+        row["over_attached"] = round(float(np.median(seconds["torch"] / seconds["attached"])), 3)
+        attached.close()
     return row
 
 
@@ -80,9 +88,23 @@ def _ours(comm, model, batch) -> Callable[[], float]:
     return step
 
 
-def _ddp(model, shape, x, y) -> Callable[[], float]:
-    """The same model in PyTorch, wrapped in DDP, with our weights. Collective."""
-    import torch
+def _ddp(model, x, y) -> Callable[[], float]:
+    """Steps of the same model in PyTorch, wrapped in DDP. Collective."""
+    from torch import nn
+
+    wrapped = nn.parallel.DistributedDataParallel(_in_torch(model))
+    return _steps(wrapped, x, y, lambda: None)
+
+
+def _attached(comm, model, x, y) -> tuple[Callable[[], float], Attached]:
+    """Steps of the same model in PyTorch, averaged by us. Collective."""
+    module = _in_torch(model)
+    attached = attach(comm, module)
+    return _steps(module, x, y, attached.average), attached
+
+
+def _in_torch(model):
+    """Return the same model in PyTorch, with our weights. Local."""
     from torch import nn
 
     layers: list = []
@@ -104,15 +126,21 @@ def _ddp(model, shape, x, y) -> Callable[[], float]:
             layers.append(nn.ReLU())
         elif kind in ("Features", "Rows"):
             layers.append(nn.Flatten())
-    wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
-    optimizer = torch.optim.SGD(wrapped.parameters(), RATE, MOMENTUM)
+    return nn.Sequential(*layers)
+
+
+def _steps(module, x, y, average: Callable[[], None]) -> Callable[[], float]:
+    import torch
+
+    optimizer = torch.optim.SGD(module.parameters(), RATE, MOMENTUM)
     inputs, labels = torch.from_numpy(x), torch.from_numpy(y)
-    cost = nn.CrossEntropyLoss()
+    cost = torch.nn.CrossEntropyLoss()
 
     def step() -> float:
-        optimizer.zero_grad(set_to_none=True)
-        loss = cost(wrapped(inputs), labels)
+        optimizer.zero_grad()
+        loss = cost(module(inputs), labels)
         loss.backward()
+        average()
         optimizer.step()
         return float(loss.detach())
 

@@ -52,13 +52,14 @@ class ArenaPlan:
         return engines.on_slots(self.context, signature, reduction, slots, memory_of(self.context))
 
     def __call__(self, weight=None, total=None) -> None:
-        """Reduce the arena in place. Collective."""
+        """Reduce the arena in place; a list has a weight, or None, per vector. Collective."""
         if not self.engines:
             raise ClosedError("this arena was closed")
         context = self.context
         total = context.size if total is None else total
+        weights = weight if isinstance(weight, list) else [weight] * len(self.engines)
         try:
-            for k, vector in enumerate(self.arena.vectors):
+            for k, (vector, weight) in enumerate(zip(self.arena.vectors, weights, strict=True)):
                 engine = self.engines[k]
                 if engine is None:
                     self.plans[k](vector, weight, total)

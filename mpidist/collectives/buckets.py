@@ -47,7 +47,8 @@ def can_overlap(arena: Arena, algorithm: str) -> bool:
 def bucket(arena: Arena, k: int, start: int, stop: int, algorithm: str = MEASURED):
     """Return a function that begins the sum of ``vectors[k][start:stop]``: a handle to `test`.
 
-    Collective over the arena's communicator, here and at each call, in the same order.
+    Collective over the arena's communicator, here and at each call, in the same order. That of half
+    precision takes a weight, for such values are scaled as they are added: in single.
     """
     by_lanes = arena.topology.nodes < arena.topology.size and algorithm in (MEASURED, *NODE)
     lines = arena.take_lines(2) if by_lanes else None
@@ -59,7 +60,7 @@ def bucket(arena: Arena, k: int, start: int, stop: int, algorithm: str = MEASURE
         algorithm = nonblocking(arena.comm.size)
     name = f"bucket {start}:{stop} of vector {k}"
     plan = arena.plans[name] = arenas.plan_of(context, arena, part, "sum", algorithm, name)
-    return lambda: Handle(context, plan, part, part)
+    return lambda weight=None: Handle(context, plan, part, part, weight)
 
 
 class LaneBucket:

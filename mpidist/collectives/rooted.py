@@ -19,6 +19,7 @@ from ..context import Context, of
 from ..errors import ConfigError
 from ..mismatch import Signature
 from ..telling import tells
+from ..tensors import dtype_of
 from . import algorithms
 from .blocks import _deliver, _rows
 from .native import run_native
@@ -289,7 +290,7 @@ def _byte_pieces(work: np.ndarray):
         yield flat[start : start + executor.MAX_MESSAGE]
 
 
-_CODES = "?bBhHiIlLqQefdgFDG"
+_CODES = (*"?bBhHiIlLqQefdgFDG", "bfloat16")
 _MOST_AXES = 64
 _TEXT_BYTES = 8 * (_MOST_AXES + 1)
 
@@ -307,13 +308,14 @@ def _announce(context: Context, signature: Signature, x, counts, root: int):
             x = as_array(x)
             rows, _ = _rows(x)
             element_name(x.dtype)
-            if x.dtype.char not in _CODES:
+            code = x.dtype.name if x.dtype.name in _CODES else x.dtype.char
+            if code not in _CODES:
                 raise ConfigError(f"cannot scatter elements of dtype {x.dtype}")
             facts[3 + _MOST_AXES :] = (
                 equal_counts(rows, size) if counts is None else check_counts(counts, rows, size)
             )
             facts[1 : 3 + x.ndim] = [x.dtype.isnative, x.ndim, *x.shape]
-            facts[0] = _CODES.index(x.dtype.char)
+            facts[0] = _CODES.index(code)
         except Exception as error:
             problem = error
             text = f"rank {root} ({context.host}) has no array to scatter: {error}"
@@ -324,7 +326,7 @@ def _announce(context: Context, signature: Signature, x, counts, root: int):
     if facts[0] < 0:
         data = facts[2 : 3 + _MOST_AXES].view(np.uint8)[: facts[1]]
         raise problem or ConfigError(data.tobytes().decode(errors="ignore"))
-    dtype = np.dtype(_CODES[int(facts[0])])
+    dtype = dtype_of(_CODES[int(facts[0])])
     shape = tuple(int(n) for n in facts[3 : 3 + int(facts[2])])
     dtype = dtype if facts[1] else dtype.newbyteorder()
     return dtype, shape, facts[3 + _MOST_AXES :], x

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import NoReturn
 
@@ -21,9 +22,9 @@ import numpy as np
 from mpi4py import MPI
 
 from ..arena import Arena
-from ..collectives import plans
+from ..arrays import work_dtype
+from ..collectives import arenas, plans
 from ..collectives.algorithms import MEASURED
-from ..collectives.allreduce import allreduce
 from ..collectives.buckets import bucket, can_overlap
 from ..collectives.plans import Plan
 from ..collectives.shared import faked_nodes
@@ -135,8 +136,7 @@ class Gradients:
         self.exposed_seconds, self.steps = 0.0, 0
         self.alone_seconds: float | None = None
         self._seen: list[str] = []
-        self._learned = False
-        self._begun = self._closed = False
+        self._learned = self._begun = self._closed = False
         self._awaited: dict[str, int] = {}  # name -> how many `ready` are to come in this step
         self._active: list = []
         self._next = self._given = 0  # the bucket that leaves next; extras of the newest step
@@ -158,6 +158,8 @@ class Gradients:
         else:
             views, self.vectors = allocate(spec, self._xp)
             self._plans = [self._plan(k, vector) for k, vector in enumerate(self.vectors)]
+        #: Half precision is scaled in single, as it is added, and rounded once.
+        self._half = [vector.dtype != work_dtype(vector.dtype) for vector in self.vectors]
         self.extras = views.pop(EXTRAS)
         self.views.clear()
         self.views.update({name: views[name] for name in self._shapes})
@@ -167,14 +169,12 @@ class Gradients:
         self._cut(spec, names)
 
     def _plan(self, k: int, vector) -> Plan:
-        extra = f"{self._label} vector {k}"
-        shape = vector.dtype, vector.shape
-        return plans.make(self.context, *shape, "sum", self.algorithm, extra=extra)
+        of_whom = vector.dtype, vector.shape, "sum", self.algorithm
+        return plans.make(self.context, *of_whom, extra=f"{self._label} vector {k}")
 
     def _cut(self, spec: dict, names: list[str]) -> None:
         """Make a bucket of every few neighbours, in the order in which they become ready."""
-        total = sum(vector.nbytes for vector in self.vectors)
-        limit = bucket_bytes(self.bucket_bytes, total)
+        limit = bucket_bytes(self.bucket_bytes, sum(vector.nbytes for vector in self.vectors))
         self._starts, self._bucket_of, self._least = [], {}, []
         self._spans: list = []
         if not self.overlapping:
@@ -224,7 +224,7 @@ class Gradients:
         Then the ranks agree on the order that was seen in the first step.
         """
         if self._begun and self._next:
-            self._refuse("Gradients.begin", ProtocolError(
+            self.refuse("Gradients.begin", ProtocolError(
                 "begin: a part of the step before is on its way; call reduce, which finishes it"
             ))  # fmt: skip
         with self.context.call("Gradients.begin"):
@@ -258,7 +258,7 @@ class Gradients:
         """
         awaited = self._awaited.get(name, 0) - 1
         if awaited < 0:
-            self._refuse("Gradients.ready", wrong_ready(name, self._uses, self._begun))
+            self.refuse("Gradients.ready", wrong_ready(name, self._uses, self._begun))
         self._awaited[name] = awaited
         if awaited or not self.overlapping:
             return
@@ -273,8 +273,8 @@ class Gradients:
                 handle.test()
             self.exposed_seconds += time.perf_counter() - began
 
-    def _refuse(self, what: str, error: MpidistError) -> NoReturn:
-        """Raise `error`; what this rank has begun of the step can no longer end. Local."""
+    def refuse(self, what: str, error: MpidistError) -> NoReturn:
+        """Raise `error`, which all ranks hear; what has begun of the step never ends. Local."""
         if self._next:
             self.context.break_off(error)
             raise error
@@ -286,10 +286,13 @@ class Gradients:
         try:
             while self._next < len(self._starts) and self._left[self._next] <= 0:
                 k, start, stop = self._spans[self._next]
-                self.vectors[k][start:stop] *= self.vectors[k].dtype.type(self._share)
+                begin = self._starts[self._next]
+                if self._half[k]:
+                    begin = partial(begin, self._share)
+                else:
+                    self.vectors[k][start:stop] *= self.vectors[k].dtype.type(self._share)
                 if self._next == len(self._starts) - 1:
                     self._set_extras()
-                begin = self._starts[self._next]
                 if background is None:
                     self._active.append(begin())
                 else:
@@ -314,10 +317,15 @@ class Gradients:
     def _reduce(self) -> None:
         began = time.perf_counter()
         if not self.overlapping:
-            for vector in self.vectors:
-                vector *= vector.dtype.type(self._share)
+            for vector, half in zip(self.vectors, self._half, strict=True):
+                if not half:
+                    vector *= vector.dtype.type(self._share)
             self._set_extras()
-            self._whole()
+            weights = [self._share if half else None for half in self._half]
+            if self.arena is not None:
+                arenas.find(self.context, self.arena, "sum", self.algorithm)(weights)
+            for plan, vector, weight in zip(self._plans, self.vectors, weights, strict=False):
+                plan(vector, weight)  # none where there is an arena
             return
         self._left = [0] * len(self._starts)
         if self._background is not None:
@@ -338,13 +346,6 @@ class Gradients:
             self.context.begin_agreed(signature, f"{self._given} extra numbers")
         for k, value in enumerate((*self._values, 0.0, 0.0)[:2]):
             self.extras[k] = value
-
-    def _whole(self) -> None:
-        if self.arena is not None:
-            allreduce(self.comm, self.arena, algorithm=self.algorithm)
-            return
-        for plan, vector in zip(self._plans, self.vectors, strict=True):
-            plan(vector)
 
     # -- what it cost ------------------------------------------------------------------
 

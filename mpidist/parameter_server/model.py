@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays import as_array
 from ..errors import ConfigError, shown
+from ..tensors import dtype_of
 from .consistency import Consistency
 from .shards import parse_init
 
@@ -70,9 +71,10 @@ def parse_model(name: str, model: Mapping, consistency, global_batch, seed: int)
         specs = {key: (tuple(a.shape), np.dtype(a.dtype)) for key, a in arrays.items()}
         inits = None
     for key, (_, dtype) in specs.items():
-        if dtype.kind != "f" or dtype.itemsize > 8:
+        if dtype.name != "bfloat16" and (dtype.kind != "f" or dtype.itemsize > 8):
             raise ConfigError(
-                f"model {name!r}: {key!r} is {dtype}; servers keep float16, float32 and float64"
+                f"model {name!r}: {key!r} is {dtype}; servers keep float16, bfloat16, float32 and "
+                "float64"
             )
     facts = {
         "name": name,
@@ -99,7 +101,7 @@ def _described(model: str, name: str, value) -> tuple[tuple[int, ...], np.dtype]
         )
     try:
         shape = tuple(int(n) for n in value[0])
-        dtype = np.dtype(value[1])
+        dtype = dtype_of(value[1])
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model {model!r}: {name!r}: {error}") from error
     if any(n < 0 for n in shape):

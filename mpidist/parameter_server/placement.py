@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import ConfigError, shown
+from ..tensors import dtype_of
 
 #: A tensor above this part of a server's mean share is large: it may be cut.
 LARGE = 1 / 32
@@ -99,7 +100,7 @@ def place(specs: Mapping[str, tuple[Sequence[int], Any]], servers: int) -> Layou
         Number of servers, at least 1.
     """
     plain = [
-        Tensor(name, tuple(map(int, specs[name][0])), np.dtype(specs[name][1]))
+        Tensor(name, tuple(map(int, specs[name][0])), dtype_of(specs[name][1]))
         for name in sorted(specs)
     ]
     mean = sum(t.nbytes for t in plain) / servers

@@ -126,7 +126,8 @@ class Selection:
             rows, gradient = self.rows(name, gradient[0]), gradient[1]
         gradient = _host(f"push {name!r}: gradients", gradient)
         shape = _shape(tensor, rows)
-        if gradient.shape != shape or gradient.dtype.kind not in "fiub":
+        number = gradient.dtype.kind in "fiub" or gradient.dtype.name == "bfloat16"
+        if gradient.shape != shape or not number:
             raise ConfigError(
                 f"push {name!r}: gradient is {gradient.dtype} of shape {gradient.shape}, expected "
                 f"{tensor.dtype} of shape {shape}"

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..arrays import work_dtype
 from ..errors import ConfigError, nearest, shown
 from ..partition import overlaps
 from .placement import Layout
@@ -139,7 +140,7 @@ class Shard:
             return False
         if not self._weighs:
             pushes, weight = [(share * weight, parts) for share, parts in pushes], 1.0
-        if len(pushes) == 1 and self._is_everything(pushes[0][1]):
+        if len(pushes) == 1 and self._is_gradient(*pushes[0]):
             # One full push: its own buffer is the gradient, nothing is copied.
             share, parts = pushes[0]
             gradients = {self._keys[p.piece.tensor]: _scaled(view, share) for p, view in parts}
@@ -150,8 +151,14 @@ class Shard:
         self.version += 1
         return True
 
-    def _is_everything(self, parts) -> bool:
-        return len(parts) == len(self._arrays) and all(part.rows is None for part, _ in parts)
+    def _is_gradient(self, share: float, parts) -> bool:
+        """Whether one push is the gradient where it lies. Half precision is scaled in single."""
+        if len(parts) != len(self._arrays):
+            return False
+        return all(
+            part.rows is None and (share == 1 or view.dtype == work_dtype(view.dtype))
+            for part, view in parts
+        )
 
     def _summed(self, pushes) -> dict[str, np.ndarray]:
         for tensor, array in self._arrays.items():

@@ -18,7 +18,7 @@ FLOORS = {
     "": 0.0,  # mpidist/__init__.py: names as text and the version; it imports nothing of ours
     "errors": 0.0, "partition": 0.0, "tables": 0.0, "points": 0.0,
     "events": 1.0, "environment": 1.0, "waiting": 1.1, "mismatch": 1.1, "memory": 1.1,
-    "arrays": 1.1, "communicator": 1.1,
+    "arrays": 1.1, "communicator": 1.1, "tensors": 1.05,
     "launch": 1.2, "binding": 1.2,
     "abort": 1.2, "elsewhere": 1.15, "statuses": 1.2, "strangers": 1.2, "calls": 1.2,
     "buffer_pool": 1.2, "leaving": 1.25, "making": 1.25, "telling": 1.2, "context": 1.3,
