@@ -41,8 +41,8 @@ def broadcast_parameters(comm, params, *, root=0):
     Parameters
     ----------
     params : mapping of name -> array, or a model
-        NumPy, CuPy or DLPack arrays, host and device mixed as they come; for a torch module its
-        ``state_dict()``. Of an object with ``parameters`` (and ``state``) those are taken.
+        NumPy, CuPy or DLPack arrays, host and device mixed as they come. Of an object with
+        ``parameters`` (and ``state``) those are taken, of a torch module parameters and buffers.
     root : int
         The rank whose values all get.
 

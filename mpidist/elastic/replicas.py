@@ -21,6 +21,7 @@ from mpidist.arrays import copy_into, host_empty, is_device, named_arrays
 from mpidist.errors import ConfigError, MismatchError, ReplicaError, shown
 from mpidist.mismatch import rank_list
 from mpidist.run_on_all import difference, run_on_all
+from mpidist.tensors import is_module
 
 
 def check_replicas(comm, params, *, step: int | None = None) -> None:
@@ -31,7 +32,8 @@ def check_replicas(comm, params, *, step: int | None = None) -> None:
     Parameters
     ----------
     params : mapping of name -> array, or a model
-        NumPy, CuPy or DLPack arrays; of an object with ``parameters`` those are taken.
+        NumPy, CuPy or DLPack arrays; of an object with ``parameters``, and of a torch module,
+        those are taken.
     step : int, optional
         For the message: where the loop stands. Equal on all ranks.
 
@@ -56,7 +58,11 @@ def _facts(params, step) -> str:
     """Return the step, and shape, dtype and CRC of each tensor, as one text. Local."""
     if step is not None and not hasattr(step, "__index__"):
         raise ConfigError(f"check_replicas: step={shown(step)}; expected a number or None")
-    tree = params if isinstance(params, Mapping) else getattr(params, "parameters", params)
+    tree = params
+    if is_module(params):
+        tree = {name: p.detach() for name, p in params.named_parameters()}
+    elif not isinstance(params, Mapping):
+        tree = getattr(params, "parameters", params)
     named, problem = named_arrays(tree)
     if problem:
         raise ConfigError(f"check_replicas: params: {problem}")

@@ -7,6 +7,7 @@ every rank's stack.
 """
 
 import faulthandler
+import importlib.util
 import os
 import shutil
 import sys
@@ -14,6 +15,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
+import fake_torch
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -83,6 +85,18 @@ def xp(request):
     except Exception as error:
         pytest.skip(f"no GPU: {type(error).__name__}")
     return cupy
+
+
+@pytest.fixture(params=["stand-in", "torch"])
+def torch(request, monkeypatch):
+    """A stand-in for PyTorch, and PyTorch itself where it is installed."""
+    if request.param == "stand-in":
+        return fake_torch.install(monkeypatch)
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("no PyTorch here, which is no dependency: pip install torch")
+    import torch
+
+    return torch
 
 
 @pytest.hookimpl(tryfirst=True)
