@@ -29,7 +29,7 @@ from ..collectives.buckets import bucket, can_overlap
 from ..collectives.plans import Plan
 from ..collectives.shared import faked_nodes
 from ..context import of, running
-from ..errors import ConfigError, MpidistError, ProtocolError
+from ..errors import MpidistError, ProtocolError
 from ..mismatch import Signature
 from ..run_on_all import same_on_all
 from . import settings as arguments
@@ -305,7 +305,7 @@ class Gradients:
     def reduce(self, *extras: float) -> None:
         """Finish the exchange: views and extras hold the sums over ranks of share times value.
 
-        Collective; in place. `extras`, up to two numbers, as many everywhere, are added as they are.
+        Collective; in place. `extras`: up to two numbers, as many on each rank, not scaled.
         """
         with self.context.call("Gradients.reduce"):
             if not self._begun:
@@ -344,8 +344,7 @@ class Gradients:
             self._given = len(self._values)
             signature = Signature("Gradients.reduce", "", "", extra=self._label)
             self.context.begin_agreed(signature, f"{self._given} extra numbers")
-        for k, value in enumerate((*self._values, 0.0, 0.0)[:2]):
-            self.extras[k] = value
+        self.extras[0], self.extras[1] = (*self._values, 0.0, 0.0)[:2]
 
     # -- what it cost ------------------------------------------------------------------
 
