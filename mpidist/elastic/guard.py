@@ -7,7 +7,8 @@ step, save the same state and leave with exit code 75, which tells a batch scrip
     rank 0   step 7 . . . . . . . . . step 8 |  all: save(8), exit 75
     rank 1   step 7 . SIGTERM, flag . step 8 |
 
-What comes while MPI blocks is handled when it returns. Slurm sends ``--signal=USR1@120``.
+What comes while MPI blocks is handled when it returns. Slurm sends ``--signal=USR1@120``. Ctrl-C is
+such a signal too; pressed again it ends the process at once.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpidist import events
-from mpidist.abort import end_child, failing
+from mpidist.abort import failing
 from mpidist.collectives.allreduce import allreduce
 from mpidist.context import of
 from mpidist.elastic import pulse
 from mpidist.elastic.agreed import settings_of
 from mpidist.elastic.allotment import Allotment, seconds_left
 from mpidist.elastic.finite import is_finite
+from mpidist.elastic.signals import Handlers
 from mpidist.elastic.stragglers import OwnTime, Stragglers, crowded_ranks
 from mpidist.errors import MismatchError, MpidistError, ProtocolError, StorageError
 from mpidist.run_on_all import difference, run_on_all, same_on_all
@@ -102,7 +103,7 @@ class guard:
         state: Mapping | Callable[[], Mapping] | None = None,
         store=None,
         *,
-        signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
+        signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT),
         time_limit: float | str | None = None,
         patience: int | None = None,
         every: int = 1,
@@ -114,14 +115,15 @@ class guard:
         )  # fmt: skip
         agreed = same_on_all(comm, "guard", check)
         self.state, self.store = state, store
-        self.signals, self.every = tuple(agreed["signals"]), agreed["every"]
+        self.every = agreed["every"]
         self.reason, self.exit_code = "", 0
         self._given, self._deciders = comm, deciders
         self._time_limit = agreed["time_limit"]
         self._deadline = math.inf
         self._allotment: Allotment | None = None
         self._patience, self._best = agreed["patience"], math.inf
-        self._losses, self._former = list[float](), dict[int, Any]()
+        self._losses = list[float]()
+        self._handlers = Handlers(agreed["signals"], self._hear, comm.rank == 0)
         self._asked = self._agreed = 0
         # The ranks of the loop, for what is exchanged when all are known to be at one place.
         self._loop = of(comm).control if deciders is None else deciders
@@ -143,10 +145,7 @@ class guard:
             self._allotment = Allotment(left, time.monotonic())
         elif self._time_limit not in (None, "auto"):
             self._deadline = time.monotonic() + self._time_limit
-        for number in self.signals:
-            self._former[number] = signal.signal(number, self._on_signal)
-        # Whoever blocked them until now, `mpidist train` does: from here on they are heard.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
+        self._handlers.set()
         return self
 
     def _entering(self) -> float | None:
@@ -157,10 +156,7 @@ class guard:
         return seconds_left(os.environ) if asked else None
 
     def __exit__(self, kind, error, trace) -> None:
-        for number, handler in self._former.items():
-            # None: set by C code, which signal.signal cannot put back.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._former.clear()
+        self._handlers.put_back()
         if error is not None and not isinstance(error, Stopped):
             return  # this rank leaves alone: anything collective here would wait for the others
         if self._deciders is not None and error is None:
@@ -299,11 +295,8 @@ class guard:
 
     # ------------------------------------------------------------------------------ underneath
 
-    def _on_signal(self, number: int, frame) -> None:
-        end_child(number)
-        # Nothing but a flag: this runs between two instructions of whatever was going on.
+    def _hear(self, number: int) -> None:
         self._asked = max(self._asked, _SIGNAL + number)
-        pulse.hear()
 
     def _wish(self) -> int:
         now = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from ..data import Position, Sampler
 from ..elastic import pulse
 from ..errors import ConfigError, MpidistError, NoCheckpoint, StorageError
 from ..run_on_all import run_on_all
+from . import resumed
 from .quarantine import Quarantine
 
 
@@ -43,12 +44,15 @@ def beside(batch: tuple, model) -> tuple:
 class Progress:
     """One run: step, data position, losses, and the checkpoint store. Local unless it says so."""
 
-    def __init__(self, comm, model, exchange, store, sampler: Sampler, quarantine: Quarantine):
+    def __init__(
+        self, comm, model, exchange, store, sampler: Sampler, quarantine: Quarantine, words: Mapping
+    ):
         self.comm, self.model, self.exchange, self.store = comm, model, exchange, store
         self.sampler, self.quarantine = sampler, quarantine
         self.step, self.position = 0, Position(0, 0)
         self.resizes, self.ranks_before = 0, comm.size
         self.first_step = 0
+        self.settings, self.changed = resumed.kept(words), list[str]()
         self.saved_step: int | None = None
         self.failed_saves, self.failure = 0, ""
         self.samples = 0
@@ -142,6 +146,7 @@ class Progress:
             "workers": 0 if self.exchange.dedicated else self.exchange.workers.size,
             "selection": {},
             "order": {} if self.exchange.dedicated else self.exchange.order(),
+            "settings": [list(each) for each in self.settings.items()],
         }
         state = self.exchange.state(saving)
         if self.exchange.dedicated:
@@ -270,6 +275,10 @@ class Progress:
             )
         self.step = self.first_step = self.saved_step = int(facts["step"])
         self.position = Position.from_dict(facts)
+        self.changed = resumed.differences(dict(facts.get("settings", [])), self.settings)
+        if facts["shuffle"] != self.sampler.shuffle:
+            given = self.sampler.shuffle
+            self.changed.append(f"shuffle: {facts['shuffle']} when saved, which stays; {given} now")
         # A position means nothing in another order, whatever this version would choose today.
         self.sampler.set_shuffle(facts["shuffle"])
         self.quarantine.restore(facts.get("bad", []), facts.get("skipped", 0), retry_bad)
@@ -312,5 +321,8 @@ class Progress:
             lost.everywhere = True
             raise lost
         if stopping and watcher.should_stop(self.step):
+            if self.comm.rank == 0 and events.VERBOSITY:
+                text = f"mpidist: stopped at step {self.step}: {watcher.reason}; {saved}"
+                print(text, file=sys.stderr, flush=True)
             watcher.state = None  # `checkpoint` has saved this step, and servers are gone by now
             watcher.leave(self.step)

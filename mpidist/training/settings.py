@@ -42,7 +42,10 @@ _WITNESSES, _LONGEST = 8, 80
 
 
 class Settings(NamedTuple):
-    """What has come of the arguments. `watch`: whether this run is to be watched by one more."""
+    """What has come of the arguments. `watch`: whether this run is to be watched by one more.
+
+    `words`: all settings that are equal on all ranks, as text.
+    """
 
     strategy: Any
     source: Any
@@ -51,6 +54,7 @@ class Settings(NamedTuple):
     pace: Pace
     callbacks: tuple
     watch: bool = False
+    words: Mapping[str, str] = {}
 
 
 def agree(comm, given: Mapping[str, Any]) -> Settings:
@@ -87,7 +91,8 @@ def agree(comm, given: Mapping[str, Any]) -> Settings:
         _tell(comm, words, comm.rank in witnesses[:_WITNESSES])
     if others:
         _tell_records(comm, found.source, content)
-    return found._replace(watch=bool(given["watch_seconds"]) and comm.size > 1 and not watched)
+    watch = bool(given["watch_seconds"]) and comm.size > 1 and not watched
+    return found._replace(watch=watch, words=words)
 
 
 def _tell(comm, words: dict[str, str], witness: bool) -> None:
@@ -302,7 +307,7 @@ def difference(everyone: Sequence[tuple[str, Mapping[str, str] | None]]) -> str:
         if digest in kinds:
             groups.setdefault(kinds[digest].get(first, "none"), []).append(rank)
     return (
-        f"md.train: {first} differs: {grouped(groups, _cut)}{_more(odd, first)}; give all "
+        f"md.train: {first} differs: {grouped(groups, cut)}{_more(odd, first)}; give all "
         "ranks the same"
     )
 
@@ -316,7 +321,8 @@ def grouped(groups: Mapping[str, list[int]], text: Callable[[str], str] = str) -
     return ", ".join(said)
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
+    """Return a value as it is told: no longer than a line has room for. Pure."""
     if len(text) <= _LONGEST:
         return text
     return f"{text[:_LONGEST]}... ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"

@@ -10,6 +10,7 @@ from .. import points
 from ..checkpoint.store import CheckpointStore
 from ..data import Loading
 from ..elastic.guard import guard
+from . import resumed
 from .abandon import watched, whole_or_told
 from .feed import Feed
 from .limits import last_step
@@ -159,12 +160,13 @@ def train(
         exchange = agreed.strategy.open(comm, model, optimizer, **settings)
         with whole_or_told(exchange):
             bad = Quarantine(exchange.workers, source, max_bad, quarantine)
-            run = Progress(comm, model, exchange, store, sampler, bad)
+            run = Progress(comm, model, exchange, store, sampler, bad, agreed.words)
             run.resume(resume, retry_bad)
             if on_resize is not None and run.ranks_before != comm.size:
                 on_resize(run.ranks_before, comm.size, run)
             last = last_step(epochs, steps, sampler, run.step, run.position)
             end = last if stop_after is None else min(last, stop_after)
+            resumed.tell(run, end)
             facts = None
             watching = guard(comm, run.state, store, time_limit=time_limit, patience=patience)
             with watching as watcher, ExitStack() as stack:

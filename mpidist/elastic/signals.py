@@ -1,0 +1,53 @@
+"""The signal handlers of a guard: set while its loop runs, then the former ones put back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .. import events
+from ..abort import end_child
+from . import pulse
+
+#: What the first rank says at once, since a step may be long.
+_INTERRUPTED = b"mpidist: interrupted: the run stops after this step; Ctrl-C again ends it now\n"
+
+
+class Handlers:
+    """Handlers that note which signal came last, in `heard`. Local; for the main thread.
+
+    SIGINT is noted once. The next one ends the process, whatever it waits for: that is the kernel's
+    work, since a Python handler does not run while MPI blocks. Where the process was started to
+    ignore SIGINT, as a shell does with what runs beside it, it stays ignored. `speaks`: this rank
+    says that it was interrupted.
+    """
+
+    def __init__(self, numbers: Iterable[int], heard: Callable[[int], None], speaks: bool):
+        self.numbers, self._heard, self._speaks = tuple(numbers), heard, speaks
+        self._former: dict[int, Any] = {}
+
+    def set(self) -> None:
+        """Hear the signals from here on, also where somebody has blocked them until now."""
+        for number in self.numbers:
+            if number != signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
+                self._former[number] = signal.signal(number, self._hear)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.numbers)
+
+    def put_back(self) -> None:
+        """Leave the signals to whoever had them before. Twice is fine."""
+        for number, handler in self._former.items():
+            # None: set by C code, which signal.signal cannot put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._former.clear()
+
+    def _hear(self, number: int, frame) -> None:
+        # Little but a flag: this runs between two instructions of whatever was going on.
+        end_child(number)
+        self._heard(number)
+        pulse.hear()
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+            if self._speaks and events.VERBOSITY:
+                os.write(2, _INTERRUPTED)  # `print` may be what was going on
