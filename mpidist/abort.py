@@ -213,11 +213,12 @@ def _abort(code: int) -> None:
     MPI.COMM_WORLD.Abort(code)
 
 
-def wait_for_the_reader() -> None:
-    """Wait until a launcher has taken what this process has said, at most `READ_BY` s. Local."""
-    deadline = time.monotonic() + READ_BY
-    while any(map(_unread, (1, 2))) and time.monotonic() < deadline:
+def wait_for_the_reader(seconds: float = READ_BY) -> bool:
+    """Wait until a launcher has taken what this process has said; whether it has. Local."""
+    deadline = time.monotonic() + seconds
+    while (unread := any(map(_unread, (1, 2)))) and time.monotonic() < deadline:
         time.sleep(0.01)
+    return not unread
 
 
 def _unread(descriptor: int) -> int:

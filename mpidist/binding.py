@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -104,15 +105,33 @@ def _too_many_threads(places: Sequence[Place], ranks: Sequence[int]) -> str | No
     )
 
 
-def check(comm, environ: Mapping[str, str]) -> None:
+def check(comm, environ: Mapping[str, str]) -> bool:
     """Warn on rank 0 of ranks in each other's way. Collective over `comm`.
 
-    `environ` is ``os.environ``. One line on stderr; ``MPIDIST_VERBOSE=0`` silences it.
+    `environ` is ``os.environ``. One line on stderr; ``MPIDIST_VERBOSE=0`` silences it. Returns
+    whether some host has more ranks than cores, so that a launcher must be told that this is meant.
     """
     mine = place(environ)
-    everyone = [Place(*fields) for fields in comm.allgather(tuple(mine))]
+    told = comm.allgather((tuple(mine), whole_cores(mine.cores)))
+    everyone = [Place(*fields) for fields, _ in told]
     text = warning(everyone)
     if text:
         events.emit("binding", warning=text)
         if comm.rank == 0 and events.VERBOSITY:
             print(f"mpidist: note: {text}", file=sys.stderr, flush=True)
+    hosts: dict[str, list[set[int]]] = {}
+    for there, (_, cores) in zip(everyone, told, strict=True):
+        hosts.setdefault(there.machine, []).append(cores)
+    return any(len(ranks) > len(set.union(*ranks)) for ranks in hosts.values())
+
+
+def whole_cores(cores: Sequence[int]) -> set[int]:
+    """Return one number for each physical core: Open MPI counts those, not their threads. Local."""
+    found = set()
+    for core in cores:
+        there = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        try:
+            found.add(int(re.split("[,-]", there.read_text())[0]))
+        except (OSError, ValueError):
+            found.add(core)
+    return found

@@ -9,13 +9,17 @@ import shlex
 import signal
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from .. import binding, events, launch, points
+from ..cluster import launchers
 from ..elastic import pulse
 from ..errors import ConfigError
+from ..training import starts
 
 #: Seconds between progress lines where no terminal is at the other end (mpirun hides it).
 _LINE_EVERY = 2.0
@@ -79,11 +83,13 @@ def run(args: argparse.Namespace) -> int:
 def _train(comm, job, parts, args, store_path: Path) -> None:
     from ..checkpoint.store import CheckpointStore
     from ..checkpoint.tiers import TieredStore
+    from ..elastic.guard import Stopped
+    from ..elastic.signals import say_last
     from ..elastic.watch import watch
     from ..topology import Topology
     from ..training.train import train
 
-    binding.check(comm, os.environ)
+    crowded = binding.check(comm, os.environ)
     if comm.rank == 0:
         try:
             job.folder.mkdir(parents=True, exist_ok=True)
@@ -99,8 +105,10 @@ def _train(comm, job, parts, args, store_path: Path) -> None:
         if job.device == "gpu":
             _to_device(parts.model, topology.local_rank)
         host = topology.hosts[topology.node]
+        per_host = Counter(topology.hosts[node] for node in topology.node_of)
     if comm.rank == 0:
         print(line, flush=True)
+        _keep_start(job, args, per_host)
     events.open_log(job.folder / "events" / f"rank-{comm.rank}.jsonl", rank=comm.rank, host=host)
     watcher = None
     if job.watch_seconds:
@@ -126,13 +134,17 @@ def _train(comm, job, parts, args, store_path: Path) -> None:
                 quarantine=job.folder / "quarantine.jsonl",
                 callbacks=[reporter], watch_seconds=0,  # this command's own has a folder for dumps
             )  # fmt: skip
+    except Stopped:
+        if comm.rank == 0:
+            say_last(f"mpidist: go on with: {_again(args, comm.size, crowded)}")
+        raise
     finally:
         reporter.close()
         if watcher is not None:
             watcher.stop()
         events.close_log()
     if comm.rank == 0:
-        _report(job, args, comm.size, summary)
+        _report(job, summary, _again(args, comm.size, crowded))
 
 
 def _to_device(model, local_rank: int) -> None:
@@ -144,20 +156,50 @@ def _to_device(model, local_rank: int) -> None:
             arrays[name] = to_device(array, local_rank)
 
 
-def _report(job, args, ranks: int, summary) -> None:
+def _keep_start(job, args, per_host: Mapping[str, int]) -> None:
+    """Keep in the run's folder what was started, by which software, and where."""
+    versions = launch.fingerprint()
+    del versions["host"]
+    facts = {
+        "command": shlex.join(sys.argv), "working_directory": str(Path.cwd()),
+        "versions": versions, "hosts": per_host, "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
+    }  # fmt: skip
+    try:
+        starts.keep(job.folder, Path(args.job), facts)
+    except OSError as error:  # as with `events.emit`: no reason not to train
+        print(f"mpidist: this start is not kept in {job.folder}: {error}", file=sys.stderr)
+
+
+def _again(args, ranks: int, crowded: bool) -> str:
+    """Return the line that starts this run again, or goes on with it, from a shell."""
+    from mpi4py import MPI
+
+    claim = launch.claimed_size(os.environ)
+    library = launch.mpi_name(MPI.Get_library_version())
+    words = launchers.again(ranks, claim.launcher if claim else "", library, crowded)
+    words += [launchers.callable_as("mpidist"), "train", args.job]
+    for setting in args.settings:
+        words += ["--set", setting]
+    return shlex.join(words)
+
+
+def _report(job, summary, again: str) -> None:
+    if summary.resumed_at == summary.steps and _is_told(job, summary):
+        return  # nothing was to do, which has been said
     facts = summary.as_dict()
     text = json.dumps(facts, indent=2)
     partial = job.folder / "summary.json.part"
     partial.write_text(text + "\n", encoding="utf-8")
     partial.replace(job.folder / "summary.json")
-    accuracy = (
-        "" if summary.test_accuracy is None else f"test accuracy {summary.test_accuracy:.4f}, "
-    )
     done = "done" if summary.finished else f"stopped as planned after {summary.steps} steps"
-    print(
-        f"{done}: {accuracy}train loss {summary.train_loss:.4f}, {summary.epochs} epochs, "
-        f"{summary.samples_per_second:.0f} samples/s, {summary.wall_seconds:.1f} s on {ranks} ranks"
-    )
+    said = [f"{summary.epochs} epochs"]
+    if facts["train_loss"] is not None:
+        said.insert(0, f"train loss {summary.train_loss:.4f}")
+        said.append(f"{summary.samples_per_second:.0f} samples/s")
+    if summary.test_accuracy is not None:
+        said.insert(0, f"test accuracy {summary.test_accuracy:.4f}")
+    ranks = "1 rank" if summary.ranks == 1 else f"{summary.ranks} ranks"
+    print(f"{done}: {', '.join(said)}, {summary.wall_seconds:.1f} s on {ranks}")
     if summary.skipped_records:
         print(
             f"{summary.skipped_records} times a bad record was skipped; they are listed in "
@@ -170,11 +212,16 @@ def _report(job, args, ranks: int, summary) -> None:
             f"exchange takes {price['ordered_us']:.0f} us in the fixed order and "
             f"{price['plain_us']:.0f} us without, {price['ratio']:.2f} times as long"
         )
-    words = ["mpidist", "train", args.job]
-    for setting in args.settings:
-        words += ["--set", setting]
-    prefix = f"mpirun -n {ranks} " if ranks > 1 else ""
-    print(f"results in {job.folder}; again, or further: {prefix}{shlex.join(words)}", flush=True)
+    print(f"results in {job.folder}; again, or further: {again}", flush=True)
+
+
+def _is_told(job, summary) -> bool:
+    """Whether ``summary.json`` is that of these parameters: a run may be killed before it is."""
+    try:
+        told = json.loads((job.folder / "summary.json").read_text(encoding="utf-8"))
+        return told["parameters_sha256"] == summary.parameters_sha256
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 class Reporter:

@@ -9,11 +9,12 @@ import contextlib
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..testing.launch import find_launcher, launcher_command, launcher_kind
+from ..testing.launch import crowding, find_launcher, launcher_command, launcher_kind
 from ..testing.process import run
 
 #: Node states in which Slurm starts nothing; a ``*`` behind any state: it does not answer.
@@ -53,6 +54,42 @@ def command(
     words = list(words) or [str(find_launcher())]
     named = _host_words(kind_of(words), hosts) if hosts and restricted else []
     return [*words, *named, "-n", str(ranks)]
+
+
+def again(ranks: int, started_by: str, library: str, crowded: bool) -> list[str]:
+    """Return the words by which a job like this one is started from a shell. Local.
+
+    Parameters
+    ----------
+    ranks : int
+    started_by : str
+        Who started this process, as `launch.claimed_size` says; "" for nobody.
+    library : str
+        Name and version of the MPI library.
+    crowded : bool
+        Some host has more ranks than cores.
+    """
+    family, _, version = library.rpartition(" ")
+    open_mpi = family == "Open MPI"
+    if started_by == "srun":
+        return ["srun", f"--mpi={'pmix' if open_mpi else 'pmi2'}", "-n", str(ranks)]
+    if not started_by:
+        return []
+    major = version.partition(".")[0]
+    kind = "openmpi" if open_mpi else "mpich"
+    known = open_mpi or family == "MPICH"  # Intel's and others have words of their own
+    more = crowding(kind, int(major)) if crowded and known and major.isdecimal() else []
+    return [callable_as("mpirun"), *more, "-n", str(ranks)]
+
+
+def callable_as(program: str) -> str:
+    """Return how a shell in this folder finds a program that lies beside this Python. Local."""
+    own = Path(sys.executable).with_name(program)
+    found = shutil.which(program)
+    if not own.exists() or (found and Path(found).resolve() == own.resolve()):
+        return program
+    here = Path.cwd()
+    return str(own.relative_to(here) if own.is_relative_to(here) else own)
 
 
 def _host_words(kind: str, hosts: Mapping[str, int]) -> list[str]:

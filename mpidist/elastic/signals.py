@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from .. import events
-from ..abort import end_child
+from ..abort import end_child, wait_for_the_reader
 from . import pulse
 
 #: What the first rank says at once, since a step may be long.
 _INTERRUPTED = b"mpidist: interrupted: the run stops after this step; Ctrl-C again ends it now\n"
+
+
+#: How Open MPI's launchers call themselves, and seconds in which one that still reads has read.
+_OPEN_MPI, _READ_BY = ("prterun", "mpirun", "mpiexec", "orterun"), 0.02
+
+
+def say_last(text: str) -> None:
+    """Print a line on stderr, also where the launcher has stopped to read it. Local.
+
+    Open MPI's does so as soon as it gets Ctrl-C, half a second before it kills the ranks. What it
+    writes to itself is still there: that of the rank it has started here.
+    """
+    print(text, file=sys.stderr, flush=True)
+    if wait_for_the_reader(_READ_BY):
+        return
+    parent = Path(f"/proc/{os.getppid()}")
+    with contextlib.suppress(OSError):
+        if (parent / "comm").read_text().strip() in _OPEN_MPI:
+            with (parent / "fd/2").open("a") as file:
+                file.write(f"{text}\n")
 
 
 class Handlers:

@@ -78,13 +78,17 @@ def launcher_command(n: int, *, mpi: str | os.PathLike | None = None) -> list[st
     kind, major = launcher_kind(launcher)
     words = [str(launcher)]
     if n > len(os.sched_getaffinity(0)):
-        if kind == "openmpi":
-            words += ["--map-by", ":oversubscribe"] if major >= 5 else ["--oversubscribe"]
-            words += ["--bind-to", "none"]
-            words += [word for item in OPEN_MPI_YIELDS.items() for word in ("--mca", *item)]
-        else:
-            words += [word for item in MPICH_YIELDS.items() for word in ("-genv", *item)]
+        words += crowding(kind, major)
     return [*words, "-n", str(n)]
+
+
+def crowding(kind: str, major: int) -> list[str]:
+    """Give the words by which a launcher takes more ranks than cores, politely. Pure."""
+    if kind != "openmpi":
+        return [word for item in MPICH_YIELDS.items() for word in ("-genv", *item)]
+    words = ["--map-by", ":oversubscribe"] if major >= 5 else ["--oversubscribe"]
+    words += ["--bind-to", "none"]
+    return words + [word for item in OPEN_MPI_YIELDS.items() for word in ("--mca", *item)]
 
 
 def launch_environment(

@@ -17,6 +17,7 @@ from ..collectives import selection
 from ..collectives.allreduce import allreduce
 from ..data import Position, Sampler
 from ..elastic import pulse
+from ..elastic.signals import say_last
 from ..errors import ConfigError, MpidistError, NoCheckpoint, StorageError
 from ..run_on_all import run_on_all
 from . import resumed
@@ -322,7 +323,6 @@ class Progress:
             raise lost
         if stopping and watcher.should_stop(self.step):
             if self.comm.rank == 0 and events.VERBOSITY:
-                text = f"mpidist: stopped at step {self.step}: {watcher.reason}; {saved}"
-                print(text, file=sys.stderr, flush=True)
+                say_last(f"mpidist: stopped at step {self.step}: {watcher.reason}; {saved}")
             watcher.state = None  # `checkpoint` has saved this step, and servers are gone by now
             watcher.leave(self.step)

@@ -58,12 +58,9 @@ def _whole(words: Mapping[str, str], name: str) -> str:
     """Return a value; of a table what it holds."""
     value = words.get(name, "none")
     if value.endswith(" entries"):
-        inside = (
-            (key, key.removeprefix(name))
-            for key in words
-            if key.startswith((f"{name}.", f"{name}["))
-        )
-        value = ", ".join(f"{part.lstrip('.')} {words[key]}" for key, part in inside)
+        inside = [key for key in words if key.startswith((f"{name}.", f"{name}["))]
+        held = (f"{key.removeprefix(name).lstrip('.')} {words[key]}" for key in inside)
+        value = "{" + ", ".join(held) + "}"
     return cut(value)
 
 
@@ -72,9 +69,11 @@ def tell(run, end: int) -> None:
     if run.saved_step is None or run.comm.rank or not events.VERBOSITY:
         return
     ranks = "1 rank" if run.ranks_before == 1 else f"{run.ranks_before} ranks"
-    if run.step < end:
-        lines = [f"resumed from step {run.step} (saved by {ranks}), {end - run.step} to go"]
-    else:
-        lines = [f"nothing to do: the run ends at step {end}, and {ranks} saved step {run.step}"]
+    where = f"step {run.step} (saved by {ranks})"
+    lines = [f"resumed from {where}, {end - run.step} to go"]
+    if run.step >= end:
+        lines = [
+            f"nothing to do: the run is at {where} and ends at {end}; give more steps or epochs"
+        ]
     lines += run.changed
     print("".join(f"mpidist: {line}\n" for line in lines), end="", file=sys.stderr, flush=True)
