@@ -8,7 +8,8 @@ whatis("Description: distributed training of plain NumPy and CuPy models on an M
 help([[
 mpidist trains plain NumPy and CuPy models on an MPI job.
 
-    mpirun -n 8 mpidist train JOB.toml      on this machine
+    mpirun -n 8 mpidist train JOB.toml      on this machine; more ranks than cores:
+                                            Open MPI wants --map-by :oversubscribe
     sbatch jobs/allreduce.sbatch JOB.toml   on the cluster
     mpidist --help                          all commands; works on a login node
 
