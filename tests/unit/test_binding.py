@@ -61,6 +61,26 @@ def test_threads_of_the_blas():
     assert blas_threads({"OMP_NUM_THREADS": "many", "MKL_NUM_THREADS": "0"}, 8) == 8
 
 
+class Everyone:
+    """A communicator on which all ranks are this process."""
+
+    rank = 0
+
+    def __init__(self, size):
+        self.size = size
+
+    def allgather(self, mine):
+        return [mine] * self.size
+
+
+def test_whether_ranks_share_cores(monkeypatch):
+    """Open MPI must then be told that this is meant; it counts cores and not their threads."""
+    monkeypatch.setattr(binding.events, "VERBOSITY", 0)
+    cores = len(binding.whole_cores(sorted(os.sched_getaffinity(0))))
+    assert not binding.check(Everyone(cores), {})
+    assert binding.check(Everyone(cores + 1), {})
+
+
 def test_this_process():
     mine = binding.place({"OMP_NUM_THREADS": "1"})
     assert set(mine.cores) == os.sched_getaffinity(0)
