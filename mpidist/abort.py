@@ -214,7 +214,7 @@ def _abort(code: int) -> None:
 
 
 def wait_for_the_reader(seconds: float = READ_BY) -> bool:
-    """Wait until a launcher has taken what this process has said; whether it has. Local."""
+    """Wait so long for a launcher to take what this process has said; whether it has. Local."""
     deadline = time.monotonic() + seconds
     while (unread := any(map(_unread, (1, 2)))) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -135,7 +135,7 @@ def _train(comm, job, parts, args, store_path: Path) -> None:
                 callbacks=[reporter], watch_seconds=0,  # this command's own has a folder for dumps
             )  # fmt: skip
     except Stopped:
-        if comm.rank == 0:
+        if comm.rank == 0 and events.VERBOSITY:
             say_last(f"mpidist: go on with: {_again(args, comm.size, crowded)}")
         raise
     finally:
