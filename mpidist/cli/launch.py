@@ -33,6 +33,9 @@ def add_parser(commands) -> None:
         help="how often in all it comes back from that; default: as often as it takes")  # fmt: skip
     add("--heartbeat", type=float, default=60.0, metavar="S",
         help="end the attempt when a rank gives no sign for so long")  # fmt: skip
+    add("--launcher-timeout", type=float, metavar="S",
+        help="for a launcher that starts nothing, or does not end after its ranks; default: 30, "
+        "and for srun no limit at its start")  # fmt: skip
     add("--start-timeout", type=float, metavar="S", help="until all ranks have begun")
     add("--stall-timeout", type=float, metavar="S", help="without a completed step")
     add("--grace", type=float, default=300.0, metavar="S",
@@ -71,7 +74,13 @@ def run(args: argparse.Namespace) -> int:
         hosts=hosts,
         slurm=in_slurm and not args.hosts,
         policy=Policy(args.max_restarts, args.min_ranks, args.preempted, args.max_preemptions),
-        limits=Limits(args.heartbeat, args.start_timeout, args.stall_timeout, args.grace),
+        limits=Limits(
+            args.heartbeat,
+            args.start_timeout,
+            args.stall_timeout,
+            args.grace,
+            args.launcher_timeout,
+        ),
     )
     try:
         return supervise.run(job)

@@ -52,6 +52,7 @@ def one(who: str, ranks: int, victim: int) -> float:
     """Start a run, kill a rank, and return the seconds until the next completed step. Local."""
     folder = Path(tempfile.mkdtemp(prefix="mpidist-relaunch-"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each start compiles everything again
     job = Started(command(who, ranks, folder), env=environment, cwd=folder)
     try:
         _wait(job, folder, lambda when, step: step >= KILL_AT)

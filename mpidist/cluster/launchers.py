@@ -20,6 +20,14 @@ from ..testing.process import run
 #: Node states in which Slurm starts nothing; a ``*`` behind any state: it does not answer.
 _AWAY = ("down", "drain", "fail", "maint", "unk", "power", "no_respond", "boot")
 
+#: What a rank's shell does first. Open MPI's component for one-sided transfers over libfabric
+#: sleeps a second when MPI_Init closes it unused, and ranks that are all on one host do not use it
+#: (mca_btl_ofi_component_close in opal/mca/btl/ofi/btl_ofi_component.c).
+_WITHOUT_OFI = (
+    '[ "$OMPI_COMM_WORLD_LOCAL_SIZE" = "$OMPI_COMM_WORLD_SIZE" ] && '
+    'export OMPI_MCA_btl="${OMPI_MCA_btl-^ofi}"; '
+)
+
 
 def kind_of(words: Sequence[str]) -> str:
     """Return "openmpi", "mpich", "srun" or "other" for a launcher's command line. Local."""
@@ -90,6 +98,20 @@ def callable_as(program: str) -> str:
         return program
     here = Path.cwd()
     return str(own.relative_to(here) if own.is_relative_to(here) else own)
+
+
+def quick_start(kind: str, launcher: Path, environ: Mapping[str, str]) -> str:
+    """Return what a rank's shell is to do so that MPI_Init takes no longer than it must. Local.
+
+    Nothing where somebody has chosen the transports, by a variable, an option or a file.
+    """
+    files = [Path(environ.get("HOME", "/"), ".openmpi/mca-params.conf")]
+    files += [launcher.resolve().parent.parent / "etc/openmpi-mca-params.conf"]
+    with contextlib.suppress(OSError):
+        for path in filter(Path.exists, files):
+            if re.search(r"^\s*btl\s*=", path.read_text(errors="replace"), re.MULTILINE):
+                return ""
+    return _WITHOUT_OFI if kind == "openmpi" else ""
 
 
 def _host_words(kind: str, hosts: Mapping[str, int]) -> list[str]:

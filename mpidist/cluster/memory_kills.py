@@ -10,81 +10,31 @@ launcher ends the others.
 
 from __future__ import annotations
 
-import os
-import select
 import socket
-import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from ..elastic.control_groups import Group, group_of
 from ..elastic.pulse import Sign
 
 
-class Deaths:
-    """The order in which processes of this host end. Local."""
-
-    def __init__(self):
-        self.order: list[int] = []
-        self._pids: dict[int, int] = {}
-        self._seen: set[int] = set()
-        self._poll = select.epoll()
-        self._end, self._ended = os.pipe()
-        self._poll.register(self._end, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._run, name="mpidist-deaths", daemon=True)
-        self._thread.start()
-
-    def watch(self, pid: int) -> None:
-        """Take note of the end of this process too; nothing where the kernel is too old."""
-        if pid in self._seen or not hasattr(os, "pidfd_open"):
-            return
-        self._seen.add(pid)
-        with suppress(OSError):
-            handle = os.pidfd_open(pid)
-            self._pids[handle] = pid
-            self._poll.register(handle, select.EPOLLIN)
-
-    def _run(self) -> None:
-        while True:
-            for handle, _ in self._poll.poll(maxevents=1):
-                if handle == self._end:
-                    return
-                self.order.append(self._pids[handle])
-                self._poll.unregister(handle)
-
-    def close(self) -> None:
-        """Stop taking note. Twice is fine."""
-        if self._thread.is_alive():
-            os.write(self._ended, b"!")
-            self._thread.join()
-            self._poll.close()
-            for handle in (self._end, self._ended, *self._pids):
-                os.close(handle)
-
-
 class MemoryKills:
     """What an attempt's ranks and control groups tell of memory. Local."""
 
-    def __init__(self, host: str | None = None, root: Path = Path("/")):
+    def __init__(self, order: Sequence[int], host: str | None = None, root: Path = Path("/")):
         self._host = socket.gethostname() if host is None else host
         self._root = root
-        self._deaths = Deaths()
+        self._order = order  # of the processes that have ended
         self._groups: dict[int, Group] = {}
         self._own = group_of("self", root)
         self._before = self._own.kills() if self._own else None
 
     def see(self, signs: Sequence[Sign]) -> None:
-        """Take note of the processes that ranks of this host are, while they are there."""
+        """Take note of the groups that ranks of this host are in, while they are there."""
         for sign in signs:
-            if sign.host == self._host and sign.rank not in self._groups:
-                self._deaths.watch(sign.pid)
-                if group := group_of(sign.pid, self._root):
-                    self._groups[sign.rank] = group
-
-    def close(self) -> None:
-        """Watch nobody any more."""
-        self._deaths.close()
+            here = sign.host == self._host and sign.rank not in self._groups
+            if here and (group := group_of(sign.pid, self._root)):
+                self._groups[sign.rank] = group
 
     def text(self, signs: Sequence[Sign]) -> str:
         """Return the line that names the rank, "" where nobody was killed for want of memory."""
@@ -120,7 +70,7 @@ class MemoryKills:
         return max(told, default=0)
 
     def _first(self, killed: Sequence[Sign]) -> Sign:
-        order = self._deaths.order
+        order = self._order
         gone = [sign for sign in killed if sign.pid in order and sign.host == self._host]
         if gone:
             return min(gone, key=lambda sign: order.index(sign.pid))

@@ -26,14 +26,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..elastic import pulse
+from ..elastic.processes import stat_of
 from ..errors import ConfigError
 from ..testing.launch import launch_environment
 from ..testing.process import end_marked, marked, mpi_segments, remove_session
 from . import launchers
+from .deaths import Deaths
 from .memory_kills import MemoryKills
 from .places import Job, Place, room, say, usable, without_culprits
 from .supervisor import Action, Attempt, decide
-from .vigil import Vigil
+from .vigil import Launcher, Vigil
 
 #: The environment variable that marks everything an attempt has started.
 MARK = "MPIDIST_LAUNCH_MARK"
@@ -127,12 +129,14 @@ class _Running:
         if job.slurm and job.hosts:
             slurm = launchers.slurm_environ(os.environ, list(job.hosts), place.left, ranks)
         words = launchers.command(ranks, job.words, place.hosts, restricted=place.named)
-        if launchers.kind_of(words) == "openmpi":
+        kind = launchers.kind_of(words)
+        if kind == "openmpi":
             # The others hand the whole environment on, also to other hosts.
             words += [word for name in told for word in ("-x", name)]
         self.began = time.monotonic()
         self.environment = {**launch_environment(), **slurm, **told}
-        begin = ["/bin/sh", "-c", _BEGIN, "mpidist", str(self.folder.absolute() / pulse.BEGUN)]
+        script = launchers.quick_start(kind, Path(words[0]), self.environment) + _BEGIN
+        begin = ["/bin/sh", "-c", script, "mpidist", str(self.folder.absolute() / pulse.BEGUN)]
         self.process = subprocess.Popen(
             [*words, *begin, *_unnameable(self.environment), *job.program],
             env=self.environment,
@@ -140,9 +144,11 @@ class _Running:
             start_new_session=True,
             preexec_fn=self._before,
         )
-        tolerant = "--with-ft" in words
-        self.vigil = Vigil(ranks, job.limits, self.began, dead_ends=not tolerant)
-        self.memory = MemoryKills()
+        tolerant, queues = "--with-ft" in words, kind not in ("openmpi", "mpich")
+        self.vigil = Vigil(ranks, job.limits, self.began, dead_ends=not tolerant, queues=queues)
+        self.deaths = Deaths()
+        self.memory = MemoryKills(self.deaths.order)
+        self.begun = False
 
     def _before(self) -> None:
         """Run in the child, which is to become the launcher."""
@@ -163,19 +169,32 @@ class _Running:
                 asked, deadline = True, now + self.job.limits.grace
                 with contextlib.suppress(ProcessLookupError):
                     self.process.send_signal(signal.SIGUSR1)
-            elif number != signal.SIGCHLD:
+            elif self.process.poll() is None:
                 with contextlib.suppress(OSError):  # a shared file system may be away for a while
-                    signs = pulse.read(self.folder)
-                    self.memory.see(signs)
-                    why = self.vigil.look(signs, now)
+                    why = self._look(now)
                 if now > deadline:
                     why = f"did not leave within {self.job.limits.grace:g} s"
             if why:
                 say(f"attempt {self.known_as} is ended: {why}")
                 break
         self._end()
-        self.memory.close()
+        self.deaths.close()
         return self._result(asked, why)
+
+    def _look(self, now: float) -> str:
+        """Return why this attempt must end, "" while all may be well."""
+        ended = set(self.deaths.order)
+        signs = pulse.read(self.folder)
+        self.deaths.watch(signs)
+        self.memory.see(signs)
+        self.begun = self.begun or pulse.has(self.folder, pulse.BEGUN)
+        stopped = stat_of(self.process.pid)[0] == "T"
+        why = self.vigil.look(signs, now, ended, Launcher(self.begun, stopped))
+        if self.vigil.dead:
+            # Open MPI waits half a second for the others to leave by themselves, which they cannot.
+            # It then ends at once, with the exit code of the one that was first.
+            self.deaths.kill()
+        return why
 
     def _end(self) -> None:
         # A library that is killed leaves its shared memory behind; note it while it is mapped.
@@ -183,6 +202,7 @@ class _Running:
         segments = mpi_segments(left)
         if late := self.process.poll() is None:
             self.process.terminate()
+            self.process.send_signal(signal.SIGCONT)  # one that is stopped hears nothing else
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(PATIENCE)
         with contextlib.suppress(OSError):  # a full disk must not save anybody from what follows
@@ -201,7 +221,7 @@ class _Running:
         begun = True
         with contextlib.suppress(OSError):
             self.vigil.note(pulse.read(self.folder))
-            begun = (self.folder / pulse.BEGUN).exists()
+            begun = self.begun or pulse.has(self.folder, pulse.BEGUN)
         signs = self.vigil.signs
         steps = [sign.step for sign in signs if sign.step is not None]
         firsts = [sign.first for sign in signs if sign.first is not None]

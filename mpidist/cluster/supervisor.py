@@ -70,8 +70,8 @@ class Attempt(NamedTuple):
 
     @property
     def unstarted(self) -> bool:
-        """Whether the launcher gave up by itself and had started nothing."""
-        return self.failed and not (self.begun or self.told or self.why or self.asked)
+        """Whether the launcher had started nothing when it gave up, or was given up."""
+        return self.failed and not (self.begun or self.told or self.asked)
 
     @property
     def whole(self) -> bool:
@@ -86,7 +86,7 @@ class Attempt(NamedTuple):
     def text(self) -> str:
         """In a few words."""
         end = f"exit code {self.code}" if self.code >= 0 else f"signal {-self.code}"
-        if self.unstarted:
+        if self.unstarted and not self.why:
             return f"the launcher has started nothing (its words are above), {end}"
         if self.code == 0 and self.left < self.told:
             end += f", but {self.told - self.left} of {self.told} ranks did not end by themselves"

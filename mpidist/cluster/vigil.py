@@ -1,25 +1,26 @@
-"""When does an attempt have to be ended? Judged from what its ranks tell; pure but for /proc."""
+"""When does an attempt have to be ended? Judged from what its ranks tell. Pure."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from ..elastic.processes import runs
 from ..elastic.pulse import Sign
 
 
 class Limits(NamedTuple):
     """Seconds: without a beat, until all ranks begin, without a step, to save and leave.
 
-    `start` None: only once one rank has begun; `stall` None: for ever.
+    `start` None: only once one rank has begun; `stall` None: for ever. `launcher`: until it has
+    started anything, and from the end of all ranks to its own; None is `LAUNCHER`.
     """
 
     heartbeat: float = 60.0
     start: float | None = None
     stall: float | None = None
     grace: float = 300.0
+    launcher: float | None = None
 
     def interval(self, ranks: int) -> float:
         """Seconds between two looks at so many ranks' files."""
@@ -28,8 +29,20 @@ class Limits(NamedTuple):
 
 #: Until all ranks have begun once one has, if nothing else is said.
 START = 300.0
-#: A rank that is dead is left to the launcher for so long; so is a launcher whose ranks have left.
-DEAD, LINGER = 10.0, 60.0
+#: A rank that is dead is left to the launcher for so long; so is a launcher that is stopped.
+DEAD = 10.0
+#: For a launcher that starts nothing, or does not end after its ranks.
+LAUNCHER = 30.0
+
+
+class Launcher(NamedTuple):
+    """What is seen of the launcher itself: it has started something; it is stopped (SIGSTOP)."""
+
+    begun: bool = True
+    stopped: bool = False
+
+
+AT_WORK = Launcher()
 
 
 class Vigil:
@@ -38,6 +51,10 @@ class Vigil:
     A file that cannot be read for a while, as it happens on shared file systems, is no rank that is
     missing: what it told last stands. Silence is counted on this host's clock, from looks; a look
     that comes late, because this process was stopped as well, counts for nothing.
+
+    `dead_ends`: the launcher does not go on without a rank. `queues`: it may have to wait, as srun
+    does, before it can start anything. `ended` has those of this host's processes that are gone,
+    and `dead` the ranks among them that have not left.
     """
 
     def __init__(
@@ -47,19 +64,21 @@ class Vigil:
         began: float,
         *,
         dead_ends: bool = True,
-        alive: Callable[[int], bool] = runs,
+        queues: bool = False,
         host: str | None = None,
     ):
         self.ranks, self.limits, self.began = ranks, limits, began
-        self._dead_ends, self._alive = dead_ends, alive
+        self.dead: list[Sign] = []
+        self._dead_ends = dead_ends
+        self._patience = limits.launcher or LAUNCHER
+        self._unstarted = limits.launcher or (float("inf") if queues else LAUNCHER)
         self._host = socket.gethostname() if host is None else host
         self._last = began
         self._signs: dict[int, Sign] = {}
         self._accused: list[Sign] = []
         self._beats: dict[int, tuple[int, float]] = {}
-        self._dead: dict[int, float] = {}
+        self._since: dict[str, float] = {}
         self._step, self._stepped = -1, began
-        self._all_left: float | None = None
 
     def note(self, signs: Sequence[Sign]) -> None:
         """Take what can be read now of what the ranks have told."""
@@ -82,8 +101,17 @@ class Vigil:
         hosts = {sign.host for sign in first}
         return hosts.pop() if len(hosts) == 1 else ""
 
-    def look(self, told: Sequence[Sign], now: float) -> str:
-        """Return why the attempt must end, or "" while all may be well."""
+    def look(
+        self,
+        told: Sequence[Sign],
+        now: float,
+        ended: Collection[int] = (),
+        launcher: Launcher = AT_WORK,
+    ) -> str:
+        """Return why the attempt must end, or "" while all may be well.
+
+        `ended` is of before the files of what is `told` were read: who leaves says so first.
+        """
         self.note(told)
         signs = self.signs
         if now - self._last > max(5.0, self.limits.heartbeat / 2):
@@ -94,19 +122,22 @@ class Vigil:
         if silent:
             self._accused = silent
             return f"{_named(silent)} gave no sign for {self.limits.heartbeat:g} s"
-        dead = [sign for sign in there if self._gone(sign, now) > DEAD]
-        if dead and self._dead_ends:
-            self._accused = dead
-            return f"{_named(dead)} is dead"
+        if self._dead_ends:
+            self.dead = [s for s in there if s.pid in ended and s.host == self._host]
+        if self._lasts("dead", bool(self.dead), now) > (0 if launcher.stopped else DEAD):
+            self._accused = self.dead
+            return f"{_named(self.dead)} is dead"
+        if why := self._held_up(launcher, bool(signs), len(signs) == self.ranks and not there, now):
+            return why
         late = self.limits.start or (START if signs else float("inf"))
         if len(signs) < self.ranks and now - self.began > late:
             return f"only {len(signs)} of {self.ranks} ranks began within {late:g} s"
-        return self._stalled(signs, there, now) or self._lingers(signs, there, now)
+        return self._stalled(signs, there, now)
 
     def _forget(self, now: float) -> None:
         self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
-        self._dead.clear()
-        self._stepped, self._all_left = now, None
+        self._since.clear()
+        self._stepped = now
 
     def _silence(self, sign: Sign, now: float) -> float:
         beat, since = self._beats.get(sign.rank, (None, now))
@@ -115,11 +146,12 @@ class Vigil:
         self._beats[sign.rank] = sign.beat, since
         return now - since
 
-    def _gone(self, sign: Sign, now: float) -> float:
-        """Seconds since a process of this host is known to be dead."""
-        if sign.host != self._host or self._alive(sign.pid):
-            return 0.0
-        return now - self._dead.setdefault(sign.rank, now)
+    def _lasts(self, what: str, so: bool, now: float) -> float:
+        """Seconds for which it has been so, -1 while it is not."""
+        if not so:
+            self._since.pop(what, None)
+            return -1.0
+        return now - self._since.setdefault(what, now)
 
     def _stalled(self, signs, there, now: float) -> str:
         step = max((-1 if sign.step is None else sign.step for sign in signs), default=-1)
@@ -129,14 +161,14 @@ class Vigil:
             return f"no step after {step} for {self.limits.stall:g} s"
         return ""
 
-    def _lingers(self, signs, there, now: float) -> str:
-        if there or len(signs) < self.ranks:
-            self._all_left = None
-            return ""
-        if self._all_left is None:
-            self._all_left = now
-        if now - self._all_left > LINGER:
-            return f"all ranks have left, and the launcher goes on for {LINGER:g} s"
+    def _held_up(self, launcher: Launcher, told: bool, left: bool, now: float) -> str:
+        if self._lasts("stopped", launcher.stopped, now) > DEAD:
+            return f"the launcher is stopped (SIGSTOP), for {DEAD:g} s"
+        unstarted = not (launcher.begun or told)
+        if self._lasts("unstarted", unstarted, now) > self._unstarted:
+            return f"the launcher has started nothing within {self._unstarted:g} s"
+        if self._lasts("left", left, now) > self._patience:
+            return f"all ranks have left, and the launcher goes on for {self._patience:g} s"
         return ""
 
 

@@ -44,7 +44,7 @@ ORPHAN = 70
 INTERVAL = 1.0
 
 _BEAT, _STEP, _FIRST, _LEFT, _PID, _HEARD, _FAILED, _PEAK, _KILLS = range(9)
-_NUMBERS = struct.Struct("<12q")
+_NUMBERS = struct.Struct("<13q")
 _BYTES = 256
 _NONE = -1  # no step yet
 
@@ -55,7 +55,8 @@ class Sign(NamedTuple):
     `heard`: it was asked to end by a signal. `failed`: by an error of its own it ends the job.
     `peak`: the most memory it has held. `limit`, `kills`: that of its control group in bytes, 0
     for none, and how many of it the kernel has killed for want of memory, now and `kills_before`
-    it began, -1 where nobody counts; `group` is a number of that group on its host.
+    it began, -1 where nobody counts; `group` is a number of that group on its host. `pid` and
+    `born` name its process on its host for ever, unless it is in a container that counts its own.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class Sign(NamedTuple):
     kills_before: int = -1
     limit: int = 0
     group: int = 0
+    born: int = 0
 
 
 class Pulse:
@@ -85,7 +87,7 @@ class Pulse:
         group = self._group.folder.stat().st_ino if self._group else 0
         with (folder / f"rank-{rank}").open("xb+") as file:
             begin = 0, _NONE, _NONE, 0, os.getpid(), 0, 0, peak_memory(), kills, kills, limit, group
-            text = _NUMBERS.pack(*begin) + socket.gethostname().encode()
+            text = _NUMBERS.pack(*begin, int(born("self") or 0)) + socket.gethostname().encode()
             file.write(text.ljust(_BYTES, b"\0"))
             file.flush()
             self._map = mmap.mmap(file.fileno(), _BYTES)
@@ -136,7 +138,7 @@ class Pulse:
 
     def _is_over(self) -> bool:
         try:
-            return any(path.name == OVER for path in self._folder.iterdir())
+            return has(self._folder, OVER)
         except FileNotFoundError:
             return True
         except OSError:
@@ -203,6 +205,11 @@ def is_at_work(launcher: str, elsewhere: bool) -> bool:
     return runs(words[1]) and born(words[1]) == words[2]
 
 
+def has(folder: Path, name: str) -> bool:
+    """Whether this file is in the folder; other hosts' are seen in a listing first. Local."""
+    return any(path.name == name for path in folder.iterdir())
+
+
 def read(folder: Path) -> list[Sign]:
     """Return what the ranks of an attempt have told so far, by rank. Local."""
     signs = []
@@ -210,11 +217,11 @@ def read(folder: Path) -> list[Sign]:
         with contextlib.suppress(OSError, ValueError):
             data = path.read_bytes()
             if len(data) == _BYTES:  # else it is only just being made
-                beat, step, first, left, pid, heard, failed, *memory = _NUMBERS.unpack_from(data)
+                beat, step, first, left, pid, heard, failed, *more = _NUMBERS.unpack_from(data)
                 host = data[_NUMBERS.size :].rstrip(b"\0").decode(errors="replace")
                 rank = int(path.name.partition("-")[2])
                 known = _known(step), _known(first), bool(left), pid, host
-                signs.append(Sign(rank, beat, *known, bool(heard), bool(failed), *memory))
+                signs.append(Sign(rank, beat, *known, bool(heard), bool(failed), *more))
     return sorted(signs)
 
 

@@ -1,13 +1,8 @@
 """What control groups tell of memory, and which rank is named: faked folders of files."""
 
-import os
-import subprocess
-import sys
-import time
-
 import pytest
 
-from mpidist.cluster.memory_kills import Deaths, MemoryKills, gibibytes
+from mpidist.cluster.memory_kills import MemoryKills, gibibytes
 from mpidist.cluster.supervisor import Attempt
 from mpidist.elastic.control_groups import group_of, peak_memory
 from mpidist.elastic.pulse import Sign
@@ -65,12 +60,10 @@ def test_the_groups_of_both_versions(tmp_path, version):
 
 def test_no_groups_at_all(tmp_path):
     assert group_of(root=tmp_path) is None
-    kills = MemoryKills("here", tmp_path)
+    kills = MemoryKills([], "here", tmp_path)
     kills.see([sign(0)])
     assert kills.text([sign(0, kills=-1, kills_before=-1), sign(1, heard=True)]) == ""
     assert kills.text([]) == ""
-    kills.close()
-    kills.close()
     assert peak_memory() > 1 << 20
     assert peak_memory(root=tmp_path) == 0
 
@@ -79,7 +72,7 @@ def test_no_groups_at_all(tmp_path):
 def test_the_rank_that_was_lost_is_named(tmp_path, version):
     version(tmp_path, "job", limit=4 * GIB)
     version(tmp_path, "job", pid=101)
-    kills = MemoryKills("here", tmp_path)
+    kills = MemoryKills([], "here", tmp_path)
     signs = [sign(0, heard=True), sign(1), sign(2, left=True), sign(3, failed=True)]
     kills.see(signs)
     assert kills.text(signs) == ""  # killed by somebody else
@@ -87,75 +80,50 @@ def test_the_rank_that_was_lost_is_named(tmp_path, version):
     assert (
         kills.text(signs) == f"rank 1 on here was killed by the kernel for want of memory: {HELD}"
     )
-    kills.close()
 
 
 def test_of_several_that_are_gone(tmp_path):
     """The first one; where nobody saw the order, the largest, which is whom the kernel takes."""
     second(tmp_path, "job", kills=1)
-    kills = MemoryKills("here", tmp_path)
+    order = []
+    kills = MemoryKills(order, "here", tmp_path)
     signs = [sign(0, peak=GIB), sign(1, peak=2 * GIB), sign(2, peak=GIB)]
     assert kills.text(signs).startswith("rank 1 on here was killed by the kernel")
-    kills._deaths.order.extend([102, 101, 100])
+    order.extend([102, 101, 100])
     assert kills.text(signs).startswith("rank 2 on here was killed by the kernel")
-    kills.close()
 
 
 def test_groups_of_their_own_tell_exactly(tmp_path):
     """As Slurm's tasks have; also when the folders are gone with the step."""
     for rank in (0, 1):
         second(tmp_path, f"job/task_{rank}", pid=100 + rank, kills=rank)
-    kills = MemoryKills("here", tmp_path)
+    kills = MemoryKills([], "here", tmp_path)
     signs = [sign(0, peak=3 * GIB, group=1), sign(1, peak=GIB, group=2)]
     kills.see(signs)
     assert kills.text(signs).startswith("rank 1 on here was killed by the kernel")
-    kills.close()
 
 
 def test_other_hosts_tell_by_those_that_live(tmp_path):
-    kills = MemoryKills("here", tmp_path)
+    kills = MemoryKills([], "here", tmp_path)
     signs = [sign(0, "far"), sign(1, "far", kills=1, heard=True), sign(2, "further")]
     assert kills.text(signs).startswith("rank 0 on far was killed by the kernel")
     assert kills.text([sign(0, "far"), sign(1, "far", kills=1, heard=True, group=8)]) == ""
-    kills.close()
 
 
 def test_without_a_limit_it_was_the_host(tmp_path):
     second(tmp_path, "job", kills=1)
-    kills = MemoryKills("here", tmp_path)
+    kills = MemoryKills([], "here", tmp_path)
     assert "no limit, so it was its host that had no more" in kills.text([sign(0, limit=0)])
-    kills.close()
 
 
 def test_ranks_that_tell_nothing(tmp_path):
     second(tmp_path, "job", limit=GIB)
-    kills = MemoryKills("here", tmp_path)
+    kills = MemoryKills([], "here", tmp_path)
     second(tmp_path, "job", kills=1, limit=GIB)
     assert kills.text([]) == (
         "the kernel killed a process here for want of memory, and the limit of its control group "
         "is 1 GiB; its ranks tell nothing (md.guard does)"
     )
-    kills.close()
-
-
-def test_the_order_of_deaths():
-    deaths = Deaths()
-    processes = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) for _ in range(3)]
-    for process in processes:
-        deaths.watch(process.pid)
-    deaths.watch(1 << 22)  # there is none
-    for k in (1, 2, 0):
-        processes[k].kill()
-        processes[k].wait()
-        end = time.monotonic() + 10
-        while processes[k].pid not in deaths.order and time.monotonic() < end:
-            time.sleep(0.001)
-    assert deaths.order == [processes[k].pid for k in (1, 2, 0)]
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    deaths.close()
-    assert len(os.listdir("/proc/self/fd")) == before - 6  # noqa: PTH208
-    for process in processes:
-        process.stdin.close()
 
 
 def test_it_stands_in_the_line_of_the_attempt():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mpidist.cluster import launchers, places, supervise
 from mpidist.cluster.supervisor import HOPELESS, UNSTARTED, Attempt, Policy, decide, left_out
-from mpidist.cluster.vigil import DEAD, LINGER, START, Limits, Vigil
+from mpidist.cluster.vigil import DEAD, LAUNCHER, START, Launcher, Limits, Vigil
 from mpidist.elastic import pulse
 from mpidist.elastic.pulse import Sign
 from mpidist.errors import ConfigError
@@ -258,8 +258,8 @@ def sign(rank, beat=0, step=None, left=False, pid=1, host="here"):
 LIMITS = Limits(heartbeat=10)
 
 
-def vigil(limits=LIMITS, dead=(), ranks=2, **options):
-    return Vigil(ranks, limits, 0.0, alive=lambda pid: pid not in dead, host="here", **options)
+def vigil(limits=LIMITS, ranks=2, **options):
+    return Vigil(ranks, limits, 0.0, host="here", **options)
 
 
 def test_a_rank_without_a_beat():
@@ -279,17 +279,49 @@ def test_a_supervisor_that_was_stopped_itself_accuses_nobody():
 
 
 def test_a_dead_rank():
-    """The launcher has a moment to notice it; one that tolerates it is not disturbed."""
+    """The launcher has a moment to end the job; one that tolerates it is not disturbed."""
     signs = [sign(0), sign(1, pid=7)]
     slow = Limits(heartbeat=60)
-    one, tolerant = vigil(slow, dead={7}), vigil(slow, dead={7}, dead_ends=False)
+    one, tolerant = vigil(slow), vigil(slow, dead_ends=False)
     for now in (1.0, 1.0 + DEAD):
-        assert one.look(signs, now) == tolerant.look(signs, now) == ""
-    assert one.look(signs, 1.1 + DEAD) == "rank 1 on here is dead"
-    assert tolerant.look(signs, 1.1 + DEAD) == ""
-    elsewhere = vigil(dead={7})
+        assert one.look(signs, now, {7}) == tolerant.look(signs, now, {7}) == ""
+    assert (one.dead, tolerant.dead) == ([signs[1]], [])
+    assert one.look(signs, 1.1 + DEAD, {7}) == "rank 1 on here is dead"
+    assert tolerant.look(signs, 1.1 + DEAD, {7}) == ""
+    elsewhere = vigil()
     for now in range(5):
-        assert elsewhere.look([sign(0, now), sign(1, now, pid=7, host="there")], now) == ""
+        assert elsewhere.look([sign(0, now), sign(1, now, pid=7, host="there")], now, {7}) == ""
+    gone = vigil()
+    assert gone.look([sign(0), sign(1, pid=7, left=True)], 1.0, {7}) == ""
+    assert gone.dead == []
+
+
+def test_a_launcher_that_is_held_up():
+    """Issue 10: it starts nothing, is stopped, or does not end after its ranks."""
+    nothing, stopped = Launcher(begun=False), Launcher(stopped=True)
+    limits = Limits(heartbeat=1e6)
+    one, queue, quick = vigil(), vigil(queues=True), vigil(limits._replace(launcher=5.0))
+    for now in (0.0, LAUNCHER):
+        assert one.look([], now, (), nothing) == ""
+    said = one.look([], LAUNCHER + 0.1, (), nothing)
+    assert said == "the launcher has started nothing within 30 s"
+    for now in (0.0, 1.0, 2.0, 2.5):
+        assert quick.look([], now, (), nothing) == ""
+    assert vigil(limits._replace(launcher=5.0), queues=True).look([], 0.0, (), nothing) == ""
+    for now in range(0, 1000, 4):
+        assert queue.look([], now, (), nothing) == "", "it waits for its turn"
+    # Whose file is seen before that of the start has begun as well.
+    one = vigil(limits)
+    for now in range(0, 100, 4):
+        assert one.look([sign(0), sign(1)], now, (), nothing) == ""
+    one = vigil(limits)
+    for now in (0.0, 4.0, 8.0, 10.0):
+        assert one.look([sign(0), sign(1)], now, (), stopped) == ""
+    assert one.look([sign(0), sign(1)], 10.1, (), stopped).startswith("the launcher is stopped")
+    # Stopped, it ends nothing: a rank that is dead is not left to it.
+    one = vigil()
+    assert one.look([sign(0), sign(1, pid=7)], 0.0, {7}, stopped) == ""
+    assert one.look([sign(0), sign(1, pid=7)], 0.5, {7}, stopped) == "rank 1 on here is dead"
 
 
 def test_a_file_that_cannot_be_read_is_no_missing_rank():
@@ -341,7 +373,7 @@ def test_no_step_and_no_end():
     assert one.look([sign(0, step=5), sign(1, step=5)], 63.0) == "no step after 5 for 30 s"
     left = [sign(0, step=5, left=True), sign(1, step=5, left=True)]
     assert one.look(left, 64.0) == ""
-    assert "all ranks have left" in one.look(left, 64.1 + LINGER)
+    assert "all ranks have left" in one.look(left, 64.1 + LAUNCHER)
 
 
 # ------------------------------------------------------------------------------- how it is started
