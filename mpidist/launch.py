@@ -15,7 +15,6 @@ import re
 import socket
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -193,6 +192,8 @@ def fingerprint() -> dict[str, str]:
 
 
 def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:

@@ -17,7 +17,6 @@ import io
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import h5py
 import numpy as np
 
 from mpidist.checkpoint.layout import Path, dtype_of, show
@@ -60,6 +59,8 @@ def plan(parts: Sequence[Part]) -> Plan:
 
     The same parts give the same bytes: there is no time, host or name of a run inside.
     """
+    import h5py
+
     memory = _Remembering()
     offsets = []
     with h5py.File(
@@ -74,8 +75,10 @@ def plan(parts: Sequence[Part]) -> Plan:
     return Plan(memory.size, memory.segments(), offsets)
 
 
-def _add(file: h5py.File, name: str, part: Part) -> int:
+def _add(file, name: str, part: Part) -> int:
     """Make one dataset without data and return its byte offset."""
+    import h5py
+
     dtype, inner = face(part.dtype)
     shape = (*part.region.shape, *inner)
     settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)

@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
-import h5py
 import numpy as np
 
 import mpidist
@@ -387,6 +386,8 @@ def _discard(name: str, root: int) -> None:
 
 
 def _software() -> dict[str, str]:
+    import h5py
+
     return {
         "mpidist": mpidist.__version__,
         "numpy": np.__version__,

@@ -16,10 +16,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-import h5py
 import numpy as np
 
-from mpidist import strangers
 from mpidist.data.reading import Rooms, Run, Runs, bytes_of
 from mpidist.data.sources import Part, Source
 from mpidist.errors import BadRecord, ClosedError, ConfigError
@@ -52,6 +50,8 @@ class HDF5:
         self._lock, self._rooms = threading.Lock(), Rooms()
         if not self.names:
             raise ConfigError(f"hdf5: {path}: no dataset is named; give at least one")
+        from mpidist import strangers  # and with it HDF5, which others do not need at their start
+
         self._file = strangers.opened(path, follow=True)
         self._raw = os.dup(self._file.id.get_vfd_handle())
         try:
@@ -66,6 +66,8 @@ class HDF5:
             raise
 
     def _reader(self, name: str, cache: int) -> _Rows | _Chunks:
+        from mpidist import strangers
+
         try:
             dataset = strangers.dataset(self._file, name)
         except ConfigError as error:
@@ -191,6 +193,8 @@ class _Rows:
 
 def _as_they_are(dataset) -> bool:
     """Whether the rows of a dataset lie whole in the file, byte for byte as in memory."""
+    import h5py
+
     settings, stored = dataset.id.get_create_plist(), dataset.id.get_type()
     if settings.get_nfilters() or stored != h5py.h5t.py_create(dataset.dtype):
         return False
@@ -275,6 +279,8 @@ def hdf5(
 
 def write(path: str | os.PathLike, arrays: Mapping, chunks: int | None = None) -> None:
     """Write arrays by name, in chunks of so many rows: for tests, and to prepare data. Local."""
+    import h5py
+
     with h5py.File(path, "w") as file:
         for name, array in arrays.items():
             shape = None if chunks is None else (min(chunks, len(array)), *array.shape[1:])
