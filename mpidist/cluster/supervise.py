@@ -190,9 +190,10 @@ class _Running:
         self.begun = self.begun or pulse.has(self.folder, pulse.BEGUN)
         stopped = stat_of(self.process.pid)[0] == "T"
         why = self.vigil.look(signs, now, ended, Launcher(self.begun, stopped))
-        if self.vigil.dead:
+        if any(not sign.heard for sign in self.vigil.dead):
             # Open MPI waits half a second for the others to leave by themselves, which they cannot.
-            # It then ends at once, with the exit code of the one that was first.
+            # So it ends at once, with the exit code of the one that was first. Not where somebody
+            # has asked them to leave: then the end is under way.
             self.deaths.kill()
         return why
 

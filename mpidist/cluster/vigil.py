@@ -54,7 +54,7 @@ class Vigil:
 
     `dead_ends`: the launcher does not go on without a rank. `queues`: it may have to wait, as srun
     does, before it can start anything. `ended` has those of this host's processes that are gone,
-    and `dead` the ranks among them that have not left.
+    and `dead` the first ranks among them that have not left.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Vigil:
         if silent:
             self._accused = silent
             return f"{_named(silent)} gave no sign for {self.limits.heartbeat:g} s"
-        if self._dead_ends:
+        if self._dead_ends and not self.dead:  # the first ones: others may be killed for them
             self.dead = [s for s in there if s.pid in ended and s.host == self._host]
         if self._lasts("dead", bool(self.dead), now) > (0 if launcher.stopped else DEAD):
             self._accused = self.dead
