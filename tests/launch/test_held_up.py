@@ -1,0 +1,189 @@
+"""`mpidist launch` and a launcher that starts nothing, is stopped, or waits for those it ends."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from again import best_of_three
+from test_supervised import children, finish, run, supervised
+
+from mpidist.elastic import pulse
+from mpidist.elastic.processes import stat_of
+from mpidist.testing.launch import find_launcher, launcher_kind
+from mpidist.testing.process import mpi_segments
+
+#: It tells, takes a step every 50 ms, and has its ranks hear SIGTERM without leaving.
+STEPS = """
+import os, sys, time
+from mpi4py import MPI
+import mpidist as md
+comm, last = MPI.COMM_WORLD, int(sys.argv[1])
+with md.guard(comm) as run:
+    for step in range(last if os.environ["MPIDIST_ATTEMPT"] == "0" else 2):
+        comm.Barrier()
+        time.sleep(0.05)
+        run.should_stop(step + 1)
+"""
+FOR_EVER, SHORT = 100_000, 5
+
+
+def program(last=FOR_EVER):
+    return [sys.executable, "-c", STEPS, str(last)]
+
+
+def launcher(folder, text):
+    """The words of a launcher that passes for this MPI's own, and does what `text` says."""
+    real, path = find_launcher(), folder / "mpirun"
+    path.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exec {real} --version\nreal={real}\n{text}\n'
+    )
+    path.chmod(0o755)
+    many = ":oversubscribe" if launcher_kind(real)[0] == "openmpi" else ""
+    return ["--launcher", f"{path} --map-by {many}" if many else str(path)]
+
+
+def ranks(folder, attempt=0):
+    """What the ranks of an attempt have told, once both have made a step."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        signs = [s for f in folder.glob(f".mpidist-launch-*/attempt-{attempt}")
+                 for s in pulse.read(f)]  # fmt: skip
+        if len(signs) == 2 and all(sign.step for sign in signs):
+            return signs
+        time.sleep(0.005)
+    raise AssertionError("the ranks did not begin")
+
+
+def test_it_starts_nothing(tmp_path):
+    """Issue 10: stopped before it has begun; one line each time, and the third is the last."""
+    words = [*launcher(tmp_path, "kill -STOP $$"), "--launcher-timeout", "2"]
+    begin = time.monotonic()
+    done = run(tmp_path, "-n", "2", *words, "--max-restarts", "0", code=143, program=program())
+    assert time.monotonic() - begin < 60
+    said = "attempt 0 is ended: the launcher has started nothing within 2 s\n"
+    assert done.stderr.count(said) == 3
+    assert done.stderr.count("mpidist launch: ") == 7
+    assert done.stderr.endswith("attempt-2\n") or "3 times in a row" in done.stderr
+
+
+def test_it_is_stopped_meanwhile(tmp_path):
+    """Issue 10: nobody forwards signals or output any more; it is ended, and the job goes on."""
+    job = supervised(tmp_path, "-n", "2", program=program())
+    ranks(tmp_path)
+    (pid,) = children(job.pid)
+    os.kill(pid, signal.SIGSTOP)
+    done = finish(job)
+    assert done.stderr.count("is ended: the launcher is stopped (SIGSTOP), for 10 s\n") == 1
+
+
+def test_it_is_stopped_and_a_rank_dies(tmp_path):
+    """A stopped one ends nothing: there is nothing to wait for."""
+    job = supervised(tmp_path, "-n", "2", program=program())
+    signs = ranks(tmp_path)
+    (pid,) = children(job.pid)
+    os.kill(pid, signal.SIGSTOP)
+    while stat_of(pid)[0] != "T":
+        time.sleep(0.01)
+    os.kill(signs[1].pid, signal.SIGKILL)
+    done = finish(job, timeout=60)
+    assert f"is ended: rank 1 on {os.uname().nodename} is dead\n" in done.stderr
+
+
+def test_it_does_not_end(tmp_path):
+    """Issue 10: it was waited for a minute."""
+    text = '"$real" "$@"\nsleep 1000'
+    words = [*launcher(tmp_path, text), "--launcher-timeout", "3", "--max-restarts", "0"]
+    done = run(tmp_path, "-n", "2", *words, code=143, program=program(SHORT))
+    assert "all ranks have left, and the launcher goes on for 3 s" in done.stderr
+
+
+def test_the_others_are_not_waited_for(tmp_path):
+    """R140: a killed rank is seen at once. Open MPI alone waits half a second for the others."""
+
+    def once():
+        folder = tmp_path / str(time.monotonic_ns())
+        folder.mkdir()
+        job = supervised(folder, "-n", "2", program=program())
+        signs = ranks(folder)
+        time.sleep(1.0)
+        start = time.monotonic()
+        os.kill(signs[1].pid, signal.SIGKILL)
+        again = next(folder.glob(".mpidist-launch-*")) / "attempt-1"
+        while not again.exists() and time.monotonic() < start + 20:
+            time.sleep(0.002)
+        seconds = time.monotonic() - start
+        finish(job)
+        return seconds
+
+    def soon(seconds):
+        assert seconds < 0.5
+
+    best_of_three(soon, once)
+
+
+KILLED_AT_ITS_END = """
+import atexit, os, signal
+from mpi4py import MPI
+import mpidist as md
+comm = MPI.COMM_WORLD
+with md.guard(comm):
+    comm.Barrier()
+if os.environ["MPIDIST_ATTEMPT"] == "0" and comm.rank == 1:
+    MPI.Finalize = None
+    atexit.register(os.kill, os.getpid(), signal.SIGKILL)
+"""
+KILLED_IN_INIT = """
+import os, signal, threading, time
+if os.environ["MPIDIST_ATTEMPT"] == "0" and "1" in (
+    os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")
+):
+    import mpi4py
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+    if os.fork() == 0:
+        time.sleep(0.004)
+        os.kill(os.getppid(), signal.SIGKILL)
+        os._exit(0)
+    MPI.Init()
+    time.sleep(100)
+from mpi4py import MPI
+import mpidist as md
+with md.guard(MPI.COMM_WORLD):
+    pass
+"""
+
+
+@pytest.mark.parametrize("text", [KILLED_IN_INIT, KILLED_AT_ITS_END], ids=["init", "end"])
+def test_killed_where_nobody_tells_yet_or_any_more(tmp_path, text):
+    """The launcher sees it; the next attempt comes to its end, and nothing stays behind."""
+    before, sessions = unmapped(), Path(tempfile.mkdtemp())  # a short name: there are sockets in it
+    program = [sys.executable, "-c", text]
+    try:
+        done = run(tmp_path, "-n", "2", program=program, TMPDIR=str(sessions))
+        assert done.stderr.count("mpidist launch: attempt 0 on 2 ranks") == 1
+        assert list(sessions.iterdir()) == []
+        assert unmapped() <= before
+    finally:
+        shutil.rmtree(sessions)
+
+
+def unmapped():
+    """Shared memory of MPI libraries that no process has any more."""
+    segments = {p for p in Path("/dev/shm").iterdir() if "shm_" in p.name or "segment" in p.name}
+    return segments - mpi_segments([p.name for p in Path("/proc").glob("[0-9]*")])
+
+
+def test_transports_on_one_host(tmp_path):
+    """Open MPI waits a second for a transport that one host does not use; a choice stays."""
+    tell = "import json, os; print(json.dumps(os.environ.get('OMPI_MCA_btl')))"
+    openmpi = launcher_kind(find_launcher())[0] == "openmpi"
+    for given, seen in ((None, "^ofi" if openmpi else None), ("self,sm", "self,sm")):
+        more = {} if given is None else {"OMPI_MCA_btl": given}
+        done = run(tmp_path, "-n", "2", program=[sys.executable, "-c", tell], **more)
+        assert [json.loads(line) for line in done.stdout.split()] == [seen, seen]
