@@ -13,6 +13,15 @@ _MPI_SETTINGS = (
 )  # fmt: skip
 
 
+#: Names the folder of this attempt to the ranks that `mpidist launch` starts.
+ATTEMPT_FOLDER = "MPIDIST_ATTEMPT_FOLDER"
+
+
+def job_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where all attempts of `mpidist launch` at this job find what they keep; None: none. Local."""
+    return Path(environ[ATTEMPT_FOLDER]).parent if ATTEMPT_FOLDER in environ else None
+
+
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Where choices are remembered between runs; None: nowhere. Local.
 

@@ -5,6 +5,7 @@ environment, by which what outlives it on this host is found and ended. Ranks on
 their folder that the attempt is over, and end themselves (`mpidist.elastic.pulse`).
 
     DIR/history.jsonl      one line for each attempt and decision
+    DIR/selection-*.json   what `algorithm="auto"` has chosen, for the attempts after this one
     DIR/attempt-0/rank-3   what rank 3 has told
     DIR/attempt-0/launcher who has started it
     DIR/attempt-0/begun    the program began, on some host
@@ -305,6 +306,8 @@ def remove(folder: Path) -> None:
         if (attempt / _LAUNCHER).exists():
             shutil.rmtree(attempt, ignore_errors=True)
     with contextlib.suppress(OSError):
+        for path in folder.glob("selection-*.json"):
+            path.unlink()
         (folder / "history.jsonl").unlink(missing_ok=True)
         folder.rmdir()
 

@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from .. import events
 from ..context import Context, of
-from ..environment import cache_folder, mpi_settings
+from ..environment import cache_folder, job_folder, mpi_settings
 from ..errors import ConfigError
 from ..mismatch import Signature
 from . import algorithms, selection_cache
@@ -143,19 +143,24 @@ def choose(context: Context, signature: Signature, reduction: Reduction, shape, 
         local = memory_of(context).topology.local_size
         if context.rank == 0 and not selection_cache.busy(local):
             cache.keep(key, entry, time.time())
+        context.store["attempts"].keep(key, entry, time.time())
     return chosen[key]["algorithm"]
 
 
 def _remembered(context: Context) -> Remembered:
     """Return the cache, of rank 0 alone, its entries taken over. Collective on first use."""
     if "remembered" not in context.store:
-        cache, mine = Remembered({}, None), {}
+        cache = attempts = Remembered({}, None)
+        mine: dict[str, dict] = {}
         if context.rank == 0:
             folder = context.store.get("selection folder", cache_folder())
             node_of = memory_of(context).topology.node_of
-            cache = Remembered(selection_cache.facts_of(node_of, _mpi()), folder)
-            mine = cache.read(time.time())
-        context.store["remembered"] = cache
+            facts = selection_cache.facts_of(node_of, _mpi())
+            cache = Remembered(facts, folder)
+            # Another attempt at the same job goes on as it began, and measures nothing again.
+            attempts = Remembered(facts, job_folder() if folder else None, all_choices=True)
+            mine = cache.read(time.time()) | attempts.read(time.time())
+        context.store["remembered"], context.store["attempts"] = cache, attempts
         # All ranks take what rank 0 finds, also nothing: their homes may differ, choices may not.
         for key, entry in json.loads(_from_rank_0(context, json.dumps(mine).encode())).items():
             if entry["algorithm"] in candidates(context) and entry.get("ranks") == context.size:

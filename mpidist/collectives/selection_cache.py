@@ -6,7 +6,8 @@ processor, network. Another cluster, another launch: another file.
 
 A noisy measurement must not stay for ever. A choice is remembered only where the winner was ahead
 by `MARGIN`, won most rounds, and nobody else worked on the machine (`busy`): what is close or was
-disturbed is measured in every run. And for `DAYS` days, then it is measured anew.
+disturbed is measured in every run. And for `DAYS` days, then it is measured anew. The attempts of
+one job under `mpidist launch` are one run: they keep all choices, in the job's own folder.
 Everything here is local and called on rank 0 alone; nothing here raises because of a file.
 """
 
@@ -33,10 +34,13 @@ _MOST_BYTES = 1 << 20  # a table has some twenty entries of a hundred bytes
 
 
 class Remembered:
-    """The file of one fingerprint; `folder` None: nothing is read or kept."""
+    """The file of one fingerprint; `folder` None: nothing is read or kept.
 
-    def __init__(self, facts: dict, folder: Path | None):
-        self.facts, self.fingerprint = facts, fingerprint(facts)
+    `all_choices`: also what is not clear.
+    """
+
+    def __init__(self, facts: dict, folder: Path | None, all_choices: bool = False):
+        self.facts, self.fingerprint, self.all_choices = facts, fingerprint(facts), all_choices
         self.path = folder / f"selection-{self.fingerprint}.json" if folder else None
 
     def read(self, now: float) -> dict[str, dict]:
@@ -53,7 +57,8 @@ class Remembered:
 
     def keep(self, key: str, entry: dict, now: float) -> None:
         """Add a fresh entry to the file, if it is clear enough. Local."""
-        if self.path is None or margin(entry["us"]) < MARGIN or entry["won"] < WON:
+        clear = margin(entry["us"]) >= MARGIN and entry["won"] >= WON
+        if self.path is None or not (clear or self.all_choices):
             return
         entries = {**self.read(now), key: {**entry, "time": int(now)}}
         content = {"format": _FORMAT, "facts": self.facts, "entries": entries}

@@ -29,11 +29,12 @@ from typing import NamedTuple
 
 from mpidist.elastic.control_groups import group_of, peak_memory
 from mpidist.elastic.processes import born, runs
+from mpidist.environment import ATTEMPT_FOLDER
 from mpidist.launch import rank_hint
 
 #: Environment variables by which `mpidist launch` reaches its ranks: the folder of this attempt,
 #: its number (from 0), and ``HOST PID BORN`` of the process that launched it.
-FOLDER, ATTEMPT, LAUNCHER = "MPIDIST_ATTEMPT_FOLDER", "MPIDIST_ATTEMPT", "MPIDIST_LAUNCHER"
+FOLDER, ATTEMPT, LAUNCHER = ATTEMPT_FOLDER, "MPIDIST_ATTEMPT", "MPIDIST_LAUNCHER"
 #: The file that appears in the folder when the attempt is over, whoever still runs.
 OVER = "over"
 #: The file that appears when the program begins anywhere: the launcher has started something.

@@ -127,6 +127,35 @@ def test_the_others_are_not_waited_for(tmp_path):
     best_of_three(soon, once)
 
 
+CHOOSES = """
+import json, os
+import numpy as np
+from mpi4py import MPI
+import mpidist as md
+from mpidist.collectives import selection
+comm = MPI.COMM_WORLD
+md.allreduce(comm, np.ones(50_000, np.float32))
+if comm.rank == 0:
+    print(json.dumps(selection.table(comm)), flush=True)
+comm.Barrier()
+if os.environ["MPIDIST_ATTEMPT"] == "0":
+    os._exit(9)
+"""
+
+
+def test_choices_are_kept_over_attempts(tmp_path):
+    """Issue 10: what has been measured once is not measured again, clear or not."""
+    done = run(
+        tmp_path, "-n", "2", program=[sys.executable, "-c", CHOOSES],
+        XDG_CACHE_HOME=str(tmp_path / "new"), MPIDIST_SELECTION_CACHE="1",
+    )  # fmt: skip
+    first, again = (json.loads(line) for line in done.stdout.splitlines())
+    assert {entry.pop("from") for entry in first.values()} == {"measured"}
+    assert {entry.pop("from") for entry in again.values()} == {"cache"}
+    assert {key: {**entry, "time": again[key]["time"]} for key, entry in first.items()} == again
+    assert not list(tmp_path.glob(".mpidist-launch-*"))
+
+
 KILLED_AT_ITS_END = """
 import atexit, os, signal
 from mpi4py import MPI
