@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import socket
 import sys
@@ -204,10 +203,10 @@ def _cpu() -> str:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return platform.machine()
+        return os.uname().machine
     found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     flags = found[1].split() if found else []
-    return " ".join([platform.machine(), *(flag for flag in _CPU_FLAGS if flag in flags)])
+    return " ".join([os.uname().machine, *(flag for flag in _CPU_FLAGS if flag in flags)])
 
 
 def compare(

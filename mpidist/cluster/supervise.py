@@ -30,7 +30,7 @@ from ..elastic import pulse
 from ..elastic.processes import stat_of
 from ..errors import ConfigError
 from ..testing.launch import launch_environment
-from ..testing.process import end_marked, marked, mpi_segments, remove_session
+from ..testing.process import end_marked, forgotten_segments, marked, mpi_segments, remove_session
 from . import launchers
 from .deaths import Deaths
 from .memory_kills import MemoryKills
@@ -130,7 +130,7 @@ class _Running:
         if job.slurm and job.hosts:
             slurm = launchers.slurm_environ(os.environ, list(job.hosts), place.left, ranks)
         words = launchers.command(ranks, job.words, place.hosts, restricted=place.named)
-        kind = launchers.kind_of(words)
+        self.kind = kind = launchers.kind_of(words)
         if kind == "openmpi":
             # The others hand the whole environment on, also to other hosts.
             words += [word for name in told for word in ("-x", name)]
@@ -216,6 +216,8 @@ class _Running:
         end_marked(self.mark, variable=MARK)
         self.process.wait()
         remove_session(self.process.pid, self.environment)
+        if self.kind == "mpich" and len(self.vigil.signs) < self.ranks:
+            segments |= forgotten_segments(time.monotonic() - self.began)
         for segment in segments:
             segment.unlink(missing_ok=True)
 

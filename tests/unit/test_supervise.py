@@ -1,16 +1,20 @@
 """`mpidist launch` with launchers that are scripts: what it starts, hears, writes and ends."""
 
 import json
+import mmap
 import os
 import signal
+import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from mpidist.cluster import launchers, supervise
 from mpidist.cluster.supervisor import Policy
 from mpidist.elastic.processes import runs
+from mpidist.testing.process import forgotten_segments
 
 
 @pytest.fixture
@@ -68,6 +72,47 @@ def test_asked_between_two_attempts(tmp_path, launcher, monkeypatch, capsys):
     job = job._replace(folder=tmp_path / "leaves", policy=Policy())
     assert supervise.run(job) == 75
     assert not (tmp_path / "asked").exists()
+
+
+def test_memory_that_nobody_has_is_found():
+    """R140: of ranks killed in MPI_Init; what is mapped, older, or of another kind stays."""
+    names = [f"/dev/shm/{kind}{os.getpid()}" for kind in ("mpich_shm_", "mpich_shm_m", "other_")]
+    forgotten, mapped, other = map(Path, names)
+    try:
+        for path in (forgotten, mapped, other):
+            path.write_bytes(bytes(4096))
+        with mapped.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+            found = forgotten_segments(60.0)
+            assert forgotten in found
+            assert not found & {mapped, other}
+        assert forgotten not in forgotten_segments(0.0)
+    finally:
+        for path in (forgotten, mapped, other):
+            path.unlink(missing_ok=True)
+
+
+def test_transports_that_somebody_has_chosen(tmp_path):
+    """Issue 10: one host needs no libfabric for one-sided transfers; a choice stays."""
+    launcher, home = tmp_path / "bin/mpirun", {"HOME": str(tmp_path / "home")}
+    site, own = tmp_path / "etc", tmp_path / "home/.openmpi"
+    assert launchers.quick_start("mpich", launcher, home) == ""
+    for folder, name in ((site, "openmpi-mca-params.conf"), (own, "mca-params.conf")):
+        folder.mkdir(parents=True)
+        (folder / name).write_text("# btl = tcp\nbtl_tcp_if_include = eth0\n")
+        script = launchers.quick_start("openmpi", launcher, home)
+        (folder / name).write_text("  btl=self,tcp\n")
+        assert launchers.quick_start("openmpi", launcher, home) == ""
+        (folder / name).unlink()
+    for sizes, given, seen in (
+        (("4", "4"), None, "^ofi"), (("2", "4"), None, None), (("4", "4"), "tcp", "tcp"),
+        (("4", "4"), "", ""),
+    ):  # fmt: skip
+        told = dict(zip(("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), sizes, strict=True))
+        told |= {} if given is None else {"OMPI_MCA_btl": given}
+        words = ["/bin/sh", "-c", f"{script} exec env"]
+        lines = subprocess.run(words, env=told, capture_output=True, text=True, check=True).stdout
+        environ = dict(line.split("=", 1) for line in lines.splitlines())
+        assert environ.get("OMPI_MCA_btl") == seen
 
 
 def test_a_history_that_cannot_be_written(tmp_path, launcher, capsys):
