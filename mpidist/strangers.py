@@ -14,8 +14,10 @@ somebody you trust helps.
 
 from __future__ import annotations
 
+import importlib
 import os
 import stat
+from contextlib import suppress
 from functools import cache
 from math import prod
 
@@ -36,10 +38,20 @@ _HOLES = (
 )
 _MENDED = (2, 2, 0)
 
-#: Other filters are code of others, found by name when the file asks for it.
-_FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32}
-#: What a byte of a deflate stream can become at most.
-_DEFLATE = 1032
+#: Filters of HDF5 and h5py, and what a byte of each can become at most.
+_FILTERS = {
+    h5py.h5z.FILTER_DEFLATE: 1032,
+    h5py.h5z.FILTER_SHUFFLE: 1,
+    h5py.h5z.FILTER_FLETCHER32: 1,
+    h5py.h5z.FILTER_SZIP: 1 << 14,
+    h5py.h5z.FILTER_LZF: 88,
+}
+#: Filters of hdf5plugin: code of others, which bounds nothing so well.
+_PLUGINS = {
+    307: "bzip2", 32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd",
+    32017: "sz", 32018: "fcidecomp", 32024: "sz3", 32026: "blosc2", 32028: "sperr", 32033: "htj2k",
+}  # fmt: skip
+_PLUGIN = 1 << 20
 
 
 def opened(path, folder: int | None = None, *, follow: bool = False) -> h5py.File:
@@ -79,14 +91,23 @@ def _open_regular(path, folder: int | None, follow: bool) -> int:
     return descriptor
 
 
-def dataset(file: h5py.File, name: str) -> h5py.Dataset:
+def dataset(file: h5py.File, name: str, *, plugins: bool = False) -> h5py.Dataset:
     """Return a dataset whose numbers lie in `file`, as many as it declares. Local.
 
-    Raises ConfigError, which says what else it is.
+    Parameters
+    ----------
+    file : h5py.File
+    name : str
+    plugins : bool
+        Whether filters of hdf5plugin, where that is installed, may unpack it, as where a user has
+        named the file.
+
+    Raises ConfigError, which says what else it is, or which filter is not here.
     """
     try:
         found = _walk(file, name)
-        reason = _objection(found, os.fstat(file.id.get_vfd_handle()).st_size)
+        ratio = _ratio(found, name, plugins)
+        reason = _objection(found, os.fstat(file.id.get_vfd_handle()).st_size, ratio)
     except ConfigError:
         raise
     except (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError) as error:
@@ -111,7 +132,35 @@ def _walk(file: h5py.File, name: str) -> h5py.Dataset:
     return place
 
 
-def _objection(found: h5py.Dataset, size: int) -> str | None:
+def _ratio(found: h5py.Dataset, name: str, plugins: bool) -> int:
+    """Return what a stored byte can become at most. Local.
+
+    Raises ConfigError for a filter that is not here, or is not wanted.
+    """
+    settings, ratio = found.id.get_create_plist(), 1
+    for number in range(settings.get_nfilters()):
+        code = settings.get_filter(number)[0]
+        known = _PLUGINS.get(code, "szip" if code == h5py.h5z.FILTER_SZIP else "")
+        what = f"dataset {name!r} needs the filter {f'{known} ({code})' if known else code}"
+        if code not in _FILTERS and not (plugins and known):
+            raise ConfigError(f"{what}; only those of HDF5 and h5py are used here")
+        if not _decodes(code):
+            cure = "pip install hdf5plugin" if known in _PLUGINS.values() else "another HDF5 has it"
+            raise ConfigError(f"{what}, which is not here: {cure}")
+        ratio *= _FILTERS.get(code, _PLUGIN)
+    return ratio
+
+
+def _decodes(code: int) -> bool:
+    """Whether a filter is here, where need be after a look at hdf5plugin."""
+    if code in _PLUGINS and not h5py.h5z.filter_avail(code):
+        with suppress(ImportError):
+            importlib.import_module("hdf5plugin")
+    enabled = h5py.h5z.FILTER_CONFIG_DECODE_ENABLED
+    return h5py.h5z.filter_avail(code) and bool(h5py.h5z.get_filter_info(code) & enabled)
+
+
+def _objection(found: h5py.Dataset, size: int, ratio: int) -> str | None:
     """Say what a dataset of a file of `size` bytes is, where it is not plain numbers. Local."""
     if found.is_virtual or found.external:
         return "lies in other files"
@@ -121,10 +170,6 @@ def _objection(found: h5py.Dataset, size: int) -> str | None:
         or h5py.check_enum_dtype(found.dtype)
     ):
         return f"is of type {found.dtype}"
-    settings = found.id.get_create_plist()
-    filters = {settings.get_filter(i)[0] for i in range(settings.get_nfilters())}
-    if filters - _FILTERS:
-        return f"needs the filters {sorted(filters - _FILTERS)}"
     # Chunks are whole in memory, also where the array ends inside one.
     chunks = found.chunks or (1,) * len(found.shape)
     whole = [-(-n // chunk) * chunk for n, chunk in zip(found.shape, chunks, strict=True)]
@@ -132,7 +177,7 @@ def _objection(found: h5py.Dataset, size: int) -> str | None:
     stored = min(found.id.get_storage_size(), size)
     if found.chunks is None and found.id.get_offset() is not None:
         stored = min(stored, size - found.id.get_offset())
-    if declared > stored * (_DEFLATE if h5py.h5z.FILTER_DEFLATE in filters else 1):
+    if declared > stored * ratio:
         return f"declares {declared} bytes, for which the file holds {stored}"
     return None
 

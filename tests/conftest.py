@@ -12,7 +12,9 @@ from mpidist.launch import claimed_size
 from mpidist.testing.process import kill_all
 
 #: A skip whose reason starts with one of these is expected everywhere, also in CI.
-EXPECTED_SKIPS = ("no GPU", "no PyTorch here", "no JAX here", "no parallel HDF5 here")
+EXPECTED_SKIPS = (
+    "no GPU", "no PyTorch here", "no JAX here", "no parallel HDF5 here", "no hdf5plugin here"
+)  # fmt: skip
 
 #: Scenes that are played at a time: each waits half of its time for a launcher or a batch system.
 AT_ONCE = 3

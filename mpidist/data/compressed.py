@@ -16,11 +16,12 @@ from __future__ import annotations
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from typing import Any
 
 #: Bytes of a block, and of what is given to zlib at a time: a point may hold on to the latter.
-_BLOCK, _CALL = 1 << 20, 16 << 10
+_BLOCK, _CALL = 256 << 10, 16 << 10
 #: Points and blocks that are kept of all files together: 28 and 32 MiB.
-_POINTS, _BLOCKS = 512, 32
+_POINTS, _BLOCKS = 512, 128
 #: For zlib: whether it is gzip or zlib is seen by its head.
 _EITHER = 32 + zlib.MAX_WBITS
 
@@ -35,7 +36,8 @@ class _Cursor:
     """A place in a file that is unpacked in order. ``pread(at, count)`` reads the file."""
 
     def __init__(self, pread: Callable[[int, int], bytes]):
-        self._pread, self._stream, self._at, self.place = pread, None, 0, 0
+        self._pread, self._at, self.place = pread, 0, 0
+        self._stream: Any = None  # none between two that follow each other
 
     def copy(self) -> _Cursor:
         other = _Cursor(self._pread)
@@ -151,18 +153,21 @@ class Compressed:
         key, start = (id(self), number), number * _BLOCK
         block = self._kept.get(key)
         if block is None:
-            block = self._unpack(start, min(_BLOCK, self.size - start))
-            self._kept.put(key, block)
+            count = min(_BLOCK, self.size - start)
+            block = self._unpack(start, count)
+            if len(block) == count:
+                self._kept.put(key, block)
         return block
 
     def _unpack(self, start: int, count: int) -> bytes:
         """Return `count` bytes from `start`; fewer where the file is not what it was any more."""
-        owner, cursor = self._kept.cursor or (None, None)
-        self._kept.cursor = None
         point = start - start % self._spacing
-        if owner is not self or not point <= cursor.place <= start:
+        # Where the last block ended, or a point that is nearer.
+        owner, cursor = self._kept.cursor or (self, self._points[point])
+        self._kept.cursor = None
+        if owner is not self or not point <= cursor.place <= start or cursor.place == point:
             cursor = self._points[point].copy()
-        parts = []
+        parts: list[bytes] = []
         try:
             while cursor.place < start + count:
                 wanted = cursor.place >= start

@@ -81,7 +81,7 @@ def byte_rows(data: bytes, span: Span, width: int) -> np.ndarray:
         rows = flat.reshape(-1, len(head) + width)
         if (rows[:, : len(head)] == np.frombuffer(head, np.uint8)).all():
             return rows[:, len(head) :]
-    found = []
+    found: list[np.ndarray] = []
     for _, _, feature in _of(data, span, 1):
         parts = [part for _, _, some in _of(data, feature, _BYTES) for part in _of(data, some, 1)]
         lengths = [stop - start for _, _, (start, stop) in parts]

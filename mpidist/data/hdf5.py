@@ -3,8 +3,9 @@
     file        images (60000, 28, 28)   chunks of 128 rows
     a batch     rows 5 9 130 4000        chunks 0, 1, 31: three reads, four rows
 
-That is for filters, such as compression. Where there are none, rows lie in the file as they are,
-and are read past HDF5: only those that are wanted, neighbours at once, straight into the batch.
+That is for filters: those of HDF5 and h5py (gzip, lzf, szip, ...), and those of hdf5plugin where it
+is installed. Where there are none, rows lie in the file as they are, and are read past HDF5: only
+those that are wanted, neighbours at once, straight into the batch.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ class HDF5:
         from mpidist import strangers
 
         try:
-            dataset = strangers.dataset(self._file, name)
+            dataset = strangers.dataset(self._file, name, plugins=True)
         except ConfigError as error:
             known = ", ".join(repr(key) for key in list(self._file)[:20])
-            raise ConfigError(f"hdf5: {self.name}: {error}; there are {known}") from None
+            raise ConfigError(f"hdf5: {self.name}: {error} (there are {known})") from None
         if not dataset.shape:
             raise ConfigError(f"hdf5: {self.name}: dataset {name!r} is one number, not samples")
         if _as_they_are(dataset):

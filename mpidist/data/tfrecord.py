@@ -16,7 +16,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -118,7 +118,7 @@ class TFRecords:
             file = self._files[number]
         except OSError as error:
             raise ConfigError(f"tfrecord: cannot read {path}: {error.strerror}") from None
-        look = partial(self._pread, number)
+        look: Callable[[int, int], bytes] = partial(self._pread, number)
         head = look(0, _HEAD)
         # By the checksum first: 2 of 65,536 lengths look like the head of a packed file.
         if is_compressed(head) and not self._is_head(head):

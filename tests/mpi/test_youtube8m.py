@@ -1,5 +1,7 @@
 """R13: the tagger on TFRecord files that are made here, damaged, and derived from (R14)."""
 
+import gzip
+
 import numpy as np
 import pytest
 
@@ -79,3 +81,48 @@ def test_derived_features_in_the_loader(comm, paths):
         test_data=data.Derived(data.YouTube8M(paths[4], CLASSES), normalised),
     )  # fmt: skip
     assert result.test_accuracy > 0.8
+
+
+def frames(k):
+    """A SequenceExample of 2 to 5 frames around the centres of its labels."""
+    rng = np.random.default_rng((8, k))
+    labels = rng.choice(CLASSES, rng.integers(1, 4), replace=False)
+    rows = CENTRES[labels].sum(axis=0) + rng.standard_normal((rng.integers(2, 6), 1152))
+    rows = np.clip(np.round(rows * 20 + 128), 0, 255).astype(np.uint8)
+
+    def rows_of(name, part):
+        rows = b"".join(
+            example._field(1, example._field(1, example._field(1, row.tobytes()))) for row in part
+        )
+        return example._field(1, example._field(1, name) + example._field(2, rows))
+
+    lists = rows_of(b"rgb", rows[:, :1024]) + rows_of(b"audio", rows[:, 1024:])
+    return example.encode({"id": [b"%d" % k], "labels": labels}) + example._field(2, lists)
+
+
+@pytest.mark.ranks(1, 3)
+def test_a_tagger_learns_from_packed_frames(comm, folder):
+    """The frame level, packed by gzip, one file cut off: one bad record of all ranks."""
+    paths = [folder / f"frames{k}.tfrecord" for k in range(3)]
+    if comm.rank == 0:
+        for k, path in enumerate(paths):
+            tfrecord.write(path, [frames(i) for i in range(100 * k, 100 * k + 100)])
+            path.write_bytes(gzip.compress(path.read_bytes(), 1))
+        paths[0].write_bytes(paths[0].read_bytes()[:-1])
+    comm.Barrier()
+    train, test = (
+        data.Derived(data.YouTube8MFrames(some, 4, CLASSES), data.mean_frames)
+        for some in (paths[:2], paths[2:])
+    )
+    assert len(train) == 201
+    result = md.train(
+        comm, models.tagger(1152, CLASSES), train, optimizer=optim.adam(0.01), global_batch=40,
+        epochs=6, max_bad=0.01, test_data=test, microbatches=4,
+    )  # fmt: skip
+    assert result.skipped_records == 6
+    assert result.test_accuracy > 0.9
+    FRAME_BITS.append(result.parameters_sha256)
+    assert set(FRAME_BITS) == {comm.bcast(FRAME_BITS[0])}
+
+
+FRAME_BITS: list = []

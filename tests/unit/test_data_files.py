@@ -21,6 +21,10 @@ LAYOUTS = [
     {"chunks": (64, 3, 4)},
     {"chunks": (37, 3, 4), "compression": "gzip", "shuffle": True, "fletcher32": True},
     {"chunks": (1000, 1, 4)},
+    {"chunks": (50, 3, 4), "compression": "lzf"},
+    {"chunks": (64, 2, 4), "compression": "lzf", "shuffle": True, "fletcher32": True},
+    {"chunks": (64, 3, 4), "compression": "szip"},
+    {"chunks": (64, 3, 4), "shuffle": True},
 ]
 
 
@@ -160,7 +164,7 @@ def test_hdf5_refuses(tmp_path):
     gc.collect()
     opened = len(list(Path("/dev/fd").iterdir()))
     for names, message in [
-        (["nothing"], "there is no dataset 'nothing'; there are 'away'"),
+        (["nothing"], r"there is no dataset 'nothing' \(there are 'away'"),
         (["link"], "'link' is a link to another place"),
         (["text"], "dataset 'text' is of type object"),
         (["one"], "dataset 'one' is one number, not samples"),
