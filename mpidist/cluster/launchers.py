@@ -100,18 +100,20 @@ def callable_as(program: str) -> str:
     return str(own.relative_to(here) if own.is_relative_to(here) else own)
 
 
-def quick_start(kind: str, launcher: Path, environ: Mapping[str, str]) -> str:
+def quick_start(kind: str, launcher: str, environ: Mapping[str, str]) -> str:
     """Return what a rank's shell is to do so that MPI_Init takes no longer than it must. Local.
 
     Nothing where somebody has chosen the transports, by a variable, an option or a file.
     """
-    files = [Path(environ.get("HOME", "/"), ".openmpi/mca-params.conf")]
-    files += [launcher.resolve().parent.parent / "etc/openmpi-mca-params.conf"]
-    with contextlib.suppress(OSError):
-        for path in filter(Path.exists, files):
+    if kind != "openmpi":
+        return ""
+    installed = Path(shutil.which(launcher) or launcher).resolve().parent.parent
+    own = Path(environ.get("HOME", "/"), ".openmpi/mca-params.conf")
+    for path in (own, installed / "etc/openmpi-mca-params.conf"):
+        with contextlib.suppress(OSError):
             if re.search(r"^\s*btl\s*=", path.read_text(errors="replace"), re.MULTILINE):
                 return ""
-    return _WITHOUT_OFI if kind == "openmpi" else ""
+    return _WITHOUT_OFI
 
 
 def _host_words(kind: str, hosts: Mapping[str, int]) -> list[str]:

@@ -136,7 +136,7 @@ class _Running:
             words += [word for name in told for word in ("-x", name)]
         self.began = time.monotonic()
         self.environment = {**launch_environment(), **slurm, **told}
-        script = launchers.quick_start(kind, Path(words[0]), self.environment) + _BEGIN
+        script = launchers.quick_start(kind, words[0], self.environment) + _BEGIN
         begin = ["/bin/sh", "-c", script, "mpidist", str(self.folder.absolute() / pulse.BEGUN)]
         self.process = subprocess.Popen(
             [*words, *begin, *_unnameable(self.environment), *job.program],

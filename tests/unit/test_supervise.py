@@ -93,7 +93,7 @@ def test_memory_that_nobody_has_is_found():
 
 def test_transports_that_somebody_has_chosen(tmp_path):
     """Issue 10: one host needs no libfabric for one-sided transfers; a choice stays."""
-    launcher, home = tmp_path / "bin/mpirun", {"HOME": str(tmp_path / "home")}
+    launcher, home = str(tmp_path / "bin/mpirun"), {"HOME": str(tmp_path / "home")}
     site, own = tmp_path / "etc", tmp_path / "home/.openmpi"
     assert launchers.quick_start("mpich", launcher, home) == ""
     for folder, name in ((site, "openmpi-mca-params.conf"), (own, "mca-params.conf")):
