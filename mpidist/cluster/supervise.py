@@ -204,7 +204,7 @@ class _Running:
         segments = mpi_segments(left)
         if late := self.process.poll() is None:
             self.process.terminate()
-            self.process.send_signal(signal.SIGCONT)  # one that is stopped hears nothing else
+            self.process.send_signal(signal.SIGCONT)  # one that is stopped cleans up as well
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(PATIENCE)
         with contextlib.suppress(OSError):  # a full disk must not save anybody from what follows
