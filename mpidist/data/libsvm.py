@@ -144,7 +144,7 @@ class LibSVM:
         first = np.zeros(len(self.columns) + 1, bool)
         first[self.starts[:-1]] = True
         falls = self.columns[1:] <= self.columns[:-1]
-        self._mark(1 + np.flatnonzero(falls & ~first[1:-1]), "columns must ascend, after {}")
+        self._mark(1 + np.flatnonzero(falls & ~first[1:-1]), "columns must ascend, and {} does not")
         lowest = 0 if zero_based else 1
         self._mark(np.flatnonzero(self.columns < lowest), f"column {{}} is below {lowest}")
         self._mark(np.flatnonzero(self.columns > _LAST), f"column {{}} is beyond {_LAST}")

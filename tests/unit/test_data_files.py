@@ -222,7 +222,7 @@ def test_libsvm_lines(tmp_path):
     assert taken.kept.tolist() == [0, 1, 2, 7]
     assert [record.index for record in taken.bad] == [3, 4, 5, 6]
     reasons = " ".join(record.reason for record in taken.bad)
-    for words in ("line 5", "line 6: columns must ascend, after 2", "'x'", "not finite"):
+    for words in ("line 5", "line 6: columns must ascend, and 2 does not", "'x'", "not finite"):
         assert words in reasons
     assert np.isnan(source.take([6])[0][0, 7]), "for models that know what to do with it"
     (tmp_path / "large").write_text("1 1:1e39\n")
