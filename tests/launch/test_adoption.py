@@ -38,9 +38,10 @@ def run(folder, program, ranks):
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def test_five_lines_change():
-    """Issue 3 point 7, R117: counted by diff, imports and all."""
-    before, after = programs("Five lines")
+@pytest.mark.parametrize("heading", ["Five lines", "PyTorch"])
+def test_five_lines_change(heading):
+    """Issue 3 point 7, issue 10 point 10, R117: counted by diff, imports and all."""
+    before, after = (text.replace("\n\n", "\n") for text in programs(heading))
     changed = list(difflib.unified_diff(before.splitlines(), after.splitlines(), n=0))[2:]
     assert sum(line.startswith("+") for line in changed) == 5
     assert sum(line.startswith("-") for line in changed) == 1
@@ -66,7 +67,8 @@ def needs(package, name):
 
 #: Appended to the program, in which it finds `loss`, and the memory of gradients in the arena.
 TORCH = """
-assert all(p.grad.data_ptr() == arena[n].ctypes.data for n, p in model.named_parameters())
+for name, p in model.named_parameters():
+    assert p.grad.data_ptr() == gradients.gradients.views[name].ctypes.data
 with torch.no_grad():
     whole = float(torch.nn.functional.mse_loss(model(data), target))
     facts = whole, torch.cat([p.flatten() for p in model.parameters()]).tolist()
@@ -92,7 +94,7 @@ def test_other_libraries_train(tmp_path, heading, package, seed, check):
     is compared with one rank by a seed that is put in.
     """
     needs(package, heading)
-    (program,) = programs(heading)
+    program = programs(heading)[-1]
     assert len(re.findall(r"^(?!import|from).+$", program, re.MULTILINE)) <= 20
     (loss, first), (_, second) = run(tmp_path, program + check, 2)
     assert first == second, "the replicas differ"
@@ -102,3 +104,30 @@ def test_other_libraries_train(tmp_path, heading, package, seed, check):
     ((_, alone),) = run(tmp_path, seeded, 1)
     for _, found in run(tmp_path, seeded, 2):
         assert found == pytest.approx(alone, abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_a_torch_script_gives_what_one_process_gives(tmp_path, dtype, ranks_per_node):
+    """Issue 10 point 10: five lines more; also where nodes exchange during backward."""
+    needs("torch", "PyTorch")
+    before, after = programs("PyTorch")
+    if ranks_per_node:
+        after = after.replace("\ngradients =", f"{FAKE}, {ranks_per_node})\n\ngradients =")
+    facts = "facts = torch.cat([p.detach().float().flatten() for p in model.parameters()]).tolist()"
+    found = []
+    for name, ranks, text in (("alone", 1, before), ("two", 2, after)):
+        text = text.replace("import torch\n", "import torch\n\ntorch.manual_seed(7)\n")
+        text = text.replace("data = torch", f"kind = torch.{dtype}\ndata = torch")
+        text = text.replace('(600, 20), "f4"))', '(600, 20), "f4")).to(kind)')
+        text = text.replace("torch.nn.Linear(64, 1))", "torch.nn.Linear(64, 1)).to(kind)")
+        found += run(tmp_path / name, text.replace("range(300)", "range(30)") + facts, ranks)
+    assert found[1] == found[2], "the replicas differ"
+    assert found[1] == pytest.approx(found[0], abs=1e-5 if dtype == "float32" else 0.02)
+
+
+#: Put into a program: each rank is a node of its own.
+FAKE = """
+from mpidist.collectives.shared import memory_of
+from mpidist.context import of
+memory_of(of(comm)"""

@@ -3,13 +3,14 @@
 import itertools
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import fake_cupy
 import ml_dtypes
 import numpy as np
 import pytest
 
-from mpidist import arrays
+from mpidist import arrays, tensors
 from mpidist.errors import ConfigError
 
 
@@ -113,6 +114,54 @@ def test_bfloat16_that_dlpack_does_not_know_can_be_read():
     assert array.dtype.name == "bfloat16"
     assert not arrays.is_writable(array)
     assert tensor.memory.flags.writeable
+
+
+class LowPrecision(Tensor):
+    """As torch's bfloat16: no DLPack, but a view as integers of the same bits."""
+
+    is_cpu, requires_grad, dtype = True, False, "torch.bfloat16"
+
+    def view(self, bits):
+        assert bits == "int16"
+        return SimpleNamespace(numpy=lambda: self.memory.view(bits))
+
+    def element_size(self):
+        return 2
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    module = SimpleNamespace(Tensor=LowPrecision, int16="int16", uint8="uint8")
+    monkeypatch.setitem(sys.modules, "torch", module)
+
+
+@pytest.mark.usefixtures("torch")
+def test_bfloat16_of_torch_shares_its_memory():
+    """Issue 10 point 10: written in place."""
+    tensor = LowPrecision(np.ones(2, ml_dtypes.bfloat16), refusal="unsupported dtype")
+    array = arrays.as_array(tensor)
+    assert array.dtype.name == "bfloat16"
+    array[...] = 1.5
+    assert tensor.memory.tolist() == [1.5, 1.5]
+    tensor.requires_grad = True
+    with pytest.raises(ConfigError, match="cannot be shared as an array: unsupported dtype"):
+        arrays.as_array(tensor)
+
+
+def test_dtypes_have_names_of_torch():
+    assert tensors.dtype_of("f4") == tensors.dtype_of("torch.float32") == np.float32
+    assert tensors.dtype_of("bfloat16") == tensors.dtype_of("torch.bfloat16") == ml_dtypes.bfloat16
+    with pytest.raises(TypeError):
+        tensors.dtype_of("torch.nothing")
+
+
+def test_bfloat16_without_ml_dtypes_says_what_is_missing():
+    code = (
+        "import sys; sys.modules['ml_dtypes'] = None\n"
+        "from mpidist.tensors import dtype_of; dtype_of('torch.bfloat16')"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "ConfigError: bfloat16 needs the package ml_dtypes" in run.stderr
 
 
 def test_device_tensor_without_cupy_names_the_extra():
