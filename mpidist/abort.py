@@ -61,6 +61,7 @@ _original_exit = sys.exit
 _exit_code = 0  # what the last sys.exit(...) asked for
 _child = False  # forked by a rank
 _farewell = MPI.COMM_NULL  # where the ranks of the job tell each other that they leave
+_unclaimed = [None]  # empty when somebody makes that; popped in one step, whatever the thread
 _speaking = threading.Lock()
 
 #: How MPICH, UCX and Open MPI name their shared memory; other files there may hold users' data.
@@ -74,7 +75,14 @@ def install_hook(comm: MPI.Comm) -> None:
     and all of the work where the job has one rank only. With a `comm` of all ranks, a lone
     ``sys.exit(nonzero)`` is noticed too; a bare ``raise SystemExit`` is not (Python tells nobody).
     """
-    global _installed, _hook_before, _thread_hook_before, _farewell
+    hook(comm)
+    if claim_farewell(comm):
+        set_farewell(comm.Dup())
+
+
+def hook(comm: MPI.Comm) -> None:
+    """Do the part of `install_hook` that needs no other rank. Local, by one thread at a time."""
+    global _installed, _hook_before, _thread_hook_before
     check_comm(comm)
     if not _installed:
         _installed = True
@@ -89,15 +97,41 @@ def install_hook(comm: MPI.Comm) -> None:
             # Open MPI leaves 16 MiB behind every program that was started without a launcher.
             atexit.register(unlink_segments)
     events.verbosity()  # raises where the hook ends the job
-    # Whether this comm has all ranks is known alike on all of them, so the Dup is collective.
+
+
+def claim_farewell(comm: MPI.Comm) -> bool:
+    """Whether the farewell's communicator, of which a job has one, is to be made of `comm`. Local.
+
+    True once, for one that has all ranks. Where threads make contexts in orders of their own, the
+    answer of one process must count for all of them.
+    """
     world = MPI.COMM_WORLD.size
-    if _farewell == MPI.COMM_NULL and comm.size == world > 1 and not comm.Is_inter():
-        _farewell = comm.Dup()
-        sys.exit = _recording_exit
-        # After the Dup all ranks have left MPI_Init, where MPICH's ranks map their common memory.
-        # Its name is of no use from then on, and would outlive a job that is killed as a whole.
-        # Open MPI's ranks map each other's later, and its daemons clean up.
-        unlink_segments(_SEGMENTS[:1])
+    if comm.size == world > 1 and not comm.Is_inter():
+        with contextlib.suppress(IndexError):
+            _unclaimed.pop()
+            return True
+    return False
+
+
+def first_of_job(comm: MPI.Comm) -> int:
+    """Return the rank of the job's first process; 0 where it is not in `comm`. Local."""
+    mine, everyone = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    (rank,) = everyone.Translate_ranks([0], mine)
+    mine.Free()
+    everyone.Free()
+    return max(rank, 0)  # MPI.UNDEFINED is negative
+
+
+def set_farewell(comm: MPI.Comm) -> None:
+    """Say farewell on `comm`, a duplicate that all ranks have made. Local."""
+    global _farewell
+    _unclaimed.clear()
+    _farewell = comm
+    sys.exit = _recording_exit
+    # By now all ranks have left MPI_Init, where MPICH's ranks map their common memory. Its name is
+    # of no use from then on, and would outlive a job that is killed as a whole. Open MPI's ranks
+    # map each other's later, and its daemons clean up.
+    unlink_segments(_SEGMENTS[:1])
 
 
 # ------------------------------------------------------------------------------ forked processes

@@ -25,7 +25,7 @@ import numpy as np
 from mpi4py import MPI
 
 from . import arrays, events
-from .abort import install_hook, is_child
+from .abort import hook, is_child
 from .buffer_pool import BufferPool
 from .calls import Call, Running, mark_told, refusal, was_told, wrong_thread
 from .communicator import handle_of
@@ -46,11 +46,10 @@ MAX_PLANS = 256
 running = Running()
 
 _keyval = MPI.KEYVAL_INVALID
-
 # Operations that can no longer end: MPI may still write into their buffers.
 _abandoned: list = []
-
 _making: dict[int, Making] = {}
+_one_thread = threading.RLock()  # again in one: a signal handler may call
 
 
 class Context:
@@ -315,9 +314,8 @@ class Context:
     def close(self) -> None:
         """Wait for the other ranks, then free what was made. Collective; idempotent.
 
-        Nonblocking operations are finished first. A rank that leaves early tells the ranks that
-        still wait for it, so that they raise MismatchError instead of waiting for ever; it raises
-        that too.
+        Nonblocking operations are finished first. A rank that leaves early tells those that still
+        wait for it: they raise MismatchError, as it does, instead of waiting for ever.
         """
         if self.closed:
             return
@@ -351,21 +349,24 @@ def of(comm: MPI.Comm) -> Context:
 
 def _make(comm: MPI.Comm) -> Context:
     global _keyval
-    install_hook(comm)
-    arrays.set_direct(arrays.direct_wanted(os.environ))
-    if _keyval == MPI.KEYVAL_INVALID:
-        _keyval = MPI.Comm.Create_keyval(delete_fn=_forget)
-        # Handlers run last in, first out: before the hook's own farewell and before MPI_Finalize.
-        atexit.register(_close_all)
-    if comm.handle not in _making:
-        _making[comm.handle] = Making(comm)
-        comm.Set_attr(_keyval, None)  # so that `_forget` is told when the communicator goes
-    context = Context(comm, _making[comm.handle].finish())
-    del _making[comm.handle]
-    comm.Set_attr(_keyval, context)
-    contexts[comm.handle] = context
-    open_contexts.append(context)
-    return context
+    with _one_thread:
+        hook(comm)
+        arrays.set_direct(arrays.direct_wanted(os.environ))
+        if _keyval == MPI.KEYVAL_INVALID:
+            _keyval = MPI.Comm.Create_keyval(delete_fn=_forget)
+            # Handlers run last in, first out: before the hook's farewell and before MPI_Finalize.
+            atexit.register(_close_all)
+        if comm.handle not in _making:
+            _making[comm.handle] = Making(comm)
+            comm.Set_attr(_keyval, None)  # so that `_forget` is told when the communicator goes
+        making = _making[comm.handle]
+    with making:
+        if comm.handle not in contexts:  # another thread may have come before
+            context = contexts[comm.handle] = Context(comm, making.finish())
+            comm.Set_attr(_keyval, context)
+            open_contexts.append(context)
+            _making.pop(comm.handle, None)
+        return contexts[comm.handle]
 
 
 def _forget(comm: MPI.Comm, _keyval: int, _context: Context) -> None:
@@ -390,8 +391,7 @@ def free(comm: MPI.Comm) -> None:
 def _close_all() -> None:
     if MPI.Is_finalized() or is_child():
         return
-    # One order on all ranks, also where threads have made them.
-    for context in sorted(open_contexts, key=attrgetter("identity")):
+    for context in sorted(open_contexts, key=attrgetter("identity")):  # alike everywhere
         try:
             context.close()
         except (MismatchError, MPI.Exception) as error:

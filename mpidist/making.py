@@ -1,6 +1,7 @@
 """What a context begins with, made step by step: an exception on the way loses nothing.
 
     barrier | duplicate for data | duplicate for control | a number that stands for the communicator
+            | once in a job: a duplicate for the farewell
 
 A rank that breaks this off (by Ctrl-C, or a time limit of its own) and calls again goes on where it
 was. If it began anew, its barrier would meet the others' duplicate, and all would wait for ever.
@@ -15,12 +16,16 @@ import numpy as np
 from mpi4py import MPI
 
 from . import elsewhere
+from .abort import claim_farewell, first_of_job, set_farewell
 from .calls import refusal
 from .waiting import wait_until
 
 
 class Making:
-    """The private communicators of `comm` on their way. Used by one thread."""
+    """The private communicators of `comm` on their way. Used by one thread, inside of its ``with``.
+
+    A second thread is refused there.
+    """
 
     def __init__(self, comm: MPI.Comm):
         self.comm, self._busy = comm, threading.Lock()
@@ -28,24 +33,28 @@ class Making:
         self._pending: object = None
         self._request: MPI.Request | None = None
 
-    def finish(self) -> tuple[MPI.Comm, MPI.Comm, int]:
-        """Return (data, control, identity) when all ranks have made them. Collective, polled."""
+    def __enter__(self) -> Making:
         if not self._busy.acquire(blocking=False):
             raise refusal("the first call")
-        try:
-            # A barrier first: it can be left for good, but Open MPI makes no communicator at all
-            # while another one is half made.
-            for step in (self._meet, self._duplicate, self._duplicate, self._number)[
-                len(self._made) :
-            ]:
-                if self._request is None:
-                    self._pending, self._request = step()
-                wait_until(self._request.Test, lambda _: elsewhere.look(self.comm))
-                # Nothing is called in here, so no exception comes between.
-                self._made, self._request = (*self._made, self._pending), None
-        finally:
-            self._busy.release()
-        _, data, control, number = self._made
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self._busy.release()
+
+    def finish(self) -> tuple[MPI.Comm, MPI.Comm, int]:
+        """Return (data, control, identity) when all ranks have made them. Collective, polled."""
+        # A barrier first: it can be left for good, but Open MPI makes no communicator at all
+        # while another one is half made.
+        steps = (self._meet, self._duplicate, self._duplicate, self._number, self._farewell)
+        for step in steps[len(self._made) :]:
+            if self._request is None:
+                self._pending, self._request = step()
+            wait_until(self._request.Test, lambda _: elsewhere.look(self.comm))
+            # Nothing is called in here, so no exception comes between.
+            self._made, self._request = (*self._made, self._pending), None
+        _, data, control, number, farewell = self._made
+        if farewell is not None:
+            set_farewell(farewell)
         return data, control, int(number[0])
 
     def _meet(self):
@@ -55,5 +64,11 @@ class Making:
         return self.comm.Idup()
 
     def _number(self):
-        number = np.array([secrets.randbits(62)], np.int64)
-        return number, self._made[2].Ibcast(number, root=0)
+        number = np.zeros(2, np.int64)
+        root = first_of_job(self.comm)
+        if self.comm.rank == root:
+            number[:] = secrets.randbits(62), claim_farewell(self.comm)
+        return number, self._made[2].Ibcast(number, root)
+
+    def _farewell(self):
+        return self._duplicate() if self._made[3][1] else (None, MPI.Request())

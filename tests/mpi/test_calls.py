@@ -228,6 +228,33 @@ def test_a_second_thread_is_refused(comm):
     mine.Free()
 
 
+@pytest.mark.ranks(2, 3)
+def test_a_second_thread_in_the_first_call_is_refused(comm):
+    """R97: while the communicator is still cold; the first thread's call goes on."""
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        pytest.skip("MPI was started below MPI_THREAD_MULTIPLE")
+    for call in (md.allreduce, md.broadcast, md.plan):
+        mine, x, found = comm.Dup(), np.ones(3), []
+        first = threading.Thread(target=md.allreduce, args=(mine, x))
+        if comm.rank == 1:
+            first.start()
+            time.sleep(0.2)
+            found.append(seconds_of(lambda: call(mine, np.ones(3))))  # noqa: B023
+        comm.Barrier()
+        if comm.rank == 1:
+            first.join()
+            ((error, seconds),) = found
+            assert isinstance(error, ProtocolError)
+            assert "the first call: another call on this communicator is under way" in str(error)
+            assert seconds < 1
+        else:
+            md.allreduce(mine, x)
+        assert x[0] == comm.size
+        md.allreduce(mine, x)
+        md.free(mine)
+        mine.Free()
+
+
 CALLS = 60
 
 
