@@ -56,8 +56,7 @@ LEAVE_TOGETHER = 5.0
 failing: list[Callable[[], None]] = []
 
 _installed = False
-_hook_before, _thread_hook_before = sys.excepthook, threading.excepthook
-_original_exit = sys.exit
+_hook_before, _thread_hook_before, _original_exit = sys.excepthook, threading.excepthook, sys.exit
 _exit_code = 0  # what the last sys.exit(...) asked for
 _child = False  # forked by a rank
 _farewell = MPI.COMM_NULL  # where the ranks of the job tell each other that they leave
