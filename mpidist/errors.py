@@ -131,9 +131,12 @@ def shown(value, longest: int = 200) -> str:
     return in_one_line(text, longest)
 
 
-def nearest(given: str, known) -> str:
-    """Name the known key closest to `given`, as ``did you mean 'x'?``, or "". Local."""
+def nearest(given, known) -> str:
+    """Name the known key closest to `given`, as ``did you mean 'x'?``; "" for no text. Local."""
     import difflib
+
+    if not isinstance(given, str):
+        return ""
 
     close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 
-from mpidist.errors import ConfigError, nearest
+from mpidist.errors import ConfigError, nearest, shown
 
 
 def choose(table: Mapping[str, Callable], name: str, kind: str) -> Callable:
@@ -17,8 +17,8 @@ def choose(table: Mapping[str, Callable], name: str, kind: str) -> Callable:
     if name in table:
         return table[name]
     known = ", ".join(repr(key) for key in table)
-    hint = nearest(str(name), table)
-    raise ConfigError(f"unknown {kind} {name!r}: expected one of {known}{hint}")
+    hint = nearest(name, table)
+    raise ConfigError(f"unknown {kind} {shown(name)}: expected one of {known}{hint}")
 
 
 def build(table: Mapping[str, Callable], name: str, settings: Mapping, kind: str):
@@ -34,7 +34,7 @@ def build(table: Mapping[str, Callable], name: str, settings: Mapping, kind: str
             known = ", ".join(repr(k) for k in accepted)
             raise ConfigError(
                 f"{kind} {name!r}: unknown setting {key!r}: expected {known}"
-                f"{nearest(str(key), accepted)}"
+                f"{nearest(key, accepted)}"
             )
     missing = [
         key

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ..errors import ConfigError, nearest
+import numpy as np
+
+from ..errors import ConfigError, nearest, shown
 from . import butterfly, direct, double_tree, ordered, ring, tree
 
 #: A ring chunk is cut in segments of about this many bytes, so that adding one overlaps the wire.
@@ -123,15 +125,17 @@ def check_name(algorithm: str, table: Iterable[str], what: str = "allreduce") ->
     names = [MEASURED, NATIVE, *table, *(NODE if table is ALLREDUCE else ())]
     if not isinstance(algorithm, str) or algorithm not in names:
         raise ConfigError(
-            f"unknown {what} algorithm {algorithm!r}; expected one of {', '.join(names)}"
-            + nearest(str(algorithm), names)
+            f"unknown {what} algorithm {shown(algorithm)}; expected one of {', '.join(names)}"
+            + nearest(algorithm, names)
         )
 
 
-def in_order(algorithm: str) -> str:
-    """Return what an allreduce with ``reproducible=True`` runs, whatever was asked for. Local.
+def chosen(algorithm: str, reproducible: bool) -> str:
+    """Return what an allreduce runs: with `reproducible` the one in order, whatever was asked for.
 
-    ConfigError for an `algorithm` that there is not.
+    Local. ConfigError for an `algorithm` that there is not, and a `reproducible` that is no bool.
     """
     check_name(algorithm, ALLREDUCE)
-    return ORDERED
+    if not isinstance(reproducible, bool | np.bool_):
+        raise ConfigError(f"reproducible={shown(reproducible)}: expected True or False")
+    return ORDERED if reproducible else algorithm

@@ -11,7 +11,7 @@ import numpy as np
 from ..arena import Arena
 from ..arrays import as_array, is_writable
 from ..context import Context, of, running
-from ..errors import ClosedError, ConfigError
+from ..errors import ClosedError, ConfigError, shown
 from ..telling import contexts, tell, tells
 from . import algorithms, arenas
 from .executor import heading, hear_first
@@ -70,7 +70,7 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
         target = x if out is None else out
         if weight is None and type(target) is _ndarray and target.flags.writeable:
             # The short way, for a plan that is there already: nothing is looked up but the plan.
-            name = algorithms.in_order(algorithm) if reproducible is True else algorithm
+            name = algorithms.chosen(algorithm, True) if reproducible is True else algorithm
             try:
                 run = contexts[comm.handle].quick.get((op, name, x.dtype, x.shape))
             except (KeyError, AttributeError, TypeError):  # a first call, or refused below
@@ -93,9 +93,7 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
 
 def _allreduce(context: Context, x, op, out, algorithm, weight, reproducible):
     op = known(op)
-    if reproducible:
-        algorithm = algorithms.in_order(algorithm)
-    algorithms.check_name(algorithm, algorithms.ALLREDUCE)
+    algorithm = algorithms.chosen(algorithm, reproducible)
     if isinstance(x, Arena):
         if out is not None:
             raise ConfigError("an arena is reduced in place; copy what is needed and leave out=")
@@ -196,10 +194,8 @@ def iallreduce(
     context = of(comm)  # first: with it comes the hook that ends the job where a check fails
     with context.call("iallreduce"):
         op = known(op)
-        if reproducible:
-            algorithm = algorithms.in_order(algorithm)
+        algorithm = algorithms.chosen(algorithm, reproducible)
         target = _target(x, out)
-        algorithms.check_name(algorithm, algorithms.ALLREDUCE)
         if algorithm in (algorithms.MEASURED, algorithms.NATIVE, *algorithms.NODE):
             algorithm = nonblocking(comm.size)
         weights = None
@@ -275,9 +271,7 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> BoundPla
     context = of(comm)
     with context.call("plan"):
         op = known(op)
-        if reproducible:
-            algorithm = algorithms.in_order(algorithm)
-        algorithms.check_name(algorithm, algorithms.ALLREDUCE)
+        algorithm = algorithms.chosen(algorithm, reproducible)
         if isinstance(x, Arena):
             prepared = arenas.find(context, x, op, algorithm)
 
@@ -327,7 +321,7 @@ def _target(x, out):
 
 def _check_weighted(op, weight) -> None:
     if op != "mean":
-        raise ConfigError(f"weight={weight} needs op='mean', got op={op!r}")
+        raise ConfigError(f"weight={shown(weight)} needs op='mean', got op={shown(op)}")
 
 
 def _total(context: Context, op, weight, algorithm: str) -> float | None:

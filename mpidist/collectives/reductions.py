@@ -18,7 +18,7 @@ from mpi4py import MPI
 from mpi4py.util.dtlib import to_numpy_dtype
 
 from ..arrays import work_dtype
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, nearest, shown
 
 #: op name -> ufunc. Any binary ufunc that keeps its dtype may be passed instead of a name.
 OPERATIONS: dict[str, np.ufunc] = {
@@ -73,7 +73,7 @@ def known(op):
     if isinstance(op, str):
         return "mean" if op == "average" else op
     if not isinstance(op, MPI.Op):
-        named = getattr(op, "__name__", None) or repr(op)
+        named = getattr(op, "__name__", None) or shown(op)
         raise ConfigError(f"op {named} of type {type(op).__name__} is not known; {_expected()}")
     for same, name in _SAME:
         if op == same:
@@ -95,7 +95,7 @@ def resolve(op, dtype: np.dtype) -> Reduction:
     if isinstance(op, np.ufunc):
         return _resolve_ufunc(op, dtype)
     if op not in OPERATIONS:
-        raise ConfigError(f"unknown op {op!r}; {_expected()}" + nearest(str(op), OPERATIONS))
+        raise ConfigError(f"unknown op {shown(op)}; {_expected()}" + nearest(op, OPERATIONS))
     kind = "f" if dtype.name == "bfloat16" else dtype.kind
     if kind not in "fciub":
         raise ConfigError(f"cannot reduce elements of dtype {dtype}; convert them to numbers first")

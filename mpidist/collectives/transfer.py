@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from ..arrays import as_array, copy_into, host_empty, is_writable, mpi_empty
 from ..context import Context
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from ..mismatch import Signature
 from ..partition import BlockPartition
 from . import algorithms
@@ -142,7 +142,7 @@ def check_counts(counts, total: int | None, size: int) -> np.ndarray:
     except ValueError:
         lengths = np.empty(0)
     if lengths.ndim != 1 or (lengths.dtype.kind not in "iu" and lengths.size):
-        raise ConfigError(f"counts={counts!r}: expected {size} whole numbers")
+        raise ConfigError(f"counts={shown(counts)}: expected {size} whole numbers")
     lengths = lengths.astype(np.int64)
     if len(lengths) != size or (lengths < 0).any():
         raise ConfigError(f"{counts_text(lengths)}: expected {size} lengths of 0 or more")
@@ -180,7 +180,7 @@ def check_root(root: int, size: int) -> int:
     except TypeError:
         number = -1
     if not 0 <= number < size:
-        raise ConfigError(f"root={root!r}: expected a rank from 0 to {size - 1}")
+        raise ConfigError(f"root={shown(root)}: expected a rank from 0 to {size - 1}")
     return number
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidist.data.shuffle import Bijection
-from mpidist.errors import ConfigError
+from mpidist.errors import ConfigError, shown
 from mpidist.partition import BlockPartition
 
 #: How an epoch is shuffled; which of them is part of what a checkpoint's position means.
@@ -76,9 +76,9 @@ class Sampler:
         if isinstance(shuffle, bool):
             large = self.count > PERMUTED
             shuffle = ("bijection" if large else "permutation") if shuffle else "none"
-        if shuffle not in SHUFFLES:
+        if not isinstance(shuffle, str) or shuffle not in SHUFFLES:
             known = ", ".join(map(repr, SHUFFLES))
-            raise ConfigError(f"shuffle is {shuffle!r}, expected {known}, True or False")
+            raise ConfigError(f"shuffle is {shown(shuffle)}, expected {known}, True or False")
         self.shuffle = shuffle
 
     @property
@@ -145,7 +145,9 @@ def _whole(name: str, value: int, low: int, hint: str) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise ConfigError(f"{name} is {value!r}, expected a whole number") from None
+        raise ConfigError(f"{name} is {shown(value)}, expected a whole number") from None
     if number < low or isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}, expected a whole number of at least {low}; {hint}")
+        raise ConfigError(
+            f"{name} is {shown(value)}, expected a whole number of at least {low}; {hint}"
+        )
     return number

@@ -63,9 +63,12 @@ def _seconds(time_limit) -> float | str | None:
     if time_limit is None or (isinstance(time_limit, str) and time_limit == "auto"):
         return time_limit
     number = isinstance(time_limit, int | float) and not isinstance(time_limit, bool)
-    if not (number and time_limit > 0):
-        raise _bad("time_limit", time_limit, "seconds > 0, 'auto', or None")
-    return float(time_limit)
+    try:
+        if number and time_limit > 0:
+            return float(time_limit)
+    except OverflowError:
+        pass
+    raise _bad("time_limit", time_limit, "seconds > 0, 'auto', or None")
 
 
 def _whole(value) -> int:

@@ -56,8 +56,11 @@ def check_replicas(comm, params, *, step: int | None = None) -> None:
 
 def _facts(params, step) -> str:
     """Return the step, and shape, dtype and CRC of each tensor, as one text. Local."""
-    if step is not None and not hasattr(step, "__index__"):
-        raise ConfigError(f"check_replicas: step={shown(step)}; expected a number or None")
+    try:
+        number = None if step is None else operator.index(step)
+    except TypeError:  # also of arrays, all of which have an __index__
+        given = shown(step)
+        raise ConfigError(f"check_replicas: step={given}; expected a number or None") from None
     tree = params
     if is_module(params):
         tree = {name: p.detach() for name, p in params.named_parameters()}
@@ -67,7 +70,7 @@ def _facts(params, step) -> str:
     if problem:
         raise ConfigError(f"check_replicas: params: {problem}")
     facts = {name: f"{x.shape} {x.dtype} {checksum(x):08x}" for name, x in named}
-    return json.dumps([None if step is None else operator.index(step), facts])
+    return json.dumps([number, facts])
 
 
 def checksum(x) -> int:

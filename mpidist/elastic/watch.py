@@ -20,7 +20,6 @@ import atexit
 import contextlib
 import ctypes
 import inspect
-import math
 import os
 import signal
 import socket
@@ -261,7 +260,7 @@ class watch:
 def _settings(seconds, dumps) -> dict[str, float]:
     """Check what a watch was given; return what must be equal on all ranks. Local."""
     number = isinstance(seconds, int | float | np.number) and not isinstance(seconds, bool)
-    if not (number and 0 < seconds < math.inf):
+    if not (number and 0 < seconds <= sys.float_info.max):
         raise ConfigError(f"watch: seconds={shown(seconds)}; expected a number > 0")
     if not isinstance(dumps, str | os.PathLike | None):
         raise ConfigError(f"watch: dumps={shown(dumps)}; expected a path or None")

@@ -256,7 +256,7 @@ class Gradients:
 
         A tensor with several `uses` is final when it was said so often.
         """
-        awaited = self._awaited.get(name, 0) - 1
+        awaited = self._awaited.get(name, 0) - 1 if isinstance(name, str) else -1
         if awaited < 0:
             self.refuse("Gradients.ready", wrong_ready(name, self._uses, self._begun))
         self._awaited[name] = awaited

@@ -105,7 +105,7 @@ def _uses(uses, shapes: Mapping) -> dict[str, int]:
         raise ConfigError(f"uses={shown(uses)}: expected a mapping of name -> number of ready")
     for name, given in uses.items():
         if name not in shapes:
-            near = nearest(str(name), shapes)
+            near = nearest(name, shapes)
             raise ConfigError(f"uses: {shown(name)} is no parameter{near}")
         try:
             counts[name] = index(given)
@@ -122,7 +122,7 @@ def checked_extras(extras) -> tuple[float, ...]:
         raise ConfigError(f"reduce: {len(extras)} extra numbers; expected two at most")
     try:
         return tuple(float(value) for value in extras)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"reduce: extras={shown(extras)}; expected numbers") from None
 
 
@@ -132,14 +132,14 @@ def checked_share(share, closed: bool) -> float:
         raise ClosedError("begin: these gradients were closed; make new ones")
     try:
         return float(share)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"begin: share={shown(share)}; expected a number") from None
 
 
 def wrong_ready(name, uses: Mapping[str, int], begun: bool) -> MpidistError:
     """Return what is wrong with a `ready` that nobody waits for. Pure."""
-    if name not in uses:
-        near = nearest(str(name), uses)
+    if not isinstance(name, str) or name not in uses:
+        near = nearest(name, uses)
         return ConfigError(f"ready({shown(name)}): no parameter has this name{near}")
     if not begun:
         return ProtocolError(f"ready({name!r}) outside a step; call begin first")

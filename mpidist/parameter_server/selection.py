@@ -65,7 +65,8 @@ class Selection:
         elif isinstance(what, Mapping):
             wanted = {n: r if r is None else self.rows(n, r) for n, r in what.items()}
         else:
-            names = [what] if isinstance(what, str) else list(what)
+            one = isinstance(what, str) or getattr(what, "shape", None) == ()
+            names: list[Any] = [what] if one else list(what)
             wanted = dict.fromkeys(self.tensor(name).name for name in names)
         return wanted, {name: self._receiver(name, wanted[name], out) for name in wanted}
 

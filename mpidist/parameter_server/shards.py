@@ -49,7 +49,7 @@ def parse_init(init) -> tuple[str, float]:
             f"init is {shown(init)}; expected a kind, a number, or (kind, scale)"
         ) from None
     if not known:
-        names, close = ", ".join(KINDS), nearest(str(kind), KINDS)
+        names, close = ", ".join(KINDS), nearest(kind, KINDS)
         raise ConfigError(f"init {shown(kind)} is not one of {names} or a number{close}")
     return kind, KINDS[kind][0] if number is None else number
 

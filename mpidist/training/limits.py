@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -104,7 +105,7 @@ def check_time_limit(time_limit) -> None:
 def check_watch(watch_seconds) -> None:
     """Refuse a time after which a run would hang at once, or that is none."""
     number = isinstance(watch_seconds, Real) and not isinstance(watch_seconds, bool)
-    if not number or not 0 <= watch_seconds < math.inf:
+    if not number or not 0 <= watch_seconds <= sys.float_info.max:
         raise ConfigError(f"watch_seconds={shown(watch_seconds)}: expected seconds, 0 is off")
 
 
@@ -127,8 +128,8 @@ def check_microbatches(microbatches: int | None, global_batch: int, strategy) ->
         return
     if microbatches > global_batch:
         raise ConfigError(
-            f"microbatches={microbatches} is more than the {global_batch} samples of a global "
-            "batch; use at most as many"
+            f"microbatches={shown(microbatches)} is more than the {global_batch} samples of a "
+            "global batch; use at most as many"
         )
     if not getattr(strategy, "takes_microbatches", False):
         raise ConfigError(
@@ -218,7 +219,7 @@ def check_functions(callbacks, on_resize) -> tuple:
         raise ConfigError(
             f"callbacks is {shown(callbacks)}; expected a list of functions of a Step{one}"
         )
-    functions = tuple(callbacks)
+    functions = tuple(callbacks) if getattr(callbacks, "shape", None) != () else (callbacks,)
     for number, callback in enumerate(functions):
         if not callable(callback):
             raise ConfigError(

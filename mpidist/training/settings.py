@@ -218,9 +218,10 @@ def _words(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
 def _number(value) -> str:
     if isinstance(value, np.bool_):
         return repr(bool(value))
-    return (
-        repr(int(value)) if isinstance(value, Integral) else repr(float(value)).removesuffix(".0")
-    )
+    if not isinstance(value, Integral):
+        return repr(float(value)).removesuffix(".0")
+    # Python writes no more than 4,300 digits.
+    return repr(int(value)) if int(value).bit_length() < 10_000 else hex(value)
 
 
 def _kind(value) -> str:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..collectives.algorithms import ALLREDUCE, check_name, in_order
-from ..errors import ConfigError
+from ..collectives.algorithms import chosen
+from ..errors import ConfigError, shown
 from ..gradients.buckets import bucket_bytes
 from ..parameter_server.consistency import ASP, BSP, SSP, Consistency
 from ..parameter_server.placement import choose_ranks
 from ..tables import build, choose
+from .limits import whole
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,13 @@ class AllReduce:
     has_replicas: ClassVar[bool] = True
 
     def __post_init__(self):
-        check_name(self.algorithm, ALLREDUCE)
-        if not isinstance(self.reproducible, bool):
-            raise ConfigError(f"reproducible={self.reproducible!r}: expected true or false")
+        chosen(self.algorithm, self.reproducible)
         if not isinstance(self.overlap, bool):
-            raise ConfigError(f"overlap={self.overlap!r}: expected true or false")
-        if self.progress not in ("hooks", "thread"):
-            raise ConfigError(f"progress={self.progress!r}: expected 'hooks' or 'thread'")
-        if isinstance(self.accumulate, bool) or self.accumulate != max(1, int(self.accumulate)):
-            raise ConfigError(f"accumulate={self.accumulate!r}: expected 1 part or more")
+            raise ConfigError(f"overlap={shown(self.overlap)}: expected true or false")
+        if not isinstance(self.progress, str) or self.progress not in ("hooks", "thread"):
+            raise ConfigError(f"progress={shown(self.progress)}: expected 'hooks' or 'thread'")
+        if not whole(self.accumulate) or self.accumulate < 1:
+            raise ConfigError(f"accumulate={shown(self.accumulate)}: expected 1 part or more")
         bucket_bytes(self.bucket_bytes, 0)
 
     def workers(self, size: int) -> int:
@@ -72,7 +71,7 @@ class AllReduce:
 
         if microbatches:
             return PieceReplicas(comm, model, optimizer, self.algorithm, microbatches)
-        algorithm = in_order(self.algorithm) if self.reproducible else self.algorithm
+        algorithm = chosen(self.algorithm, self.reproducible)
         buckets = {
             name: getattr(self, name)
             for name in ("bucket_bytes", "overlap", "progress", "accumulate")
@@ -121,9 +120,11 @@ def _parameter_server(
     mode = build(CONSISTENCIES, consistency, settings, "consistency")
     ranks = servers if isinstance(servers, list) else [servers]
     if not all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in ranks):
-        raise ConfigError(f"servers={servers!r}: expected a number of ranks, or a list of ranks")
+        raise ConfigError(
+            f"servers={shown(servers)}: expected a number of ranks, or a list of ranks"
+        )
     if len(ranks) != len(set(ranks)) or not ranks:
-        raise ConfigError(f"servers={servers!r}: expected distinct ranks")
+        raise ConfigError(f"servers={shown(servers)}: expected distinct ranks")
     # The number of ranks may not be known yet: two are enough to hear of 0 servers or a placement.
     choose_ranks(2, min(servers, 1) if isinstance(servers, int) else 1, placement)
     return ParameterServer(servers, mode, placement)
@@ -150,7 +151,7 @@ def as_strategy(given):
     if isinstance(given, type) or not all(
         callable(getattr(given, name, None)) for name in ("open", "workers")
     ):
-        kind = f"the class {given.__name__}" if isinstance(given, type) else repr(given)[:60]
+        kind = f"the class {given.__name__}" if isinstance(given, type) else shown(given, 60)
         names = ", ".join(map(repr, STRATEGIES))
         raise ConfigError(
             f"strategy is {kind}; expected md.AllReduce(...), md.ParameterServer(...), or one of "

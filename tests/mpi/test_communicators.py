@@ -50,14 +50,15 @@ def counting(made):
 
 @pytest.mark.ranks(1, 2, 3)
 def test_a_run_with_a_store_makes_few_communicators(comm, folder):
-    """Two of the context, one of the ranks of a node; and once per job that of the farewell."""
+    """At most four: two of the context, the ranks of a node, once per job that of the farewell."""
     made: list[str] = []
     farewell = abort._farewell != MPI.COMM_NULL
     counted = counting(made)(comm)
     fit(counted, checkpoint=folder / "store", checkpoint_every=3)
-    assert made.count("Idup") == 2
-    assert made.count("Split_type") == 1
-    assert len(made) <= 4 + (not farewell), made
+    expected = ["Idup", "Idup", "Split_type"]
+    if not farewell and comm.size == MPI.COMM_WORLD.size > 1:
+        expected.append("Idup")
+    assert sorted(made) == sorted(expected)
 
 
 @pytest.mark.ranks(2)

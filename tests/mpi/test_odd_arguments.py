@@ -1,5 +1,6 @@
 """What is no communicator, no array that MPI takes, no operation, no weight: told, or right."""
 
+import inspect
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from test_allreduce import NAMES
 
 import mpidist as md
 from mpidist.collectives.reductions import GOOD, resolve
-from mpidist.errors import ConfigError
+from mpidist.errors import ConfigError, MpidistError
 
 MODEL = SimpleNamespace(parameters={"w": np.ones(3)}, loss_and_gradients=None, predict=None)
 DATA = (np.ones((4, 3)), np.ones(4))
@@ -104,6 +105,46 @@ def test_swapped_arguments(comm):
     with pytest.raises(ConfigError, match=r"md.free: comm is an array"):
         md.free(np.ones(3))
     assert md.allreduce(comm, np.ones(3))[0] == 2
+
+
+#: What may be given for anything, and is an array, a text of two lines or a long one, a class, ...
+ANYTHING = {
+    "array": np.arange(3.0), "numbers": np.arange(1, 3), "one": np.ones(1), "scalar": np.ones(()),
+    "objects": np.array([None, 3], object), "texts": np.array(["a"]), "none": None, "float": 2.5,
+    "nan": float("nan"), "inf": float("inf"), "bool": True, "below": -1, "large": 10**5000,
+    "complex": 1j, "text": "x\ny", "long": "x" * 5000, "bytes": b"ab", "class": SimpleNamespace,
+    "object": SimpleNamespace(), "function": len, "list": [1, 2], "set": {1, 2},
+    "dict": {"a": np.ones((2, 2))}, "world": MPI.COMM_WORLD,
+}  # fmt: skip
+COLLECTIVES = (
+    md.allreduce, md.iallreduce, md.plan, md.reduce_scatter, md.allgather, md.broadcast, md.reduce,
+    md.gather, md.scatter,
+)  # fmt: skip
+PAIRS = [
+    (call, name)
+    for call in COLLECTIVES
+    for name in inspect.signature(call).parameters
+    if name not in ("comm", "x")
+]
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(("call", "name"), PAIRS, ids=lambda v: getattr(v, "__name__", v))
+def test_anything_in_place_of_an_argument(comm, call, name):
+    """It is understood, or told in one line of ours that can be read; NumPy's words are not."""
+    for kind, value in ANYTHING.items():
+        mine = comm.Dup()  # what the root alone refuses leaves the others in the call
+        try:
+            made = call(mine, np.ones(6), **{name: value})
+            if call is md.iallreduce:
+                made.wait()
+        except MpidistError as error:
+            text = str(error)
+            assert "\n" not in text, kind
+            assert len(text) < 500, kind
+        with suppress(MpidistError):
+            md.free(mine)
+        comm.Barrier()
 
 
 # ------------------------------------------------------------------------------------- arrays

@@ -87,7 +87,7 @@ REPLICAS = {
         ([1], BAD, "params: expected a mapping"),
         ({"x": np.ones(3)}, OTHER, "rank 1's 'x'"),
     ],
-    "step": [("x", BAD, "step='x'"), (4, OTHER, "step")],
+    "step": [("x", BAD, "step='x'"), (np.ones(2), BAD, "step=array([1., 1.])"), (4, OTHER, "step")],
 }
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from mpi4py import MPI
+from test_odd_arguments import ANYTHING
 
 import mpidist as md
 from mpidist import data, models, optim
@@ -217,6 +218,20 @@ def test_what_one_rank_is_given(comm, name, value, match, kind):
         assert f"rank {ODD} of 3 ({socket.gethostname()})" in said
         assert name in said.replace("servers leave", "strategy")
     assert "rank 1" in said
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", sorted({*PARAMETERS} - {"comm", "data", "test_data"}))
+def test_anything_in_place_of_an_argument(comm, name, folder, monkeypatch):
+    """It is understood, or told in one line of ours; NumPy's words are not."""
+    monkeypatch.chdir(folder)  # some of it is a path
+    for kind, value in ANYTHING.items():
+        said = ""
+        try:
+            fit(comm, **{"stop_after": 2, name: value})
+        except MpidistError as error:
+            said = str(error)
+        assert "\n" not in said, kind
 
 
 @pytest.mark.ranks(3)
