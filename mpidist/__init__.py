@@ -53,6 +53,7 @@ _HOME = {
     "TieredStore": "checkpoint.tiers",
     "Shard": "checkpoint.layout",
     "load": "checkpoint.load",
+    "wait_for_step": "checkpoint.load",
     "check_replicas": "elastic.replicas",
     "guard": "elastic.guard",
     "watch": "elastic.watch",

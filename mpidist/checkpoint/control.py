@@ -6,13 +6,12 @@ exception of a store's local work is a CheckpointError.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 from mpidist import context
 from mpidist import run_on_all as rounds
-from mpidist.errors import CheckpointError, ConfigError, MpidistError, StorageError, shown
+from mpidist.errors import CheckpointError, MpidistError, StorageError
 
 
 def fault(error: Exception) -> type[MpidistError]:
@@ -41,11 +40,3 @@ def same_on_all(comm, doing: str, local: Callable[[], dict[str, Any]]) -> dict[s
 def call(comm, kind: str):
     """Return a ``with`` for a public call; what is raised inside the other ranks hear."""
     return context.of(comm).call(kind)
-
-
-def path_of(name: str, given) -> str:
-    """Return a path as text, or raise ConfigError that names the argument. Local."""
-    try:
-        return os.fsdecode(given)
-    except TypeError:
-        raise ConfigError(f"{name}={shown(given)}; expected a path") from None

@@ -19,8 +19,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from mpidist.checkpoint import load, safetensors, steps
-from mpidist.checkpoint.control import path_of, run_on_all, same_on_all
+from mpidist.checkpoint import load, safetensors
+from mpidist.checkpoint.arguments import path_of, wanted
+from mpidist.checkpoint.control import run_on_all, same_on_all
 from mpidist.checkpoint.layout import Path as Keys
 from mpidist.checkpoint.layout import dtype_name, is_array, leaves, show, to_json
 from mpidist.errors import ConfigError
@@ -44,7 +45,7 @@ def export(comm, path, out, *, step: int | None = None) -> int:
 
     def check_arguments() -> dict:
         folder, target = path_of("path", path), path_of("out", out)
-        return {"path": folder, "out": target, "step": steps.wanted(step)}
+        return {"path": folder, "out": target, "step": wanted(step)}
 
     given = same_on_all(comm, "export", check_arguments)
     path, out, step = given["path"], Path(given["out"]), given["step"]
@@ -81,11 +82,11 @@ def _partial(out: Path) -> Path:
     return out.with_name(f".{out.name}-{secrets.token_hex(4)}{out.suffix}")
 
 
-def export_step(path, out, *, step: int | None = None) -> int:
+def export_step(path, out, *, step: int | None = None, history: int | None = None) -> int:
     """Do as `export` in one process. Local."""
     out = Path(os.fspath(out))
     check(out)
-    step, state = load.load_step(path, step)
+    step, state = load.load_step(path, step, history)
     write(state, out)
     return step
 

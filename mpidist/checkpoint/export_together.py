@@ -13,7 +13,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from mpidist.checkpoint import load, steps
+from mpidist.checkpoint import histories, load, steps
 from mpidist.checkpoint.control import run_on_all
 from mpidist.checkpoint.export import extras_text, name_of, named, put_extras
 from mpidist.checkpoint.layout import Shard, dtype_of, leaves, show, to_json, tree
@@ -90,20 +90,36 @@ def _write(data_set, array: np.ndarray, start) -> None:
 
 def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Tensor, ...], dict]:
     """Read this rank's rows of the newest good step: (step, all arrays, state). Collective."""
-    entries = run_on_all(comm, "export", lambda: None, lambda _: steps.candidates(path, step))
-    tried: list[str] = []
+    tried: dict[Entry, str] = {}
+    removed = 0
+
+    def following(_) -> Entry | None:
+        return histories.first(path, step, None, tried)
+
     with CheckpointStore(comm, path) as store:
-        for entry in entries:
+        while (entry := run_on_all(comm, "export", lambda: None, following)) is not None:
             try:
                 tensors = _tensors(comm, path, entry)
-                return entry.step, tensors, store.restore(_rows(comm, tensors), entry.step)[1]
+                rows = _rows(comm, tensors)
+                return (
+                    entry.step,
+                    tensors,
+                    store.restore(rows, entry.step, history=entry.history)[1],
+                )
             except (StorageError, Unreadable):
                 raise  # whole as far as anybody knows: no older step in its place
             except CheckpointError as damage:
+                if _is_gone(comm, path, entry):
+                    removed = load.count_removed(path, removed)
+                    continue
                 if isinstance(damage, Damaged) and comm.rank == 0:  # else `restore` has said it
                     load.note(path, entry, str(damage))
-                tried.append(f"{entry.name}: {damage}")
-    raise load.failure(path, step, tried)
+                tried[entry] = f"{entry.name}: {damage}"
+    raise load.failure(path, step, list(tried.values()))
+
+
+def _is_gone(comm, path: str, entry: Entry) -> bool:
+    return run_on_all(comm, "export", lambda: None, lambda _: histories.is_gone(path, entry))
 
 
 def _tensors(comm, path: str, entry: Entry) -> tuple[Tensor, ...]:

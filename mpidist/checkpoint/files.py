@@ -233,6 +233,27 @@ def names(where: int) -> list[str]:
     return sorted(os.listdir(where))
 
 
+def folders_and_files(where: int) -> tuple[list[str], list[str]]:
+    """Return the names of the folders in an open folder, and all others. Local.
+
+    Most file systems tell them apart without being asked for each; links are no folders.
+    """
+    found: tuple[list[str], list[str]] = ([], [])
+    with os.scandir(where) as entries:
+        for entry in entries:
+            found[not entry.is_dir(follow_symlinks=False)].append(entry.name)
+    return found
+
+
+def is_there(name: str, where: int) -> bool:
+    """Whether an open folder holds this name, whatever it is. Local."""
+    try:
+        os.stat(name, dir_fd=where, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def is_same(descriptor: int, name: str, where: int) -> bool:
     """Whether an open file is still the one of that name. Local."""
     try:

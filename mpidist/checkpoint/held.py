@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from mpidist.checkpoint import files, retention, steps
+from mpidist.checkpoint import files, histories, retention, steps
 from mpidist.checkpoint.layout import (
     Shard,
     array_of,
@@ -109,41 +109,75 @@ def union(answers: list[list]) -> list:
     return list({path: leaf for one in answers for path, leaf in one}.items())
 
 
-def mark(state: Mapping, rank: int, name: str, ranks: int) -> dict:
+def mark(state: Mapping, rank: int, name: str, history: int, ranks: int) -> dict:
     """Return the facts by which a copy is found again. Local."""
-    return {"name": name, "ranks": ranks, "layout": {str(rank): _layout(state)}}
+    return {
+        "name": name,
+        "history": history,
+        "ranks": ranks,
+        "layout": {str(rank): _layout(state)},
+    }
 
 
-def found(path: str, step: int | None, like: Mapping, rank: int, ranks: int) -> dict[int, str]:
+def found(
+    path: str, step: int | None, like: Mapping, rank: int, ranks: int
+) -> dict[int, tuple[int, str]]:
     """Return the steps of a node's folder that have all of `like` for this rank. Local.
 
-    With the name of their save. Of a step that is there twice only the newest counts.
+    With their history in the shared folder, and the name of their save. Of a step that is there
+    twice only the newest counts.
     """
     layout = _layout(like)
-    marks: dict[int, str] = {}
+    marks: dict[int, tuple[int, str]] = {}
     try:
-        entries = steps.candidates(path, step)
+        newest = histories.first(path)
+        assert newest is not None
+        entries, _ = histories.everything(path, step, newest.history)
     except NoCheckpoint:
         return {}
     for entry in reversed(entries):
         marks.pop(entry.step, None)
         with suppress(CheckpointError):  # damaged
-            facts = dict(steps.parse(steps.read_manifest(path, entry), entry).extras)
+            facts = _facts(path, entry)
             same = facts.get(("mark", "layout", str(rank))) == layout
             if same and facts.get(("mark", "ranks")) == ranks:
-                marks[entry.step] = str(facts.get(("mark", "name")))
+                marks[entry.step] = _history(facts), str(facts.get(("mark", "name")))
     return marks
 
 
-def remove(path: str, newest: int) -> None:
-    """Remove a node's steps up to `newest`, and its folder if nothing is left. Local."""
+def _facts(path: str, entry: steps.Entry) -> dict:
+    return dict(steps.parse(steps.read_manifest(path, entry), entry).extras)
+
+
+def _history(facts: Mapping) -> int:
+    """Return the history of the shared folder that a copy is of. Local."""
+    history = facts.get(("mark", "history"), 0)
+    return history if isinstance(history, int) else 0
+
+
+def remove(path: str, newest: tuple[int, int] | None = None) -> None:
+    """Remove a node's steps, and its folder if nothing is left. Local.
+
+    Up to the (history, step) that is the `newest` in the shared folder, where that is given.
+    """
     with suppress(OSError):
         with files.folder(path) as root:
-            for entry in steps.folders(root):
-                if entry.step <= newest:
+            for entry in histories.Histories(root).everything():
+                if newest is None or _is_in(path, entry, newest):
                     retention.remove(entry.name, root)
             retention.remove_dead(root)
+            left = histories.Histories(root)
+            for one in () if left.own else left.marks.values():
+                files.remove_file(one.name, root)
         Path(path).rmdir()
+
+
+def _is_in(path: str, entry: steps.Entry, newest: tuple[int, int]) -> bool:
+    """Whether a copy is not newer than what the shared folder holds; a damaged one is not. Local."""
+    try:
+        return (_history(_facts(path, entry)), entry.step) <= newest
+    except CheckpointError:
+        return True
 
 
 def _is_array(leaf) -> bool:

@@ -13,8 +13,8 @@ checked, and HDF5 has found each dataset where the manifest says that its bytes 
 from __future__ import annotations
 
 import io
-import os
 import secrets
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -22,6 +22,7 @@ import numpy as np
 
 from mpidist import strangers
 from mpidist.checkpoint import export, files, hdf5, load, shard, steps
+from mpidist.checkpoint.arguments import path_of
 from mpidist.checkpoint.layout import dtype_of, show, to_json
 from mpidist.checkpoint.manifest import Damaged, Manifest, Piece, Tensor
 from mpidist.checkpoint.reader import Reader
@@ -33,22 +34,15 @@ from mpidist.errors import ConfigError
 NAME = "index.h5"
 
 
-def index(path, step: int | None = None) -> tuple[int, Path]:
+def index(path, step: int | None = None, history: int | None = None) -> tuple[int, Path]:
     """Write the index of a step, by default the newest good one. Local.
 
     Returns the step and the file; one that is there already is replaced. It goes with the step when
     that is removed. Raises as `mpidist.load`.
     """
-    path = os.fspath(path)
-    tried: list[str] = []
-    for entry in steps.candidates(path, step):
-        try:
-            _write(path, entry)
-        except Damaged as damage:
-            tried.append(load.note(path, entry, str(damage)))
-        else:
-            return entry.step, Path(path) / entry.name / NAME
-    raise load.failure(path, step, tried)
+    path = path_of("path", path)
+    entry, _ = load.newest_good(path, step, history, partial(_write, path))
+    return entry.step, Path(path) / entry.name / NAME
 
 
 def _write(path: str, entry: Entry) -> None:

@@ -5,13 +5,19 @@ Works where mpi4py is not installed: in a notebook, on a login node, in an evalu
 
 from __future__ import annotations
 
-import os
+import math
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
 from mpidist import events
-from mpidist.checkpoint import steps
+from mpidist.checkpoint import histories, steps
+from mpidist.checkpoint.arguments import path_of, wanted, which
 from mpidist.checkpoint.layout import dtype_of, tree
 from mpidist.checkpoint.manifest import Damaged, Manifest
 from mpidist.checkpoint.reader import opened
@@ -20,8 +26,15 @@ from mpidist.checkpoint.steps import Entry
 from mpidist.checkpoint.wants import Want, wants_of
 from mpidist.errors import CheckpointError, NoCheckpoint
 
+T = TypeVar("T")
 
-def load(path, step: int | None = None) -> dict:
+#: So many steps may be removed by a running job before a reader has one. Each is the newest then.
+_MOST_REMOVED = 100
+#: Seconds between two looks of `wait_for_step`: the first ones, and the later ones.
+_PAUSES = 0.02, 1.0
+
+
+def load(path, step: int | None = None, *, history: int | None = None) -> dict:
     """Read a checkpoint and return its state as nested dicts of NumPy arrays and extras. Local.
 
     Parameters
@@ -31,6 +44,8 @@ def load(path, step: int | None = None) -> dict:
     step : int, optional
         The step to read; None is the newest good one. Damaged ones are said on stderr and
         passed over.
+    history : int, optional
+        Its number, for one that a run has left or set aside; None is the newest.
 
     Raises
     ------
@@ -38,20 +53,94 @@ def load(path, step: int | None = None) -> dict:
         When there is no checkpoint, or none that is good; says what was tried.
     CheckpointError
         When `step` was given and is damaged.
+
+    Notes
+    -----
+    The job that saves may go on. A step that it removes meanwhile is not damaged: the one that is
+    newest by then is read.
     """
-    return load_step(path, step)[1]
+    return load_step(path, step, history)[1]
 
 
-def load_step(path, step: int | None = None) -> tuple[int, dict]:
+def load_step(path, step: int | None = None, history: int | None = None) -> tuple[int, dict]:
     """Do as `load`, and return the step with the state. Local."""
-    path = os.fspath(path)
-    tried: list[str] = []
-    for entry in steps.candidates(path, step):
+    path = path_of("path", path)
+    entry, state = newest_good(path, **which(step, history), read=partial(_whole_state, path))
+    return entry.step, state
+
+
+def wait_for_step(path, after: int | None = None, *, timeout: float | None = None) -> int:
+    """Wait until a running job has saved another step, and return its number. Local.
+
+    For evaluators, without MPI::
+
+        step = None
+        while True:
+            step = md.wait_for_step("run/checkpoints", after=step)
+            evaluate(md.load("run/checkpoints", step))
+
+    Parameters
+    ----------
+    path : path-like
+        Folder of a `CheckpointStore`; it need not be there yet.
+    after : int, optional
+        The step that is known: the newest one is returned as soon as it is not this one. It is
+        lower where the run went back. None takes what is there.
+    timeout : float, optional
+        Seconds to wait; None waits for ever.
+
+    Raises
+    ------
+    NoCheckpoint
+        When there is none within `timeout`.
+
+    Notes
+    -----
+    A job with ``keep=1`` may remove the step before it is loaded, which is then NoCheckpoint.
+    """
+    path, after = path_of("path", path), wanted(after, name="after")
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    pause, longest = _PAUSES
+    while True:
+        with suppress(NoCheckpoint):
+            entry = histories.first(path)
+            if entry is not None and entry.step != after:
+                return entry.step
+        if time.monotonic() + pause > end:
+            known = "" if after is None else f" but {after}"
+            raise NoCheckpoint(f"no checkpoint{known} in {path} within {timeout:g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+
+
+def newest_good(
+    path: str, step: int | None, history: int | None, read: Callable[[Entry], T]
+) -> tuple[Entry, T]:
+    """Return the newest entry that `read` can read, and what it returned. Local.
+
+    Damaged ones are said and passed over; what a running job removes meanwhile is none of those.
+    """
+    tried: dict[Entry, str] = {}
+    removed = 0
+    while (entry := histories.first(path, step, history, tried)) is not None:
         try:
-            return entry.step, _whole_state(path, entry)
+            return entry, read(entry)
         except Damaged as damage:
-            tried.append(note(path, entry, str(damage)))
-    raise failure(path, step, tried)
+            if histories.is_gone(path, entry):
+                removed = count_removed(path, removed)
+            else:
+                tried[entry] = note(path, entry, str(damage))
+    raise failure(path, step, list(tried.values()))
+
+
+def count_removed(path: str, removed: int) -> int:
+    """Return one more; raise CheckpointError where a reader never comes in time. Local."""
+    if removed == _MOST_REMOVED:
+        raise CheckpointError(
+            f"{removed} steps in {path} were removed while they were read; let the job that saves "
+            "there keep more of them"
+        )
+    return removed + 1
 
 
 def note(path: str, entry: Entry, reason: str) -> str:

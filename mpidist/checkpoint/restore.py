@@ -9,7 +9,7 @@ a later block is answered by filling them all from an older step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from mpidist import events
 from mpidist.arrays import is_writable
-from mpidist.checkpoint import load, steps
+from mpidist.checkpoint import histories, load, steps
 from mpidist.checkpoint.control import run_on_all
 from mpidist.checkpoint.filling import Filling, batches, is_filled, is_whole, staged_bytes
 from mpidist.checkpoint.layout import (
@@ -55,43 +55,55 @@ class Reading(NamedTuple):
     direct: bool = True
 
 
-def restore(comm, path: str, like: Mapping | None, step: int | None, bad: set[Entry], how: Reading):
+def restore(
+    comm,
+    path: str,
+    like: Mapping | None,
+    step: int | None,
+    first: Callable[[Collection[Entry]], Entry | None],
+    bad: set[Entry],
+    how: Reading,
+):
     """Return (entry, state); see `CheckpointStore.restore`. Collective over `comm`.
 
-    Entries found damaged are added to `bad` on every rank.
+    Rank 0 asks `first` for the entry to try, giving those that were; it adds to `bad` what is found
+    damaged.
     """
     items = run_on_all(comm, "restore", lambda: None if like is None else _wanted(like))
+    tried: dict[Entry, str] = {}  # on rank 0
+    entry: Entry | None = None
+    reason, removed = "", 0
 
-    def candidates(without: list[bool]) -> list[Entry]:
+    def following(without: list[bool]) -> Entry:
+        nonlocal removed
         for rank, one in enumerate(without):
             if one != without[0]:
                 raise MismatchError(
                     f"like is None on rank {rank if one else 0} and a state on rank "
                     f"{0 if one else rank}; pass {{}} where no array is wanted"
                 )
-        return steps.candidates(path, step)
+        if entry is not None and histories.is_gone(path, entry):
+            removed = load.count_removed(path, removed)
+        elif entry is not None:
+            bad.add(entry)
+            tried[entry] = load.note(path, entry, reason)
+        found = first(tried)
+        if found is None:
+            raise load.failure(path, step, list(tried.values()))
+        return found
 
-    entries = run_on_all(comm, f"restore from {path}", lambda: items is None, candidates)
-    tried: list[str] = []
     filled: list[Entry] = []  # parts of these may be in the caller's arrays
     try:
-        for entry in entries:
+        while True:
+            entry = run_on_all(comm, f"restore from {path}", lambda: items is None, following)
             reason, state = _attempt(comm, path, entry, items, how, filled)
             if reason is None:
                 events.emit("checkpoint_restored", path=path, step=entry.step, ranks=comm.size)
                 return entry, state
-            bad.add(entry)
-            tried.append(load.note(path, entry, reason) if comm.rank == 0 else reason)
-        run_on_all(comm, "restore", lambda: None, lambda _: _raise(load.failure(path, step, tried)))
     except MpidistError as error:
         if filled:
             raise spoiled(error) from error
         raise
-    raise AssertionError("not reached")
-
-
-def _raise(error: Exception):
-    raise error
 
 
 def spoiled(error: MpidistError) -> MpidistError:

@@ -12,11 +12,13 @@ import re
 import secrets
 import socket
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from mpidist import events
 from mpidist.checkpoint import files, steps
+from mpidist.checkpoint.histories import Histories
 from mpidist.checkpoint.manifest import NAME, Damaged, Unreadable
 from mpidist.checkpoint.steps import Entry
 from mpidist.checkpoint.threads import Worker
@@ -112,7 +114,7 @@ def stay(path: str, error: OSError) -> None:
 
 @dataclass
 class Keep:
-    """Which steps stay.
+    """Which steps of the newest history's line stay; those of other histories all do.
 
     Attributes
     ----------
@@ -124,12 +126,15 @@ class Keep:
         Known as damaged: they do not count as kept, and go when they are older than all that are.
     verified : Entry or None
         The newest of which every byte was checked, or that was restored: it stays.
+    others : bool
+        Whether other histories stay.
     """
 
     newest: int | None
     every: int | None = None
     bad: set[Entry] = field(default_factory=set)
     verified: Entry | None = None
+    others: bool = True
     _good: set[Entry] = field(default_factory=set)
     _removing: Worker | None = None
 
@@ -172,30 +177,47 @@ class Keep:
 
     def _remove_old(self, path: str, root: int, saved: Entry) -> None:
         self._good.add(saved)
-        entries = steps.folders(root)
-        self._good.intersection_update(entries)  # a long run forgets what is gone
-        self.bad.intersection_update(entries)
+        listed = Histories(root)
+        everything, line = listed.everything(), listed.line(saved.history)
+        self._good.intersection_update(everything)  # a long run forgets what is gone
+        self.bad.intersection_update(everything)
         self.bad.discard(saved)  # a damaged step of this name was removed, and the name is free
-        for entry in entries:
-            if entry.step == saved.step and entry.generation < saved.generation:
-                remove(entry.name, root)
+        same = [entry for entry in line if entry[:2] == saved[:2]]
+        old = [entry for entry in same if entry < saved]
+        old += self._old(path, [entry for entry in line if entry not in same], saved)
+        old += [] if self.others else set(everything).difference(line)
+        for entry in dict.fromkeys(old):
+            remove(entry.name, root)
+        for mark in listed.idle_marks(saved.history):
+            files.remove_file(mark.name, root)
+
+    def _old(self, path: str, line: list[Entry], saved: Entry) -> Iterator[Entry]:
+        """Yield what need not stay of a line, newest first, beside `saved`. Local.
+
+        Only as many are looked at as are to be kept.
+        """
         if self.newest is None:
             return
-        entries = [entry for entry in entries if entry.step != saved.step]
-        good = [entry for entry in entries if self._is_good(path, entry)]
-        kept = [saved, *good[: self.newest - 1]]
-        oldest = min(kept)
-        for entry in entries:
-            old = entry not in kept and (entry in good or entry < oldest)
-            if old and not self._is_special(entry):
-                remove(entry.name, root)
+        kept, damaged = [saved], list[Entry]()
+        for entry in line:
+            if len(kept) == self.newest:
+                if not self._is_special(entry):
+                    yield entry
+            elif self.is_good(path, entry):
+                kept.append(entry)
+            else:
+                damaged.append(entry)
+        for entry in {*damaged, *self.bad}:
+            if entry < min(kept) and not self._is_special(entry):
+                yield entry
 
     def _is_special(self, entry: Entry) -> bool:
         if entry == self.verified:
             return True
         return self.every is not None and entry.step % self.every == 0 and entry not in self.bad
 
-    def _is_good(self, path: str, entry: Entry) -> bool:
+    def is_good(self, path: str, entry: Entry) -> bool:
+        """Whether a step is not damaged, as far as its manifest and sizes tell. Local."""
         if entry in self.bad:
             return False
         if entry not in self._good:

@@ -22,13 +22,15 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 import mpidist
 from mpidist import events
-from mpidist.checkpoint import files, manifest, retention, shard, steps
+from mpidist.checkpoint import files, manifest, retention, shard
 from mpidist.checkpoint.control import run_on_all
+from mpidist.checkpoint.histories import Line, publish
 from mpidist.checkpoint.layout import (
     Shard,
     array_of,
@@ -87,6 +89,8 @@ class Save:
         What to remove after the commit.
     lock : RunLock
         The store's; rank 0 takes it here.
+    line : histories.Line
+        Where the store stands: rank 0 asks it for the history that this save is of.
     writer_of : list of int
         The rank that writes for each rank.
     buffers : shard.Buffers
@@ -103,13 +107,15 @@ class Save:
         state: Mapping,
         keep: retention.Keep,
         lock: RunLock,
+        line: Line,
         writer_of: Sequence[int],
         buffers: shard.Buffers,
         how: shard.How,
         copy: bool,
     ):
         self.comm, self.path, self.step = comm, path, step
-        self._keep, self._lock, self._writer_of, self._how = keep, lock, writer_of, how
+        self._keep, self._lock, self._line = keep, lock, line
+        self._writer_of, self._how = writer_of, how
         self._began, self._ended = time.perf_counter(), 0.0
         self._outcome: bytes | Exception | None = None  # this rank's table, or what went wrong
         self._committed: int | Exception | None = None  # bytes of the state, on rank 0
@@ -117,7 +123,7 @@ class Save:
         self._thread: Worker | None = None
         self._leader: _Leader | None = None
         self._data: list = []
-        self.name, share = self._plan(state)
+        self.name, self.history, share = self._plan(state)
         self.parts = [part for _, part in share.writes]
         try:
             named = dict(leaves(state))
@@ -148,7 +154,7 @@ class Save:
             self.abandon()
             raise
 
-    def _plan(self, state: Mapping) -> tuple[str, Share]:
+    def _plan(self, state: Mapping) -> tuple[str, int, Share]:
         comm, doing = self.comm, f"save of step {self.step}"
         found: list[tuple[Description, bytes]] = []
 
@@ -172,8 +178,11 @@ class Save:
             each=True,
         )
 
-    def _open(self, described: list[Description]) -> list[tuple[str, Share]]:
-        """Rank 0: plan, and make the temporary folder. Returns its name and each rank's share."""
+    def _open(self, described: list[Description]) -> list[tuple[str, int, Share]]:
+        """Rank 0: plan, and make the temporary folder.
+
+        Returns its name, the history of the save, and each rank's share.
+        """
         tensors, extras = agree(described)
         parts = assign(tensors, described, self._writer_of)
         plan = shares(parts, self._writer_of, [leaf.path for leaf in tensors])
@@ -181,6 +190,7 @@ class Save:
         with ExitStack() as stack:
             root = stack.enter_context(files.folder(self.path))
             self._lock.take(root)
+            history = self._line.begin(root, self.step, partial(self._keep.is_good, self.path))
             name = retention.temporary_name(self.step)
             files.make_folder(name, root)
             stack.callback(_discard, name, root)
@@ -190,7 +200,7 @@ class Save:
             retention.remove_dead(root)
             writers = [rank for rank, share in enumerate(plan) if share.writes]
             self._leader = _Leader(root, name, tensors, extras, writers, stack.pop_all())
-        return [(name, share) for share in plan]
+        return [(name, history, share) for share in plan]
 
     def write(self) -> None:
         """Write this rank's shard. Local, without MPI; what goes wrong is kept for `finish`."""
@@ -331,7 +341,8 @@ class Save:
             shard.put(folder, manifest.NAME, data)
             files.sync(folder)
             self._lock.check(leader.root)
-            saved = _publish(leader.name, self.step, leader.root)
+            saved = publish(leader.name, self.history, self.step, leader.root)
+            self._line.stand(saved)
             try:
                 files.sync(leader.root)
                 # Only now, or a death just before would leave a folder without an owner.
@@ -358,24 +369,6 @@ def _told(outcome, doing: str):
     if outcome is None:
         raise CheckpointError(f"{doing} was interrupted")
     return outcome
-
-
-def _publish(name: str, step: int, root: int) -> Entry:
-    """Rename a complete folder to the next free name of its step. Local."""
-    taken = [entry.generation for entry in steps.folders(root) if entry.step == step]
-    generation = max(taken, default=-1) + 1
-    while True:
-        entry = Entry(step, generation)
-        try:
-            files.rename(name, entry.name, root)
-        except FileExistsError:
-            generation += 1
-        except OSError as error:
-            if not files.is_folder(entry.name, root):
-                raise StorageError(f"cannot commit {entry.name}: {error}") from error
-            generation += 1
-        else:
-            return entry
 
 
 def _discard(name: str, root: int) -> None:

@@ -6,21 +6,23 @@ one is found and read, `load.py` the same without MPI.
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
+from functools import partial
 
 from mpidist import events
-from mpidist.checkpoint import held, load, steps
-from mpidist.checkpoint.control import call, path_of, run_on_all, same_on_all
+from mpidist.checkpoint import files, held, histories, load, retention
+from mpidist.checkpoint.arguments import of_store, wanted, which, yes_or_no
+from mpidist.checkpoint.control import call, run_on_all, same_on_all
+from mpidist.checkpoint.histories import Line
 from mpidist.checkpoint.lock import RunLock
 from mpidist.checkpoint.plan import writers_of
 from mpidist.checkpoint.restore import Reading, restore
 from mpidist.checkpoint.retention import Keep
 from mpidist.checkpoint.save import Save
 from mpidist.checkpoint.shard import Buffers, How, Memory
-from mpidist.errors import CheckpointError, ClosedError, ConfigError, shown
+from mpidist.checkpoint.steps import Entry
+from mpidist.errors import CheckpointError, ClosedError
 from mpidist.topology import topology_of
 
 
@@ -55,7 +57,7 @@ class CheckpointStore(Scoped):
     path : path-like
         Folder that all ranks can reach; made at the first save. The same on all ranks.
     keep : int or None
-        How many good steps to keep; None keeps all.
+        How many good steps of the newest history to keep; None keeps all.
     keep_every : int, optional
         Keep the steps whose number is a multiple of this as well. The newest step that was
         verified or restored is never removed.
@@ -67,9 +69,18 @@ class CheckpointStore(Scoped):
         to be written out at the end.
     sha256 : bool
         Keep a SHA-256 of each shard, which `verify` checks, beside the CRC-32 of each block.
+    fresh : bool or str
+        Begin anew: what the folder holds is set aside. It stays, and is what `history` numbers;
+        without that, this store has nothing until it has saved. A program that is started again
+        gives True to its first attempt alone, or to all the same text, which names the run: the
+        later ones then go on with what was begun under it.
 
     Notes
     -----
+    A save continues the step that this store has restored or saved last. After ``restore(step=900)``
+    of a newer history the next save begins a branch: `restore`, `keep` and readers follow that from
+    then on, and the steps that it has left stay, as another history.
+
     Every method is called by all ranks, and what goes wrong on one is raised on all. Use it with
     ``with``, or call `close`.
     """
@@ -84,17 +95,19 @@ class CheckpointStore(Scoped):
         writers: str | int = "all",
         direct: bool = True,
         sha256: bool = False,
+        fresh: bool | str = False,
     ):
         given = same_on_all(
             comm,
             "CheckpointStore",
-            lambda: _checked(path, keep, keep_every, writers, direct, sha256),
+            lambda: of_store(path, keep, keep_every, writers, direct, sha256, fresh),
         )
         self.path = given["path"]
         self._comm, self._closed = comm, False
         self._pending: Save | None = None
         self._keep = Keep(given["keep"], given["keep_every"])
         self._lock = RunLock(self.path)
+        self._line = Line(self.path, given["fresh"])
         self._buffers = Buffers(Memory(), Memory())
         self._how = How(given["direct"], given["sha256"])
         self._writers = given["writers"]
@@ -106,8 +119,8 @@ class CheckpointStore(Scoped):
         Parameters
         ----------
         step : int
-            The same on all ranks. Saving a step again replaces it, without a moment in which
-            neither is there.
+            The same on all ranks. Saving the last step again replaces it, without a moment in
+            which neither is there; a lower number than the last one's begins a branch.
         state : dict
             Nested dicts with string keys. Arrays are replicated state: equal on the ranks that
             have them, written once. Each of those ranks writes a part, and their values are not
@@ -119,8 +132,9 @@ class CheckpointStore(Scoped):
         Raises
         ------
         CheckpointError
-            When a rank cannot write (a full disk, ...), or shards overlap or leave a hole.
-            Nothing of the step remains, earlier steps are as they were.
+            When a rank cannot write (a full disk, ...), or shards overlap or leave a hole; when the
+            folder holds good steps, and this store has neither restored one nor been told that it
+            begins anew (`fresh`). Nothing of the step remains, earlier steps are as they were.
         MismatchError
             When the ranks disagree on the step, a name, a shape, a dtype or an extra.
         ConfigError
@@ -141,7 +155,14 @@ class CheckpointStore(Scoped):
         with events.span("checkpoint.save_async"), self._call("save_async"):
             self._begin_alone(step, state, copy=True).start()
 
-    def restore(self, like: Mapping | None = None, step: int | None = None, *, verify: bool = True):
+    def restore(
+        self,
+        like: Mapping | None = None,
+        step: int | None = None,
+        *,
+        history: int | None = None,
+        verify: bool = True,
+    ):
         """Return (step, state) of a step, by default the newest good one. Collective.
 
         Parameters
@@ -154,6 +175,8 @@ class CheckpointStore(Scoped):
         step : int, optional
             None takes the newest step that every rank can read; damaged ones are passed over,
             which is said once on stderr.
+        history : int, optional
+            Its number, for one that was left or set aside; None is the newest.
         verify : bool
             Whether numbers are compared with their checksums. False trusts the disk with them;
             what lies where is still read from digested tables, and sizes are compared.
@@ -173,29 +196,63 @@ class CheckpointStore(Scoped):
             self._finish()
 
             def check() -> dict:
-                return {"step": steps.wanted(step), "verify": _yes_or_no("verify", verify)}
+                return {**which(step, history), "verify": yes_or_no("verify", verify)}
 
             given = same_on_all(self._comm, "restore", check)
             with events.span("checkpoint.restore"):
                 how = Reading(given["verify"], self._how.direct)
+                first = partial(self._line.first, given["step"], given["history"])
                 entry, state = restore(
-                    self._comm, self.path, like, given["step"], self._keep.bad, how
+                    self._comm, self.path, like, given["step"], first, self._keep.bad, how
                 )
             self._keep.verified = entry
+            self._line.stand(entry)
             return entry.step, state
 
     def latest_step(self) -> int | None:
         """Return the newest committed step, or None; its data are not checked. Collective."""
-        found = self.all_steps()
-        return found[-1] if found else None
+        with self._call("latest_step"):
+            self._settle()
+            entry = self._latest()
+            return entry and entry.step
 
-    def all_steps(self) -> list[int]:
-        """Return the committed steps, ascending. Collective. A save under way is not among them."""
+    def _latest(self) -> Entry | None:
+        return run_on_all(self._comm, "latest_step", lambda: None, lambda _: self._line.latest())
+
+    def all_steps(self, *, history: int | None = None) -> list[int]:
+        """Return the committed steps of a history, ascending. Collective.
+
+        By default the newest; those that it continues are among them, a save under way is not.
+        Raises NoCheckpoint where `history` is given and is not there; it names those that are.
+        """
         with self._call("all_steps"):
             self._settle()
+            number = same_on_all(self._comm, "all_steps", lambda: which(None, history))["history"]
             return run_on_all(
-                self._comm, "all_steps", lambda: None, lambda _: steps.all_steps(self.path)
+                self._comm, "all_steps", lambda: None, lambda _: self._line.all_steps(number)
             )
+
+    def delete(self, step: int, *, history: int | None = None) -> None:
+        """Remove a step, by default of the newest history. Collective.
+
+        Where it was the last step of that history, the one before is the newest again. Raises
+        NoCheckpoint where there is no such step, CheckpointError where another job saves here.
+        """
+        with self._call("delete"):
+            self._finish()
+
+            given = same_on_all(self._comm, "delete", lambda: which(step, history, needed=True))
+            run_on_all(self._comm, "delete", lambda: None, lambda _: self._delete(**given))
+
+    def _delete(self, step: int, history: int | None) -> None:
+        entry = self._line.first(step, history)
+        assert entry is not None
+        with files.folder(self.path) as root:
+            self._lock.take(root)
+            entries, _ = histories.everything(self.path, step, entry.history)
+            for each in reversed(entries):  # the older ones first, or a kill would bring them back
+                retention.remove(each.name, root)
+            files.sync(root)
 
     def verify(self, step: int | None = None) -> int:
         """Check every byte of a step, by default the newest. Collective.
@@ -205,26 +262,31 @@ class CheckpointStore(Scoped):
         """
         with self._call("verify"):
             self._settle()
-            step = same_on_all(self._comm, "verify", lambda: {"step": steps.wanted(step)})["step"]
-            return self._verify(step)
+            step = same_on_all(self._comm, "verify", lambda: {"step": wanted(step)})["step"]
+            looked_at, removed = None, 0
+            while looked_at is None:
+                entry, looked_at = self._verify(step)
+                if looked_at is None:  # on all ranks alike
+                    removed = load.count_removed(self.path, removed)
+            self._keep.verified = max(entry, self._keep.verified or entry)
+            return looked_at
 
-    def _verify(self, step: int | None) -> int:
+    def _verify(self, step: int | None) -> tuple[Entry, int | None]:
+        """Return the entry that was checked, and how many bytes, or None if it was removed."""
         comm = self._comm
-        entry = run_on_all(
-            comm, "verify", lambda: None, lambda _: steps.candidates(self.path, step)[0]
-        )
+        entry = run_on_all(comm, "verify", lambda: None, lambda _: self._line.first(step))
 
-        def total(answers: list) -> int:
+        def total(answers: list) -> int | None:
             found = list(dict.fromkeys(text for damages, _ in answers for text in damages))
+            if found and histories.is_gone(self.path, entry):
+                return None
             if found:
                 raise CheckpointError(f"{self.path}/{entry.name} is damaged: {'; '.join(found)}")
             return sum(count for _, count in answers)
 
-        looked_at = run_on_all(
+        return entry, run_on_all(
             comm, "verify", lambda: load.damages(self.path, entry, comm.rank, comm.size), total
         )
-        self._keep.verified = max(entry, self._keep.verified or entry)
-        return looked_at
 
     def wait(self) -> None:
         """Wait until the save that is under way is committed, if there is one. Collective."""
@@ -272,7 +334,7 @@ class CheckpointStore(Scoped):
         self._finish()
 
         def check() -> dict:
-            return {"step": steps.wanted(step, needed=True)}
+            return {"step": wanted(step, needed=True)}
 
         step = same_on_all(self._comm, "save", check)["step"]
         if self._writer_of is None:
@@ -284,6 +346,7 @@ class CheckpointStore(Scoped):
             state,
             self._keep,
             self._lock,
+            self._line,
             self._writer_of,
             self._buffers,
             self._how,
@@ -308,37 +371,3 @@ class CheckpointStore(Scoped):
         if self._closed:
             raise ClosedError(f"the checkpoint store of {self.path} is closed")
         self._keep.settle()
-
-
-def _checked(path, keep, keep_every, writers, direct, sha256) -> dict:
-    """Return the arguments of a store, or raise ConfigError for one that cannot be. Local."""
-    if not (isinstance(writers, str) and writers in ("all", "node")):
-        if not steps.is_integer(writers) or operator.index(writers) < 1:
-            given = shown(writers)
-            raise ConfigError(f"writers={given}; expected 'all', 'node' or a number from 1")
-        writers = operator.index(writers)
-    return {
-        "path": str(Path(path_of("path", path)).absolute()),
-        "keep": steps_to_keep("keep", keep),
-        "keep_every": steps_to_keep("keep_every", keep_every),
-        "writers": writers,
-        "direct": _yes_or_no("direct", direct),
-        "sha256": _yes_or_no("sha256", sha256),
-    }
-
-
-def steps_to_keep(name: str, value, or_none: bool = True) -> int | None:
-    """Return a number of steps, or raise ConfigError that names the argument. Local."""
-    if value is None and or_none:
-        return None
-    if not steps.is_integer(value) or operator.index(value) < 1:
-        none = ", or None" if or_none else ""
-        raise ConfigError(f"{name}={shown(value)}; expected a number of steps of 1 or more{none}")
-    return operator.index(value)
-
-
-def _yes_or_no(name: str, value) -> bool:
-    try:
-        return bool(value)
-    except Exception:
-        raise ConfigError(f"{name}={shown(value)}; expected True or False") from None

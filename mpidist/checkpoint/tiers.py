@@ -15,18 +15,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from mpidist import events
 from mpidist.checkpoint import held
-from mpidist.checkpoint.control import call, path_of, run_on_all, same_on_all
+from mpidist.checkpoint.arguments import path_of, steps_to_keep, which
+from mpidist.checkpoint.control import call, run_on_all, same_on_all
 from mpidist.checkpoint.layout import Shard, leaves, tree
 from mpidist.checkpoint.restore import spoiled
 from mpidist.checkpoint.save import Save
-from mpidist.checkpoint.steps import MAX_STEP, wanted
-from mpidist.checkpoint.store import CheckpointStore, Scoped, steps_to_keep
+from mpidist.checkpoint.steps import Entry
+from mpidist.checkpoint.store import CheckpointStore, Scoped
 from mpidist.context import free
-from mpidist.errors import ConfigError, MpidistError, shown
+from mpidist.errors import ConfigError, MpidistError, NoCheckpoint, shown
 from mpidist.topology import topology_of
 
 
@@ -38,7 +41,7 @@ class TieredStore(Scoped):
     comm : mpi4py.MPI.Comm
     path : path-like
         The shared folder.
-    keep, keep_every, writers
+    keep, keep_every, writers, fresh
         Of the shared folder, as in `CheckpointStore`.
     local : path-like
         Folder of a node: memory (``/dev/shm/...``) or a disk of its own. Ranks of one node that
@@ -62,6 +65,7 @@ class TieredStore(Scoped):
         local_keep: int = 2,
         keep_every: int | None = None,
         writers: str | int = "all",
+        fresh: bool | str = False,
     ):
         folders: list[Path] = []
 
@@ -76,7 +80,9 @@ class TieredStore(Scoped):
         with call(comm, "TieredStore"):
             self._keep = same_on_all(comm, "TieredStore", check)["local_keep"]
             self._folder = folders[0]
-            self.shared = CheckpointStore(comm, path, keep, keep_every=keep_every, writers=writers)
+            self.shared = CheckpointStore(
+                comm, path, keep, keep_every=keep_every, writers=writers, fresh=fresh
+            )
             self.path = self.shared.path
             self._comm, self._closed = comm, False
             here = (topology_of(comm).node, str(self._folder))
@@ -106,32 +112,34 @@ class TieredStore(Scoped):
             self._hold(copying, state, CheckpointStore.save_async)
             copying.start()
 
-    def restore(self, like: Mapping | None = None, step: int | None = None):
+    def restore(
+        self, like: Mapping | None = None, step: int | None = None, *, history: int | None = None
+    ):
         """Return (step, state), from the nodes where all hold the newest step. Collective.
 
         As `CheckpointStore.restore`. Nodes are asked where `like` is given, and every rank has in
-        it what it had at the save, on the same node; each byte is checked on all nodes before
-        any array is filled.
+        it what it had at the save, on the same node, and no `history`; each byte is checked on all
+        nodes before any array is filled.
         """
         with self._call("restore"):
             self.wait()
 
             def check() -> dict:  # here, for the nodes are asked before the shared folder
-                return {"step": wanted(step), "like": "none" if like is None else "a state"}
+                given = "none" if like is None else "a state"
+                return {**which(step, history), "like": given}
 
-            step = same_on_all(self._comm, "restore", check)["step"]
+            given = same_on_all(self._comm, "restore", check)
+            step, history = given["step"], given["history"]
             self._open(make=False)
-            newest = self.shared.latest_step()
-            if self._local is not None and like is not None:
-                for number in self._common(like, step):
-                    if step is None and newest is not None and number < newest:
-                        break
+            if self._local is not None and like is not None and history is None:
+                for of, number in self._common(like, step):
                     if self._tried(lambda: self._verify(number)):  # noqa: B023
                         state = self._from_nodes(like, number)
                         self._ours = True
+                        self.shared._line.stand(Entry(of, number, 0))
                         events.emit("checkpoint_restored_from_nodes", step=number)
                         return number, state
-            result = self.shared.restore(like, step)
+            result = self.shared.restore(like, step, history=history)
             self._ours = False
             return result
 
@@ -139,9 +147,25 @@ class TieredStore(Scoped):
         """Return the newest step in the shared folder, or None. Collective."""
         return self.shared.latest_step()
 
-    def all_steps(self) -> list[int]:
-        """Return the steps in the shared folder, ascending. Collective."""
-        return self.shared.all_steps()
+    def all_steps(self, *, history: int | None = None) -> list[int]:
+        """Return the steps of a history in the shared folder, ascending. Collective."""
+        return self.shared.all_steps(history=history)
+
+    def delete(self, step: int, *, history: int | None = None) -> None:
+        """Remove a step from the shared folder, and without `history` from the nodes. Collective."""
+        with self._call("delete"):
+            self.wait()
+            given = same_on_all(self._comm, "delete", lambda: which(step, history, needed=True))
+            self._open(make=False)
+            local = self._local
+            if local is not None and given["history"] is None:
+
+                def remove() -> None:
+                    with suppress(NoCheckpoint):
+                        local.delete(given["step"])
+
+                run_on_all(self._comm, "delete on the nodes", remove)
+            self.shared.delete(**given)
 
     def verify(self, step: int | None = None) -> int:
         """Check every byte of a step in the shared folder. Collective."""
@@ -164,10 +188,13 @@ class TieredStore(Scoped):
         with self._call("close"):
             try:
                 self.wait()
-                newest = self.shared.latest_step()
+                newest = self.shared._latest()
             finally:
                 self.shared.close()
-                self._close_nodes(newest)
+                if newest is None:
+                    self._close_nodes()
+                else:
+                    self._close_nodes(partial(held.remove, newest=newest[:2]))
                 self._closed = True
                 free(self._node)
                 self._node.Free()
@@ -200,7 +227,8 @@ class TieredStore(Scoped):
                 self._ours = True
             self._open(make=True)
             extras = run_on_all(self._comm, doing, lambda: held.extras(state), held.union)
-            mark = held.mark(state, rank, copying.name, self._comm.size)
+            history, size = copying.history, self._comm.size
+            mark = held.mark(state, rank, copying.name, history, size)
             content = {**held.arrays(state, rank), "extras": tree(iter(extras)), "mark": mark}
             run_on_all(self._comm, doing, lambda: save(self._local, copying.step, content))
 
@@ -237,19 +265,26 @@ class TieredStore(Scoped):
             )
             if identity is not None:
                 self._local = CheckpointStore(self._node, self._folder / identity, keep=self._keep)
+                # What a run has left is in the shared folder, and a node's memory is dear.
+                self._local._keep.others = False
 
-    def _common(self, like: Mapping, step: int | None) -> list[int]:
-        """Return the steps that all nodes hold of one save, newest first. Collective."""
-        path, comm = self._local.path, self._comm  # type: ignore[union-attr]
+    def _common(self, like: Mapping, step: int | None) -> list[tuple[int, int]]:
+        """Return what all nodes hold of one save, and is not older than the shared folder's newest.
 
-        def both(answers: list[dict[int, str]]) -> list[int]:
+        As (history, step), newest first; with `step`, what is of the newest history. Collective.
+        """
+        path, comm, line = self._local.path, self._comm, self.shared._line  # type: ignore[union-attr]
+        fits = line.is_next if step is None else line.is_of
+
+        def both(answers: list[dict[int, tuple[int, str]]]) -> list[tuple[int, int]]:
             same = set(answers[0].items()).intersection(*(one.items() for one in answers))
-            return sorted((number for number, _ in same), reverse=True)
+            copies = sorted(((history, number) for number, (history, _) in same), reverse=True)
+            return [] if line.is_fresh() else [copy for copy in copies if fits(*copy)]
 
-        def look() -> dict[int, str]:
+        def look() -> dict[int, tuple[int, str]]:
             return held.found(path, step, like, comm.rank, comm.size)
 
-        steps: list[int] = []
+        steps: list[tuple[int, int]] = []
         self._tried(lambda: steps.extend(run_on_all(comm, "copies on the nodes", look, both)))
         return steps
 
@@ -287,16 +322,16 @@ class TieredStore(Scoped):
         """
         self._open(make=False)
         if self._local is not None:
-            self._close_nodes(MAX_STEP)
+            self._close_nodes(held.remove)
             # Nodes that are not with us now keep theirs, under a name that is nobody's any more.
             run_on_all(
                 self._comm, "new name for copies", lambda: None, lambda _: held.renew(self.path)
             )
 
-    def _close_nodes(self, newest: int | None) -> None:
-        """Close the nodes' stores, their steps up to `newest` removed. Collective."""
+    def _close_nodes(self, remove: Callable[[str], None] = lambda path: None) -> None:
+        """Close the nodes' stores, then `remove` what is to go of their folders. Collective."""
         if self._local is not None:
             local, self._local = self._local, None
             local.close()
-            if self._node.rank == 0 and newest is not None:
-                held.remove(local.path, newest)
+            if self._node.rank == 0:
+                remove(local.path)

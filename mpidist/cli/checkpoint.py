@@ -20,7 +20,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     helps = {
-        "list": "the steps of a store, newest last",
+        "list": "the steps of a store by history, newest last",
         "show": "the arrays and values of one step",
         "verify": "check every byte of all steps, or of one",
         "export": "write one step as one plain file: .h5, .npz or .safetensors",
@@ -34,13 +34,20 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         if name != "list":
             default = "all" if name == "verify" else "the newest good one"
             action.add_argument("--step", type=int, metavar="N", help=f"default: {default}")
+            default = "all" if name == "verify" else "the newest"
+            action.add_argument("--history", type=int, metavar="N", help=f"default: {default}")
     parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Do what the arguments say and return the exit code. Local."""
+    from mpidist.checkpoint.arguments import path_of, which
+
     try:
+        args.path = path_of("path", args.path)
+        if args.action != "list":
+            which(args.step, args.history)
         return _ACTIONS[args.action](args)
     except (MpidistError, OSError) as error:
         text = " ".join(str(error).split())
@@ -49,23 +56,40 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args) -> int:
-    from mpidist.checkpoint import steps
+    from mpidist.checkpoint import histories
+
+    entries, listed = histories.everything(args.path)
+    newest, begun, bad = entries[0].history, None, 0
+    print(f"{'step':>12}  {'arrays':>7}  {'bytes':>15}  {'writers':>7}  state")
+    for entry in reversed(entries):
+        if entry.history != begun and newest:  # a single one needs no name
+            begun = entry.history
+            print(f"{listed.beginning(begun)}{', the newest' if begun == newest else ''}:")
+        line, damaged = _line(args.path, entry)
+        bad += damaged
+        if line:
+            print(line)
+    return 1 if bad else 0
+
+
+def _line(path: str, entry) -> tuple[str, bool]:
+    """Return what the list says of a step, nothing where it goes meanwhile; whether it is damaged.
+
+    Local.
+    """
+    from mpidist.checkpoint import histories, steps
     from mpidist.checkpoint.manifest import Damaged
 
-    bad = 0
-    print(f"{'step':>12}  {'arrays':>7}  {'bytes':>15}  {'writers':>7}  state")
-    for entry in reversed(steps.candidates(args.path, None)):
-        try:
-            found = steps.parse(steps.read_manifest(args.path, entry), entry)
-        except Damaged as damage:
-            bad += 1
-            print(f"{entry.step:>12}  {'-':>7}  {'-':>15}  {'-':>7}  damaged: {damage}")
-            continue
-        print(
-            f"{entry.step:>12}  {len(found.tensors):>7}  {found.nbytes:>15,}  "
-            f"{found.writers:>7}  manifest and sizes good"
-        )
-    return 1 if bad else 0
+    try:
+        found = steps.parse(steps.read_manifest(path, entry), entry)
+    except Damaged as damage:
+        if histories.is_gone(path, entry):
+            return "", False
+        return f"{entry.step:>12}  {'-':>7}  {'-':>15}  {'-':>7}  damaged: {damage}", True
+    return (
+        f"{entry.step:>12}  {len(found.tensors):>7}  {found.nbytes:>15,}  "
+        f"{found.writers:>7}  manifest and sizes good"
+    ), False
 
 
 def _show(args) -> int:
@@ -89,14 +113,18 @@ def _show(args) -> int:
 
 
 def _verify(args) -> int:
-    from mpidist.checkpoint import load, steps
+    from mpidist.checkpoint import histories, load
 
     bad = 0
-    for entry in reversed(steps.candidates(args.path, args.step)):
+    entries, _ = histories.everything(args.path, args.step, args.history)
+    for entry in reversed(entries):
         found, looked_at = load.damages(args.path, entry)
+        if found and histories.is_gone(args.path, entry):
+            continue  # the job that saves there has removed it meanwhile
         bad += bool(found)
         verdict = f"damaged: {'; '.join(found)}" if found else f"good, {looked_at:,} bytes"
-        print(f"step {entry.step}: {verdict}")
+        of = f" of history {entry.history}" if entries[0].history else ""
+        print(f"step {entry.step}{of}: {verdict}")
     return 1 if bad else 0
 
 
@@ -104,7 +132,7 @@ def _export(args) -> int:
     from mpidist.checkpoint import export
 
     out = Path(args.out)
-    step = export.export_step(args.path, out, step=args.step)
+    step = export.export_step(args.path, out, step=args.step, history=args.history)
     print(f"step {step} of {args.path} -> {out} ({out.stat().st_size:,} bytes)")
     return 0
 
@@ -115,7 +143,7 @@ def _index(args) -> int:
 
     if holes := strangers.known_holes():
         print(f"mpidist: {holes}", file=sys.stderr)
-    step, out = index(args.path, args.step)
+    step, out = index(args.path, args.step, args.history)
     print(f"step {step} of {args.path} -> {out} ({out.stat().st_size:,} bytes)")
     return 0
 
@@ -123,15 +151,11 @@ def _index(args) -> int:
 def _chosen(args):
     """Return (entry, manifest) of ``--step``, or of the newest whose manifest is good."""
     from mpidist.checkpoint import load, steps
-    from mpidist.checkpoint.manifest import Damaged
 
-    tried = []
-    for entry in steps.candidates(args.path, args.step):
-        try:
-            return entry, steps.parse(steps.read_manifest(args.path, entry), entry)
-        except Damaged as damage:
-            tried.append(load.note(args.path, entry, str(damage)))
-    raise load.failure(args.path, args.step, tried)
+    def read(entry):
+        return steps.parse(steps.read_manifest(args.path, entry), entry)
+
+    return load.newest_good(args.path, args.step, args.history, read)
 
 
 _ACTIONS = {

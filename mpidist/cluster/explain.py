@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ..checkpoint import load, steps
+from ..checkpoint.arguments import path_of
 from ..checkpoint.layout import tree
-from ..checkpoint.manifest import Damaged
+from ..checkpoint.manifest import Manifest
 from ..collectives import selection
 from ..collectives.allreduce import plan
 from ..collectives.selection_cache import margin
@@ -19,16 +20,13 @@ from ..errors import ConfigError
 
 def saved_table(path: str | os.PathLike) -> dict[str, dict]:
     """Return the choices that the newest good checkpoint in `path` has frozen. Local."""
-    path = os.fspath(path)
-    tried: list[str] = []
-    for entry in steps.candidates(path, None):
-        try:
-            manifest = steps.parse(steps.read_manifest(path, entry), entry)
-        except Damaged as damage:
-            tried.append(load.note(path, entry, str(damage)))
-            continue
-        return tree(iter(manifest.extras)).get("run", {}).get("selection", {})
-    raise load.failure(path, None, tried)
+    path = path_of("path", path)
+
+    def read(entry: steps.Entry) -> Manifest:
+        return steps.parse(steps.read_manifest(path, entry), entry)
+
+    _, manifest = load.newest_good(path, None, None, read)
+    return tree(iter(manifest.extras)).get("run", {}).get("selection", {})
 
 
 def explain(

@@ -251,7 +251,7 @@ def test_what_stands_twice_costs_no_memory(copy, monkeypatch):
     )
     body["tables"] *= 1000
     with pytest.raises(Damaged, match="a table twice"):
-        steps.read_manifest(str(copy), steps.Entry(2, 0))
+        steps.read_manifest(str(copy), steps.Entry(0, 2, 0))
     assert tables == [NAME]
 
     monkeypatch.undo()

@@ -183,4 +183,4 @@ def test_tables_are_bounded_together(tmp_path):
         manifest.tables_of(seal(forged, "sha256"))
     (tmp_path / "step-000000000001" / manifest.NAME).write_bytes(seal(forged, "sha256"))
     with pytest.raises(Damaged, match="bytes together"):
-        steps.read_manifest(str(tmp_path), steps.Entry(1, 0))
+        steps.read_manifest(str(tmp_path), steps.Entry(0, 1, 0))
