@@ -173,7 +173,7 @@ def remove(path: str, newest: tuple[int, int] | None = None) -> None:
 
 
 def _is_in(path: str, entry: steps.Entry, newest: tuple[int, int]) -> bool:
-    """Whether a copy is not newer than what the shared folder holds; a damaged one is not. Local."""
+    """Whether a copy is not newer than what the shared folder holds; nor a damaged one. Local."""
     try:
         return (_history(_facts(path, entry)), entry.step) <= newest
     except CheckpointError:

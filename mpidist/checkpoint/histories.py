@@ -34,6 +34,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeVar
 
+from mpidist import events
 from mpidist.checkpoint import files
 from mpidist.checkpoint.manifest import NAME
 from mpidist.checkpoint.steps import MAX_STEP, Entry, entry_of
@@ -203,23 +204,25 @@ def first(
         asked = (e for e in line if step in (None, e.step) and e not in passed)
         return next(listed.committed(asked), None)
 
-    entry, listed = _found(path, pick)
+    entry, _ = _found(path, pick)
     if entry is None and not passed:
-        raise _missing(path, listed, step, history)
+        raise _missing(path, step, history)
     return entry
 
 
-def _missing(path: str, listed: Histories, step: int | None, history: int | None) -> NoCheckpoint:
-    numbers = sorted(listed.numbers())
-    if not numbers:
-        return NoCheckpoint(f"no checkpoint: {path} holds no step-* folder with a {NAME}")
-    if history is not None and history not in numbers:
-        return NoCheckpoint(f"no history {history} in {path}; histories there: {numbers}")
-    line = listed.line(numbers[-1] if history is None else history)
-    there = sorted({entry.step for entry in listed.committed(line)})
-    others = [n for n in numbers if any(e.step == step for e in listed.committed(listed.own[n]))]
-    hint = f"; history={others[-1]} has it" if others else ""
-    return NoCheckpoint(f"no checkpoint of step {step} in {path}; steps there: {there}{hint}")
+def _missing(path: str, step: int | None, history: int | None) -> NoCheckpoint:
+    with opened(path) as (_, listed):
+        numbers = sorted(listed.numbers())
+        if not numbers:
+            return NoCheckpoint(f"no checkpoint: {path} holds no step-* folder with a {NAME}")
+        if history is not None and history not in numbers:
+            return NoCheckpoint(f"no history {history} in {path}; histories there: {numbers}")
+        line = listed.line(numbers[-1] if history is None else history)
+        there = sorted({entry.step for entry in listed.committed(line)})
+        same = (entry for entry in listed.everything() if entry.step == step)
+        other = next(listed.committed(same), None)
+        hint = f"; history={other.history} has it" if other else ""
+        return NoCheckpoint(f"no checkpoint of step {step} in {path}; steps there: {there}{hint}")
 
 
 def all_steps(path: str, history: int | None = None) -> list[int]:
@@ -233,13 +236,13 @@ def all_steps(path: str, history: int | None = None) -> list[int]:
         return {entry.step for entry in listed.committed(line)}
 
     try:
-        found, listed = _found(path, pick)
+        found, _ = _found(path, pick)
     except NoCheckpoint:
         if history is None:
             return []
         raise
     if history is not None and not found:
-        raise _missing(path, listed, None, history)
+        raise _missing(path, None, history)
     return sorted(found)
 
 
@@ -257,7 +260,7 @@ def everything(
 
     entries, listed = _found(path, pick)
     if not entries:
-        raise _missing(path, listed, step, history)
+        raise _missing(path, step, history)
     return entries, listed
 
 
@@ -379,4 +382,5 @@ class Line:
         if mark != Mark(0):
             files.close(files.open_or_create(mark.name, root))
             files.sync(root)
+            events.emit("checkpoint_history", path=self._path, history=mark.name, step=step)
         return mark.number

@@ -96,10 +96,11 @@ def restore(
     try:
         while True:
             entry = run_on_all(comm, f"restore from {path}", lambda: items is None, following)
-            reason, state = _attempt(comm, path, entry, items, how, filled)
-            if reason is None:
+            damage, state = _attempt(comm, path, entry, items, how, filled)
+            if damage is None:
                 events.emit("checkpoint_restored", path=path, step=entry.step, ranks=comm.size)
                 return entry, state
+            reason = damage
     except MpidistError as error:
         if filled:
             raise spoiled(error) from error

@@ -77,9 +77,9 @@ class CheckpointStore(Scoped):
 
     Notes
     -----
-    A save continues the step that this store has restored or saved last. After ``restore(step=900)``
-    of a newer history the next save begins a branch: `restore`, `keep` and readers follow that from
-    then on, and the steps that it has left stay, as another history.
+    A save continues the step that this store has restored or saved last. Where newer ones are
+    there, as after ``restore(step=900)``, it begins a branch: `restore`, `keep` and readers follow
+    that from then on, and the steps that it has left stay, as another history.
 
     Every method is called by all ranks, and what goes wrong on one is raised on all. Use it with
     ``with``, or call `close`.

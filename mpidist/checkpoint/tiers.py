@@ -152,7 +152,7 @@ class TieredStore(Scoped):
         return self.shared.all_steps(history=history)
 
     def delete(self, step: int, *, history: int | None = None) -> None:
-        """Remove a step from the shared folder, and without `history` from the nodes. Collective."""
+        """Do as `CheckpointStore.delete`; without `history` copies go as well. Collective."""
         with self._call("delete"):
             self.wait()
             given = same_on_all(self._comm, "delete", lambda: which(step, history, needed=True))

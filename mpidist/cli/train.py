@@ -36,6 +36,9 @@ def add_parser(commands) -> None:
     resume = parser.add_mutually_exclusive_group()
     resume.add_argument("--resume", action="store_true", help="fail where there is no checkpoint")
     resume.add_argument("--no-resume", action="store_true", help="fail where there is one")
+    resume.add_argument(
+        "--fresh", action="store_true", help="begin anew, and set aside the checkpoints of before"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         far = remote.is_remote(job.data)
         parts = None if far else jobs.build(job, claim.size if claim else None)
         path = job.folder / "checkpoints"
+        fresh = args.fresh and beginning(os.environ)
         # With copies on the nodes the newest step may be on them alone: the store knows, with MPI.
         if args.resume and not job.local and not any(path.glob("step-*")):
             raise ConfigError(f"--resume: no checkpoint in {path}; leave --resume out to begin")
@@ -69,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         if parts is None:  # one rank of each node fetches the data, and that takes MPI to know
             job.data = remote.brought_here(comm, job.data)
             parts = jobs.build(job, comm.size)
-        _train(comm, job, parts, args, path)
+        _train(comm, job, parts, args, path, fresh)
     except MpidistError as error:
         if comm.size == 1:
             raise
@@ -80,7 +84,28 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _train(comm, job, parts, args, store_path: Path) -> None:
+def beginning(environ: Mapping[str, str]) -> bool | str:
+    """Return what names this start to its later attempts: those go on with what it begins. Pure.
+
+    True where there will be none. Raises ConfigError where nothing tells the first of them.
+    """
+    requeued = environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    launcher = environ.get(pulse.LAUNCHER)
+    if launcher and not requeued:
+        return launcher
+    step = environ.get("SLURM_STEP_ID", "")
+    # Slurm counts from 0 again when it requeues a job; those of shells have numbers above all.
+    if not launcher and "SLURM_JOB_ID" in environ and step.isdecimal() and int(step) < 1 << 31:
+        return f"{environ['SLURM_JOB_ID']}.{step}"
+    if requeued:
+        raise ConfigError(
+            "--fresh: this job was requeued, and would set aside what it has saved; start it with "
+            "srun, or leave --fresh out"
+        )
+    return True
+
+
+def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
     from ..checkpoint.store import CheckpointStore
     from ..checkpoint.tiers import TieredStore
     from ..elastic.guard import Stopped
@@ -118,9 +143,9 @@ def _train(comm, job, parts, args, store_path: Path) -> None:
     try:
         store: CheckpointStore | TieredStore
         if job.local:
-            store = TieredStore(comm, store_path, keep=job.keep, local=job.local)
+            store = TieredStore(comm, store_path, keep=job.keep, local=job.local, fresh=fresh)
         else:
-            store = CheckpointStore(comm, store_path, keep=job.keep)
+            store = CheckpointStore(comm, store_path, keep=job.keep, fresh=fresh)
         with store:
             summary = train(
                 comm, parts.model, parts.train, optimizer=parts.optimizer,

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from ..checkpoint.arguments import path_of
 from ..checkpoint.interval import Pace
 from ..data.sampler import SHUFFLES
 from ..errors import ConfigError, nearest
@@ -170,6 +171,8 @@ def check(values: Mapping, where: str = "job") -> Job:
             raise ConfigError(
                 f"{where}: {name}={value!r}; expected the path of a folder, in quotes"
             )
+        if value:
+            path_of(f"{where}: {name}", value)
     return job
 
 

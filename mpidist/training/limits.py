@@ -15,6 +15,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from ..arrays import named_arrays
+from ..checkpoint.arguments import path_of
 from ..data import Loading, Position, Sampler
 from ..errors import ConfigError
 
@@ -197,7 +198,7 @@ def check_optimizer(optimizer) -> None:
 
 def check_checkpoint(checkpoint, resume) -> None:
     """Refuse what is neither a path nor a store, and an order to resume that cannot be meant."""
-    path = isinstance(checkpoint, str | os.PathLike) and str(checkpoint) != ""
+    path = isinstance(checkpoint, str | os.PathLike)
     store = not isinstance(checkpoint, type) and all(
         callable(getattr(checkpoint, name, None)) for name in ("save", "restore", "all_steps")
     )
@@ -206,8 +207,11 @@ def check_checkpoint(checkpoint, resume) -> None:
             f"checkpoint is {shown(checkpoint)}; expected a path, a CheckpointStore, a "
             "TieredStore, or None"
         )
-    if not isinstance(resume, bool) and not (isinstance(resume, str) and resume == "auto"):
-        raise ConfigError(f"resume={shown(resume)}: expected True, False or 'auto'")
+    if isinstance(checkpoint, str | os.PathLike):
+        path_of("checkpoint", checkpoint)
+    word = isinstance(resume, str) and resume in ("auto", "fresh")
+    if not isinstance(resume, bool) and not word:
+        raise ConfigError(f"resume={shown(resume)}: expected True, False, 'auto' or 'fresh'")
     if resume is True and checkpoint is None:
         raise ConfigError("resume=True needs checkpoint=, the folder to resume from")
 

@@ -249,12 +249,13 @@ class Progress:
         """
         if self.store is None:
             return
-        if not resume:
+        if resume in (False, "fresh"):
             there = self.store.all_steps()
             if there:
+                cure = "resume='fresh' (--fresh) sets them aside, or choose another folder"
                 raise ConfigError(
-                    f"resume=False, but {self.store.path} has checkpoints up to step {there[-1]}; "
-                    "choose another folder or remove it"
+                    f"resume={resume!r}, but {self.store.path} has checkpoints up to step "
+                    f"{there[-1]}; {'open the store with fresh=True' if resume else cure}"
                 )
             return
         like = self.state(saving=False)

@@ -81,8 +81,10 @@ def train(
         Where the state goes, every `checkpoint_every` steps (default: once per epoch), at the
         end, and when the run is stopped by a signal. What cannot be written (no space, no
         folder) is said, and the run goes on; only the last one of a run must be there.
-    resume : "auto", True or False
-        Go on from the newest good step: if there is one; it must be there; never.
+    resume : "auto", True, False or "fresh"
+        Go on from the newest good step: if there is one; it must be there; there must be none.
+        "fresh": begin anew, and set aside what the folder holds; a store of your own is opened with
+        ``fresh=True`` for that.
     stop_after : int
         Stop with a checkpoint after this many steps in all, as a planned pause.
     microbatches : int
@@ -155,7 +157,9 @@ def train(
     watch = watched(comm, watch_seconds) if agreed.watch else nullcontext()
     with (
         watch,
-        CheckpointStore(comm, checkpoint) if own_store else nullcontext(checkpoint) as store,
+        CheckpointStore(comm, checkpoint, fresh=resume == "fresh")
+        if own_store
+        else nullcontext(checkpoint) as store,
     ):
         exchange = agreed.strategy.open(comm, model, optimizer, **settings)
         with whole_or_told(exchange):

@@ -10,8 +10,8 @@ import time
 import pytest
 from digits_job import write_job
 
+from mpidist.checkpoint.histories import all_steps
 from mpidist.checkpoint.load import load_step
-from mpidist.checkpoint.steps import all_steps
 from mpidist.testing.launch import launch, start
 from mpidist.testing.process import end_marked
 

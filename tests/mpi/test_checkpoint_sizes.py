@@ -6,7 +6,7 @@ from mpi4py import MPI
 
 import mpidist as md
 from mpidist.arrays import copy_into
-from mpidist.checkpoint import files, steps
+from mpidist.checkpoint import files, histories, steps
 from mpidist.checkpoint.layout import Shard
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.partition import BlockPartition
@@ -167,7 +167,7 @@ def test_replicated_state_is_written_once_and_evenly(comm, folder):
         assert store.verify(7) > 0
     if comm.rank:
         return
-    entry = steps.candidates(folder, 7)[0]
+    entry = histories.first(folder, 7)
     found = steps.parse(steps.read_manifest(folder, entry), entry)
     sizes = {"<f4": 4, "<f2": 2}
     held = [0] * comm.size

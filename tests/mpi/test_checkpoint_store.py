@@ -143,6 +143,7 @@ def test_interrupted_async_is_invisible(comm, folder, monkeypatch):
 
     try:
         with CheckpointStore(comm, folder) as store:
+            store.restore()
             if comm.rank == 1:
                 monkeypatch.setattr(shard, "write", killed)
                 monkeypatch.setattr(save.Save, "_tell_failure", lambda self: None)
@@ -459,7 +460,7 @@ def test_who_writes_nothing_comes_late(comm, folder, monkeypatch, writers, state
 
 @pytest.mark.ranks(2)
 def test_resave_after_a_fallback(comm, folder):
-    """Saving a damaged step again replaces it; the last that was restored is never removed."""
+    """Past damaged steps a branch begins, and they go; the last that was restored never does."""
     with CheckpointStore(comm, folder, keep=1) as store:
         store._keep.newest = None
         for step in (1, 2, 3):
@@ -478,7 +479,8 @@ def test_resave_after_a_fallback(comm, folder):
         assert store.restore(blank())[0] == 3
         comm.Barrier()
         if comm.rank == 0:
-            assert names(folder) == ["step-000000000002.1", "step-000000000003.1"]
+            kept = ["step-000000000002-h1", "step-000000000003-h1"]
+            assert names(folder) == ["history-1-after-0-step-1", *kept]
 
 
 @pytest.mark.ranks(2)

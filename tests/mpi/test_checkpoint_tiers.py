@@ -13,7 +13,7 @@ from test_train import fit
 
 import mpidist as md
 from mpidist import events
-from mpidist.checkpoint import files, held, lock, steps
+from mpidist.checkpoint import files, held, histories, lock
 from mpidist.checkpoint.save import Save
 from mpidist.errors import CheckpointError, ConfigError, NoCheckpoint, StorageError
 
@@ -70,7 +70,7 @@ class Place:
             store.save(step, state)
             store.__exit__(KeyError, None, None)
         self.comm.Barrier()
-        assert steps.all_steps(str(self.shared)) == [1]
+        assert histories.all_steps(str(self.shared)) == [1]
 
     def alone(self, work):
         """Rank 0 does something to the files."""
@@ -307,7 +307,7 @@ def test_other_ranks_read_the_shared_folder(comm, place, monkeypatch):
         other = blank(comm)
         other["own"]["flat"] = md.Shard(np.zeros(7 * comm.size), (7 * comm.size,), 0)
         assert usable(store, other) == []
-        assert usable(store, blank(comm)) == [2]
+        assert usable(store, blank(comm)) == [(0, 2)]
 
 
 @pytest.mark.ranks(2, 4)
@@ -388,7 +388,7 @@ def test_a_shared_folder_without_room(comm, folder, monkeypatch):
         monkeypatch.undo()
         assert store.restore(blank(comm))[0] == 2
         store.save(3, state_of(comm, 3))
-    assert steps.all_steps(str(place.shared)) == [1, 3]
+    assert histories.all_steps(str(place.shared)) == [1, 3]
 
 
 def files_path(descriptor):
@@ -406,7 +406,9 @@ def test_training(comm, folder, strategy):
     fit(comm, strategy=chosen, checkpoint=store, checkpoint_every=3, stop_after=10)
     store.__exit__(KeyError, None, None)
     comm.Barrier()
-    assert steps.all_steps(str(place.shared))[-1] == 10, "the end of a run is in the shared folder"
+    assert histories.all_steps(str(place.shared))[-1] == 10, (
+        "the end of a run is in the shared folder"
+    )
     events.recent.clear()
     with place.store() as store:
         parameters, result = fit(comm, strategy=chosen, checkpoint=store)

@@ -10,7 +10,7 @@ from test_train import fit
 
 import mpidist as md
 from mpidist import events
-from mpidist.checkpoint import shard, steps
+from mpidist.checkpoint import histories, shard
 from mpidist.errors import MpidistError, ProtocolError, StorageError
 from mpidist.training.summary import digest
 
@@ -64,7 +64,7 @@ def test_a_folder_that_is_gone_for_a_while(comm, folder, capfd, strategy):
     assert digest(parameters) == digest(expected)
     assert result.failed_saves == len(failures()) == 2
     assert all(f"{store} is gone" in text for text in failures())
-    assert not {6, 9} & set(steps.all_steps(str(store)))
+    assert not {6, 9} & set(histories.all_steps(str(store)))
     assert md.load(store)["run"]["step"] == result.steps == 24
     if comm.rank == 0:
         lines = [line for line in said.splitlines() if "not saved" in line]
@@ -104,7 +104,7 @@ def test_a_folder_that_is_made_anew(comm, folder):
 
     _, result = fit(comm, checkpoint=store, checkpoint_every=3, callbacks=[at(comm, 4, remove)])
     assert result.failed_saves == 0
-    assert steps.all_steps(str(store)) == [18, 21, 24]
+    assert histories.all_steps(str(store)) == [18, 21, 24]
 
 
 @pytest.mark.ranks(2)
@@ -121,7 +121,7 @@ def test_a_save_in_the_background_that_fails_at_the_end_is_tried_again(comm, fol
     store = folder / "store"
     _, result = fit(comm, checkpoint=store, checkpoint_every=21, stop_after=21)
     assert (result.failed_saves, result.steps) == (1, 21)
-    assert steps.all_steps(str(store)) == [21]
+    assert histories.all_steps(str(store)) == [21]
 
 
 @pytest.mark.ranks(2)

@@ -31,6 +31,17 @@ def _without_mpi(of, polled, private):
 _without_mpi(context.of, run_on_all.Polled, run_on_all.Private)
 
 
+def resumed(folder, **options):
+    """Open a store and go on from what it holds, as a program does that is started again."""
+    from mpidist.checkpoint.store import CheckpointStore
+    from mpidist.errors import NoCheckpoint
+
+    store = CheckpointStore(Solo(), folder, **options)
+    with contextlib.suppress(NoCheckpoint):
+        store.restore()
+    return store
+
+
 def state_of(seed, rows=50):
     """A state with something of everything."""
     rng = np.random.default_rng(seed)

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoint_solo import Solo, equal, state_of
+from checkpoint_solo import Solo, equal, resumed, state_of
 
 from mpidist.checkpoint import files, lock, retention, shard
 from mpidist.checkpoint.load import load_step
@@ -60,7 +60,7 @@ def in_child(work):
 
 
 def save(folder, step, method="save"):
-    store = CheckpointStore(Solo(), folder, keep=2)
+    store = resumed(folder, keep=2)
     getattr(store, method)(step, state_of(step))
     store.close()
 
@@ -118,7 +118,7 @@ def test_kill_at_every_write_past_the_cache(tmp_path, monkeypatch, method):
 
         def work(folder=folder, number=number):
             kill_at(number)
-            with CheckpointStore(Solo(), folder) as store:
+            with resumed(folder) as store:
                 getattr(store, method)(2, state_of(2, 500))
 
         ended = in_child(work)
@@ -141,7 +141,7 @@ def test_kill_at_any_time(tmp_path, seed):
         "import sys; sys.path.insert(0, sys.argv[2])\n"
         "from checkpoint_solo import *\n"
         "from mpidist.checkpoint.store import CheckpointStore\n"
-        "store = CheckpointStore(Solo(), sys.argv[1], keep=2)\n"
+        "store = resumed(sys.argv[1], keep=2)\n"
         "step = (store.latest_step() or 0) + 1\n"
         "store.save(step, state_of(step, 3000))\n"  # however slow, one is there to be loaded
         "print('ready', flush=True)\n"
@@ -189,7 +189,7 @@ def in_process(folder, text):
         "import sys; sys.path.insert(0, sys.argv[2])\n"
         "from checkpoint_solo import *\n"
         "from mpidist.checkpoint.store import CheckpointStore\n"
-        f"store = CheckpointStore(Solo(), sys.argv[1])\n{text}\n"
+        f"store = resumed(sys.argv[1])\n{text}\n"
         "print('ready', flush=True); sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", code, str(folder), str(Path(__file__).parent)]
@@ -347,7 +347,7 @@ def test_a_lock_that_is_released_while_its_holder_is_asked_for(tmp_path, monkeyp
         return read(name, where, limit)
 
     monkeypatch.setattr(files, "read_small", end_first)
-    with child, CheckpointStore(Solo(), tmp_path) as store:
+    with child, resumed(tmp_path) as store:
         store.save(2, state_of(2))
         assert store.all_steps() == [1, 2]
 
@@ -363,7 +363,7 @@ def test_one_of_two_stores_that_closes_takes_nothing_from_the_other(tmp_path, mo
     monkeypatch.setattr(lock, "_held", Never())
     with CheckpointStore(Solo(), tmp_path) as one:
         one.save(1, state_of(1))
-        with CheckpointStore(Solo(), tmp_path) as other:
+        with resumed(tmp_path) as other:
             other.save(2, state_of(2))
         one.save(3, state_of(3))
     assert not lock._held
@@ -390,13 +390,14 @@ def test_a_process_that_may_have_no_more_threads(tmp_path, monkeypatch):
 def test_a_step_of_a_newer_version_does_not_fail_a_save(tmp_path):
     """It is whole for others, so it counts as one that is kept, and goes when its time comes."""
     with CheckpointStore(Solo(), tmp_path, keep=2) as store:
-        store.save(1, state_of(1))
-    table = next(tmp_path.glob("step*/MANIFEST.json"))
+        for step in (1, 2):
+            store.save(step, state_of(step))
+    table = tmp_path / "step-000000000001" / "MANIFEST.json"
     head = table.read_bytes().rpartition(b',"sha256"')[0].replace(b'"version":2', b'"version":9')
     digest = hashlib.sha256(head).hexdigest().encode()
     table.write_bytes(head + b',"sha256":"' + digest + b'"}\n')
-    with CheckpointStore(Solo(), tmp_path, keep=2) as store:
-        store.save(2, state_of(2))
-        assert store.all_steps() == [1, 2]
+    with resumed(tmp_path, keep=3) as store:
         store.save(3, state_of(3))
-        assert store.all_steps() == [2, 3]
+        assert store.all_steps() == [1, 2, 3]
+        store.save(4, state_of(4))
+        assert store.all_steps() == [2, 3, 4]

@@ -7,10 +7,10 @@ import random
 import shutil
 
 import pytest
-from checkpoint_solo import Solo, equal, state_of
+from checkpoint_solo import Solo, equal, resumed, state_of
 
 from mpidist import events
-from mpidist.checkpoint import steps
+from mpidist.checkpoint import histories, steps
 from mpidist.checkpoint.layout import Unreadable
 from mpidist.checkpoint.load import load, load_step
 from mpidist.checkpoint.manifest import MAX_BYTES, NAME, Damaged, decode
@@ -138,15 +138,18 @@ def test_swapped_shards(tmp_path, monkeypatch, capfd):
 
 
 def test_an_extra_file_changes_nothing_and_stays(copy, capfd):
-    (newest(copy) / "notes.txt").write_text("mine")
+    notes = newest(copy) / "notes.txt"
+    notes.write_text("mine")
     (copy / "step-1").mkdir()
     (copy / "step-000000000009").mkdir()
     (copy / "step-000000000008").write_text("a file")
     assert outcome(copy, capfd) == 2
-    with CheckpointStore(Solo(), copy, keep=1) as store:
+    with resumed(copy, keep=1) as store:
         store.save(3, state_of(3))
-    assert (newest(copy) / "notes.txt").read_text() == "mine"
-    assert steps.all_steps(str(copy)) == [3]
+        store.verify(3)
+        store.save(4, state_of(4))
+    assert notes.read_text() == "mine"
+    assert histories.all_steps(str(copy)) == [3, 4]
 
 
 def sealed(body, last="sha256"):

@@ -18,7 +18,7 @@ import pytest
 from checkpoint_solo import Solo, equal, split_state, state_of, two_ranks
 from test_checkpoint_golden import GOLDEN, state_of_format_1
 
-from mpidist.checkpoint import files, load, steps
+from mpidist.checkpoint import files, histories, load
 from mpidist.checkpoint.manifest import NAME
 from mpidist.checkpoint.sealed import Damaged, unseal
 from mpidist.checkpoint.store import CheckpointStore
@@ -104,7 +104,7 @@ def check(folder, states, opened, number, missing=False):
     if missing:
         assert step == min(states)
     else:
-        entry = steps.candidates(folder, None)[0]
+        entry = histories.first(folder)
         assert entry.step == max(states)
         assert load.damages(str(folder), entry)[0]
     return step

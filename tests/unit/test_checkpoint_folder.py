@@ -7,7 +7,7 @@ import signal
 
 import numpy as np
 import pytest
-from checkpoint_solo import Solo, equal, state_of
+from checkpoint_solo import Solo, equal, resumed, state_of
 from test_checkpoint_crash import in_process
 
 from mpidist.checkpoint import files, lock, manifest, retention, steps
@@ -29,7 +29,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path):
     with in_process(tmp_path, forks) as job:
         child = int((tmp_path / "child").read_text())
         try:
-            with CheckpointStore(Solo(), tmp_path) as store:
+            with resumed(tmp_path) as store:
                 with pytest.raises(CheckpointError, match=f"in use by process {job.pid}"):
                     store.save(2, state_of(2))
                 job.kill()
@@ -77,6 +77,7 @@ def test_a_folder_that_is_made_anew(tmp_path, monkeypatch):
     folder = tmp_path / "store"
     with CheckpointStore(Solo(), folder) as store, CheckpointStore(Solo(), folder) as other:
         store.save(1, state_of(1))
+        other.restore()
         other.save(2, state_of(2))
         held = lock._held[str(folder.resolve())]
         monkeypatch.setitem(
@@ -89,6 +90,7 @@ def test_a_folder_that_is_made_anew(tmp_path, monkeypatch):
         assert not list(folder.iterdir())
         monkeypatch.undo()
         store.save(3, state_of(3))
+        other.restore()
         other.save(4, state_of(4))
         assert store.all_steps() == [3, 4]
         with pytest.raises(OSError, match="Bad file descriptor"):

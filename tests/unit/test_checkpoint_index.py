@@ -12,7 +12,7 @@ import h5py
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_solo import Solo, equal, state_of, two_ranks
+from checkpoint_solo import Solo, equal, resumed, state_of, two_ranks
 from test_checkpoint_damage import body_of, forge
 
 import mpidist as md
@@ -101,9 +101,11 @@ def test_an_index_is_made_again_and_goes_with_its_step(folder):
     assert same(newest(folder) / NAME, state_of(2))
     assert [path.name for path in newest(folder).glob("index*")] == [NAME]
     (folder / "step-000000000001" / "index-01234567.part").write_text("of a killed process")
-    with CheckpointStore(Solo(), folder, keep=1) as store:
+    with resumed(folder, keep=1) as store:
         store.save(3, state_of(3))
-    assert [path.name for path in folder.glob("step*")] == ["step-000000000003"]
+        store.verify(3)  # or the step that was restored stays
+        store.save(4, state_of(4))
+    assert {path.name for path in folder.glob("step*")} == {f"step-{k:012d}" for k in (3, 4)}
 
 
 def test_damage_and_missing_sources_are_refused(folder, capfd):

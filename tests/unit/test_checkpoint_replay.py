@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 import pytest
-from checkpoint_solo import Solo, equal, state_of
+from checkpoint_solo import Solo, equal, resumed, state_of
 
 from mpidist.checkpoint import files, retention
 from mpidist.checkpoint.load import load_step
@@ -154,7 +154,7 @@ def record(root, monkeypatch, method, keep):
         with CheckpointStore(Solo(), root, keep=keep) as store:
             store.save(1, state_of(1))
         begin = len(recorder.log)
-        with CheckpointStore(Solo(), root, keep=keep) as store:
+        with resumed(root, keep=keep) as store:
             getattr(store, method)(2, state_of(2))
     return recorder.log, begin
 
