@@ -90,6 +90,8 @@ def job(folder, size, background):
         return
     if size:
         store = md.CheckpointStore(some, folder, keep=2)
+        with suppress(md.NoCheckpoint):
+            store.restore()
     else:
         node = Path(folder).with_name(f"node{comm.rank // 2}")
         store = md.TieredStore(some, folder, keep=2, local=node)

@@ -99,6 +99,8 @@ def checkpoints(comm, cycles: int, folder) -> list[dict]:
     looks, step = [], 0
     while step < cycles:
         with md.CheckpointStore(comm, folder, keep=2) as store:
+            if step:
+                store.restore(state(comm, 0))
             for _ in range(min(20, cycles - step)):
                 if step % max(1, cycles // LOOKS) == 0:
                     looks.append(look(comm))

@@ -1,0 +1,187 @@
+"""Random sequences of save, kill, restore older, branch, begin anew: `histories.py N [FIRST]`.
+
+Each action is a process that opens the store and is, most of the time, killed at a random change
+that it makes to the disk. Beside it stands a model of what the folder must hold. After each action:
+
+- the newest step of the newest history is what the model says, from before the action or after it,
+  loaded whole, with the bytes of just that save;
+- its line is that of the model but for what retention may remove, and holds as many steps as are
+  to be kept, of those that were there to be kept;
+- each history that was left or set aside is there, its last step whole.
+
+The exit code is 1 for the first sequence that is otherwise; its number alone makes it again.
+"""
+
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+
+from checkpoint_solo import Solo
+from test_checkpoint_crash import kill_at
+
+from mpidist.checkpoint import histories, load, retention
+from mpidist.checkpoint.store import CheckpointStore
+
+ACTIONS = 14
+KEEP = 3
+
+
+def state(mark):
+    return {"w": np.arange(60.0) * mark, "mark": mark}
+
+
+class Model:
+    """The lines that must be there: by history, ascending steps with the mark of their save.
+
+    `least`: so many steps of the newest must not have been removed.
+    """
+
+    def __init__(self):
+        self.lines: list[list[tuple[int, int]]] = []
+        self.least = 0
+
+    @property
+    def newest(self):
+        return self.lines[-1] if self.lines else []
+
+    def saved(self, line, step, mark, there):
+        """Return the model after a save that continues the last of `line`, a history or a part.
+
+        The steps of it that are `there` are all that can be kept.
+        """
+        model = Model()
+        model.lines = [list(one) for one in self.lines]
+        below = [one for one in line if one[0] < step]
+        if self.lines and line == self.newest and step >= (line[-1][0] if line else 0):
+            model.lines[-1] = [*below, (step, mark)]
+        else:
+            model.lines.append([*below, (step, mark)])
+        model.least = min(KEEP, 1 + sum(one < step for one in there))
+        return model
+
+
+def one_action(draw, folder, model, mark):
+    """Do something in a process; return the model that it leads to when it is not killed."""
+    kind = draw.choice(["on", "on", "on", "back", "back", "old", "fresh", "again"])
+    if not model.lines:
+        kind = "fresh"
+    number = draw.randrange(len(model.lines)) if kind == "old" else len(model.lines) - 1
+    line = model.lines[number] if model.lines else []
+    last = line[-1][0] if line else 0
+    there = histories.all_steps(str(folder), histories_of(folder)[number]) if line else []
+    at, step = last, last + draw.randint(1, 5)
+    if kind in ("back", "old"):
+        at = draw.choice(there)
+        step = at + draw.randint(1, 5)
+    elif kind == "again":
+        step = draw.choice([last, max(0, last - draw.randint(1, 6))])
+    elif kind == "fresh":
+        step = draw.randint(0, 8)
+    count, after = draw.randint(1, 30), draw.random() < 0.5
+    method = draw.choice(["save", "save_async"])
+    killed = draw.random() < 0.7
+    base = [] if kind == "fresh" else [one for one in line if one[0] <= at]
+
+    def work():
+        store = CheckpointStore(Solo(), folder, keep=KEEP, fresh=kind == "fresh")
+        if kind != "fresh":
+            history = histories_of(folder)[number]
+            found = store.restore(step=at, history=history)
+            assert found[1]["mark"] == dict(line)[at], (found[1]["mark"], line, at)
+        if killed:
+            kill_at(count, after)
+        getattr(store, method)(step, state(mark))
+        store.close()
+
+    run(work)
+    then = model.saved(base, step, mark, [one for one in there if one <= at and base])
+    return f"{kind} {step} after {at} of {number}, {method}, {count if killed else ''}", then
+
+
+def histories_of(folder):
+    """Return the numbers of the histories that are there, in the order in which they began."""
+    with histories.opened(str(folder)) as (_, listed):
+        return sorted(listed.numbers())
+
+
+def run(work):
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    if status not in (0, signal.SIGKILL):
+        raise AssertionError(f"an action has ended with {status}")
+
+
+def check(folder, before, then):
+    """Return which of the two models the folder is like, or raise AssertionError."""
+    step, found = load.load_step(folder) if before.lines or committed(folder) else (None, None)
+    if step is None:
+        return before
+    assert found["w"].tobytes() == state(found["mark"])["w"].tobytes()
+    model = next((m for m in (then, before) if m.newest[-1:] == [(step, found["mark"])]), None)
+    assert model, f"newest is {step} of save {found['mark']}"
+    numbers = histories_of(folder)
+    assert len(numbers) == len(model.lines), f"histories {numbers}"
+    for number, line in zip(numbers, model.lines, strict=True):
+        steps, marks = histories.all_steps(str(folder), number), dict(line)
+        assert set(steps) <= set(marks), f"history {number} has {steps} of {line}"
+        assert steps[-1] == line[-1][0], f"the last step of history {number} is gone"
+        for each in steps if number == numbers[-1] else steps[-1:]:
+            assert load.load(folder, each, history=number)["mark"] == marks[each]
+    kept = histories.all_steps(str(folder))
+    assert len(kept) >= model.least, f"{kept} of {model.newest}"
+    return model
+
+
+def committed(folder):
+    return bool(histories.all_steps(str(folder)))
+
+
+def one_sequence(number):
+    draw, model, told = random.Random(number), Model(), []
+    kills = 0
+    with tempfile.TemporaryDirectory(prefix="mpidist-histories-") as name:
+        folder = Path(name, "store")
+        for mark in range(1, ACTIONS + 1):
+            said, then = one_action(draw, folder, model, mark)
+            told.append(said)
+            try:
+                now = check(folder, model, then)
+            except (AssertionError, load.CheckpointError) as error:
+                there = sorted(path.name for path in folder.iterdir())
+                print("\n  ".join([f"sequence {number}: {error}", *told, *there]))
+                raise SystemExit(1) from error
+            kills += now is model
+            model = now
+    return kills, len(model.lines)
+
+
+def main(count, first=0):
+    retention.PATIENCE_SECONDS = -1.0  # folders whose owner died before it could sign go at once
+    began, kills, most = time.monotonic(), 0, 0
+    for number in range(first, first + count):
+        more, lines = one_sequence(number)
+        kills, most = kills + more, max(most, lines)
+    print(
+        f"{count} of {count} sequences of {ACTIONS} actions, {kills} of them killed before they "
+        f"counted, up to {most} histories: the newest of the newest each time, whole; "
+        f"{time.monotonic() - began:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
