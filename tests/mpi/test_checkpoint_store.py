@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist.checkpoint import files, lock, save, shard
+from mpidist.checkpoint import files, lock, restore, save, shard
 from mpidist.checkpoint.layout import Shard
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import (
@@ -507,3 +507,60 @@ def test_a_store_forgets_steps_that_are_gone(comm, folder):
             store.save(step, {"w": np.ones(3)})
         store.restore()
         assert len(store._keep._good) <= 3
+
+
+# --------------------------------------------------------------------------------- histories
+
+
+@pytest.mark.ranks(3)
+def test_a_save_that_continues_nothing_is_refused_on_all_ranks(comm, folder):
+    """Issue 10, line 1: the steps of the run before would win over this one's."""
+    for fresh, steps in ((False, (1000, 2000)), (True, (10, 20))):
+        with CheckpointStore(comm, folder, fresh=fresh) as store:
+            for step in steps:
+                (store.save if step % 20 else store.save_async)(step, state_of(step))
+    with CheckpointStore(comm, folder) as store:
+        text = everywhere(comm, CheckpointError, lambda: store.save(1, state_of(1)))
+        assert "good steps up to 20" in text
+        assert "restore()" in text
+        assert "fresh=True" in text
+        assert "\n" not in text
+        same(store.restore(history=0)[1], 2000)
+        same(store.restore()[1], 20)
+        store.save(30, state_of(30))
+        assert store.all_steps() == [10, 20, 30]
+        assert store.all_steps(history=0) == [1000, 2000]
+        everywhere(comm, NoCheckpoint, lambda: store.all_steps(history=5))
+        everywhere(comm, NoCheckpoint, lambda: store.delete(1000))
+        store.delete(1000, history=0)
+        assert store.all_steps(history=0) == [2000]
+        everywhere(comm, ConfigError, lambda: store.restore(history=-1))
+
+
+@pytest.mark.ranks(3)
+def test_a_step_that_another_job_removes_while_it_is_restored(comm, folder, monkeypatch, capfd):
+    """Issue 10, line 4: the newest by then is restored on all ranks, and no damage is told."""
+    other = CheckpointStore(MPI.COMM_SELF, folder, keep=1) if comm.rank == 0 else None
+    if other:
+        other.save(1, state_of(1))
+    left, real = [2], restore._attempt
+
+    def attempt(comm, path, entry, *rest):
+        comm.Barrier()
+        if other and left[0]:
+            left[0] -= 1
+            other.save(entry.step + 1, state_of(entry.step + 1))
+            other.wait()
+        comm.Barrier()
+        return real(comm, path, entry, *rest)
+
+    monkeypatch.setattr(restore, "_attempt", attempt)
+    comm.Barrier()
+    with CheckpointStore(comm, folder) as store:
+        step, state = store.restore(blank())
+        assert step == 3
+        same(state, 3)
+        assert store.verify() > 0
+    assert "damaged" not in capfd.readouterr().err
+    if other:
+        other.close()

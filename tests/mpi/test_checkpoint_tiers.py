@@ -461,3 +461,68 @@ def test_bad_arguments(comm, folder):
         md.TieredStore(comm, folder, local=folder)
     with pytest.raises(ConfigError, match="local_keep=0"):
         md.TieredStore(comm, folder, local=folder / "node", local_keep=0)
+
+
+# --------------------------------------------------------------------------------- histories
+
+
+def killed_with(place, monkeypatch, step, before=None, **options):
+    """What is left by a job that dies when its nodes hold `step` and the shared folder does not."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Save, "start", lambda self: None)
+        store = place.store(**options)
+        if before is not None:
+            store.restore(blank(place.comm), step=before)
+        store.save(step, state_of(place.comm, step))
+        store.__exit__(KeyError, None, None)
+    place.comm.Barrier()
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_beginning_that_is_on_the_nodes_alone(comm, place, monkeypatch):
+    """Issue 10: its number is lower than the shared folder's, and it is the newest all the same."""
+    with place.store() as store:
+        store.restore(blank(comm))
+        store.save(3000, state_of(comm, 3000))
+    killed_with(place, monkeypatch, 10, fresh=True)
+    assert histories.all_steps(str(place.shared)) == [1, 3000]
+    with place.store() as store:
+        assert store.restore(blank(comm))[0] == 10
+    comm.Barrier()
+    assert place.copies() == [[10], [10]], "close removes what the shared folder has, and no more"
+    with place.store() as store:
+        step, found = store.restore(blank(comm))
+        assert step == 10
+        same(comm, found, 10)
+        store.save(20, state_of(comm, 20))
+        store.wait()
+        assert store.all_steps() == [20]
+        assert store.all_steps(history=0) == [1, 3000]
+        assert store.restore(history=0)[0] == 3000
+    with place.store(fresh=True) as store, pytest.raises(NoCheckpoint):
+        store.restore(blank(comm))
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_branch_that_is_on_the_nodes_alone(comm, place, monkeypatch):
+    """The run went back to 1 from 3, on the nodes: what they hold of 3 goes with the next save."""
+    with place.store() as store:
+        store.restore(blank(comm))
+        for step in (2, 3):
+            store.save(step, state_of(comm, step))
+        store.wait()
+        store.__exit__(KeyError, None, None)
+        comm.Barrier()
+    killed_with(place, monkeypatch, 30, before=2)
+    assert place.copies() == [[2, 30], [2, 30]]
+    with place.store() as store:
+        assert store.latest_step() == 3
+        assert store.restore(blank(comm))[0] == 30
+        store.save(31, state_of(comm, 31))
+        store.wait()
+        assert store.all_steps() == [1, 2, 31]
+        assert store.all_steps(history=0) == [1, 2, 3]
+        store.delete(31)
+        assert place.copies()[0] == [30]
+        comm.Barrier()
+        assert store.restore(blank(comm))[0] == 30

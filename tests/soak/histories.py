@@ -7,7 +7,7 @@ that it makes to the disk. Beside it stands a model of what the folder must hold
   loaded whole, with the bytes of just that save;
 - its line is that of the model but for what retention may remove, and holds as many steps as are
   to be kept, of those that were there to be kept;
-- each history that was left or set aside is there, its last step whole.
+- each history that was left or set aside is there, whole, but for what the newest one continues.
 
 The exit code is 1 for the first sequence that is otherwise; its number alone makes it again.
 """
@@ -134,17 +134,31 @@ def check(folder, before, then):
     assert found["w"].tobytes() == state(found["mark"])["w"].tobytes()
     model = next((m for m in (then, before) if m.newest[-1:] == [(step, found["mark"])]), None)
     assert model, f"newest is {step} of save {found['mark']}"
-    numbers = histories_of(folder)
-    assert len(numbers) == len(model.lines), f"histories {numbers}"
-    for number, line in zip(numbers, model.lines, strict=True):
-        steps, marks = histories.all_steps(str(folder), number), dict(line)
-        assert set(steps) <= set(marks), f"history {number} has {steps} of {line}"
-        assert steps[-1] == line[-1][0], f"the last step of history {number} is gone"
-        for each in steps if number == numbers[-1] else steps[-1:]:
-            assert load.load(folder, each, history=number)["mark"] == marks[each]
+    follow(folder, model)
     kept = histories.all_steps(str(folder))
     assert len(kept) >= model.least, f"{kept} of {model.newest}"
     return model
+
+
+def follow(folder, model):
+    """Compare the histories with those of the model, and forget there what was to be removed.
+
+    That is what the newest one continues: it is of its line, and goes when it is old.
+    """
+    numbers, left = histories_of(folder), []
+    for number in numbers:
+        steps = histories.all_steps(str(folder), number)
+        marks = [load.load(folder, each, history=number)["mark"] for each in steps]
+        found = list(zip(steps, marks, strict=True))
+        line = next((one for one in model.lines if found[-1] in one and set(found) <= set(one)), [])
+        assert line, f"history {number} has {found}"
+        last = line.index(found[-1]) + 1
+        assert last == len(line) or found[-1] in model.newest, f"{line[last:]} are gone"
+        left.append(line[:last])
+    assert left[-1] == model.newest, f"{left[-1]} is the newest"
+    gone = [one for one in model.lines if one not in left]
+    assert all(one[-1] in model.newest for one in gone), f"{gone} are gone"
+    model.lines = left
 
 
 def committed(folder):
