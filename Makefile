@@ -25,7 +25,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 
 .PHONY: help run test test-unit test-mpi test-launch test-cluster test-slurm test-net test-gpu \
         test-floor test-hdf5 fuzz lint bench bench-simulate bench-net soak soak-threads \
-        soak-recovery docs clean
+        soak-recovery soak-histories soak-readers docs clean
 
 help:
 	@echo "make run          train LeNet on 4 ranks, stop half way, go on with 3"
@@ -39,7 +39,7 @@ help:
 	@echo "make fuzz         5,000 mixed collective calls against NumPy (MPI=mpich too)"
 	@echo "make bench        figures on this machine;  bench-net: on shaped networks (root)"
 	@echo "make bench-simulate  fit, predict and measure on the shaped network (root)"
-	@echo "make lint soak soak-threads soak-recovery docs clean"
+	@echo "make lint soak soak-threads soak-recovery soak-histories soak-readers docs clean"
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -132,6 +132,12 @@ soak: $(VENV)/.test
 	$(EXEC) 2 $(BIN)/python tests/soak/soak.py
 	$(BIN)/python tests/soak/killed_saves.py 200
 	$(BIN)/python tests/soak/killed_saves.py 200 3600 1
+
+soak-histories: $(VENV)/.test
+	$(BIN)/python tests/soak/histories.py 200
+
+soak-readers: $(VENV)/.test
+	$(BIN)/python tests/soak/readers.py 100000
 
 soak-threads: $(VENV)/.test
 	$(EXEC) 2 $(BIN)/python tests/soak/threads.py

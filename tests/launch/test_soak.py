@@ -50,3 +50,9 @@ def test_all_is_killed_around_saves(tiered):
     words = [sys.executable, SOAK / "killed_saves.py", "200", "20", str(tiered)]
     done = run(words, timeout=120).check()
     assert " times all was killed" in done.stdout
+
+
+def test_random_histories():
+    """Issue 10, line 1: `make soak-histories` does 200 sequences."""
+    done = run([sys.executable, SOAK / "histories.py", "6"], timeout=120).check()
+    assert "6 of 6 sequences" in done.stdout

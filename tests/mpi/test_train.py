@@ -211,5 +211,24 @@ def test_bad_input(comm, folder):
                  global_batch=20, epochs=2, checkpoint=f"{folder}/one", seed=1)  # fmt: skip
     with pytest.raises(ConfigError, match="has checkpoints up to step 8"):
         fit(comm, checkpoint=f"{folder}/one", resume=False)
+    with (
+        md.CheckpointStore(comm, f"{folder}/one") as store,
+        pytest.raises(ConfigError, match="up to step 8; open the store with fresh=True"),
+    ):
+        fit(comm, checkpoint=store, resume="fresh")
     with pytest.raises(ConfigError, match="made with seed 1"):
         fit(comm, checkpoint=f"{folder}/one", seed=2)
+
+
+@pytest.mark.ranks(1, 3)
+def test_a_run_that_begins_anew(comm, folder):
+    """Issue 10, line 1: what was there is set aside, and a shorter run is what is gone on from."""
+    fit(comm, checkpoint=folder, epochs=2)
+    longer = md.load(folder)["run"]["step"]
+    comm.Barrier()
+    _, summary = fit(comm, checkpoint=folder, epochs=1, resume="fresh")
+    assert summary.resumed_at == 0
+    assert md.load(folder)["run"]["step"] == summary.steps < longer
+    assert md.load(folder, history=0)["run"]["step"] == longer
+    comm.Barrier()
+    assert fit(comm, checkpoint=folder, epochs=1)[1].resumed_at == summary.steps

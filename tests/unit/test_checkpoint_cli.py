@@ -14,6 +14,8 @@ from checkpoint_solo import Solo, equal, state_of, two_ranks
 
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.cli.checkpoint import add_parser, run
+from mpidist.cli.train import beginning
+from mpidist.errors import ConfigError
 
 
 @pytest.fixture
@@ -221,3 +223,59 @@ def test_a_shard_reads_like_any_other_hdf5_file(tmp_path):
 
     joined = np.concatenate([whole[start] for start in sorted(whole)])
     assert equal(joined.reshape(8, 3), split_state(1)["parameters"]["w"])
+
+
+# --------------------------------------------------------------------------------- histories
+
+
+def test_histories(folder, call, tmp_path):
+    """Issue 10: ``list`` shows the branches, and the others take ``--history``."""
+    with CheckpointStore(Solo(), folder) as store:
+        store.restore(step=100)
+        store.save(200, state_of(200))
+    with CheckpointStore(Solo(), folder, fresh=True) as store:
+        store.save(5, state_of(5))
+    code, out, _ = call("list", folder)
+    assert code == 0
+    assert [line.split("  ")[0].strip() or line.split()[0] for line in out.splitlines()[1:]] == [
+        "history 0:", "100", "1200",
+        "history 1, after step 100 of history 0:", "200",
+        "history 2, the newest:", "5",
+    ]  # fmt: skip
+    assert "step 5 " in call("show", folder)[1]
+    assert "step 1200 " in call("show", folder, "--history", 0)[1]
+    code, _, said = call("show", folder, "--step", 200)
+    assert (code, "; history=1 has it" in said) == (2, True)
+    assert call("verify", folder)[1].count("good, ") == 4
+    assert "step 200 of history 1: good" in call("verify", folder, "--history", 1)[1]
+    assert call("export", folder, tmp_path / "x.npz", "--history", 1)[1].startswith("step 200 of")
+    assert call("index", folder, "--history", 0, "--step", 100)[0] == 0
+    code, _, said = call("show", folder, "--history", 9)
+    assert code == 2
+    assert "no history 9 in" in said
+    assert "histories there: [0, 1, 2]" in said
+    for action in ("list", "verify"):
+        code, _, said = call(action, "s3://bucket/c")
+        assert (code, "is an address of 's3'" in said) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({}, True),
+        ({"MPIDIST_LAUNCHER": "host 12 34", "MPIDIST_ATTEMPT": "3"}, "host 12 34"),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, "7.0"),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "2"}, "7.0"),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967290"}, True),  # a shell of salloc
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}, True),
+    ],
+)
+def test_the_name_of_a_beginning(environ, name):
+    """``mpidist train --fresh``: an attempt that comes later goes on with what the first began."""
+    assert beginning(environ) == name
+
+
+def test_a_requeued_job_does_not_begin_anew():
+    for more in ({}, {"MPIDIST_LAUNCHER": "host 12 34"}):
+        with pytest.raises(ConfigError, match="--fresh: this job was requeued"):
+            beginning({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", **more})

@@ -77,7 +77,7 @@ def test_commands_beside_a_job(saver, meanwhile, call, action):  # noqa: F811
 
 def test_a_reader_that_never_comes_in_time(saver, meanwhile):
     meanwhile[0] = 1000
-    with pytest.raises(CheckpointError, match="100 steps in .* were removed while they were read"):
+    with pytest.raises(CheckpointError, match=r"100 steps in .* were removed while they were read"):
         md.load(saver.path)
 
 
