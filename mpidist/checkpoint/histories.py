@@ -86,7 +86,7 @@ class Histories:
     """
 
     def __init__(self, root: int):
-        self._root = root
+        self._root, self._committed = root, dict[Entry, bool]()
         folders, others = files.folders_and_files(root)
         self.names = frozenset([*folders, *others])
         self.own: dict[int, list[Entry]] = {}
@@ -95,15 +95,16 @@ class Histories:
         self.marks = {mark.number: mark for mark in filter(None, map(_mark_of, others))}
 
     def is_committed(self, entry: Entry) -> bool:
-        """Whether a step folder holds a manifest. Opens it.
+        """Whether a step folder holds a manifest. Opens it, once.
 
         One without is what an interrupted removal leaves: no checkpoint, and no damage.
         """
-        try:
-            with files.folder(entry.name, self._root) as folder:
-                return files.is_there(NAME, folder)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        if entry not in self._committed:
+            self._committed[entry] = False
+            gone = suppress(FileNotFoundError, NotADirectoryError)
+            with gone, files.folder(entry.name, self._root) as folder:
+                self._committed[entry] = files.is_there(NAME, folder)
+        return self._committed[entry]
 
     def committed(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         """Yield those that are committed; each folder is opened when it is its turn."""
@@ -348,11 +349,9 @@ class Line:
 
     def is_of(self, history: int, step: int) -> bool:
         """Whether such a step is of the newest history's line, or could be its next. Local."""
-        if self.is_next(history, step):
-            return True
         latest = self.latest()
-        if latest is None:
-            return False
+        if latest is None or self.is_next(history, step):
+            return not self.is_fresh()
         with opened(self._path) as (_, listed):
             return any(part == history and step <= b for part, b in listed.parts(latest.history))
 
