@@ -182,9 +182,7 @@ class Keep:
         self._good.intersection_update(everything)  # a long run forgets what is gone
         self.bad.intersection_update(everything)
         self.bad.discard(saved)  # a damaged step of this name was removed, and the name is free
-        same = [entry for entry in line if entry[:2] == saved[:2]]
-        old = [entry for entry in same if entry < saved]
-        old += self._old(path, [entry for entry in line if entry not in same], saved)
+        old = [*self._old(path, [entry for entry in line if entry < saved], saved)]
         old += [] if self.others else set(everything).difference(line)
         for entry in dict.fromkeys(old):
             remove(entry.name, root)
@@ -194,13 +192,16 @@ class Keep:
     def _old(self, path: str, line: list[Entry], saved: Entry) -> Iterator[Entry]:
         """Yield what need not stay of a line, newest first, beside `saved`. Local.
 
-        Only as many are looked at as are to be kept.
+        Only as many are looked at as are to be kept. Of a step that is there twice, since a save
+        was killed before it had removed the older one, that one goes.
         """
-        if self.newest is None:
-            return
         kept, damaged = [saved], list[Entry]()
         for entry in line:
-            if len(kept) == self.newest:
+            if entry[:2] == kept[-1][:2]:
+                yield entry
+            elif self.newest is None:
+                return
+            elif len(kept) == self.newest:
                 if not self._is_special(entry):
                     yield entry
             elif self.is_good(path, entry):

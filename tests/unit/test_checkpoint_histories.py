@@ -175,6 +175,18 @@ def test_a_beginning_has_a_name(tmp_path):
             assert store.latest_step() is None
 
 
+def test_a_step_that_is_there_twice_counts_once(tmp_path):
+    """A save that was killed before it removed what it replaces: `keep` is of steps."""
+    store_of(tmp_path, 1, 2, 3).close()
+    shutil.copytree(tmp_path / "step-000000000003", tmp_path / "step-000000000003.1")
+    with resumed(tmp_path, keep=3) as store:
+        store.save(4, state_of(4))
+        store.wait()
+        assert names(tmp_path)[1:] == [
+            "step-000000000002", "step-000000000003.1", "step-000000000004",
+        ]  # fmt: skip
+
+
 def test_delete(tmp_path):
     with store_of(tmp_path, 1, 2, 3) as store:
         store.restore(step=2)
