@@ -16,7 +16,7 @@ from test_supervised import children, finish, run, supervised
 from mpidist.elastic import pulse
 from mpidist.elastic.processes import stat_of
 from mpidist.testing.launch import find_launcher, launcher_kind
-from mpidist.testing.process import mpi_segments
+from mpidist.testing.process import marked, mpi_segments
 
 #: It tells, takes a step every 50 ms, and has its ranks hear SIGTERM without leaving.
 STEPS = """
@@ -191,21 +191,18 @@ with md.guard(MPI.COMM_WORLD):
 @pytest.mark.parametrize("text", [KILLED_IN_INIT, KILLED_AT_ITS_END], ids=["init", "end"])
 def test_killed_where_nobody_tells_yet_or_any_more(tmp_path, text):
     """The launcher sees it; the next attempt comes to its end, and nothing stays behind."""
-    before, sessions = unmapped(), Path(tempfile.mkdtemp())  # a short name: there are sockets in it
-    program = [sys.executable, "-c", text]
+    sessions, segments = Path(tempfile.mkdtemp()), set()  # a short name: there are sockets in it
     try:
-        done = run(tmp_path, "-n", "2", program=program, TMPDIR=str(sessions))
+        program = [sys.executable, "-c", text]
+        job = supervised(tmp_path, "-n", "2", program=program, TMPDIR=str(sessions))
+        while job.process.poll() is None:
+            segments |= mpi_segments(marked(job.mark))
+        done = finish(job)
         assert done.stderr.count("mpidist launch: attempt 0 on 2 ranks") == 1
         assert list(sessions.iterdir()) == []
-        assert unmapped() <= before
+        assert [path for path in segments if path.exists()] == []
     finally:
         shutil.rmtree(sessions)
-
-
-def unmapped():
-    """Shared memory of MPI libraries that no process has any more."""
-    segments = {p for p in Path("/dev/shm").iterdir() if "shm_" in p.name or "segment" in p.name}
-    return segments - mpi_segments([p.name for p in Path("/proc").glob("[0-9]*")])
 
 
 def test_transports_on_one_host(tmp_path):
