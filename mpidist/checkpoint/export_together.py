@@ -16,8 +16,8 @@ import numpy as np
 from mpidist.checkpoint import histories, load, steps
 from mpidist.checkpoint.control import run_on_all
 from mpidist.checkpoint.export import extras_text, name_of, named, put_extras
-from mpidist.checkpoint.layout import Shard, dtype_of, leaves, show, to_json, tree
-from mpidist.checkpoint.manifest import Damaged, Tensor, Unreadable
+from mpidist.checkpoint.layout import Fact, Shard, Unreadable, dtype_of, leaves, show, to_json, tree
+from mpidist.checkpoint.manifest import Damaged
 from mpidist.checkpoint.steps import Entry
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import CheckpointError, StorageError
@@ -50,7 +50,7 @@ def export_together(comm, path: str, partial: Path, step: int | None) -> int:
     return number
 
 
-def _make(partial: Path, tensors: tuple[Tensor, ...], rows: dict, extras: dict) -> None:
+def _make(partial: Path, tensors: tuple[Fact, ...], rows: dict, extras: dict) -> None:
     """Make the file: room for all arrays, numbers without an axis, and the extras. Local."""
     empty, dtypes = named({name_of(t.path): np.empty(0, dtype_of(t.dtype)) for t in tensors})
     # All room has its place when the file is closed, and nothing is written there twice.
@@ -88,7 +88,7 @@ def _write(data_set, array: np.ndarray, start) -> None:
         data_set[tuple(slice(first, first + length) for first, length in place)] = array
 
 
-def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Tensor, ...], dict]:
+def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Fact, ...], dict]:
     """Read this rank's rows of the newest good step: (step, all arrays, state). Collective."""
     tried: dict[Entry, str] = {}
     removed = 0
@@ -122,13 +122,14 @@ def _is_gone(comm, path: str, entry: Entry) -> bool:
     return run_on_all(comm, "export", lambda: None, lambda _: histories.is_gone(path, entry))
 
 
-def _tensors(comm, path: str, entry: Entry) -> tuple[Tensor, ...]:
+def _tensors(comm, path: str, entry: Entry) -> tuple[Fact, ...]:
     """Return all arrays of a step, without their numbers. Collective."""
-    data = run_on_all(comm, "export", lambda: None, lambda _: steps.read_manifest(path, entry))
-    return run_on_all(comm, "export", lambda: steps.parse(data, entry)).tensors
+    return run_on_all(
+        comm, "export", lambda: None, lambda _: steps.read_manifest(path, entry).tensors
+    )
 
 
-def _rows(comm, tensors: tuple[Tensor, ...]) -> dict:
+def _rows(comm, tensors: tuple[Fact, ...]) -> dict:
     """Return room for this rank's rows of each array; what has none is the first rank's. Local."""
     items = []
     for tensor in tensors:

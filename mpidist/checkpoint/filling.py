@@ -13,10 +13,9 @@ import numpy as np
 
 from mpidist.arrays import copy_into, host_empty, is_device
 from mpidist.checkpoint.layout import Path, Shard, array_of, is_array, region_of
-from mpidist.checkpoint.manifest import Manifest
 from mpidist.checkpoint.reader import Reader
 from mpidist.checkpoint.sharing import Shared
-from mpidist.checkpoint.wants import Want, wants_of
+from mpidist.checkpoint.wants import Places, Want
 
 #: Bytes that come to host memory first at once, where they are more.
 _STAGED = 256 << 20
@@ -69,7 +68,7 @@ class Filling:
 
     Parameters
     ----------
-    found : Manifest
+    found : Manifest or Layout
     items : (path, leaf) pairs
     common : collection of Path
         Leaves that `is_whole` on all ranks: each of them reads a part.
@@ -78,13 +77,14 @@ class Filling:
 
     def __init__(
         self,
-        found: Manifest,
+        found,
         items: Iterable[tuple[Path, Any]],
         common: Collection[Path] = (),
         rank: int = 0,
         ranks: int = 1,
     ):
-        tensors = {tensor.path: tensor for tensor in found.tensors}
+        places = Places(found)
+        number = {tensor.path: n for n, tensor in enumerate(found.tensors)}
         own: list[Want] = []
         shared: list[Want] = []
         self._leaves: list[tuple[Path, Any, np.ndarray]] = []
@@ -95,9 +95,8 @@ class Filling:
             if _is_staged(leaf):
                 host = host_empty(array.size, array.dtype, like=array).reshape(array.shape)
             self._leaves.append((path, leaf, host))
-            region, size = region_of(leaf), host.itemsize
             wants = shared if path in common else own
-            wants += wants_of(tensors[path], region, size, host, found.block)
+            wants += places.wants(number[path], region_of(leaf), host)
         self._shared = Shared(shared, found.block, rank, ranks)
         self._wants = [*own, *self._shared.mine]
 

@@ -146,7 +146,7 @@ def found(
 
 
 def _facts(path: str, entry: steps.Entry) -> dict:
-    return dict(steps.parse(steps.read_manifest(path, entry), entry).extras)
+    return dict(steps.read_manifest(path, entry).extras)
 
 
 def _history(facts: Mapping) -> int:

@@ -21,14 +21,14 @@ import h5py
 import numpy as np
 
 from mpidist import strangers
-from mpidist.checkpoint import export, files, hdf5, load, shard, steps
+from mpidist.checkpoint import export, files, hdf5, load, pieces, shard, steps
 from mpidist.checkpoint.arguments import path_of
-from mpidist.checkpoint.layout import dtype_of, show, to_json
-from mpidist.checkpoint.manifest import Damaged, Manifest, Piece, Tensor
+from mpidist.checkpoint.layout import Fact, dtype_of, show, to_json
+from mpidist.checkpoint.manifest import Damaged, Manifest
 from mpidist.checkpoint.reader import Reader
 from mpidist.checkpoint.regions import Flat, boxes_of, whole
 from mpidist.checkpoint.steps import Entry
-from mpidist.checkpoint.wants import wants_of
+from mpidist.checkpoint.wants import Places
 from mpidist.errors import ConfigError
 
 NAME = "index.h5"
@@ -49,7 +49,7 @@ def _write(path: str, entry: Entry) -> None:
     damages, _ = load.damages(path, entry)
     if damages:
         raise Damaged("; ".join(damages))
-    manifest = steps.parse(steps.read_manifest(path, entry), entry)
+    manifest = steps.read_manifest(path, entry)
     with files.folder(path) as root, files.folder(entry.name, root) as folder:
         _compare(folder, manifest)
         # Made in memory, so that it is written as everything else in a store is.
@@ -67,55 +67,69 @@ def _write(path: str, entry: Entry) -> None:
 
 def _compare(folder: int, manifest: Manifest) -> None:
     """Raise Damaged unless HDF5 finds in the shards what the manifest says, where it says it."""
-    held: list[list[tuple[Tensor, Piece]]] = [[] for _ in manifest.files]
-    for tensor in manifest.tensors:
-        for piece in tensor.pieces:
-            if piece.region.size:
-                held[piece.file].append((tensor, piece))
-    for listed, pieces in zip(manifest.files, held, strict=True):
+    datasets = _datasets(manifest)
+    for number, listed in enumerate(manifest.files):
+        mine = np.flatnonzero(manifest.rows[:, pieces.FILE] == number).tolist()
         try:
             with strangers.opened(listed.name, folder) as file:
-                for tensor, piece in pieces:
-                    _compare_one(strangers.dataset(file, piece.dataset), tensor, piece)
+                for place in mine:
+                    row = manifest.rows[place].tolist()
+                    tensor = manifest.tensors[row[pieces.TENSOR]]
+                    name = str(datasets[place])
+                    _compare_one(strangers.dataset(file, name), name, tensor, row)
         except ConfigError as error:
             raise Damaged(f"{listed.name}: {error}") from error
 
 
-def _compare_one(found: h5py.Dataset, tensor: Tensor, piece: Piece) -> None:
+def _datasets(manifest: Manifest) -> list[int]:
+    """Return the number of the dataset of each piece: they lie in their order in each file."""
+    file, offset = manifest.rows[:, pieces.FILE], manifest.rows[:, pieces.OFFSET]
+    order = np.lexsort((offset, file))
+    number = np.empty(len(order), np.int64)
+    number[order] = np.arange(len(order)) - np.searchsorted(file[order], file[order])
+    return number.tolist()
+
+
+def _compare_one(found: h5py.Dataset, name: str, tensor: Fact, row: list[int]) -> None:
     dtype, inner = hdf5.face(tensor.dtype)
-    expected = dtype, (*piece.region.shape, *inner), None, piece.offset
+    region = pieces.region_of(row, len(tensor.shape))
+    expected = dtype, (*region.shape, *inner), None, row[pieces.OFFSET]
     there = found.dtype, found.shape, found.chunks, found.id.get_offset()
     if there != expected:
-        raise ConfigError(f"dataset {piece.dataset} is not {piece.region} of {show(tensor.path)}")
+        raise ConfigError(f"dataset {name} is not {region} of {show(tensor.path)}")
 
 
 def _fill(file: h5py.File, manifest: Manifest, reader: Reader) -> None:
     dtypes = {}
-    for tensor in manifest.tensors:
+    places, datasets = Places(manifest), _datasets(manifest)
+    bounds = np.searchsorted(manifest.rows[:, pieces.TENSOR], range(len(manifest.tensors) + 1))
+    for number, tensor in enumerate(manifest.tensors):
         name = export.name_of(tensor.path)
         dtype, inner = hdf5.face(tensor.dtype)
         if inner:
             dtypes[name] = str(dtype_of(tensor.dtype))
         if not tensor.shape or not tensor.nbytes:  # HDF5 has no virtual scalars
             array = np.empty(tensor.shape, dtype_of(tensor.dtype))
-            region = whole(tensor.shape)
-            reader.read([*wants_of(tensor, region, array.itemsize, array, manifest.block)])
+            reader.read([*places.wants(number, whole(tensor.shape), array)])
             array = array.reshape(-1).view(dtype).reshape((*tensor.shape, *inner))
             file.create_dataset(name, data=array)
         else:
-            file.create_virtual_dataset(name, _mapped(manifest, tensor, dtype, inner))
+            held = range(*bounds[number : number + 2].tolist())
+            parts = [(datasets[place], manifest.rows[place].tolist()) for place in held]
+            file.create_virtual_dataset(name, _mapped(manifest, tensor, parts, dtype, inner))
     extras = {show(path): to_json(value, path) for path, value in manifest.extras}
     export.put_extras(file, export.extras_text(extras, dtypes))
 
 
-def _mapped(manifest: Manifest, tensor: Tensor, dtype: np.dtype, inner: tuple):
+def _mapped(manifest: Manifest, tensor: Fact, parts: list, dtype: np.dtype, inner: tuple):
     """Return the layout of a tensor: each box of each piece from its shard, beside the index."""
     layout = h5py.VirtualLayout((*tensor.shape, *inner), dtype)
-    for piece in tensor.pieces:
-        name, shape = manifest.files[piece.file].name, (*piece.region.shape, *inner)
-        for position, box in boxes_of(piece.region, tensor.shape):
-            source = h5py.VirtualSource(name, piece.dataset, shape, dtype)
+    for dataset, row in parts:
+        region = pieces.region_of(row, len(tensor.shape))
+        name, shape = manifest.files[row[pieces.FILE]].name, (*region.shape, *inner)
+        for position, box in boxes_of(region, tensor.shape):
+            source = h5py.VirtualSource(name, str(dataset), shape, dtype)
             to = tuple(slice(at, at + n) for at, n in zip(box.start, box.extent, strict=True))
-            flat = isinstance(piece.region, Flat)
+            flat = isinstance(region, Flat)
             layout[to] = source[position : position + box.size] if flat else source
     return layout

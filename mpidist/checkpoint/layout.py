@@ -14,7 +14,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,19 @@ Path = tuple[str, ...]
 MAX_DEPTH = 32
 #: Of an extra: 4,214 digits, of 4,300 that Python turns into text.
 _MOST_BITS = 14_000
+
+
+class Fact(NamedTuple):
+    """What is known of a tensor, whoever holds it."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
 
 class Unreadable(CheckpointError):
@@ -183,17 +197,24 @@ def dtype_of(name: str) -> np.dtype:
 
     Raises Unreadable for a name that is none, and where ml_dtypes is needed and absent.
     """
-    if len(name) <= 24 and _SHORT.fullmatch(name):
-        dtype = _by_string(name)
-        if dtype is not None and dtype.str == name and 0 < dtype.itemsize < 2**31:
-            return dtype
-    elif name.isidentifier() and len(name) <= 24:
+    found = _of_numpy(name)
+    if found is None and name.isidentifier() and len(name) <= 24:
         found = extended_dtype(name)
-        if found is not None:
-            return found
+    if found is not None:
+        return found
     raise Unreadable(
         f"{name[:40]!r} is not a dtype known here (float types beyond NumPy's need ml_dtypes)"
     )
+
+
+@lru_cache(64)  # a state of many tensors has few dtypes
+def _of_numpy(name: str) -> np.dtype | None:
+    """Return the dtype of a short string that NumPy writes so, or None. Local."""
+    if len(name) > 24 or not _SHORT.fullmatch(name):
+        return None
+    dtype = _by_string(name)
+    known = dtype is not None and dtype.str == name and 0 < dtype.itemsize < 2**31
+    return dtype if known else None
 
 
 def _by_string(name: str) -> np.dtype | None:

@@ -23,7 +23,7 @@ from mpidist.checkpoint.manifest import Damaged, Manifest
 from mpidist.checkpoint.reader import opened
 from mpidist.checkpoint.regions import whole
 from mpidist.checkpoint.steps import Entry
-from mpidist.checkpoint.wants import Want, wants_of
+from mpidist.checkpoint.wants import Places, Want
 from mpidist.errors import CheckpointError, NoCheckpoint
 
 T = TypeVar("T")
@@ -160,7 +160,7 @@ def failure(path: str, step: int | None, tried: list[str]) -> CheckpointError:
 
 
 def _whole_state(path: str, entry: Entry) -> dict:
-    manifest = steps.parse(steps.read_manifest(path, entry), entry)
+    manifest = steps.read_manifest(path, entry)
     return tree(iter([*whole_arrays(path, entry, manifest), *manifest.extras]))
 
 
@@ -168,11 +168,11 @@ def whole_arrays(path: str, entry: Entry, manifest: Manifest) -> list[tuple[tupl
     """Read every array whole: (path of keys, array) pairs. Local. Raises Damaged."""
     found: list[tuple[tuple, np.ndarray]] = []
     wants: list[Want] = []
-    for tensor in manifest.tensors:
+    places = Places(manifest)
+    for number, tensor in enumerate(manifest.tensors):
         array = np.empty(tensor.shape, dtype_of(tensor.dtype))
         found.append((tensor.path, array))
-        region = whole(tensor.shape)
-        wants += wants_of(tensor, region, array.itemsize, array, manifest.block)
+        wants += places.wants(number, whole(tensor.shape), array)
     with opened(path, entry, manifest) as reader:
         reader.read(wants)
     return found
@@ -184,7 +184,7 @@ def damages(path: str, entry: Entry, part: int = 0, parts: int = 1) -> tuple[lis
     With `parts`, each file but the manifest is checked by one of them only.
     """
     try:
-        manifest = steps.parse(steps.read_manifest(path, entry), entry)
+        manifest = steps.read_manifest(path, entry)
     except Damaged as damage:
         return [str(damage)], 0
     found, looked_at = [], 0

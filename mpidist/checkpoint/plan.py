@@ -1,4 +1,4 @@
-"""Who writes what: every element once, evenly, parameters first. Pure: no MPI, no arrays.
+"""Who writes what: every element once, evenly, parameters first. Pure: no MPI, none of the numbers.
 
 Replicated tensors are laid end to end and cut in one range for each rank that holds them:
 
@@ -17,13 +17,15 @@ their holders, and everything else goes from its holder to the writer of that ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from mpidist.checkpoint.hdf5 import Part
-from mpidist.checkpoint.layout import Path, dtype_of, show
-from mpidist.checkpoint.regions import Flat, Region, untiled, whole
+import numpy as np
+
+from mpidist.checkpoint import hdf5, pieces
+from mpidist.checkpoint.layout import Fact, Path, dtype_of, show, tree
 from mpidist.errors import CheckpointError, MismatchError
 from mpidist.partition import BlockPartition
 
@@ -31,45 +33,93 @@ from mpidist.partition import BlockPartition
 FIRST = ("parameters", "params")
 
 
-class Leaf(NamedTuple):
-    """What one rank says of one tensor; `region` is None for replicated state."""
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    region: Region | None
+#: Values that are no arrays, ready for JSON.
+Extras = tuple[tuple[Path, object], ...]
 
 
 class Description(NamedTuple):
-    """What one rank wants to save. Extras as JSON-ready values."""
+    """What one rank wants to save.
 
-    leaves: tuple[Leaf, ...]
-    extras: tuple[tuple[Path, object], ...]
-
-
-def agree(all_ranks: Sequence[Description]) -> tuple[list[Leaf], list[tuple[Path, object]]]:
-    """Return the tensors and extras that the ranks hold together. Local.
-
-    A name may be missing on some ranks (a server has no data position), but where it is present
-    it must be the same thing. Raises MismatchError that names ranks.
+    facts : of the tensors of which it holds something.
+    sharded : whether it holds a shard of each, or all of it.
+    shards : table of `pieces`: the region of each shard; its tensor is the place in `facts`.
     """
-    tensors: dict[Path, tuple[int, Leaf]] = {}
+
+    facts: tuple[Fact, ...]
+    sharded: tuple[bool, ...]
+    shards: np.ndarray
+
+
+class Tensors(NamedTuple):
+    """The tensors of all ranks.
+
+    facts : parameters first.
+    kinds : distinct things that ranks hold: for each one the number of each of its tensors here,
+        and which of them are sharded.
+    kind_of : the kind of each rank.
+    """
+
+    facts: list[Fact]
+    kinds: list[tuple[np.ndarray, np.ndarray]]
+    kind_of: np.ndarray
+
+
+def agree(all_ranks: Sequence[Description]) -> Tensors:
+    """Return the tensors that the ranks hold together. Local.
+
+    A name may be missing on some ranks, but where it is present it must be the same thing. Raises
+    MismatchError that names ranks.
+    """
+    tensors: dict[Path, tuple[int, tuple]] = {}
+    kinds: dict[tuple, int] = {}
+    kind_of: list[int] = []
+    for rank, one in enumerate(all_ranks):
+        if rank and one.facts is all_ranks[0].facts and one.sharded is all_ranks[0].sharded:
+            kind_of.append(0)
+            continue
+        known = len(kinds)
+        kind_of.append(kinds.setdefault((one.facts, one.sharded), known))
+        if kind_of[rank] == known:
+            for held in zip(one.facts, one.sharded, strict=True):
+                _same(rank, held[0].path, held, tensors, _told)
+    facts = in_order(fact for _, (fact, _) in tensors.values())
+    number = {fact.path: i for i, fact in enumerate(facts)}
+    numbered = [
+        (np.array([number[fact.path] for fact in kind], np.int64), np.array(sharded, bool))
+        for kind, sharded in kinds
+    ]
+    return Tensors(facts, numbered, np.array(kind_of, np.int64))
+
+
+def agree_on_extras(all_ranks: Sequence[Extras]) -> Extras:
+    """Return the extras that the ranks hold together. Local. Raises MismatchError as `agree`.
+
+    A server has no data position; who has one must have the same.
+    """
     extras: dict[Path, tuple[int, object]] = {}
     for rank, one in enumerate(all_ranks):
-        for leaf in one.leaves:
-            _same(rank, leaf.path, leaf, tensors, _facts)
-        for path, value in one.extras:
+        for path, value in one:
             _same(rank, path, value, extras, repr)
-    both = sorted(show(path) for path in tensors.keys() & extras.keys())
+    return tuple((path, value) for path, (_, value) in extras.items())
+
+
+def check_names(facts: Sequence[Fact], extras: Sequence[Path]) -> None:
+    """Raise where tensors and extras cannot stand in one tree of names. Local."""
+    both = sorted(show(path) for path in {fact.path for fact in facts}.intersection(extras))
     if both:
         raise MismatchError(f"save: {both} are arrays on some ranks and plain values on others")
-    ordered = sorted(tensors.values(), key=lambda item: item[1].path[0] not in FIRST)
-    return [leaf for _, leaf in ordered], [(path, v) for path, (_, v) in extras.items()]
+    tree((path, None) for path in [*(fact.path for fact in facts), *extras])
 
 
-def _facts(leaf: Leaf) -> str:
-    kind = "replicated" if leaf.region is None else "sharded"
-    return f"{kind} {leaf.dtype} of global shape {leaf.shape}"
+def in_order(facts: Iterable[Fact]) -> list[Fact]:
+    """Return tensors in the order of all files: parameters first. Local."""
+    return sorted(facts, key=lambda fact: fact.path[0] not in FIRST)
+
+
+def _told(held: tuple[Fact, bool]) -> str:
+    fact, sharded = held
+    kind = "sharded" if sharded else "replicated"
+    return f"{kind} {fact.dtype} of global shape {fact.shape}"
 
 
 def _same(rank: int, path: Path, value, known: dict, tell) -> None:
@@ -98,88 +148,111 @@ def writers_of(writers: str | int, nodes: Sequence[int]) -> list[int]:
 
 
 class Share(NamedTuple):
-    """What one rank gives, and what it writes: parts with the rank that holds each."""
+    """What one rank gives, and what it writes: tables of `pieces`, in the order of the tensors.
 
-    gives: list[Part]
+    The file of a piece is the rank that holds it, its offset that in the file of the writer.
+    """
+
+    gives: np.ndarray
     to: int
-    writes: list[tuple[int, Part]]
+    writes: np.ndarray
+
+
+def itemsizes(facts: Sequence[Fact]) -> np.ndarray:
+    """Return the bytes of an element of each tensor. Local."""
+    known = {name: dtype_of(name).itemsize for name in {fact.dtype for fact in facts}}
+    return np.array([known[fact.dtype] for fact in facts], np.int64)
 
 
 def shares(
-    parts: Sequence[Sequence[Part]], writer_of: Sequence[int], first: Sequence
+    tensors: Tensors, all_ranks: Sequence[Description], writer_of: Sequence[int]
 ) -> list[Share]:
-    """Return the share of each rank in a save; `first` is the order of the tensors. Local."""
-    place = {path: k for k, path in enumerate(first)}
-    writes: list[list[tuple[int, Part]]] = [[] for _ in parts]
-    for holder, mine in enumerate(parts):
-        writes[writer_of[holder]] += [(holder, part) for part in mine]
-    # Within a tensor in the order of the holders, which is that of the regions.
-    for one in writes:
-        one.sort(key=lambda item: (place[item[1].path], item[0]))
-    return [Share(list(mine), writer_of[rank], writes[rank]) for rank, mine in enumerate(parts)]
-
-
-def assign(
-    tensors: Sequence[Leaf],
-    all_ranks: Sequence[Description],
-    writer_of: Sequence[int] | None = None,
-) -> list[list[Part]]:
-    """Return the parts that each rank gives to its file, in the order of the tensors. Local.
+    """Return the share of each rank in a save. Local.
 
     Raises CheckpointError where shards overlap or leave a hole.
     """
-    writers = set(range(len(all_ranks)) if writer_of is None else writer_of)
-    number = {leaf.path: i for i, leaf in enumerate(tensors)}
-    chosen: list[list[tuple[int, Region]]] = [[] for _ in all_ranks]
-    holders: dict[Path, list[int]] = {leaf.path: [] for leaf in tensors}
-    shards: dict[Path, dict[Region, int]] = {leaf.path: {} for leaf in tensors}
+    rows = assign(tensors, all_ranks, writer_of)
+    holder, tensor = rows[:, pieces.FILE], rows[:, pieces.TENSOR]
+    writer = np.array(writer_of, np.int64)[holder]
+    size, count = len(all_ranks), len(tensors.facts)
+    # Within a tensor in the order of the holders, which is that of the regions.
+    order = np.argsort((writer * count + tensor) * size + holder, kind="stable")
+    rows, writer = rows[order], writer[order]
+    nbytes = pieces.sizes(rows) * itemsizes(tensors.facts)[rows[:, pieces.TENSOR]]
+    ends = np.searchsorted(writer, np.arange(size + 1))
+    for start, stop in pairwise(ends.tolist()):
+        rows[start:stop, pieces.OFFSET] = hdf5.place(nbytes[start:stop])[0]
+    written = given = np.split(rows, ends[1:-1])
+    if any(writer != rank for rank, writer in enumerate(writer_of)):
+        holder, tensor = rows[:, pieces.FILE], rows[:, pieces.TENSOR]
+        order = np.argsort(holder * count + tensor, kind="stable")
+        given = np.split(rows[order], np.searchsorted(holder[order], np.arange(1, size)))
+    return [Share(*share) for share in zip(given, writer_of, written, strict=True)]
+
+
+def assign(
+    tensors: Tensors, all_ranks: Sequence[Description], writer_of: Sequence[int]
+) -> np.ndarray:
+    """Return all pieces; the file of each is the rank that gives it. Local. Raises as `shares`."""
+    shapes = [fact.shape for fact in tensors.facts]
+    tables, seen = [], set()
     for rank, one in enumerate(all_ranks):
-        for leaf in one.leaves:
-            if leaf.region is None:
-                holders[leaf.path].append(rank)
-            elif leaf.region.size and leaf.region not in shards[leaf.path]:
-                shards[leaf.path][leaf.region] = rank
-                chosen[rank].append((number[leaf.path], leaf.region))
-    for path, ranks in holders.items():
-        leaf = tensors[number[path]]
-        reason = None if ranks else untiled(leaf.shape, list(shards[path]))
-        if reason:
-            raise CheckpointError(f"save: the shards of {show(path)} do not fit: {reason}")
-    for group, ranks in _groups(tensors, holders):
-        able = [rank for rank in ranks if rank in writers] or ranks
-        for i, rank, region in _cut(group, able, tensors):
-            chosen[rank].append((i, region))
-    return [
-        [Part(tensors[i].path, tensors[i].dtype, tensors[i].shape, region) for i, region in mine]
-        for mine in (sorted(one, key=lambda item: item[0]) for one in chosen)
-    ]
+        if len(one.shards) and id(one.shards) not in seen:  # else it is the first one's to write
+            seen.add(id(one.shards))
+            table = one.shards.copy()
+            table[:, pieces.FILE] = rank
+            number, _ = tensors.kinds[tensors.kind_of[rank]]
+            table[:, pieces.TENSOR] = number[table[:, pieces.TENSOR]]
+            tables.append(table)
+    rows = pieces.joined(tables, max([1, *map(len, shapes)]))
+    rows = pieces.distinct(pieces.Grid(shapes, pieces.axes(rows)), rows)
+    whole = list(_replicated(tensors, set(writer_of), pieces.axes(rows)))
+    rows = pieces.joined([rows, *whole]) if whole else rows
+    fault = pieces.untiled_tensor(shapes, rows)
+    if fault:
+        name = show(tensors.facts[fault[0]].path)
+        raise CheckpointError(f"save: the shards of {name} do not fit: {fault[1]}")
+    return rows
 
 
-def _groups(tensors: Sequence[Leaf], holders: dict[Path, list[int]]):
-    """Yield (tensor numbers, ranks): replicated tensors of equal holders, parameters apart."""
+def _replicated(tensors: Tensors, writers: set[int], dims: int) -> Iterator[np.ndarray]:
+    """Yield the pieces of replicated tensors: those of equal holders together, parameters apart."""
+    held: list[list[int]] = [[] for _ in tensors.facts]
+    for kind, (number, sharded) in enumerate(tensors.kinds):
+        for tensor in number[~sharded].tolist():
+            held[tensor].append(kind)
     groups: dict[tuple, list[int]] = {}
-    for i, leaf in enumerate(tensors):
-        if holders[leaf.path]:
-            key = (leaf.path[0] in FIRST, tuple(holders[leaf.path]))
-            groups.setdefault(key, []).append(i)
-    for (_, ranks), group in groups.items():
-        yield group, ranks
+    for tensor, kinds in enumerate(held):
+        if kinds:
+            key = (tensors.facts[tensor].path[0] in FIRST, tuple(kinds))
+            groups.setdefault(key, []).append(tensor)
+    for (_, kinds), group in groups.items():
+        ranks = np.flatnonzero(np.isin(tensors.kind_of, kinds)).tolist()
+        able = [rank for rank in ranks if rank in writers] or ranks
+        yield _cut(np.array(group), able, [tensors.facts[i] for i in group], dims)
 
 
-def _cut(group: Sequence[int], ranks: Sequence[int], tensors: Sequence[Leaf]):
-    """Yield (tensor, rank, region) of one concatenation cut in equal ranges of bytes."""
-    sizes = [dtype_of(tensors[i].dtype).itemsize for i in group]
-    counts = [prod(tensors[i].shape) for i in group]
-    total = sum(size * count for size, count in zip(sizes, counts, strict=True))
-    bounds = BlockPartition(total, len(ranks)).bounds()
-    begin = 0
-    for i, size, count in zip(group, sizes, counts, strict=True):
-        # A bound inside an element moves to its beginning, the same for both neighbours.
-        cuts = [min(count, max(0, (bound - begin) // size)) for bound in bounds]
-        cuts[-1] = count
-        for rank, start, stop in zip(ranks, cuts, cuts[1:], strict=False):
-            if start < stop:
-                full = stop - start == count
-                shape = tensors[i].shape
-                yield i, rank, whole(shape) if full else Flat(start, stop - start)
-        begin += size * count
+def _cut(group: np.ndarray, ranks: Sequence[int], facts: Sequence[Fact], dims: int) -> np.ndarray:
+    """Return the pieces of one concatenation cut in equal ranges of bytes."""
+    size = itemsizes(facts)
+    count = np.array([prod(fact.shape) for fact in facts], np.int64)
+    ends, byte_ends = np.add.accumulate(count), np.add.accumulate(size * count)
+    bounds = np.array(BlockPartition(int(byte_ends[-1]), len(ranks)).bounds()[1:-1], np.int64)
+    # A bound inside an element moves to its beginning, the same for both neighbours.
+    at = np.searchsorted(byte_ends, bounds, "right").clip(max=len(group) - 1)
+    cuts = (ends - count)[at] + (bounds - (byte_ends - size * count)[at]) // size[at]
+    points = np.unique(np.concatenate([[0], ends, cuts]))
+    rows = pieces.blank(len(points) - 1, dims)
+    if not len(rows):
+        return rows
+    start, length = points[:-1], np.diff(points)
+    nth = np.searchsorted(ends, start, "right")
+    rows[:, pieces.TENSOR] = group[nth]
+    rows[:, pieces.FILE] = np.array(ranks, np.int64)[np.searchsorted(cuts, start, "right")]
+    full = length == count[nth]
+    shapes = pieces.Grid([fact.shape for fact in facts], dims).shape
+    rows[full, pieces.START + dims :] = shapes[nth[full]]
+    rows[~full, pieces.FLAT] = 1
+    rows[~full, pieces.START] = (start - (ends - count)[nth])[~full]
+    rows[~full, pieces.START + dims] = length[~full]
+    return rows

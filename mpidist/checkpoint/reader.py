@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidist.checkpoint import files
-from mpidist.checkpoint.manifest import Damaged, Manifest
+from mpidist.checkpoint.manifest import Damaged, Layout, Manifest
 from mpidist.checkpoint.steps import Entry, open_shard
 from mpidist.checkpoint.threads import Worker
 from mpidist.checkpoint.wants import Want
@@ -63,7 +63,13 @@ class Reader:
         else will read the same.
     """
 
-    def __init__(self, folder: int, manifest: Manifest, verify: bool = True, direct: bool = False):
+    def __init__(
+        self,
+        folder: int,
+        manifest: Manifest | Layout,
+        verify: bool = True,
+        direct: bool = False,
+    ):
         self._folder, self._manifest, self._verify = folder, manifest, verify
         self._direct = direct and manifest.block % files.PAGE == 0
 
@@ -189,7 +195,7 @@ class Reader:
 class _Held:
     """The file that a thread reads from: one at a time, for groups come in their order. Local."""
 
-    def __init__(self, folder: int, manifest: Manifest, direct: bool):
+    def __init__(self, folder: int, manifest: Manifest | Layout, direct: bool):
         self._folder, self._manifest, self._wanted = folder, manifest, direct
         self._file, self._descriptor, self.direct = -1, -1, False
 
@@ -215,7 +221,7 @@ class _Held:
 
 @contextmanager
 def opened(
-    path: str, entry: Entry, manifest: Manifest, verify: bool = True, direct: bool = False
+    path: str, entry: Entry, manifest: Manifest | Layout, verify: bool = True, direct: bool = False
 ) -> Iterator[Reader]:
     """Read from an entry of the store at `path`. Local. Raises Damaged."""
     with ExitStack() as stack:

@@ -1,10 +1,10 @@
 """Restore: find the newest step that is good for every rank, then fill every rank's arrays.
 
-Rank 0 reads and checks the manifest and hands it to all; each rank reads for itself what it
-needs, whatever the layout it was saved with; what all ranks need is read once and passed on
-(`sharing`). A step counts only if all ranks can read theirs. Each block is checked before its
-bytes go where they belong, so arrays are filled in one pass without a copy of anything; damage in
-a later block is answered by filling them all from an older step.
+Rank 0 reads and proves the manifest with its tables, and tells each rank where what it wants lies
+(`layouts`); each rank reads that for itself, whatever the layout it was saved with; what all ranks
+need is read once and passed on (`sharing`). A step counts only if all ranks can read theirs. Each
+block is checked before its bytes go where they belong, so arrays are filled in one pass without a
+copy of anything; damage in a later block is answered by filling them all from an older step.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import numpy as np
 
 from mpidist import events
 from mpidist.arrays import is_writable
-from mpidist.checkpoint import histories, load, steps
+from mpidist.checkpoint import histories, layouts, load, steps
 from mpidist.checkpoint.control import run_on_all
 from mpidist.checkpoint.filling import Filling, batches, is_filled, is_whole, staged_bytes
 from mpidist.checkpoint.layout import (
+    Fact,
     Path,
     array_of,
     dtype_name,
@@ -30,7 +31,7 @@ from mpidist.checkpoint.layout import (
     show,
     tree,
 )
-from mpidist.checkpoint.manifest import Damaged, Manifest
+from mpidist.checkpoint.manifest import Damaged, Layout, Manifest
 from mpidist.checkpoint.reader import opened
 from mpidist.checkpoint.steps import Entry
 from mpidist.checkpoint.threads import Beside
@@ -139,30 +140,41 @@ def _attempt(
 
     It is added to `begun` before any array of `items` is changed.
     """
-    reason, data = run_on_all(comm, "restore", lambda: None, lambda _: _manifest(path, entry))
+    known: list[Manifest] = []  # on rank 0
+
+    def look(_) -> tuple[str | None, Any]:
+        try:
+            known.append(steps.read_manifest(path, entry))
+        except Damaged as damage:
+            return str(damage), None
+        return None, (known[0].tensors, known[0].extras)
+
+    reason, told = run_on_all(comm, "restore", lambda: None, look)
     if reason is not None:
         return reason, None
-    found = run_on_all(comm, "restore", lambda: steps.parse(data, entry))
+    tensors, extras = told
     if items is None:  # new arrays: nothing of anybody's is changed
-        items = run_on_all(comm, "restore", lambda: _fresh(found))
-        plan = _Plan({path for path, _ in items}, True, [len(items)])
+        items = run_on_all(comm, "restore", lambda: _fresh(tensors))
+        same = _Same({path for path, _ in items}, True, [len(items)])
+        found = layouts.everything(comm, known, tensors)
     else:
-        plan = _same_model(comm, path, entry, found, items)
+        same = _same_model(comm, f"{path}/{entry.name}", told, items)
+        found = layouts.wanted(comm, known, tensors, items)
         begun.append(entry)
-    how = how._replace(direct=how.direct and plan.alone)
+    how = how._replace(direct=how.direct and same.alone)
     filled: dict[Path, Any] = {}
-    for start, end in pairwise([0, *plan.ends]):
-        names = {tensor.path for tensor in found.tensors[start:end]}
+    for start, end in pairwise([0, *same.ends]):
+        names = {tensor.path for tensor in tensors[start:end]}
         some = [(path, leaf) for path, leaf in items if path in names]
-        common = plan.common & names if comm.size > 1 else set()
+        common = same.common & names if comm.size > 1 else set()
         reason = _fill(comm, path, entry, found, some, common, how, filled)
         if reason is not None:
             return reason, None
-    return None, run_on_all(comm, "restore", lambda: _state(found, items, filled))
+    return None, run_on_all(comm, "restore", lambda: _state(extras, items, filled))
 
 
 def _fill(
-    comm, path: str, entry: Entry, found: Manifest, items, common, how: Reading, filled: dict
+    comm, path: str, entry: Entry, found: Layout, items, common, how: Reading, filled: dict
 ) -> str | None:
     """Fill the leaves of `items`, and put them into `filled`; why not, if not. Collective."""
     filling = run_on_all(
@@ -182,14 +194,6 @@ def _fill(
     if reason is None:
         filled |= run_on_all(comm, "restore", filling.finish)
     return reason
-
-
-def _manifest(path: str, entry: Entry) -> tuple[str | None, bytes | None]:
-    """Rank 0: (None, manifest), or (why it is damaged, None). Local."""
-    try:
-        return None, steps.read_manifest(path, entry)
-    except Damaged as damage:
-        return str(damage), None
 
 
 def _agreed(comm, work) -> str | None:
@@ -215,7 +219,7 @@ def _agreed(comm, work) -> str | None:
 # ------------------------------------------------------------------------------ the same model
 
 
-class _Plan(NamedTuple):
+class _Same(NamedTuple):
     """What the ranks want together.
 
     common : leaves that all ranks want whole, so that each reads a part of them.
@@ -228,50 +232,54 @@ class _Plan(NamedTuple):
     ends: list[int]
 
 
-def _same_model(comm, path: str, entry: Entry, found: Manifest, items: list) -> _Plan:
-    """Raise CheckpointError on all ranks where `like` and the checkpoint differ. Collective."""
-    tensors = {tensor.path: tensor for tensor in found.tensors}
+def _same_model(comm, name: str, found: tuple, items: list) -> _Same:
+    """Raise CheckpointError on all ranks where `like` and the checkpoint differ. Collective.
+
+    `found` are the tensors and extras of the checkpoint `name`.
+    """
+    listed, extras = found
+    tensors = {tensor.path: tensor for tensor in listed}
 
     def local() -> tuple[list[str], bytes, bytes, int, bytes]:
         mine = {name: leaf for name, leaf in items if is_filled(leaf)}
-        present = [tensor.path in mine for tensor in found.tensors]
-        whole = [tensor.path in mine and is_whole(mine[tensor.path]) for tensor in found.tensors]
+        present = [tensor.path in mine for tensor in listed]
+        whole = [tensor.path in mine and is_whole(mine[tensor.path]) for tensor in listed]
         cut = sum(array_of(leaf).nbytes for leaf in mine.values() if not is_whole(leaf))
-        differs = _differences(tensors, items, dict(found.extras))
-        staged = staged_bytes([mine.get(tensor.path) for tensor in found.tensors])
+        differs = _differences(tensors, items, dict(extras))
+        staged = staged_bytes([mine.get(tensor.path) for tensor in listed])
         return differs, _packed(present), _packed(whole), cut, staged.tobytes()
 
     def decide(answers: list) -> tuple[list[int], bool, list[int]]:
         differs, present, whole, cut, staged = zip(*answers, strict=True)
-        seen = _bits(present, len(found.tensors)).sum(axis=0)
+        seen = _bits(present, len(listed)).sum(axis=0)
         lines = [
             f"{line} {'here' if len(ranks) == len(answers) else f'on {rank_list(ranks)}'}"
             for line, ranks in _tellers(differs).items()
         ]
         lines += [
             f"{show(tensor.path)} is in the checkpoint only"
-            for tensor, there in zip(found.tensors, seen, strict=True)
+            for tensor, there in zip(listed, seen, strict=True)
             if not there
         ]
         if lines:
             more = f"; and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
             raise ForeignCheckpoint(
-                f"{path}/{entry.name} is of another model: {'; '.join(lines[:_LISTED])}{more}"
+                f"{name} is of another model: {'; '.join(lines[:_LISTED])}{more}"
             )
-        takers = _bits(whole, len(found.tensors)).sum(axis=0)
+        takers = _bits(whole, len(listed)).sum(axis=0)
         common = [int(count) == len(answers) for count in takers]
         read = sum(cut) + sum(
             tensor.nbytes * (1 if shared else int(count))
-            for tensor, shared, count in zip(found.tensors, common, takers, strict=True)
+            for tensor, shared, count in zip(listed, common, takers, strict=True)
         )
-        most = np.zeros(len(found.tensors), np.int64)
+        most = np.zeros(len(listed), np.int64)
         for sizes in filter(None, staged):
             np.maximum(most, np.frombuffer(sizes, np.int64), out=most)
-        alone = read <= _MOSTLY * found.nbytes
+        alone = read <= _MOSTLY * sum(tensor.nbytes for tensor in listed)
         return np.flatnonzero(common).tolist(), alone, batches(most.tolist())
 
     common, alone, ends = run_on_all(comm, "restore", local, decide)
-    return _Plan({found.tensors[number].path for number in common}, alone, ends)
+    return _Same({listed[number].path for number in common}, alone, ends)
 
 
 def _tellers(told: Sequence[list[str]]) -> dict[str, list[int]]:
@@ -323,15 +331,13 @@ def _array_differences(name: str, tensor, leaf) -> list[str]:
 # ------------------------------------------------------------------------------------- filling
 
 
-def _fresh(found: Manifest) -> list[tuple[Path, np.ndarray]]:
-    return [
-        (tensor.path, np.empty(tensor.shape, dtype_of(tensor.dtype))) for tensor in found.tensors
-    ]
+def _fresh(tensors: Sequence[Fact]) -> list[tuple[Path, np.ndarray]]:
+    return [(tensor.path, np.empty(tensor.shape, dtype_of(tensor.dtype))) for tensor in tensors]
 
 
-def _state(found: Manifest, items: list, filled: dict[Path, Any]) -> dict:
+def _state(extras, items: list, filled: dict[Path, Any]) -> dict:
     """Return the state that holds the arrays that were filled. Local."""
-    saved = dict(found.extras)
+    saved = dict(extras)
     kept = [(p, leaf) for p, leaf in items if p not in filled and not _related(p, saved, filled)]
     return tree(iter([*filled.items(), *kept, *saved.items()]))
 

@@ -25,7 +25,7 @@ from mpidist.checkpoint.threads import Worker
 
 OWNER = "OWNER"
 _OURS = re.compile(
-    r"shard-[0-9]{5}\.(h5|json|part|failed)|MANIFEST\.json|OWNER|index(-[0-9a-f]{8}\.part|\.h5)",
+    r"shard-[0-9]{5}\.(h5|table|json|part|failed)|MANIFEST\.json|OWNER|index(-[0-9a-f]{8}\.part|\.h5)",
     re.ASCII,
 )
 _TEMPORARY = re.compile(r"\.tmp-step-[0-9]{12}-[0-9a-f]{16}", re.ASCII)

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -31,17 +31,8 @@ from mpidist import events
 from mpidist.checkpoint import files, manifest, retention, shard
 from mpidist.checkpoint.control import run_on_all
 from mpidist.checkpoint.histories import Line, publish
-from mpidist.checkpoint.layout import (
-    Shard,
-    array_of,
-    dtype_name,
-    is_array,
-    leaves,
-    shape_of,
-    to_json,
-)
 from mpidist.checkpoint.lock import RunLock
-from mpidist.checkpoint.plan import Description, Leaf, Share, agree, assign, shares
+from mpidist.checkpoint.planner import Planner
 from mpidist.checkpoint.steps import Entry
 from mpidist.checkpoint.threads import Worker
 from mpidist.errors import CheckpointError, StorageError
@@ -52,30 +43,13 @@ PATIENCE_SECONDS = 600.0
 _LONGEST_PAUSE = 0.1
 
 
-def describe(state: Mapping) -> Description:
-    """Say what `state` holds, without its numbers. Local."""
-    found, extras = [], []
-    for name, leaf in leaves(state):
-        if isinstance(leaf, Shard) or is_array(leaf):
-            region = leaf.region if isinstance(leaf, Shard) else None
-            dtype = dtype_name(array_of(leaf).dtype)
-            found.append(Leaf(name, dtype, shape_of(leaf), region))
-        else:
-            # An empty dict is a leaf: it has no entries that could keep its name.
-            extras.append((name, {"dict": {}} if leaf == {} else to_json(leaf, name)))
-    return Description(tuple(found), tuple(extras))
-
-
 @dataclass
-class _Leader:
-    """What rank 0 keeps of a save that is under way."""
+class _Folder:
+    """What rank 0 keeps open of a save that is under way."""
 
     root: int
     name: str
-    tensors: list[Leaf]
-    extras: list
-    writers: list[int]
-    resources: ExitStack = field(default_factory=ExitStack)
+    resources: ExitStack
 
 
 class Save:
@@ -91,8 +65,8 @@ class Save:
         The store's; rank 0 takes it here.
     line : histories.Line
         Where the store stands: rank 0 asks it for the history that this save is of.
-    writer_of : list of int
-        The rank that writes for each rank.
+    planner : Planner
+        The store's.
     buffers : shard.Buffers
     how : shard.How
     copy : bool
@@ -108,84 +82,53 @@ class Save:
         keep: retention.Keep,
         lock: RunLock,
         line: Line,
-        writer_of: Sequence[int],
+        planner: Planner,
         buffers: shard.Buffers,
         how: shard.How,
         copy: bool,
     ):
         self.comm, self.path, self.step = comm, path, step
-        self._keep, self._lock, self._line = keep, lock, line
-        self._writer_of, self._how = writer_of, how
+        self._keep, self._lock, self._line, self._how = keep, lock, line, how
         self._began, self._ended = time.perf_counter(), 0.0
-        self._outcome: bytes | Exception | None = None  # this rank's table, or what went wrong
+        self._outcome: bytes | Exception | None = None  # the head of this rank's table, or an error
         self._committed: int | Exception | None = None  # bytes of the state, on rank 0
         self._written, self._cancelled = threading.Event(), threading.Event()
         self._thread: Worker | None = None
-        self._leader: _Leader | None = None
+        self._folder: _Folder | None = None
         self._data: list = []
-        self.name, self.history, share = self._plan(state)
-        self.parts = [part for _, part in share.writes]
+        begun = planner.begin(comm, f"save of step {step}", state, self._open)
+        (self.name, self.history), self._work = begun.opened, begun.work
+        self._leader, self._extras = begun.leader, begun.extras
         try:
-            named = dict(leaves(state))
             if copy:
-                self._data = shard.copied(share.gives, named, buffers.copies)
+                self._data = shard.copied(self._work, begun.arrays, buffers.copies)
             else:
-                self._data = shard.in_place(share.gives, named)
+                self._data = shard.in_place(self._work, begun.arrays)
         except Exception as error:  # raised by finish(), where all ranks can raise it
             self._outcome = error
-        if any(writer != rank for rank, writer in enumerate(writer_of)):
-            self._forward(share, buffers.inbox)
+        if planner.forwards:
+            self._forward(buffers.inbox)
 
-    def _forward(self, share: Share, inbox: shard.Memory) -> None:
+    def _forward(self, inbox: shard.Memory) -> None:
         """Bring what others hold to who writes it. Collective; raises on all ranks together."""
 
         def local():
             if isinstance(self._outcome, Exception):
                 raise self._outcome
-            rooms.extend(shard.rooms(share, self.comm.rank, inbox))
+            rooms.extend(shard.rooms(self._work, self.comm.rank, inbox))
 
         doing = f"save of step {self.step}"
         rooms: list[np.ndarray] = []
         try:
             run_on_all(self.comm, doing, local)
-            brought = shard.brought(self.comm, share, self._data, rooms)
+            brought = shard.brought(self.comm, self._work, self._data, rooms)
             self._data = run_on_all(self.comm, doing, brought)
         except BaseException:
             self.abandon()
             raise
 
-    def _plan(self, state: Mapping) -> tuple[str, int, Share]:
-        comm, doing = self.comm, f"save of step {self.step}"
-        found: list[tuple[Description, bytes]] = []
-
-        def digest() -> bytes:
-            mine = describe(state)
-            found.append((mine, hashlib.sha256(repr(mine).encode()).digest()))
-            return found[0][1]
-
-        # Most ranks hold the same as rank 0; those need not send their description.
-        reference = run_on_all(comm, doing, digest, lambda all: all[0], if_differs=True)
-        mine, own = found[0]
-
-        def decide(described):
-            return self._open([one or described[0] for one in described])
-
-        return run_on_all(
-            comm,
-            doing,
-            lambda: mine if comm.rank == 0 or own != reference else None,
-            decide,
-            each=True,
-        )
-
-    def _open(self, described: list[Description]) -> list[tuple[str, int, Share]]:
-        """Rank 0: plan, and make the temporary folder.
-
-        Returns its name, the history of the save, and each rank's share.
-        """
-        tensors, extras = agree(described)
-        parts = assign(tensors, described, self._writer_of)
-        plan = shares(parts, self._writer_of, [leaf.path for leaf in tensors])
+    def _open(self) -> tuple[str, int]:
+        """Rank 0: make the temporary folder; returns its name, and the history of the save."""
         self._lock.prepare()
         with ExitStack() as stack:
             root = stack.enter_context(files.folder(self.path))
@@ -198,19 +141,18 @@ class Save:
                 owner = retention.claim(folder)
             stack.callback(files.close, owner)
             retention.remove_dead(root)
-            writers = [rank for rank, share in enumerate(plan) if share.writes]
-            self._leader = _Leader(root, name, tensors, extras, writers, stack.pop_all())
-        return [(name, history, share) for share in plan]
+            self._folder = _Folder(root, name, stack.pop_all())
+        return name, history
 
     def write(self) -> None:
         """Write this rank's shard. Local, without MPI; what goes wrong is kept for `finish`."""
         try:
-            if not self.parts and self._outcome is None:
+            if not self._work.writes and self._outcome is None:
                 self._outcome = b""  # nobody waits for this rank: the folder may be renamed by now
             if self._outcome is None:
                 with files.folder(self.path) as root, files.folder(self.name, root) as folder:
                     self._outcome = shard.write(
-                        folder, self.comm.rank, self.parts, self._data, self._how
+                        folder, self.comm.rank, self._work, self._data, self._how
                     )
         except Exception as error:
             self._outcome = error
@@ -234,7 +176,7 @@ class Save:
                 self._tell_failure()
         finally:
             self._written.set()  # rank 0 removes the folder as soon as all ranks have come so far
-        if self._leader is not None and not isinstance(self._outcome, Exception):
+        if self._folder is not None and not isinstance(self._outcome, Exception):
             try:
                 self._committed = self._commit(self._wait_for_tables())
             except Exception as error:
@@ -252,19 +194,20 @@ class Save:
             files.close(files.create(name, folder))
 
     def _wait_for_tables(self) -> list[bytes]:
-        """Rank 0: return the tables of all writers when they are there. Local."""
-        leader = self._leader
+        """Rank 0: return the heads of all writers' tables when they are there. Local."""
+        own, leader = self._folder, self._leader
+        assert own is not None
         assert leader is not None
-        missing = list(leader.writers)
+        missing = list(leader.pieces)
         found: dict[int, bytes] = {}
         pause, moved, seen = 1e-3, time.monotonic(), -1
-        with files.folder(leader.name, leader.root) as folder:
+        with files.folder(own.name, own.root) as folder:
             while missing:
                 there = set(files.names(folder))  # one look, however many writers there are
                 for rank in list(missing):
                     name = manifest.table_name(shard.shard_name(rank))
                     if name in there:
-                        found[rank] = files.read_small(name, folder, manifest.MAX_BYTES)
+                        found[rank] = _head(name, folder, leader.pieces[rank])
                         missing.remove(rank)
                     elif shard.failed_name(rank) in there:
                         raise StorageError(f"rank {rank} could not write its shard")
@@ -296,7 +239,7 @@ class Save:
         events.emit("checkpoint_saved", step=self.step, bytes=nbytes, seconds=round(seconds, 4))
 
     def _table(self) -> bytes:
-        """Return this rank's table when its shard is written, or raise what went wrong. Local."""
+        """Return the head of this rank's table when its shard is written, or raise. Local."""
         if self._thread is not None:
             self._written.wait()
         return _told(self._outcome, "writing")
@@ -313,46 +256,52 @@ class Save:
         self._cancelled.set()
         if self._thread is not None:
             self._thread.end()
-        if self._leader is not None:
-            leader, self._leader = self._leader, None
-            leader.resources.close()
+        if self._folder is not None:
+            own, self._folder = self._folder, None
+            own.resources.close()
 
-    def _commit(self, tables: Sequence[bytes]) -> int:
+    def _commit(self, heads: Sequence[bytes]) -> int:
         """Rank 0: write the manifest and rename the folder. Returns the bytes of all arrays."""
-        leader = self._leader
-        assert leader is not None  # made by _open on this rank
+        own, leader = self._folder, self._leader
+        assert own is not None  # made by _open on this rank
+        assert leader is not None
+        # The plan was proved when it was made; these are whole shards, of nothing but its pieces.
+        tables = [
+            manifest.check_head(head, files.BLOCK, digest)
+            for head, digest in zip(heads, leader.pieces.values(), strict=True)
+        ]
         data = manifest.encode(
             self.step,
             files.BLOCK,
             self.comm.size,
             tables,
-            [(leaf.path, leaf.dtype, leaf.shape) for leaf in leader.tensors],
-            leader.extras,
+            leader.tensors,
+            self._extras,
             _software(),
         )
+        # What cannot be read back is not committed.
         if len(data) > manifest.MAX_BYTES:
             raise CheckpointError(
                 f"the manifest has {len(data)} bytes, at most {manifest.MAX_BYTES} are allowed; "
                 "keep large lists as arrays, not as extras"
             )
-        # What cannot be read back is not committed.
-        record = manifest.decode(b"".join([data, *tables]))
-        with files.folder(leader.name, leader.root) as folder:
+        manifest.tables_of(data)
+        with files.folder(own.name, own.root) as folder:
             shard.put(folder, manifest.NAME, data)
             files.sync(folder)
-            self._lock.check(leader.root)
-            saved = publish(leader.name, self.history, self.step, leader.root)
+            self._lock.check(own.root)
+            saved = publish(own.name, self.history, self.step, own.root)
             self._line.stand(saved)
             try:
-                files.sync(leader.root)
+                files.sync(own.root)
                 # Only now, or a death just before would leave a folder without an owner.
                 files.remove_file(retention.OWNER, folder)
-                self._remove_old(leader.root, saved)
+                self._remove_old(own.root, saved)
             except OSError as error:
                 # The new step is there: the save has not failed. Where the rename may not last,
                 # the old ones are what is certain, and they stay.
                 retention.stay(self.path, error)
-        return record.nbytes
+        return leader.nbytes
 
     def _remove_old(self, root: int, saved: Entry) -> None:
         """Rank 0: remove what need not stay; nobody who waits for the save waits for that."""
@@ -360,6 +309,15 @@ class Save:
             self._keep.remove_old(self.path, root, saved)
         else:
             self._keep.remove_aside(self.path, root, saved)
+
+
+def _head(name: str, folder: int, digest: bytes) -> bytes:
+    """Return the head of a table whose pieces are those of the plan. Local."""
+    data = files.read_small(name, folder, manifest.MAX_TABLES_BYTES)
+    head = data[: data.find(b"\n") + 1]
+    if hashlib.sha256(memoryview(data)[len(head) :]).digest() != digest:
+        raise CheckpointError(f"{name} is not the table that was written")
+    return head
 
 
 def _told(outcome, doing: str):

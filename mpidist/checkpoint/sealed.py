@@ -21,9 +21,12 @@ class Damaged(CheckpointError):
     """What is on disk is not what was written. Raised by readers; the store then looks further."""
 
 
-def seal(body: dict, last: str) -> bytes:
-    """Return `body` as a line of JSON with the digest under the name `last` behind it. Local."""
-    head = json.dumps(body, separators=(",", ":"), allow_nan=False)[:-1].encode()
+def seal(body: dict, last: str, more: str = "") -> bytes:
+    """Return `body` as a line of JSON with the digest under the name `last` behind it. Local.
+
+    `more` is what the body holds besides, as JSON that begins with a comma.
+    """
+    head = (json.dumps(body, separators=(",", ":"), allow_nan=False)[:-1] + more).encode()
     return head + f',"{last}":"{hashlib.sha256(head).hexdigest()}"}}\n'.encode()
 
 

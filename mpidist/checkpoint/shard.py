@@ -9,23 +9,24 @@ sees a whole shard, without a message.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidist.arrays import copy_into, host_empty, is_device
-from mpidist.checkpoint import behind, files, hdf5, manifest
-from mpidist.checkpoint.layout import Shard, array_of
-from mpidist.checkpoint.plan import Share
-from mpidist.checkpoint.regions import Flat, Region
+from mpidist.checkpoint import behind, files, manifest
+from mpidist.checkpoint.layout import array_of
+from mpidist.checkpoint.work import Work
 from mpidist.context import of
 from mpidist.errors import CheckpointError, StorageError
 from mpidist.mismatch import Signature
 
 _ALIGN = 64
 _MESSAGE = 1 << 30
+#: Pieces of at most so many bytes go on their way together, so many bytes at once.
+_SMALL, _TOGETHER = 16 << 10, 1 << 20
 
 
 def shard_name(rank: int) -> str:
@@ -38,7 +39,8 @@ def failed_name(rank: int) -> str:
     return f"shard-{rank:05d}.failed"
 
 
-Bytes = Callable[[], np.ndarray]
+#: The elements of a piece, or, where that would be a copy, what gives them.
+Elements = Any
 
 
 class Memory:
@@ -71,35 +73,44 @@ class Buffers(NamedTuple):
     inbox: Memory
 
 
-def copied(parts: Sequence[hdf5.Part], named: Mapping, memory: Memory) -> list[Bytes]:
-    """Copy `parts` of the leaves `named` by path; returns what gives the bytes of each. Local."""
-    copies = memory.room([part.nbytes for part in parts])
-    for part, copy in zip(parts, copies, strict=True):
-        view = _view(named[part.path], part.region)  # a copy already where the array has strides
+def copied(work: Work, arrays: Sequence, memory: Memory) -> list[Elements]:
+    """Copy what this rank gives of its arrays; returns the bytes of each piece. Local."""
+    copies = memory.room(work.given_bytes)
+    for given, copy in zip(in_place(work, arrays), copies, strict=True):
+        view = given() if callable(given) else given  # a copy already where the array has strides
         copy_into(copy.view(view.dtype).reshape(view.shape), view)
-    return [lambda copy=copy: copy for copy in copies]  # type: ignore[misc]
+    return copies  # type: ignore[return-value]
 
 
-def in_place(parts: Sequence[hdf5.Part], named: Mapping) -> list[Bytes]:
-    """Return what gives the bytes of each part where they lie, when it is called. Local."""
-    return [
-        lambda part=part: _host_bytes(_view(named[part.path], part.region))  # type: ignore[misc]
-        for part in parts
-    ]
+def in_place(work: Work, arrays: Sequence) -> list[Elements]:
+    """Return the elements of each piece where they lie. Local."""
+    found: list[Elements] = []
+    for place, cut in work.sources:
+        leaf = arrays[place]
+        array = leaf if type(leaf) is np.ndarray else array_of(leaf)
+        if cut is None:
+            found.append(array)
+        elif array.flags.c_contiguous or is_device(array):
+            found.append(array.reshape(-1)[slice(*cut)])
+        else:
+            # `flat` copies only the range, where reshape would copy all of a strided array.
+            found.append(lambda array=array, cut=cut: array.flat[slice(*cut)])
+    return found
 
 
-def rooms(share: Share, rank: int, inbox: Memory) -> list[np.ndarray]:
-    """Return memory for each part that `rank` writes for another. Local."""
-    return inbox.room([part.nbytes for holder, part in share.writes if holder != rank])
+def rooms(work: Work, rank: int, inbox: Memory) -> list[np.ndarray]:
+    """Return memory for each piece that `rank` writes for another. Local."""
+    sizes = zip(work.holders, work.written_bytes, strict=True)
+    return inbox.room([nbytes for holder, nbytes in sizes if holder != rank])
 
 
 def brought(
-    comm, share: Share, data: Sequence[Bytes], inbox: Sequence
-) -> Callable[[], list[Bytes]]:
+    comm, work: Work, data: Sequence[Elements], inbox: Sequence
+) -> Callable[[], list[Elements]]:
     """Send what another rank writes, take in what this one writes for others. Collective.
 
     `inbox` is that of `rooms`: a rank without memory raises there, where nobody waits for it.
-    Returns a function of what gives the bytes of each part that this rank writes. That raises what
+    Returns a function of the elements of each piece that this rank writes. That raises what
     could not be sent: all messages are through by then, empty ones from there on, so that nobody
     waits for them.
     """
@@ -107,13 +118,13 @@ def brought(
     signature = Signature("checkpoint parts to their writers", "", "")
     tag = context.tag(context.begin(signature))
     try:
-        problem, written = _forwarded(context, tag, share, data, inbox)
+        problem, written = _forwarded(context, tag, work, data, inbox)
     except BaseException as error:
         context.break_off(error)
         raise
     context.under_way = False
 
-    def result() -> list[Bytes]:
+    def result() -> list[Elements]:
         if problem is not None:
             raise problem
         return written
@@ -122,32 +133,31 @@ def brought(
 
 
 def _forwarded(
-    context, tag: int, share: Share, data: Sequence[Bytes], inbox: Sequence
-) -> tuple[Exception | None, list[Bytes]]:
+    context, tag: int, work: Work, data: Sequence[Elements], inbox: Sequence
+) -> tuple[Exception | None, list[Elements]]:
     comm = context.data
     problem: Exception | None = None
-    if share.to != comm.rank:
-        for part, give in zip(share.gives, data, strict=True):
+    if work.to != comm.rank:
+        for nbytes, elements in zip(work.given_bytes, data, strict=True):
             run = np.empty(0, np.uint8)
             if problem is None:
                 try:
-                    run = give()
+                    run = _host_bytes(elements)
                 except Exception as error:
                     problem = error
-            for start in range(0, part.nbytes, _MESSAGE):
-                context.wait(comm.Isend(run[start : start + _MESSAGE], share.to, tag).Test)
+            for start in range(0, nbytes, _MESSAGE):
+                context.wait(comm.Isend(run[start : start + _MESSAGE], work.to, tag).Test)
         return problem, []
     own = iter(data)
     foreign = iter(inbox)
-    written: list[Bytes] = []
+    written: list[Elements] = []
     arriving: list[tuple[int, np.ndarray]] = []
-    for holder, _ in share.writes:
+    for holder in work.holders:
         if holder == comm.rank:
             written.append(next(own))
         else:
-            room = next(foreign)
-            arriving.append((holder, room))
-            written.append(lambda room=room: room)  # type: ignore[misc]
+            written.append(next(foreign))
+            arriving.append((holder, written[-1]))
     # Each rank sends in the order of the tensors, which is the order of what is written.
     for holder, room in arriving:
         for start in range(0, len(room), _MESSAGE):
@@ -155,19 +165,9 @@ def _forwarded(
     return None, written
 
 
-def _view(leaf, region: Region) -> Any:
-    """Return the elements of `region`, on host or device; a view where the layout allows. Local."""
-    array: Any = array_of(leaf)
-    if isinstance(region, Flat) and not isinstance(leaf, Shard):
-        stop = region.start + region.size
-        # `flat` copies only the range, where reshape would copy all of a strided array.
-        straight = array.flags.c_contiguous or is_device(array)
-        return (array.reshape(-1) if straight else array.flat)[region.start : stop]
-    return array if is_device(array) else np.asarray(array)
-
-
-def _host_bytes(view) -> np.ndarray:
+def _host_bytes(elements: Elements) -> np.ndarray:
     """Return the elements of an array in C order as host bytes. Local."""
+    view = elements() if callable(elements) else elements
     if is_device(view):
         host = host_empty(view.size, view.dtype, like=view)
         copy_into(host, view)
@@ -176,23 +176,20 @@ def _host_bytes(view) -> np.ndarray:
     return host.reshape(-1).view(np.uint8)
 
 
-def write(
-    folder: int, rank: int, parts: Sequence[hdf5.Part], data: Sequence[Bytes], how: How
-) -> bytes:
+def write(folder: int, rank: int, work: Work, data: Sequence[Elements], how: How) -> bytes:
     """Write a shard and its table and wait until both are on stable storage. Local.
 
-    Returns the bytes of the table.
+    Returns the head of the table.
     """
     name = shard_name(rank)
-    file, offsets = write_shard(folder, name, parts, data, how)
-    pieces = ((part.path, at, part.region) for part, at in zip(parts, offsets, strict=True))
-    table = manifest.encode_table(file, pieces)
-    if len(table) > manifest.MAX_BYTES:
-        raise CheckpointError(f"the table of {name} has {len(table)} bytes; save with more writers")
+    file = write_shard(folder, name, work, data, how)
+    head = manifest.encode_head(file, work.writes, work.numbers)
+    if len(head) + len(work.numbers) > manifest.MAX_TABLES_BYTES:
+        raise CheckpointError(f"{name} has {work.writes} pieces; save with more writers")
     partial = name.removesuffix(".h5") + ".part"
-    put(folder, partial, table)
+    put(folder, partial, head + work.numbers)
     files.rename(partial, manifest.table_name(name), folder)
-    return table
+    return head
 
 
 def put(folder: int, name: str, data: bytes) -> None:
@@ -206,34 +203,37 @@ def put(folder: int, name: str, data: bytes) -> None:
 
 
 def write_shard(
-    folder: int, name: str, parts: Sequence[hdf5.Part], data: Sequence[Bytes], how: How
-) -> tuple[manifest.File, list[int]]:
-    """Write one shard file; returns its record and the byte offset of each part. Local."""
-    layout = hdf5.plan(parts)
+    folder: int, name: str, work: Work, data: Sequence[Elements], how: How
+) -> manifest.File:
+    """Write one shard file; returns its record. Local."""
     digest = hashlib.sha256() if how.sha256 else None
     descriptor = files.create(name, folder)
     try:
-        runs = _runs(layout, data)
-        checksums = behind.write(descriptor, runs, layout.size, how.direct, digest)
+        checksums = behind.write(descriptor, _runs(work, data), work.size, how.direct, digest)
         files.sync(descriptor)
         size = files.size(descriptor)
     finally:
         files.close(descriptor)
-    if size != layout.size:
-        raise StorageError(f"{name} has {size} bytes after writing {layout.size}")
-    told = digest.hexdigest() if digest else None
-    return manifest.File(name, size, told, tuple(checksums)), layout.offsets
+    if size != work.size:
+        raise StorageError(f"{name} has {size} bytes after writing {work.size}")
+    return manifest.File(name, size, digest.hexdigest() if digest else None, checksums)
 
 
-def _runs(layout: hdf5.Plan, data: Sequence[Callable]) -> Iterator[np.ndarray]:
-    """Yield all bytes of a file in order: HDF5's own, the parts' data, zeros in between. Local."""
-    sources: list[tuple[int, Any]] = [*layout.metadata, *zip(layout.offsets, data, strict=True)]
-    at = 0
-    for offset, source in sorted(sources, key=lambda item: item[0]):
-        run = source() if callable(source) else np.frombuffer(source, np.uint8)
-        if offset > at:
-            yield np.zeros(offset - at, np.uint8)
-        yield run
-        at = offset + len(run)
-    if at < layout.size:
-        yield np.zeros(layout.size - at, np.uint8)
+def _runs(work: Work, data: Sequence[Elements]) -> Iterator[np.ndarray]:
+    """Yield all bytes of a file in order: small pieces together, zeros behind each. Local."""
+    before, after = work.around
+    small, held = [before], len(before)
+    for elements, nbytes, gap in zip(data, work.written_bytes, work.gaps, strict=True):
+        if nbytes <= _SMALL and type(elements) is np.ndarray:
+            small.append(elements.tobytes())
+            held += nbytes
+        else:
+            yield np.frombuffer(b"".join(small), np.uint8)
+            yield _host_bytes(elements)
+            small, held = [], 0
+        if gap:
+            small.append(bytes(gap))
+        if held > _TOGETHER:
+            yield np.frombuffer(b"".join(small), np.uint8)
+            small, held = [], 0
+    yield np.frombuffer(b"".join([*small, after]), np.uint8)

@@ -14,14 +14,8 @@ import re
 from typing import NamedTuple
 
 from mpidist.checkpoint import files
-from mpidist.checkpoint.manifest import (
-    MAX_BYTES,
-    NAME,
-    Damaged,
-    Manifest,
-    decode,
-    tables_of,
-)
+from mpidist.checkpoint.decoding import decode
+from mpidist.checkpoint.manifest import MAX_BYTES, NAME, Damaged, Manifest, tables_of
 
 #: A number of any length: one that is refused here would hide the next, which is counted from it.
 _STEP = re.compile(r"step-([0-9]{12})(?:-h([1-9][0-9]*))?(?:\.([1-9][0-9]*))?", re.ASCII)
@@ -50,28 +44,22 @@ def entry_of(name: str) -> Entry | None:
     return match and Entry(int(match[2] or 0), int(match[1]), int(match[3] or 0))
 
 
-def read_manifest(path: str, entry: Entry) -> bytes:
-    """Return the checked bytes of an entry's manifest, its tables behind it. Local.
+def read_manifest(path: str, entry: Entry) -> Manifest:
+    """Return the manifest of an entry, its tables read with it, and proved. Local.
 
     The sizes of all shard files are compared as well: that is one stat each, and finds what is
-    missing or cut short before any rank begins to read.
+    missing or cut short before any rank begins to read. Raises Damaged, Unreadable.
     """
     try:
         with files.folder(path) as root, files.folder(entry.name, root) as folder:
             data = files.read_small(NAME, folder, MAX_BYTES)
-            parts = [files.read_small(table.name, folder, table.size) for table in tables_of(data)]
-            data = b"".join([data, *parts])
-            check_sizes(folder, parse(data, entry))
+            tables = [files.read_small(t.name, folder, t.size) for t in tables_of(data)]
+            manifest = decode(data, tables)
+            if manifest.step != entry.step:
+                raise Damaged(f"{entry.name} holds the manifest of step {manifest.step}")
+            check_sizes(folder, manifest)
     except OSError as error:
         raise Damaged(f"{entry.name}: {error}") from error
-    return data
-
-
-def parse(data: bytes, entry: Entry) -> Manifest:
-    """Return the manifest in `data`, which must be that of `entry`. Local."""
-    manifest = decode(data)
-    if manifest.step != entry.step:
-        raise Damaged(f"{entry.name} holds the manifest of step {manifest.step}")
     return manifest
 
 

@@ -17,6 +17,7 @@ from mpidist.checkpoint.control import call, run_on_all, same_on_all
 from mpidist.checkpoint.histories import Line
 from mpidist.checkpoint.lock import RunLock
 from mpidist.checkpoint.plan import writers_of
+from mpidist.checkpoint.planner import Planner
 from mpidist.checkpoint.restore import Reading, restore
 from mpidist.checkpoint.retention import Keep
 from mpidist.checkpoint.save import Save
@@ -111,7 +112,7 @@ class CheckpointStore(Scoped):
         self._buffers = Buffers(Memory(), Memory())
         self._how = How(given["direct"], given["sha256"])
         self._writers = given["writers"]
-        self._writer_of: list[int] | None = None
+        self._planner: Planner | None = None
 
     def save(self, step: int, state: Mapping) -> None:
         """Save `state` as `step` and return when it is committed. Collective.
@@ -337,8 +338,8 @@ class CheckpointStore(Scoped):
             return {"step": wanted(step, needed=True)}
 
         step = same_on_all(self._comm, "save", check)["step"]
-        if self._writer_of is None:
-            self._writer_of = writers_of(self._writers, self._nodes())
+        if self._planner is None:
+            self._planner = Planner(writers_of(self._writers, self._nodes()))
         self._pending = Save(
             self._comm,
             self.path,
@@ -347,7 +348,7 @@ class CheckpointStore(Scoped):
             self._keep,
             self._lock,
             self._line,
-            self._writer_of,
+            self._planner,
             self._buffers,
             self._how,
             copy,

@@ -8,8 +8,9 @@ from math import prod
 
 import numpy as np
 
-from mpidist.checkpoint.manifest import Tensor
-from mpidist.checkpoint.regions import Region, boxes_of, intersection, rows
+from mpidist.checkpoint import pieces
+from mpidist.checkpoint.regions import Flat, Region, boxes_of, intersection
+from mpidist.checkpoint.regions import rows as groups_of
 
 _counting = threading.Lock()
 
@@ -57,27 +58,80 @@ class Rows(Want):
             self._rows, self.left = None, 0
 
 
-def wants_of(tensor: Tensor, region: Region, itemsize: int, target, block: int) -> Iterator[Want]:
-    """Say what `region` of a tensor takes, in the pieces in which it was saved. Local.
+class Places:
+    """Where the pieces of a checkpoint lie, by tensor, for who wants some of them. Local.
 
-    `target` is a host array of the region's shape and the tensor's dtype, with any strides. Parts
-    of rows are cut out of groups of whole rows of up to a `block`.
+    Parameters
+    ----------
+    found : Manifest or Layout
     """
-    for position, box in boxes_of(region, tensor.shape):
+
+    def __init__(self, found):
+        self._found, rows = found, found.rows
+        shapes = [tensor.shape for tensor in found.tensors]
+        grid = pieces.Grid(shapes, pieces.axes(rows))
+        it = pieces.Geometry(grid, rows)
+        low = it.low - grid.base[it.tensor]
+        columns = (rows[:, pieces.FILE], rows[:, pieces.OFFSET], low, low + it.size, it.together)
+        # Plain numbers: most tensors have few pieces, and a call of NumPy would cost more.
+        self._runs = [*zip(*(column.tolist() for column in columns), strict=True)]
+        bounds = np.searchsorted(it.tensor, np.arange(len(shapes) + 1))
+        self._bounds = bounds.tolist()
+
+    def wants(self, number: int, region: Region, target) -> Iterator[Want]:
+        """Say what `region` of a tensor takes, in the pieces in which it was saved.
+
+        `target` is a host array of the region's shape and the tensor's dtype, with any strides.
+        Parts of rows are cut out of groups of whole rows of up to a block.
+        """
+        start, stop = self._bounds[number : number + 2]
+        shape, itemsize = self._found.tensors[number].shape, target.itemsize
+        span = span_of(region, shape) if target.flags.c_contiguous else None
+        if span is None or not all(run[4] for run in self._runs[start:stop]):
+            rows = self._found.rows[start:stop].tolist()
+            yield from _boxes(shape, rows, region, target, self._found.block)
+            return
+        first, last = span
+        place = target.reshape(-1).view(np.uint8)
+        for file, offset, low, high, _ in self._runs[start:stop]:
+            begin, end = max(first, low), min(last, high)
+            if begin < end:
+                part = place[(begin - first) * itemsize : (end - first) * itemsize]
+                yield Want(file, offset + (begin - low) * itemsize, part.size, part)
+
+
+def span_of(region: Region, shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return the range that a region is of the flattened array, or None where it is none. Local."""
+    if isinstance(region, Flat):
+        return region.start, region.start + region.size
+    if region.extent == shape:
+        return 0, prod(shape)
+    axis = max(k for k, (n, m) in enumerate(zip(region.extent, shape, strict=True)) if n != m)
+    if any(n != 1 for n in region.extent[:axis]):
+        return None
+    first = 0
+    for start, n in zip(region.start, shape, strict=True):
+        first = first * n + start
+    return first, first + region.size
+
+
+def _boxes(shape, rows, region: Region, target, block: int) -> Iterator[Want]:
+    for position, box in boxes_of(region, shape):
         part = target
         if target.shape != box.extent:
             # A flat range, seen as the box. A one-dimensional array of any stride can be.
             part = target[position : position + box.size].reshape(box.extent)
-        for piece in tensor.pieces:
-            for held, other in boxes_of(piece.region, tensor.shape):
+        for row in rows:
+            for held, other in boxes_of(pieces.region_of(row, len(shape)), shape):
                 common = intersection(box, other)
                 if common is None:
                     continue
                 low = tuple(a - b for a, b in zip(common.start, other.start, strict=True))
                 high = tuple(a + n for a, n in zip(low, common.extent, strict=True))
                 view = part[(*_slices(common.start, common.extent, box.start), ...)]
-                source = (piece.file, piece.offset + held * itemsize, other.extent)
-                yield from _cut(source, low, high, itemsize, view, block)
+                offset = row[pieces.OFFSET] + held * target.itemsize
+                source = (row[pieces.FILE], offset, other.extent)
+                yield from _cut(source, low, high, target.itemsize, view, block)
 
 
 def _slices(start, extent, origin) -> tuple[slice, ...]:
@@ -105,6 +159,6 @@ def _cut(source, low, high, itemsize: int, target, block: int) -> Iterator[Want]
             yield from _cut(inner, low[1:], high[1:], itemsize, target[i - first], block)
         return
     cut = (slice(None), *(slice(a, b) for a, b in zip(low[1:], high[1:], strict=True)))
-    for start, stop in rows(last - first, row, block):
+    for start, stop in groups_of(last - first, row, block):
         begin = offset + (first + start) * row
         yield Rows(file, begin, (stop - start, *shape[1:]), cut, target[start:stop])

@@ -81,7 +81,7 @@ def _line(path: str, entry) -> tuple[str, bool]:
     from mpidist.checkpoint.manifest import Damaged
 
     try:
-        found = steps.parse(steps.read_manifest(path, entry), entry)
+        found = steps.read_manifest(path, entry)
     except Damaged as damage:
         if histories.is_gone(path, entry):
             return "", False
@@ -93,6 +93,8 @@ def _line(path: str, entry) -> tuple[str, bool]:
 
 
 def _show(args) -> int:
+    import numpy as np
+
     from mpidist.checkpoint.layout import show
 
     entry, found = _chosen(args)
@@ -101,10 +103,11 @@ def _show(args) -> int:
     print(f"written by {found.writers} ranks  {found.nbytes:,} bytes of arrays  ({software})")
     width = max([len(show(t.path)) for t in found.tensors] + [5])
     print(f"{'array':<{width}}  {'dtype':<9}  {'shape':<18}  {'bytes':>14}  pieces")
-    for tensor in found.tensors:
+    counts = np.bincount(found.rows[:, 0], minlength=len(found.tensors))
+    for tensor, count in zip(found.tensors, counts, strict=True):
         print(
             f"{show(tensor.path):<{width}}  {tensor.dtype:<9}  {tensor.shape!s:<18}  "
-            f"{tensor.nbytes:>14,}  {len(tensor.pieces)}"
+            f"{tensor.nbytes:>14,}  {count}"
         )
     for path, value in found.extras:
         text = repr(value)
@@ -153,7 +156,7 @@ def _chosen(args):
     from mpidist.checkpoint import load, steps
 
     def read(entry):
-        return steps.parse(steps.read_manifest(args.path, entry), entry)
+        return steps.read_manifest(args.path, entry)
 
     return load.newest_good(args.path, args.step, args.history, read)
 

@@ -23,7 +23,7 @@ def saved_table(path: str | os.PathLike) -> dict[str, dict]:
     path = path_of("path", path)
 
     def read(entry: steps.Entry) -> Manifest:
-        return steps.parse(steps.read_manifest(path, entry), entry)
+        return steps.read_manifest(path, entry)
 
     _, manifest = load.newest_good(path, None, None, read)
     return tree(iter(manifest.extras)).get("run", {}).get("selection", {})

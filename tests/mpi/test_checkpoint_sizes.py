@@ -6,7 +6,7 @@ from mpi4py import MPI
 
 import mpidist as md
 from mpidist.arrays import copy_into
-from mpidist.checkpoint import files, histories, steps
+from mpidist.checkpoint import files, histories, pieces, steps
 from mpidist.checkpoint.layout import Shard
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.partition import BlockPartition
@@ -168,14 +168,15 @@ def test_replicated_state_is_written_once_and_evenly(comm, folder):
     if comm.rank:
         return
     entry = histories.first(folder, 7)
-    found = steps.parse(steps.read_manifest(folder, entry), entry)
+    found = steps.read_manifest(folder, entry)
     sizes = {"<f4": 4, "<f2": 2}
     held = [0] * comm.size
     first = [{} for _ in held]
-    for tensor in found.tensors:
-        for piece in tensor.pieces:
-            held[piece.file] += piece.region.size * sizes[tensor.dtype]
-            first[piece.file].setdefault(tensor.path[0] == "parameters", []).append(piece.offset)
+    counts = pieces.sizes(found.rows).tolist()
+    for (number, file, offset, *_), count in zip(found.rows.tolist(), counts, strict=True):
+        tensor = found.tensors[number]
+        held[file] += count * sizes[tensor.dtype]
+        first[file].setdefault(tensor.path[0] == "parameters", []).append(offset)
     total = sum(a.nbytes for group in state.values() for a in group.values())
     assert sum(held) == total
     assert max(held) - min(held) <= 16

@@ -6,14 +6,16 @@ import os
 import random
 import shutil
 
+import numpy as np
 import pytest
 from checkpoint_solo import Solo, equal, resumed, state_of
 
 from mpidist import events
 from mpidist.checkpoint import histories, steps
+from mpidist.checkpoint.decoding import decode
 from mpidist.checkpoint.layout import Unreadable
 from mpidist.checkpoint.load import load, load_step
-from mpidist.checkpoint.manifest import MAX_BYTES, NAME, Damaged, decode
+from mpidist.checkpoint.manifest import MAX_BYTES, NAME, Damaged
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import CheckpointError, NoCheckpoint
 
@@ -158,40 +160,66 @@ def sealed(body, last="sha256"):
     return head + f',"{last}":"{hashlib.sha256(head).hexdigest()}"}}\n'.encode()
 
 
+TABLE = "shard-00000.table"
+#: Columns of the pieces in a table: tensor, offset, whether it is a flat range, start, extent.
+TENSOR, OFFSET, START = 0, 1, 3
+
+
 def body_of(folder, name=NAME):
-    body = json.loads((newest(folder) / name).read_bytes())
+    """What a manifest or a table says; the pieces of a table are rows of numbers."""
+    head, rest = (newest(folder) / name).read_bytes().split(b"\n", 1)
+    body = json.loads(head)
     del body["sha256" if name == NAME else "digest"]
+    if name != NAME:
+        body["rows"] = np.frombuffer(rest, "<i8").reshape(body["pieces"], -1).tolist()
     return body
+
+
+def table_of(body):
+    """The bytes of a table with this body, all digests right."""
+    body = dict(body)
+    data = np.array(body.pop("rows"), "<i8").tobytes()
+    body.update(bytes=len(data), numbers=hashlib.sha256(data).hexdigest())
+    return sealed(body, "digest") + data
 
 
 def forge(folder, body, table=None):
     """Write a manifest, and its first table, whose digests are right."""
     if table is not None:
-        data = table if isinstance(table, bytes) else sealed(table, "digest")
-        (newest(folder) / "shard-00000.json").write_bytes(data)
-        body["tables"][0].update(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+        data = table if isinstance(table, bytes) else table_of(table)
+        (newest(folder) / TABLE).write_bytes(data)
+        head = data[: data.index(b"\n") + 1]
+        body["tables"][0].update(size=len(data), sha256=hashlib.sha256(head).hexdigest())
     (newest(folder) / NAME).write_bytes(sealed(body))
 
 
-def joined(folder):
-    return b"".join((newest(folder) / name).read_bytes() for name in (NAME, "shard-00000.json"))
+def decoded(folder):
+    """Read the newest step as a reader does, but for the folder."""
+    return decode((newest(folder) / NAME).read_bytes(), [(newest(folder) / TABLE).read_bytes()])
 
 
 def test_a_duplicated_key_with_a_right_digest(copy, capfd):
     text = json.dumps(body_of(copy))
     (newest(copy) / NAME).write_bytes(sealed(text))
-    assert decode(joined(copy)).step == 2
+    assert decoded(copy).step == 2
     (newest(copy) / NAME).write_bytes(sealed('{"step": 2, ' + text[1:]))
     assert outcome(copy, capfd) == 1
     with pytest.raises(Damaged, match="key twice"):
-        decode(joined(copy))
+        decoded(copy)
+
+
+def put(row, column, value):
+    """Change one number of a piece."""
+
+    def change(b, t):
+        t["rows"][row][column] = value
+
+    return change
 
 
 def swap_pieces(b, t):
-    t["pieces"][0]["path"], t["pieces"][1]["path"] = (
-        t["pieces"][1]["path"],
-        t["pieces"][0]["path"],
-    )
+    one, two = t["rows"][:2]
+    one[TENSOR], two[TENSOR] = two[TENSOR], one[TENSOR]
 
 
 #: What is done to the body of the manifest and to that of its table.
@@ -200,28 +228,47 @@ ATTACKS = {
     "a name with a newline": lambda b, t: t.update(name="shard-00000.h5\n"),
     "another name": lambda b, t: t.update(name="shard-1.h5"),
     "the table of another shard": lambda b, t: t.update(name="shard-00001.h5"),
-    "a table outside": lambda b, t: b["tables"][0].update(name="../shard-00000.json"),
+    "a table outside": lambda b, t: b["tables"][0].update(name="../shard-00000.table"),
     "a giant table": lambda b, t: b["tables"][0].update(size=2**40),
     "a table twice": lambda b, t: b["tables"].append(b["tables"][0]),
     "a table less": lambda b, t: b["tables"].pop(),
     "a negative size": lambda b, t: t.update(size=-1),
     "too few checksums": lambda b, t: t["crc32"].pop(),
     "a true step": lambda b, t: b.update(step=True),
-    "a float": lambda b, t: b["tensors"][0].update(shape=[50.0, 7]),
-    "a huge shape": lambda b, t: b["tensors"][0].update(shape=[2**40, 2**40]),
-    "a huge empty shape": lambda b, t: b["tensors"][-1].update(shape=[0, 2**61]),
+    "a float": lambda b, t: b["tensors"]["shapes"].__setitem__(0, [50.0, 7]),
+    "a huge shape": lambda b, t: b["tensors"]["shapes"].__setitem__(0, [2**40, 2**40]),
+    "a huge empty shape": lambda b, t: b["tensors"]["shapes"].__setitem__(-1, [0, 2**61]),
+    "huge shapes together": lambda b, t: b["tensors"]["shapes"].__setitem__(
+        slice(0, 3), [[2**58], [2**58], [2**59]]
+    ),
+    "a shape more": lambda b, t: b["tensors"]["shapes"].append([1]),
     "no block": lambda b, t: b.update(block=0),
-    "behind the end": lambda b, t: t["pieces"][0].update(offset=10**6),
-    "shared bytes": lambda b, t: t["pieces"][0].update(offset=t["pieces"][1]["offset"]),
-    "a hole": lambda b, t: t["pieces"][0].update(extent=[49, 7]),
-    "twice the same": lambda b, t: t["pieces"].append(t["pieces"][0]),
+    "behind the end": put(0, OFFSET, 10**6),
+    "far behind the end": put(0, OFFSET, 2**63 - 1),
+    "before the beginning": put(0, OFFSET, -8),
+    "shared bytes": lambda b, t: put(0, OFFSET, t["rows"][1][OFFSET])(b, t),
+    "a hole": put(0, START + 2, 49),
+    "twice the same": lambda b, t: (
+        t["rows"].append(t["rows"][0]),
+        t.update(pieces=len(t["rows"])),
+    ),
     "swapped pieces": swap_pieces,
-    "outside": lambda b, t: t["pieces"][0].update(start=[1, 0]),
-    "a piece of nothing": lambda b, t: t["pieces"][0].update(path=["who"]),
-    "a name twice": lambda b, t: b["tensors"].append(b["tensors"][-1]),
-    "a leaf in a leaf": lambda b, t: b["tensors"][-1].update(path=["mask", "x"]),
-    "no path": lambda b, t: b["tensors"][0].update(path=[]),
-    "a number as a key": lambda b, t: b["tensors"][0].update(path=[1]),
+    "outside": put(0, START, 1),
+    "far outside": put(0, START, 2**63 - 1),
+    "inside out": put(0, START + 2, -(2**63)),
+    "a flat range with rows": put(0, 2, 1),
+    "a piece of nothing": put(0, TENSOR, 99),
+    "a piece of less than nothing": put(0, TENSOR, -1),
+    "more pieces than there are": lambda b, t: t.update(pieces=t["pieces"] + 1),
+    "fewer pieces than there are": lambda b, t: t.update(pieces=t["pieces"] - 1),
+    "a piece that is none": lambda b, t: t.update(pieces=0),
+    "pieces without axes": lambda b, t: t.update(rows=[row[:3] for row in t["rows"]]),
+    "a name twice": lambda b, t: [
+        b["tensors"][key].append(b["tensors"][key][-1]) for key in b["tensors"]
+    ],
+    "a leaf in a leaf": lambda b, t: b["tensors"]["paths"].__setitem__(-1, ["mask", "x"]),
+    "no path": lambda b, t: b["tensors"]["paths"].__setitem__(0, []),
+    "a number as a key": lambda b, t: b["tensors"]["paths"].__setitem__(0, [1]),
     "an object as an extra": lambda b, t: b["extras"][0].update(value={"__class__": "x"}),
     "another program": lambda b, t: b.update(format="other"),
     "another program's table": lambda b, t: t.update(format="other"),
@@ -234,12 +281,10 @@ ATTACKS = {
 @pytest.mark.parametrize("attack", list(ATTACKS))
 def test_a_forged_manifest_is_damage(copy, attack, capfd):
     """Names, sizes and tiling are proved although the digest is right; no array is allocated."""
-    body, table = body_of(copy), body_of(copy, "shard-00000.json")
-    data = sealed(table, "digest")
-    body["tables"][0].update(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    body, table = body_of(copy), body_of(copy, TABLE)
+    forge(copy, body, table)
     ATTACKS[attack](body, table)
-    if sealed(table, "digest") == data:
-        (newest(copy) / "shard-00000.json").write_bytes(data)
+    if table == body_of(copy, TABLE):
         forge(copy, body)
     else:
         forge(copy, body, table)
@@ -258,34 +303,36 @@ def test_what_stands_twice_costs_no_memory(copy, monkeypatch):
     assert tables == [NAME]
 
     monkeypatch.undo()
-    body, table = body_of(copy), body_of(copy, "shard-00000.json")
-    body["tensors"] += [body["tensors"][0]] * 1000
+    body, table = body_of(copy), body_of(copy, TABLE)
+    for column in body["tensors"].values():
+        column += column[:1] * 1000
+    table["rows"] *= 10
     table["pieces"] *= 10
     forge(copy, body, table)
     with pytest.raises(Damaged, match="a tensor twice"):
-        decode(joined(copy))
+        decoded(copy)
 
 
 def test_a_block_that_is_too_long_to_be_held(copy):
     """Readers make room for a block, and a file with holes may be as long as it likes."""
-    body, table = body_of(copy), body_of(copy, "shard-00000.json")
+    body, table = body_of(copy), body_of(copy, TABLE)
     body["block"], table["crc32"] = MAX_BYTES + 1, table["crc32"][:1]
     forge(copy, body, table)
     with pytest.raises(Damaged, match="has blocks of"):
-        decode(joined(copy))
+        decoded(copy)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000 + "]" * 100_000, "{}", "[]", '{"step": NaN}', "{"])
 def test_json_that_is_no_manifest(text):
     with pytest.raises(Damaged):
-        decode(sealed(text))
+        decode(sealed(text), [])
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"version": 3}, "format version 3"),
-        ({"table": 3}, "shard-00000.json has format version 3"),
+        ({"version": 4}, "format version 4"),
+        ({"table": 4}, "shard-00000.table has format version 4"),
         ({"dtype": "<f9"}, "'<f9' is not a dtype"),
         ({"dtype": "object_"}, "is not a dtype"),
         ({"dtype": "|O"}, "is not a dtype"),
@@ -295,9 +342,9 @@ def test_json_that_is_no_manifest(text):
 )
 def test_a_newer_format_is_an_error_not_a_fallback(copy, change, text):
     """Whole but not readable here: going back to an older step would be the wrong answer."""
-    body, table = body_of(copy), body_of(copy, "shard-00000.json")
+    body, table = body_of(copy), body_of(copy, TABLE)
     if "dtype" in change:
-        body["tensors"][0].update(change)
+        body["tensors"]["dtypes"][0] = change["dtype"]
     elif "table" in change:
         table["version"] = change["table"]
     else:
@@ -348,10 +395,8 @@ def test_numbers_that_are_damaged_everywhere(copy, step):
     """Found out when arrays are changed already: the error says so, and is not that of no step."""
     for number in (1, 2):
         shard = copy / f"step-00000000000{number}" / "shard-00000.h5"
-        table = json.loads(shard.with_suffix(".json").read_bytes())
         data = bytearray(shard.read_bytes())
-        last = max(table["pieces"], key=lambda piece: piece["offset"] * ("w" in piece["path"]))
-        data[last["offset"]] ^= 1
+        data[data.rindex(state_of(number)["momentum"]["w"].tobytes())] ^= 1
         shard.write_bytes(data)
     with CheckpointStore(Solo(), copy) as store:
         with pytest.raises(CheckpointError, match=r"checksum.*set them anew before use") as caught:

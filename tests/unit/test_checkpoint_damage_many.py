@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_solo import Solo, equal, split_state, state_of, two_ranks
-from test_checkpoint_golden import GOLDEN, state_of_format_1
+from test_checkpoint_golden import GOLDEN, golden_state
 
 from mpidist.checkpoint import files, histories, load
 from mpidist.checkpoint.manifest import NAME
@@ -25,14 +25,14 @@ from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import NoCheckpoint
 
 FLIPS, TRUNCATIONS = 2000, 500
-KINDS = ("one rank", "two ranks", "format 1")
+KINDS = ("one rank", "two ranks", "format 1", "format 2")
 
 
 def make(kind, folder, numbers=(1, 2)):
     """Write a store with two steps: {step: state}."""
-    if kind == "format 1":
-        shutil.copytree(GOLDEN / "format-1", folder)
-        return {step: state_of_format_1(step) for step in (7, 14)}
+    if kind.startswith("format"):
+        shutil.copytree(GOLDEN / kind.replace(" ", "-"), folder)
+        return {step: golden_state(step) for step in (7, 14)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mpidist.checkpoint.files.BLOCK", 256)  # few bytes are many blocks
         if kind == "two ranks":
@@ -120,7 +120,7 @@ def test_flipped_bits(store, kind, opened):
         with changed(path, data):
             used.add(check(folder, states, opened, n))
     # Blocks that no array needs are not read; the old files are of one block each.
-    assert used == ({7} if kind == "format 1" else set(states))
+    assert used == ({7} if kind.startswith("format") else set(states))
     assert outcome(folder, states) == max(states)
 
 
@@ -139,7 +139,7 @@ def test_deleted_swapped_and_foreign_files(store, kind, opened, tmp_path):
     """Each file gone, or replaced by each other file of the store and of another job's."""
     folder, states, paths = store
     other = tmp_path / "other"
-    if kind == "format 1":
+    if kind.startswith("format"):
         make("two ranks", other, (7, 14))
     else:
         make(kind, other, (2, 3))  # the same shapes, and a step of the same number
@@ -169,15 +169,16 @@ def test_duplicated_keys(store, opened):
     """In manifests and tables, whose digest is made right again: the second would count."""
     folder, states, paths = store
     for path in paths:
-        if path.suffix == ".json":
+        if path.suffix in (".json", ".table"):
             last = "sha256" if path.name == NAME else "digest"
-            good = path.read_bytes()
+            head, rest = path.read_bytes().split(b"\n", 1)
+            good = head + b"\n"
             body = good[: good.rindex(b',"' + last.encode())]
             head = b'{"version":1,' + body[1:]
             forged = head + f',"{last}":"{hashlib.sha256(head).hexdigest()}"}}\n'.encode()
             with pytest.raises(Damaged, match="key twice"):
                 unseal(forged, path.name, last)
-            with changed(path, forged):
+            with changed(path, forged + rest):
                 assert check(folder, states, opened, 0) == min(states)
 
 

@@ -177,7 +177,7 @@ def test_a_restore_without_more_threads(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("pages")
-@pytest.mark.parametrize("where", [0.01, 0.5, 0.99])
+@pytest.mark.parametrize("where", [0.01, 0.5, 0.9])
 def test_damage_that_a_thread_finds(tmp_path, where):
     """The error is that of the block, whoever has read it, and no thread reads on."""
     with CheckpointStore(Solo(), tmp_path) as store:
@@ -206,10 +206,14 @@ def test_a_restore_that_trusts_the_disk(tmp_path):
         with pytest.raises(NoCheckpoint, match="bytes, the manifest says"):
             store.restore(verify=False)
         path.write_bytes(data)
-        table = path.with_suffix(".json")
-        table.write_bytes(table.read_bytes().replace(b'"offset":', b'"offset":1', 1))
-        with pytest.raises(NoCheckpoint, match=r"shard-00000\.json"):
-            store.restore(verify=False)
+        table = path.with_suffix(".table")
+        good = table.read_bytes()
+        for at in (good.index(b"crc32"), -1):  # in its head, and in its pieces
+            forged = bytearray(good)
+            forged[at] ^= 1
+            table.write_bytes(forged)
+            with pytest.raises(NoCheckpoint, match=r"shard-00000\.table"):
+                store.restore(verify=False)
 
 
 @pytest.mark.usefixtures("pages")
@@ -220,24 +224,26 @@ def test_the_digest_of_a_shard(tmp_path):
         store.verify(1)
         folder = tmp_path / "step-000000000001"
         shard = (folder / "shard-00000.h5").read_bytes()
-        table = json.loads((folder / "shard-00000.json").read_bytes())
+        head, pieces = (folder / "shard-00000.table").read_bytes().split(b"\n", 1)
+        table = json.loads(head)
         assert table["sha256"] == hashlib.sha256(shard).hexdigest()
         assert equal(store.restore()[1], state_of(1, ROWS))
-        _forge(folder, table, "0" * 64)
+        _forge(folder, {**table, "sha256": "0" * 64}, pieces)
         with pytest.raises(CheckpointError, match="fails its SHA-256"):
             store.verify(1)
 
 
-def _forge(folder, table, digest):
-    """Put another digest of the shard into its table, and right digests of table and manifest."""
+def _forge(folder, table, pieces):
+    """Put another head on the table of a shard, and right digests of table and manifest."""
 
     def seal(body, last):
         body.pop(last)
         head = json.dumps(body)[:-1].encode()
         return head + f',"{last}":"{hashlib.sha256(head).hexdigest()}"}}\n'.encode()
 
-    data = seal({**table, "sha256": digest}, "digest")
-    (folder / "shard-00000.json").write_bytes(data)
+    head = seal(table, "digest")
+    (folder / "shard-00000.table").write_bytes(head + pieces)
     body = json.loads((folder / NAME).read_bytes())
-    body["tables"][0].update(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    size, digest = len(head + pieces), hashlib.sha256(head).hexdigest()
+    body["tables"][0].update(size=size, sha256=digest)
     (folder / NAME).write_bytes(seal(body, "sha256"))

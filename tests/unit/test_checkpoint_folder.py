@@ -179,8 +179,8 @@ def test_tables_are_bounded_together(tmp_path):
     with CheckpointStore(Solo(), tmp_path) as store:
         store.save(1, {"w": np.ones(3)})
     size, digest = manifest.MAX_BYTES, "0" * 64
-    tables = [{"name": f"shard-{k:05d}.json", "size": size, "sha256": digest} for k in range(17)]
-    forged = {"format": manifest.FORMAT, "version": 2, "tables": tables}
+    tables = [{"name": f"shard-{k:05d}.table", "size": size, "sha256": digest} for k in range(17)]
+    forged = {"format": manifest.FORMAT, "version": 3, "tables": tables}
     with pytest.raises(Damaged, match="1140850688 bytes together"):
         manifest.tables_of(seal(forged, "sha256"))
     (tmp_path / "step-000000000001" / manifest.NAME).write_bytes(seal(forged, "sha256"))

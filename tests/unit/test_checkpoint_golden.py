@@ -1,7 +1,8 @@
 """Checkpoints that former versions wrote are read for ever.
 
-``golden/format-1`` was written by mpidist 0.1.0 on two ranks: steps 7 and 14, replicated arrays cut
-between them, shards as boxes and as flat ranges, extras. Nothing in it is ever written again.
+``golden/format-1`` and ``format-2`` were written by mpidist 0.1.0 on two ranks: steps 7 and 14,
+replicated arrays cut between them, shards as boxes and as flat ranges, extras. Nothing in them is
+ever written again.
 """
 
 import shutil
@@ -17,7 +18,7 @@ from mpidist.checkpoint.store import CheckpointStore
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def state_of_format_1(step):
+def golden_state(step):
     return {
         "parameters": {
             "w": np.arange(60, dtype="f4").reshape(12, 5),
@@ -44,32 +45,34 @@ def state_of_format_1(step):
     }
 
 
+@pytest.fixture(params=["format-1", "format-2"])
+def folder(request, tmp_path):
+    shutil.copytree(GOLDEN / request.param, tmp_path / "store")
+    return tmp_path / "store"
+
+
 @pytest.mark.parametrize("step", [7, 14])
-def test_format_1_is_read(step):
-    assert equal(md.load(GOLDEN / "format-1", step), state_of_format_1(step))
+def test_it_is_read(folder, step):
+    assert equal(md.load(folder, step), golden_state(step))
 
 
-def test_a_job_goes_on_from_format_1(tmp_path):
-    folder = tmp_path / "store"
-    shutil.copytree(GOLDEN / "format-1", folder)
+def test_a_job_goes_on_from_it(folder):
     with CheckpointStore(Solo(), folder, keep=2) as store:
-        like = state_of_format_1(7)
+        like = golden_state(7)
         for array in (like["parameters"]["w"], like["optimizer"]["m"]):
             array[...] = 0
         step, state = store.restore(like)
-        assert (step, equal(state, state_of_format_1(14))) == (14, True)
+        assert (step, equal(state, golden_state(14))) == (14, True)
         store.verify(7)
         store.save(15, state)
         assert store.all_steps() == [14, 15]
-    assert equal(md.load(folder), state_of_format_1(14))
+    assert equal(md.load(folder), golden_state(14))
 
 
-def test_damage_in_format_1_is_found(tmp_path, capfd):
-    folder = tmp_path / "store"
-    shutil.copytree(GOLDEN / "format-1", folder)
+def test_damage_is_found(folder, capfd):
     shard = folder / "step-000000000014" / "shard-00001.h5"
     data = bytearray(shard.read_bytes())
     data[7500] ^= 4
     shard.write_bytes(data)
-    assert equal(md.load(folder), state_of_format_1(7))
+    assert equal(md.load(folder), golden_state(7))
     assert "step-000000000014: shard-00001.h5, bytes" in capfd.readouterr().err

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_solo import Solo, equal, resumed, state_of, two_ranks
-from test_checkpoint_damage import body_of, forge
+from test_checkpoint_damage import TABLE, body_of, forge
 
 import mpidist as md
 from mpidist import strangers
@@ -133,7 +133,7 @@ def forged(folder, change):
     path, body = newest(folder) / "shard-00000.h5", body_of(folder)
     change(path)
     data = path.read_bytes()
-    table = body_of(folder, "shard-00000.json")
+    table = body_of(folder, TABLE)
     blocks = [data[at : at + body["block"]] for at in range(0, len(data), body["block"])]
     table.update(
         size=len(data),

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidist.checkpoint.plan import Description, Leaf, agree, assign
+from mpidist.checkpoint import pieces
+from mpidist.checkpoint.layout import Fact
+from mpidist.checkpoint.plan import Description, agree, agree_on_extras, shares
 from mpidist.checkpoint.regions import Box, Flat, boxes_of, fits, intersection, untiled, whole
 from mpidist.errors import CheckpointError
 
@@ -92,8 +94,27 @@ def test_outside_and_no_dimensions():
     assert untiled((0, 4), []) is None
 
 
-def rank_with(*leaves, **extras):
-    return Description(tuple(leaves), tuple(((k,), v) for k, v in extras.items()))
+def rank_with(*leaves):
+    """What a rank holds: (path, dtype, shape, region or None) of each tensor."""
+    facts = tuple(Fact(*leaf[:3]) for leaf in leaves)
+    sharded = tuple(leaf[3] is not None for leaf in leaves)
+    regions = [(n, leaf[3]) for n, leaf in enumerate(leaves) if leaf[3] is not None]
+    return Description(facts, sharded, pieces.of_regions(regions))
+
+
+def planned(every):
+    """By rank, (path, region, bytes) of each piece that it gives."""
+    tensors = agree(every)
+    rows = [share.gives.tolist() for share in shares(tensors, every, range(len(every)))]
+    facts = tensors.facts
+    return [
+        [
+            (facts[row[0]].path, region, region.size * np.dtype(facts[row[0]].dtype).itemsize)
+            for row in mine
+            for region in [pieces.region_of(row, len(facts[row[0]].shape))]
+        ]
+        for mine in rows
+    ]
 
 
 @settings(max_examples=150)
@@ -103,40 +124,37 @@ def rank_with(*leaves, **extras):
 )
 def test_replicated_state_is_cut_evenly_and_exactly(tensors, ranks):
     """R143: every element has one writer, and no writer has more than its share."""
-    leaves = [Leaf(("t", str(i)), d, s, None) for i, (s, d) in enumerate(tensors)]
-    leaves += [Leaf(("parameters", str(i)), d, s, None) for i, (s, d) in enumerate(tensors)]
-    every = [rank_with(*leaves)] * ranks
-    agreed, _ = agree(every)
-    parts = assign(agreed, every)
-    for leaf in leaves:
-        mine = [part.region for rank in parts for part in rank if part.path == leaf.path]
-        assert untiled(leaf.shape, mine) is None
+    leaves = [(("t", str(i)), d, s, None) for i, (s, d) in enumerate(tensors)]
+    leaves += [(("parameters", str(i)), d, s, None) for i, (s, d) in enumerate(tensors)]
+    parts = planned([rank_with(*leaves)] * ranks)
+    for path, _, shape, _ in leaves:
+        mine = [region for rank in parts for where, region, _ in rank if where == path]
+        assert untiled(shape, mine) is None
     assert all(
-        [p.path[0] == "parameters" for p in rank]
-        == sorted((p.path[0] == "parameters" for p in rank), reverse=True)
+        [path[0] == "parameters" for path, _, _ in rank]
+        == sorted((path[0] == "parameters" for path, _, _ in rank), reverse=True)
         for rank in parts
     )
-    held = [sum(p.region.size * np.dtype(p.dtype).itemsize for p in rank) for rank in parts]
+    held = [sum(nbytes for _, _, nbytes in rank) for rank in parts]
     assert max(held) - sum(held) / ranks <= 2 * 16 + 2
 
 
 def test_equal_shards_have_one_writer_and_partial_ones_none():
-    shard = [Leaf(("x",), "<f4", (4,), Flat(2 * i, 2)) for i in (0, 1)]
+    shard = [(("x",), "<f4", (4,), Flat(2 * i, 2)) for i in (0, 1)]
     every = [rank_with(shard[0]), rank_with(shard[1]), rank_with(shard[1]), rank_with()]
-    parts = assign(agree(every)[0], every)
-    assert [[str(p.region) for p in rank] for rank in parts] == [
+    assert [[str(region) for _, region, _ in rank] for rank in planned(every)] == [
         ["flat [0:2]"],
         ["flat [2:4]"],
         [],
         [],
     ]
     with pytest.raises(CheckpointError, match=r"shards of x do not fit: 2 of 4"):
-        assign(agree(every[:1])[0], every[:1])
+        planned(every[:1])
 
 
 def test_replicated_on_some_ranks_is_cut_over_those():
-    leaf = Leaf(("mean",), "<f4", (10,), None)
-    every = [rank_with(), rank_with(leaf, lr=0.1), rank_with(leaf, lr=0.1)]
-    tensors, extras = agree(every)
-    assert [len(rank) for rank in assign(tensors, every)] == [0, 1, 1]
-    assert extras == [(("lr",), 0.1)]
+    leaf = (("mean",), "<f4", (10,), None)
+    every = [rank_with(), rank_with(leaf), rank_with(leaf)]
+    assert [len(rank) for rank in planned(every)] == [0, 1, 1]
+    extras = [(), ((("lr",), 0.1),), ((("lr",), 0.1),)]
+    assert agree_on_extras(extras) == ((("lr",), 0.1),)
