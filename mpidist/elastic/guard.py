@@ -36,6 +36,7 @@ from mpidist.elastic.finite import is_finite
 from mpidist.elastic.signals import Handlers
 from mpidist.elastic.stragglers import OwnTime, Stragglers, crowded_ranks
 from mpidist.errors import MismatchError, MpidistError, ProtocolError, StorageError
+from mpidist.launch import claimed_size
 from mpidist.run_on_all import difference, run_on_all, same_on_all
 from mpidist.waiting import wait_until
 
@@ -123,7 +124,8 @@ class guard:
         self._allotment: Allotment | None = None
         self._patience, self._best = agreed["patience"], math.inf
         self._losses = list[float]()
-        self._handlers = Handlers(agreed["signals"], self._hear, comm.rank == 0)
+        alone = claimed_size(os.environ) is None
+        self._handlers = Handlers(agreed["signals"], self._hear, comm.rank == 0, alone)
         self._asked = self._agreed = 0
         # The ranks of the loop, for what is exchanged when all are known to be at one place.
         self._loop = of(comm).control if deciders is None else deciders

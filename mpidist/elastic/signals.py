@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import events
-from ..abort import end_child, wait_for_the_reader
+from ..abort import end_child, unlink_segments, wait_for_the_reader
 from . import pulse
 
 #: What the first rank says at once, since a step may be long.
@@ -44,11 +44,14 @@ class Handlers:
     SIGINT is noted once. The next one ends the process, whatever it waits for: that is the kernel's
     work, since a Python handler does not run while MPI blocks. Where the process was started to
     ignore SIGINT, as a shell does with what runs beside it, it stays ignored. `speaks`: this rank
-    says that it was interrupted.
+    says that it was interrupted. `alone`: no launcher removes what this process leaves when killed.
     """
 
-    def __init__(self, numbers: Iterable[int], heard: Callable[[int], None], speaks: bool):
-        self.numbers, self._heard, self._speaks = tuple(numbers), heard, speaks
+    def __init__(
+        self, numbers: Iterable[int], heard: Callable[[int], None], speaks: bool, alone: bool
+    ):
+        self.numbers, self._heard = tuple(numbers), heard
+        self._speaks, self._alone = speaks, alone
         self._former: dict[int, Any] = {}
 
     def set(self) -> None:
@@ -71,6 +74,8 @@ class Handlers:
         self._heard(number)
         pulse.hear()
         if number == signal.SIGINT:
+            if self._alone:
+                unlink_segments()  # nothing of ours runs when the next one comes
             signal.signal(number, signal.SIG_DFL)
             if self._speaks and events.VERBOSITY:
                 os.write(2, _INTERRUPTED)  # `print` may be what was going on

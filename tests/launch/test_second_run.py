@@ -14,7 +14,7 @@ import pytest
 from digits_job import write_job
 
 from mpidist.testing.launch import find_launcher, launch, launch_environment, launcher_kind, start
-from mpidist.testing.process import Started, marked, run, signal_all
+from mpidist.testing.process import Started, marked, mpi_segments, run, signal_all
 
 MPIDIST = [sys.executable, "-m", "mpidist"]
 TRAIN = [*MPIDIST, "train", "job.toml"]
@@ -63,6 +63,7 @@ def interrupted(folder, ranks, presses=1, fault="sleep@step,ms=20"):
         job = start(ranks, TRAIN, cwd=folder, env=env)
     try:
         under_way(job, folder)
+        segments = mpi_segments(marked(job.mark))
         began = time.monotonic()
         for _ in range(presses):
             if job.process.poll() is None:
@@ -71,6 +72,8 @@ def interrupted(folder, ranks, presses=1, fault="sleep@step,ms=20"):
         job.process.wait(60)
         while marked(job.mark) and time.monotonic() < began + 60:
             time.sleep(0.05)
+        if ranks == 1:  # else the launcher's to remove
+            assert [path for path in segments if path.exists()] == []
         return job.finish(60), time.monotonic() - began
     finally:
         job.finish(1)
