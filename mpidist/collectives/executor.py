@@ -42,9 +42,9 @@ from .schedule import (
 
 #: Longest message in bytes. Counts stay far below 2^31 whatever the MPI; tests lower it.
 MAX_MESSAGE = 1 << 30
-#: First messages up to so many bytes travel in one buffer with their header: on one node to copy
-#: more costs as much as a second message.
-PACKED_BYTES = 16384
+#: First messages up to so many bytes travel in one buffer with their header. On one node to copy
+#: 16 KiB costs as much as a second message, and what lies on a device is packed on the host.
+PACKED_BYTES = 2048
 
 #: Scratch up to so many bytes is made anew: that is quicker than to borrow it.
 POOLED_BYTES = 65536
