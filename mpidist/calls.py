@@ -54,21 +54,25 @@ class Call:
             context.stopped = bool(context.failed) or context.unconfirmed
 
 
-def mark_told(error: BaseException, context, sequence: int | None = None) -> None:
+def mark_told(error: BaseException, context, *, for_now: bool = False) -> None:
     """Note that the other ranks of `context` know of `error`, or need not. Local.
 
-    Until an operation follows that of the number `sequence`, where one is given: the same exception
-    raised again is news. `context` None: before there is one.
+    `for_now`: until the next operation, in which the same exception raised again is news. `context`
+    None: before there is one.
     """
     with suppress(Exception):
         told = error.__dict__.setdefault("told_to_ranks", {})
-        told[context] = sequence
+        told[context] = _now(context) if for_now else None
+
+
+def _now(context) -> tuple[int, int]:
+    return context.sequence, context.confirmed
 
 
 def was_told(error: BaseException, context) -> bool:
     """Whether the other ranks of `context` know of `error`. Local."""
     told = getattr(error, "told_to_ranks", {})
-    return None in told or (context in told and told[context] in (None, context.sequence))
+    return None in told or (context in told and told[context] in (None, _now(context)))
 
 
 def refusal(kind: str, context=None) -> ProtocolError:

@@ -80,7 +80,7 @@ class Context:
         #: under way (`caller` is its thread), and for good once this has failed or was closed.
         self.closed = self.stopped = self.under_way = False
         self.caller: int | None = None
-        self.unconfirmed = False  # this rank raised: have all others?
+        self.unconfirmed, self.confirmed = False, 0  # this rank raised: have all? how often so?
         #: The one thread that may call, where MPI allows one only.
         self.owner = None if MPI.Query_thread() == MPI.THREAD_MULTIPLE else threading.get_ident()
         self.handles: list = []  # nonblocking operations, of all threads
@@ -171,10 +171,9 @@ class Context:
     def _confirm(self, me: int) -> None:
         """Prove that all ranks raised in place of an operation, as this one did. Collective."""
         self.caller = me
-        self.begun += 1  # an operation: what was told before it is told
-        self.history.append(Signature(RAISED, "", ""))
         try:
-            self.agree(self.history[-1])
+            self.agree(Signature(RAISED, "", ""))
+            self.confirmed += 1
             self.unconfirmed = False
         finally:
             self.caller = None
@@ -244,7 +243,7 @@ class Context:
             return
         self.unconfirmed = True
         self.begun += 1
-        mark_told(error, self, self.sequence)
+        mark_told(error, self, for_now=True)
         self.history.append(Signature(RAISED, described(error), ""))
         self.statuses.tell_raised(self.sequence)
 

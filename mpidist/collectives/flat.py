@@ -147,7 +147,7 @@ def _hot_path(flat: Flat):
                 x[...] = result
         except BaseException as error:
             if complete:  # the others have all they need from this rank
-                mark_told(error, context, context.sequence)
+                mark_told(error, context, for_now=True)
             else:
                 gate.leave(error)
             context.stopped = before or context.failed is not None
