@@ -71,6 +71,9 @@ class _Behind:
             self._thread.start()
         except RuntimeError:
             self._thread = None
+        except BaseException:
+            self._full.put(None)  # it may have begun, and nobody else would end it
+            raise
 
     def __enter__(self):
         return self

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from checkpoint_solo import Solo, equal, state_of
 
-from mpidist.checkpoint import files, filling
+from mpidist.checkpoint import behind, files, filling
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.checkpoint.threads import Beside
 
@@ -181,3 +181,20 @@ def test_batches_are_small_and_whole(monkeypatch):
     assert filling.batches([40, 40]) == [2]
     assert filling.batches([0] * 5) == [5]  # what is filled where it lies, all at once
     assert filling.batches([]) == [0]
+
+
+def test_ctrl_c_while_the_writer_starts_leaves_no_thread(monkeypatch):
+    """A process that waits for its threads would not end: R56."""
+    start = behind.Worker.start
+
+    def interrupted(worker):
+        start(worker)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(behind.Worker, "start", interrupted)
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        behind._Behind(-1, 4096, direct=False)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()
