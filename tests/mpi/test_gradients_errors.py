@@ -67,7 +67,7 @@ OTHERS = {
 }  # fmt: skip
 
 
-def raised_here(act, kind=MismatchError, match=None, seconds=8):
+def raised_here(act, kind=MismatchError, match=None, seconds=10):
     """Run `act`, which must raise on this rank, in time; returns the error."""
     began = time.perf_counter()
     with pytest.raises(kind, match=match) as caught:
