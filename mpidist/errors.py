@@ -137,7 +137,6 @@ def nearest(given, known) -> str:
 
     if not isinstance(given, str):
         return ""
-
     close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 

@@ -79,13 +79,13 @@ def is_module(x) -> bool:
     return all(callable(getattr(x, f"named_{kind}", None)) for kind in ("parameters", "buffers"))
 
 
-def tensors_of(module) -> dict[str, Any]:
+def tensors_of(module, *, buffers: bool = True) -> dict[str, Any]:
     """Return name -> tensor of all parameters and buffers, tied ones once, without history. Local.
 
     Raises ConfigError for one that has no shape yet.
     """
     tensors = {}
-    for name, x in (*module.named_parameters(), *module.named_buffers()):
+    for name, x in (*module.named_parameters(), *(module.named_buffers() if buffers else ())):
         try:
             tensors[name] = x.detach()
         except ValueError as error:

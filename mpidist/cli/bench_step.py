@@ -5,7 +5,13 @@ from __future__ import annotations
 from .bench_common import head, library, say
 
 #: What stands beside our step where there is PyTorch, and its digits.
-COLUMNS = (("torch_us", 1), ("ratio", 3), ("attached_us", 1), ("over_attached", 3))
+COLUMNS = (
+    ("torch_us", 1),
+    ("ratio", 3),
+    ("attached_us", 1),
+    ("over_attached", 3),
+    ("alone_us", 1),
+)
 
 
 def add_parser(what):
@@ -24,7 +30,7 @@ def run(comm, args) -> list[dict]:
     version = ""
     if args.torch:
         version = ", torch " + bench_torch.reducer(comm)[0]
-    columns = ("step(us)", "DDP(us)", "ratio", "attach(us)", "ratio")
+    columns = ("step(us)", "DDP(us)", "ratio", "attach(us)", "ratio", "alone(us)")
     title = f"training steps, {comm.size} ranks, {library()}{version}; ratio: DDP over it"
     head(comm, title, columns, width=11, last="model, global batch")
     rows = []

@@ -1,6 +1,7 @@
 """`mpidist bench step`: a whole training step on all ranks, PyTorch's DDP over gloo beside it.
 
-Beside both PyTorch with `md.attach`, which is what DDP is to be compared with.
+Beside both PyTorch with `md.attach`, which is what DDP is to be compared with, and PyTorch without
+any exchange, which tells how fast that could be at best.
 
 The same layers, the same initial weights, the same batches, SGD with momentum; one BLAS thread per
 rank for both. Steps of both take turns in blocks, the slowest rank's time counts, and the losses
@@ -43,11 +44,12 @@ def measure(comm, name: str, *, rounds: int, torch: bool) -> dict:
     steps = {"ours": _ours(comm, model, (x, y))}
     if torch:
         steps["torch"] = _ddp(model, x, y)
+        steps["alone"] = _steps(_in_torch(model), x, y, lambda: None)
         steps["attached"], attached = _attached(comm, model, x, y)
     seconds = {who: np.empty(rounds) for who in steps}
     losses = {who: [step() for _ in range(3)] for who, step in steps.items()}
-    for told in losses.values():
-        if not np.allclose(losses["ours"], told, rtol=1e-3):
+    for who, told in losses.items():
+        if who != "alone" and not np.allclose(losses["ours"], told, rtol=1e-3):
             raise MpidistError(f"bench step: {name}: the losses differ: {losses}")
     for k in range(rounds):
         for who, step in steps.items() if k % 2 else reversed(steps.items()):
@@ -69,6 +71,7 @@ def measure(comm, name: str, *, rounds: int, torch: bool) -> dict:
         row["ratio"] = round(float(np.median(seconds["torch"] / seconds["ours"])), 3)
         row["attached_us"] = round(float(np.median(seconds["attached"])) * 1e6, 1)
         row["over_attached"] = round(float(np.median(seconds["torch"] / seconds["attached"])), 3)
+        row["alone_us"] = round(float(np.median(seconds["alone"])) * 1e6, 1)
         attached.close()
     return row
 

@@ -21,7 +21,7 @@ from mpidist.arrays import copy_into, host_empty, is_device, named_arrays
 from mpidist.errors import ConfigError, MismatchError, ReplicaError, shown
 from mpidist.mismatch import rank_list
 from mpidist.run_on_all import difference, run_on_all
-from mpidist.tensors import is_module
+from mpidist.tensors import is_module, tensors_of
 
 
 def check_replicas(comm, params, *, step: int | None = None) -> None:
@@ -63,7 +63,7 @@ def _facts(params, step) -> str:
         raise ConfigError(f"check_replicas: step={given}; expected a number or None") from None
     tree = params
     if is_module(params):
-        tree = {name: p.detach() for name, p in params.named_parameters()}
+        tree = tensors_of(params, buffers=False)
     elif not isinstance(params, Mapping):
         tree = getattr(params, "parameters", params)
     named, problem = named_arrays(tree)

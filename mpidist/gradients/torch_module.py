@@ -1,12 +1,13 @@
 """``md.attach``: the gradients of a PyTorch module become means over all ranks.
 
     zero_grad()   drops the gradients, as torch does by default: p.grad is None
-    backward()    autograd makes a gradient wherever it likes; a hook moves it into the arena, and
-                  p.grad is a view of the arena from then on
-    average()     one exchange of the arena, where it lies
+    backward()    autograd makes a gradient wherever it likes
+    average()     moves it into the arena, and p.grad is a view of the arena from then on; then one
+                  exchange of the arena, where it lies
     step()        the optimizer finds the means in p.grad; a hook refuses anything else
 
-Between nodes a bucket leaves while backward still runs (`exchange.py`). A second backward before
+Between nodes a hook moves each gradient as soon as it is there, and a bucket leaves while backward
+still runs (`exchange.py`). A second backward before
 `average` finishes what is under way and adds to it: the mean of means that are equal is itself.
 
 What was never used has no gradient, and an optimizer leaves it alone. Whether a parameter was used
@@ -72,12 +73,13 @@ def attach(comm: MPI.Comm, module) -> Attached:
 class Slot:
     """One parameter, and where its gradient belongs."""
 
-    __slots__ = ("address", "name", "parameter", "sent", "tensor", "version")
+    __slots__ = ("address", "facts", "name", "parameter", "sent", "tensor", "version")
 
     def __init__(self, name: str, parameter):
         self.name, self.parameter = name, parameter
         self.tensor: Any = None  # over the arena
         self.address = 0  # of the tensor: a module that is moved takes p.grad's memory along
+        self.facts: tuple = ()  # dtype, device and shape of the tensor
         self.sent = False  # `ready` was said in this step
         self.version = 0  # torch's count of writes when it was said
 
@@ -85,6 +87,7 @@ class Slot:
         """Take a tensor over `view`, as it is now. Local."""
         self.tensor = tensor_over(view)
         self.address = self.tensor.data_ptr()
+        self.facts = (self.tensor.dtype, self.tensor.device, self.tensor.shape)
 
     def is_filled(self) -> bool:
         """Whether p.grad is the tensor over the arena. Local."""
@@ -125,8 +128,8 @@ class Attached:
         for slot in self._slots:
             parameter = slot.parameter
             _owners[id(parameter)] = self
-            arrived = partial(self._arrived, slot)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
+            behind = partial(self._arrived, slot) if self._early else self._noticed
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(behind))
             if self._early:
                 self._hooks.append(parameter.register_hook(partial(self._comes, slot)))
         _watch_steps()
@@ -145,8 +148,12 @@ class Attached:
             with self.context.call("backward"):
                 self._exchange(last=False)
 
+    def _noticed(self, parameter) -> None:
+        """After autograd has added a gradient, where all of them wait for `average`."""
+        self._fresh = True
+
     def _arrived(self, slot: Slot, parameter) -> None:
-        """After autograd has added a gradient, wherever it is."""
+        """After autograd has added a gradient that may leave at once, wherever it is."""
         if not slot.is_filled():
             self._move(slot)
         self._fresh = True
@@ -164,10 +171,10 @@ class Attached:
         gradient = parameter.grad.detach()
         if slot.tensor.data_ptr() != slot.address:
             slot.bind(self.gradients.views[slot.name])
-        now, then = ((x.dtype, x.device, tuple(x.shape)) for x in (parameter, slot.tensor))
-        if now != then:
+        if (now := (parameter.dtype, parameter.device, parameter.shape)) != slot.facts:
             self._refuse(
-                f"{slot.name!r} is {_words(now)} now, and was {_words(then)}; attach after this"
+                f"{slot.name!r} is {_words(*now)} now, and was {_words(*slot.facts)}; "
+                "attach after this"
             )
         if gradient.layout != sys.modules["torch"].strided:
             self._refuse(f"the gradient of {slot.name!r} is sparse; make its layer sparse=False")
@@ -307,9 +314,8 @@ def _trained(module) -> dict:
     return trained
 
 
-def _words(facts) -> str:
-    dtype, device, shape = facts
-    return f"{str(dtype).removeprefix('torch.')} of shape {shape} on {device}"
+def _words(dtype, device, shape) -> str:
+    return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)} on {device}"
 
 
 def _touched(name: str) -> ProtocolError:

@@ -12,7 +12,6 @@ that it makes to the disk. Beside it stands a model of what the folder must hold
 The exit code is 1 for the first sequence that is otherwise; its number alone makes it again.
 """
 
-import os
 import random
 import signal
 import sys
@@ -25,7 +24,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from checkpoint_solo import Solo
-from test_checkpoint_crash import kill_at
+from test_checkpoint_crash import in_child, kill_at
 
 from mpidist.checkpoint import histories, load, retention
 from mpidist.checkpoint.store import CheckpointStore
@@ -101,7 +100,7 @@ def one_action(draw, folder, model, mark):
         getattr(store, method)(step, state(mark))
         store.close()
 
-    run(work)
+    assert in_child(work) in (0, signal.SIGKILL)
     then = model.saved(base, step, mark, [one for one in there if one <= at and base])
     return f"{kind} {step} after {at} of {number}, {method}, {count if killed else ''}", then
 
@@ -110,20 +109,6 @@ def histories_of(folder):
     """Return the numbers of the histories that are there, in the order in which they began."""
     with histories.opened(str(folder)) as (_, listed):
         return sorted(listed.numbers())
-
-
-def run(work):
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(pid, 0)
-    if status not in (0, signal.SIGKILL):
-        raise AssertionError(f"an action has ended with {status}")
 
 
 def check(folder, before, then):
