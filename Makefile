@@ -24,8 +24,8 @@ export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
 .PHONY: help run test test-unit test-mpi test-launch test-cluster test-slurm test-net test-gpu \
-        test-floor test-hdf5 fuzz lint bench bench-simulate bench-net soak soak-threads \
-        soak-recovery soak-histories soak-readers docs clean
+        test-floor test-hdf5 fuzz lint bench bench-simulate bench-net bench-relaunch bench-counters soak soak-threads \
+        soak-recovery soak-histories soak-readers docs clean size
 
 help:
 	@echo "make run          train LeNet on 4 ranks, stop half way, go on with 3"
@@ -39,6 +39,7 @@ help:
 	@echo "make fuzz         5,000 mixed collective calls against NumPy (MPI=mpich too)"
 	@echo "make bench        figures on this machine;  bench-net: on shaped networks (root)"
 	@echo "make bench-simulate  fit, predict and measure on the shaped network (root)"
+	@echo "make size         lines of code of each room, and docs/rooms.svg"
 	@echo "make lint soak soak-threads soak-recovery soak-histories soak-readers docs clean"
 
 $(VENV)/bin/python:
@@ -108,6 +109,10 @@ $(HDF5)/.test: pyproject.toml
 	$(HDF5)/bin/python -m pip install -q -e ".[examples,test]"
 	@touch $@
 
+size: $(VENV)/.test
+	@$(BIN)/python tests/rooms.py
+	@$(BIN)/python tests/rooms.py --picture docs/rooms.svg
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check mpidist tests jobs
 	$(BIN)/ruff format --check mpidist tests jobs
@@ -118,12 +123,18 @@ bench: $(VENV)/.run
 	$(EXEC) 6 $(BIN)/mpidist bench ps
 
 bench-net: $(VENV)/.run
-	$(BIN)/mpidist bench network
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.network $(BENCH_ARGS)
 
 bench-simulate: $(VENV)/.run
-	$(BIN)/mpidist simulate check --blocks 5
-	$(BIN)/mpidist simulate check --rate 200mbit --layouts 4x2 \
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.simulate_check --blocks 5
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.simulate_check --rate 200mbit --layouts 4x2 \
 	    --algorithms ring,butterfly,double_tree,hierarchical
+
+bench-relaunch: $(VENV)/.run
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.relaunch $(BENCH_ARGS)
+
+bench-counters: $(VENV)/.run
+	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.counters $(BENCH_ARGS)
 
 # UCX, which MPICH's wheel is built on, keeps a note of some hundred bytes of all memory that is given
 # back, also of what it never saw: that is not ours to count.

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.errors import ConfigError
-from mpidist.tensors import is_module, shared_bits, tensors_of
+from .errors import ConfigError
+from .tensors import is_module, shared_bits, tensors_of
 
 _CUDA, _CUDA_MANAGED, _ROCM = 2, 13, 10  # DLPack's device types whose memory only a device reads
 _FLOAT32 = np.dtype(np.float32)
@@ -330,7 +330,7 @@ def mpi_direct(x) -> bool:
     """Whether the memory of `x` may be handed to MPI as it is. Local.
 
     Always true for host arrays. For device arrays only if the user (`set_direct`) or the MPI
-    library says so, and ``mpiexec -n 2 python -m mpidist.testing.gpu_probe`` has proved it on this
+    library says so, and ``mpiexec -n 2 python -m mpidist.gpu_direct`` has proved it on this
     host with this MPI, this cupy and this driver. Otherwise they are staged.
     """
     global _answer

@@ -12,7 +12,7 @@ class MpidistError(Exception):
     exit_code = 1
     everywhere = False
     #: It only reports another rank's exception, so the rank that knows the cause speaks first.
-    consequence = False
+    secondary = False
     #: Another process tells the same; this one keeps silent.
     quiet = False
     #: It came on the way to MPI, where ranks without it wait for this one.

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from mpidist.launch import claimed_size
-from mpidist.testing.process import kill_all
+from mpidist.launch.processes import kill_all
+from mpidist.launch.start_checks import claimed_size
 
 #: A skip whose reason starts with one of these is expected everywhere, also in CI.
 EXPECTED_SKIPS = (

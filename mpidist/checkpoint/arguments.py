@@ -10,8 +10,8 @@ import os
 import re
 from pathlib import Path
 
-from mpidist.checkpoint.steps import MAX_STEP
-from mpidist.errors import ConfigError, shown
+from ..errors import ConfigError, shown
+from .storage.steps import MAX_STEP
 
 #: Also what is left of it when a path is made of an address: ``s3:/bucket``.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/", re.ASCII)

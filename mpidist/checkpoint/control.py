@@ -1,4 +1,4 @@
-"""The rounds of a store: `mpidist.run_on_all`, with what files and memory refuse as StorageError.
+"""The rounds of a store: `run_on_all`, with what files and memory refuse as StorageError.
 
 After a StorageError the same call may work later, so it must be one on all ranks alike; any other
 exception of a store's local work is a CheckpointError.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpidist import context
-from mpidist import run_on_all as rounds
-from mpidist.errors import CheckpointError, MpidistError, StorageError
+from ..errors import CheckpointError, MpidistError, StorageError
+from ..runtime import context
+from ..runtime.agreement import run_on_all as rounds
 
 
 def fault(error: Exception) -> type[MpidistError]:
@@ -28,12 +28,12 @@ def run_on_all(
     *,
     if_differs: bool = False,
 ):
-    """Do as `mpidist.run_on_all.run_on_all`. Collective over `comm`."""
+    """Do as `mpidist.runtime.agreement.run_on_all.run_on_all`. Collective over `comm`."""
     return rounds.run_on_all(comm, doing, local, decide, each, fault=fault, if_differs=if_differs)
 
 
 def same_on_all(comm, doing: str, local: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Do as `mpidist.run_on_all.same_on_all`. Collective over `comm`."""
+    """Do as `mpidist.runtime.agreement.run_on_all.same_on_all`. Collective over `comm`."""
     return rounds.same_on_all(comm, doing, local, fault=fault)
 
 

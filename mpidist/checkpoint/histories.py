@@ -34,11 +34,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeVar
 
-from mpidist import events
-from mpidist.checkpoint import files
-from mpidist.checkpoint.manifest import NAME
-from mpidist.checkpoint.steps import MAX_STEP, Entry, entry_of
-from mpidist.errors import CheckpointError, NoCheckpoint, StorageError
+from .. import events
+from ..errors import CheckpointError, NoCheckpoint, StorageError
+from .format.manifest import NAME
+from .storage import files
+from .storage.steps import MAX_STEP, Entry, entry_of
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from math import ceil, sqrt
 
 import numpy as np
 
-from mpidist.errors import ConfigError
+from ..errors import ConfigError
 
 #: Steps before the first save where it is seconds that count: they measure a step.
 FIRST = 10
@@ -56,7 +56,7 @@ def seconds_of(text: str) -> float | None:
     return None if match is None else float(match[1]) * _UNITS[match[2]]
 
 
-class Pace:
+class SaveInterval:
     """Which steps of a loop to save. Local but for `saved`.
 
     Parameters

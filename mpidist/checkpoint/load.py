@@ -15,16 +15,17 @@ from typing import TypeVar
 
 import numpy as np
 
-from mpidist import events
-from mpidist.checkpoint import histories, steps
-from mpidist.checkpoint.arguments import path_of, wanted, which
-from mpidist.checkpoint.layout import dtype_of, tree
-from mpidist.checkpoint.manifest import Damaged, Manifest
-from mpidist.checkpoint.reader import opened
-from mpidist.checkpoint.regions import whole
-from mpidist.checkpoint.steps import Entry
-from mpidist.checkpoint.wants import Places, Want
-from mpidist.errors import CheckpointError, NoCheckpoint
+from .. import events
+from ..errors import CheckpointError, NoCheckpoint
+from . import histories
+from .arguments import path_of, wanted, which
+from .format.manifest import Damaged, Manifest
+from .format.regions import whole
+from .format.state import dtype_of, tree
+from .read.read_plan import Places, ReadItem
+from .read.reader import opened
+from .storage import steps
+from .storage.steps import Entry
 
 T = TypeVar("T")
 
@@ -167,7 +168,7 @@ def _whole_state(path: str, entry: Entry) -> dict:
 def whole_arrays(path: str, entry: Entry, manifest: Manifest) -> list[tuple[tuple, np.ndarray]]:
     """Read every array whole: (path of keys, array) pairs. Local. Raises Damaged."""
     found: list[tuple[tuple, np.ndarray]] = []
-    wants: list[Want] = []
+    wants: list[ReadItem] = []
     places = Places(manifest)
     for number, tensor in enumerate(manifest.tensors):
         array = np.empty(tensor.shape, dtype_of(tensor.dtype))

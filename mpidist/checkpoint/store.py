@@ -10,21 +10,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
 
-from mpidist import events
-from mpidist.checkpoint import files, held, histories, load, retention
-from mpidist.checkpoint.arguments import of_store, wanted, which, yes_or_no
-from mpidist.checkpoint.control import call, run_on_all, same_on_all
-from mpidist.checkpoint.histories import Line
-from mpidist.checkpoint.lock import RunLock
-from mpidist.checkpoint.plan import writers_of
-from mpidist.checkpoint.planner import Planner
-from mpidist.checkpoint.restore import Reading, restore
-from mpidist.checkpoint.retention import Keep
-from mpidist.checkpoint.save import Save
-from mpidist.checkpoint.shard import Buffers, How, Memory
-from mpidist.checkpoint.steps import Entry
-from mpidist.errors import CheckpointError, ClosedError
-from mpidist.topology import topology_of
+from .. import events
+from ..errors import CheckpointError, ClosedError
+from ..runtime.topology import topology_of
+from . import histories, load, node_copies
+from .arguments import of_store, wanted, which, yes_or_no
+from .control import call, run_on_all, same_on_all
+from .histories import Line
+from .read.restore import Reading, restore
+from .storage import files, retention
+from .storage.lock import RunLock
+from .storage.retention import Keep
+from .storage.steps import Entry
+from .write.planner import Planner
+from .write.save import Save
+from .write.shard_writer import Memory, WriteBuffers, WriteOptions
+from .write.write_plan import writers_of
 
 
 class Scoped(ABC):
@@ -109,8 +110,8 @@ class CheckpointStore(Scoped):
         self._keep = Keep(given["keep"], given["keep_every"])
         self._lock = RunLock(self.path)
         self._line = Line(self.path, given["fresh"])
-        self._buffers = Buffers(Memory(), Memory())
-        self._how = How(given["direct"], given["sha256"])
+        self._buffers = WriteBuffers(Memory(), Memory())
+        self._how = WriteOptions(given["direct"], given["sha256"])
         self._writers = given["writers"]
         self._planner: Planner | None = None
 
@@ -328,7 +329,7 @@ class CheckpointStore(Scoped):
         """Begin a save of which the nodes hold nothing. Collective."""
         save = self._begin(step, state, copy)
         if self._comm.rank == 0:
-            held.disown(self.path)
+            node_copies.invalidate(self.path)
         return save
 
     def _begin(self, step, state: Mapping, copy: bool) -> Save:

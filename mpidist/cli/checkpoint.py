@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from mpidist.errors import MpidistError
+from ..errors import MpidistError
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -42,7 +42,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Do what the arguments say and return the exit code. Local."""
-    from mpidist.checkpoint.arguments import path_of, which
+    from ..checkpoint.arguments import path_of, which
 
     try:
         args.path = path_of("path", args.path)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args) -> int:
-    from mpidist.checkpoint import histories
+    from ..checkpoint import histories
 
     entries, listed = histories.everything(args.path)
     newest, begun, bad = entries[0].history, None, 0
@@ -77,8 +77,9 @@ def _line(path: str, entry) -> tuple[str, bool]:
 
     Local.
     """
-    from mpidist.checkpoint import histories, steps
-    from mpidist.checkpoint.manifest import Damaged
+    from ..checkpoint import histories
+    from ..checkpoint.format.manifest import Damaged
+    from ..checkpoint.storage import steps
 
     try:
         found = steps.read_manifest(path, entry)
@@ -95,7 +96,7 @@ def _line(path: str, entry) -> tuple[str, bool]:
 def _show(args) -> int:
     import numpy as np
 
-    from mpidist.checkpoint.layout import show
+    from ..checkpoint.format.state import show
 
     entry, found = _chosen(args)
     software = " ".join(f"{name} {version}" for name, version in found.software.items())
@@ -116,7 +117,7 @@ def _show(args) -> int:
 
 
 def _verify(args) -> int:
-    from mpidist.checkpoint import histories, load
+    from ..checkpoint import histories, load
 
     bad = 0
     entries, _ = histories.everything(args.path, args.step, args.history)
@@ -132,7 +133,7 @@ def _verify(args) -> int:
 
 
 def _export(args) -> int:
-    from mpidist.checkpoint import export
+    from ..checkpoint.export import export
 
     out = Path(args.out)
     step = export.export_step(args.path, out, step=args.step, history=args.history)
@@ -141,10 +142,10 @@ def _export(args) -> int:
 
 
 def _index(args) -> int:
-    from mpidist import strangers
-    from mpidist.checkpoint.index import index
+    from .. import untrusted_hdf5
+    from ..checkpoint.export.index import index
 
-    if holes := strangers.known_holes():
+    if holes := untrusted_hdf5.known_holes():
         print(f"mpidist: {holes}", file=sys.stderr)
     step, out = index(args.path, args.step, args.history)
     print(f"step {step} of {args.path} -> {out} ({out.stat().st_size:,} bytes)")
@@ -153,7 +154,8 @@ def _index(args) -> int:
 
 def _chosen(args):
     """Return (entry, manifest) of ``--step``, or of the newest whose manifest is good."""
-    from mpidist.checkpoint import load, steps
+    from ..checkpoint import load
+    from ..checkpoint.storage import steps
 
     def read(entry):
         return steps.read_manifest(args.path, entry)

@@ -47,9 +47,10 @@ def add_parser(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Supervise. Local. Returns the program's exit code, 0 or 75 as it ends."""
-    from ..cluster import launchers, supervise
-    from ..cluster.supervisor import Policy
-    from ..cluster.vigil import Limits
+    from ..supervisor import attempts
+    from ..supervisor import commands as launchers
+    from ..supervisor.liveness import Limits
+    from ..supervisor.policy import Policy
 
     if args.n < 1 or min(args.max_restarts, args.max_preemptions or 0) < 0:
         raise ConfigError(
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         hosts = launchers.slurm_hosts(os.environ)
     # A requeued job keeps its id, and so its history: what it has spent of its budget.
     name = os.environ["SLURM_JOB_ID"] if in_slurm else uuid.uuid4().hex[:12]
-    job = supervise.Job(
+    job = attempts.Job(
         program=tuple(args.program),
         ranks=args.n,
         folder=args.control or Path(f".mpidist-launch-{name}"),
@@ -83,6 +84,6 @@ def run(args: argparse.Namespace) -> int:
         ),
     )
     try:
-        return supervise.run(job)
+        return attempts.run(job)
     except OSError as error:
         raise ConfigError(f"mpidist launch: {error}; give a folder with --control DIR") from None

@@ -81,13 +81,13 @@ def _run(argv: list[str]) -> int:
 
 def _report(error: MpidistError) -> int:
     """Say what is wrong in one line, once per job, and return the exit code."""
-    from .. import launch
+    from ..launch import start_checks
 
     text = " ".join(str(error).split())
-    speaks = launch.rank_hint(os.environ) == 0 and not error.quiet
+    speaks = start_checks.rank_hint(os.environ) == 0 and not error.quiet
     if speaks:
         print(f"mpidist: error: {text}", file=sys.stderr, flush=True)
-    claim = launch.claimed_size(os.environ)
+    claim = start_checks.claimed_size(os.environ)
     if not _met(error, text, claim) and not speaks:
         # Open MPI's launcher ends the whole job when the first process of it has failed, and that
         # must not be one that says nothing: rank 0 may still be on its way to this line.
@@ -102,7 +102,7 @@ def _met(error: MpidistError, text: str, claim) -> bool:
     Ranks that have no such error, whose host has the file that this one lacks, would wait in
     MPI_Init for ever: they are met in `check_launch`, which is the first that they do there.
     """
-    from .. import launch
+    from ..launch import start_checks
 
     if "mpi4py.MPI" in sys.modules:
         from mpi4py import MPI
@@ -111,11 +111,11 @@ def _met(error: MpidistError, text: str, claim) -> bool:
     if not error.awaited or claim is None or claim.size == 1:
         return False
     try:
-        comm = launch.initialize(os.environ).COMM_WORLD
+        comm = start_checks.initialize(os.environ).COMM_WORLD
     except (ImportError, RuntimeError, MpidistError):  # no MPI, or not that of the launcher
         return False
     with suppress(MpidistError):
-        launch.check_launch(comm, os.environ, problem=text)
+        start_checks.check_launch(comm, os.environ, problem=text)
     return True
 
 

@@ -1,27 +1,23 @@
-"""``mpidist simulate {allreduce,fit,measure,check}``: what an algorithm sends and costs.
+"""``mpidist simulate {allreduce,fit,measure}``: what an algorithm sends and costs.
 
 ``allreduce`` needs no MPI; ``fit`` runs on two ranks and writes the parameters that ``allreduce
---parameters`` reads; ``measure`` times what was predicted; ``check`` does all of it on a shaped
-network of this machine.
+--parameters`` reads; ``measure`` times what was predicted.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 
-from .. import launch
 from ..errors import ConfigError
+from ..launch import start_checks
 
 
 def add_parser(commands) -> None:
     """Add this command to the argument parser. Local."""
     parser = commands.add_parser("simulate", help="who sends what, and what it costs")
-    what = parser.add_subparsers(
-        dest="what", required=True, metavar="{allreduce,fit,measure,check}"
-    )
+    what = parser.add_subparsers(dest="what", required=True, metavar="{allreduce,fit,measure}")
     one = what.add_parser("allreduce", help="the map and the cost of one algorithm; needs no MPI")
     one.add_argument("--algorithm", default="ring", help="ring, tree, butterfly, ... (ring)")
     one.add_argument("--ranks", type=int, default=8, help="number of ranks (8)")
@@ -39,32 +35,30 @@ def add_parser(commands) -> None:
         "--sending-only", action="store_true", help="the link is limited out of a node, not into it"
     )
     measure = what.add_parser("measure", help="milliseconds of calls one after the other")
-    check = what.add_parser("check", help="fit, predict, measure on a shaped network (root)")
-    check.add_argument("--rate", default="1gbit", help="speed of a host's link (1gbit)")
-    check.add_argument("--layouts", default="3x1,4x1", help="HOSTSxRANKS, ... (3x1,4x1)")
-    check.add_argument("--json", metavar="FILE", help="write the rows to FILE as well")
-    for each in (measure, check):
-        each.add_argument("--sizes", default="65536,262144,1048576,4194304,16777216")
-        each.add_argument("--algorithms", default="ring,butterfly,double_tree")
-        each.add_argument("--blocks", type=int, default=3, help="blocks of calls (3)")
+    add_cases(measure)
     parser.set_defaults(command="simulate")
 
 
+def add_cases(parser) -> None:
+    """Add the options that say what is measured. Local."""
+    parser.add_argument("--sizes", default="65536,262144,1048576,4194304,16777216")
+    parser.add_argument("--algorithms", default="ring,butterfly,double_tree")
+    parser.add_argument("--blocks", type=int, default=3, help="blocks of calls (3)")
+
+
 def run(args: argparse.Namespace) -> int:
-    """Run one of the four. Local, or collective over all ranks of the launch: fit, measure."""
+    """Run one of the three. Local, or collective over all ranks of the launch: fit, measure."""
     for name in ("ranks", "nodes", "bytes", "repeats", "alpha", "bandwidth", "reduction", "blocks"):
         value = getattr(args, name, None)
         if value is not None and value <= 0:
             raise ConfigError(f"--{name} {value}: expected more than 0")
-    return {"allreduce": _allreduce, "fit": _fit, "measure": _measure, "check": _check}[args.what](
-        args
-    )
+    return {"allreduce": _allreduce, "fit": _fit, "measure": _measure}[args.what](args)
 
 
 def _allreduce(args) -> int:
-    from ..collectives import drawing
-    from ..collectives.composed import builder
-    from ..collectives.predict import predict
+    from ..simulator import drawing
+    from ..simulator.predict import predict
+    from ..simulator.two_levels import builder
 
     _named(args.algorithm)
     nodes = args.nodes or args.ranks
@@ -94,7 +88,7 @@ def _allreduce(args) -> int:
 
 
 def _network(args: argparse.Namespace):
-    from ..collectives.cost import DEFAULT, Network, load
+    from ..simulator.network_model import DEFAULT, Network, load
 
     network = load(args.parameters) if args.parameters else DEFAULT
     given = {
@@ -106,8 +100,8 @@ def _network(args: argparse.Namespace):
 
 
 def _fit(args) -> int:
-    from ..cluster.fit import fit
-    from ..collectives import cost
+    from ..advice.fit import fit
+    from ..simulator import network_model as cost
 
     comm = _world()
     network = cost.load(args.json) if Path(args.json).exists() else cost.DEFAULT
@@ -118,16 +112,16 @@ def _fit(args) -> int:
         from mpi4py import MPI
 
         network = cost.Network(**{**network._asdict(), **found})
-        cost.save(args.json, network, mpi=launch.mpi_name(MPI.Get_library_version()))
+        cost.save(args.json, network, mpi=start_checks.mpi_name(MPI.Get_library_version()))
         for name, value in found.items():
             print(f"{name:>12} {value:.4g}")
     return 0
 
 
 def _measure(args) -> int:
-    from ..cluster.bench_simulate import measure
+    from ..bench.steady_times import measure
 
-    sizes, names = _cases(args)
+    sizes, names = cases(args)
     comm = _world()
     for nbytes in sizes:
         for name in names:
@@ -137,29 +131,16 @@ def _measure(args) -> int:
     return 0
 
 
-def _check(args) -> int:
-    from ..cluster.bench_simulate import check, median_error
-
-    sizes, names = _cases(args)
-    numbers = [_numbers(word, "x", "--layouts") for word in args.layouts.split(",")]
-    if any(len(pair) != 2 for pair in numbers):
-        raise ConfigError(f"--layouts {args.layouts}: expected HOSTSxRANKS, such as 3x1,4x2")
-    layouts = [(hosts, ranks) for hosts, ranks in numbers]
-    rows = check(args.rate, layouts, sizes, names, blocks=args.blocks)
-    print(f"median error {100 * median_error(rows):.1f} %")
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return 0
-
-
-def _cases(args) -> tuple[list[int], list[str]]:
+def cases(args) -> tuple[list[int], list[str]]:
+    """Return the sizes and the algorithms that `add_cases` has read, checked. Local."""
     names = args.algorithms.split(",")
     for name in names:
         _named(name)
-    return _numbers(args.sizes, ",", "--sizes"), names
+    return numbers_of(args.sizes, ",", "--sizes"), names
 
 
-def _numbers(text: str, separator: str, option: str) -> list[int]:
+def numbers_of(text: str, separator: str, option: str) -> list[int]:
+    """Return the whole numbers above 0 of an option; ConfigError for anything else. Local."""
     try:
         numbers = [int(word) for word in text.split(separator)]
     except ValueError:
@@ -170,8 +151,8 @@ def _numbers(text: str, separator: str, option: str) -> list[int]:
 
 
 def _named(name: str) -> None:
-    from ..collectives.algorithms import ALLREDUCE, check_name
-    from ..collectives.composed import HIERARCHICAL
+    from ..collectives.schedules.algorithms import ALLREDUCE, check_name
+    from ..simulator.two_levels import HIERARCHICAL
 
     check_name(name, ALLREDUCE)
     known = [*ALLREDUCE, HIERARCHICAL]
@@ -180,8 +161,8 @@ def _named(name: str) -> None:
 
 
 def _world():
-    comm = launch.initialize(os.environ).COMM_WORLD
-    launch.check_launch(comm, os.environ)
+    comm = start_checks.initialize(os.environ).COMM_WORLD
+    start_checks.check_launch(comm, os.environ)
     return comm
 
 

@@ -15,11 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .. import binding, events, launch, points
-from ..cluster import launchers
-from ..elastic import pulse
+from .. import events
 from ..errors import ConfigError
-from ..training import starts
+from ..launch import binding, heartbeat, start_checks
+from ..launch.fault_points import fault_point
+from ..supervisor import commands as launchers
+from ..training import start_records
 
 #: Seconds between progress lines where no terminal is at the other end (mpirun hides it).
 _LINE_EVERY = 2.0
@@ -43,17 +44,17 @@ def add_parser(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; collective over all ranks of the launch. Returns 0, or raises with its exit code."""
-    from ..data import remote
+    from ..data.readers import remote
     from ..errors import MpidistError
     from ..training import job as jobs
 
     # A request to stop that comes while we still start waits until the guard can take it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    pulse.join()
-    points.reach("start")
+    heartbeat.join()
+    fault_point("start")
     try:
         job = jobs.read_job(args.job, args.settings)
-        claim = launch.claimed_size(os.environ)
+        claim = start_checks.claimed_size(os.environ)
         far = remote.is_remote(job.data)
         parts = None if far else jobs.build(job, claim.size if claim else None)
         path = job.folder / "checkpoints"
@@ -64,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
     except MpidistError as error:
         error.awaited = True
         raise
-    comm = launch.initialize(os.environ).COMM_WORLD
-    launch.check_launch(comm, os.environ)
-    from ..abort import install_hook
+    comm = start_checks.initialize(os.environ).COMM_WORLD
+    start_checks.check_launch(comm, os.environ)
+    from ..runtime.failure import install_hook
 
     install_hook(comm)
     try:
@@ -90,7 +91,7 @@ def beginning(environ: Mapping[str, str]) -> bool | str:
     True where there will be none. Raises ConfigError where nothing tells the first of them.
     """
     requeued = environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    launcher = environ.get(pulse.LAUNCHER)
+    launcher = environ.get(heartbeat.LAUNCHER)
     if launcher and not requeued:
         return launcher
     step = environ.get("SLURM_STEP_ID", "")
@@ -107,11 +108,11 @@ def beginning(environ: Mapping[str, str]) -> bool | str:
 
 def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
     from ..checkpoint.store import CheckpointStore
-    from ..checkpoint.tiers import TieredStore
-    from ..elastic.guard import Stopped
-    from ..elastic.signals import say_last
-    from ..elastic.watch import watch
-    from ..topology import Topology
+    from ..checkpoint.tiered import TieredStore
+    from ..fault_tolerance.guard import Stopped
+    from ..fault_tolerance.signals import say_last
+    from ..fault_tolerance.watch import watch
+    from ..runtime.topology import Topology
     from ..training.train import train
 
     crowded = binding.check(comm, os.environ)
@@ -126,7 +127,7 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
     with Topology(comm) as topology:
         nbytes = sum(array.nbytes for array in parts.model.parameters.values())
         facts = (f"data {job.data['name']}", f"model {job.model['name']} {nbytes / 1e6:.2f} MB")
-        line = launch.startup_line(comm, topology, os.environ, *facts)
+        line = start_checks.startup_line(comm, topology, os.environ, *facts)
         if job.device == "gpu":
             _to_device(parts.model, topology.local_rank)
         host = topology.hosts[topology.node]
@@ -183,14 +184,14 @@ def _to_device(model, local_rank: int) -> None:
 
 def _keep_start(job, args, per_host: Mapping[str, int]) -> None:
     """Keep in the run's folder what was started, by which software, and where."""
-    versions = launch.fingerprint()
+    versions = start_checks.fingerprint()
     del versions["host"]
     facts = {
         "command": shlex.join(sys.argv), "working_directory": str(Path.cwd()),
         "versions": versions, "hosts": per_host, "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
     }  # fmt: skip
     try:
-        starts.keep(job.folder, Path(args.job), facts)
+        start_records.keep(job.folder, Path(args.job), facts)
     except OSError as error:  # as with `events.emit`: no reason not to train
         print(f"mpidist: this start is not kept in {job.folder}: {error}", file=sys.stderr)
 
@@ -199,8 +200,8 @@ def _again(args, ranks: int, crowded: bool) -> str:
     """Return the line that starts this run again, or goes on with it, from a shell."""
     from mpi4py import MPI
 
-    claim = launch.claimed_size(os.environ)
-    library = launch.mpi_name(MPI.Get_library_version())
+    claim = start_checks.claimed_size(os.environ)
+    library = start_checks.mpi_name(MPI.Get_library_version())
     words = launchers.again(ranks, claim.launcher if claim else "", library, crowded)
     words += [launchers.callable_as("mpidist"), "train", args.job]
     for setting in args.settings:
@@ -230,8 +231,8 @@ def _report(job, summary, again: str) -> None:
             f"{summary.skipped_records} times a bad record was skipped; they are listed in "
             f"{job.folder / 'quarantine.jsonl'}"
         )
-    if summary.microbatches_price is not None:
-        price = summary.microbatches_price
+    if summary.ordered_sum_overhead is not None:
+        price = summary.ordered_sum_overhead
         print(
             f"microbatches={price['microbatches']}: the same bits on any number of ranks; one "
             f"exchange takes {price['ordered_us']:.0f} us in the fixed order and "

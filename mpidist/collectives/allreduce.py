@@ -8,15 +8,16 @@ from types import FunctionType
 
 import numpy as np
 
-from ..arena import Arena
 from ..arrays import as_array, is_writable
-from ..context import Context, of, running
 from ..errors import ClosedError, ConfigError, shown
-from ..telling import contexts, tell, tells
-from . import algorithms, arenas
-from .executor import heading, hear_first
-from .plans import Plan, find, release
-from .reductions import known, total_weight, weight_sums
+from ..runtime.agreement.tell_others import contexts, tell, tells
+from ..runtime.arena import Arena
+from ..runtime.context import Context, of, running
+from .engines import arena_sum
+from .engines.executor import heading, hear_first
+from .engines.reductions import known, total_weight, weight_sums
+from .plan import Plan, find, release
+from .schedules import algorithms
 
 _ndarray = np.ndarray
 
@@ -51,7 +52,7 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
         With op="mean": the weight of this rank's array, e.g. its number of samples.
     reproducible : bool
         The same bits for every `algorithm`, MPI library and layout of nodes: the sum in the one
-        tree over the ranks that ``collectives/ordered.py`` describes; `algorithm` is only checked.
+        tree over the ranks that ``schedules/fixed_tree.py`` describes; `algorithm` is only checked.
 
     Raises
     ------
@@ -98,7 +99,7 @@ def _allreduce(context: Context, x, op, out, algorithm, weight, reproducible):
         if out is not None:
             raise ConfigError("an arena is reduced in place; copy what is needed and leave out=")
         total = _total(context, op, weight, algorithm)
-        arenas.find(context, x, op, algorithm)(weight, total)
+        arena_sum.find(context, x, op, algorithm)(weight, total)
         return x
     target = _target(x, out)
     total = _total(context, op, weight, algorithm)
@@ -273,7 +274,7 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> BoundPla
         op = known(op)
         algorithm = algorithms.chosen(algorithm, reproducible)
         if isinstance(x, Arena):
-            prepared = arenas.find(context, x, op, algorithm)
+            prepared = arena_sum.find(context, x, op, algorithm)
 
             def reduce_arena():
                 prepared()

@@ -6,14 +6,13 @@ import numpy as np
 from mpi4py import MPI
 
 from ..arrays import array_module, as_array, copy_into, element_name, mpi_empty
-from ..context import Context, of
 from ..errors import ConfigError
-from ..mismatch import Signature
-from ..telling import tells
-from . import algorithms
-from .native import run_native
-from .reductions import finish_mean, native_op, resolve
-from .transfer import (
+from ..runtime.agreement.mismatch import Signature
+from ..runtime.agreement.tell_others import tells
+from ..runtime.context import Context, of
+from .engines.native import run_native
+from .engines.reductions import finish_mean, native_op, resolve
+from .engines.transfer import (
     block_lengths,
     bounds_at,
     check_counts,
@@ -24,6 +23,7 @@ from .transfer import (
     prepared,
     run_program,
 )
+from .schedules import algorithms
 
 
 @tells

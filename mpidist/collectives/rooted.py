@@ -15,16 +15,15 @@ from ..arrays import (
     mpi_empty,
     synchronize,
 )
-from ..context import Context, of
 from ..errors import ConfigError
-from ..mismatch import Signature
-from ..telling import tells
+from ..runtime.agreement.mismatch import Signature
+from ..runtime.agreement.tell_others import tells
+from ..runtime.context import Context, of
 from ..tensors import dtype_of
-from . import algorithms
 from .blocks import _deliver, _rows
-from .native import run_native
-from .reductions import finish_mean, native_op, resolve
-from .transfer import (
+from .engines.native import run_native
+from .engines.reductions import finish_mean, native_op, resolve
+from .engines.transfer import (
     block_lengths,
     bounds_at,
     check_counts,
@@ -37,6 +36,7 @@ from .transfer import (
     prepared,
     run_program,
 )
+from .schedules import algorithms
 
 
 @tells
@@ -283,7 +283,7 @@ def _packed(x):
 
 
 def _byte_pieces(work: np.ndarray):
-    from . import executor
+    from .engines import executor
 
     flat = work.view(np.uint8) if work.size else work
     for start in range(0, flat.nbytes, executor.MAX_MESSAGE):

@@ -19,14 +19,15 @@ import numpy as np
 from mpi4py import MPI
 
 from .. import events
-from ..context import Context, of
-from ..environment import cache_folder, job_folder, mpi_settings
 from ..errors import ConfigError
-from ..mismatch import Signature
-from . import algorithms, selection_cache
-from .reductions import Reduction, native_op
+from ..launch.environment import cache_folder, job_folder, mpi_settings
+from ..runtime.agreement.mismatch import Signature
+from ..runtime.context import Context, of
+from . import selection_cache
+from .engines.node_barrier import memory_of
+from .engines.reductions import Reduction, native_op
+from .schedules import algorithms
 from .selection_cache import Remembered
-from .shared import memory_of
 
 #: Seconds that the rounds of one size class may take, and how many there are at least and at most.
 BUDGET, LEAST_ROUNDS, ROUNDS = 0.1, 5, 41

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from mpidist.data.careful import Careful, Taken
-from mpidist.data.digits import digits
-from mpidist.data.distortion import Distorted
-from mpidist.data.hdf5 import HDF5, hdf5
-from mpidist.data.idx import idx
-from mpidist.data.libsvm import LibSVM, libsvm
-from mpidist.data.loader import Loader, Loading
-from mpidist.data.sampler import Position, Sampler
-from mpidist.data.sources import ArraySource, Derived, Items, Part, Source, Stream, as_source
-from mpidist.data.tfrecord import TFRecords
-from mpidist.data.youtube8m import YouTube8M
-from mpidist.data.youtube8m_frames import YouTube8MFrames, mean_frames, youtube8m
-from mpidist.tables import build
+from ..registry import build
+from .digits import digits
+from .distortion import Distorted
+from .loader import Loader, Loading
+from .readers.hdf5 import HDF5, hdf5
+from .readers.idx import idx
+from .readers.libsvm import LibSVM, libsvm
+from .readers.tfrecord import TFRecords
+from .readers.youtube8m import YouTube8M
+from .readers.youtube8m_frames import YouTube8MFrames, mean_frames, youtube8m
+from .sampler import Position, Sampler
+from .skip_bad import BadRecordFilter, Batch
+from .sources import ArraySource, Derived, Items, Part, Source, Stream, as_source
 
 SOURCES: dict[str, Callable[..., tuple[Source, Source]]] = {
     "digits": digits,
@@ -33,7 +33,8 @@ __all__ = [
     "HDF5",
     "SOURCES",
     "ArraySource",
-    "Careful",
+    "BadRecordFilter",
+    "Batch",
     "Derived",
     "Distorted",
     "Items",
@@ -46,7 +47,6 @@ __all__ = [
     "Source",
     "Stream",
     "TFRecords",
-    "Taken",
     "YouTube8M",
     "YouTube8MFrames",
     "as_source",

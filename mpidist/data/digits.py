@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mpidist.data.distortion import distorted
-from mpidist.data.sources import ArraySource, Source
-from mpidist.errors import ConfigError
+from ..errors import ConfigError
+from .distortion import distorted
+from .sources import ArraySource, Source
 
 
 def digits(

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mpidist.data.sources import Source
-from mpidist.errors import ConfigError
-from mpidist.tables import build
+from ..errors import ConfigError
+from ..registry import build
+from .sources import Source
 
 
 class Distorted:

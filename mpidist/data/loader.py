@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidist.data.careful import Careful, Taken
-from mpidist.data.sources import Source
-from mpidist.errors import ConfigError
+from ..errors import ConfigError
+from .skip_bad import BadRecordFilter, Batch
+from .sources import Source
 
 #: Bytes that are read ahead where nothing else is said.
 PREFETCH = 64 << 20
@@ -90,7 +90,7 @@ class Loading:
 
 class _Entry(NamedTuple):
     indices: np.ndarray
-    taken: Taken | None
+    taken: Batch | None
     error: BaseException | None
     nbytes: int
 
@@ -116,7 +116,7 @@ class Loader:
         self, source: Source, plan: Callable[[], Iterator[np.ndarray]], loading: Loading | None
     ):
         self._loading = loading or Loading()
-        self._careful, self._plan = Careful(source, self._loading.finite), plan
+        self._careful, self._plan = BadRecordFilter(source, self._loading.finite), plan
         self._limit = self._loading.ahead(source)
         self._patience = self._loading.starved_after
         self.nbytes, self.seconds, self.waited = 0, 0.0, 0.0
@@ -128,7 +128,7 @@ class Loader:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def take(self, indices: np.ndarray, meanwhile: Callable[[], object] | None = None) -> Taken:
+    def take(self, indices: np.ndarray, meanwhile: Callable[[], object] | None = None) -> Batch:
         """Return the good samples at `indices`; raises Starved, or what the source raised.
 
         `meanwhile` is called again and again while the thread is waited for.
@@ -242,7 +242,7 @@ class Loader:
         cuts = [slice(stop - len(part), stop) for part, stop in zip(parts, ends, strict=True)]
         batches = [tuple(array[cut] for array in batch) for cut in cuts]
         return [
-            _Entry(part, Taken(own, np.arange(len(part))), None, sum(a.nbytes for a in own))
+            _Entry(part, Batch(own, np.arange(len(part))), None, sum(a.nbytes for a in own))
             for part, own in zip(parts, batches, strict=True)
         ]
 

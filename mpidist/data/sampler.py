@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidist.data.shuffle import Bijection
-from mpidist.errors import ConfigError, shown
-from mpidist.partition import BlockPartition
+from ..errors import ConfigError, shown
+from ..partition import BlockPartition
+from .shuffle import Bijection
 
 #: How an epoch is shuffled; which of them is part of what a checkpoint's position means.
 SHUFFLES = ("permutation", "bijection", "none")

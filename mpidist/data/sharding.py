@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidist import events
-from mpidist.data.shuffle import Bijection
-from mpidist.errors import ConfigError, nearest
-from mpidist.partition import BlockPartition
+from .. import events
+from ..errors import ConfigError, nearest
+from ..partition import BlockPartition
+from .shuffle import Bijection
 
 MODES = ("auto", "file", "record", "grid", "independent")
 #: By file is chosen where the fullest rank has at most this much more than the mean.

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from mpidist.errors import BadRecord, ConfigError
+from ..errors import BadRecord, ConfigError
 
 
 @runtime_checkable

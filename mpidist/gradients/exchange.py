@@ -21,22 +21,23 @@ from typing import NoReturn
 import numpy as np
 from mpi4py import MPI
 
-from ..arena import Arena
 from ..arrays import work_dtype
-from ..collectives import arenas, plans
-from ..collectives.algorithms import MEASURED
-from ..collectives.buckets import bucket, can_overlap
-from ..collectives.plans import Plan
-from ..collectives.shared import faked_nodes
-from ..context import of, running
+from ..collectives import plan as plans
+from ..collectives.engines import arena_sum
+from ..collectives.engines.fused_pieces import bucket, can_overlap
+from ..collectives.engines.node_barrier import faked_nodes
+from ..collectives.plan import Plan
+from ..collectives.schedules.algorithms import MEASURED
 from ..errors import MpidistError, ProtocolError
-from ..mismatch import Signature
-from ..run_on_all import same_on_all
-from . import settings as arguments
-from .background import Background
-from .buckets import bucket_bytes, cut
-from .settings import Settings, check, check_order, facts_of, wrong_ready
-from .vectors import EXTRAS, allocate, with_extras
+from ..runtime.agreement.mismatch import Signature
+from ..runtime.agreement.run_on_all import same_on_all
+from ..runtime.arena import Arena
+from ..runtime.context import of, running
+from . import exchange_settings as arguments
+from .exchange_settings import Settings, check, check_order, facts_of, wrong_ready
+from .flat_views import EXTRAS, allocate, with_extras
+from .gradient_buckets import bucket_bytes, cut
+from .progress_thread import Background
 
 
 class Gradients:
@@ -59,7 +60,7 @@ class Gradients:
         Exchange while backward still runs, where nodes send.
     progress : "hooks" or "thread"
         Who pushes on what is under way: every `ready`, or a thread beside the program (see
-        ``background.py`` for what it forbids).
+        ``progress_thread.py`` for what it forbids).
     order : sequence of str, optional
         Names in the order of backward, where it is known from an earlier run.
     ranks_per_node : int, optional
@@ -323,7 +324,7 @@ class Gradients:
             self._set_extras()
             weights = [self._share if half else None for half in self._half]
             if self.arena is not None:
-                arenas.find(self.context, self.arena, "sum", self.algorithm)(weights)
+                arena_sum.find(self.context, self.arena, "sum", self.algorithm)(weights)
             for plan, vector, weight in zip(self._plans, self.vectors, weights, strict=False):
                 plan(vector, weight)  # none where there is an arena
             return

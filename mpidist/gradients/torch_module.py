@@ -24,13 +24,13 @@ from mpi4py import MPI
 
 from ..arrays import array_module, as_array
 from ..collectives.allreduce import allreduce
-from ..collectives.parameters import broadcast_parameters
-from ..context import of
+from ..collectives.broadcast_parameters import broadcast_parameters
 from ..errors import ClosedError, ConfigError, MismatchError, ProtocolError, shown
-from ..run_on_all import run_on_all
+from ..runtime.agreement.run_on_all import run_on_all
+from ..runtime.context import of
 from ..tensors import is_module, tensor_over
 from .exchange import Gradients
-from .vectors import EXTRAS, with_extras
+from .flat_views import EXTRAS, with_extras
 
 #: The tensor beside the gradients that tells which of them there are.
 USED = "(used)"

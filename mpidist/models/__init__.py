@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from mpidist.models.batch_norm import sync_batch_norm, sync_batch_norm_backward, sync_moments
-from mpidist.models.lenet import lenet
-from mpidist.models.logistic import logistic
-from mpidist.models.mlp import mlp
-from mpidist.models.network import Network
-from mpidist.models.tagger import Tagger, gap, hit_at_one, tagger
-from mpidist.tables import build
+from ..registry import build
+from .batch_norm import sync_batch_norm, sync_batch_norm_backward, sync_moments
+from .lenet import lenet
+from .logistic import logistic
+from .mlp import mlp
+from .network import Network
+from .tagger import Tagger, gap, hit_at_one, tagger
 
 MODELS: dict[str, Callable[..., Network | Tagger]] = {
     "logistic": logistic,

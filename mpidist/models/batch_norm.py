@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidist.arrays import array_module, work_dtype
-from mpidist.errors import ConfigError
+from ..arrays import array_module, work_dtype
+from ..errors import ConfigError
 
 
 class Saved(NamedTuple):
@@ -115,7 +115,7 @@ def _count(x, axis) -> int:
 def _over_ranks(comm, count: int, first, second):
     """Return the sums over all ranks of a number and two arrays of one shape, in one message."""
     # Here and not above: models can be imported, and used by one process, without MPI.
-    from mpidist.collectives.allreduce import allreduce
+    from ..collectives.allreduce import allreduce
 
     xp = array_module(first)
     packed = xp.concatenate([xp.full(1, count, np.float64), first.reshape(-1), second.reshape(-1)])

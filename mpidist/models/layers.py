@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mpidist.arrays import array_module
+from ..arrays import array_module
 
 
 def _nothing(name: str) -> None:

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpidist.errors import ConfigError
-from mpidist.models.layers import Convolution, Dense, Features, Images, MaxPool, Relu
-from mpidist.models.logistic import sample_shape, whole
-from mpidist.models.network import Network
+from ..errors import ConfigError
+from .layers import Convolution, Dense, Features, Images, MaxPool, Relu
+from .logistic import sample_shape, whole
+from .network import Network
 
 
 def lenet(

@@ -6,9 +6,9 @@ import math
 import operator
 from collections.abc import Sequence
 
-from mpidist.errors import ConfigError
-from mpidist.models.layers import Dense, Rows
-from mpidist.models.network import Network
+from ..errors import ConfigError
+from .layers import Dense, Rows
+from .network import Network
 
 
 def logistic(inputs: int | Sequence[int], classes: int, seed: int = 0) -> Network:

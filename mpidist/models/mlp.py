@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from mpidist.errors import ConfigError
-from mpidist.models.layers import Dense, Relu, Rows
-from mpidist.models.logistic import sample_shape, whole
-from mpidist.models.network import Network
+from ..errors import ConfigError
+from .layers import Dense, Relu, Rows
+from .logistic import sample_shape, whole
+from .network import Network
 
 
 def mlp(sizes: Sequence, seed: int = 0) -> Network:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpidist.arrays import array_module
-from mpidist.errors import ConfigError
-from mpidist.models.layers import softmax_cross_entropy
+from ..arrays import array_module
+from ..errors import ConfigError
+from .layers import softmax_cross_entropy
 
 #: Samples per pass of `predict`: an evaluation then needs no more memory than a training step.
 CHUNK = 128

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpidist.arrays import array_module
-from mpidist.errors import ConfigError
-from mpidist.models.logistic import whole
+from ..arrays import array_module
+from ..errors import ConfigError
+from .logistic import whole
 
 
 class Tagger:

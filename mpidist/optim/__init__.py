@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from mpidist.errors import ConfigError
-from mpidist.optim.adam import adam
-from mpidist.optim.clipping import clip_by_global_norm, clipped, global_norm
-from mpidist.optim.momentum import momentum
-from mpidist.optim.optimizer import Optimizer
-from mpidist.optim.schedules import SCHEDULES, Schedule, constant, cosine, step_decay
-from mpidist.optim.sgd import sgd
-from mpidist.tables import build
+from ..errors import ConfigError
+from ..registry import build
+from .adam import adam
+from .clipping import clip_by_global_norm, clipped, global_norm
+from .momentum import momentum
+from .optimizer import Optimizer
+from .schedules import SCHEDULES, Schedule, constant, cosine, step_decay
+from .sgd import sgd
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "momentum": momentum, "adam": adam}
 

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from mpidist.optim.optimizer import Optimizer, check_range, elementwise
-from mpidist.optim.schedules import Rate
+from .optimizer import Optimizer, check_range, elementwise
+from .schedules import Rate
 
 
 def adam(

@@ -19,9 +19,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from mpidist.arrays import array_module
-from mpidist.errors import ConfigError
-from mpidist.optim.optimizer import PIECE, Optimizer
+from ..arrays import array_module
+from ..errors import ConfigError
+from .optimizer import PIECE, Optimizer
 
 
 def clip_by_global_norm(gradients: Mapping, max_norm: float) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpidist.optim.optimizer import Optimizer, check_range, elementwise
-from mpidist.optim.schedules import Rate
+from .optimizer import Optimizer, check_range, elementwise
+from .schedules import Rate
 
 
 def momentum(lr: Rate, beta: float = 0.9, weight_decay: float = 0.0) -> Optimizer:

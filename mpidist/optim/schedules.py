@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mpidist.errors import ConfigError
+from ..errors import ConfigError
 
 Rate = float | Callable[[float], float]
 

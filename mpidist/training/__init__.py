@@ -1,4 +1,4 @@
 """Training: where collectives, servers, data, checkpoints and the guard meet.
 
-Read ``train.py`` first; ``replicas.py`` and ``served.py`` are what a strategy does with gradients.
+Read ``train.py`` first; ``exchanges/`` is what a strategy does with gradients.
 """

@@ -9,9 +9,9 @@ import sys
 from contextlib import nullcontext
 
 from .. import events
-from ..elastic.guard import Stopped
-from ..elastic.watch import watch
 from ..errors import ConfigError
+from ..fault_tolerance.guard import Stopped
+from ..fault_tolerance.watch import watch
 
 
 def watched(comm, seconds: float):

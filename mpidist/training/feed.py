@@ -9,10 +9,10 @@ import numpy as np
 
 from .. import events
 from ..data import Position, Sampler
-from ..data.careful import Taken, told
 from ..data.loader import Loader, Loading, Starved
+from ..data.skip_bad import Batch, told
 from ..errors import BadRecord, SourceError
-from ..gradients.vectors import flat_views
+from ..gradients.flat_views import flat_views
 from .quarantine import Quarantine
 
 #: What a model says of a record that it cannot use. Other exceptions are mistakes in a program.
@@ -62,7 +62,7 @@ class Feed:
 
     def take(
         self, indices: np.ndarray, meanwhile: Callable[[], object] | None = None
-    ) -> Taken | None:
+    ) -> Batch | None:
         """Return the good samples at `indices`, or None where they have not come in time.
 
         `meanwhile` is called again and again while a thread reads them.

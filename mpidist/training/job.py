@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..checkpoint.arguments import path_of
-from ..checkpoint.interval import Pace
+from ..checkpoint.interval import SaveInterval
 from ..data.sampler import SHUFFLES
 from ..errors import ConfigError, nearest
 
@@ -142,7 +142,7 @@ def check(values: Mapping, where: str = "job") -> Job:
             raise ConfigError(f"{where}: {name}={value}; expected {least} or more")
     if job.checkpoint_every is not None:
         try:
-            Pace(job.checkpoint_every)
+            SaveInterval(job.checkpoint_every)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
     if (job.epochs is None) == (job.steps is None):
@@ -191,9 +191,9 @@ class Parts:
 def build(job: Job, ranks: int | None) -> Parts:
     """Make data, model, optimizer and strategy; check them against `ranks`, if known. Local."""
     from .. import data, models, optim
-    from ..tables import build as build_from
+    from ..registry import build as build_from
     from . import strategies
-    from .limits import check_batch, check_microbatches, check_replicated, check_share, last_step
+    from .checks import check_batch, check_microbatches, check_replicated, check_share, last_step
 
     strategy = strategies.from_settings(*_split(job.strategy))
     check_microbatches(job.microbatches, job.global_batch, strategy)
@@ -218,9 +218,9 @@ def build(job: Job, ranks: int | None) -> Parts:
 
 def _first_good(source) -> tuple:
     """Return a batch of one: the first records may be bad, and the run would skip them."""
-    from ..data import Careful
+    from ..data import BadRecordFilter
 
-    careful = Careful(source)
+    careful = BadRecordFilter(source)
     for index in range(min(len(source), 16)):
         taken = careful.take(np.array([index]))
         if len(taken.kept):

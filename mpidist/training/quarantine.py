@@ -25,7 +25,7 @@ import numpy as np
 
 from .. import events
 from ..errors import BadRecord, TooManyBadRecords
-from ..run_on_all import run_on_all
+from ..runtime.agreement.run_on_all import run_on_all
 
 #: However many records there are, no more are skipped: the list is part of every checkpoint.
 MOST = 100_000

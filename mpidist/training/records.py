@@ -15,7 +15,7 @@ import numpy as np
 
 from ..arrays import array_module
 from ..data import Items, Stream
-from ..mismatch import rank_list
+from ..runtime.agreement.mismatch import rank_list
 
 #: Records that are tried from each end: the first ones may be bad.
 TRIES = 4

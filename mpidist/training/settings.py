@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import named_arrays
-from ..checkpoint.interval import Pace
-from ..communicator import check_comm
+from ..checkpoint.interval import SaveInterval
 from ..data import Sampler, as_source
-from ..elastic import watch as watching
 from ..errors import ConfigError, MismatchError, ProtocolError
-from ..mismatch import rank_list
+from ..fault_tolerance import watch as watching
 from ..optim import Optimizer
-from ..run_on_all import run_on_all
-from . import limits, records
+from ..runtime.agreement.mismatch import rank_list
+from ..runtime.agreement.run_on_all import run_on_all
+from ..runtime.communicator import check_comm
+from . import checks, records
 from .strategies import as_strategy
 
 #: Arguments that may be others on each rank, and those of which only the presence is compared.
@@ -51,7 +51,7 @@ class Settings(NamedTuple):
     source: Any
     sampler: Sampler
     last: int
-    pace: Pace
+    pace: SaveInterval
     callbacks: tuple
     watch: bool = False
     words: Mapping[str, str] = {}
@@ -135,27 +135,27 @@ def checked(
     if threading.current_thread() is not threading.main_thread():
         raise ProtocolError("md.train: call it in the main thread; Python delivers signals there")
     strategy = as_strategy(strategy)
-    limits.check_model(model, test_data is not None)
+    checks.check_model(model, test_data is not None)
     source = as_source(data)
-    limits.check_optimizer(optimizer)
+    checks.check_optimizer(optimizer)
     sampler = Sampler(len(source), global_batch, seed, shuffle)
-    last = limits.last_step(epochs, steps, sampler)
+    last = checks.last_step(epochs, steps, sampler)
     if test_data is not None:
         _check_test_data(test_data)
-    limits.check_checkpoint(checkpoint, resume)
-    limits.check_whole(stop_after=stop_after)
+    checks.check_checkpoint(checkpoint, resume)
+    checks.check_whole(stop_after=stop_after)
     every = sampler.steps_per_epoch if checkpoint_every is None else checkpoint_every
-    pace = Pace(every)
-    limits.check_microbatches(microbatches, sampler.global_batch, strategy)
+    pace = SaveInterval(every)
+    checks.check_microbatches(microbatches, sampler.global_batch, strategy)
     if microbatches is None:
-        limits.check_batch(sampler.global_batch, strategy.workers(size))
-    limits.check_replicated(check_replicas, strategy)
-    limits.check_time_limit(time_limit)
-    limits.check_patience(patience, strategy)
-    limits.check_share(max_bad)
-    limits.check_reading(loading, quarantine, retry_bad)
-    limits.check_watch(watch_seconds)
-    functions = limits.check_functions(callbacks, on_resize)
+        checks.check_batch(sampler.global_batch, strategy.workers(size))
+    checks.check_replicated(check_replicas, strategy)
+    checks.check_time_limit(time_limit)
+    checks.check_patience(patience, strategy)
+    checks.check_share(max_bad)
+    checks.check_reading(loading, quarantine, retry_bad)
+    checks.check_watch(watch_seconds)
+    functions = checks.check_functions(callbacks, on_resize)
     return Settings(strategy, source, sampler, last, pace, functions)
 
 

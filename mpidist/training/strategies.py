@@ -2,7 +2,7 @@
 
 A new strategy is one dataclass here, with one line in `STRATEGIES`, and one exchange: an object
 with ``workers, begin, compute, reduce, update, state, check, save_point, finish, close, abandon``
-(and ``stragglers`` and a few facts: see ``replicas.py``).
+(and ``stragglers`` and a few facts: see ``allreduce_exchange.py``).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..collectives.algorithms import chosen
+from ..collectives.schedules.algorithms import chosen
 from ..errors import ConfigError, shown
-from ..gradients.buckets import bucket_bytes
-from ..parameter_server.consistency import ASP, BSP, SSP, Consistency
-from ..parameter_server.placement import choose_ranks
-from ..tables import build, choose
-from .limits import whole
+from ..gradients.gradient_buckets import bucket_bytes
+from ..registry import build, choose
+from ..servers.consistency import ASP, BSP, SSP, Consistency
+from ..servers.layout.placement import choose_ranks
+from .checks import whole
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class AllReduce:
 
     def open(self, comm, model, optimizer, *, microbatches: int | None = None, **settings):
         """Return the exchange for one run. Collective over `comm`."""
-        from .pieces import PieceReplicas
-        from .replicas import Replicas
+        from .exchanges.allreduce_exchange import Replicas
+        from .exchanges.microbatch_exchange import PieceReplicas
 
         if microbatches:
             return PieceReplicas(comm, model, optimizer, self.algorithm, microbatches)
@@ -103,7 +103,7 @@ class ParameterServer:
 
     def open(self, comm, model, optimizer, *, global_batch: int, seed: int):
         """Return the exchange for one run. Collective over `comm`."""
-        from .served import Served
+        from .exchanges.server_exchange import Served
 
         return Served(comm, model, optimizer, self, global_batch, seed)
 

@@ -12,12 +12,12 @@ import numpy as np
 from .. import events
 from ..arrays import array_module
 from ..collectives.allreduce import allreduce
-from ..communicator import check_comm
-from ..data import Careful, as_source
-from ..elastic import pulse
+from ..data import BadRecordFilter, as_source
+from ..launch import heartbeat
 from ..partition import BlockPartition
-from ..run_on_all import run_on_all
-from .progress import Progress, beside
+from ..runtime.agreement.run_on_all import run_on_all
+from ..runtime.communicator import check_comm
+from .run_state import Progress, beside
 
 #: Samples per call of ``model.predict``.
 _CHUNK = 256
@@ -43,8 +43,8 @@ class Summary:
     resumed_at: int
     finished: bool
     parameters_sha256: str
-    microbatches_price: dict | None = None
-    hidden_exchange: float | None = None
+    ordered_sum_overhead: dict | None = None
+    overlap_fraction: float | None = None
 
     def as_dict(self) -> dict:
         """Plain numbers and strings, for ``summary.json``: JSON has no NaN, so None stands for it.
@@ -73,15 +73,15 @@ def gather_facts(run: Progress, test_data) -> dict:
         "ranks": run.comm.size,
         "workers": workers.size,
         "samples_per_second": six_digits(run.samples / max(run.loop_seconds, 1e-9)),
-        "restarts": pulse.attempt(),
+        "restarts": heartbeat.attempt(),
         "resizes": run.resizes,
         "skipped_records": run.quarantine.skipped,
         "failed_saves": run.failed_saves,
         "resumed_at": run.first_step,
         "finished": run.step >= run.last,
         "parameters_sha256": digest(run.model.parameters),
-        "microbatches_price": run.exchange.price,
-        "hidden_exchange": run.exchange.hidden(),
+        "ordered_sum_overhead": run.exchange.price,
+        "overlap_fraction": run.exchange.hidden(),
     }
 
 
@@ -113,7 +113,7 @@ def evaluate(comm, model, data) -> float:
     """
     check_comm(comm)
     source = as_source(data)
-    careful = Careful(source)
+    careful = BadRecordFilter(source)
     start, stop = BlockPartition(len(source), comm.size).range(comm.rank)
     hits = used = 0
     for first in range(start, stop, _CHUNK):

@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 
-from .. import points
 from ..checkpoint.store import CheckpointStore
 from ..data import Loading
-from ..elastic.guard import guard
-from . import resumed
+from ..fault_tolerance.guard import guard
+from ..launch.fault_points import fault_point
+from . import resume_report
 from .abandon import watched, whole_or_told
+from .checks import last_step
 from .feed import Feed
-from .limits import last_step
-from .progress import Progress, Step
 from .quarantine import Quarantine
+from .run_state import Progress, Step
 from .settings import agree
 from .summary import Summary, gather_facts, share
 
@@ -170,7 +170,7 @@ def train(
                 on_resize(run.ranks_before, comm.size, run)
             last = last_step(epochs, steps, sampler, run.step, run.position)
             end = last if stop_after is None else min(last, stop_after)
-            resumed.tell(run, end)
+            resume_report.tell(run, end)
             facts = None
             watching = guard(comm, run.state, store, time_limit=time_limit, patience=patience)
             with watching as watcher, ExitStack() as stack:
@@ -185,10 +185,10 @@ def train(
                         indices, after = sampler.batch(run.position)
                         wanted = bad.wanted(indices)
                         began, waited = time.perf_counter(), feed.waited
-                        points.reach("step", run.step + 1)
+                        fault_point("step", run.step + 1)
                         loss, samples = exchange.compute(feed, wanted)
                         computed = time.perf_counter()
-                        points.reach("exchange", run.step + 1)
+                        fault_point("exchange", run.step + 1)
                         stop = bool(watcher.flag or run.bad or bad.full)
                         loss, used = run.reduce(loss, samples, len(wanted), stop, feed)
                         if used is None:

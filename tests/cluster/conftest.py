@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 from interpreters import python_of
+from onebox.network import shaped_network
+from onebox.network import unavailable as no_network
+from onebox.slurm import slurm_cluster
+from onebox.slurm import unavailable as no_slurm
 from same_bits import DIGITS, SETTINGS
 from second_start import once_more
 
-from mpidist.testing import launch, shaped_network, slurm_cluster
-from mpidist.testing.launch import find_launcher
-from mpidist.testing.network import unavailable as no_network
-from mpidist.testing.slurm import unavailable as no_slurm
+from mpidist.launch import launchers
+from mpidist.launch.launchers import find_launcher
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +40,7 @@ def undisturbed(openmpi, tmp_path_factory):
     """Summary of the run of `same_bits` that nobody disturbs, on one rank, without Slurm."""
     folder = tmp_path_factory.mktemp("undisturbed")
     words = [openmpi, "-m", "mpidist", "train", DIGITS, "--set", "out=run", *SETTINGS]
-    launch(1, words, cwd=folder, mpi=find_launcher(openmpi), timeout=200).check()
+    launchers(1, words, cwd=folder, mpi=find_launcher(openmpi), timeout=200).check()
     return json.loads((folder / "run" / "summary.json").read_text())
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpidist.testing import launcher_kind
-from mpidist.testing.launch import find_launcher, launch_environment
+from mpidist.launch.launchers import find_launcher, launch_environment, launcher_kind
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,5 +1,6 @@
 """Clusters come and go: nothing of them is left, however the test that used them ended."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -8,16 +9,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from onebox.network import shaped_network
+from onebox.network import unavailable as no_network
+from onebox.slurm import slurm_cluster
+from onebox.slurm import unavailable as no_slurm
 from second_start import once_more
-
-from mpidist.testing import shaped_network, slurm_cluster
-from mpidist.testing.network import unavailable as no_network
-from mpidist.testing.slurm import unavailable as no_slurm
 
 needs_slurm = pytest.mark.skipif(no_slurm() is not None, reason=f"no Slurm cluster: {no_slurm()}")
 needs_network = pytest.mark.skipif(
     no_network() is not None, reason=f"no shaped network: {no_network()}"
 )
+
+
+#: Where a program of its own finds the clusters.
+TESTS = str(Path(__file__).parents[1])
 
 
 @pytest.fixture
@@ -85,12 +90,15 @@ def test_cluster_is_gone_after_an_exception(raised, own):
 def test_all_is_gone_after_kill_9(own):
     code = """
 import os
-from mpidist.testing import shaped_network, slurm_cluster
+from onebox.network import shaped_network
+from onebox.slurm import slurm_cluster
 with slurm_cluster(nodes=1) as cluster, shaped_network(hosts=2) as net:
     cluster.run(["sinfo"]).check()
     os.kill(os.getpid(), 9)
 """
-    done = subprocess.run([sys.executable, "-c", code], timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], timeout=120, env={**os.environ, "PYTHONPATH": TESTS}
+    )
     assert done.returncode == -9
     assert gone(own) == []
 

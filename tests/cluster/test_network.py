@@ -7,12 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from benchmarks.network import sent_per_host
+from onebox.network import shaped_network, unavailable
 
-from mpidist.cluster.bench_network import sent_per_host
-from mpidist.testing import shaped_network
-from mpidist.testing.launch import find_launcher
-from mpidist.testing.network import unavailable
-from mpidist.testing.process import run
+from mpidist.launch.launchers import find_launcher
+from mpidist.launch.processes import run
 
 pytestmark = pytest.mark.network
 

@@ -1,9 +1,8 @@
 """Fitted at two ranks, the simulator predicts four hosts of a shaped network (issue 3, point 8)."""
 
 import pytest
-
-from mpidist.cluster import bench_simulate
-from mpidist.testing.network import unavailable
+from benchmarks import simulate_check
+from onebox.network import unavailable
 
 pytestmark = pytest.mark.network
 
@@ -15,10 +14,10 @@ def test_predictions_come_true(openmpi):
     """Median error 15 %; of five attempts the best, since other work can only slow us down."""
     errors = []
     for _ in range(5):
-        rows = bench_simulate.check(
+        rows = simulate_check.check(
             "1gbit", [(4, 1)], [MIB, 4 * MIB], ["ring", "butterfly", "double_tree"], python=openmpi
         )
-        errors.append(bench_simulate.median_error(rows))
+        errors.append(simulate_check.median_error(rows))
         if errors[-1] <= 0.15:
             return
     pytest.fail(f"median errors {errors}, expected at most 0.15")

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mpidist.testing.launch import launch
+from mpidist.launch.launchers import launch
 
 #: The launch of a short program waits for its launcher half of the time.
 AT_ONCE = 3

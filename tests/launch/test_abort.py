@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from again import best_of_three
 
-from mpidist.testing.launch import launch
+from mpidist.launch.launchers import launch
 
 PROGRAM = """
 import resource, sys, threading, time
 import numpy as np
 from mpi4py import MPI
-from mpidist.abort import install_hook
+from mpidist.runtime.failure import install_hook
 from mpidist.errors import ConfigError, MismatchError, MpidistError, NoCheckpoint
 import mpidist as md
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpidist.testing.launch import launch
+from mpidist.launch.launchers import launch
 
 PAGE = (Path(__file__).parents[2] / "docs" / "adoption.md").read_text(encoding="utf-8")
 
@@ -128,6 +128,6 @@ def test_a_torch_script_gives_what_one_process_gives(tmp_path, dtype, ranks_per_
 
 #: Put into a program: each rank is a node of its own.
 FAKE = """
-from mpidist.collectives.shared import memory_of
-from mpidist.context import of
+from mpidist.collectives.engines.node_barrier import memory_of
+from mpidist.runtime.context import of
 memory_of(of(comm)"""

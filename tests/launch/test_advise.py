@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from mpidist.cluster import advise, mpi_algorithms
+from mpidist.advice import advise, mpi_algorithms
 from mpidist.errors import MpidistError
-from mpidist.testing.launch import (
+from mpidist.launch.launchers import (
     find_launcher,
     launch,
     launch_environment,
     launcher_command,
     launcher_kind,
 )
-from mpidist.testing.process import run
+from mpidist.launch.processes import run
 
 BITS = [sys.executable, str(Path(__file__).with_name("programs") / "native_bits.py")]
 OPEN_MPI = launcher_kind(find_launcher())[0] == "openmpi"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mpidist.testing.launch import launch
+from mpidist.launch.launchers import launch
 
 MPIDIST = [sys.executable, "-m", "mpidist", "bench", "allreduce"]
 

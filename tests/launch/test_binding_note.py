@@ -3,7 +3,7 @@
 import os
 import sys
 
-from mpidist.testing.launch import launch
+from mpidist.launch.launchers import launch
 
 #: Sets the cores of this process and becomes the command.
 PINNED = "import os, sys; os.sched_setaffinity(0, CORES); os.execv(sys.executable, ARGS)"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import mpidist
-from mpidist.testing.launch import launch
+from mpidist.launch.launchers import launch
 
 PROGRAM = """
 import numpy as np

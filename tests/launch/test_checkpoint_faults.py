@@ -12,8 +12,8 @@ from digits_job import write_job
 
 from mpidist.checkpoint.histories import all_steps
 from mpidist.checkpoint.load import load_step
-from mpidist.testing.launch import launch, start
-from mpidist.testing.process import end_marked
+from mpidist.launch.launchers import launch, start
+from mpidist.launch.processes import end_marked
 
 TRAIN = [sys.executable, "-m", "mpidist", "train", "job.toml"]
 #: The same bits on any number of ranks; a save each 10 steps, in the background but for the last.

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from mpidist.checkpoint.load import load_step
-from mpidist.testing.launch import launch
+from mpidist.launch.launchers import launch
 
 PROGRAM = """
 import os, signal, sys
 import numpy as np
 from mpi4py import MPI
 import mpidist as md
-from mpidist.checkpoint import files
+from mpidist.checkpoint.storage import files
 from mpidist.partition import BlockPartition
-from mpidist.testing.process import mpi_segments
+from mpidist.launch.processes import mpi_segments
 
 comm = MPI.COMM_WORLD
 path, steps, victim, call, number = sys.argv[1], *map(eval, sys.argv[2:])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from digits_job import write_job
 
-from mpidist.testing.launch import launch, launch_environment
+from mpidist.launch.launchers import launch, launch_environment
 
 MPIDIST = [sys.executable, "-m", "mpidist"]
 BAD_CALL = str(Path(__file__).with_name("programs") / "bad_call.py")

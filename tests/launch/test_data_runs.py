@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from again import best_of_three
 
-from mpidist.testing.launch import launch
+from mpidist.launch.launchers import launch
 
 BAD = (5, 41)
 

@@ -100,14 +100,14 @@ def test_a_child_tells_mpidist_launch_nothing(tmp_path):
     program.write_text(
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from mpidist.elastic import pulse\n"
-        "pulse.join()\n"
+        "from mpidist.launch import heartbeat\n"
+        "heartbeat.join()\n"
         "pid = os.fork()\n"
         "if not pid:\n"
-        "    pulse.note(5), pulse.hear(), pulse.fail()\n"
+        "    heartbeat.note(5), heartbeat.hear(), heartbeat.fail()\n"
         "    sys.exit(0)\n"
         "os.waitpid(pid, 0)\n"
-        "(sign,) = pulse.read(Path(os.environ[pulse.FOLDER]))\n"
+        "(sign,) = heartbeat.read(Path(os.environ[heartbeat.FOLDER]))\n"
         "print(sign.step, sign.left, sign.heard, sign.failed)\n"
     )
     done = subprocess.run(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mpidist.testing import process
-from mpidist.testing.launch import launch, launch_environment
+from mpidist.launch import processes
+from mpidist.launch.launchers import launch, launch_environment
 
 # A fake device whose memory is host memory: to MPI it is a device array that works. The other one
 # hands out the address of a copy, as an MPI does that has not seen what the device wrote.
@@ -29,7 +29,7 @@ with fake_cupy.installed() as cupy:
         print("direct", arrays.mpi_direct(cupy.empty(3)))
     else:
         sys.argv = ["gpu_probe"]
-        runpy.run_module("mpidist.testing.gpu_probe", run_name="__main__")
+        runpy.run_module("mpidist.gpu_direct", run_name="__main__")
 """
 FAKES = str(Path(__file__).parents[1] / "unit")
 
@@ -43,7 +43,7 @@ def run(tmp_path):
         command = [sys.executable, str(program), FAKES, mode]
         if mode == "ask":  # without MPI
             home = {"HOME": str(tmp_path)}
-            return process.run(command, env=launch_environment(home), timeout=60)
+            return processes.run(command, env=launch_environment(home), timeout=60)
         return launch(n, command, env={"HOME": str(tmp_path)}, timeout=60)
 
     run.proofs = lambda: list((tmp_path / ".cache" / "mpidist").glob("*"))
@@ -66,7 +66,7 @@ def test_proof_is_written_believed_and_taken_back(run):
 
 
 def test_without_a_device_there_is_one_line(run):
-    result = launch(2, [sys.executable, "-m", "mpidist.testing.gpu_probe"])
+    result = launch(2, [sys.executable, "-m", "mpidist.gpu_direct"])
     if result.returncode == 0:
         assert "device memory works" in result.stdout  # a machine with a GPU and such an MPI
     else:

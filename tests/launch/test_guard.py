@@ -8,15 +8,15 @@ import time
 
 import pytest
 
-from mpidist.testing.launch import start
-from mpidist.testing.process import signal_all
+from mpidist.launch.launchers import start
+from mpidist.launch.processes import signal_all
 
 PROGRAM = """
 import json, os, signal, sys, time
 import numpy as np
 from mpi4py import MPI
 import mpidist as md
-from mpidist.elastic.guard import Stopped
+from mpidist.fault_tolerance.guard import Stopped
 
 what, folder = sys.argv[1], sys.argv[2]
 comm = MPI.COMM_WORLD

@@ -13,10 +13,10 @@ import pytest
 from again import best_of_three
 from test_supervised import children, finish, run, supervised
 
-from mpidist.elastic import pulse
-from mpidist.elastic.processes import stat_of
-from mpidist.testing.launch import find_launcher, launcher_kind
-from mpidist.testing.process import marked, mpi_segments
+from mpidist.launch import heartbeat
+from mpidist.launch.launchers import find_launcher, launcher_kind
+from mpidist.launch.process_table import stat_of
+from mpidist.launch.processes import marked, mpi_segments
 
 #: It tells, takes a step every 50 ms, and has its ranks hear SIGTERM without leaving.
 STEPS = """
@@ -53,7 +53,7 @@ def ranks(folder, attempt=0):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         signs = [s for f in folder.glob(f".mpidist-launch-*/attempt-{attempt}")
-                 for s in pulse.read(f)]  # fmt: skip
+                 for s in heartbeat.read(f)]  # fmt: skip
         if len(signs) == 2 and all(sign.step for sign in signs):
             return signs
         time.sleep(0.005)

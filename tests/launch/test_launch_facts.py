@@ -5,32 +5,32 @@ import sys
 
 import pytest
 
-from mpidist.testing.launch import find_launcher, launch, launch_environment, launcher_kind
-from mpidist.testing.process import Started
+from mpidist.launch.launchers import find_launcher, launch, launch_environment, launcher_kind
+from mpidist.launch.processes import Started
 
 PROGRAM = """
 import os, sys
-from mpidist import launch
+from mpidist.launch import start_checks
 from mpidist.cli import main
 from mpidist.errors import ConfigError
 if "early" in sys.argv:  # as a command of ours does it
     try:
-        launch.initialize(os.environ)
+        start_checks.initialize(os.environ)
     except ConfigError as error:
         sys.exit(main._report(error))
 from mpi4py import MPI
-from mpidist.abort import install_hook
+from mpidist.runtime.failure import install_hook
 import mpidist as md
 comm = MPI.COMM_WORLD
 install_hook(comm)
-facts = launch.fingerprint()
+facts = start_checks.fingerprint()
 if "old-numpy" in sys.argv and comm.rank == 1:
     facts.update(numpy="1.26.4", host="n2")
 if "old-cpu" in sys.argv and comm.rank == 1:
     facts.update(CPU="x86_64 avx2", host="n2")
-launch.check_launch(comm, os.environ, facts)
+start_checks.check_launch(comm, os.environ, facts)
 with md.Topology(comm) as topology:
-    line = launch.startup_line(comm, topology, os.environ, "model 2.3 MB")
+    line = start_checks.startup_line(comm, topology, os.environ, "model 2.3 MB")
 if comm.rank == 0:
     print(line)
 """

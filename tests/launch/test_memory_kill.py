@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpidist.elastic.control_groups import group_of
+from mpidist.launch.control_groups import group_of
 
 LIMIT = 400 << 20
 

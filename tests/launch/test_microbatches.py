@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from mpidist.testing.launch import launch
+from mpidist.launch.launchers import launch
 
 JOB = Path(__file__).parents[2] / "jobs" / "digits.toml"
 STEPS = [
@@ -32,12 +32,12 @@ def test_one_digest_at_1_3_and_4_ranks_and_after_a_resume_on_others(tmp_path, la
     jobs["pause"] = 4, command("pause", "--set", "stop_after=9")
     said = {out: result.check().stdout for out, result in launches(jobs, cwd=tmp_path).items()}
     alone = summary(tmp_path, "ranks1")
-    assert alone["microbatches_price"] is None
+    assert alone["ordered_sum_overhead"] is None
     for out in ("ranks3", "ranks4"):
         several = summary(tmp_path, out)
         assert several["parameters_sha256"] == alone["parameters_sha256"]
         assert several["train_loss"] == alone["train_loss"]
-        price = several["microbatches_price"]
+        price = several["ordered_sum_overhead"]
         assert price["microbatches"] == 16
         took = f"one exchange takes {price['ordered_us']:.0f} us in the fixed order"
         assert f"microbatches=16: the same bits on any number of ranks; {took}" in said[out]

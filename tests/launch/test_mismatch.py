@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from again import best_of_three
 
-from mpidist.testing.launch import launch
+from mpidist.launch.launchers import launch
 
 PROGRAM = Path(__file__).parent / "programs" / "mismatch.py"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mpidist.testing.launch import launch, launch_environment
-from mpidist.testing.process import run
+from mpidist.launch.launchers import launch, launch_environment
+from mpidist.launch.processes import run
 from mpidist.training.job import build, read_job
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.testing.launch import launch, launch_environment, start
-from mpidist.testing.process import Started, marked, run, signal_all
+from mpidist.launch.launchers import launch, launch_environment, start
+from mpidist.launch.processes import Started, marked, run, signal_all
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 (LOOP,) = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from digits_job import write_job
 
-from mpidist.testing.launch import find_launcher, launch, launch_environment, launcher_kind, start
-from mpidist.testing.process import Started, marked, mpi_segments, run, signal_all
+from mpidist.launch.launchers import find_launcher, launch, launch_environment, launcher_kind, start
+from mpidist.launch.processes import Started, marked, mpi_segments, run, signal_all
 
 MPIDIST = [sys.executable, "-m", "mpidist"]
 TRAIN = [*MPIDIST, "train", "job.toml"]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mpidist.testing.launch import launch
-from mpidist.testing.process import run
+from mpidist.launch.launchers import launch
+from mpidist.launch.processes import run
 
 SOAK = Path(__file__).parents[1] / "soak"
 PROGRAM = """
@@ -19,9 +19,9 @@ sys.path.append(sys.argv[1])
 import soak
 from mpi4py import MPI
 from resources import grown
-from mpidist.collectives import plans
+from mpidist.collectives import plan
 
-plans.MAX_PLANS = 16
+plan.MAX_PLANS = 16
 comm = MPI.COMM_WORLD
 folder = sys.argv[3]
 looks = {"allreduces": lambda: soak.allreduces(comm, 1500),

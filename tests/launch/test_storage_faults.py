@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mpidist.testing.launch import launch_environment, launcher_command
-from mpidist.testing.process import run
+from mpidist.launch.launchers import launch_environment, launcher_command
+from mpidist.launch.processes import run
 
 PROGRAMS = Path(__file__).parent / "programs"
 #: Root needs no user namespace, which some systems do not give.

@@ -7,7 +7,7 @@ import sys
 import pytest
 from again import best_of_three
 
-from mpidist.testing.launch import launch
+from mpidist.launch.launchers import launch
 
 PROGRAM = """
 import json, os, sys, time
@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 import mpidist as md
 from mpidist import events
-from mpidist.testing import faults
+from mpidist.launch.fault_points import fault_point
 
 what, own_cores, steps = sys.argv[1], int(sys.argv[2]), 60
 comm = MPI.COMM_WORLD
@@ -33,7 +33,7 @@ def work():
 def loop(run, exchange):
     for step in range(steps):
         work()
-        faults.fire("mine", step)
+        fault_point("mine", step)
         exchange(run)
         if run.should_stop(step):
             run.leave(step)

@@ -14,8 +14,8 @@ import pytest
 from again import best_of_three
 from digits_job import write_job
 
-from mpidist.elastic import pulse
-from mpidist.testing.process import Started, marked, signal_all
+from mpidist.launch import heartbeat
+from mpidist.launch.processes import Started, marked, signal_all
 
 MPIDIST = [sys.executable, "-m", "mpidist"]
 TRAIN = [*MPIDIST, "train", "job.toml"]
@@ -24,9 +24,9 @@ SETTINGS = {"steps": 120, "checkpoint_every": 25, "microbatches": 12, "log_every
 #: The command on a machine on which a rank may use these cores.
 ON_CORES = """
 import os, sys
-from mpidist import launch
+from mpidist.launch import start_checks
 from mpidist.cli.main import main
-rank = launch.rank_hint(os.environ)
+rank = start_checks.rank_hint(os.environ)
 os.sched_getaffinity = lambda pid: %s
 sys.exit(main())
 """
@@ -127,7 +127,7 @@ def preempted(folder):
     )  # fmt: skip
     wait_for_step(job, folder, 5)
     (control,) = folder.glob(".mpidist-launch-*")
-    signal_all([sign.pid for sign in pulse.read(control / "attempt-0")], signal.SIGUSR1)
+    signal_all([sign.pid for sign in heartbeat.read(control / "attempt-0")], signal.SIGUSR1)
     return finish(job)
 
 
@@ -150,7 +150,7 @@ def server_is_killed(folder):
     job = supervised(folder, "-n", "3", fault="sleep@step:60,ms=100000")
     wait_for_step(job, folder, 59)
     (control,) = folder.glob(".mpidist-launch-*")
-    os.kill(pulse.read(control / "attempt-0")[2].pid, signal.SIGKILL)
+    os.kill(heartbeat.read(control / "attempt-0")[2].pid, signal.SIGKILL)
     return finish(job)
 
 
@@ -278,7 +278,7 @@ def test_the_same_failure_twice_is_the_last(scene):
     (kept,) = folder.glob(".mpidist-launch-*")
     history = [json.loads(line) for line in (kept / "history.jsonl").read_text().splitlines()]
     assert [line["event"] for line in history] == ["attempt", "decision"] * 2
-    assert [sign.failed for sign in pulse.read(kept / "attempt-1")] == [False, True]
+    assert [sign.failed for sign in heartbeat.read(kept / "attempt-1")] == [False, True]
 
 
 @plays("bad input")
@@ -329,7 +329,7 @@ def test_an_error_of_mpi_blames_nobody(tmp_path):
     )
     run(tmp_path, "-n", "2", "--max-restarts", "0", code=1, program=[sys.executable, "-c", program])
     (kept,) = tmp_path.glob(".mpidist-launch-*")
-    assert [sign.failed for sign in pulse.read(kept / "attempt-0")] == [False, False]
+    assert [sign.failed for sign in heartbeat.read(kept / "attempt-0")] == [False, False]
 
 
 def test_any_program(tmp_path):

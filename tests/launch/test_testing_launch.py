@@ -1,4 +1,4 @@
-"""mpidist.testing.launch: every launch ends, says what it said, and leaves nothing behind."""
+"""mpidist.launch.launchers: every launch ends, says what it said, and leaves nothing behind."""
 
 import os
 import signal
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from mpidist.errors import ConfigError
-from mpidist.testing import launch, launcher_command, launcher_kind, start
-from mpidist.testing.launch import find_launcher
-from mpidist.testing.process import marked, mpi_segments
+from mpidist.launch import launchers
+from mpidist.launch.launchers import find_launcher, launcher_command, launcher_kind, start
+from mpidist.launch.processes import marked, mpi_segments
 
 WAITING = """
 import time
@@ -34,14 +34,14 @@ def until(test, seconds=60):
 
 def test_ranks_see_each_other():
     code = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank))"
-    done = launch(3, [sys.executable, "-c", code]).check()
+    done = launchers(3, [sys.executable, "-c", code]).check()
     # Not split(): lines of different ranks may run into each other.
     assert done.stdout.count("3") == 3
 
 
 def test_exit_code_and_both_outputs():
     code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(5)"
-    done = launch(1, [sys.executable, "-c", code])
+    done = launchers(1, [sys.executable, "-c", code])
     assert (done.returncode, done.timed_out) == (5, False)
     assert "out" in done.stdout
     assert "err" in done.stderr
@@ -82,14 +82,14 @@ def test_a_session_left_by_the_same_number_does_not_matter(tmp_path):
     for pid in range(last, last + 3000):
         (tmp_path / f"ompi.{pid}").mkdir()
         (tmp_path / f"ompi.{pid}" / f"pmix.{host}.tool.{pid}").touch()
-    done = launch(1, ["true"], env={"TMPDIR": str(tmp_path)}).check()
+    done = launchers(1, ["true"], env={"TMPDIR": str(tmp_path)}).check()
     assert done.stderr == ""
 
 
 SCENE = """
 import time
 import pytest
-from mpidist.testing import launch
+from mpidist.launch.launchers import launch
 
 @pytest.fixture(scope="module")
 def scenes():
@@ -116,7 +116,9 @@ def test_a_pytest_that_is_ended_takes_its_scenes_along(tmp_path):
 
 def test_environment_is_added_and_the_launcher_named():
     code = "import os; print(os.environ['MINE'], 'PATH' in os.environ)"
-    done = launch(1, [sys.executable, "-c", code], env={"MINE": "7"}, mpi=find_launcher()).check()
+    done = launchers(
+        1, [sys.executable, "-c", code], env={"MINE": "7"}, mpi=find_launcher()
+    ).check()
     assert done.stdout.split() == ["7", "True"]
     assert done.args[0] == str(find_launcher())
     assert launcher_command(2)[-2:] == ["-n", "2"]
@@ -126,7 +128,7 @@ def test_more_ranks_than_cores_give_way_while_they_wait():
     """Else who waits keeps a core from the rank it waits for: tests take many times as long."""
     code = "import os; print(*(k for k in os.environ if 'YIELD' in k.upper()))"
     cores = len(os.sched_getaffinity(0))
-    done = launch(cores + 1, [sys.executable, "-c", code]).check()
+    done = launchers(cores + 1, [sys.executable, "-c", code]).check()
     wanted = {
         "openmpi": ["OMPI_MCA_mpi_yield_when_idle"],
         "mpich": ["MPIR_CVAR_ENABLE_HEAVY_YIELD", "MPIR_CVAR_POLLS_BEFORE_YIELD"],

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from digits_job import write_job
 
-from mpidist.testing.launch import launch, start
-from mpidist.testing.process import marked, signal_all
+from mpidist.launch.launchers import launch, start
+from mpidist.launch.processes import marked, signal_all
 
 MPIDIST = [sys.executable, "-m", "mpidist"]
 #: The ring, since what "auto" measures to be fastest may add in another order in the next run.

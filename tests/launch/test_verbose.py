@@ -10,7 +10,8 @@ PROGRAM = """
 import numpy as np
 from mpi4py import MPI
 import mpidist as md
-from mpidist import binding, events
+from mpidist import events
+from mpidist.launch import binding
 
 comm = MPI.COMM_WORLD
 md.allreduce(comm, np.ones(10))

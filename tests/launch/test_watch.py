@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from again import best_of_three
 
-from mpidist.testing.launch import launch, start
+from mpidist.launch.launchers import launch, start
 
 PROGRAM = """
 import os, sys, time
@@ -22,7 +22,7 @@ import numpy as np
 from mpi4py import MPI
 import mpidist as md
 from mpidist import events
-from mpidist.waiting import wait_until
+from mpidist.runtime.polling import wait_until
 
 what, seconds = sys.argv[1], float(sys.argv[2])
 comm = MPI.COMM_WORLD
@@ -269,12 +269,12 @@ import numpy as np
 from mpi4py import MPI
 import mpidist as md
 from mpidist import events
-from mpidist.testing import faults
+from mpidist.launch.fault_points import fault_point
 
 comm = MPI.COMM_WORLD
 events.emit("started", rank=comm.rank)
 with md.watch(comm, seconds=2, dumps=sys.argv[1]):
-    faults.fire("begin")
+    fault_point("begin")
     x = np.ones(10)
     for _ in range(400):
         md.allreduce(comm, x, algorithm="ring")
@@ -314,13 +314,13 @@ import sys
 import numpy as np
 from mpi4py import MPI
 import mpidist as md
-from mpidist.testing import faults
+from mpidist.launch.fault_points import fault_point
 
 comm = MPI.COMM_WORLD
 w = {"w": np.zeros(10)}
 with md.watch(comm, seconds=2, dumps=sys.argv[1]):
     with md.parameter_server(comm, w, optimizer=md.optim.sgd(0.1)) as client:
         for step in range(400 if client else 0):
-            faults.fire("mine", step)
+            fault_point("mine", step)
             client.push_pull({"w": np.ones(10)}, out=w)
 """

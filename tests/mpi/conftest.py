@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpidist import waiting
+from mpidist.runtime import polling
 
 WORLD = MPI.COMM_WORLD
 #: The real stderr, under ``--capture=sys``: stacks of a hang must not end in a captured file.
 STDERR = os.fdopen(os.dup(2), "w")
 #: Ranks look around sooner than in earnest: most of what is tested here is what they find then.
-waiting.PATIENCE = 0.3
+polling.PATIENCE = 0.3
 HANG_SECONDS = float(os.environ.get("MPIDIST_TEST_HANG", "180"))
 
 
@@ -53,7 +53,7 @@ def comm(request):
     comm = WORLD.Split(0 if WORLD.rank < size else MPI.UNDEFINED)
     yield comm
     if comm != MPI.COMM_NULL and not getattr(request.node, "mpi_failed", False):
-        from mpidist.context import free
+        from mpidist.runtime.context import free
 
         free(comm)
         comm.Free()

@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist.collectives import algorithms
+from mpidist.collectives.schedules import algorithms
 
 try:
     from ml_dtypes import bfloat16

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist import buffer_pool
 from mpidist.arrays import host_empty
-from mpidist.collectives import algorithms, double_tree, executor
-from mpidist.context import of
+from mpidist.collectives.engines import executor
+from mpidist.collectives.schedules import algorithms, double_tree
 from mpidist.errors import ConfigError
+from mpidist.runtime import buffer_pool
+from mpidist.runtime.context import of
 
 NAMES = ["auto", "native", *algorithms.NODE, *algorithms.ALLREDUCE]
 OPS = {"sum": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
@@ -191,7 +192,7 @@ def test_bound_plan(comm):
 def test_messages_are_cut(comm, monkeypatch):
     """No message reaches 2^31 elements: tested with a limit of 40 bytes (R32)."""
     monkeypatch.setattr(executor, "MAX_MESSAGE", 40)
-    import mpidist.collectives.native as native
+    import mpidist.collectives.engines.native as native
 
     monkeypatch.setattr(native, "MAX_MESSAGE", 40)
     for name in NAMES:
@@ -266,7 +267,7 @@ def test_a_sub_communicator(comm):
 @pytest.mark.ranks(2)
 def test_plans_are_bounded_and_buffers_reused(comm, monkeypatch):
     """R34: nothing is allocated per step; R41: nothing grows without bound."""
-    import mpidist.collectives.plans as plans
+    import mpidist.collectives.plan as plans
 
     monkeypatch.setattr(plans, "MAX_PLANS", 8)
     for n in range(1, 40):

@@ -7,10 +7,10 @@ import pytest
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist import arena as arena_module
-from mpidist.collectives.shared import memory_of
-from mpidist.context import of
+from mpidist.collectives.engines.node_barrier import memory_of
 from mpidist.errors import ClosedError, ConfigError, MismatchError, MpidistError
+from mpidist.runtime import arena as arena_module
+from mpidist.runtime.context import of
 
 SPEC = {"a": ((3, 4), "f4"), "b": ((4, 3), "f4")}
 

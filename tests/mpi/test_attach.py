@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.collectives.shared import memory_of
-from mpidist.context import of
+from mpidist.collectives.engines.node_barrier import memory_of
 from mpidist.errors import ClosedError, ConfigError, MismatchError, ProtocolError
+from mpidist.runtime.context import of
 
 SHAPES = {"a": (7, 3), "b": (5,), "c": (400, 10), "d": (), "e": (33,), "none": (0, 2)}
 BACKWARD = ["none", "e", "d", "c", "b", "a"]

@@ -428,7 +428,7 @@ def test_an_exception_ends_the_loader(comm):
 @pytest.mark.ranks(1, 2)
 def test_a_source_that_is_gone_ends_the_run_with_a_checkpoint(comm, folder, monkeypatch):
     """R42: on all ranks here; none of the records is called bad."""
-    monkeypatch.setattr(data.careful, "WAIT", 0.001)
+    monkeypatch.setattr(data.skip_bad, "WAIT", 0.001)
 
     class Away(Source):
         def take(self, indices):

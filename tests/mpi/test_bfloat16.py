@@ -6,9 +6,9 @@ import pytest
 
 import mpidist as md
 from mpidist.arrays import as_array
-from mpidist.collectives.shared import memory_of
-from mpidist.context import of
+from mpidist.collectives.engines.node_barrier import memory_of
 from mpidist.gradients.exchange import Gradients
+from mpidist.runtime.context import of
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 #: Sums of three of these are rounded otherwise when each partial sum is.

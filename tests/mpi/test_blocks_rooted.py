@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.collectives import executor
+from mpidist.collectives.engines import executor
 from mpidist.errors import ConfigError, MismatchError
 
 SIZES = (1, 2, 3, 5, 8)

@@ -10,8 +10,8 @@ import pytest
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist import context, making
 from mpidist.errors import ConfigError, MismatchError, ProtocolError
+from mpidist.runtime import context, context_setup
 
 
 def seconds_of(call):
@@ -54,7 +54,7 @@ def test_a_bad_argument_on_one_rank_is_heard_by_all(comm, name, call):
     else:
         assert isinstance(error, MismatchError)
         assert "rank 1 raised ConfigError: " in str(error)
-        assert error.consequence  # the rank that knows why speaks first
+        assert error.secondary  # the rank that knows why speaks first
         assert MPI.Get_processor_name().split(".")[0] in str(error) or "test_calls.py" in str(error)
     with pytest.raises(Exception, match=words):
         raise error
@@ -130,7 +130,7 @@ def test_a_wait_that_is_broken_off_is_heard_by_all(comm, n, monkeypatch):
     else:
         assert "was broken off by rank 1 of" in str(caught)
         assert "Interrupt: in the wait" in str(caught)
-        assert caught.consequence
+        assert caught.secondary
     assert time.monotonic() - start < 5
     error, seconds = seconds_of(call)
     assert isinstance(error, MismatchError)
@@ -396,7 +396,7 @@ def test_a_first_call_that_is_broken_off_goes_on_where_it_was(comm, step, monkey
     """An own time limit on one rank, at each request of the first call on a communicator."""
     mine = comm.Dup()
     if comm.rank == 1:
-        real, looks = making.wait_until, []
+        real, looks = context_setup.wait_until, []
 
         def interrupted(test, *args):
             looks.append(1)
@@ -406,7 +406,7 @@ def test_a_first_call_that_is_broken_off_goes_on_where_it_was(comm, step, monkey
             if not step % 2 and len(looks) == step // 2:
                 raise Interrupt
 
-        monkeypatch.setattr(making, "wait_until", interrupted)
+        monkeypatch.setattr(context_setup, "wait_until", interrupted)
         with pytest.raises(Interrupt):
             md.allreduce(mine, np.ones(4))
     assert (md.allreduce(mine, np.ones(4)) == comm.size).all()

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.checkpoint import export, export_together, restore
+from mpidist.checkpoint.export import export, export_together
+from mpidist.checkpoint.read import restore
 from mpidist.errors import ConfigError, StorageError
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.checkpoint import files, filling, sharing
+from mpidist.checkpoint.read import fill, read_once
+from mpidist.checkpoint.storage import files
 from mpidist.errors import CheckpointError, StorageError
 from mpidist.partition import BlockPartition
 
@@ -113,11 +114,11 @@ def test_what_is_passed_on(comm, folder, monkeypatch, saved, staged):
     Also where one rank has to fill its arrays by and by.
     """
     if staged is not None:
-        monkeypatch.setattr(filling, "_STAGED", staged)
+        monkeypatch.setattr(fill, "_STAGED", staged)
     monkeypatch.setattr(files, "BLOCK", BLOCK)
-    monkeypatch.setattr(sharing, "_LARGE", 20_000)
-    monkeypatch.setattr(sharing, "_MESSAGE", 7_000)
-    monkeypatch.setattr(sharing, "_IN_FLIGHT", 3)
+    monkeypatch.setattr(read_once, "_LARGE", 20_000)
+    monkeypatch.setattr(read_once, "_MESSAGE", 7_000)
+    monkeypatch.setattr(read_once, "_IN_FLIGHT", 3)
     w = np.arange(600_000.0).reshape(600, 1000)
     low, high = BlockPartition(1000, comm.size).range(comm.rank)
     tile = md.Shard(w[:, low:high].copy(), w.shape, (0, low))
@@ -160,7 +161,7 @@ def test_damage_in_what_another_rank_reads(comm, folder, monkeypatch):
 def test_a_rank_that_reads_slowly(comm, folder, monkeypatch):
     """What it is to pass on goes when it has come, not before, whatever the others have by then."""
     monkeypatch.setattr(files, "BLOCK", BLOCK)
-    monkeypatch.setattr(sharing, "_LARGE", 20_000)
+    monkeypatch.setattr(read_once, "_LARGE", 20_000)
     with md.CheckpointStore(comm, folder) as store:
         store.save(1, state_of(comm))
         read, slow = files.os.preadv, comm.rank == 1
@@ -173,7 +174,7 @@ def test_a_rank_that_reads_slowly(comm, folder, monkeypatch):
 def test_a_rank_that_cannot_read(comm, folder, monkeypatch, error):
     """The others get what it had to pass on as it is, and all learn what became of it."""
     monkeypatch.setattr(files, "BLOCK", BLOCK)
-    monkeypatch.setattr(sharing, "_LARGE", 20_000)
+    monkeypatch.setattr(read_once, "_LARGE", 20_000)
     with md.CheckpointStore(comm, folder) as store:
         store.save(1, state_of(comm))
         with monkeypatch.context() as patch:
@@ -211,7 +212,7 @@ def test_arrays_that_only_some_want_or_want_otherwise(comm, folder):
 def test_two_names_of_one_array(comm, folder, monkeypatch, good):
     """Tied weights, which several ranks read and pass on under both names."""
     monkeypatch.setattr(files, "BLOCK", BLOCK)
-    monkeypatch.setattr(sharing, "_LARGE", 20_000)
+    monkeypatch.setattr(read_once, "_LARGE", 20_000)
     with md.CheckpointStore(comm, folder) as store:
         for step in (1, 2):
             w = np.arange(70_000.0) * step
@@ -234,11 +235,9 @@ def test_two_names_of_one_array(comm, folder, monkeypatch, good):
 def batches(monkeypatch):
     """A host with little memory for what lies on a device; a list of the batches."""
     monkeypatch.setattr(files, "BLOCK", files.PAGE)
-    monkeypatch.setattr(filling, "_STAGED", 8 * files.PAGE)
-    seen, exchange = [], filling.Filling.exchange
-    monkeypatch.setattr(
-        filling.Filling, "exchange", lambda *args: seen.append(1) or exchange(*args)
-    )
+    monkeypatch.setattr(fill, "_STAGED", 8 * files.PAGE)
+    seen, exchange = [], fill.Filling.exchange
+    monkeypatch.setattr(fill.Filling, "exchange", lambda *args: seen.append(1) or exchange(*args))
     return seen
 
 
@@ -246,7 +245,7 @@ def batches(monkeypatch):
 def test_one_rank_has_a_device(comm, folder, monkeypatch, batches):
     """It takes arrays some at a time, so all do; what goes wrong on the way ends all ranks."""
     values = {f"w{k}": np.full(4000, float(k)) for k in range(20)}
-    original, count = filling.host_empty, 0
+    original, count = fill.host_empty, 0
 
     def no_memory(*args, **kwargs):
         nonlocal count
@@ -259,7 +258,7 @@ def test_one_rank_has_a_device(comm, folder, monkeypatch, batches):
         store.save(1, values)
         kind = cupy.asarray if comm.rank == 1 else np.array
         like = {name: kind(np.zeros(4000)) for name in reversed(values)}
-        monkeypatch.setattr(filling, "host_empty", no_memory)
+        monkeypatch.setattr(fill, "host_empty", no_memory)
         with pytest.raises(StorageError, match=r"no host memory.*set them anew") as caught:
             store.restore(like)
         assert len(set(comm.allgather(str(caught.value)))) == 1

@@ -6,8 +6,10 @@ from mpi4py import MPI
 
 import mpidist as md
 from mpidist.arrays import copy_into
-from mpidist.checkpoint import files, histories, pieces, steps
-from mpidist.checkpoint.layout import Shard
+from mpidist.checkpoint import histories
+from mpidist.checkpoint.format import piece_table
+from mpidist.checkpoint.format.state import Shard
+from mpidist.checkpoint.storage import files, steps
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.partition import BlockPartition
 
@@ -172,7 +174,7 @@ def test_replicated_state_is_written_once_and_evenly(comm, folder):
     sizes = {"<f4": 4, "<f2": 2}
     held = [0] * comm.size
     first = [{} for _ in held]
-    counts = pieces.sizes(found.rows).tolist()
+    counts = piece_table.sizes(found.rows).tolist()
     for (number, file, offset, *_), count in zip(found.rows.tolist(), counts, strict=True):
         tensor = found.tensors[number]
         held[file] += count * sizes[tensor.dtype]
@@ -282,7 +284,7 @@ def test_fewer_files_than_ranks(comm, folder, writers, method):
 @pytest.mark.ranks(2)
 def test_a_writer_without_room_for_what_is_sent(comm, folder, monkeypatch):
     """Nobody sends to a rank that cannot take it in."""
-    from mpidist.checkpoint import shard
+    from mpidist.checkpoint.write import shard_writer as shard
 
     def fail(*_):
         raise MemoryError("no room")
@@ -301,7 +303,7 @@ def test_a_writer_without_room_for_what_is_sent(comm, folder, monkeypatch):
 @pytest.mark.ranks(3)
 def test_a_copy_that_fails_before_it_is_sent(comm, folder, monkeypatch):
     """Nobody waits for what a rank without memory does not send."""
-    from mpidist.checkpoint import shard
+    from mpidist.checkpoint.write import shard_writer as shard
 
     def fail(*_):
         raise MemoryError("no host memory")
@@ -319,7 +321,7 @@ def test_a_copy_that_fails_before_it_is_sent(comm, folder, monkeypatch):
 @pytest.mark.ranks(3)
 def test_an_array_that_cannot_be_made_contiguous_while_it_is_sent(comm, folder, monkeypatch):
     """What a rank has no memory for is not waited for, and is no part of a checkpoint."""
-    from mpidist.checkpoint import shard
+    from mpidist.checkpoint.write import shard_writer as shard
 
     original, calls = shard._host_bytes, []
 

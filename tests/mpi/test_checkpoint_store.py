@@ -9,9 +9,12 @@ import pytest
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist.checkpoint import files, lock, restore, save, shard
-from mpidist.checkpoint.layout import Shard
+from mpidist.checkpoint.format.state import Shard
+from mpidist.checkpoint.read import restore
+from mpidist.checkpoint.storage import files, lock
 from mpidist.checkpoint.store import CheckpointStore
+from mpidist.checkpoint.write import save
+from mpidist.checkpoint.write import shard_writer as shard
 from mpidist.errors import (
     CheckpointError,
     ConfigError,

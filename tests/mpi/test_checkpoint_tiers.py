@@ -13,8 +13,9 @@ from test_train import fit
 
 import mpidist as md
 from mpidist import events
-from mpidist.checkpoint import files, held, histories, lock
-from mpidist.checkpoint.save import Save
+from mpidist.checkpoint import histories, node_copies
+from mpidist.checkpoint.storage import files, lock
+from mpidist.checkpoint.write.save import Save
 from mpidist.errors import CheckpointError, ConfigError, NoCheckpoint, StorageError
 
 
@@ -137,7 +138,7 @@ def test_a_lost_node(comm, place, monkeypatch):
     """The shared folder is what is left; the other node's copies are of another history then."""
     place.killed_before_the_copy(2, monkeypatch)
     place.alone(lambda: shutil.rmtree(place.nodes[1]))
-    before = (place.shared / held.ID).read_text()
+    before = (place.shared / node_copies.ID).read_text()
     with place.store() as store:
         step, found = store.restore(blank(comm))
         assert step == 1
@@ -145,7 +146,7 @@ def test_a_lost_node(comm, place, monkeypatch):
         comm.Barrier()
         assert place.copies() == [[1, 2], []], "not before this run saves"
         store.save(2, state_of(comm, 2))
-        assert (place.shared / held.ID).read_text() != before
+        assert (place.shared / node_copies.ID).read_text() != before
         assert place.copies() == [[2], [2]]
 
 
@@ -216,7 +217,7 @@ def test_copies_that_cannot_be_read(comm, place, monkeypatch, capfd):
     def refuse(*args):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(held, "found", refuse) if comm.rank == 1 else None
+    monkeypatch.setattr(node_copies, "usable_steps", refuse) if comm.rank == 1 else None
     with place.store() as store:
         assert store.restore(blank(comm))[0] == 1
     assert ("no copies on the nodes: rank 1 of 2" in capfd.readouterr().err) == (comm.rank == 0)
@@ -339,7 +340,7 @@ def test_another_run_in_the_same_memory(comm, place, monkeypatch, folder):
         assert store.restore(blank(comm))[0] == 9
     with place.store() as store:
         assert store.restore(blank(comm))[0] == 2
-    place.alone(lambda: (place.shared / held.ID).write_text("../../etc\n"))
+    place.alone(lambda: (place.shared / node_copies.ID).write_text("../../etc\n"))
     with place.store() as store:
         text = everywhere(comm, CheckpointError, lambda: store.restore(blank(comm)))
         assert ".local is damaged" in text

@@ -6,9 +6,9 @@ from mpi4py import MPI
 from test_train import fit
 
 import mpidist as md
-from mpidist import abort
-from mpidist.context import contexts, of
-from mpidist.topology import topology_of
+from mpidist.runtime import failure
+from mpidist.runtime.context import contexts, of
+from mpidist.runtime.topology import topology_of
 
 
 @pytest.mark.ranks(1, 3)
@@ -50,13 +50,13 @@ def counting(made):
 
 @pytest.mark.ranks(1, 2, 3)
 def test_a_run_with_a_store_makes_few_communicators(comm, folder):
-    """At most four: two of the context, the ranks of a node, once per job that of the farewell."""
+    """At most four: two of the context, the ranks of a node, once per job the exit barrier."""
     made: list[str] = []
-    farewell = abort._farewell != MPI.COMM_NULL
+    exit_barrier = failure._exit_barrier != MPI.COMM_NULL
     counted = counting(made)(comm)
     fit(counted, checkpoint=folder / "store", checkpoint_every=3)
     expected = ["Idup", "Idup", "Split_type"]
-    if not farewell and comm.size == MPI.COMM_WORLD.size > 1:
+    if not exit_barrier and comm.size == MPI.COMM_WORLD.size > 1:
         expected.append("Idup")
     assert sorted(made) == sorted(expected)
 

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist import cross_memory
-from mpidist.collectives import cross
-from mpidist.collectives.shared import ADDRESS, memory_of
-from mpidist.context import of
-from mpidist.cross_memory import CrossMemory
+from mpidist.collectives.engines import cross_copy
+from mpidist.collectives.engines.node_barrier import ADDRESS, memory_of
 from mpidist.errors import ConfigError, MismatchError, MpidistError
+from mpidist.runtime import cross_memory
+from mpidist.runtime.context import of
+from mpidist.runtime.cross_memory import CrossMemory
 
 
 @pytest.fixture
 def reached(monkeypatch):
     """Every vector that is not flat is reached."""
-    monkeypatch.setattr(cross, "REACHED_BYTES", 0)
+    monkeypatch.setattr(cross_copy, "REACHED_BYTES", 0)
 
 
 @pytest.mark.ranks(2)
@@ -40,7 +40,7 @@ def test_the_same_bits_as_staged(comm, reached, op, dtype):
     md.allreduce(comm, x, op, algorithm="node")
     md.allreduce(comm, z, op, algorithm="single_copy")
     one, two = of(comm).plans.values()
-    assert type(one.engine.second) is type(two.engine.program) is cross.CrossProgram
+    assert type(one.engine.second) is type(two.engine.program) is cross_copy.CrossProgram
     other = comm.Dup()
     memory_of(of(other)).cross = None
     md.allreduce(other, y, op, algorithm="node")
@@ -72,7 +72,7 @@ def test_vectors_that_move(comm, reached, algorithm):
 @pytest.mark.parametrize("ranks_per_node", [2, 3])
 def test_lanes_between_nodes(comm, monkeypatch, ranks_per_node):
     """One node reaches, the other stages: the same sum."""
-    monkeypatch.setattr(cross, "REACHED_BYTES", 0)
+    monkeypatch.setattr(cross_copy, "REACHED_BYTES", 0)
     memory = memory_of(of(comm), ranks_per_node)
     if memory.topology.node % 2:
         memory.cross = None
@@ -195,7 +195,7 @@ def test_a_vector_that_cannot_be_written_fails_on_all_ranks(comm, reached):
 @pytest.mark.ranks(2, 3, 5)
 def test_a_single_copy_of_any_length(comm, monkeypatch):
     """Shorter than the ranks, one piece, several; on an arena, with a mean, without the kernel."""
-    monkeypatch.setattr(cross, "PIECE_BYTES", 4 << 10)
+    monkeypatch.setattr(cross_copy, "PIECE_BYTES", 4 << 10)
     for n in (0, 1, 2, 7, 1000, 5000):
         values = np.random.default_rng(n).integers(-3, 4, (comm.size, n)).astype("f4")
         x = values[comm.rank].copy()

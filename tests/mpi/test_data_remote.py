@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpidist import events
-from mpidist.data import remote
+from mpidist.data.readers import remote
 from mpidist.errors import ConfigError, MpidistError
 
 fsspec = pytest.importorskip("fsspec")

@@ -12,7 +12,7 @@ import pytest
 
 import mpidist as md
 from mpidist import arrays
-from mpidist.collectives.algorithms import ALLREDUCE
+from mpidist.collectives.schedules.algorithms import ALLREDUCE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import fake_cupy

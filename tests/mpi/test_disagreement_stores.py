@@ -13,9 +13,9 @@ from mpi4py import MPI
 
 import mpidist as md
 from mpidist.checkpoint.export import export
-from mpidist.checkpoint.tiers import TieredStore
+from mpidist.checkpoint.tiered import TieredStore
 from mpidist.errors import MismatchError
-from mpidist.topology import topology_of
+from mpidist.runtime.topology import topology_of
 
 SECONDS = 5.0
 

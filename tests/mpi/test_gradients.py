@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.collectives.shared import memory_of
-from mpidist.context import of, running
+from mpidist.collectives.engines.node_barrier import memory_of
 from mpidist.errors import ConfigError, MismatchError
 from mpidist.gradients.exchange import Gradients
+from mpidist.runtime.context import of, running
 
 SHAPES = {"a": (7, 3), "b": (5,), "c": (400, 10), "d": (), "e": (33,), "f": (2, 2)}
 BACKWARD = ["f", "e", "d", "c", "b", "a"]
@@ -154,9 +154,9 @@ def test_training_with_overlap_is_training(comm, ranks_per_node):
         )  # fmt: skip
         results.append(model.parameters)
         if overlap and comm.size > ranks_per_node:
-            assert 0 <= summary.hidden_exchange <= 1
+            assert 0 <= summary.overlap_fraction <= 1
         else:
-            assert summary.hidden_exchange is None
+            assert summary.overlap_fraction is None
         md.free(sub)
         sub.Free()
     for name in results[0]:

@@ -9,11 +9,11 @@ import pytest
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist.collectives import buckets
-from mpidist.collectives.shared import memory_of
-from mpidist.context import of
+from mpidist.collectives.engines import fused_pieces
+from mpidist.collectives.engines.node_barrier import memory_of
 from mpidist.errors import ConfigError, MismatchError, MpidistError, ProtocolError
 from mpidist.gradients.exchange import Gradients
+from mpidist.runtime.context import of
 
 NAMES = ["a", "b", "c", "d"]
 BACKWARD = NAMES[::-1]
@@ -306,7 +306,7 @@ def break_bucket(gradients, monkeypatch, stage, error):
     """Make the second bucket of this rank raise `error` at `stage`."""
     start = gradients._starts[1]
     bucket = start.__self__
-    assert isinstance(bucket, buckets.LaneBucket)
+    assert isinstance(bucket, fused_pieces.LaneBucket)
     kind, line = STAGES[stage]
     if kind == "start":
         monkeypatch.setattr(bucket.context, "begin", raising(None, lambda *_: True, error))

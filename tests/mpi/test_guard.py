@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.elastic.guard import is_finite
 from mpidist.errors import ConfigError, ProtocolError
+from mpidist.fault_tolerance.guard import is_finite
 
 
 @pytest.mark.ranks(1)

@@ -11,11 +11,11 @@ from test_train_storage import at, rename_away, rename_back
 
 import mpidist as md
 from mpidist import events
-from mpidist.checkpoint import shard
-from mpidist.elastic import allotment
-from mpidist.elastic import guard as module
-from mpidist.elastic.guard import Stopped
+from mpidist.checkpoint.write import shard_writer
 from mpidist.errors import ConfigError, MpidistError
+from mpidist.fault_tolerance import guard as module
+from mpidist.fault_tolerance import time_limit
+from mpidist.fault_tolerance.guard import Stopped
 
 
 class Store:
@@ -49,7 +49,7 @@ def left(monkeypatch):
 @pytest.mark.ranks(1, 3)
 def test_stops_before_the_allocation_ends(comm, left, monkeypatch):
     """Ten steps of a second would leave nothing of what is kept back: it stops before the last."""
-    left(comm, allotment.RESERVE + 10.0)
+    left(comm, time_limit.RESERVE + 10.0)
     now = [1000.0]
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
@@ -126,14 +126,14 @@ def background(monkeypatch):
     """Do something before shards are written in a thread."""
 
     def before(work):
-        write = shard.write
+        write = shard_writer.write
 
         def wrapped(*args):
             if threading.current_thread() is not threading.main_thread():
                 work()
             return write(*args)
 
-        monkeypatch.setattr(shard, "write", wrapped)
+        monkeypatch.setattr(shard_writer, "write", wrapped)
 
     return before
 
@@ -218,7 +218,7 @@ def test_the_end_of_a_run_says_that_nothing_was_saved(comm, left, folder):
 @pytest.mark.parametrize("servers", [0, 1])
 def test_a_stop_too_late_for_a_save_is_requeued_whatever_failed_before(comm, left, folder, servers):
     """Exit code 75: step 3 is there, and the next attempt may find the folder again."""
-    left(comm, allotment.RESERVE + 60.0)
+    left(comm, time_limit.RESERVE + 60.0)
     store = folder / "store"
 
     def slow(done):
@@ -251,7 +251,7 @@ class Slow(md.data.ArraySource):
 @pytest.mark.ranks(2)
 def test_servers_on_workers_serve_until_all_know_whether_a_save_fits(comm, left, folder):
     """R141: the fast worker is there first, and holds what the slow one still asks for."""
-    left(comm, allotment.RESERVE + 0.5)
+    left(comm, time_limit.RESERVE + 0.5)
     source = Slow(np.ones((60, 4), np.float32), np.zeros(60, np.int64))
     source.rank = comm.rank
     strategy = md.ParameterServer([0], md.SSP(5), placement="colocated")

@@ -6,9 +6,9 @@ import threading
 import numpy as np
 import pytest
 
-from mpidist.cluster.bench_node import FakedNode, measure
-from mpidist.collectives import node
-from mpidist.collectives.staging import ALLGATHER, REDUCE_SCATTER, STAGED, StagedProgram
+from mpidist.bench.node_times import FakedNode, measure
+from mpidist.collectives.engines.staging import ALLGATHER, REDUCE_SCATTER, STAGED, StagedProgram
+from mpidist.collectives.schedules import node
 from mpidist.partition import BlockPartition
 
 

@@ -2,29 +2,29 @@
 
 import pytest
 
-from mpidist import launch
 from mpidist.errors import ConfigError
+from mpidist.launch import start_checks
 
 
 @pytest.mark.ranks(1)
 def test_fingerprint_of_this_process(comm):
     """R90: every fact is found, and a process agrees with itself."""
-    facts = launch.fingerprint()
+    facts = start_checks.fingerprint()
     for key in ("host", "mpidist", "Python", "numpy", "mpi4py", "MPI", "h5py", "CPU"):
         assert facts[key]
         assert facts[key] != "none", key
-    assert launch.compare([facts, facts]) is None
+    assert start_checks.compare([facts, facts]) is None
 
 
 @pytest.mark.ranks(1, 2, 5)
 def test_check_launch_passes_and_fails_on_all_ranks(comm):
     """R90: equal ranks pass; one that differs stops all of them with the same line."""
-    launch.check_launch(comm, {})
+    start_checks.check_launch(comm, {})
     if comm.size == 1:
         return
-    facts = launch.fingerprint()
+    facts = start_checks.fingerprint()
     if comm.rank == comm.size - 1:
         facts.update(h5py="0.1", host="odd")
     with pytest.raises(ConfigError, match=r"but 0\.1 on odd") as error:
-        launch.check_launch(comm, {}, facts)
+        start_checks.check_launch(comm, {}, facts)
     assert len(set(comm.allgather(str(error.value)))) == 1

@@ -9,9 +9,9 @@ import pytest
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist import context
 from mpidist.collectives import selection
 from mpidist.errors import MismatchError
+from mpidist.runtime import context
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -52,7 +52,7 @@ def test_free_finishes_what_nobody_waited_for(comm):
 
 @pytest.mark.ranks(2)
 def test_a_bound_plan_outlives_the_cache(comm, monkeypatch):
-    monkeypatch.setattr("mpidist.collectives.plans.MAX_PLANS", 4)
+    monkeypatch.setattr("mpidist.collectives.plan.MAX_PLANS", 4)
     short, long = np.ones(4), np.ones(5000)
     bound = [md.plan(comm, x, algorithm="native") for x in (short, long)]
     for n in range(10):
@@ -67,7 +67,7 @@ def test_a_bound_plan_outlives_the_cache(comm, monkeypatch):
 @pytest.mark.ranks(2, 3)
 def test_a_handle_outlives_its_plan(comm, monkeypatch):
     """R41: too many plans, and the one that is dropped has a handle under way."""
-    monkeypatch.setattr("mpidist.collectives.plans.MAX_PLANS", 4)
+    monkeypatch.setattr("mpidist.collectives.plan.MAX_PLANS", 4)
     arrays = [np.full(3000 + n, comm.rank + 1.0) for n in range(20)]
     handles = [md.iallreduce(comm, x, "mean", algorithm="ring") for x in arrays]
     for handle, x in zip(handles[::-1], arrays[::-1], strict=True):
@@ -128,7 +128,7 @@ def test_a_restored_choice_holds_for_cached_plans_too(comm):
 @pytest.mark.ranks(2)
 def test_a_plan_that_runs_stays_and_one_that_does_not_goes(comm, monkeypatch):
     """Too many plans: whoever ran since the last look stays, and what went is still counted."""
-    monkeypatch.setattr("mpidist.collectives.plans.MAX_PLANS", 4)
+    monkeypatch.setattr("mpidist.collectives.plan.MAX_PLANS", 4)
     mine = comm.Dup()
     kept, started = np.ones(4), context.of(mine).counters.native_calls
     md.allreduce(mine, kept, algorithm="native")

@@ -7,9 +7,9 @@ from test_train import TRAIN, Poisoned, fit
 
 import mpidist as md
 from mpidist import data, models, optim
-from mpidist.collectives.piecewise import PieceSum
+from mpidist.collectives.engines.piecewise import PieceSum
 from mpidist.errors import ConfigError, MpidistError
-from mpidist.gradients.vectors import flat_views
+from mpidist.gradients.flat_views import flat_views
 from mpidist.partition import BlockPartition
 from mpidist.training.summary import digest
 
@@ -85,7 +85,9 @@ def test_a_model_need_not_take_several_pieces(comm):
         model = model or models.mlp([12, 16, 3], seed=7)
         with pytest.MonkeyPatch.context() as patch:
             if limit is not None:
-                patch.setattr("mpidist.training.pieces.TOGETHER_BYTES", limit)
+                patch.setattr(
+                    "mpidist.training.exchanges.microbatch_exchange.TOGETHER_BYTES", limit
+                )
             md.train(comm, model, TRAIN, microbatches=16, **settings)
         assert digest(model.parameters) == expected, limit
 
@@ -194,14 +196,14 @@ def test_a_rank_without_a_piece_may_stop_the_run(comm, folder):
 @pytest.mark.ranks(1, 3)
 def test_the_price_is_measured(comm):
     """Issue 3, point 5: its price printed."""
-    price = fit(comm, microbatches=5, steps=2, epochs=None)[1].microbatches_price
+    price = fit(comm, microbatches=5, steps=2, epochs=None)[1].ordered_sum_overhead
     if comm.size == 1:
         assert price is None
     else:
         assert price["microbatches"] == 5
         assert price["ordered_us"] > 0
         assert price["ratio"] == pytest.approx(price["ordered_us"] / price["plain_us"], rel=0.01)
-    assert fit(comm, steps=2, epochs=None)[1].microbatches_price is None
+    assert fit(comm, steps=2, epochs=None)[1].ordered_sum_overhead is None
 
 
 @pytest.mark.ranks(3)

@@ -8,13 +8,14 @@ import pytest
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist import arena as arena_module
-from mpidist.collectives import flat, node, shared
-from mpidist.collectives.engines import settle
-from mpidist.collectives.hierarchical import lanes_of
-from mpidist.collectives.shared import memory_of
-from mpidist.context import of
+from mpidist.collectives.engines import node_barrier, node_short
+from mpidist.collectives.engines.hierarchical import lanes_of
+from mpidist.collectives.engines.node_barrier import memory_of
+from mpidist.collectives.engines.programs import settle
+from mpidist.collectives.schedules import node
 from mpidist.errors import ClosedError, ConfigError, MismatchError
+from mpidist.runtime import arena as arena_module
+from mpidist.runtime.context import of
 
 SPEC = {"w": ((7, 3), "f4"), "b": (5, "f4"), "none": ((0, 2), "f4"), "scale": ((), "f4")}
 
@@ -226,7 +227,7 @@ def test_bad_arenas(comm):
 
 @pytest.mark.ranks(2, 3)
 def test_on_processors_that_reorder_memory_mpi_is_the_barrier(comm, monkeypatch):
-    monkeypatch.setattr(shared, "ORDERED", False)
+    monkeypatch.setattr(node_barrier, "ORDERED", False)
     for n in (10, 100_000):
         for _ in range(3):
             x = np.full(n, comm.rank + 1.0)
@@ -242,5 +243,5 @@ def test_which_lengths_are_flat():
         work = np.dtype("f4")
 
     most = node.FLAT_BYTES // 2 // 4
-    assert flat.can_run(Memory, Single, most)
-    assert not flat.can_run(Memory, Single, most + 1)
+    assert node_short.can_run(Memory, Single, most)
+    assert not node_short.can_run(Memory, Single, most + 1)

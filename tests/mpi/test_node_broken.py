@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist import waiting
-from mpidist.collectives import cross, flat, node, shared
-from mpidist.collectives.shared import memory_of
-from mpidist.context import of
+from mpidist.collectives.engines import cross_copy, node_barrier, node_short
+from mpidist.collectives.engines.node_barrier import memory_of
+from mpidist.collectives.schedules import node
 from mpidist.errors import MismatchError, MpidistError
-from mpidist.statuses import Statuses
+from mpidist.runtime import polling
+from mpidist.runtime.agreement.statuses import Statuses
+from mpidist.runtime.context import of
 
 METHODS = (
     "stage", "add", "publish", "fetch", "prepare", "compute", "_compute", "_reduce", "run",
@@ -168,7 +169,7 @@ def check_all(problem, trap, heal=heal):
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """Waits begin to listen early, so that a thousand of them take seconds."""
-    monkeypatch.setattr(waiting.wait_until, "__defaults__", (None, 0.05))
+    monkeypatch.setattr(polling.wait_until, "__defaults__", (None, 0.05))
 
 
 @pytest.fixture
@@ -181,9 +182,9 @@ def trap(monkeypatch):
 @pytest.mark.parametrize("few", [0, 16])
 def test_staged(comm, trap, monkeypatch, few):
     monkeypatch.setattr(node, "ROUND_BYTES", 64 * comm.size)
-    monkeypatch.setattr(shared, "FEW_RANKS", few)
+    monkeypatch.setattr(node_barrier, "FEW_RANKS", few)
     monkeypatch.setattr(node, "FEW_RANKS", few)
-    monkeypatch.setattr(flat, "can_run", lambda *_: False)
+    monkeypatch.setattr(node_short, "can_run", lambda *_: False)
     n = 11 * comm.size  # two rounds
     call = md.plan(comm, np.empty(n), "mean", algorithm="node")
     engine = call.plan.engine
@@ -198,9 +199,9 @@ def test_staged(comm, trap, monkeypatch, few):
 @pytest.mark.parametrize("few", [0, 16])
 def test_flat(comm, trap, monkeypatch, few):
     """Before, in and after its one sync. After it a rank is alone with its exception."""
-    monkeypatch.setattr(shared, "FEW_RANKS", few)
-    reduce = flat.finish_mean
-    monkeypatch.setattr(flat, "finish_mean", lambda *args: (trap.point(), reduce(*args)))
+    monkeypatch.setattr(node_barrier, "FEW_RANKS", few)
+    reduce = node_short.finish_mean
+    monkeypatch.setattr(node_short, "finish_mean", lambda *args: (trap.point(), reduce(*args)))
     call = md.plan(comm, np.empty(10), "mean", algorithm="node")
     gate = call.plan.short.gate
     trap.wrap(gate, "sync")
@@ -287,8 +288,8 @@ def test_an_overflow_that_raises_on_one_rank(comm, op):
 @pytest.mark.ranks(2, 3, 4, 5)
 @pytest.mark.parametrize("kernel_copies", [True, False])
 def test_single_copy(comm, trap, monkeypatch, kernel_copies):
-    monkeypatch.setattr(cross, "PIECE_BYTES", 128)
-    monkeypatch.setattr(flat, "can_run", lambda *_: False)
+    monkeypatch.setattr(cross_copy, "PIECE_BYTES", 128)
+    monkeypatch.setattr(node_short, "can_run", lambda *_: False)
     n = 20 * comm.size
     call = md.plan(comm, np.empty(n), "mean", algorithm="single_copy")
     engine = call.plan.engine
@@ -349,9 +350,9 @@ def test_hierarchical(comm, trap, monkeypatch):
 
 @pytest.mark.ranks(2, 3, 4, 5)
 def test_where_a_barrier_of_mpi_stands_in_their_place(comm, monkeypatch):
-    monkeypatch.setattr(shared, "ORDERED", False)
+    monkeypatch.setattr(node_barrier, "ORDERED", False)
     monkeypatch.setattr(node, "ROUND_BYTES", 64 * comm.size)
-    monkeypatch.setattr(flat, "can_run", lambda *_: False)
+    monkeypatch.setattr(node_short, "can_run", lambda *_: False)
     n = 11 * comm.size
     for at in (1, 4, 9, 14, 19, 24):
         other = comm.Dup()
@@ -368,7 +369,7 @@ def test_where_a_barrier_of_mpi_stands_in_their_place(comm, monkeypatch):
 @pytest.mark.ranks(2, 3)
 def test_a_rank_that_says_nothing(comm, monkeypatch):
     """It left its mark and could not tell why: the others name it."""
-    monkeypatch.setattr(shared, "HEARSAY", 1.0)
+    monkeypatch.setattr(node_barrier, "HEARSAY", 1.0)
     other = comm.Dup()
     call = md.plan(other, np.empty(10), algorithm="node")
     call()

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from test_allreduce import NAMES
 
 import mpidist as md
-from mpidist.collectives.reductions import GOOD, resolve
+from mpidist.collectives.engines.reductions import GOOD, resolve
 from mpidist.errors import ConfigError, MpidistError
 
 MODEL = SimpleNamespace(parameters={"w": np.ones(3)}, loss_and_gradients=None, predict=None)

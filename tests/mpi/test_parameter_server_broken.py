@@ -85,10 +85,10 @@ def test_an_interrupt_within_a_wait(comm, own, placement):
     error = soon(run, ProtocolError)
     if comm.rank:
         assert str(error) == "parameter server: rank 0 gave up with KeyboardInterrupt: "
-        assert error.consequence
+        assert error.secondary
     else:
         assert "failed earlier: push_pull 'model' was broken off by KeyboardInterrupt" in str(error)
-        assert not error.consequence
+        assert not error.secondary
 
 
 class Breaks:
@@ -190,7 +190,7 @@ def test_an_error_in_one_group_reaches_the_other(comm):
         assert isinstance(error, ZeroDivisionError)
     else:
         assert "gave up with ZeroDivisionError: loss" in str(error)
-        assert error.consequence
+        assert error.secondary
     for part in (left, right):
         if part != MPI.COMM_NULL:
             md.free(part)
@@ -209,7 +209,7 @@ def test_what_workers_raise_together_reaches_the_server(comm, own):
     error = soon(run)
     if comm.rank == 2:
         assert "gave up with ReplicaError: replicas differ" in str(error)
-        assert error.consequence
+        assert error.secondary
     else:
         assert isinstance(error, md.ReplicaError)
 

@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist.parameter_server import protocol, server
+from mpidist.servers import protocol, server
 
 SGD = md.optim.sgd(1.0)
 

@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist.parameter_server import hosting, protocol
+from mpidist.servers import add_model, protocol
 
 SGD = md.optim.sgd(1.0)
 
@@ -94,7 +94,7 @@ def test_a_model_that_does_not_fit_is_refused(comm, monkeypatch):
         assert "TiB with optimizer state and buffers" in text
         assert "available; use more servers" in text
         # A limit of our own, in bytes: 100 kB of parameters with momentum do not fit 400 kB.
-        monkeypatch.setattr(hosting, "available_memory", lambda: 400_000)
+        monkeypatch.setattr(add_model, "available_memory", lambda: 400_000)
         spec = {"x": ((12_500,), "f8")}
         assert "390.6 KiB are available" in raised(
             lambda: group.add("m", spec, optimizer=md.optim.momentum(0.1)), md.ConfigError

@@ -9,7 +9,7 @@ import pytest
 
 import mpidist as md
 from mpidist.data import LibSVM
-from mpidist.parameter_server.protocol import HEADER_BYTES
+from mpidist.servers.protocol import HEADER_BYTES
 
 FEATURES = 126
 BATCH = 60  # of all workers together

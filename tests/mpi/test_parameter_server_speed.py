@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist.parameter_server.consistency import simulate
+from mpidist.servers.consistency import simulate
 
 STEP, STEPS, WORKERS = 0.020, 40, 4
 

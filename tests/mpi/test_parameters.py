@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist import context
-from mpidist.collectives import parameters
+from mpidist.collectives import broadcast_parameters as parameters
 from mpidist.errors import ConfigError, MismatchError
+from mpidist.runtime import context
 
 SIZES = (1, 2, 3, 5, 8)
 

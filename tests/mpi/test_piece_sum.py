@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpidist import context
-from mpidist.collectives import ordered, piecewise
-from mpidist.collectives.piecewise import PieceSum
-from mpidist.collectives.shared import memory_of
+from mpidist.collectives.engines import piecewise
+from mpidist.collectives.engines.node_barrier import memory_of
+from mpidist.collectives.engines.piecewise import PieceSum
+from mpidist.collectives.schedules import fixed_tree
 from mpidist.errors import ConfigError, MismatchError, ProtocolError
 from mpidist.partition import BlockPartition
+from mpidist.runtime import context
 
 
 def serial(vectors):
@@ -117,8 +118,8 @@ def test_nothing_is_sent_within_a_node(comm):
     sums.finish(out)
     after = context.of(comm).counters.snapshot()
     moved = {name: after[name] - before[name] for name in after}
-    bounds = ordered.cuts(pieces, size)
-    held = sum(len(ordered.partials(*bounds[r : r + 2], pieces)) for r in range(size))
+    bounds = fixed_tree.cuts(pieces, size)
+    held = sum(len(fixed_tree.partials(*bounds[r : r + 2], pieces)) for r in range(size))
     own = BlockPartition(n, size).size(rank)
     assert (out == pieces).all()
     assert moved["messages_sent"] == moved["bytes_sent"] == 0
@@ -171,9 +172,9 @@ def test_counters_equal_the_formulas(comm):
         after = context.of(comm).counters.snapshot()
         messages, sent = (after[name] - before[name] for name in ("messages_sent", "bytes_sent"))
         assert (out == pieces).all()
-        bounds = ordered.cuts(pieces, size)
+        bounds = fixed_tree.cuts(pieces, size)
         most = -(-pieces // size)
-        k = len(ordered.partials(bounds[rank], bounds[rank + 1], pieces))
+        k = len(fixed_tree.partials(bounds[rank], bounds[rank + 1], pieces))
         if size in (2, 8) and most & (most - 1) == 0:
             rounds = size.bit_length() - 1  # short: whole vectors
             assert (messages, sent) == (rounds, rounds * n * 8)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist import context, optim
+from mpidist import optim
 from mpidist.errors import ConfigError, ReplicaError
+from mpidist.runtime import context
 
 RNG = np.random.default_rng(0)
 TRAIN = RNG.standard_normal((120, 1, 4, 4)).astype("f4"), RNG.integers(0, 3, 120)

@@ -5,9 +5,9 @@ import pytest
 from test_train import fit
 
 import mpidist as md
-from mpidist.collectives import algorithms
-from mpidist.context import of
+from mpidist.collectives.schedules import algorithms
 from mpidist.errors import ConfigError
+from mpidist.runtime.context import of
 
 NAMES = ["auto", "native", *algorithms.NODE, *algorithms.ALLREDUCE]
 

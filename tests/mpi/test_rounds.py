@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from benchmarks import counters
 from mpi4py import MPI
 
-from mpidist.cluster import bench_counters
-from mpidist.cluster.bench_allreduce import calls_per_round, measure
-from mpidist.cluster.rounds import Candidate, interleave
+from mpidist.bench.allreduce_times import calls_per_round, measure
+from mpidist.bench.interleave import Candidate, interleave
 from mpidist.errors import MpidistError
 
 
@@ -94,9 +94,9 @@ def test_the_price_of_counting(comm):
     Where runs number the operations nothing may be left; a ring counts beside the number.
     """
     rows = [
-        *bench_counters.measure(comm, 64, 3),
-        *bench_counters.measure(comm, 1 << 18, 3, algorithm="node"),
-        bench_counters.measure(comm, 1 << 18, 3, algorithm="ring")[0],
+        *counters.measure(comm, 64, 3),
+        *counters.measure(comm, 1 << 18, 3, algorithm="node"),
+        counters.measure(comm, 1 << 18, 3, algorithm="ring")[0],
     ]
     assert [row["form"] for row in rows[2:]] == ["node plan", "node arena", "ring plan"]
     for row in rows:

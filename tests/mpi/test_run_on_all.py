@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist import rounds
-from mpidist.context import of
 from mpidist.errors import ConfigError, MismatchError, MpidistError
-from mpidist.run_on_all import run_on_all
+from mpidist.runtime.agreement import rounds
+from mpidist.runtime.agreement.run_on_all import run_on_all
+from mpidist.runtime.context import of
 
 SIZES = pytest.mark.ranks(1, 2, 3, 5)
 
@@ -87,7 +87,7 @@ def test_one_rank_fails(comm, where, kind):
         head = f"check: rank {failing} of {comm.size} ({host}): {kind.__name__}"
         assert str(caught.value).startswith(head)
         assert caught.value.everywhere
-        assert caught.value.consequence
+        assert caught.value.secondary
     assert run_on_all(comm, "after", lambda: comm.rank, sum) == sum(range(comm.size))
     x = np.ones(3)
     assert md.allreduce(comm, x)[0] == comm.size

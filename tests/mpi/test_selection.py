@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist import environment
-from mpidist.cluster.explain import explain, lines, saved_table
+from mpidist.advice.explain import explain, lines, saved_table
 from mpidist.collectives import selection
+from mpidist.launch import environment
 
 LENGTHS = (2, 3000, 100_000)
 

@@ -13,8 +13,8 @@ import pytest
 
 import mpidist as md
 from mpidist.errors import ConfigError, MismatchError, MpidistError, ProtocolError, ReplicaError
-from mpidist.parameter_server.client import Client
-from mpidist.parameter_server.one_model import parameter_server
+from mpidist.servers.client import Client
+from mpidist.servers.parameter_server import parameter_server
 
 SGD = md.optim.sgd(1.0)
 MODEL = {"x": np.zeros(6), "y": ((3, 2), "f4", "normal")}
@@ -216,7 +216,7 @@ def test_client(comm, call, name, value, text):
     else:
         assert str(error).startswith("parameter server: rank 1 gave up with ConfigError: ")
         assert isinstance(error, ProtocolError)
-        assert error.consequence
+        assert error.secondary
     md.free(own)
     own.Free()
 

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from mpidist.cluster import bench_simulate, fit
+from mpidist.advice import fit
+from mpidist.bench import steady_times
 from mpidist.errors import ConfigError
 
 
@@ -46,8 +47,8 @@ def test_fit_needs_two_ranks(comm):
 
 @pytest.mark.ranks(3)
 def test_measure(comm, monkeypatch):
-    monkeypatch.setattr(bench_simulate, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(steady_times, "BLOCK_BYTES", 1 << 16)
     began = time.perf_counter()
-    seconds = bench_simulate.measure(comm, 1 << 14, "double_tree", blocks=2)
-    assert 0 < 2 * bench_simulate.calls(1 << 14) * seconds < time.perf_counter() - began
+    seconds = steady_times.measure(comm, 1 << 14, "double_tree", blocks=2)
+    assert 0 < 2 * steady_times.calls(1 << 14) * seconds < time.perf_counter() - began
     assert comm.allgather(seconds) == [seconds] * 3

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.collectives import algorithms, tree
-from mpidist.collectives.transfer import prepared
-from mpidist.context import of
+from mpidist.collectives.engines.transfer import prepared
+from mpidist.collectives.schedules import algorithms, tree
 from mpidist.errors import MismatchError
-from mpidist.mismatch import Signature
+from mpidist.runtime.agreement.mismatch import Signature
+from mpidist.runtime.context import of
 
 LEAST_TAG_UB = 32_767  # what the standard promises
 
@@ -35,7 +35,7 @@ def test_numbers_in_flight_never_share_a_tag():
     class Least:
         tag_limit = LEAST_TAG_UB - 1
 
-    from mpidist.context import Context
+    from mpidist.runtime.context import Context
 
     for first in (1, LEAST_TAG_UB - 500, 10**9):
         tags = [Context.tag(Least, number) for number in range(first, first + 1000)]
@@ -76,9 +76,9 @@ def test_cached_plans_of_different_operations_never_meet(comm, monkeypatch):
     """All ranks raise: in the call, in the next one that is waited for, or when they leave."""
     import functools
 
-    from mpidist import context, waiting
+    from mpidist.runtime import context, polling
 
-    patient = functools.partial(waiting.wait_until, patience=0.01)
+    patient = functools.partial(polling.wait_until, patience=0.01)
     monkeypatch.setattr(context, "wait_until", patient)
     for one, other in PAIRS:
         alone = comm.Dup()

@@ -18,11 +18,11 @@ from test_odd_arguments import ANYTHING
 
 import mpidist as md
 from mpidist import data, models, optim
-from mpidist.collectives.shared import memory_of
-from mpidist.context import of
+from mpidist.collectives.engines.node_barrier import memory_of
 from mpidist.data import Loading
-from mpidist.elastic.watch import active
 from mpidist.errors import ConfigError, MismatchError, MpidistError, ReplicaError
+from mpidist.fault_tolerance.watch import active
+from mpidist.runtime.context import of
 from mpidist.training import records, settings
 from mpidist.training.settings import difference
 

@@ -13,7 +13,7 @@ import mpidist as md
 from mpidist import models, optim
 from mpidist.checkpoint.interval import FIRST
 from mpidist.errors import ConfigError
-from mpidist.gradients.vectors import flat_views
+from mpidist.gradients.flat_views import flat_views
 from mpidist.training.summary import digest
 
 

@@ -10,7 +10,8 @@ from test_train import fit
 
 import mpidist as md
 from mpidist import events
-from mpidist.checkpoint import histories, shard
+from mpidist.checkpoint import histories
+from mpidist.checkpoint.write import shard_writer
 from mpidist.errors import MpidistError, ProtocolError, StorageError
 from mpidist.training.summary import digest
 
@@ -110,14 +111,14 @@ def test_a_folder_that_is_made_anew(comm, folder):
 @pytest.mark.ranks(2)
 def test_a_save_in_the_background_that_fails_at_the_end_is_tried_again(comm, folder, monkeypatch):
     """The step that a run stops at is due anyway: what was begun for it in the background fails."""
-    write = shard.write
+    write = shard_writer.write
 
     def refuse_threads(*args):
         if threading.current_thread() is not threading.main_thread():
             raise OSError(28, "No space left on device")
         return write(*args)
 
-    monkeypatch.setattr(shard, "write", refuse_threads)
+    monkeypatch.setattr(shard_writer, "write", refuse_threads)
     store = folder / "store"
     _, result = fit(comm, checkpoint=store, checkpoint_every=21, stop_after=21)
     assert (result.failed_saves, result.steps) == (1, 21)
@@ -145,7 +146,7 @@ def test_a_run_that_ends_by_an_exception_leaves_nothing_open(comm, folder, monke
 
     Some of step 3 may still be under way: it is there whole, or not at all.
     """
-    write = shard.write
+    write = shard_writer.write
 
     def take_time(*args):
         if threading.current_thread() is not threading.main_thread():
@@ -156,7 +157,7 @@ def test_a_run_that_ends_by_an_exception_leaves_nothing_open(comm, folder, monke
         if done.step == 4:
             raise KeyError("a callback")
 
-    monkeypatch.setattr(shard, "write", take_time)
+    monkeypatch.setattr(shard_writer, "write", take_time)
     servers = md.ParameterServer(comm.size, placement="colocated")
     chosen = md.AllReduce() if strategy == "allreduce" else servers
     before = set(threading.enumerate())

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import mpidist as md
-from mpidist.elastic.board import RECORD, Board
 from mpidist.errors import ConfigError
+from mpidist.runtime.status_board import RECORD, Board
 
 
 @pytest.mark.ranks(1, 4)

@@ -7,7 +7,7 @@ import pytest
 
 import mpidist as md
 from mpidist import data, models, optim
-from mpidist.data import example, tfrecord
+from mpidist.data.readers import example, tfrecord
 
 COUNT, CLASSES = 400, 30
 RNG = np.random.default_rng(5)
@@ -56,7 +56,7 @@ def test_a_tagger_learns_from_damaged_files(comm, paths):
     )  # fmt: skip
     assert result.skipped_records == 6 * 3
     assert result.test_accuracy > 0.9, "hit@1"
-    taken = data.Careful(data.YouTube8M(paths[4], CLASSES)).take(np.arange(100))
+    taken = data.BadRecordFilter(data.YouTube8M(paths[4], CLASSES)).take(np.arange(100))
     assert len(taken.bad) == 1, "also in what is tested with"
     inputs, labels = taken.batch
     assert models.hit_at_one(model.predict(inputs), labels) == result.test_accuracy

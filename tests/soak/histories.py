@@ -26,7 +26,8 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from checkpoint_solo import Solo
 from test_checkpoint_crash import in_child, kill_at
 
-from mpidist.checkpoint import histories, load, retention
+from mpidist.checkpoint import histories, load
+from mpidist.checkpoint.storage import retention
 from mpidist.checkpoint.store import CheckpointStore
 
 ACTIONS = 14

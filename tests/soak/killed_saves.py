@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mpidist.testing.launch import start
-from mpidist.testing.process import marked, mpi_segments
+from mpidist.launch.launchers import start
+from mpidist.launch.processes import marked, mpi_segments
 
 RANKS = 3
 #: A save of the state takes some 20 ms; a launch is killed within so many seconds of saving.

@@ -18,12 +18,13 @@ import numpy as np
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist.checkpoint import describe, layouts, manifest, pieces, planner
-from mpidist.checkpoint.decoding import decode
-from mpidist.checkpoint.filling import Filling
-from mpidist.checkpoint.layout import leaves
-from mpidist.checkpoint.plan import in_order
-from mpidist.checkpoint.work import Work
+from mpidist.checkpoint.format import manifest, piece_table, shard_layouts
+from mpidist.checkpoint.format.decode import decode
+from mpidist.checkpoint.format.state import leaves
+from mpidist.checkpoint.read.fill import Filling
+from mpidist.checkpoint.write import describe, planner
+from mpidist.checkpoint.write.work import Work
+from mpidist.checkpoint.write.write_plan import in_order
 
 RANKS, TENSORS = 1000, 1000
 
@@ -63,7 +64,7 @@ class Sharded:
         first = describe.describe(describe.survey(state_of(0)))
         for rank in range(RANKS):
             table = first.shards.copy()
-            table[:, pieces.START] = 2 * rank
+            table[:, piece_table.START] = 2 * rank
             facts = (first.facts, first.sharded) if rank == 0 else None
             self.told.append(pickle.dumps(planner._Told(facts, table, ())))
             self.wants.append((np.packbits(np.zeros(TENSORS, bool)).tobytes(), table))
@@ -109,7 +110,7 @@ class Sharded:
     def look_up(self) -> list[bytes]:
         """Rank 0: decode and prove all, and tell each what it wants."""
         self.found = decode(self.data, self.tables)
-        _, each = layouts._looked_up(self.found, self.wants)
+        _, each = shard_layouts._looked_up(self.found, self.wants)
         return [pickle.dumps(part) for part in each]
 
     def fill(self, part: bytes) -> None:

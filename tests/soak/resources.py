@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from mpidist import context
+from mpidist.runtime import context
 
 _libc = ctypes.CDLL(None)
 #: What the second half may add. Numbers are noisy, since what was freed last may be used first;

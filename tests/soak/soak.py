@@ -17,7 +17,7 @@ from mpi4py import MPI
 from resources import grown, look
 
 import mpidist as md
-from mpidist.collectives.algorithms import ALLREDUCE
+from mpidist.collectives.schedules.algorithms import ALLREDUCE
 
 NAMES = ["native", "auto", "node", "hierarchical", *ALLREDUCE]
 LENGTHS = [0, 1, 7, 300, 5000]

@@ -4,7 +4,8 @@ import contextlib
 
 import numpy as np
 
-from mpidist import context, run_on_all
+from mpidist.runtime import context
+from mpidist.runtime.agreement import run_on_all
 
 
 class Solo:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mpidist.cluster import advise, mpi_algorithms
-from mpidist.cluster.mpi_algorithms import DEFAULT, Setting
+from mpidist.advice import advise, mpi_algorithms
+from mpidist.advice.mpi_algorithms import DEFAULT, Setting
 from mpidist.errors import ConfigError, MpidistError
 
 RING = Setting("ring", {"A": "ring"}, rule=(4, 0))

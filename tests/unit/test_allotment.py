@@ -7,8 +7,8 @@ from checkpoint_solo import Solo, state_of
 
 from mpidist import events
 from mpidist.checkpoint.store import CheckpointStore
-from mpidist.elastic import allotment
-from mpidist.elastic.allotment import RESERVE, Allotment, duration, seconds_left
+from mpidist.fault_tolerance import time_limit
+from mpidist.fault_tolerance.time_limit import RESERVE, Allotment, duration, seconds_left
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_who_says_when_the_allocation_ends(tmp_path, monkeypatch):
 def test_a_step_and_two_saves_must_fit(monkeypatch):
     """The longest of each that was seen, and half a minute for what was not."""
     saves = []
-    monkeypatch.setattr(allotment, "longest_save", lambda: max(saves, default=0.0))
+    monkeypatch.setattr(time_limit, "longest_save", lambda: max(saves, default=0.0))
     left = Allotment(100.0, now=0.0)
     assert not left.is_over(100 - RESERVE - 0.1)
     assert left.is_over(100 - RESERVE)
@@ -52,11 +52,11 @@ def test_a_step_and_two_saves_must_fit(monkeypatch):
 
 def test_saves_are_seen_in_the_events(monkeypatch):
     monkeypatch.setattr(events, "recent", events.deque(maxlen=8))
-    assert allotment.longest_save() == 0
+    assert time_limit.longest_save() == 0
     for seconds in (0.5, 2.0, 1.0):
         events.emit("checkpoint_saved", step=1, bytes=1, seconds=seconds)
     events.emit("other", seconds=9.0)
-    assert allotment.longest_save() == 2.0
+    assert time_limit.longest_save() == 2.0
 
 
 def test_a_save_in_the_background_has_not_taken_as_long_as_the_steps_beside_it(
@@ -71,4 +71,4 @@ def test_a_save_in_the_background_has_not_taken_as_long_as_the_steps_beside_it(
         took = time.perf_counter() - began
         time.sleep(0.1)
         store.wait()
-    assert 0 < allotment.longest_save() < took + 0.05
+    assert 0 < time_limit.longest_save() < took + 0.05

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mpidist.cluster.bench_summary import lines, size
-from mpidist.cluster.ratios import Measured, against_best, interval, ratio
+from mpidist.bench.ratios import Measured, against_best, interval, ratio
+from mpidist.bench.report import lines, size
 
 
 def measured(*seconds):

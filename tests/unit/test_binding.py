@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from mpidist import binding
-from mpidist.binding import Place, blas_threads, warning
+from mpidist.launch import binding
+from mpidist.launch.binding import Place, blas_threads, warning
 
 
 def on(host, *masks, threads=1, host_cores=8):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mpidist import events
-from mpidist.buffer_pool import BufferPool, rounded
+from mpidist.runtime.buffer_pool import BufferPool, rounded
 
 
 def test_sizes_are_few_and_waste_little():

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 from checkpoint_solo import Solo, equal, resumed, state_of
 
-from mpidist.checkpoint import files, lock, retention, shard
 from mpidist.checkpoint.load import load_step
+from mpidist.checkpoint.storage import files, lock, retention
 from mpidist.checkpoint.store import CheckpointStore
+from mpidist.checkpoint.write import shard_writer
 from mpidist.errors import CheckpointError
 
 
@@ -165,14 +166,14 @@ def test_kill_at_any_time(tmp_path, seed):
 
 def test_a_living_save_is_left_alone(tmp_path, monkeypatch):
     """Temporary folders go only when their owner is dead: it holds a lock while it lives."""
-    write, may_go_on, main = shard.write, threading.Event(), threading.current_thread()
+    write, may_go_on, main = shard_writer.write, threading.Event(), threading.current_thread()
 
     def held_back(*args):
         if threading.current_thread() is not main:
             assert may_go_on.wait(30)
         return write(*args)
 
-    monkeypatch.setattr(shard, "write", held_back)
+    monkeypatch.setattr(shard_writer, "write", held_back)
     one = CheckpointStore(Solo(), tmp_path)
     one.save_async(1, state_of(1))
     with CheckpointStore(Solo(), tmp_path) as other:
@@ -223,7 +224,7 @@ def test_a_job_that_was_taken_over_commits_nothing(tmp_path, monkeypatch):
     one.save(1, state_of(1))
     child = in_process(
         tmp_path,
-        "from mpidist.checkpoint import files\n"
+        "from mpidist.checkpoint.storage import files\n"
         "def no_locks(descriptor):\n    raise OSError(37, 'No locks available')\n"
         "files.lock = no_locks\nstore.save(2, state_of(2))",
     )

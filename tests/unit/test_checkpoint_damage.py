@@ -11,11 +11,12 @@ import pytest
 from checkpoint_solo import Solo, equal, resumed, state_of
 
 from mpidist import events
-from mpidist.checkpoint import histories, steps
-from mpidist.checkpoint.decoding import decode
-from mpidist.checkpoint.layout import Unreadable
+from mpidist.checkpoint import histories
+from mpidist.checkpoint.format.decode import decode
+from mpidist.checkpoint.format.manifest import MAX_BYTES, NAME, Damaged
+from mpidist.checkpoint.format.state import Unreadable
 from mpidist.checkpoint.load import load, load_step
-from mpidist.checkpoint.manifest import MAX_BYTES, NAME, Damaged
+from mpidist.checkpoint.storage import steps
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import CheckpointError, NoCheckpoint
 
@@ -27,7 +28,7 @@ def good(tmp_path_factory):
     """A store of steps 1 and 2, in blocks of 256 bytes so that few bytes are many blocks."""
     folder = tmp_path_factory.mktemp("good")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mpidist.checkpoint.files.BLOCK", BLOCK)
+        patch.setattr("mpidist.checkpoint.storage.files.BLOCK", BLOCK)
         with CheckpointStore(Solo(), folder) as store:
             for step in (1, 2):
                 store.save(step, state_of(step))

@@ -18,9 +18,10 @@ import pytest
 from checkpoint_solo import Solo, equal, split_state, state_of, two_ranks
 from test_checkpoint_golden import GOLDEN, golden_state
 
-from mpidist.checkpoint import files, histories, load
-from mpidist.checkpoint.manifest import NAME
-from mpidist.checkpoint.sealed import Damaged, unseal
+from mpidist.checkpoint import histories, load
+from mpidist.checkpoint.format.digests import Damaged, decode_digested
+from mpidist.checkpoint.format.manifest import NAME
+from mpidist.checkpoint.storage import files
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import NoCheckpoint
 
@@ -34,7 +35,7 @@ def make(kind, folder, numbers=(1, 2)):
         shutil.copytree(GOLDEN / kind.replace(" ", "-"), folder)
         return {step: golden_state(step) for step in (7, 14)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mpidist.checkpoint.files.BLOCK", 256)  # few bytes are many blocks
+        patch.setattr("mpidist.checkpoint.storage.files.BLOCK", 256)  # few bytes are many blocks
         if kind == "two ranks":
             two_ranks(folder, numbers)
             return {step: split_state(step) for step in numbers}
@@ -177,7 +178,7 @@ def test_duplicated_keys(store, opened):
             head = b'{"version":1,' + body[1:]
             forged = head + f',"{last}":"{hashlib.sha256(head).hexdigest()}"}}\n'.encode()
             with pytest.raises(Damaged, match="key twice"):
-                unseal(forged, path.name, last)
+                decode_digested(forged, path.name, last)
             with changed(path, forged + rest):
                 assert check(folder, states, opened, 0) == min(states)
 
@@ -215,8 +216,8 @@ def test_a_file_that_goes_while_the_folder_is_measured(tmp_path, monkeypatch):
 CHILD = """
 import random, sys
 from pathlib import Path
-from mpidist.checkpoint.export import export_step
-from mpidist.checkpoint.index import index
+from mpidist.checkpoint.export.export import export_step
+from mpidist.checkpoint.export.index import index
 from mpidist.errors import CheckpointError
 folder, newest, rng = Path(sys.argv[1]), int(sys.argv[2]), random.Random(7)
 paths = sorted((folder / f"step-{newest:012d}").iterdir())

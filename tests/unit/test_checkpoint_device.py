@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from checkpoint_solo import Solo
 
-from mpidist.checkpoint import files, filling
-from mpidist.checkpoint.layout import Shard
+from mpidist.checkpoint.format.state import Shard
 from mpidist.checkpoint.load import load
+from mpidist.checkpoint.read import fill
+from mpidist.checkpoint.storage import files
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import CheckpointError
 
@@ -68,12 +69,12 @@ def test_device_state(tmp_path, cupy, method):
 def test_many_small_arrays_through_little_memory(tmp_path, cupy, monkeypatch):
     """A device's arrays come to host memory some at a time; few blocks are read more than once."""
     monkeypatch.setattr(files, "BLOCK", files.PAGE)
-    monkeypatch.setattr(filling, "_STAGED", 8 * files.PAGE)
-    taken, original = [], filling.host_empty
+    monkeypatch.setattr(fill, "_STAGED", 8 * files.PAGE)
+    taken, original = [], fill.host_empty
     monkeypatch.setattr(
-        filling, "host_empty", lambda *a, **k: taken.append(original(*a, **k)) or taken[-1]
+        fill, "host_empty", lambda *a, **k: taken.append(original(*a, **k)) or taken[-1]
     )
-    exchange = filling.Filling.exchange
+    exchange = fill.Filling.exchange
     most = []
 
     def counted(self, *args):
@@ -81,7 +82,7 @@ def test_many_small_arrays_through_little_memory(tmp_path, cupy, monkeypatch):
         taken.clear()
         exchange(self, *args)
 
-    monkeypatch.setattr(filling.Filling, "exchange", counted)
+    monkeypatch.setattr(fill.Filling, "exchange", counted)
     state = {f"b{k}": np.full(40, float(k)) for k in range(900)}
     with CheckpointStore(Solo(), tmp_path) as store:
         store.save(1, state)
@@ -104,7 +105,7 @@ def test_memory_that_is_not_there_is_an_error_of_all_ranks(tmp_path, cupy, monke
         def no_memory(*_, **__):
             raise MemoryError
 
-        monkeypatch.setattr(filling, "host_empty", no_memory)
+        monkeypatch.setattr(fill, "host_empty", no_memory)
         with pytest.raises(CheckpointError, match="MemoryError") as caught:
             store.restore({"w": cupy.asarray(values(5))})
         assert caught.value.everywhere

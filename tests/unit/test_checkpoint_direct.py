@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from checkpoint_solo import Solo, equal, state_of
 
-from mpidist.checkpoint import files
+from mpidist.checkpoint.format.manifest import NAME
 from mpidist.checkpoint.load import load_step
-from mpidist.checkpoint.manifest import NAME
+from mpidist.checkpoint.storage import files
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import CheckpointError, NoCheckpoint
 
@@ -236,14 +236,14 @@ def test_the_digest_of_a_shard(tmp_path):
 def _forge(folder, table, pieces):
     """Put another head on the table of a shard, and right digests of table and manifest."""
 
-    def seal(body, last):
+    def encode_digested(body, last):
         body.pop(last)
         head = json.dumps(body)[:-1].encode()
         return head + f',"{last}":"{hashlib.sha256(head).hexdigest()}"}}\n'.encode()
 
-    head = seal(table, "digest")
+    head = encode_digested(table, "digest")
     (folder / "shard-00000.table").write_bytes(head + pieces)
     body = json.loads((folder / NAME).read_bytes())
     size, digest = len(head + pieces), hashlib.sha256(head).hexdigest()
     body["tables"][0].update(size=size, sha256=digest)
-    (folder / NAME).write_bytes(seal(body, "sha256"))
+    (folder / NAME).write_bytes(encode_digested(body, "sha256"))

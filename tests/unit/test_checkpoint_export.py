@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from checkpoint_solo import Solo, equal, state_of, two_ranks
 
-from mpidist.checkpoint import export, safetensors
-from mpidist.checkpoint.export import EXTRAS
+from mpidist.checkpoint.export import export, safetensors
+from mpidist.checkpoint.export.export import EXTRAS
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import ConfigError, NoCheckpoint
 

@@ -12,9 +12,10 @@ import pytest
 from checkpoint_solo import Solo, equal, resumed, state_of
 from test_checkpoint_crash import in_process
 
-from mpidist.checkpoint import files, lock, manifest, retention, steps
+from mpidist.checkpoint.format import manifest
+from mpidist.checkpoint.format.digests import Damaged, encode_digested
 from mpidist.checkpoint.load import load_step
-from mpidist.checkpoint.sealed import Damaged, seal
+from mpidist.checkpoint.storage import files, lock, retention, steps
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import CheckpointError, StorageError
 
@@ -193,7 +194,7 @@ def test_tables_are_bounded_together(tmp_path):
     tables = [{"name": f"shard-{k:05d}.table", "size": size, "sha256": digest} for k in range(17)]
     forged = {"format": manifest.FORMAT, "version": 3, "tables": tables}
     with pytest.raises(Damaged, match="1140850688 bytes together"):
-        manifest.tables_of(seal(forged, "sha256"))
-    (tmp_path / "step-000000000001" / manifest.NAME).write_bytes(seal(forged, "sha256"))
+        manifest.tables_of(encode_digested(forged, "sha256"))
+    (tmp_path / "step-000000000001" / manifest.NAME).write_bytes(encode_digested(forged, "sha256"))
     with pytest.raises(Damaged, match="bytes together"):
         steps.read_manifest(str(tmp_path), steps.Entry(0, 1, 0))

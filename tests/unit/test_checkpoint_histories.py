@@ -10,8 +10,9 @@ from test_checkpoint_crash import in_child, kill_at
 from test_checkpoint_golden import GOLDEN
 
 import mpidist as md
-from mpidist.checkpoint import files, histories, retention
+from mpidist.checkpoint import histories
 from mpidist.checkpoint.load import load_step
+from mpidist.checkpoint.storage import files, retention
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import CheckpointError, ConfigError, NoCheckpoint
 

@@ -16,10 +16,10 @@ from checkpoint_solo import Solo, equal, resumed, state_of, two_ranks
 from test_checkpoint_damage import TABLE, body_of, forge
 
 import mpidist as md
-from mpidist import strangers
-from mpidist.checkpoint.export import EXTRAS, name_of
-from mpidist.checkpoint.index import NAME, index
-from mpidist.checkpoint.layout import is_array, leaves
+from mpidist import untrusted_hdf5
+from mpidist.checkpoint.export.export import EXTRAS, name_of
+from mpidist.checkpoint.export.index import NAME, index
+from mpidist.checkpoint.format.state import is_array, leaves
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import CheckpointError, ConfigError, NoCheckpoint
 
@@ -210,7 +210,7 @@ def test_the_command_names_the_holes_of_hdf5(folder, monkeypatch):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"step 1 of {folder} -> ")
     assert same(folder / "step-000000000001" / NAME, state_of(1))
-    assert done.stderr.count("CVE-2025-44904") == bool(strangers.known_holes())
+    assert done.stderr.count("CVE-2025-44904") == bool(untrusted_hdf5.known_holes())
 
 
 @pytest.mark.parametrize("state", [{EXTRAS: np.ones(3)}, {EXTRAS: {"x": np.ones(3)}}])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpidist.checkpoint import interval
-from mpidist.checkpoint.interval import FIRST, Pace, best_interval, seconds_of
+from mpidist.checkpoint.interval import FIRST, SaveInterval, best_interval, seconds_of
 from mpidist.errors import ConfigError
 
 
@@ -28,7 +28,7 @@ def test_bad_numbers(given):
 
 
 class Alone:
-    """What `Pace.saved` asks of a communicator; `slower` is another rank's answer."""
+    """What `SaveInterval.saved` asks of a communicator; `slower` is another rank's answer."""
 
     def __init__(self, *slower):
         self.slower = slower
@@ -51,14 +51,14 @@ def test_durations():
 
 
 def test_a_number_of_steps(clock):
-    pace = Pace(4)
+    pace = SaveInterval(4)
     pace.begin(2)
     pace.saved(Alone(), 4, 1.0)
     assert [step for step in range(1, 13) if pace.due(step)] == [4, 8, 12]
 
 
 def test_a_time_becomes_steps_by_the_slowest_rank(clock):
-    pace = Pace("60s")
+    pace = SaveInterval("60s")
     pace.begin(100)
     assert [step for step in range(100, 112) if pace.due(step)] == [100 + FIRST, 101 + FIRST]
     clock[0] += 10 * 0.5 + 2.0  # ten steps of half a second, and a save
@@ -70,7 +70,7 @@ def test_a_time_becomes_steps_by_the_slowest_rank(clock):
 
 
 def test_auto_is_the_best_interval(clock):
-    pace = Pace("auto 6h")
+    pace = SaveInterval("auto 6h")
     pace.begin(0)
     clock[0] += 10 * 1.0 + 3.0
     pace.saved(Alone(), 10, 3.0)
@@ -80,4 +80,4 @@ def test_auto_is_the_best_interval(clock):
 @pytest.mark.parametrize("every", [0, -1, True, 2.5, "often", "auto often", "", None])
 def test_bad_intervals(every):
     with pytest.raises(ConfigError, match="checkpoint_every="):
-        Pace(every)
+        SaveInterval(every)

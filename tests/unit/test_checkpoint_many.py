@@ -14,11 +14,14 @@ import pytest
 from checkpoint_solo import Solo, Threaded, equal
 
 import mpidist as md
-from mpidist.checkpoint import hdf5, histories, layouts, pieces, planner, save, steps
-from mpidist.checkpoint.layout import Fact
+from mpidist.checkpoint import histories
+from mpidist.checkpoint.format import hdf5_layout, piece_table, shard_layouts
+from mpidist.checkpoint.format.regions import Box, Flat, boxes_of, intersection, untiled, whole
+from mpidist.checkpoint.format.state import Fact
 from mpidist.checkpoint.load import load
-from mpidist.checkpoint.plan import Description, agree, shares
-from mpidist.checkpoint.regions import Box, Flat, boxes_of, intersection, untiled, whole
+from mpidist.checkpoint.storage import steps
+from mpidist.checkpoint.write import planner, save
+from mpidist.checkpoint.write.write_plan import Description, agree, shares
 from mpidist.errors import CheckpointError, MismatchError, StorageError
 
 # ------------------------------------------------------------------------------------- cost
@@ -50,11 +53,11 @@ def test_4000_tensors(tmp_path):
 def sharded(ranks, tensors):
     """What each rank of a job says: two rows of each tensor."""
     facts = tuple(Fact(("t", str(n)), "<f4", (2 * ranks, 8)) for n in range(tensors))
-    table = pieces.of_regions([(n, Box((0, 0), (2, 8))) for n in range(tensors)])
+    table = piece_table.of_regions([(n, Box((0, 0), (2, 8))) for n in range(tensors)])
     every = []
     for rank in range(ranks):
         mine = table.copy()
-        mine[:, pieces.START] = 2 * rank
+        mine[:, piece_table.START] = 2 * rank
         every.append(Description(facts, (True,) * tensors, mine))
     return every
 
@@ -66,12 +69,12 @@ def test_many_pieces():
     found = []
     assert cpu(lambda: found.extend(shares(tensors, every, range(100)))) < 1.0
     assert [len(share.writes) for share in found] == [1000] * 100
-    rows = pieces.joined([share.writes for share in found])
+    rows = piece_table.joined([share.writes for share in found])
     shapes = [fact.shape for fact in tensors.facts]
-    assert cpu(lambda: pieces.untiled_tensor(shapes, rows)) < 0.5
-    grid = pieces.Grid(shapes, 2)
-    wants = pieces.joined([one.shards for one in every])
-    assert cpu(lambda: pieces.overlapping(grid, wants, rows)) < 0.5
+    assert cpu(lambda: piece_table.untiled_tensor(shapes, rows)) < 0.5
+    grid = piece_table.Grid(shapes, 2)
+    wants = piece_table.joined([one.shards for one in every])
+    assert cpu(lambda: piece_table.overlapping(grid, wants, rows)) < 0.5
 
 
 # ------------------------------------------------------------------------------- the same plan
@@ -271,9 +274,9 @@ def test_the_proof_of_all_tensors_is_that_of_each(seed):
             some.append(Box((rng.randrange(-1, 6), *shape[1:]), (1,) * len(shape)))
     listed = [(n, region) for n, some in enumerate(regions) for region in some]
     rng.shuffle(listed)
-    table = pieces.joined([pieces.of_regions(listed)], 3)
+    table = piece_table.joined([piece_table.of_regions(listed)], 3)
     wrong = [n for n, some in enumerate(regions) if untiled(shapes[n], some)]
-    found = pieces.untiled_tensor(shapes, table)
+    found = piece_table.untiled_tensor(shapes, table)
     assert (found[0] if found else None) == (wrong[0] if wrong else None)
 
 
@@ -285,8 +288,8 @@ def test_what_a_rank_wants_is_found(seed):
     saved = [(n, r) for n, shape in enumerate(shapes) for r in tiling(rng, shape) if r.size]
     wants = [(n, r) for n, shape in enumerate(shapes) for r in tiling(rng, shape) if r.size]
     wants = [want for want in wants if rng.random() < 0.7]
-    tables = [pieces.joined([pieces.of_regions(some)], 3) for some in (wants, saved)]
-    pairs = zip(*pieces.overlapping(pieces.Grid(shapes, 3), *tables), strict=True)
+    tables = [piece_table.joined([piece_table.of_regions(some)], 3) for some in (wants, saved)]
+    pairs = zip(*piece_table.overlapping(piece_table.Grid(shapes, 3), *tables), strict=True)
     found = [(int(want), int(piece)) for want, piece in pairs]
     expected = {
         (i, j)
@@ -318,9 +321,9 @@ def test_a_rank_is_told_what_it_wants(tmp_path):
     names = [tensor.path[0] for tensor in found.tensors]
     assert len(found.rows) == 6 * 2 + 2
     mask = np.packbits([name == "r" for name in names]).tobytes()
-    upper = pieces.of_regions([(names.index(f"t{n}"), Box((0, 0), (5, 4))) for n in range(6)])
-    lower = pieces.of_regions([(names.index("t3"), Box((6, 0), (2, 4)))])
-    base, each = layouts._looked_up(found, [(mask, upper), (mask, lower), (mask, upper[:0])])
+    upper = piece_table.of_regions([(names.index(f"t{n}"), Box((0, 0), (5, 4))) for n in range(6)])
+    lower = piece_table.of_regions([(names.index("t3"), Box((6, 0), (2, 4)))])
+    base, each = shard_layouts._looked_up(found, [(mask, upper), (mask, lower), (mask, upper[:0])])
     assert [names[row[0]] for row in base.rows] == ["r", "r"]
     assert sorted(base.files) == [0, 1]
     (first,), (second,), third = each
@@ -337,13 +340,13 @@ def test_a_rank_is_told_what_it_wants(tmp_path):
 def test_a_file_of_any_number_of_pieces(count):
     """HDF5 finds each by its number, its data where we put them, and takes more into the file."""
     facts = [Fact((f"layer{n // 10}", f"w{n % 10}"), "<f4", (n % 5 + 1,)) for n in range(count)]
-    rows = pieces.of_regions([(n, whole(fact.shape)) for n, fact in enumerate(facts)])
-    rows[:, pieces.OFFSET], end = hdf5.place(4 * pieces.sizes(rows))
-    before, behind = hdf5.around(facts, rows, end)
+    rows = piece_table.of_regions([(n, whole(fact.shape)) for n, fact in enumerate(facts)])
+    rows[:, piece_table.OFFSET], end = hdf5_layout.place(4 * piece_table.sizes(rows))
+    before, behind = hdf5_layout.around(facts, rows, end)
     data = bytearray(before + bytes(end - len(before)) + behind)
     for n, row in enumerate(rows.tolist()):
         values = np.full(facts[n].shape, n, "<f4").tobytes()
-        data[row[pieces.OFFSET] : row[pieces.OFFSET] + len(values)] = values
+        data[row[piece_table.OFFSET] : row[piece_table.OFFSET] + len(values)] = values
     with h5py.File(io.BytesIO(bytes(data))) as file:
         assert sorted(map(int, file)) == list(range(count))
         for n in {0, 1, count // 2, count - 1} & set(range(count)):
@@ -351,7 +354,7 @@ def test_a_file_of_any_number_of_pieces(count):
             assert (dataset.dtype, dataset.shape) == (np.dtype("<f4"), facts[n].shape)
             assert dataset.attrs["name"] == f"layer{n // 10}/w{n % 10}"
             assert dataset.attrs["dtype"] == "<f4"
-            assert dataset.id.get_offset() == rows[n, pieces.OFFSET]
+            assert dataset.id.get_offset() == rows[n, piece_table.OFFSET]
             assert (dataset[...] == n).all()
     memory = io.BytesIO(bytes(data))
     with h5py.File(memory, "a") as file:
@@ -365,9 +368,9 @@ def test_names_that_hdf5_cannot_hold():
     """Lone surrogates, NUL and very long names: some text, cut between two characters."""
     paths = [("a\0b",), ("\ud800x",), ("\u00e9" * 2000,), ("",)]
     facts = [Fact(path, "|u1", (4,)) for path in paths]
-    rows = pieces.of_regions([(n, Flat(1, 2)) for n in range(4)])
-    rows[:, pieces.OFFSET], end = hdf5.place(pieces.sizes(rows))
-    before, behind = hdf5.around(facts, rows, end)
+    rows = piece_table.of_regions([(n, Flat(1, 2)) for n in range(4)])
+    rows[:, piece_table.OFFSET], end = hdf5_layout.place(piece_table.sizes(rows))
+    before, behind = hdf5_layout.around(facts, rows, end)
     with h5py.File(io.BytesIO(before + bytes(end - len(before)) + behind)) as file:
         names = [file[str(n)].attrs["name"] for n in range(4)]
         assert names == ["a?b", "?x", "\u00e9" * 512, ""]

@@ -12,7 +12,9 @@ from checkpoint_solo import Solo, equal, resumed, state_of
 from test_checkpoint_cli import call  # noqa: F401
 
 import mpidist as md
-from mpidist.checkpoint import export, files, histories, index, load, steps
+from mpidist.checkpoint import histories, load
+from mpidist.checkpoint.export import export, index
+from mpidist.checkpoint.storage import files, steps
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import CheckpointError, ConfigError, NoCheckpoint
 

@@ -7,10 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidist.checkpoint import pieces
-from mpidist.checkpoint.layout import Fact
-from mpidist.checkpoint.plan import Description, agree, agree_on_extras, shares
-from mpidist.checkpoint.regions import Box, Flat, boxes_of, fits, intersection, untiled, whole
+from mpidist.checkpoint.format import piece_table
+from mpidist.checkpoint.format.regions import (
+    Box,
+    Flat,
+    boxes_of,
+    fits,
+    intersection,
+    untiled,
+    whole,
+)
+from mpidist.checkpoint.format.state import Fact
+from mpidist.checkpoint.write.write_plan import Description, agree, agree_on_extras, shares
 from mpidist.errors import CheckpointError
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -99,7 +107,7 @@ def rank_with(*leaves):
     facts = tuple(Fact(*leaf[:3]) for leaf in leaves)
     sharded = tuple(leaf[3] is not None for leaf in leaves)
     regions = [(n, leaf[3]) for n, leaf in enumerate(leaves) if leaf[3] is not None]
-    return Description(facts, sharded, pieces.of_regions(regions))
+    return Description(facts, sharded, piece_table.of_regions(regions))
 
 
 def planned(every):
@@ -111,7 +119,7 @@ def planned(every):
         [
             (facts[row[0]].path, region, region.size * np.dtype(facts[row[0]].dtype).itemsize)
             for row in mine
-            for region in [pieces.region_of(row, len(facts[row[0]].shape))]
+            for region in [piece_table.region_of(row, len(facts[row[0]].shape))]
         ]
         for mine in rows
     ]

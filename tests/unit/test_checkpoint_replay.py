@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from checkpoint_solo import Solo, equal, resumed, state_of
 
-from mpidist.checkpoint import files, retention
 from mpidist.checkpoint.load import load_step
+from mpidist.checkpoint.storage import files, retention
 from mpidist.checkpoint.store import CheckpointStore
 
 #: What becomes of bytes that were not synced.

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from mpidist.checkpoint.sharing import deal
-from mpidist.checkpoint.wants import Rows, Want
+from mpidist.checkpoint.read.read_once import partition_reads
+from mpidist.checkpoint.read.read_plan import ReadItem, RowReadItem
 
 BLOCK = 64
 
@@ -33,7 +33,7 @@ def some(rng):
         at = rng.randint(0, 200)
         for _ in range(rng.randint(1, 30)):
             count = rng.choice([0, 1, 8, 60, 64, 300, 5000])
-            wants.append(Want(file, at, count, np.zeros(count, np.uint8)))
+            wants.append(ReadItem(file, at, count, np.zeros(count, np.uint8)))
             at += count + rng.choice([0, 0, 13, 700])
     rng.shuffle(wants)
     return wants
@@ -44,7 +44,7 @@ def test_everything_once_and_evenly(seed):
     """Issue 4, bytes read: the lists tile the wants, and no block is read by two ranks."""
     rng = random.Random(seed)
     wants, ranks = some(rng), rng.randint(1, 9)
-    dealt = deal(wants, BLOCK, ranks)
+    dealt = partition_reads(wants, BLOCK, ranks)
     assert len(dealt) == ranks
     assert joined(ranges(w for one in dealt for w in one if w.count)) == joined(
         ranges(w for w in wants if w.count)
@@ -64,9 +64,9 @@ def test_everything_once_and_evenly(seed):
 def test_targets_stay_with_their_bytes():
     """A cut range goes to the same part of its array; rows are not cut."""
     target = np.zeros(1000, np.uint8)
-    dealt = deal([Want(0, 40, 1000, target)], BLOCK, 3)
+    dealt = partition_reads([ReadItem(0, 40, 1000, target)], BLOCK, 3)
     for part in (part for one in dealt for part in one):
         part.take(0, (np.arange(part.offset, part.offset + part.count) % 251).astype(np.uint8))
     np.testing.assert_array_equal(target, np.arange(40, 1040) % 251)
-    rows = Rows(0, 0, (10, 20), (slice(None), slice(3, 9)), np.zeros((10, 6), np.uint8))
-    assert [rows] in deal([rows], BLOCK, 3)
+    rows = RowReadItem(0, 0, (10, 20), (slice(None), slice(3, 9)), np.zeros((10, 6), np.uint8))
+    assert [rows] in partition_reads([rows], BLOCK, 3)

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from checkpoint_solo import Solo, equal, state_of
 
-from mpidist.checkpoint import behind, files, filling
+from mpidist.checkpoint.read import fill
+from mpidist.checkpoint.storage import files
+from mpidist.checkpoint.storage.worker_thread import Beside
 from mpidist.checkpoint.store import CheckpointStore
-from mpidist.checkpoint.threads import Beside
+from mpidist.checkpoint.write import double_buffer
 
 ROWS = 9000
 
@@ -176,25 +178,25 @@ def test_a_restore_keeps_no_memory(tmp_path):
 
 def test_batches_are_small_and_whole(monkeypatch):
     """Every tensor once, in order, up to the bound; one that is larger comes alone."""
-    monkeypatch.setattr(filling, "_STAGED", 80)
-    assert filling.batches([0, 32, 48, 0, 8, 160, 16]) == [4, 5, 6, 7]
-    assert filling.batches([40, 40]) == [2]
-    assert filling.batches([0] * 5) == [5]  # what is filled where it lies, all at once
-    assert filling.batches([]) == [0]
+    monkeypatch.setattr(fill, "_STAGED", 80)
+    assert fill.batches([0, 32, 48, 0, 8, 160, 16]) == [4, 5, 6, 7]
+    assert fill.batches([40, 40]) == [2]
+    assert fill.batches([0] * 5) == [5]  # what is filled where it lies, all at once
+    assert fill.batches([]) == [0]
 
 
 def test_ctrl_c_while_the_writer_starts_leaves_no_thread(monkeypatch):
     """A process that waits for its threads would not end: R56."""
-    start = behind.Worker.start
+    start = double_buffer.Worker.start
 
     def interrupted(worker):
         start(worker)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(behind.Worker, "start", interrupted)
+    monkeypatch.setattr(double_buffer.Worker, "start", interrupted)
     before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
-        behind._Behind(-1, 4096, direct=False)
+        double_buffer.DoubleBufferedWriter(-1, 4096, direct=False)
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
         assert not thread.is_alive()

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from mpidist.data import HDF5, ArraySource, Derived, Items, careful
-from mpidist.data.careful import Careful, told
-from mpidist.data.hdf5 import write as write_hdf5
+from mpidist.data import HDF5, ArraySource, Derived, Items
+from mpidist.data import skip_bad as careful
+from mpidist.data.readers.hdf5 import write as write_hdf5
+from mpidist.data.skip_bad import BadRecordFilter, told
 from mpidist.errors import BadRecord, ClosedError, ConfigError, SourceError
 
 X, Y = np.arange(40.0).reshape(20, 2), np.arange(20)
@@ -41,7 +42,7 @@ def stumble(index):
 def test_the_good_ones_are_taken(fail, bad):
     indices = np.array([9, 2, 4])
     source = Broken(bad, fail)
-    taken = Careful(source).take(indices)
+    taken = BadRecordFilter(source).take(indices)
     expected = [place for place, index in enumerate(indices) if index not in bad]
     assert taken.kept.tolist() == expected
     np.testing.assert_array_equal(taken.batch[0], X[indices[expected]])
@@ -59,7 +60,7 @@ def test_the_good_ones_are_taken(fail, bad):
 def test_a_source_that_is_gone_after_a_while():
     """It cannot even take nothing: the form of the samples is known from before."""
     source = Broken([], say)
-    careful = Careful(source)
+    careful = BadRecordFilter(source)
     careful.take(np.arange(3))
     source.take = stumble
     taken = careful.take(np.arange(3))
@@ -79,7 +80,7 @@ def test_a_record_of_another_form():
         def take(self, indices):
             return (np.stack([records[i] for i in indices]),)
 
-    taken = Careful(Ragged()).take(np.arange(4))
+    taken = BadRecordFilter(Ragged()).take(np.arange(4))
     assert taken.kept.tolist() == [0, 1, 3]
     assert [record.index for record in taken.bad] == [2]
     assert "has the form [((4,), '<f8')]" in taken.bad[0].reason
@@ -98,7 +99,7 @@ def test_no_record_is_to_blame():
             return (np.zeros(len(indices)),)
 
     with pytest.raises(MemoryError, match="too many at once"):
-        Careful(Shy()).take(np.arange(4))
+        BadRecordFilter(Shy()).take(np.arange(4))
 
 
 class Disk(Broken):
@@ -130,7 +131,7 @@ def test_a_source_that_is_gone_is_no_bad_record(error, monkeypatch):
     monkeypatch.setattr(careful.time, "sleep", waits.append)
     source = Disk(error)
     source.away = 40  # three times 7 calls and 5 elsewhere, and then some
-    taken = Careful(source).take(np.array([3, 4, 5]))
+    taken = BadRecordFilter(source).take(np.array([3, 4, 5]))
     assert taken.bad == ()
     np.testing.assert_array_equal(taken.batch[0], X[3:6])
     assert waits == [1, 2, 4]
@@ -138,11 +139,11 @@ def test_a_source_that_is_gone_is_no_bad_record(error, monkeypatch):
     with pytest.raises(
         SourceError, match=r"nothing of Disk can be read: .*; tried 5 times"
     ) as caught:
-        Careful(source).take(np.array([3]))
+        BadRecordFilter(source).take(np.array([3]))
     assert caught.value.__cause__ is error
     # The same error of records next to each other, with others good, is their own.
     source = Disk(error, bad=[3, 4, 5])
-    taken = Careful(source).take(np.array([3, 4, 5]))
+    taken = BadRecordFilter(source).take(np.array([3, 4, 5]))
     assert [record.index for record in taken.bad] == [3, 4, 5]
     assert [array.shape for array in taken.batch] == [(0, 2), (0,)]
 
@@ -159,7 +160,7 @@ def test_a_map_style_source_that_is_gone(monkeypatch):
             raise OSError(107, "Transport endpoint is not connected")
 
     with pytest.raises(SourceError, match="Transport endpoint"):
-        Careful(Items(Away())).take(np.arange(4))
+        BadRecordFilter(Items(Away())).take(np.arange(4))
 
 
 def test_mistakes_are_not_waited_for(tmp_path):
@@ -167,13 +168,13 @@ def test_mistakes_are_not_waited_for(tmp_path):
     source = HDF5(_file(tmp_path), ["x"])
     source.close()
     with pytest.raises(ClosedError):
-        Careful(source).take(np.arange(3))
+        BadRecordFilter(source).take(np.arange(3))
 
     def wrong(x):
         raise ConfigError("no such column")
 
     with pytest.raises(ConfigError, match="no such column"):
-        Careful(Derived(ArraySource(X), wrong)).take(np.arange(3))
+        BadRecordFilter(Derived(ArraySource(X), wrong)).take(np.arange(3))
 
 
 def _file(folder):
@@ -187,16 +188,16 @@ def test_samples_that_are_not_finite(value):
     x = X.copy()
     x[4, 1] = x[7, 0] = value
     source = ArraySource(x, Y)
-    taken = Careful(source, finite=True).take(np.array([9, 4, 2, 7]))
+    taken = BadRecordFilter(source, finite=True).take(np.array([9, 4, 2, 7]))
     assert taken.kept.tolist() == [0, 2]
     np.testing.assert_array_equal(taken.batch[0], X[[9, 2]])
     np.testing.assert_array_equal(taken.batch[1], Y[[9, 2]])
     found = [(record.index, record.reason) for record in taken.bad]
     assert found == [(4, "a number in it is not finite"), (7, "a number in it is not finite")]
-    assert Careful(source).take(np.array([4])).bad == ()
+    assert BadRecordFilter(source).take(np.array([4])).bad == ()
     mixed = Broken([2], say)
     mixed.take = lambda i, real=mixed.take: (x[i], real(i)[1])
-    taken = Careful(mixed, finite=True).take(np.array([9, 4, 2, 7]))
+    taken = BadRecordFilter(mixed, finite=True).take(np.array([9, 4, 2, 7]))
     assert taken.kept.tolist() == [0]
     assert [record.index for record in taken.bad] == [2, 4, 7]
 
@@ -207,7 +208,7 @@ def test_a_source_that_returns_less():
             return super().take(indices[:-1])
 
     with pytest.raises(ConfigError, match=r"take of 3 indices returned arrays of \[2, 2\] samples"):
-        Careful(Short(X, Y)).take(np.arange(3))
+        BadRecordFilter(Short(X, Y)).take(np.arange(3))
 
 
 def test_reasons_are_one_short_line():

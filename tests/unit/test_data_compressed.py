@@ -11,7 +11,7 @@ import pytest
 import wire
 
 from mpidist import data
-from mpidist.data import compressed, tfrecord
+from mpidist.data.readers import compression, tfrecord
 from mpidist.data.sampler import Sampler
 from mpidist.errors import ConfigError
 
@@ -31,10 +31,10 @@ PACKED = {
 @pytest.fixture
 def small(monkeypatch):
     """Blocks of 1,000 bytes, of which two are kept, and four points."""
-    monkeypatch.setattr(compressed, "_BLOCK", 1000)
-    monkeypatch.setattr(compressed, "_BLOCKS", 2)
-    monkeypatch.setattr(compressed, "_POINTS", 4)
-    monkeypatch.setattr(compressed, "_CALL", 100)
+    monkeypatch.setattr(compression, "_BLOCK", 1000)
+    monkeypatch.setattr(compression, "_BLOCKS", 2)
+    monkeypatch.setattr(compression, "_POINTS", 4)
+    monkeypatch.setattr(compression, "_CALL", 100)
 
 
 @pytest.mark.parametrize("packed", PACKED)
@@ -65,12 +65,12 @@ def test_any_record_of_a_packed_file(tmp_path, small, packed):
 
 def test_what_is_unpacked_for_a_record(tmp_path, small, monkeypatch):
     """Its block from the nearest point; what follows in order is unpacked once."""
-    monkeypatch.setattr(compressed, "_POINTS", 1000)
+    monkeypatch.setattr(compression, "_POINTS", 1000)
     (tmp_path / "a").write_bytes(PACKED["gzip"])
     records = data.TFRecords(tmp_path / "a")
-    taken, take = [], compressed._Cursor.take
+    taken, take = [], compression._Cursor.take
     monkeypatch.setattr(
-        compressed._Cursor, "take", lambda c, count: taken.append(r := take(c, count)) or r
+        compression._Cursor, "take", lambda c, count: taken.append(r := take(c, count)) or r
     )
     records.read([333])
     assert sum(map(len, taken)) <= 2000
@@ -86,7 +86,7 @@ def test_plain_lengths_that_look_like_a_packed_file(tmp_path):
     """A first record of 35,615 bytes begins a file with the two bytes of gzip."""
     for length in (0x8B1F, 0x9C78):
         (tmp_path / "a").write_bytes(wire.tfrecord([bytes(length), b"x"]))
-        assert compressed.is_compressed((tmp_path / "a").read_bytes())
+        assert compression.is_compressed((tmp_path / "a").read_bytes())
         assert data.TFRecords(tmp_path / "a").read([1]) == [b"x"]
 
 

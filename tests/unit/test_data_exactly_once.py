@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist.data import ArraySource, Position, Sampler
-from mpidist.data.careful import Careful
+from mpidist.data.skip_bad import BadRecordFilter
 from mpidist.errors import BadRecord
 from mpidist.partition import BlockPartition
 from mpidist.training.quarantine import Quarantine
@@ -107,7 +107,7 @@ def test_any_history_uses_every_record_once(count, seed, shuffle, bad, history):
         position, facts = committed
         source = Source(count, bad)
         sampler = Sampler(count, global_batch, seed, shuffle)
-        ranks, careful = Ranks(size, source), Careful(source)
+        ranks, careful = Ranks(size, source), BadRecordFilter(source)
         for quarantine in ranks.all:
             quarantine.restore(facts["bad"], facts["skipped"], retry=False)
         since: list[int] = []  # the checkpoint: what a kill undoes

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mpidist import data
-from mpidist.data.careful import Careful
 from mpidist.data.sharding import shard
+from mpidist.data.skip_bad import BadRecordFilter
 from mpidist.errors import BadRecord, ClosedError, ConfigError
 
 RNG = np.random.default_rng(0)
@@ -132,7 +132,7 @@ def test_hdf5_damage_is_found_by_record(tmp_path):
     raw = bytearray((tmp_path / "a.h5").read_bytes())
     raw[at + 17] ^= 1
     (tmp_path / "a.h5").write_bytes(raw)
-    careful = Careful(data.HDF5(tmp_path / "a.h5", ["inputs"]))
+    careful = BadRecordFilter(data.HDF5(tmp_path / "a.h5", ["inputs"]))
     taken = careful.take(np.arange(395, 505))
     assert [record.index for record in taken.bad] == list(range(400, 500))
     np.testing.assert_array_equal(taken.batch[0], INPUTS[[*range(395, 400), *range(500, 505)]])
@@ -142,7 +142,7 @@ def test_hdf5_damage_is_found_by_record(tmp_path):
         end = file["inputs"].id.get_offset() + INPUTS.nbytes
     source = data.HDF5(tmp_path / "b.h5", ["inputs"])
     os.truncate(tmp_path / "b.h5", end - 3 * 48)
-    taken = Careful(source).take(np.arange(990, 1000))
+    taken = BadRecordFilter(source).take(np.arange(990, 1000))
     assert [record.index for record in taken.bad] == [997, 998, 999]
     assert "the file ends before it" in taken.bad[0].reason
 
@@ -218,7 +218,7 @@ def test_libsvm_lines(tmp_path):
     path.write_text(LINES)
     source = data.LibSVM(path, classes=[-1, 0, 1])
     assert (len(source), source.features) == (8, 21)
-    taken = Careful(source, finite=True).take(np.arange(8))
+    taken = BadRecordFilter(source, finite=True).take(np.arange(8))
     assert taken.kept.tolist() == [0, 1, 2, 7]
     assert [record.index for record in taken.bad] == [3, 4, 5, 6]
     reasons = " ".join(record.reason for record in taken.bad)
@@ -226,7 +226,7 @@ def test_libsvm_lines(tmp_path):
         assert words in reasons
     assert np.isnan(source.take([6])[0][0, 7]), "for models that know what to do with it"
     (tmp_path / "large").write_text("1 1:1e39\n")
-    large = Careful(data.LibSVM(tmp_path / "large"), finite=True).take(np.arange(1))
+    large = BadRecordFilter(data.LibSVM(tmp_path / "large"), finite=True).take(np.arange(1))
     assert "not finite" in large.bad[0].reason, "not in single precision"
     dense, labels = taken.batch
     assert labels.tolist() == [2, 1, 0, 2]
@@ -252,14 +252,14 @@ def test_libsvm_does_not_believe_a_damaged_column(tmp_path):
     path.write_text("1 3:1\n\n0 5:1 16000000:2\n1 0:1\n")
     source = data.LibSVM(path)
     message = r"line 3 has column 16000000, so a dense sample would take 61 MiB; if that is right"
-    for read in (lambda: source.take([0]), lambda: Careful(source).take(np.arange(2))):
+    for read in (lambda: source.take([0]), lambda: BadRecordFilter(source).take(np.arange(2))):
         with pytest.raises(ConfigError, match=message):
             read()
     with pytest.raises(ConfigError, match="give features=16000001"):
         data.from_settings("libsvm", {"path": str(path), "test_path": str(path)})
     assert source.rows([1])[1].tolist() == [5, 16000000], "sparse they take what they are"
     assert data.LibSVM(path, 16000001).take([1])[0][0, 16000000] == 2
-    taken = Careful(data.LibSVM(path, 6)).take(np.arange(3))
+    taken = BadRecordFilter(data.LibSVM(path, 6)).take(np.arange(3))
     assert [record.index for record in taken.bad] == [1]
 
 
@@ -301,7 +301,7 @@ def test_map_style_objects():
     assert labels.tolist() == LABELS[[4, 0]].tolist()
     assert [array.shape for array in source.take(np.array([], int))] == [(0, 3, 4), (0,)]
     assert data.as_source(Listed()).take(np.array([], int))[0].shape == (0, 3, 4)
-    taken = Careful(source).take(np.arange(10, 20))
+    taken = BadRecordFilter(source).take(np.arange(10, 20))
     assert [record.index for record in taken.bad] == [13]
     assert "OSError: unlucky" in taken.bad[0].reason
     with pytest.raises(ConfigError, match=r"take\(indices\) or \[index\]"):
@@ -339,7 +339,7 @@ def test_derived_features():
         return np.concatenate([flat, flat[:, :1] * flat[:, 1:2]], axis=1), labels
 
     source = data.Derived(data.ArraySource(INPUTS, LABELS), combine)
-    taken = Careful(source).take(np.arange(50))
+    taken = BadRecordFilter(source).take(np.arange(50))
     good = np.flatnonzero(LABELS[:50] != 4)
     assert taken.kept.tolist() == good.tolist()
     np.testing.assert_array_equal(taken.batch[0][:, 12], INPUTS[good, 0, 0] * INPUTS[good, 0, 1])

@@ -8,8 +8,8 @@ import h5py
 import numpy as np
 import pytest
 
-from mpidist import data, strangers
-from mpidist.data.careful import Careful
+from mpidist import data, untrusted_hdf5
+from mpidist.data.skip_bad import BadRecordFilter
 from mpidist.errors import ConfigError
 
 ZSTD = 32015
@@ -84,8 +84,11 @@ def test_a_filter_that_is_not_here(path, plugin):
 def test_a_filter_of_hdf5plugin(path, plugin):
     """It is loaded when a file asks for it; files of strangers get it on request only."""
     plugin()
-    with strangers.opened(path) as file, pytest.raises(ConfigError, match="only those of HDF5"):
-        strangers.dataset(file, "inputs")
+    with (
+        untrusted_hdf5.open_untrusted(path) as file,
+        pytest.raises(ConfigError, match="only those of HDF5"),
+    ):
+        untrusted_hdf5.checked_dataset(file, "inputs")
     assert "hdf5plugin" not in sys.modules
     inputs, labels = data.HDF5(path, ["inputs", "labels"]).take(np.array([3, 499, 64, 63]))
     np.testing.assert_array_equal(inputs, VALUES[[3, 499, 64, 63]])
@@ -113,7 +116,7 @@ def test_a_damaged_chunk_of_lzf(path):
     raw = bytearray(path.read_bytes())
     raw[at + 17] ^= 1
     path.write_bytes(raw)
-    taken = Careful(data.HDF5(path, ["x"])).take(np.arange(195, 305))
+    taken = BadRecordFilter(data.HDF5(path, ["x"])).take(np.arange(195, 305))
     assert [record.index for record in taken.bad] == list(range(200, 300))
 
 

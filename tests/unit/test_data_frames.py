@@ -7,8 +7,8 @@ import pytest
 import wire
 
 from mpidist import data, models
-from mpidist.data import tfrecord
-from mpidist.data.careful import Careful
+from mpidist.data.readers import tfrecord
+from mpidist.data.skip_bad import BadRecordFilter
 from mpidist.errors import ConfigError
 
 RNG = np.random.default_rng(0)
@@ -102,7 +102,7 @@ def test_records_that_are_no_videos(path, changes, message):
     """R42: whole and checked, but not what a model can use: bad alone, cut or not."""
     path.write_bytes(wire.tfrecord([video(0), video(3, **changes), video(2)]))
     for frames in (2, 300):
-        taken = Careful(data.YouTube8MFrames(path, frames)).take(np.arange(3))
+        taken = BadRecordFilter(data.YouTube8MFrames(path, frames)).take(np.arange(3))
         assert [record.index for record in taken.bad] == [1]
         with pytest.raises(Exception, match=message):
             raise taken.bad[0]
@@ -133,7 +133,7 @@ def test_bytes_of_any_kind_are_decoded_or_refused(tmp_path):
             broken[at] = rng.integers(0, 256)
         records.append(bytes(broken))
     tfrecord.write(tmp_path / "a", records)
-    taken = Careful(data.YouTube8MFrames(tmp_path / "a", 3)).take(np.arange(200))
+    taken = BadRecordFilter(data.YouTube8MFrames(tmp_path / "a", 3)).take(np.arange(200))
     whole = [k for k, record in enumerate(records) if record == good]
     assert set(whole) <= set(taken.kept.tolist())
     assert len(taken.kept) + len(taken.bad) == 200

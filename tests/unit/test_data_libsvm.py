@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sklearn.datasets import dump_svmlight_file, load_svmlight_file, load_svmlight_files
 
 from mpidist import data
-from mpidist.data.careful import Careful
+from mpidist.data.skip_bad import BadRecordFilter
 from mpidist.errors import BadRecord, ConfigError
 
 #: Lines that are read, each alone.
@@ -162,7 +162,7 @@ def test_many_labels(read):
     """0 or 1 for each class, as the model `tagger` takes them."""
     source = read(b"3,1 1:2\n1:5\n# x\n7 2:1\nx 2:1\n-2,5 2:1 1:1\n", multilabel=True)
     assert source.classes.tolist() == [1, 3, 7], "not those of bad records"
-    taken = Careful(source).take(np.arange(5))
+    taken = BadRecordFilter(source).take(np.arange(5))
     assert [record.index for record in taken.bad] == [3, 4]
     dense, labels = taken.batch
     assert (labels.dtype, labels.tolist()) == (np.uint8, [[1, 1, 0], [0, 0, 0], [0, 0, 1]])
@@ -181,7 +181,7 @@ def test_many_labels_of_a_job(tmp_path):
     paths = {"path": str(tmp_path / "train"), "test_path": str(tmp_path / "test")}
     train, test = data.from_settings("libsvm", {**paths, "multilabel": True, "zero_based": False})
     assert train.take([0, 1])[1].tolist() == [[1, 1, 0], [0, 0, 1]]
-    taken = Careful(test).take(np.arange(2))
+    taken = BadRecordFilter(test).take(np.arange(2))
     assert taken.batch[1].tolist() == [[1, 0, 1]]
     assert "its label 5 is no class" in taken.bad[0].reason
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from mpidist.data import ArraySource, Loading, careful
+from mpidist.data import ArraySource, Loading, skip_bad
 from mpidist.data import loader as loader_module
 from mpidist.data.loader import PREFETCH, Loader, Starved
 from mpidist.errors import BadRecord, ConfigError, SourceError
@@ -138,7 +138,7 @@ def test_a_slow_source_is_asked_for_one_batch_at_a_time():
 
 def test_a_source_that_is_gone_for_several_batches(monkeypatch):
     """The first that cannot be read tells; when it is back all goes on, and none is left out."""
-    monkeypatch.setattr(careful, "WAIT", 0.001)
+    monkeypatch.setattr(skip_bad, "WAIT", 0.001)
 
     class Away(Watched):
         away = False

@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from mpidist.data.layouts import Layouts, between
-from mpidist.data.reading import Descriptors, Rooms, Run, Runs
+from mpidist.data.dataset_layout import Layouts, between
+from mpidist.data.read_retry import Descriptors, Rooms, Run, Runs
 
 CONTENT = np.random.default_rng(0).bytes(200_000)
 

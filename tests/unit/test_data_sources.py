@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpidist import data
-from mpidist.data.idx import read_idx
+from mpidist.data.readers.idx import read_idx
 from mpidist.errors import ConfigError
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mpidist import data
-from mpidist.data import example, tfrecord
-from mpidist.data.careful import Careful
-from mpidist.data.youtube8m import files
+from mpidist.data.readers import example, tfrecord
+from mpidist.data.readers.youtube8m import files
+from mpidist.data.skip_bad import BadRecordFilter
 from mpidist.errors import ConfigError
 
 RNG = np.random.default_rng(0)
@@ -104,7 +104,7 @@ def test_every_flipped_bit_is_found(tmp_path):
             refused += 1
             continue
         source = data.YouTube8M(path)
-        taken = Careful(source).take(np.arange(3))
+        taken = BadRecordFilter(source).take(np.arange(3))
         owner = np.searchsorted(ends, bit // 8, side="right")
         assert [record.index for record in taken.bad] == [owner]
         for ours, right in zip(taken.batch, good, strict=True):
@@ -119,7 +119,7 @@ def test_a_file_that_was_cut_off(tmp_path):
     ends = np.cumsum([len(video(k)) + 16 for k in range(3)])
     for length in (ends[1] + 5, ends[1] + 12, ends[2] - 1, ends[1] + 700):
         path.write_bytes(whole[:length])
-        taken = Careful(data.YouTube8M(path)).take(np.arange(3))
+        taken = BadRecordFilter(data.YouTube8M(path)).take(np.arange(3))
         assert taken.kept.tolist() == [0, 1]
         assert "it is cut off, at byte" in taken.bad[0].reason
     path.write_bytes(whole[: ends[1]])
@@ -146,7 +146,7 @@ def test_a_file_that_was_cut_off(tmp_path):
 def test_records_that_are_no_videos(tmp_path, changes, message):
     """R42: whole and checked, but not what a model can use."""
     tfrecord.write(tmp_path / "a", [video(0), video(1, **changes), video(2)])
-    taken = Careful(data.YouTube8M(tmp_path / "a")).take(np.arange(3))
+    taken = BadRecordFilter(data.YouTube8M(tmp_path / "a")).take(np.arange(3))
     assert [record.index for record in taken.bad] == [1]
     assert message in taken.bad[0].reason
     np.testing.assert_array_equal(taken.batch[0], np.hstack([RGB, AUDIO])[[0, 2]])

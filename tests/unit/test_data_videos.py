@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist import data
-from mpidist.data import example, tfrecord
-from mpidist.data.careful import Careful
+from mpidist.data.readers import example, tfrecord
+from mpidist.data.skip_bad import BadRecordFilter
 from mpidist.errors import BadRecord
 
 FEATURES, CLASSES = {"rgb": 3, "audio": 2}, 300
@@ -170,7 +170,7 @@ def test_a_batch_is_what_its_records_are_alone(path, records, asked, piece, miss
     source._piece = piece
     indices = np.array(asked, np.int64) % len(records)
 
-    taken = Careful(source).take(indices)
+    taken = BadRecordFilter(source).take(indices)
     kept = [place for place, k in enumerate(indices) if expected[k] is not None]
     assert taken.kept.tolist() == kept
     _check(taken.batch, [expected[k] for k in indices[kept]])

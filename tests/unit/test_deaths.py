@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from mpidist.cluster.deaths import Deaths
-from mpidist.elastic.processes import born
-from mpidist.elastic.pulse import Sign
+from mpidist.launch.heartbeat import Sign
+from mpidist.launch.process_table import born
+from mpidist.supervisor.deaths import Deaths
 
 
 @pytest.fixture

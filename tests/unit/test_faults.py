@@ -9,11 +9,10 @@ import timeit
 
 import pytest
 
-from mpidist import points
-from mpidist.checkpoint import files
+from mpidist.checkpoint.storage import files
 from mpidist.errors import ConfigError
-from mpidist.testing import faults
-from mpidist.testing.faults import Fault, Injector, parse
+from mpidist.launch import fault_points, faults
+from mpidist.launch.faults import Fault, Injector, parse
 
 TESTING = {"MPIDIST_TESTING": "1"}
 
@@ -23,7 +22,7 @@ def armed(monkeypatch):
     """Arm this process with faults, for one test."""
 
     def arm(text, rank=0, attempt=0):
-        monkeypatch.setattr(points, "_act", Injector(parse(text, 4), rank, attempt))
+        monkeypatch.setattr(fault_points, "_act", Injector(parse(text, 4), rank, attempt))
 
     return arm
 
@@ -59,46 +58,46 @@ def test_refused_outside_tests():
 def test_nothing_is_loaded_unless_asked_for():
     """Without the variable a point is one test of None, and no code of tests is there."""
     code = (
-        "import sys; from mpidist import points; points.reach('step', 1, file=3);"
-        "assert points._act is None; assert 'mpidist.testing' not in sys.modules"
+        "import sys; from mpidist.launch import fault_points as p; p.fault_point('a', 1, file=3);"
+        "assert p._act is None; assert 'mpidist.launch.faults' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    seconds = timeit.repeat(lambda: points.reach("step", 1), number=10_000, repeat=5)
+    seconds = timeit.repeat(lambda: fault_points.fault_point("step", 1), number=10_000, repeat=5)
     assert min(seconds) < 0.1  # 10 us each, on a machine with other work
 
 
 def test_rank_number_and_attempt(armed):
     armed("raise@here:3,rank=1", rank=1)
-    faults.fire("here")
-    faults.fire("there", 3)
-    faults.fire("here")
+    fault_points.fault_point("here")
+    fault_points.fault_point("there", 3)
+    fault_points.fault_point("here")
     with pytest.raises(RuntimeError, match="fault at here:3 on rank 1"):
-        faults.fire("here")
-    faults.fire("here")
+        fault_points.fault_point("here")
+    fault_points.fault_point("here")
     for rank, attempt in ((0, 0), (1, 1)):
         armed("raise@here,rank=1", rank, attempt)
-        faults.fire("here")
+        fault_points.fault_point("here")
     armed("raise@here,attempt=any", 2, 5)
     with pytest.raises(RuntimeError):
-        faults.fire("here")
+        fault_points.fault_point("here")
 
 
 def test_a_step_is_named_by_its_number(armed):
     """After a resume a run does not begin at step 1."""
     armed("raise@step:20")
-    faults.fire("step", 19)
+    fault_points.fault_point("step", 19)
     with pytest.raises(RuntimeError):
-        faults.fire("step", 20)
+        fault_points.fault_point("step", 20)
 
 
 def test_sleep_and_no_space(armed):
     armed("sleep@slow,ms=60; enospc@full")
     start = time.perf_counter()
-    faults.fire("slow")
-    faults.fire("slow")
+    fault_points.fault_point("slow")
+    fault_points.fault_point("slow")
     assert time.perf_counter() - start >= 0.12
     with pytest.raises(OSError) as caught:
-        faults.fire("full")
+        fault_points.fault_point("full")
     assert caught.value.errno == errno.ENOSPC
 
 
@@ -106,14 +105,14 @@ def test_damaged_files(armed, tmp_path):
     path = tmp_path / "file"
     armed("flip@flip,seed=5; truncate@cut")
     path.write_bytes(bytes(100))
-    faults.fire("flip", file=path)
+    fault_points.fault_point("flip", file=path)
     assert sum(byte.bit_count() for byte in path.read_bytes()) == 1
     descriptor = os.open(path, os.O_RDWR)
-    faults.fire("cut", file=descriptor)
+    fault_points.fault_point("cut", file=descriptor)
     os.close(descriptor)
     assert path.stat().st_size == 50
     with pytest.raises(ConfigError, match="no file at this point"):
-        faults.fire("cut")
+        fault_points.fault_point("cut")
 
 
 def test_file_calls_of_the_store(armed, monkeypatch, tmp_path):
@@ -134,7 +133,7 @@ def test_file_calls_of_the_store(armed, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("action", "code"), [("kill", -9), ("exit", 3), ("stop", None)])
 def test_the_end_of_a_process(action, code):
-    program = "from mpidist.testing import faults; faults.fire('end'); print('went on')"
+    program = "from mpidist.launch.fault_points import fault_point as p; p('end'); print('went on')"
     environment = {**os.environ, **TESTING, "MPIDIST_FAULT": f"{action}@end,code=3"}
     with subprocess.Popen(
         [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE,

@@ -3,7 +3,7 @@
 import pytest
 
 from mpidist.errors import ConfigError
-from mpidist.gradients.buckets import LEAST, MOST, bucket_bytes, cut
+from mpidist.gradients.gradient_buckets import LEAST, MOST, bucket_bytes, cut
 
 
 @pytest.mark.parametrize("limit", [1, 10, 25, 100, 10_000])

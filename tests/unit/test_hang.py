@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpidist.elastic.hang import Hang, Seen, judge, tell
+from mpidist.fault_tolerance.hang import Hang, Seen, judge, tell
 
 
 def rank(number, state="moving", still=0.0, silent=0.0, left=False, where="a.py:1 in f"):

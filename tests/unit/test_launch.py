@@ -2,8 +2,8 @@
 
 import pytest
 
-from mpidist import launch
 from mpidist.errors import ConfigError
+from mpidist.launch import start_checks
 
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
 MPICH = "MPICH Version:      5.0.2\nMPICH configure:    --with-device=ch4:ucx,ofi"
@@ -31,8 +31,8 @@ SRUN_ENV = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}
     ],
 )  # fmt: skip
 def test_claimed_size_and_rank(environ, claim, rank):
-    assert launch.claimed_size(environ) == claim
-    assert launch.rank_hint(environ) == rank
+    assert start_checks.claimed_size(environ) == claim
+    assert start_checks.rank_hint(environ) == rank
 
 
 @pytest.mark.parametrize(
@@ -47,46 +47,46 @@ def test_claimed_size_and_rank(environ, claim, rank):
 def test_singletons_are_refused_with_the_cure(environ, library, words):
     """R97, R95: launcher, library and cure in one line, from the first process only."""
     with pytest.raises(ConfigError) as error:
-        launch.check_singletons(1, environ, library)
+        start_checks.check_singletons(1, environ, library)
     for word in words:
         assert word in str(error.value)
     assert "\n" not in str(error.value)
     assert error.value.quiet
     first = {key: "0" if "RANK" in key or "PROCID" in key else v for key, v in environ.items()}
     with pytest.raises(ConfigError) as error:
-        launch.check_singletons(1, first, library)
+        start_checks.check_singletons(1, first, library)
     assert not error.value.quiet
 
 
 @pytest.mark.parametrize("library", [OPEN_MPI, MPICH])
 def test_a_launch_that_works_passes(library):
-    launch.check_singletons(1, {}, library)
-    launch.check_singletons(4, SRUN_ENV, library)
-    launch.check_singletons(1, {**SRUN_ENV, "SLURM_STEP_NUM_TASKS": "1"}, library)
-    launch.check_launcher({}, library)
-    launch.check_launcher(HYDRA_ENV, library)
+    start_checks.check_singletons(1, {}, library)
+    start_checks.check_singletons(4, SRUN_ENV, library)
+    start_checks.check_singletons(1, {**SRUN_ENV, "SLURM_STEP_NUM_TASKS": "1"}, library)
+    start_checks.check_launcher({}, library)
+    start_checks.check_launcher(HYDRA_ENV, library)
 
 
 def test_launchers_that_make_mpich_abort_are_found_before():
     """MPICH's MPI_Init ends the process under PMIx, so this is asked before it."""
     with pytest.raises(ConfigError, match=r"Open MPI's mpirun started 4.*mpidist\[openmpi\]"):
-        launch.check_launcher(OPEN_ENV, MPICH)
+        start_checks.check_launcher(OPEN_ENV, MPICH)
     with pytest.raises(ConfigError, match="srun --mpi=pmi2"):
-        launch.check_launcher({**SRUN_ENV, "PMIX_RANK": "0"}, MPICH)
-    launch.check_launcher(OPEN_ENV, OPEN_MPI)
-    launch.check_launcher(OPEN_ENV, MPICH + " --with-pmix=/usr")
+        start_checks.check_launcher({**SRUN_ENV, "PMIX_RANK": "0"}, MPICH)
+    start_checks.check_launcher(OPEN_ENV, OPEN_MPI)
+    start_checks.check_launcher(OPEN_ENV, MPICH + " --with-pmix=/usr")
 
 
 def test_long_addresses_are_kept_from_slurms_pmi():
     """Only under srun --mpi=pmi2, where MPICH has the other network and the user chose none."""
     ours = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
     srun = {**SRUN_ENV, "PMI_SIZE": "4", "PMI_RANK": "3", "PMI_FD": "8"}
-    assert launch.network_for(srun, MPICH) == ours
-    assert launch.network_for({**srun, "MPIR_CVAR_CH4_NETMOD": "ucx"}, MPICH) == {}
-    assert launch.network_for({**srun, **HYDRA_ENV}, MPICH) == {}
-    assert launch.network_for({**HYDRA_ENV, "PMI_FD": "8"}, MPICH) == {}
-    assert launch.network_for(srun, MPICH.replace("ucx,ofi", "ucx")) == {}
-    assert launch.network_for(srun, OPEN_MPI) == {}
+    assert start_checks.network_for(srun, MPICH) == ours
+    assert start_checks.network_for({**srun, "MPIR_CVAR_CH4_NETMOD": "ucx"}, MPICH) == {}
+    assert start_checks.network_for({**srun, **HYDRA_ENV}, MPICH) == {}
+    assert start_checks.network_for({**HYDRA_ENV, "PMI_FD": "8"}, MPICH) == {}
+    assert start_checks.network_for(srun, MPICH.replace("ucx,ofi", "ucx")) == {}
+    assert start_checks.network_for(srun, OPEN_MPI) == {}
 
 
 @pytest.mark.parametrize(
@@ -102,31 +102,31 @@ def test_long_addresses_are_kept_from_slurms_pmi():
     ],
 )
 def test_mpi_name(library, name):
-    assert launch.mpi_name(library) == name
+    assert start_checks.mpi_name(library) == name
 
 
 def test_differing_versions_name_hosts_and_cure():
     """R90: what differs, where, and what to do, in one line; the odd one out is named last."""
     ranks = [{"host": f"n{i // 2}", "numpy": "2.4.6", "CPU": "x"} for i in range(8)]
     ranks[4] = ranks[5] = {"host": "n2", "numpy": "1.26.4", "CPU": "y"}
-    message = launch.compare(ranks)
+    message = start_checks.compare(ranks)
     assert "numpy 2.4.6 on n0, n1, n3 but 1.26.4 on n2" in message
     assert "shared file system" in message
     assert "\n" not in message
     assert "CPU" not in message
-    assert "CPU x on n0, n1, n3 but y on n2" in launch.compare(ranks, ("CPU",))
+    assert "CPU x on n0, n1, n3 but y on n2" in start_checks.compare(ranks, ("CPU",))
 
 
 def test_what_a_rank_has_not_loaded_is_not_compared():
     ranks = [{"host": "a", "HDF5": "2.0.0"}, {"host": "b"}, {"host": "c", "HDF5": "2.0.0"}]
-    assert launch.compare(ranks) is None
+    assert start_checks.compare(ranks) is None
     ranks[2]["HDF5"] = "1.14.3"
-    assert "HDF5 2.0.0 on a but 1.14.3 on c" in launch.compare(ranks)
+    assert "HDF5 2.0.0 on a but 1.14.3 on c" in start_checks.compare(ranks)
 
 
 def test_many_hosts_are_counted():
     ranks = [{"host": f"n{i}", "MPI": "a" if i else "b"} for i in range(40)]
-    assert "MPI a on n1, n2, n3 and 36 more but b on n0" in launch.compare(ranks)
+    assert "MPI a on n1, n2, n3 and 36 more but b on n0" in start_checks.compare(ranks)
 
 
 @pytest.mark.parametrize(
@@ -150,24 +150,24 @@ def test_many_hosts_are_counted():
 )  # fmt: skip
 def test_transport(environ, library, single, said):
     """R1, R3: the transport is said where it can be known, and not guessed elsewhere."""
-    assert launch.transport(environ, library, single) == said
+    assert start_checks.transport(environ, library, single) == said
 
 
 def test_gpus_are_counted_without_waking_them(tmp_path):
-    assert launch.visible_gpus({}, tmp_path) == 0
+    assert start_checks.visible_gpus({}, tmp_path) == 0
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert launch.visible_gpus({}, tmp_path) == 2
-    assert launch.visible_gpus({"CUDA_VISIBLE_DEVICES": "0,2,3"}, tmp_path) == 3
-    assert launch.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
-    assert launch.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
-    assert launch.describe_gpus([0, 0]) == "no GPU"
-    assert launch.describe_gpus([1]) == "1 GPU per host"
-    assert launch.describe_gpus([4, 4]) == "4 GPUs per host"
-    assert launch.describe_gpus([4, 0]) == "0 to 4 GPUs per host"
+    assert start_checks.visible_gpus({}, tmp_path) == 2
+    assert start_checks.visible_gpus({"CUDA_VISIBLE_DEVICES": "0,2,3"}, tmp_path) == 3
+    assert start_checks.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert start_checks.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
+    assert start_checks.describe_gpus([0, 0]) == "no GPU"
+    assert start_checks.describe_gpus([1]) == "1 GPU per host"
+    assert start_checks.describe_gpus([4, 4]) == "4 GPUs per host"
+    assert start_checks.describe_gpus([4, 0]) == "0 to 4 GPUs per host"
 
 
 def test_each_mpi_s_own_verbosity():
     """R98: one variable for mpidist, and how to make the MPI library speak."""
-    assert "OMPI_MCA_" in launch.verbosity_hint(OPEN_MPI)
-    assert "MPIR_CVAR" in launch.verbosity_hint(MPICH)
+    assert "OMPI_MCA_" in start_checks.verbosity_hint(OPEN_MPI)
+    assert "MPIR_CVAR" in start_checks.verbosity_hint(MPICH)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from mpidist.cluster.memory_kills import MemoryKills, gibibytes
-from mpidist.cluster.supervisor import Attempt
-from mpidist.elastic.control_groups import group_of, peak_memory
-from mpidist.elastic.pulse import Sign
+from mpidist.launch.control_groups import group_of, peak_memory
+from mpidist.launch.heartbeat import Sign
+from mpidist.supervisor.memory_kills import MemoryKills, gibibytes
+from mpidist.supervisor.policy import Attempt
 
 GIB = 1 << 30
 HELD = "it held 3 GiB at its last sign, and the limit of its control group is 4 GiB"

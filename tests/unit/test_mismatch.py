@@ -1,6 +1,13 @@
 """Signatures and statuses: equal operations look equal, whatever their length (R97)."""
 
-from mpidist.mismatch import STATUS_BYTES, WAITING, Signature, Status, conflict, encode
+from mpidist.runtime.agreement.mismatch import (
+    STATUS_BYTES,
+    WAITING,
+    Signature,
+    Status,
+    conflict,
+    encode,
+)
 
 
 def status(rank, extra):

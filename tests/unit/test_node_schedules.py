@@ -2,8 +2,8 @@
 
 import pytest
 
-from mpidist.collectives import check, node
-from mpidist.collectives.schedule import NODE_SYNC, NOTHING
+from mpidist.collectives.schedules import check, node
+from mpidist.collectives.schedules.schedule import NODE_SYNC, NOTHING
 
 PIECE = 3
 SIZES = (1, 2, 3, 4, 5, 8)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from mpidist.collectives import check, node
+from mpidist.collectives.schedules import check, node
 
 SIZES = (2, 3, 5, 8, 16, 17, 29, 31, 64, 96, 112, 256)
 ITEMSIZES = (1, 2, 4, 8, 16, 32)

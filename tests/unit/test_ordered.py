@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from mpidist.collectives import check, ordered
-from mpidist.collectives.schedule import FINISH, NOTHING, SEND, Step, length
+from mpidist.collectives.schedules import check, fixed_tree
+from mpidist.collectives.schedules.schedule import FINISH, NOTHING, SEND, Step, length
 from mpidist.partition import BlockPartition
 
 RNG = np.random.default_rng(5)
@@ -30,14 +30,14 @@ def fold(nodes, values, pieces, add=np.add):
     stack, sums = [], []
     for node, value in zip(nodes, values, strict=True):
         sums.append(value)
-        for _ in range(ordered.push(stack, node, pieces)):
+        for _ in range(fixed_tree.push(stack, node, pieces)):
             right = sums.pop()
             sums[-1] = add(sums[-1], right)
     return stack, sums
 
 
 def ranges(pieces, ranks):
-    return list(itertools.pairwise(ordered.cuts(pieces, ranks)))
+    return list(itertools.pairwise(fixed_tree.cuts(pieces, ranks)))
 
 
 @pytest.mark.parametrize("pieces", range(1, 65))
@@ -54,7 +54,7 @@ def test_any_number_of_ranks_adds_the_serial_tree(pieces):
         nodes, partial = [], []
         for start, stop in ranges(pieces, ranks):
             held, sums = fold(leaves[start:stop], values[start:stop], pieces)
-            assert held == ordered.partials(start, stop, pieces)
+            assert held == fixed_tree.partials(start, stop, pieces)
             nodes += held
             partial += sums
         root, total = fold(nodes, partial, pieces)
@@ -70,20 +70,20 @@ def test_nobody_has_more_pieces_than_must_be():
         assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
         assert max(stop - start for start, stop in spans) == -(-pieces // ranks)
         for start, stop in spans:
-            count = len(ordered.partials(start, stop, pieces))
+            count = len(fixed_tree.partials(start, stop, pieces))
             assert count <= max(1, 2 * (stop - start).bit_length() - 2)
             assert (
                 count
-                <= ordered.depth(start, stop, pieces)
+                <= fixed_tree.depth(start, stop, pieces)
                 <= (stop - start).bit_length() + 1 + count
             )
-    assert ordered.cuts(16, 3) == [0, 4, 10, 16]
-    assert ordered.cuts(16, 5) == [0, 4, 8, 12, 16, 16]
+    assert fixed_tree.cuts(16, 3) == [0, 4, 10, 16]
+    assert fixed_tree.cuts(16, 5) == [0, 4, 8, 12, 16, 16]
 
 
 def proved(size, n, pieces, votes=0, **kwargs):
     """Run all ranks' steps symbolically and compare every element's tree with the serial one."""
-    nodes = [ordered.partials(*span, pieces) for span in ranges(pieces, size)]
+    nodes = [fixed_tree.partials(*span, pieces) for span in ranges(pieces, size)]
     names = {node: k for k, node in enumerate(itertools.chain(*nodes))}
     first_vote = len(names)
     start = []
@@ -93,7 +93,7 @@ def proved(size, n, pieces, votes=0, **kwargs):
             start[-1] = [None] * (n - votes) + [first_vote + rank] * votes
 
     def build(p, rank):
-        return ordered.piecewise(p, rank, n, pieces, votes=votes, **kwargs)
+        return fixed_tree.piecewise(p, rank, n, pieces, votes=votes, **kwargs)
 
     memory, sums = check.run(check.programs(build, size), start)
     _, [total] = fold(list(names), list(names.values()), pieces, sums.add)
@@ -122,7 +122,7 @@ def test_every_schedule_gives_the_tree(size):
 def test_partial_sums_in_the_memory_of_a_node(size, votes):
     """The same tree where the ranks' slots lie, with no race, also against what follows it."""
     for pieces, n, piece in itertools.product((1, 3, 5, 8, 16, 31), (1, 5, 2 * size + 1), (2, 99)):
-        nodes = [ordered.partials(*span, pieces) for span in ranges(pieces, size)]
+        nodes = [fixed_tree.partials(*span, pieces) for span in ranges(pieces, size)]
         stride = n * max(max(map(len, nodes)), 1)
         names = {node: k for k, node in enumerate(itertools.chain(*nodes))}
         shared = []
@@ -132,7 +132,7 @@ def test_partial_sums_in_the_memory_of_a_node(size, votes):
                 slot = [None] * (n - votes) + [len(names) + rank] * votes
             shared += slot + [None] * (stride - len(slot))
         programs = [
-            ordered.on_slots(size, rank, n, pieces, stride, piece, votes=votes)
+            fixed_tree.on_slots(size, rank, n, pieces, stride, piece, votes=votes)
             for rank in range(size)
         ]
         _, memory, sums = check.run_node(programs, [[]] * size, shared)
@@ -155,12 +155,12 @@ def test_partial_sums_in_the_memory_of_a_node(size, votes):
 def test_an_allreduce_adds_the_ranks_in_the_tree():
     for size in (*range(1, 18), 31, 32, 33, 63, 64):
         for n in (0, 1, size + 1):
-            check.check_allreduce(ordered.allreduce, size, n)
+            check.check_allreduce(fixed_tree.allreduce, size, n)
 
 
 def traffic(size, n, pieces, itemsize):
     programs = check.programs(
-        lambda p, rank: ordered.piecewise(p, rank, n, pieces, votes=1, itemsize=itemsize), size
+        lambda p, rank: fixed_tree.piecewise(p, rank, n, pieces, votes=1, itemsize=itemsize), size
     )
     sends = [[step for step in steps if step.kind == SEND] for steps in programs]
     return [(len(s), sum(length(step.source) for step in s)) for s in sends]
@@ -171,10 +171,10 @@ def test_messages_and_elements_equal_the_formulas():
     for size, pieces in itertools.product(range(2, 20), (1, 2, 7, 16, 24)):
         n = 5 * size + 3
         blocks = BlockPartition(n, size)
-        nodes = [len(ordered.partials(*span, pieces)) for span in ranges(pieces, size)]
+        nodes = [len(fixed_tree.partials(*span, pieces)) for span in ranges(pieces, size)]
         found = traffic(size, n, pieces, 1 << 10)
         most = -(-pieces // size)
-        even = ordered.cuts(pieces, size)[:-1] == [rank * most for rank in range(size)]
+        even = fixed_tree.cuts(pieces, size)[:-1] == [rank * most for rank in range(size)]
         if even and set(nodes) == {1} and all(count & (count - 1) == 0 for count in (size, most)):
             rounds = size.bit_length() - 1
             assert [messages for messages, _ in found] == [2 * rounds] * size

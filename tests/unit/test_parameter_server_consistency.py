@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from mpidist.errors import ConfigError, ProtocolError
-from mpidist.parameter_server.consistency import ASP, BSP, SSP, Answer, Apply, Gate, simulate
+from mpidist.servers.consistency import ASP, BSP, SSP, Answer, Apply, ConsistencyGate, simulate
 
 STEPS = ("pull", "push", "tick")
 
@@ -14,7 +14,7 @@ class World:
     """Workers that pull, push and tick for a number of clocks, then leave, on one gate."""
 
     def __init__(self, consistency, clocks):
-        self.gate = Gate(consistency, len(clocks))
+        self.gate = ConsistencyGate(consistency, len(clocks))
         self.clocks = clocks
         self.position = [0] * len(clocks)
         self.blocked = [False] * len(clocks)
@@ -148,7 +148,7 @@ def test_every_interleaving_without_a_bound(clocks):
 def test_a_broken_gate_is_found():
     """The checker can fail: a gate that is one too generous does not pass it."""
 
-    class Generous(Gate):
+    class Generous(ConsistencyGate):
         def is_open(self, worker):
             return self.clocks[worker] - self.slowest() <= self.consistency.bound + 1
 
@@ -163,7 +163,7 @@ def test_a_broken_gate_is_found():
 def test_only_the_fast_wait():
     """R68: the slowest live worker is never held, in any mode."""
     for mode in (BSP(), SSP(0), SSP(2), ASP()):
-        gate = Gate(mode, 3)
+        gate = ConsistencyGate(mode, 3)
         for _ in range(5):
             for worker in (0, 1):
                 if worker in gate.waiting or not gate.is_open(worker):
@@ -177,7 +177,7 @@ def test_only_the_fast_wait():
 
 def test_a_worker_that_leaves_frees_the_others():
     """Pushes of a worker that left in the middle of a clock are applied, not lost."""
-    gate = Gate(BSP(), 2)
+    gate = ConsistencyGate(BSP(), 2)
     gate.push(0, "a")
     gate.push(1, "b")
     gate.tick(1)
@@ -190,7 +190,7 @@ def test_a_worker_that_leaves_frees_the_others():
 
 
 def test_wrong_orders_are_named():
-    gate = Gate(SSP(1), 2)
+    gate = ConsistencyGate(SSP(1), 2)
     gate.push(0)
     with pytest.raises(ProtocolError, match="worker 0: second push in clock 0"):
         gate.push(0)

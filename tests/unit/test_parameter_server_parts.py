@@ -7,18 +7,13 @@ from hypothesis import strategies as st
 
 from mpidist import optim
 from mpidist.errors import ConfigError, ProtocolError
-from mpidist.memory import available_memory
-from mpidist.parameter_server.consistency import ASP, BSP
-from mpidist.parameter_server.memory import (
-    check_capacity,
-    needed,
-    size,
-    state_copies,
-)
-from mpidist.parameter_server.model import check_optimizer, parse_model
-from mpidist.parameter_server.placement import choose_ranks, place
-from mpidist.parameter_server.routing import data_bytes, decode, encode, route, views
-from mpidist.parameter_server.shards import Shard, initial
+from mpidist.launch.free_memory import available_memory
+from mpidist.servers.consistency import ASP, BSP
+from mpidist.servers.layout.capacity import check_capacity, needed, size, state_copies
+from mpidist.servers.layout.placement import choose_ranks, place
+from mpidist.servers.layout.routing import data_bytes, decode, encode, route, views
+from mpidist.servers.model_facts import check_optimizer, parse_model
+from mpidist.servers.shards import ServerShard, initial
 
 
 def test_roles():
@@ -183,7 +178,7 @@ def test_a_shard_of_every_cut_moves_alike():
 
     def shards(servers):
         layout = place(specs, servers)
-        return [Shard(layout, s, optimizer, inits, 0) for s in range(servers)]
+        return [ServerShard(layout, s, optimizer, inits, 0) for s in range(servers)]
 
     def step(every):
         for shard in every:

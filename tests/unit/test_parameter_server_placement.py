@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidist.parameter_server.placement import place
+from mpidist.servers.layout.placement import place
 
 LENET = {
     "conv1.w": ((6, 1, 5, 5), "f4"),

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpidist.collectives import algorithms, hierarchical
-from mpidist.collectives.executor import Program
-from mpidist.collectives.transfer import check_counts, counts_text
+from mpidist.collectives.engines import hierarchical
+from mpidist.collectives.engines.executor import Program
+from mpidist.collectives.engines.transfer import check_counts, counts_text
+from mpidist.collectives.schedules import algorithms
 
 RANKS = 65_536
 SECONDS, BYTES = 5.0, 200e6

@@ -4,12 +4,11 @@ import time
 
 import pytest
 
-from mpidist.collectives import composed, hierarchical
-from mpidist.collectives.algorithms import ALLREDUCE
-from mpidist.collectives.classes import CLASSES
-from mpidist.collectives.cost import Network
-from mpidist.collectives.predict import ENUMERATED, predict
+from mpidist.collectives.schedules.algorithms import ALLREDUCE
 from mpidist.errors import ConfigError
+from mpidist.simulator.network_model import Network
+from mpidist.simulator.predict import ENUMERATED, predict
+from mpidist.simulator.rank_classes import CLASSES
 
 #: Every parameter counts in the first network; the second is that of textbooks.
 NETWORKS = [
@@ -103,7 +102,6 @@ def test_hierarchical_is_lanes_and_memory(per_node):
         flat = predict("butterfly", 4 * per_node, 1 << 22, ranks_per_node=per_node)
         lanes = predict("hierarchical", 4 * per_node, 1 << 22, ranks_per_node=per_node)
         assert per_node == 1 or lanes.seconds < 0.75 * flat.seconds
-    assert composed.RING_BYTES == hierarchical.RING_BYTES
 
 
 def test_what_has_no_fast_form_says_so():

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from mpidist import data, models, optim
-from mpidist.collectives import algorithms, check
+from mpidist.collectives.schedules import algorithms, check
 from mpidist.errors import ConfigError
-from mpidist.parameter_server.consistency import SSP
+from mpidist.servers.consistency import SSP
 from mpidist.training import job, strategies
 
 JOB = {

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from fake_cupy import installed
 
-from mpidist.elastic.replicas import checksum, divergence
+from mpidist.fault_tolerance.check_replicas import checksum, divergence
 
 
 def test_every_bit_counts():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mpidist import optim
-from mpidist.cluster import launchers
-from mpidist.training import settings, starts, strategies
-from mpidist.training.resumed import differences, kept
+from mpidist.supervisor import commands
+from mpidist.training import settings, start_records, strategies
+from mpidist.training.resume_report import differences, kept
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,10 +93,10 @@ def test_starts_are_numbered(tmp_path):
     job = tmp_path / "job.toml"
     for number in range(1, 4):
         job.write_text(f"steps = {number}\n")
-        starts.keep(tmp_path, job, {"command": str(number)})
+        start_records.keep(tmp_path, job, {"command": str(number)})
         (tmp_path / "starts" / "notes.json").touch()
     (tmp_path / "starts" / "0007.json").touch()
-    starts.keep(tmp_path, job, {})
+    start_records.keep(tmp_path, job, {})
     assert sorted(path.name for path in (tmp_path / "starts").glob("0*.toml")) == [
         "0001.toml", "0002.toml", "0003.toml", "0008.toml"
     ]  # fmt: skip
@@ -124,8 +124,8 @@ def test_starts_are_numbered(tmp_path):
     ],
 )  # fmt: skip
 def test_the_words_before_the_program(started_by, library, crowded, words, monkeypatch):
-    monkeypatch.setattr(launchers, "callable_as", lambda program: program)
-    assert launchers.again(4, started_by, library, crowded) == words.split()
+    monkeypatch.setattr(commands, "callable_as", lambda program: program)
+    assert commands.again(4, started_by, library, crowded) == words.split()
 
 
 def test_programs_are_named_as_a_shell_finds_them(tmp_path, monkeypatch):
@@ -135,12 +135,12 @@ def test_programs_are_named_as_a_shell_finds_them(tmp_path, monkeypatch):
         (own / name).touch(mode=0o755)
     monkeypatch.setattr(sys, "executable", str(own / "python"))
     monkeypatch.setenv("PATH", "/nowhere")
-    assert launchers.callable_as("mpidist") == str(own / "mpidist")
-    assert launchers.callable_as("mpirun") == "mpirun"
+    assert commands.callable_as("mpidist") == str(own / "mpidist")
+    assert commands.callable_as("mpirun") == "mpirun"
     monkeypatch.chdir(tmp_path)
-    assert launchers.callable_as("mpidist") == "venv/bin/mpidist"
+    assert commands.callable_as("mpidist") == "venv/bin/mpidist"
     monkeypatch.setenv("PATH", str(own))
-    assert launchers.callable_as("mpidist") == "mpidist"
+    assert commands.callable_as("mpidist") == "mpidist"
 
 
 def test_pages_with_many_ranks_say_what_few_cores_need():

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mpidist.errors import BadRecord, ConfigError, MpidistError, StorageError, shown
-from mpidist.run_on_all import failure_of, run_on_all
+from mpidist.runtime.agreement.run_on_all import failure_of, run_on_all
 
 
 class Ranks:
@@ -90,7 +90,7 @@ def test_an_error_of_mpidist_keeps_its_class_on_all():
         assert str(error).startswith("set-up: rank 1 of 3 (")
         assert str(error).endswith("): keep=0; expected 1")
         assert error.everywhere
-    assert [error.consequence for error in found] == [True, False, True]
+    assert [error.secondary for error in found] == [True, False, True]
     assert found[1].__cause__ is own
 
 
@@ -103,7 +103,7 @@ def test_other_errors_go_on_as_themselves_where_they_were_raised(error):
         assert "rank 2 of 3" in str(other)
         assert type(error).__name__ in str(other)
         assert other.everywhere
-        assert other.consequence
+        assert other.secondary
 
 
 def test_what_decide_raises_is_raised_on_all():
@@ -112,7 +112,7 @@ def test_what_decide_raises_is_raised_on_all():
 
     found = Ranks().run(lambda c, e: run_on_all(c, "x", lambda: 1, decide, exchange=e))
     assert [str(error) for error in found] == ["ranks 1 and 2 differ"] * 3
-    assert not any(error.consequence for error in found)
+    assert not any(error.secondary for error in found)
 
     own = OSError("disk")
 
@@ -144,14 +144,14 @@ def test_the_rank_that_knows_the_cause_is_the_one_that_is_named():
     def job(comm, exchange):
         def local():
             error = ConfigError("cause" if comm.rank == 2 else "hearsay")
-            error.consequence = comm.rank != 2
+            error.secondary = comm.rank != 2
             raise error
 
         return run_on_all(comm, "x", local, exchange=exchange)
 
     found = Ranks().run(job)
     assert all("rank 2 of 3" in str(e) and "(and 2 more ranks)" in str(e) for e in found)
-    assert [error.consequence for error in found] == [True, True, False]
+    assert [error.secondary for error in found] == [True, True, False]
 
 
 def test_all_ranks_alike_are_one_line():
@@ -161,7 +161,7 @@ def test_all_ranks_alike_are_one_line():
         )
     )
     assert [str(error) for error in found] == ["x: all 3 ranks: no"] * 3
-    assert not any(error.consequence for error in found)
+    assert not any(error.secondary for error in found)
 
 
 def test_other_errors_become_the_class_that_fault_says():

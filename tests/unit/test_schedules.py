@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
-from mpidist.collectives import butterfly, check, direct, double_tree, ring, tree
-from mpidist.collectives.schedule import SEND, length, split_messages
+from mpidist.collectives.schedules import butterfly, check, direct, double_tree, ring, tree
+from mpidist.collectives.schedules.schedule import SEND, length, split_messages
 from mpidist.partition import BlockPartition
 
 ALLREDUCE = {

@@ -2,9 +2,11 @@
 
 import pytest
 
-from mpidist.collectives import butterfly, check, direct, double_tree, ring, simulate, tree
-from mpidist.collectives.cost import LONG, Layout, Network
-from mpidist.collectives.schedule import REDUCE, Step, recv, send
+from mpidist.collectives.schedules import butterfly, check, direct, double_tree, ring, tree
+from mpidist.collectives.schedules.protocol_limits import LONG
+from mpidist.collectives.schedules.schedule import REDUCE, Step, recv, send
+from mpidist.simulator import simulate
+from mpidist.simulator.network_model import Network, NodeLayout
 
 NET = Network(latency=1e-5, gap=1e-9, reduction=3e-10)
 
@@ -57,7 +59,7 @@ def test_segments_hide_the_reduction():
 
 def times(plans, network, ranks_per_node=1, **options):
     """Seconds of byte vectors, in plain numbers: gaps and latencies of the tests are integers."""
-    layout = Layout(len(plans), ranks_per_node)
+    layout = NodeLayout(len(plans), ranks_per_node)
     return simulate.run(plans, 1, network, layout, **options)
 
 

@@ -5,8 +5,9 @@ import sys
 import pytest
 
 from mpidist.cli.main import main
-from mpidist.collectives import drawing, ring
-from mpidist.collectives.cost import DEFAULT, save
+from mpidist.collectives.schedules import ring
+from mpidist.simulator import drawing
+from mpidist.simulator.network_model import DEFAULT, save
 
 
 def test_picture_of_the_ring():
@@ -70,8 +71,7 @@ def test_picture_without_matplotlib(tmp_path, capsys, monkeypatch):
         (["allreduce", "--picture", "x.gif"], "expected a name that ends in .png"),
         (["allreduce", "--ranks", "100", "--picture", "x.png"], "2 to 64 ranks"),
         (["allreduce", "--parameters", "nowhere.json"], "no parameters of a network"),
-        (["check", "--sizes", "1,x"], "--sizes 1,x"),
-        (["check", "--layouts", "3"], "--layouts 3"),
+        (["measure", "--sizes", "1,x"], "--sizes 1,x"),
         (["measure", "--algorithms", "ring,tre"], "did you mean 'tree'"),
         (["measure", "--blocks", "0"], "--blocks 0"),
     ],

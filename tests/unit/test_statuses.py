@@ -9,8 +9,8 @@ from math import ceil, log2
 import pytest
 
 from mpidist.errors import MismatchError
-from mpidist.mismatch import RAISED, Signature
-from mpidist.statuses import Statuses, neighbours
+from mpidist.runtime.agreement.mismatch import RAISED, Signature
+from mpidist.runtime.agreement.statuses import Statuses, neighbours
 
 SUM = Signature("allreduce", "float32", "(10)", "sum", "ring")
 MAX = Signature("allreduce", "float32", "(10)", "max", "ring")

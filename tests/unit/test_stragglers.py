@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpidist import events, waiting
-from mpidist.elastic import stragglers
-from mpidist.elastic.stragglers import (
+from mpidist import events
+from mpidist.fault_tolerance import stragglers
+from mpidist.fault_tolerance.stragglers import (
     AGAIN,
     WINDOW,
     OwnTime,
@@ -18,7 +18,8 @@ from mpidist.elastic.stragglers import (
     find,
     sharing,
 )
-from mpidist.training.served_times import OwnTimes, Times
+from mpidist.runtime import polling
+from mpidist.training.exchanges.worker_times import OwnTimes, Times
 
 RNG = np.random.default_rng(0)
 
@@ -163,12 +164,12 @@ def test_a_worker_tells_its_times_with_every_tenth_request():
 
 def test_waits_are_no_work_of_ones_own():
     """What a loop does until it says that it has computed, or until its step ends."""
-    began, before = time.monotonic(), waiting.waited
+    began, before = time.monotonic(), polling.waited
     own = OwnTime()
     for _ in range(20):  # where this process stands still meanwhile, that is no wait
         now = time.monotonic()
-        waiting.wait_until(lambda now=now: time.monotonic() > now + 0.05)
-        if waiting.waited - before > 0.03:
+        polling.wait_until(lambda now=now: time.monotonic() > now + 0.05)
+        if polling.waited - before > 0.03:
             break
     assert own.stop() < time.monotonic() - began - 0.02
     own.begin()

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 
-from mpidist import events, strangers
+from mpidist import events, untrusted_hdf5
 from mpidist.errors import ConfigError
 
 VALUES = np.arange(60, dtype="f4").reshape(12, 5)
@@ -22,8 +22,8 @@ def path(tmp_path):
 
 
 def read(path, name="x", **options):
-    with strangers.opened(path, **options) as file:
-        return strangers.dataset(file, name)[...]
+    with untrusted_hdf5.open_untrusted(path, **options) as file:
+        return untrusted_hdf5.checked_dataset(file, name)[...]
 
 
 GOOD = {
@@ -269,17 +269,17 @@ def test_no_descriptor_is_left(path):
         with pytest.raises(ConfigError):
             read(path)
         with pytest.raises(ConfigError):
-            strangers.opened(path.parent / "none")
+            untrusted_hdf5.open_untrusted(path.parent / "none")
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_versions_with_known_holes_are_named(path, monkeypatch):
     """Once in the event log of a process, by version and numbers."""
     monkeypatch.setattr(h5py.version, "hdf5_version_tuple", (2, 2, 0))
-    assert strangers.known_holes() is None
+    assert untrusted_hdf5.known_holes() is None
     monkeypatch.setattr(h5py.version, "hdf5_version_tuple", (2, 1, 9))
-    assert "CVE-2026-17572" in strangers.known_holes()
-    strangers._tell_holes.cache_clear()
+    assert "CVE-2026-17572" in untrusted_hdf5.known_holes()
+    untrusted_hdf5._tell_holes.cache_clear()
     with h5py.File(path, "w") as file:
         file["x"] = VALUES
     events.recent.clear()
@@ -291,7 +291,7 @@ def test_versions_with_known_holes_are_named(path, monkeypatch):
 CHILD = """
 import random, sys
 from pathlib import Path
-from mpidist import strangers
+from mpidist import untrusted_hdf5
 from mpidist.errors import ConfigError
 path, rng = Path(sys.argv[1]), random.Random(5)
 good, refused = path.read_bytes(), 0
@@ -301,9 +301,9 @@ for _ in range(300):
         data[rng.randrange(len(data))] = rng.choice([0, 1, 255, rng.randrange(256)])
     path.write_bytes(data[: rng.choice([len(data), len(data), rng.randrange(len(data))])])
     try:
-        with strangers.opened(path) as file:
+        with untrusted_hdf5.open_untrusted(path) as file:
             for name in ("a/x", "y"):
-                strangers.dataset(file, name)
+                untrusted_hdf5.checked_dataset(file, name)
     except ConfigError:
         refused += 1
 print(refused)

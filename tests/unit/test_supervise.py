@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from mpidist.cluster import launchers, supervise
-from mpidist.cluster.supervisor import Policy
-from mpidist.elastic.processes import runs
-from mpidist.testing.process import forgotten_segments
+from mpidist.launch.process_table import runs
+from mpidist.launch.processes import forgotten_segments
+from mpidist.supervisor import attempts, commands
+from mpidist.supervisor.policy import Policy
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def test_the_program_has_the_whole_environment(tmp_path, launcher, monkeypatch, 
     program.write_text("import json, os, sys\nprint(json.dumps([dict(os.environ), sys.argv[1:]]))")
     words = ["*", "a  b", "$HOME", ""]
     control = tmp_path / "a folder's"
-    job = supervise.Job((sys.executable, str(program), *words), 1, control, words=launcher)
-    assert supervise.run(job) == 0
+    job = attempts.Job((sys.executable, str(program), *words), 1, control, words=launcher)
+    assert attempts.run(job) == 0
     environ, given = json.loads(capfd.readouterr().out)
     assert [environ[name] for name in names] == values
     assert given == words
@@ -50,7 +50,7 @@ def test_asked_between_two_attempts(tmp_path, launcher, monkeypatch, capsys):
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    again, finish = supervise._asked_within, supervise._finish
+    again, finish = attempts._asked_within, attempts._finish
 
     def asked(seconds):
         # This thread's own: tests before this one may have left threads that block nothing.
@@ -61,16 +61,16 @@ def test_asked_between_two_attempts(tmp_path, launcher, monkeypatch, capsys):
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
         return finish(*given)
 
-    monkeypatch.setattr(supervise, "_asked_within", asked)
-    monkeypatch.setattr(supervise, "_finish", asked_once_more)
+    monkeypatch.setattr(attempts, "_asked_within", asked)
+    monkeypatch.setattr(attempts, "_finish", asked_once_more)
     policy = Policy(preempted="requeue")
-    job = supervise.Job(("false",), 1, tmp_path / "own", words=launcher, policy=policy)
-    assert supervise.run(job) == 75
+    job = attempts.Job(("false",), 1, tmp_path / "own", words=launcher, policy=policy)
+    assert attempts.run(job) == 75
     assert (tmp_path / "asked").read_text() == "requeue 17\n"
     assert "asked to stop before the next attempt; stopped as asked" in capsys.readouterr().err
     (tmp_path / "asked").unlink()
     job = job._replace(folder=tmp_path / "leaves", policy=Policy())
-    assert supervise.run(job) == 75
+    assert attempts.run(job) == 75
     assert not (tmp_path / "asked").exists()
 
 
@@ -95,13 +95,13 @@ def test_transports_that_somebody_has_chosen(tmp_path):
     """Issue 10: one host needs no libfabric for one-sided transfers; a choice stays."""
     launcher, home = str(tmp_path / "bin/mpirun"), {"HOME": str(tmp_path / "home")}
     site, own = tmp_path / "etc", tmp_path / "home/.openmpi"
-    assert launchers.quick_start("mpich", launcher, home) == ""
+    assert commands.quick_start("mpich", launcher, home) == ""
     for folder, name in ((site, "openmpi-mca-params.conf"), (own, "mca-params.conf")):
         folder.mkdir(parents=True)
         (folder / name).write_text("# btl = tcp\nbtl_tcp_if_include = eth0\n")
-        script = launchers.quick_start("openmpi", launcher, home)
+        script = commands.quick_start("openmpi", launcher, home)
         (folder / name).write_text("  btl=self,tcp\n")
-        assert launchers.quick_start("openmpi", launcher, home) == ""
+        assert commands.quick_start("openmpi", launcher, home) == ""
         (folder / name).unlink()
     for sizes, given, seen in (
         (("4", "4"), None, "^ofi"), (("2", "4"), None, None), (("4", "4"), "tcp", "tcp"),
@@ -120,8 +120,8 @@ def test_a_history_that_cannot_be_written(tmp_path, launcher, capsys):
     control = tmp_path / "own"
     history = control / "history.jsonl"
     words = f"rm -f {history}; mkdir -p {history}; exit $((1 - MPIDIST_ATTEMPT))"
-    job = supervise.Job(("sh", "-c", words), 1, control, words=launcher)
-    assert supervise.run(job) == 0
+    job = attempts.Job(("sh", "-c", words), 1, control, words=launcher)
+    assert attempts.run(job) == 0
     said = capsys.readouterr().err
     assert said.count("the history is not written: ") == 4
     assert "attempt 1 on 1 ranks" in said
@@ -135,11 +135,11 @@ def test_a_probe_leaves_nothing_behind(tmp_path):
     launcher.write_text(f"#!/bin/sh\n{version}\nsetsid sleep 500 & echo $! $$ > {pids}\nwait\n")
     launcher.chmod(0o755)
     for seconds in (1.0, 10.0, 30.0):  # until the launcher has come so far
-        assert not launchers.answers("far", [str(launcher)], os.environ, seconds)
+        assert not commands.answers("far", [str(launcher)], os.environ, seconds)
         if started := pids.read_text().split() if pids.exists() else []:
             break
     assert len(started) == 2
     assert not any(runs(pid) for pid in started)
     launcher.write_text(f"#!/bin/sh\n{version}\nexit 0\n")
-    assert launchers.answers("near", [str(launcher)], os.environ, 60.0)
-    assert not launchers.answers("near", ["srun-that-is-not-there/srun"], os.environ, 60.0)
+    assert commands.answers("near", [str(launcher)], os.environ, 60.0)
+    assert not commands.answers("near", ["srun-that-is-not-there/srun"], os.environ, 60.0)

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidist.cluster import launchers, places, supervise
-from mpidist.cluster.supervisor import HOPELESS, UNSTARTED, Attempt, Policy, decide, left_out
-from mpidist.cluster.vigil import DEAD, LAUNCHER, START, Launcher, Limits, Vigil
-from mpidist.elastic import pulse
-from mpidist.elastic.pulse import Sign
 from mpidist.errors import ConfigError
+from mpidist.launch import heartbeat
+from mpidist.launch.heartbeat import Sign
+from mpidist.supervisor import attempts as supervise
+from mpidist.supervisor import commands
+from mpidist.supervisor import hosts as places
+from mpidist.supervisor.liveness import DEAD, LAUNCHER, START, Launcher, Limits, Vigil
+from mpidist.supervisor.policy import HOPELESS, UNSTARTED, Attempt, Policy, decide, left_out
 
 KILLED = 137
 
@@ -386,12 +388,12 @@ def test_hosts_are_named_to_each_launcher(tmp_path):
 
     hosts = {"a": 2, "b": 1}
     ompi = script("mpirun", "mpirun (Open MPI) 5.0.11")
-    assert launchers.command(3, [ompi], hosts, True) == [ompi, "--host", "a:2,b:1", "-n", "3"]
-    assert launchers.command(3, [ompi], hosts) == [ompi, "-n", "3"]
+    assert commands.command(3, [ompi], hosts, True) == [ompi, "--host", "a:2,b:1", "-n", "3"]
+    assert commands.command(3, [ompi], hosts) == [ompi, "-n", "3"]
     mpich = script("mpiexec", "HYDRA build details: Version: 5.0.2")
-    assert launchers.command(3, [mpich], hosts, True) == [mpich, "-hosts", "a:2,b:1", "-n", "3"]
+    assert commands.command(3, [mpich], hosts, True) == [mpich, "-hosts", "a:2,b:1", "-n", "3"]
     srun = ["srun", "--mpi=pmix"]
-    assert launchers.command(3, srun, hosts, True) == [
+    assert commands.command(3, srun, hosts, True) == [
         *srun,
         "--nodelist=a,b",
         "--nodes=2",
@@ -399,25 +401,25 @@ def test_hosts_are_named_to_each_launcher(tmp_path):
         "3",
     ]
     other = script("runjob", "runjob 1")
-    assert launchers.command(3, [other]) == [other, "-n", "3"]
+    assert commands.command(3, [other]) == [other, "-n", "3"]
     with pytest.raises(ConfigError, match="leave --hosts out"):
-        launchers.command(3, [other], hosts, True)
+        commands.command(3, [other], hosts, True)
 
 
 def test_hosts_by_the_names_that_they_give_themselves():
-    assert launchers.named_like("n1", ["n1", "n2"]) == "n1"
-    assert launchers.named_like("n1.cluster", ["n2", "n1"]) == "n1"
-    assert launchers.named_like("n1", ["n1.cluster", "n10.cluster"]) == "n1.cluster"
-    assert launchers.named_like("n3", ["n1", "n2"]) == launchers.named_like("", ["n1", "n2"]) == ""
-    assert launchers.named_like("n1", ["n1"]) == launchers.named_like("n1", ()) == ""
+    assert commands.named_like("n1", ["n1", "n2"]) == "n1"
+    assert commands.named_like("n1.cluster", ["n2", "n1"]) == "n1"
+    assert commands.named_like("n1", ["n1.cluster", "n10.cluster"]) == "n1.cluster"
+    assert commands.named_like("n3", ["n1", "n2"]) == commands.named_like("", ["n1", "n2"]) == ""
+    assert commands.named_like("n1", ["n1"]) == commands.named_like("n1", ()) == ""
 
 
 def test_hosts_of_the_user_and_of_slurm(tmp_path, monkeypatch):
-    assert launchers.parse_hosts("a:2,b,c:10") == {"a": 2, "b": 1, "c": 10}
+    assert commands.parse_hosts("a:2,b,c:10") == {"a": 2, "b": 1, "c": 10}
     for wrong in ("", "a:", "a:x", "a:0", "a,a", ":2"):
         with pytest.raises(ConfigError, match="--hosts"):
-            launchers.parse_hosts(wrong)
-    assert launchers.expand_counts("2(x3),1") == [2, 2, 2, 1]
+            commands.parse_hosts(wrong)
+    assert commands.expand_counts("2(x3),1") == [2, 2, 2, 1]
     for name, said in (
         ("scontrol", "n1\nn2\nn3"),
         ("sinfo", "n1 allocated\nn2 down*\nn3 mixed*\nn4 drained"),
@@ -426,11 +428,11 @@ def test_hosts_of_the_user_and_of_slurm(tmp_path, monkeypatch):
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     environ = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "2(x3)"}
-    assert launchers.slurm_hosts(environ) == {"n1": 2, "n2": 2, "n3": 2}
-    assert launchers.slurm_hosts({}) is None
+    assert commands.slurm_hosts(environ) == {"n1": 2, "n2": 2, "n3": 2}
+    assert commands.slurm_hosts({}) is None
     (tmp_path / "squeue").symlink_to("scontrol")
-    assert launchers.slurm_left(environ) == ["n1", "n2", "n3"]
-    assert launchers.slurm_away(["n1", "n2", "n3", "n4"]) == {"n2", "n3", "n4"}
+    assert commands.slurm_left(environ) == ["n1", "n2", "n3"]
+    assert commands.slurm_away(["n1", "n2", "n3", "n4"]) == {"n2", "n3", "n4"}
 
 
 def test_slurm_variables_of_the_nodes_that_are_left():
@@ -440,8 +442,8 @@ def test_slurm_variables_of_the_nodes_that_are_left():
         "SLURM_TASKS_PER_NODE": "2(x2),1", "SLURM_NTASKS": "5", "SLURM_JOB_CPUS_PER_NODE": "4(x3)",
     }  # fmt: skip
     names = ["n1", "n2", "n3"]
-    assert launchers.slurm_environ(environ, names, names, 5) == {}
-    assert launchers.slurm_environ(environ, names, ["n1", "n3"], 3) == {
+    assert commands.slurm_environ(environ, names, names, 5) == {}
+    assert commands.slurm_environ(environ, names, ["n1", "n3"], 3) == {
         "SLURM_JOB_NODELIST": "n1,n3", "SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "2,1",
         "SLURM_NTASKS": "3", "SLURM_JOB_CPUS_PER_NODE": "4,4",
     }  # fmt: skip
@@ -451,33 +453,33 @@ def test_slurm_variables_of_the_nodes_that_are_left():
 
 
 def test_a_rank_tells_and_is_read(tmp_path):
-    assert pulse.read(tmp_path) == []
-    one = pulse.Pulse(tmp_path, 3)
-    assert pulse.read(tmp_path)[0][:5] == (3, 0, None, None, False)
+    assert heartbeat.read(tmp_path) == []
+    one = heartbeat.Pulse(tmp_path, 3)
+    assert heartbeat.read(tmp_path)[0][:5] == (3, 0, None, None, False)
     one.note(0)
     one.note(1)
     (tmp_path / "rank-4").write_bytes(b"torn")
-    (told,) = pulse.read(tmp_path)
+    (told,) = heartbeat.read(tmp_path)
     assert (told.step, told.first, told.pid, told.host) == (1, 0, os.getpid(), os.uname().nodename)
     assert (told.heard, told.failed) == (False, False)
     one.hear()
     one.fail()
     one.leave()
-    (told,) = pulse.read(tmp_path)
+    (told,) = heartbeat.read(tmp_path)
     assert (told.left, told.heard, told.failed) == (True, True, True)
     with pytest.raises(FileExistsError):
-        pulse.Pulse(tmp_path, 3)
+        heartbeat.Pulse(tmp_path, 3)
 
 
 def test_without_a_launcher_nothing_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(pulse, "_pulse", None)
-    pulse.join({})
-    pulse.note(3)
-    assert pulse._pulse is None
+    monkeypatch.setattr(heartbeat, "_pulse", None)
+    heartbeat.join({})
+    heartbeat.note(3)
+    assert heartbeat._pulse is None
     # A helper that a rank has started is not that rank.
     (tmp_path / "rank-0").write_bytes(b"")
-    pulse.join({pulse.FOLDER: str(tmp_path)})
-    assert pulse._pulse is None
+    heartbeat.join({heartbeat.FOLDER: str(tmp_path)})
+    assert heartbeat._pulse is None
 
 
 def test_history_is_read_again(tmp_path):
@@ -568,12 +570,12 @@ def test_a_launcher_that_was_killed_keeps_nobody_out(tmp_path):
         (tmp_path / f"attempt-{number}").mkdir()
         (tmp_path / f"attempt-{number}" / "launcher").write_text(launcher)
     assert supervise.next_attempt(tmp_path, 0) == 2
-    assert (tmp_path / "attempt-1" / pulse.OVER).exists(), "its ranks end, wherever they are"
+    assert (tmp_path / "attempt-1" / heartbeat.OVER).exists(), "its ranks end, wherever they are"
     (tmp_path / "attempt-2").mkdir()
-    (tmp_path / "attempt-2" / "launcher").write_text(pulse.launcher_id())
+    (tmp_path / "attempt-2" / "launcher").write_text(heartbeat.launcher_id())
     with pytest.raises(ConfigError, match="in use by another mpidist launch"):
         supervise.next_attempt(tmp_path, 0)
-    assert not (tmp_path / "attempt-2" / pulse.OVER).exists()
+    assert not (tmp_path / "attempt-2" / heartbeat.OVER).exists()
 
 
 def test_room_on_hosts():

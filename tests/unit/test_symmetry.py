@@ -2,8 +2,8 @@
 
 import pytest
 
-from mpidist.collectives.algorithms import ALLREDUCE
-from mpidist.collectives.schedule import RECV, REDUCE, REDUCE_LEFT, SEND, length
+from mpidist.collectives.schedules.algorithms import ALLREDUCE
+from mpidist.collectives.schedules.schedule import RECV, REDUCE, REDUCE_LEFT, SEND, length
 
 
 def work(name, p, n):

@@ -3,7 +3,7 @@
 import pytest
 
 from mpidist.errors import ConfigError
-from mpidist.tables import build, choose
+from mpidist.registry import build, choose
 
 
 def thing(a, b=2):

@@ -5,10 +5,10 @@ import random
 import runpy
 from pathlib import Path
 
-from mpidist import launch
+from mpidist.launch import start_checks
 
 texts = [b"text " * length for length in range(110, 1200) for _ in range(10)]
 random.Random(0).shuffle(texts)
 del texts[::2]
-launch.initialize(os.environ)
+start_checks.initialize(os.environ)
 runpy.run_path(str(Path(__file__).with_name("who.py")))

@@ -12,15 +12,16 @@ import numpy as np
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist import context as contexts
-from mpidist import waiting
-from mpidist.collectives import algorithms, executor
+from mpidist.collectives.engines import executor
+from mpidist.collectives.schedules import algorithms
+from mpidist.runtime import context as contexts
+from mpidist.runtime import polling
 
 WORLD = MPI.COMM_WORLD
 KINDS = (RuntimeError, KeyboardInterrupt, MemoryError, SystemExit)
 
 # The others hear at once, not after a second: there are many cases.
-contexts.wait_until = functools.partial(waiting.wait_until, patience=0.003)
+contexts.wait_until = functools.partial(polling.wait_until, patience=0.003)
 
 
 class Flaky:

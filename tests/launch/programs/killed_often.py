@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mpidist.testing.process import run
+from mpidist.launch.processes import run
 
 JOB = Path(__file__).parents[3] / "jobs" / "digits.toml"
 STEPS, EVERY = 150, 20

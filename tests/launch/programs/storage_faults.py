@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import mpidist as md
-from mpidist.checkpoint import lock
+from mpidist.checkpoint.storage import lock
 from mpidist.errors import StorageError
 
 PAGE = 4096

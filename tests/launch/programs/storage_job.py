@@ -13,7 +13,7 @@ from pathlib import Path
 
 from storage_faults import Full, ReadOnly, Renamed
 
-from mpidist.testing.launch import launch_environment, launcher_command
+from mpidist.launch.launchers import launch_environment, launcher_command
 
 JOB = Path(__file__).parents[3] / "jobs" / "digits.toml"
 SETTINGS = ("steps=100000", "checkpoint_every=5", "model.channels=[4, 8]", "global_batch=12")

@@ -1,0 +1,177 @@
+"""The simulator's parameters from two ranks: what is measured, and how it becomes parameters.
+
+Everything is run by the executor itself, so Python's share is in the figures. Medians over repeats
+throw out what other work on the machine has done. One pair of ranks on two nodes gives the
+network's parameters, one on a single node those of its shared memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from mpi4py import MPI
+
+from ..collectives.allreduce import plan
+from ..collectives.engines.executor import Program
+from ..collectives.schedules.schedule import Step, recv, send
+from ..errors import ConfigError
+from ..runtime.polling import wait_until
+from ..simulator.network_model import Network, NodeLayout
+from ..simulator.simulate import run as simulate
+
+#: Bytes of the messages that find the speed of the link, after a pause that fills its bucket.
+LINK_SIZES = tuple(1 << k for k in range(12, 25))
+PAUSE = 0.08
+#: Bytes of the long messages that cross each other.
+CROSSING_SIZES = (4 << 20, 8 << 20)
+_CHAIN = 50
+
+
+def fit(comm, *, repeats: int = 5) -> dict[str, float]:
+    """Measure this network, or this node, and return its parameters by name.
+
+    Collective over `comm`, which has two ranks: on different nodes for the network's parameters,
+    on one node for `node_latency` and `node_gap`.
+    """
+    if comm.size != 2:
+        raise ConfigError(f"fit runs on 2 ranks, given {comm.size}; use mpirun -n 2")
+    me = comm.rank
+    hosts = comm.allgather(MPI.Get_processor_name())
+    alike = hosts[0] == hosts[1]
+    pause = 0.0 if alike else PAUSE
+
+    def timed(steps: list[Step], size: int, pause: float = 0.0, count: int = repeats) -> float:
+        return _median(comm, count, partial(_run, comm, steps, size, pause))
+
+    chain = timed(_alternate(me, _CHAIN), 8) / _CHAIN
+    # In a flood one Python thread sends a message and receives one, in turns.
+    overhead = min(timed(_both_ways(me, _CHAIN), 8) / _CHAIN, chain) / 2
+    latency = chain - 2 * overhead
+    times = [timed(_answered(me, size), size, pause) for size in LINK_SIZES]
+    if alike:
+        return {"node_latency": latency, "node_gap": line(LINK_SIZES, times)[0]}
+    gap, burst, peak = link(LINK_SIZES, times, 2 * chain)
+    network = Network(latency=latency, gap=gap, overhead=overhead, burst=burst, peak=peak)
+    crossed = [timed(_exchanges(me, size), size, count=3) / 4 for size in CROSSING_SIZES]
+    call = plan(comm, np.zeros(1, np.float32), algorithm="recursive_doubling")
+    called = _median(comm, repeats, lambda: _time(lambda: [call() for _ in range(_CHAIN)]))
+    return {
+        "latency": latency,
+        "gap": gap,
+        "overhead": overhead,
+        "burst": burst,
+        "peak": peak,
+        "crossing": crossing(CROSSING_SIZES, crossed, network),
+        "reduction": _reduction(comm, repeats),
+        "call": max(called / _CHAIN - chain, 0.0),
+    }
+
+
+def line(sizes, seconds) -> tuple[float, float]:
+    """Least squares of ``seconds = slope size + constant``, by relative error. Local.
+
+    The slope is at least 0. Relative, since one long message would outweigh all short ones.
+    """
+    weight = 1 / np.asarray(seconds)
+    columns = np.column_stack([sizes, np.ones(len(sizes))])
+    slope, constant = np.linalg.lstsq(columns * weight[:, None], np.ones(len(sizes)), rcond=None)[0]
+    return max(float(slope), 0.0), float(constant)
+
+
+def link(sizes: Sequence[int], seconds: Sequence[float], base: float) -> tuple[float, float, float]:
+    """Return (gap, burst, peak) of a link from the times of single messages. Local.
+
+    A token bucket takes b bytes in ``base + max(b peak, (b - burst) gap)``. Every burst is tried,
+    none among them, with the medians of the slopes that it implies; the one that misses least
+    counts. A few messages that other work has held up change neither medians nor much of the sum.
+    """
+    x, y = np.asarray(sizes, float), np.asarray(seconds, float)
+    beyond = np.maximum(y - base, 1e-9)
+    long = x >= x[-1] / 8
+    found = []
+    for burst in (0.0, *np.geomspace(x[-1] / 64, x[-1] / 9, 100)):
+        gap = float(np.median(beyond[long] / (x[long] - burst)))
+        inside = (x <= burst / 2) & (x >= burst / 32)
+        peak = min(float(np.median(beyond[inside] / x[inside])), gap) if burst else 0.0
+        told = base + np.maximum(x * peak, (x - burst) * gap)
+        found.append((float(np.abs(np.log(told / y)).sum()), gap, float(burst), peak))
+    return min(found)[1:]
+
+
+def crossing(sizes: Sequence[int], seconds: Sequence[float], network: Network) -> float:
+    """Return the share with which simulated exchanges of long messages take `seconds`. Local."""
+
+    def error(share: float) -> float:
+        net = network._replace(crossing=share)
+        told = [
+            simulate([_exchanges(0, size), _exchanges(1, size)], 1, net, NodeLayout(2)) / 4
+            for size in sizes
+        ]
+        return float(np.square(np.divide(told, seconds) - 1).sum())
+
+    return min((k / 50 for k in range(51)), key=error)
+
+
+def _alternate(rank: int, count: int) -> list[Step]:
+    whole = (0, 8)
+    return [send(k, 1 - rank, whole) if k % 2 == rank else recv(k, 1 - rank, whole)
+            for k in range(count)]  # fmt: skip
+
+
+def _both_ways(rank: int, count: int) -> list[Step]:
+    return [
+        step
+        for k in range(count)
+        for step in (send(k, 1 - rank, (0, 8)), recv(k, 1 - rank, (8 + 8 * k, 16 + 8 * k)))
+    ]
+
+
+def _answered(rank: int, size: int) -> list[Step]:
+    there, back = (0, size), (0, 8)
+    if rank:
+        return [recv(0, 0, there), send(1, 0, back)]
+    return [send(0, 1, there), recv(1, 1, back)]
+
+
+def _exchanges(rank: int, size: int) -> list[Step]:
+    # Each needs what the one before it has brought, as the steps of an algorithm do.
+    halves = [(0, size), (size, 2 * size)]
+    return [
+        step
+        for k in range(4)
+        for step in (send(k, 1 - rank, halves[k % 2]), recv(k, 1 - rank, halves[1 - k % 2]))
+    ]
+
+
+def _run(comm, steps: list[Step], size: int, pause: float = 0.0) -> float:
+    program = Program(steps, size, np.dtype(np.uint8), np.add)
+    data = np.zeros(size, np.uint8)
+    time.sleep(pause)
+    comm.Barrier()
+    return _time(lambda: wait_until(program.start(comm, data, 0).test))
+
+
+def _time(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _median(comm, repeats: int, measure: Callable[[], float]) -> float:
+    """Return the median of rank 0's times; both ranks get the same. Collective over `comm`."""
+    measure()
+    return comm.bcast(float(np.median([measure() for _ in range(repeats)])))
+
+
+def _reduction(comm, repeats: int) -> float:
+    # Both ranks add at the same time, as they do in a collective.
+    sizes = [1 << 20, 4 << 20, 16 << 20]
+    times = []
+    for size in sizes:
+        a, b = np.ones(size // 4, np.float32), np.ones(size // 4, np.float32)
+        add = partial(np.add, a, b, out=a)
+        times.append(_median(comm, repeats, partial(_time, add)))
+    return float(np.median(np.divide(times, sizes)))

@@ -1,0 +1,187 @@
+"""What all ranks want alike, read once: each rank reads its part and passes it on.
+
+    disk      | rank 0's part | rank 1's part | rank 2's part |      each byte is read by one rank
+    ranks       every part goes from who read it to all others, while the next ones are read
+
+Every rank makes the same wants of the same manifest, so that no rank has to tell what it reads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, zip_longest
+
+import numpy as np
+
+from ...partition import BlockPartition
+from ...runtime.agreement.mismatch import Signature
+from ...runtime.context import Context, of
+from .read_plan import ReadItem, RowReadItem
+
+#: Targets of so many bytes travel as they lie; smaller ones together, in messages of that size.
+_LARGE = 4 << 20
+_MESSAGE = 1 << 30
+#: Messages that are under way at once.
+_IN_FLIGHT = 32
+#: Messages that can no longer end.
+_abandoned: list = []
+#: Seconds between two looks for what a rank or the disk has not brought yet.
+_NAP = 0.0002
+
+
+def partition_reads(wants: Sequence[ReadItem], block: int, ranks: int) -> list[list[ReadItem]]:
+    """Cut `wants` into one list for each rank, of about equal bytes. Local, the same on all ranks.
+
+    Ranges are cut between two blocks, and small ones of one block stay together, so that hardly
+    any block goes to two ranks.
+    """
+    bounds = BlockPartition(sum(want.count for want in wants), ranks).bounds()
+    dealt: list[list[ReadItem]] = [[] for _ in range(ranks)]
+    rank, done, last = 0, 0, (-1, -1)
+    for want in sorted(wants, key=lambda want: (want.file, want.offset)):
+        for part in _parts(want, [bound - done for bound in bounds[rank + 1 : -1]], block):
+            if done >= bounds[rank + 1] and (part.file, part.offset // block) != last:
+                rank = next(r for r in range(rank, ranks) if done < bounds[r + 1])
+            dealt[rank].append(part)
+            done += part.count
+            last = (part.file, (part.offset + part.count - 1) // block)
+    return dealt
+
+
+def _parts(want: ReadItem, cuts: Sequence[int], block: int) -> Iterator[ReadItem]:
+    """Cut a range of bytes at the first ends of blocks behind `cuts`; rows stay together."""
+    if isinstance(want, RowReadItem) or want.target is None:
+        yield want
+        return
+    start = 0
+    for cut in [*cuts, want.count]:
+        end = min(want.count, -(-(want.offset + cut) // block) * block - want.offset)
+        if cut >= want.count:
+            end = want.count
+        if end > start:
+            part = want.target[start:end]
+            yield ReadItem(want.file, want.offset + start, end - start, part)
+            start = end
+
+
+#: A want and the array that it fills.
+Part = tuple[ReadItem, np.ndarray]
+
+
+class ReadAndBroadcast:
+    """What all ranks want alike, and the part of it that this one reads. Local, but for `exchange`.
+
+    Every rank gives equal `wants`, for contiguous arrays.
+    """
+
+    def __init__(self, wants: Sequence[ReadItem], block: int, rank: int, ranks: int):
+        dealt = partition_reads(wants, block, ranks)
+        self.mine = dealt[rank]
+        given = [[(want, want.target) for want in one if want.target is not None] for one in dealt]
+        large = [[part for part in one if _is_large(part[1])] for one in given]
+        # From all ranks in turn: one that waits for another's bytes sends its own meanwhile.
+        turns = zip_longest(*([(root, part) for part in one] for root, one in enumerate(large)))
+        self._large = [item for turn in turns for item in turn if item is not None]
+        self._small = [
+            (root, message)
+            for root, one in enumerate(given)
+            for message in _joined([part for part in one if not _is_large(part[1])])
+        ]
+        # Taken here, where a rank without memory can still tell the others.
+        most = max((_bytes(message) for _, message in self._small), default=0)
+        self._room = np.empty(most, np.uint8)
+        self._under_way: list = []
+
+    def exchange(self, comm, over: Callable[[], bool]) -> None:
+        """Bring every target to all ranks from the one that reads it, as it comes. Collective.
+
+        `over` tells that this rank reads no more; what has not come by then is passed on as it is,
+        so that nobody waits for it, and whoever was to read it says why.
+        """
+        if not (self._large or self._small):
+            return
+        context = of(comm)
+        context.begin(Signature("checkpoint parts to all ranks", "", ""))
+        try:
+            self._bring(context, over)
+        except BaseException as error:
+            _abandoned.append(self._under_way)  # MPI may still write into these targets
+            context.break_off(error)
+            raise
+        context.under_way = False
+
+    def _bring(self, context: Context, over: Callable[[], bool]) -> None:
+        rank, comm = context.rank, context.data
+
+        def wait_for(root: int, parts: Sequence[Part]) -> None:
+            # Asleep, for the threads that read have to share this core.
+            while rank == root and any(want.left for want, _ in parts) and not over():
+                time.sleep(_NAP)
+
+        under_way = self._under_way
+        for root, part in self._large:
+            wait_for(root, [part])
+            for piece in _pieces(part[1].reshape(-1).view(np.uint8)):
+                under_way.append(comm.Ibcast(piece, root))
+                if len(under_way) == _IN_FLIGHT:
+                    _end(context, under_way)
+        _end(context, under_way)
+        for root, message in self._small:
+            wait_for(root, message)
+            self._together(context, root, [target for _, target in message])
+
+    def _together(self, context: Context, root: int, targets: Sequence[np.ndarray]) -> None:
+        """Bring small targets to all ranks, one behind the other."""
+        ends = list(accumulate(target.nbytes for target in targets))
+        places = [
+            self._room[end - target.nbytes : end].view(target.dtype).reshape(target.shape)
+            for target, end in zip(targets, ends, strict=True)
+        ]
+        if context.rank == root:
+            for target, place in zip(targets, places, strict=True):
+                np.copyto(place, target)
+        _end(context, [context.data.Ibcast(self._room[: ends[-1]], root)])
+        if context.rank != root:
+            for target, place in zip(targets, places, strict=True):
+                np.copyto(target, place)
+
+
+def _end(context: Context, requests: list) -> None:
+    """Wait for `requests`, asleep between two looks, and empty the list. Local."""
+    for request in requests:
+
+        def look(request=request) -> bool:
+            done = request.Test()
+            if not done:
+                time.sleep(_NAP)
+            return done
+
+        context.wait(look)
+    requests.clear()
+
+
+def _bytes(parts: Iterable[Part]) -> int:
+    return sum(target.nbytes for _, target in parts)
+
+
+def _is_large(target: np.ndarray) -> bool:
+    return target.nbytes >= _LARGE and target.flags.c_contiguous
+
+
+def _joined(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """Put small targets together to messages of a little more than `_LARGE`. Local."""
+    message: list[Part] = []
+    held = 0
+    for part in parts:
+        message.append(part)
+        held += part[1].nbytes
+        if held >= _LARGE:
+            yield message
+            message, held = [], 0
+    if message:
+        yield message
+
+
+def _pieces(data: np.ndarray) -> Iterator[np.ndarray]:
+    return (data[start : start + _MESSAGE] for start in range(0, len(data), _MESSAGE))

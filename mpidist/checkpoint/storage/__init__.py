@@ -1,0 +1,1 @@
+"""The disk below a store: each change to it, steps, the lock, retention, the writer thread."""

@@ -1,0 +1,74 @@
+"""``mpidist bench WHAT``: figures, each beside its yardstick of the same run.
+
+Each sub-command is a module here with ``add_parser(what)`` and ``run(comm, args)``, which prints
+and returns its rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+from ...launch import binding, start_checks
+from . import allreduce, checkpoint, choices, loader, node, overlap, servers, step
+
+_MODULES = {
+    "allreduce": allreduce,
+    "node": node,
+    "ps": servers,
+    "checkpoint": checkpoint,
+    "loader": loader,
+    "overlap": overlap,
+    "step": step,
+}
+#: Options that count something.
+_POSITIVE = (
+    "low",
+    "high",
+    "rounds",
+    "servers",
+    "steps",
+    "unit",
+    "size",
+    "ranks",
+    "layers",
+    "bucket_bytes",
+    "nbytes",
+)
+
+
+def add_parser(commands) -> None:
+    """Add this command to the argument parser. Local."""
+    parser = commands.add_parser("bench", help="measure allreduce, servers or checkpoints")
+    names = f"{{{','.join(_MODULES)}}}"
+    what = parser.add_subparsers(dest="what", required=True, metavar=names)
+    for module in _MODULES.values():
+        each = module.add_parser(what)
+        each.add_argument("--json", metavar="FILE", help="write the rows to FILE as well")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; collective over the launch, but local for --advise."""
+    for name in _POSITIVE:
+        value = getattr(args, name, None)
+        value = min(value, default=1) if isinstance(value, list) else value
+        if value is not None and value <= 0:
+            option = {"low": "min", "high": "max", "nbytes": "bytes"}.get(name, name)
+            raise ConfigError(f"--{option} {value}: expected more than 0")
+    module: Any = _MODULES[args.what]
+    if args.what == "allreduce":
+        allreduce.prepare(args)
+    if getattr(args, "advise", False):
+        rows, first = choices.advise(args, os.environ), True
+    else:
+        comm = start_checks.initialize(os.environ).COMM_WORLD
+        start_checks.check_launch(comm, os.environ)
+        binding.check(comm, os.environ)
+        rows, first = module.run(comm, args), comm.rank == 0
+    if args.json and first:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0

@@ -1,0 +1,66 @@
+"""``mpidist bench allreduce --explain`` and ``--advise``: what auto chooses, what MPI should."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...errors import ConfigError
+from ...launch import start_checks
+from .common import library, say
+
+
+def add_options(parser) -> None:
+    """Add both options and what belongs to them. Local."""
+    group = parser.add_argument_group("instead of the bench")
+    group.add_argument("--explain", action="store_true", help="what auto chooses, and why")
+    group.add_argument("--checkpoint", metavar="DIR", help="explain the table frozen in there")
+    group.add_argument(
+        "--advise", action="store_true", help="try MPI's own algorithms; started without mpirun"
+    )
+    group.add_argument("--ranks", type=int, help="advise: ranks to start (all cores)")
+    group.add_argument("--launcher", help="advise: words to start with, 'mpirun -n 8 --hostfile h'")
+    group.add_argument("--out", default="mpi-advice", help="advise: folder of the files written")
+
+
+def explain(comm, args) -> list[dict]:
+    """Print what ``auto`` chooses. Collective over `comm`."""
+    from ...advice import explain as explained
+    from ...bench.allreduce_times import sizes
+    from ...collectives import selection
+
+    saved = explained.saved_table(args.checkpoint) if args.checkpoint else None
+    rows, seconds = explained.explain(
+        comm, sizes(args.low, args.high, args.step), args.dtype, saved
+    )
+    cache = selection.remembered(comm)
+    fresh = sum(row["from"] == "measured" for row in rows)
+    say(
+        comm,
+        f"# what auto chooses, {comm.size} ranks, {library()}, {args.dtype}, "
+        f"thread level {args.thread_level}",
+        f"# cluster {cache.fingerprint}, remembered {f'in {cache.path}' if cache.path else 'not'}; "
+        f"{fresh} of {len(rows)} classes measured now, in {seconds:.2f} s",
+        *explained.lines(rows),
+        f"# table {selection.fingerprint(selection.table(comm))}: where it is equal, auto adds in "
+        "the same order",
+    )
+    return rows
+
+
+def advise(args, environ: Mapping[str, str]) -> list[dict]:
+    """Print what would make MPI's own allreduce faster here. Local: it starts the ranks itself."""
+    from ...advice import advise as advice
+    from ...bench.allreduce_times import sizes
+
+    if claim := start_checks.claimed_size(environ):
+        raise ConfigError(
+            f"--advise was started by {claim.launcher}; start it without: it starts the ranks"
+        )
+    options = ["--step", str(args.step), "--rounds", str(args.rounds), "--dtype", args.dtype]
+    options += ["--thread-level", args.thread_level]
+    there = advice.site(args.ranks, args.launcher, options, sizes(args.low, args.high, args.step))
+    library, out = advice.installed_mpi(), Path(args.out)
+    rows = advice.advise(there, library, out, lambda line: print(line, flush=True))
+    print("\n".join(advice.lines(rows, out, library)), flush=True)
+    return rows

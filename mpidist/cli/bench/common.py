@@ -1,0 +1,26 @@
+"""What the sub-commands of ``mpidist bench`` share: speaking once, heads, naming the MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...launch import start_checks
+
+
+def say(comm, *lines: str) -> None:
+    """Print on rank 0. Local."""
+    if comm.rank == 0:
+        print("\n".join(lines), flush=True)
+
+
+def head(comm, title: str, columns: Sequence[str], *, width: int, last: str = "") -> None:
+    """Print the lines above a table: what it shows, its columns, `last` flush left. Local."""
+    names = "".join(f"{name:>{width}}" for name in columns)
+    say(comm, f"# {title}", f"#{names[1:]}" + (f"  {last}" if last else ""))
+
+
+def library() -> str:
+    """Return name and version of the MPI library. Local, after MPI has begun."""
+    from mpi4py import MPI
+
+    return start_checks.mpi_name(MPI.Get_library_version())

@@ -1,0 +1,41 @@
+"""``mpidist bench overlap``: how much of the gradient exchange hides behind backward."""
+
+from __future__ import annotations
+
+from .common import head, library, say
+
+
+def add_parser(what):
+    """Add this command; return its parser. Local."""
+    parser = what.add_parser("overlap", help="share of the exchange hidden behind backward")
+    parser.add_argument("--size", type=int, default=16, help="MiB of gradients (16)")
+    parser.add_argument("--layers", type=int, default=64, help="equal gradients (64)")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--bucket-bytes", type=int, default=None, help="as in md.AllReduce (auto)")
+    return parser
+
+
+def run(comm, args) -> list[dict]:
+    """Measure and print. Collective over `comm`."""
+    from ...bench.overlap_times import measure
+
+    columns = ("exchange(ms)", "backward(ms)", "step(ms)", "hidden", "buckets")
+    title = f"{args.size} MiB of gradients in {args.layers} layers, {comm.size} ranks, {library()}"
+    head(comm, title, columns, width=13, last="progress")
+    rows = []
+    for progress in ("hooks", "thread"):
+        row = measure(
+            comm,
+            nbytes=args.size << 20,
+            layers=args.layers,
+            rounds=args.rounds,
+            bucket_bytes=args.bucket_bytes or "auto",
+            progress=progress,
+        )
+        rows.append({**row, "progress": progress})
+        hidden = "-" if row["hidden"] is None else f"{row['hidden']:.3f}"
+        times = "".join(f"{row[name]:>13.2f}" for name in ("exchange_ms", "backward_ms", "step_ms"))
+        say(comm, f"{times}{hidden:>13}{row['buckets']:>13}  {progress}")
+    if not rows[0]["overlap"]:
+        say(comm, "# all ranks are on one node: nothing travels, and nothing can be hidden")
+    return rows

@@ -1,0 +1,49 @@
+"""``mpidist bench ps``: what bounded staleness gains where steps are of uneven length."""
+
+from __future__ import annotations
+
+from ...errors import ConfigError
+from .common import head, library, say
+
+
+def add_parser(what):
+    """Add this command; return its parser. Local."""
+    parser = what.add_parser("ps", help="speed-up of SSP and ASP over BSP with uneven steps")
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--staleness", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--unit", type=float, default=0.02, help="seconds of a short step (0.02)")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def run(comm, args) -> list[dict]:
+    """Measure and print. Collective over `comm`."""
+    from ...bench.server_times import measure
+
+    workers = comm.size - args.servers
+    if workers < 2:
+        raise ConfigError(f"{comm.size} ranks with {args.servers} servers leave under 2 workers")
+    rows = measure(
+        comm,
+        steps=args.steps,
+        unit=args.unit,
+        servers=args.servers,
+        staleness=args.staleness,
+        seed=args.seed,
+    )
+    columns = ("mode", "seconds", "simulated", "speed-up", "promised", "share")
+    head(
+        comm,
+        f"{workers} workers, {args.servers} servers, {args.steps} steps of {args.unit} s or 5 "
+        f"times that with probability 1/4, {library()}",
+        columns,
+        width=11,
+    )
+    for row in rows:
+        say(
+            comm,
+            f"{row['mode']:>11}{row['seconds']:>11.2f}{row['simulated']:>11.2f}"
+            f"{row['speed_up']:>11.2f}{row['promised']:>11.2f}{row['share']:>11.3f}",
+        )
+    return rows

@@ -1,1 +1,0 @@
-"""What concerns the machine and not the model: benchmarks; later doctor, planner, supervisor."""

@@ -1,0 +1,137 @@
+"""``md.broadcast_parameters``: every rank begins with the root's values of a whole model.
+
+    description of rank 0:  w (784, 128) float32, b (128,) float32, ...
+    agreement               one small allreduce of its digest; who differs is named
+    messages                [ b | b2 | scale | ... ]  small tensors packed, up to PACK bytes
+                            [ w ]                     large ones where they lie
+
+What is wrong on one rank (another shape, an array that cannot be written) is raised on all.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..arrays import copy_into, element_name, is_writable, named_arrays
+from ..errors import ConfigError, MismatchError, shown
+from ..runtime.agreement.mismatch import rank_list
+from ..runtime.agreement.run_on_all import run_on_all
+from ..runtime.agreement.tell_others import tells
+from ..runtime.context import of
+from .engines.transfer import check_root
+from .rooted import broadcast
+
+#: Bytes of a message that small tensors are packed into, and from which on a tensor is large.
+PACK = 4 << 20
+
+_ALIGN = 64  # in a pack every tensor begins on a line of its own, whatever its dtype
+
+
+@tells
+def broadcast_parameters(comm, params, *, root=0):
+    """Give every rank the root's values of all `params`, in place; returns `params`.
+
+    Collective over `comm`. In few messages: small tensors travel together.
+
+    Parameters
+    ----------
+    params : mapping of name -> array, or a model
+        NumPy, CuPy or DLPack arrays, host and device mixed as they come. Of an object with
+        ``parameters`` (and ``state``) those are taken, of a torch module parameters and buffers.
+    root : int
+        The rank whose values all get.
+
+    Raises
+    ------
+    ConfigError
+        On all ranks: what is no mapping of arrays, or cannot be written; the message names the
+        tensor and the rank.
+    MismatchError
+        On all ranks, when they differ in names, shapes or dtypes; the message says in which.
+    """
+    named: list[tuple[str, Any]] = []
+
+    def describe() -> list[str]:
+        try:
+            check_root(operator.index(root), comm.size)
+        except TypeError:
+            raise ConfigError(f"root={shown(root)}; expected a rank") from None
+        found, problem = named_arrays(params)
+        for name, x in found:
+            if not is_writable(x):
+                problem = f"{name!r} is read-only; pass writable arrays, numpy.array(x) makes one"
+        if problem:
+            raise ConfigError(problem)
+        named.extend(found)
+        lines = [f"{name!r}\t{x.shape} {element_name(x.dtype)}" for name, x in found]
+        return [f"root\t{operator.index(root)}", *lines]
+
+    def same(everyone: list[list[str]]) -> None:
+        differing = _difference(everyone, operator.index(root))
+        if differing is not None:
+            raise MismatchError(f"broadcast_parameters: {differing}")
+
+    with of(comm).call("broadcast_parameters"):
+        run_on_all(comm, "broadcast_parameters", describe, same, if_differs=True)
+        if comm.size > 1:
+            for group in _packs([x for _, x in named]):
+                _broadcast_group(comm, group, root)
+    return params
+
+
+def _difference(everyone: list[list[str]], root: int) -> str | None:
+    """Say in words what the first rank that differs has, and what the root has. Pure."""
+    other = next((lines for lines in everyone if lines != everyone[root]), None)
+    if other is None:
+        return None
+    odd = [rank for rank, lines in enumerate(everyone) if lines == other]
+    got, expected = (dict(line.split("\t") for line in lines) for lines in (other, everyone[root]))
+    label = next(k for k in {**expected, **got} if got.get(k) != expected.get(k))
+    here, there = (f"{label} {f[label]}" if label in f else f"no {label}" for f in (got, expected))
+    return (
+        f"{rank_list(odd)} has {here}, rank {root} (root) has {there}; all ranks must give the "
+        "same names, shapes and dtypes"
+    )
+
+
+def _packs(arrays: list) -> Iterator[list]:
+    """Group arrays in order: large ones alone, others up to `PACK` bytes. Pure."""
+    group: list = []
+    room = PACK
+    for x in arrays:
+        if x.nbytes >= PACK:
+            yield [x]
+            continue
+        if x.nbytes > room:
+            yield group
+            group, room = [], PACK
+        group.append(x)
+        room -= math.ceil(x.nbytes / _ALIGN) * _ALIGN
+    if group:
+        yield group
+
+
+def _broadcast_group(comm, group: list, root: int) -> None:
+    if len(group) == 1:
+        broadcast(comm, group[0], root=root)
+        return
+    starts = [0]
+    for x in group:
+        starts.append(starts[-1] + math.ceil(x.nbytes / _ALIGN) * _ALIGN)
+    pack = np.empty(starts[-1], np.uint8)
+    views = [
+        pack[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+        for start, x in zip(starts, group, strict=False)
+    ]
+    if comm.rank == root:
+        for view, x in zip(views, group, strict=True):
+            copy_into(view, x)
+    broadcast(comm, pack, root=root)
+    if comm.rank != root:
+        for view, x in zip(views, group, strict=True):
+            copy_into(x, view)

@@ -1,0 +1,260 @@
+"""TFRecord files: records of any bytes, each with its length and two checksums.
+
+    length (8 bytes)  crc of it (4)  |  data  |  crc of the data (4)         little-endian
+
+The checksums are CRC-32C, rotated and with a constant added ("masked"). An index of all records is
+made by reading the lengths alone, so that a record is reached without reading another's data.
+Files that are packed as a whole, by gzip or zlib, are unpacked once for it: see ``compression.py``.
+
+TensorFlow, "TFRecord and tf.train.Example" and tensorflow/core/lib/hash/crc32c.h.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from ...errors import BadRecord, ConfigError
+from ..read_retry import Descriptors, Run, Runs, bytes_of
+from .compression import Compressed, Kept, is_compressed
+
+_HEAD, _FOOT = 12, 4
+_DELTA = 0xA282EAD8
+#: Bytes per look at a file while its index is made.
+_LOOK = 1 << 16
+#: Longer records are not unpacked: a few bytes of a packed file can stand for any number.
+_LONGEST = 1 << 30
+
+
+def _checksum():
+    """CRC-32C of bytes or of an array of them, or ConfigError with the cure."""
+    try:
+        from google_crc32c import implementation, value
+    except ImportError:
+        raise ConfigError(
+            'TFRecord files are checked by google-crc32c, not here: pip install "mpidist[data]"'
+        ) from None
+    return value if implementation == "c" else lambda data: value(bytes(data))
+
+
+def masked(crc):
+    """Return checksums as they are stored: rotated by 15 bits, plus a constant. Local."""
+    return (crc >> 15 | crc << 17) + _DELTA & 0xFFFFFFFF
+
+
+class Laid(NamedTuple):
+    """Records that lie in one array of bytes: number k is ``data[starts[k] : stops[k]]``. Local."""
+
+    data: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+
+    def gather(self, dtype, places: np.ndarray) -> np.ndarray:
+        """Return one `dtype` from each of these byte places, which need no alignment."""
+        dtype = np.dtype(dtype)
+        count = max(0, len(self.data) - dtype.itemsize + 1)
+        return np.ndarray((count,), dtype, self.data, 0, (1,))[places]
+
+
+class TFRecords:
+    """Records of TFRecord files by number, through an index. Local; threads take turns.
+
+    Parameters
+    ----------
+    paths : path-like, or sequence of them
+        Files in their order: record numbers go through them one after the other. Plain, or
+        packed by gzip or zlib, each as its bytes say.
+
+    Raises ConfigError where a file is missing, or the length of a record, or what is packed, is
+    damaged: where the next one begins is then unknown, so what follows is lost.
+    """
+
+    def __init__(self, paths: str | os.PathLike | Sequence):
+        given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        self.paths = paths = [os.fspath(path) for path in given]
+        if not self.paths:
+            raise ConfigError("tfrecord: no files are given; give at least one")
+        self._crc = _checksum()
+        self._lock = threading.Lock()
+        self._files = Descriptors(lambda number: os.open(paths[number], os.O_RDONLY))
+        self._runs = Runs(self._files.__getitem__)
+        self._packed: dict[int, Compressed] = {}
+        self._kept = Kept(len(self.paths))
+        try:
+            bounds = [self._index(number) for number in range(len(self.paths))]
+        except BaseException:
+            self.close()
+            raise
+        self.bounds = [0, *itertools.accumulate(len(places) - 1 for places in bounds)]
+        # Where each record begins in its file, head included, and where it ends.
+        self._begins = np.concatenate([places[:-1] for places in bounds])
+        self._ends = np.concatenate([places[1:] for places in bounds])
+
+    def __len__(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def counts(self) -> list[int]:
+        """Records of each file, for `sharding.shard`."""
+        return [stop - start for start, stop in itertools.pairwise(self.bounds)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all records, as they lie in the files."""
+        return int((self._ends - self._begins).sum())
+
+    def _index(self, number: int) -> np.ndarray:
+        """Where each record of a file begins, and where the last one ends."""
+        path = self.paths[number]
+        try:
+            file = self._files[number]
+        except OSError as error:
+            raise ConfigError(f"tfrecord: cannot read {path}: {error.strerror}") from None
+        look: Callable[[int, int], bytes] = partial(self._pread, number)
+        head = look(0, _HEAD)
+        # By the checksum first: 2 of 65,536 lengths look like the head of a packed file.
+        if is_compressed(head) and not self._is_head(head):
+            self._packed[number] = Compressed(look, self._kept)
+            look = _Forward(self._packed[number].pieces())
+        starts, at, begin, seen = [0], 0, 0, b""
+        while True:
+            if not begin <= at <= begin + len(seen) - _HEAD:
+                try:
+                    begin, seen = at, look(at, _LOOK if at == begin + len(seen) else _HEAD)
+                except zlib.error as error:
+                    raise ConfigError(
+                        f"{path}: its gzip or zlib is damaged or this is no TFRecord file "
+                        f"({error}); fetch it again"
+                    ) from None
+            head = seen[at - begin : at - begin + _HEAD]
+            if len(head) < _HEAD:
+                break
+            if not self._is_head(head):
+                raise ConfigError(
+                    f"{path}: the length of record {len(starts) - 1}, at byte {at}, is damaged or "
+                    "this is no TFRecord file; fetch it again"
+                )
+            at += _HEAD + int.from_bytes(head[:8], "little") + _FOOT
+            starts.append(at)
+        packed = self._packed.get(number)
+        size = packed.size if packed else os.fstat(file).st_size
+        if at < size or (at == size and packed and not packed.whole):
+            starts.append(size)  # cut off in its head, or with the rest of a packed file: bad
+        starts[-1] = min(starts[-1], size)
+        return np.array(starts, np.int64)
+
+    def _pread(self, number: int, at: int, count: int) -> bytes:
+        return os.pread(self._files[number], count, at)
+
+    def _is_head(self, head: bytes) -> bool:
+        crc = int.from_bytes(head[8:], "little")
+        return len(head) == _HEAD and masked(self._crc(head[:8])) == crc
+
+    def read(self, indices: Sequence[int] | np.ndarray) -> list[bytes]:
+        """Return the data of the records at `indices`; BadRecord for one that is damaged."""
+        data, starts, stops = self.lay(indices)
+        bounds = zip(starts.tolist(), stops.tolist(), strict=True)
+        return [data[start:stop].tobytes() for start, stop in bounds]
+
+    def lay(self, indices: Sequence[int] | np.ndarray, room: np.ndarray | None = None) -> Laid:
+        """Return the records at `indices` in one array, checked; BadRecord as `read`.
+
+        They are laid into the bytes of `room` where these are enough.
+        """
+        indices = np.asarray(indices, np.int64)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise ConfigError(f"tfrecord: record {indices.max()} of {len(self)}")
+        order = np.argsort(indices, kind="stable")
+        rows = indices[order]
+        begins, ends = self._begins[rows], self._ends[rows]
+        files = np.searchsorted(self.bounds, rows, side="right") - 1
+        for place in np.flatnonzero(ends - begins > _LONGEST):
+            if files[place] in self._packed:
+                reason = f"it unpacks to {ends[place] - begins[place]} bytes, at most {_LONGEST} do"
+                raise BadRecord(int(rows[place]), reason)
+        bounds = np.concatenate([[0], np.cumsum(ends - begins)])
+        if room is None or len(room) < bounds[-1]:
+            room = np.empty(bounds[-1], np.uint8)
+        data = room[: bounds[-1]]
+        # Neighbours are read at once.
+        cuts = np.flatnonzero((begins[1:] != ends[:-1]) | (files[1:] != files[:-1])) + 1
+        firsts = np.concatenate([[0], cuts])[: len(rows)]
+        view = bytes_of(data)
+        lows = [*bounds[firsts].tolist(), len(data)]
+        where = zip(files[firsts].tolist(), begins[firsts].tolist(), lows, lows[1:], strict=False)
+        runs = [Run(file, at, view[low:high]) for file, at, low, high in where]
+        with self._lock:
+            self._runs.read([run for run in runs if run.file not in self._packed])
+            for run in runs:
+                if run.file in self._packed:
+                    self._packed[run.file].read(run.begin, run.target)
+        laid = Laid(data, bounds[:-1], bounds[1:])
+        for place in self._broken(laid)[:1]:
+            at = f"at byte {begins[place]} of {self.paths[files[place]]}"
+            at += ", unpacked" * (files[place] in self._packed)
+            raise BadRecord(int(rows[place]), f"{_reason(laid, place)}, {at}")
+        starts, stops = np.empty((2, len(rows)), np.int64)
+        starts[order], stops[order] = laid.starts + _HEAD, laid.stops - _FOOT
+        return Laid(data, starts, stops)
+
+    def _broken(self, laid: Laid) -> np.ndarray:
+        """Which records, laid with head and foot, are not what was written."""
+        data, starts, stops = laid
+        short = np.flatnonzero(stops - starts < _HEAD + _FOOT)
+        if len(short):  # no room for what is compared below
+            return short
+        crc = self._crc
+        bounds = zip((starts + _HEAD).tolist(), (stops - _FOOT).tolist(), strict=True)
+        found = masked(np.array([crc(data[a:b]) for a, b in bounds], np.uint64))
+        good = (laid.gather("<i8", starts) == stops - starts - _HEAD - _FOOT) & (
+            laid.gather("<u4", stops - _FOOT) == found
+        )
+        return np.flatnonzero(~good)
+
+    def close(self) -> None:
+        """Close all files; they are opened again when they are needed."""
+        with self._lock:
+            self._files.close()
+
+
+class _Forward:
+    """Looks at what comes in pieces, from its beginning to its end."""
+
+    def __init__(self, pieces: Iterator[bytes]):
+        self._pieces, self._begin, self._seen = pieces, 0, b""
+
+    def __call__(self, at: int, count: int) -> bytes:
+        """Return `count` bytes from `at`, or more; fewer at the end. Never before the last one."""
+        while at + count > self._begin + len(self._seen):
+            gone = min(at - self._begin, len(self._seen))
+            self._begin, self._seen = self._begin + gone, self._seen[gone:]
+            piece = next(self._pieces, b"")
+            if not piece:
+                break
+            self._seen += piece
+        return self._seen[at - self._begin :]
+
+
+def _reason(laid: Laid, place: int) -> str:
+    start, stop = int(laid.starts[place]), int(laid.stops[place])
+    length = int.from_bytes(laid.data[start : start + 8].tobytes(), "little")
+    whole = stop - start == length + _HEAD + _FOOT
+    return "its checksum is wrong" if whole else "it is cut off"
+
+
+def write(path: str | os.PathLike, records: Iterable[bytes]) -> None:
+    """Write a TFRecord file: for tests, and to prepare data. Local."""
+    crc = _checksum()
+    with open(path, "wb") as file:  # noqa: PTH123
+        for data in records:
+            head = struct.pack("<Q", len(data))
+            file.write(head + struct.pack("<I", masked(crc(head))))
+            file.write(data + struct.pack("<I", masked(crc(data))))

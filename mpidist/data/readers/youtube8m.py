@@ -1,0 +1,195 @@
+"""Video-level features of YouTube-8M: what a video looks and sounds like, and its entities.
+
+    TFRecord files   Example {id, labels, mean_rgb, mean_audio}   ->   (n, 1024 + 128), (n, 3862)
+
+Most records are laid out like an earlier one of the same length: where the bytes between the
+values are the same, the values lie at the same places, and nothing is decoded again.
+
+S. Abu-El-Haija et al., "YouTube-8M: a large-scale video classification benchmark", 2016,
+arXiv:1609.08675.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import os
+import threading
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ...errors import BadRecord, ConfigError
+from ...partition import BlockPartition
+from ..dataset_layout import Layouts
+from ..read_retry import Rooms
+from . import example
+from .tfrecord import Laid, TFRecords
+
+#: Names and lengths of the features, in the order of a sample.
+FEATURES = {"mean_rgb": 1024, "mean_audio": 128}
+CLASSES = 3862
+#: Bytes of records that are decoded together.
+_PIECE = 4 << 20
+#: Bytes of values that are copied together: what lies between two copies is still in a cache.
+_STRIP = 192 << 10
+
+
+class Videos:
+    """What TFRecord files of videos have in common, whatever a record holds. Local."""
+
+    reads = finite = True
+
+    def __init__(self, paths, classes: int):
+        self.records, self.classes = TFRecords(paths), classes
+        # Records are read and decoded in pieces: so large that what a piece costs by itself, as
+        # much as sixty records, is little, and so small that what was read is still in a cache.
+        mean = -(-self.records.nbytes // max(1, len(self)))
+        self._piece = max(1, _PIECE // max(1, mean))
+        self._room = np.empty(2 * _PIECE, np.uint8)
+        self._rooms, self._lock = Rooms(), threading.Lock()
+        more = f" and {len(self.records.paths) - 1} more" if len(self.records.paths) > 1 else ""
+        self.name = self.records.paths[0] + more
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def _pieces(self, count: int) -> list[slice]:
+        pieces = BlockPartition(count, max(1, -(-count // self._piece)))
+        return [slice(start, stop) for start, stop in itertools.pairwise(pieces.bounds())]
+
+    def ids(self, indices) -> list[str]:
+        """Return the videos' names."""
+        found = []
+        for data in self.records.read(indices):
+            entries = example.layout(data)
+            kind, parts = entries.get("id") or entries.get("video_id") or (1, [])
+            found.append(b"".join(example.values(data, kind, parts)).decode("utf-8", "replace"))
+        return found
+
+    def close(self) -> None:
+        """Close the files."""
+        self.records.close()
+
+
+class YouTube8M(Videos):
+    """Samples (features float32, entities uint8 of 0 and 1) of TFRecord files. Local.
+
+    Parameters
+    ----------
+    paths : path-like, or sequence of them
+    classes : int
+        Entities; a record with a larger one is bad.
+    features : mapping of name -> length
+        Which float features a sample is made of, one after the other.
+    """
+
+    def __init__(self, paths, classes: int = CLASSES, features: Mapping[str, int] | None = None):
+        super().__init__(paths, classes)
+        self.features = dict(FEATURES if features is None else features)
+        # A sample: one feature's bytes after the other's.
+        self._row = np.dtype([(name, f"V{4 * width}") for name, width in self.features.items()])
+        self._layouts = Layouts(len(self.features) + 1)
+
+    def take(self, indices) -> tuple:
+        """Return the samples at `indices`; BadRecord for one that cannot be decoded."""
+        indices = np.asarray(indices, np.int64)
+        with self._lock:
+            inputs = self._rooms.empty((len(indices), sum(self.features.values())), "<f4")
+            labels = self._rooms.empty((len(indices), self.classes), np.uint8)
+            for piece in self._pieces(len(indices)):
+                self._decode(indices[piece], inputs[piece], labels[piece])
+        return inputs, labels
+
+    def _decode(self, indices: np.ndarray, inputs: np.ndarray, labels: np.ndarray) -> None:
+        """Put samples where they belong."""
+        records = self.records.lay(indices, self._room)
+        # Where the features and the entities of each record begin and end.
+        spans = self._spans(records, indices) + records.starts[:, None, None]
+        # Copied as bytes: they need not lie at multiples of four in a record.
+        for k, name in enumerate(self.features):
+            values = inputs.view(self._row)[name][:, 0]
+            few = max(1, _STRIP // max(1, values.itemsize))
+            for first in range(0, len(indices), few):
+                strip = slice(first, first + few)
+                values[strip] = records.gather(values.dtype, spans[strip, k, 0])
+        mark_entities(records, spans[:, -1], indices, labels)
+        if not np.isfinite(inputs).all():
+            first = int(np.flatnonzero(~np.isfinite(inputs).all(axis=1))[0])
+            raise BadRecord(int(indices[first]), "a feature is not finite")
+
+    def _spans(self, records: Laid, indices: np.ndarray) -> np.ndarray:
+        """Return the spans of each record, from its first byte: as in one like it, or decoded."""
+        kinds = self._layouts.kinds(records.stops - records.starts)
+        spans = self._layouts.spans.take(kinds, axis=0)
+        for place in self._layouts.unlike(records.gather, records.starts, kinds).tolist():
+            data = records.data[records.starts[place] : records.stops[place]].tobytes()
+            try:
+                spans[place] = self._layouts.of(data, self._decoded)
+            except ValueError as error:
+                raise BadRecord(int(indices[place]), f"no video: {error}") from None
+        return spans
+
+    def _decoded(self, data: bytes) -> tuple[list[example.Span], list[example.Span]]:
+        """Return where the values of a record are that are used, and of those that may differ."""
+        found = example.layout(data)
+        spans = []
+        for name, width in self.features.items():
+            span = packed(found, name, 2)
+            if span[1] - span[0] != 4 * width:
+                raise ValueError(f"{name} has {(span[1] - span[0]) // 4} numbers, not {width}")
+            spans.append(span)
+        spans.append(packed(found, "labels", 3))
+        names = [span for kind, parts in found.values() if kind == 1 for _, span in parts]
+        return spans, [*spans, *names]
+
+
+def mark_entities(records: Laid, spans: np.ndarray, indices, labels: np.ndarray) -> None:
+    """Set the entities of each record, whose varints lie in `spans`, to 1, all others to 0. Local.
+
+    Raises BadRecord for one that there is not.
+    """
+    labels[...] = 0
+    starts, stops = spans.T
+    lengths = stops - starts
+    open_ended = (lengths > 0) & (records.data[stops - 1] > 127)
+    if open_ended.any():
+        first = int(np.flatnonzero(open_ended)[0])
+        raise BadRecord(int(indices[first]), "no video: a number has no end")
+    owners = np.repeat(np.arange(len(indices)), lengths)
+    shifts = stops - np.cumsum(lengths)
+    flat = records.data[np.arange(len(owners)) + shifts[owners]]
+    numbers, begins = example.varints(flat)
+    owners = owners[begins]
+    wrong = (numbers < 0) | (numbers >= labels.shape[1])
+    if wrong.any():
+        index, number = int(indices[owners[wrong][0]]), numbers[wrong][0]
+        raise BadRecord(index, f"entity {number} of {labels.shape[1]}")
+    labels[owners, numbers] = 1
+
+
+def packed(found: Mapping, name: str, kind: int) -> example.Span:
+    """Return where the values of a feature lie in one piece, or an empty span. Local.
+
+    Raises ValueError where there is none of that name and kind.
+    """
+    got, parts = found.get(name, (0, []))
+    if got != kind or len(parts) > 1 or any(wire != 2 for wire, _ in parts):
+        there = ", ".join(found) or "nothing"
+        raise ValueError(f"no packed {name!r} of the right type; there are {there}")
+    return parts[0][1] if parts else (0, 0)
+
+
+def files(patterns: str | os.PathLike | Sequence) -> list[str]:
+    """Return the files of a pattern, or of several, sorted. Local.
+
+    Raises ConfigError where a pattern matches nothing.
+    """
+    given = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
+    found: list[str] = []
+    for pattern in given:
+        matching = sorted(glob.glob(os.fspath(pattern)))  # noqa: PTH207 (it may be absolute)
+        if not matching:
+            raise ConfigError(f"no file matches {os.fspath(pattern)!r}")
+        found += matching
+    return found

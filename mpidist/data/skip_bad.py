@@ -1,0 +1,218 @@
+"""Take samples from a source that may have bad ones: the good ones, and which are not.
+
+    take([4, 8, 15])  fails      take([4]) good, take([8]) fails, take([15]) good
+                                 batch of 4 and 15, and BadRecord(8, reason)
+
+A source knows best and raises `BadRecord`. Whatever else it raises is narrowed down to the record
+by taking them one by one, which costs something in a batch with a bad record only.
+
+Where none of them can be taken, for want of a file or of memory, records elsewhere are tried: if
+they fail alike the source is gone, and its records are not to blame. It is tried again for a while.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from .. import events
+from ..errors import BadRecord, ClosedError, ConfigError, SourceError
+from .sources import Source
+
+#: What says of a whole source that it cannot be used, where all records say it.
+_WHOLE = (OSError, MemoryError, ConfigError)
+#: How often a source that is gone is tried, with so many seconds in between, then twice as many.
+TRIES, WAIT = 5, 1.0
+
+
+class Batch(NamedTuple):
+    """The good samples of those asked for. Local.
+
+    `kept` are their places among the indices that were asked for, ascending; `bad` are the others.
+    """
+
+    batch: tuple
+    kept: np.ndarray
+    bad: tuple[BadRecord, ...] = ()
+
+
+class BadRecordFilter:
+    """Takes what is good of a source. Local; one thread at a time.
+
+    Parameters
+    ----------
+    source : Source
+    finite : bool
+        Whether a sample with a number that is not finite is bad.
+    """
+
+    def __init__(self, source: Source, finite: bool = False):
+        # A source may look at all numbers itself.
+        self.source, self.finite = source, finite and not getattr(source, "finite", False)
+        self._form: list | None = None
+
+    def take(self, indices: np.ndarray) -> Batch:
+        """Return the good samples at `indices`.
+
+        Raises what the source raises where no single record is to blame: SourceError where nothing
+        of it could be read for a while, ConfigError where it returns another number of samples than
+        it was asked for.
+        """
+        for number in range(1, TRIES + 1):
+            try:
+                batch = self.source.take(indices)
+            except ClosedError:
+                raise
+            except Exception as error:
+                singles, bad, cause = self._one_by_one(indices, error)
+            else:
+                whole = Batch(self._checked(batch, indices), np.arange(len(indices)))
+                return self._finite(whole, indices)
+            if singles or not self._gone(cause):
+                return self._finite(self._joined(indices, singles, bad), indices)
+            if isinstance(cause, ConfigError):
+                raise cause
+            name = getattr(self.source, "name", type(self.source).__name__)
+            events.emit("source_failed", source=name, number=number, error=told(cause))
+            if number < TRIES:
+                time.sleep(WAIT * 2 ** (number - 1))
+        raise SourceError(
+            f"nothing of {name} can be read: {told(cause)}; tried {TRIES} times. No record was "
+            "skipped for it: run again when the data are back"
+        ) from cause
+
+    def together(self, indices: np.ndarray) -> tuple | None:
+        """Return the samples at `indices`, or None where `take` has something to say about them."""
+        try:
+            batch = self._checked(self.source.take(indices), indices)
+        except Exception:
+            return None
+        return batch if not self.finite or _finite(batch).all() else None
+
+    def _checked(self, batch: tuple, indices: np.ndarray) -> tuple:
+        if not isinstance(batch, tuple | list) or not all(hasattr(one, "shape") for one in batch):
+            name = type(self.source).__name__
+            raise ConfigError(
+                f"data: take of {name} returned {_shape_of(batch)}; expected a tuple of arrays "
+                "with equal first axis"
+            )
+        lengths = [len(array) for array in batch]
+        if lengths != [len(indices)] * len(lengths):
+            raise ConfigError(
+                f"data: take of {len(indices)} indices returned arrays of {lengths} samples; "
+                "expected one sample per index in each array"
+            )
+        if self._form is None:
+            self._form = _form(batch)
+        return batch
+
+    def _one_by_one(self, indices: np.ndarray, error: Exception):
+        """Return what can be taken by its place, what is wrong with the others, and why."""
+        singles: dict[int, tuple] = {}
+        bad: dict[int, str] = {}
+        cause: BaseException = error
+        again: list[int] = []
+        for place in itertools.chain(range(len(indices)), again):
+            try:
+                singles[place] = self.source.take(indices[place : place + 1])
+                bad.pop(place, None)
+            except Exception as caught:
+                # A disk may come back in the middle of it.
+                if place not in bad and isinstance(_root(caught), OSError | MemoryError):
+                    again.append(place)
+                bad[place], cause = told(caught), _root(caught)
+        # Samples that can be taken, but not together: the ones of another form are to blame.
+        form = self._form or _commonest(singles.values())
+        for place, single in list(singles.items()):
+            if form is not None and _form(single) != form:
+                bad[place] = f"has the form {_form(single)}, other samples {form}"
+                del singles[place]
+        if not bad and not again:
+            raise error
+        return singles, bad, cause
+
+    def _gone(self, cause: BaseException) -> bool:
+        """Whether records everywhere cannot be read, as none of those that were asked for."""
+        if not isinstance(cause, _WHOLE):
+            return False
+        for index in np.linspace(0, len(self.source) - 1, 5).astype(np.int64):
+            try:
+                batch = self.source.take(np.array([index]))
+            except Exception as error:
+                if not isinstance(_root(error), _WHOLE):
+                    return False  # it was read, and found bad
+            else:
+                self._form = self._form or _form(batch)
+                return False
+        return True
+
+    def _joined(self, indices: np.ndarray, singles: dict, bad: dict[int, str]) -> Batch:
+        kept = np.array(sorted(singles), np.int64)
+        form = self._form or _commonest(singles.values())
+        if len(kept):
+            columns = zip(*(singles[place] for place in kept), strict=True)
+            batch = tuple(np.concatenate(column) for column in columns)
+        elif form is not None:
+            batch = tuple(np.empty((0, *shape), dtype) for shape, dtype in form)
+        else:
+            batch = self.source.take(indices[:0])
+        records = (BadRecord(int(indices[place]), bad[place]) for place in sorted(bad))
+        return Batch(batch, kept, tuple(records))
+
+    def _finite(self, taken: Batch, indices: np.ndarray) -> Batch:
+        """Leave out the samples that are not finite, if they count as bad."""
+        good = _finite(taken.batch) if self.finite and len(taken.kept) else np.True_
+        if good.all():
+            return taken
+        bad = [
+            BadRecord(int(indices[place]), "a number in it is not finite")
+            for place in taken.kept[~good]
+        ]
+        batch = tuple(array[good] for array in taken.batch)
+        return Batch(batch, taken.kept[good], (*taken.bad, *bad))
+
+
+def _finite(batch: tuple) -> np.ndarray:
+    """Which samples have finite numbers only."""
+    good = np.ones(len(batch[0]), bool)
+    for array in batch:
+        if array.dtype.kind in "fc" and not np.isfinite(array).all():
+            good &= np.isfinite(array).reshape(len(array), -1).all(axis=1)
+    return good
+
+
+def _root(error: BaseException) -> BaseException:
+    """Return what a source has told of as a bad record, where it says that."""
+    told_of = error.__cause__ if isinstance(error, BadRecord) else None
+    return error if told_of is None else told_of
+
+
+def told(error: Exception) -> str:
+    """Return one line about an exception: its text, and where it was raised. Local."""
+    if isinstance(error, BadRecord):
+        return error.reason
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in last)
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text[:200] + where
+
+
+def _shape_of(batch) -> str:
+    if isinstance(batch, tuple | list):
+        return f"a {type(batch).__name__} of {', '.join(type(one).__name__ for one in batch[:4])}"
+    return type(batch).__name__
+
+
+def _form(batch: tuple) -> list:
+    return [(array.shape[1:], array.dtype.str) for array in batch]
+
+
+def _commonest(batches) -> list | None:
+    counts = Counter(tuple(_form(batch)) for batch in batches)
+    return list(counts.most_common(1)[0][0]) if counts else None

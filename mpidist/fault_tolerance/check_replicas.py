@@ -1,0 +1,116 @@
+"""Are the replicas still equal to the last bit? ``md.check_replicas(comm, params)``.
+
+Every rank computes a CRC of each tensor's bytes, and a digest of all of them. One small allreduce
+tells whether the digests are equal; only where they are not do the ranks exchange the
+CRCs, and say whose tensor differs from the most.
+
+A CRC and not a cryptographic hash: it runs at 4 GB/s (zlib; SHA-1 at 2, BLAKE2 at 1, on one Zen 4
+core), sees every change of up to 32 bits in a row, and misses other ones once in 2^32.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import zlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ..arrays import copy_into, host_empty, is_device, named_arrays
+from ..errors import ConfigError, MismatchError, ReplicaError, shown
+from ..runtime.agreement.mismatch import rank_list
+from ..runtime.agreement.run_on_all import difference, run_on_all
+from ..tensors import is_module, tensors_of
+
+
+def check_replicas(comm, params, *, step: int | None = None) -> None:
+    """Raise ReplicaError on all ranks unless `params` are the same bytes on all.
+
+    Collective over `comm`. Reads every byte once, device arrays through host memory.
+
+    Parameters
+    ----------
+    params : mapping of name -> array, or a model
+        NumPy, CuPy or DLPack arrays; of an object with ``parameters``, and of a torch module,
+        those are taken.
+    step : int, optional
+        For the message: where the loop stands. Equal on all ranks.
+
+    Raises
+    ------
+    ReplicaError
+        On all ranks, with the ranks and the tensors that differ.
+    ConfigError
+        On all ranks, where one gave no mapping of arrays.
+    """
+    told = run_on_all(comm, "check_replicas", lambda: _facts(params, step), list, if_differs=True)
+    if isinstance(told, str):  # this rank's own: nobody was asked
+        return
+    everyone = [json.loads(text) for text in told]
+    apart = difference([{"step": str(each)} for each, _ in everyone])
+    if apart is not None:
+        raise MismatchError(f"check_replicas: {apart}; pass one value everywhere")
+    raise divergence([facts for _, facts in everyone], step)
+
+
+def _facts(params, step) -> str:
+    """Return the step, and shape, dtype and CRC of each tensor, as one text. Local."""
+    try:
+        number = None if step is None else operator.index(step)
+    except TypeError:  # also of arrays, all of which have an __index__
+        given = shown(step)
+        raise ConfigError(f"check_replicas: step={given}; expected a number or None") from None
+    tree = params
+    if is_module(params):
+        tree = tensors_of(params, buffers=False)
+    elif not isinstance(params, Mapping):
+        tree = getattr(params, "parameters", params)
+    named, problem = named_arrays(tree)
+    if problem:
+        raise ConfigError(f"check_replicas: params: {problem}")
+    facts = {name: f"{x.shape} {x.dtype} {checksum(x):08x}" for name, x in named}
+    return json.dumps([number, facts])
+
+
+def checksum(x) -> int:
+    """Return the CRC-32 of the bytes of `x` in C order. Local."""
+    if is_device(x):
+        host = host_empty(x.size, x.dtype, like=x)
+        copy_into(host, x)
+    else:
+        host = np.ascontiguousarray(x).reshape(-1)
+    return zlib.crc32(host.view(np.uint8).data) if host.size else 0
+
+
+def divergence(facts: Sequence[Mapping[str, str]], step: int | None = None) -> ReplicaError:
+    """Say which ranks differ in what, from the facts of each tensor on each rank. Pure."""
+    size = len(facts)
+    names = {name for each in facts for name in each}
+    tensors = tuple(sorted(n for n in names if len({each.get(n) for each in facts}) > 1))
+    groups: dict[str | None, list[int]] = {}
+    for rank, each in enumerate(facts):
+        groups.setdefault(each.get(tensors[0]), []).append(rank)
+    sides = sorted(groups.values(), key=len, reverse=True)
+    verb, more = "differs", ""
+    if len(tensors) > 1:
+        verb, more = "differ", f" and {len(tensors) - 1} more of {len(names)} tensors"
+    most = len(sides[0])
+    odd: tuple[int, ...] = ()
+    if most > len(sides[1]):
+        odd = tuple(rank for side in sides[1:] for rank in side)
+        others = f"the other {most} ranks" if most > 1 else "the other rank"
+        what = f"{rank_list(odd)}'s {tensors[0]!r}{more} {verb} from {others}"
+    elif most > 1:
+        halves = " and ".join(rank_list(side) for side in sides)
+        what = f"{tensors[0]!r}{more} {verb} between {halves}"
+    else:
+        all_of_them = "both" if size == 2 else f"all {size}"
+        what = f"{tensors[0]!r}{more} {verb} between {all_of_them} ranks"
+    when = "" if step is None else f" after step {step}"
+    return ReplicaError(
+        f"replicas differ{when}: {what}; go on from the newest checkpoint, and look for what "
+        "a rank does alone: a seed, a branch, an update of its own, bad memory",
+        odd,
+        tensors,
+    )

@@ -1,0 +1,23 @@
+"""Whether a state holds numbers only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from .. import arrays
+
+
+def is_finite(state) -> bool:
+    """Whether no array or number in nested dicts and lists is NaN or infinite. Local."""
+    if isinstance(state, Mapping):
+        return all(is_finite(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return all(is_finite(value) for value in state)
+    if isinstance(state, float):
+        return math.isfinite(state)
+    state = getattr(state, "array", state)  # a Shard of a global array
+    dtype = getattr(state, "dtype", None)
+    if dtype is None or dtype.kind in "iubSUOmM" or dtype.names:
+        return True
+    return bool(arrays.array_module(state).isfinite(state).all())

@@ -1,0 +1,84 @@
+"""Prove that this MPI takes device memory: ``mpiexec -n 2 python -m mpidist.gpu_direct``.
+
+An MPI that is wrong about it does not raise, it ends the process or delivers old bytes. So the
+proof is made in a job of its own, whose death harms nobody: the old proof is removed first, the
+operations that mpidist uses are run on device arrays of several sizes, and only when every value is
+right is a new proof written, for this host, MPI, cupy and driver. `arrays.mpi_direct` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import numpy as np
+
+from .. import arrays
+from ..errors import ConfigError
+
+#: Below and above the sizes at which MPI libraries change their ways (eager, pipelined, IPC).
+_COUNTS = (1, 1000, 20_000, 3_000_000)
+
+
+def probe(comm) -> list[str]:
+    """Run every operation on device arrays and return what was wrong. Collective over `comm`."""
+    from mpi4py import MPI
+
+    cupy = arrays.load_cupy()
+    wrong: list[str] = []
+    for count in _COUNTS:
+        mine = np.arange(count, dtype=np.float32) % 1000 + comm.rank
+        expected = comm.size * (mine - comm.rank) + comm.size * (comm.size - 1) // 2
+        x, y = cupy.asarray(mine), cupy.asarray(np.zeros_like(mine))
+        arrays.synchronize(x)
+        comm.Allreduce(x, y, MPI.SUM)
+        _check(wrong, f"Allreduce of {count}", y, expected)
+
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        requests = [comm.Irecv(y, left), comm.Isend(x, right)]
+        MPI.Request.Waitall(requests)
+        _check(wrong, f"Isend and Irecv of {count}", y, mine - comm.rank + left)
+
+        comm.Bcast(x, root=0)
+        _check(wrong, f"Bcast of {count}", x, mine - comm.rank)
+    return wrong
+
+
+def _check(wrong: list[str], what: str, x, expected) -> None:
+    found = np.empty(expected.shape, expected.dtype)
+    arrays.copy_into(found, x)
+    if not np.array_equal(found, expected):
+        wrong.append(what)
+
+
+def main() -> int:
+    """Probe, write the proof of each host, and return the exit code."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    try:
+        if comm.size < 2:
+            raise ConfigError("gpu_probe: one rank proves nothing; start it with mpiexec -n 2")
+        arrays.load_cupy()
+    except ConfigError as error:
+        if comm.rank == 0:
+            print(f"mpidist: error: {error}", file=sys.stderr)
+        return error.exit_code
+    path = arrays.proof_path()
+    path.unlink(missing_ok=True)
+    comm.Barrier()  # nobody may remove what a quicker rank of this host has written
+    wrong = sorted({what for each in comm.allgather(probe(comm)) for what in each})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Ranks of one host write the same text; the rename makes it whole at any moment.
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps({"direct": not wrong, "wrong": wrong}), encoding="utf-8")
+    draft.replace(path)
+    if comm.rank == 0:
+        said = f"wrong values after {', '.join(wrong)}" if wrong else "device memory works"
+        print(f"gpu_probe: {said}; written to {path}", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Which cores the ranks may use, and what goes wrong with that: found at the start, said once.
+
+Three launches look healthy and run at a fraction of their speed: ranks bound to one and the same
+core, all ranks bound to one core of many, and a BLAS that starts a thread per core in every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import events
+
+#: Who reads which: OpenBLAS, MKL and BLIS their own variable, and OpenMP's where it is not set.
+_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
+
+_CURE = "bind each to cores of its own: mpirun --bind-to core, srun --cpu-bind=cores"
+
+
+class Place(NamedTuple):
+    """Where a rank is: its host, the cores it may use, all cores of the host, its BLAS threads."""
+
+    host: str
+    machine: str
+    cores: tuple[int, ...]
+    host_cores: int
+    threads: int
+
+
+def place(environ: Mapping[str, str]) -> Place:
+    """Return where this process is. Local."""
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    threads = blas_threads(environ, len(cores))
+    return Place(socket.gethostname(), _machine(), cores, os.cpu_count() or len(cores), threads)
+
+
+def _machine() -> str:
+    # Containers on one machine have names of their own, machines may share one: the kernel knows.
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def blas_threads(environ: Mapping[str, str], cores: int) -> int:
+    """Return how many threads NumPy's BLAS starts: as told, else one for each core. Local."""
+    for name in _THREADS:
+        first = environ.get(name, "").split(",")[0].strip()  # OMP_NUM_THREADS may be a list
+        if first.isdigit() and int(first):
+            return int(first)
+    return cores
+
+
+def warning(places: Sequence[Place]) -> str | None:
+    """Return one line about the worst that is wrong with `places` (rank -> place), or None. Local.
+
+    It says what to do; a host that is right is not mentioned.
+    """
+    machines: dict[str, list[int]] = {}
+    for rank, mine in enumerate(places):
+        machines.setdefault(mine.machine, []).append(rank)
+    for look in (_same_core, _too_many_threads):
+        found = [text for ranks in machines.values() if (text := look(places, ranks))]
+        if found:
+            return found[0] + (f"; {len(found) - 1} more likewise" if len(found) > 1 else "")
+    return None
+
+
+def _same_core(places: Sequence[Place], ranks: Sequence[int]) -> str | None:
+    bound: dict[int, list[int]] = {}
+    for rank in ranks:
+        if len(places[rank].cores) == 1:
+            bound.setdefault(places[rank].cores[0], []).append(rank)
+    crowded = {core: there for core, there in bound.items() if len(there) > 1}
+    if not crowded:
+        return None
+    host, host_cores = places[ranks[0]].host, places[ranks[0]].host_cores
+    if host_cores == 1:
+        return None  # there is no other core: nothing to bind to
+    core, there = next(iter(crowded.items()))
+    if len(there) == len(ranks):
+        return f"all {len(ranks)} ranks of {host} are bound to core {core} of {host_cores}; {_CURE}"
+    named = ", ".join(map(str, there[:4])) + (", ..." if len(there) > 4 else "")
+    return f"ranks {named} are bound to the same core {core} of {host}; {_CURE}"
+
+
+def _too_many_threads(places: Sequence[Place], ranks: Sequence[int]) -> str | None:
+    host = places[ranks[0]].host
+    cores = len({core for rank in ranks for core in places[rank].cores})
+    threads = sum(places[rank].threads for rank in ranks)
+    if threads <= cores:
+        return None
+    room = "1 core" if cores == 1 else f"{cores} cores"
+    if threads == len(ranks):
+        return f"{len(ranks)} ranks of {host} take turns on {room}; for speed start at most {cores}"
+    each = max(1, cores // len(ranks))
+    return (
+        f"{len(ranks)} ranks of {host} would run {threads} BLAS threads on {room}; "
+        f"set OMP_NUM_THREADS={each}"
+    )
+
+
+def check(comm, environ: Mapping[str, str]) -> bool:
+    """Warn on rank 0 of ranks in each other's way. Collective over `comm`.
+
+    `environ` is ``os.environ``. One line on stderr; ``MPIDIST_VERBOSE=0`` silences it. Returns
+    whether some host has more ranks than cores, so that a launcher must be told that this is meant.
+    """
+    mine = place(environ)
+    told = comm.allgather((tuple(mine), whole_cores(mine.cores)))
+    everyone = [Place(*fields) for fields, _ in told]
+    text = warning(everyone)
+    if text:
+        events.emit("binding", warning=text)
+        if comm.rank == 0 and events.VERBOSITY:
+            print(f"mpidist: note: {text}", file=sys.stderr, flush=True)
+    hosts: dict[str, list[set[int]]] = {}
+    for there, (_, cores) in zip(everyone, told, strict=True):
+        hosts.setdefault(there.machine, []).append(cores)
+    return any(len(ranks) > len(set.union(*ranks)) for ranks in hosts.values())
+
+
+def whole_cores(cores: Sequence[int]) -> set[int]:
+    """Return one number for each physical core: Open MPI counts those, not their threads. Local."""
+    found = set()
+    for core in cores:
+        there = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        try:
+            found.add(int(re.split("[,-]", there.read_text())[0]))
+        except (OSError, ValueError):
+            found.add(core)
+    return found

@@ -1,0 +1,116 @@
+"""The private memory of the other ranks of a node, read and written through the kernel.
+
+Linux copies between two processes of one user in a single pass (process_vm_readv(2), called cross
+memory attach by the MPI libraries): no segment to stage in, no message. Containers, other users and
+hardened kernels may forbid it, and a process number may mean another process in another container;
+so it is tried, on random numbers, before it is believed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+
+import numpy as np
+from mpi4py import MPI
+
+from ..errors import ConfigError, MpidistError
+
+_PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
+_TOKEN = 16  # bytes that a stranger's memory does not hold by chance
+_MOST = 1 << 30  # bytes of one call: the kernel stops after 2 GiB less a page
+
+
+class _Run(ctypes.Structure):
+    """struct iovec: where bytes lie and how many."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class CrossMemory:
+    """Copies to and from the address spaces of all ranks of `comm`.
+
+    Collective over `comm`, whose ranks must be on one node. Raises ConfigError, on all of them,
+    where the kernel forbids it. Where Yama asks for it (ptrace_scope 1), each rank allows other
+    processes of its user to do so, as MPI libraries do for the same purpose.
+    """
+
+    def __init__(self, comm: MPI.Comm):
+        self.pids, self._rank = comm.allgather(os.getpid()), comm.rank
+        here, there = _Run(), _Run()
+        self._here, self._there = here, there
+        self._arguments = ctypes.byref(here), 1, ctypes.byref(there), 1, 0
+        problem = None
+        try:
+            libc = ctypes.CDLL(None, use_errno=True)
+            self._read, self._write = libc.process_vm_readv, libc.process_vm_writev
+            self._read.restype = self._write.restype = ctypes.c_ssize_t
+            libc.prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)
+        except (OSError, AttributeError) as error:
+            problem = str(error)
+        self._prove(comm, problem)
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        """Whether this rank's memory there is such that the kernel copies it. Local.
+
+        Memory that a driver has mapped (pinned for a GPU, say) need not be.
+        """
+        byte = np.empty(1, np.uint8)
+        try:
+            for end in (address, address + nbytes - 1):
+                self.read(self._rank, end, byte.ctypes.data, 1)
+        except MpidistError:
+            return False
+        return True
+
+    def read(self, rank: int, address: int, target: int, nbytes: int) -> None:
+        """Copy `nbytes` from `address` of local rank `rank` to `target` of this one. Local.
+
+        Raises MpidistError where the kernel copies less: the other process ended, or its memory
+        is not ordinary memory. The same holds for `write`.
+        """
+        self._copy(self._read, rank, address, target, nbytes)
+
+    def write(self, rank: int, address: int, source: int, nbytes: int) -> None:
+        """Copy `nbytes` from `source` of this rank to `address` of local rank `rank`. Local."""
+        self._copy(self._write, rank, address, source, nbytes)
+
+    def _copy(self, call, rank: int, address: int, mine: int, nbytes: int) -> None:
+        for at in range(0, nbytes, _MOST):
+            count = min(_MOST, nbytes - at)
+            self._here.base, self._here.length = mine + at, count
+            self._there.base, self._there.length = address + at, count
+            done = call(self.pids[rank], *self._arguments)
+            if done != count:
+                why = os.strerror(ctypes.get_errno()) if done < 0 else f"{done} bytes were copied"
+                raise MpidistError(
+                    f"cross memory: {count} bytes at {address + at:#x} of process "
+                    f"{self.pids[rank]} (local rank {rank}): {why}"
+                )
+
+    def _prove(self, comm, problem: str | None) -> None:
+        """Read every other rank's random numbers, write an answer, and look at theirs."""
+        size, rank = comm.size, comm.rank
+        token = np.frombuffer(secrets.token_bytes(_TOKEN), np.uint8)
+        answers = np.zeros((size, _TOKEN), np.uint8)
+        found = np.empty(_TOKEN, np.uint8)
+        everyone = comm.allgather((token.tobytes(), token.ctypes.data, answers.ctypes.data))
+        for other, (bytes_, address, inbox) in enumerate(everyone):
+            if other == rank or problem:
+                continue
+            try:
+                self.read(other, address, found.ctypes.data, _TOKEN)
+                if found.tobytes() != bytes_:
+                    problem = f"process {self.pids[other]} is another one here"
+                    continue  # and must not be written to
+                self.write(other, inbox + rank * _TOKEN, token.ctypes.data, _TOKEN)
+            except MpidistError as error:
+                problem = str(error)
+        comm.Barrier()  # all answers have been written
+        for other, (bytes_, _, _) in enumerate(everyone):
+            if other != rank and answers[other].tobytes() != bytes_:
+                problem = problem or f"what process {self.pids[other]} wrote did not arrive"
+        problems = [text for text in comm.allgather(problem) if text]
+        if problems:
+            raise ConfigError(f"ranks of this node cannot reach each other: {problems[0]}")

@@ -1,0 +1,76 @@
+"""Will the shards fit: what each server needs against what its node has, before allocating."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...errors import ConfigError
+from ..consistency import Consistency
+from .placement import Layout
+
+#: Pushes are received, and pulls answered, this many bytes at a time (or one), see `server`.
+ROOM_BYTES = 64 << 20
+
+
+def state_copies(optimizer) -> float:
+    """Bytes of optimizer state per byte of parameters, found by trying it on a tiny one. Local."""
+    probe = np.zeros(64, np.float32)
+    return sum(a.nbytes for a in _arrays(optimizer.init({"x": probe})) if a.ndim) / probe.nbytes
+
+
+def _arrays(tree):
+    for value in tree.values():
+        if isinstance(value, dict):
+            yield from _arrays(value)
+        elif isinstance(value, np.ndarray):
+            yield value
+
+
+def needed(
+    layout: Layout, server: int, *, copies: float, workers: int, consistency: Consistency
+) -> int:
+    """Bytes that `server` allocates at most for one model. Local.
+
+    Parameters and optimizer state, one sum of gradients, the pushes that the clocks hold (one
+    per worker where they wait for each other), and the answers in flight.
+    """
+    shard = layout.bytes_of(server)
+    pushes = workers if consistency.holds else max(1, min(workers, ROOM_BYTES // max(1, shard)))
+    answers = max(shard, min(workers * shard, ROOM_BYTES))
+    return round(shard * (2 + copies + pushes)) + answers
+
+
+def check_capacity(model: str, servers: list[tuple[int, str, int, int | None]]) -> None:
+    """Refuse a model that does not fit. Local; with equal input it refuses on all ranks.
+
+    Parameters
+    ----------
+    model : str
+    servers : list of (rank, host, needed bytes, available bytes or None)
+
+    Raises
+    ------
+    ConfigError
+        Servers of one host need more than the host has.
+    """
+    for host in dict.fromkeys(host for _, host, _, _ in servers):
+        here = [entry for entry in servers if entry[1] == host]
+        need = sum(entry[2] for entry in here)
+        # Servers of one node draw on the same memory; the most careful of them is believed.
+        free = min((entry[3] for entry in here if entry[3] is not None), default=None)
+        if free is not None and need > free:
+            ranks = ", ".join(str(entry[0]) for entry in here)
+            raise ConfigError(
+                f"model {model!r} does not fit: server ranks {ranks} on {host} need {size(need)} "
+                f"with optimizer state and buffers, {size(free)} are available; use more servers "
+                "on other nodes, or a smaller model"
+            )
+
+
+def size(nbytes: float) -> str:
+    """Write a byte count with its unit. Local."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while nbytes >= 1024 and len(units) > 1:
+        nbytes /= 1024
+        del units[0]
+    return f"{nbytes:.4g} {units[0]}"

@@ -1,0 +1,161 @@
+"""From what a user asks for (names, rows, arrays of any kind) to flat host arrays per tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...arrays import as_array, copy_into, host_empty, is_device, is_writable
+from ...errors import ConfigError, nearest, shown
+from .placement import Layout, Tensor
+
+
+class Selection:
+    """The names of one model, and what may be asked of them. Local."""
+
+    def __init__(self, model: str, layout: Layout):
+        self.model, self.layout = model, layout
+        self.number = {tensor.name: i for i, tensor in enumerate(layout.tensors)}
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor called `name`; ConfigError with the nearest name if there is none."""
+        if not isinstance(name, str) or name not in self.number:
+            close = nearest(name, self.number) if isinstance(name, str) else ""
+            raise ConfigError(f"model {self.model!r} has no parameter {shown(name)}{close}")
+        return self.layout.tensors[self.number[name]]
+
+    def rows(self, name: str, rows) -> np.ndarray:
+        """Row indices of `name` as int64, checked."""
+        tensor = self.tensor(name)
+        try:
+            rows = np.asarray(rows)
+        except ValueError:  # lists of different lengths
+            rows = np.empty((0, 0))
+        if rows.size == 0:
+            rows = rows.astype(np.int64)
+        if rows.ndim != 1 or rows.dtype.kind not in "iu" or not tensor.shape:
+            raise ConfigError(
+                f"rows of {name!r}: expected a 1-D integer array, got {rows.dtype} of shape "
+                f"{rows.shape} for a tensor of shape {tensor.shape}"
+            )
+        rows = rows.astype(np.int64, copy=False)
+        if rows.size and not 0 <= rows.min() <= rows.max() < tensor.shape[0]:
+            raise ConfigError(
+                f"rows of {name!r}: {rows.min()} ... {rows.max()} are outside "
+                f"0 ... {tensor.shape[0] - 1}"
+            )
+        return rows
+
+    def wanted(self, what, out: Mapping | None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Name to rows (None for all), and name to the array that shall receive them."""
+        if out is not None and not isinstance(out, Mapping):
+            raise ConfigError(
+                f"pull {self.model!r}: out={shown(out)}; expected a mapping of name to array"
+            )
+        if what is not None and not isinstance(what, Iterable):
+            raise ConfigError(
+                f"pull {self.model!r}: what={shown(what)}; expected a name, names, or a mapping "
+                "of name to rows"
+            )
+        if what is None:
+            what = self.number if out is None else out
+            wanted = dict.fromkeys(what)
+        elif isinstance(what, Mapping):
+            wanted = {n: r if r is None else self.rows(n, r) for n, r in what.items()}
+        else:
+            one = isinstance(what, str) or getattr(what, "shape", None) == ()
+            names: list[Any] = [what] if one else list(what)
+            wanted = dict.fromkeys(self.tensor(name).name for name in names)
+        return wanted, {name: self._receiver(name, wanted[name], out) for name in wanted}
+
+    def _receiver(self, name: str, rows, out: Mapping | None):
+        tensor = self.tensor(name)
+        shape = _shape(tensor, rows)
+        given = None if out is None else out.get(name)
+        if given is None:
+            return np.empty(shape, tensor.dtype)
+        array = _array(f"pull {name!r}: out", given)
+        if array.shape != shape or not is_writable(array):
+            lock = "" if is_writable(array) else " (read-only)"
+            raise ConfigError(
+                f"pull {name!r}: out has shape {array.shape}{lock}, expected a writable array of "
+                f"shape {shape}"
+            )
+        return array
+
+    def targets(self, wanted: dict, results: dict) -> tuple[dict, Callable[[], None]]:
+        """Flat host arrays to receive into, and what to call when they are full.
+
+        Rows of a tensor that is cut within rows become the whole tensor in `wanted`: such rows
+        are few and long.
+        """
+        flat, copies = {}, []
+        for name, rows in wanted.items():
+            tensor, array = self.tensor(name), results[name]
+            if rows is not None and not tensor.by_rows:
+                everything = np.empty(tensor.shape, tensor.dtype)
+                flat[name], wanted[name] = everything.reshape(-1), None
+                copies.append((array, everything, rows))
+            elif is_device(array) or not array.flags.c_contiguous or array.dtype != tensor.dtype:
+                flat[name] = host_empty(array.size, tensor.dtype, like=array)
+                copies.append((array, flat[name], None))
+            else:
+                flat[name] = array.reshape(-1)
+
+        def finish():
+            for array, source, rows in copies:
+                copy_into(array, source if rows is None else source[rows])
+
+        return flat, finish
+
+    def split(self, gradients: Mapping) -> dict[str, tuple[Any, np.ndarray]]:
+        """Name to (rows or None, flat host gradient)."""
+        if not isinstance(gradients, Mapping):
+            raise ConfigError(
+                f"push {self.model!r}: gradients={shown(gradients)}; expected a mapping of name "
+                "to array"
+            )
+        return {name: self._gradient(name, gradients[name]) for name in gradients}
+
+    def _gradient(self, name: str, gradient) -> tuple[Any, np.ndarray]:
+        tensor, rows = self.tensor(name), None
+        if isinstance(gradient, tuple):
+            if len(gradient) != 2:
+                raise ConfigError(f"push {name!r}: gradients: expected (rows, values)")
+            rows, gradient = self.rows(name, gradient[0]), gradient[1]
+        gradient = _host(f"push {name!r}: gradients", gradient)
+        shape = _shape(tensor, rows)
+        number = gradient.dtype.kind in "fiub" or gradient.dtype.name == "bfloat16"
+        if gradient.shape != shape or not number:
+            raise ConfigError(
+                f"push {name!r}: gradient is {gradient.dtype} of shape {gradient.shape}, expected "
+                f"{tensor.dtype} of shape {shape}"
+            )
+        if rows is not None and not tensor.by_rows:
+            dense = np.zeros(tensor.shape, tensor.dtype)
+            np.add.at(dense, rows, gradient)
+            rows, gradient = None, dense
+        return rows, gradient.reshape(-1)
+
+
+def _shape(tensor: Tensor, rows) -> tuple[int, ...]:
+    return tensor.shape if rows is None else (len(rows), *tensor.shape[1:])
+
+
+def _array(what: str, x):
+    """Return an array of any kind; what is none is a ConfigError that begins with `what`."""
+    try:
+        return as_array(x)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from error
+
+
+def _host(what: str, x) -> np.ndarray:
+    array = _array(what, x)
+    if not is_device(array):
+        return array
+    staged = host_empty(array.size, array.dtype, like=array)
+    copy_into(staged, array)
+    return staged.reshape(array.shape)

@@ -1,0 +1,139 @@
+"""Pictures of a schedule: who sends what, in text; and when, over time, with matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ..collectives.schedules.check import programs
+from ..collectives.schedules.schedule import SEND
+from ..errors import ConfigError
+from .network_model import DEFAULT, Network
+from .simulate import Reduced, Sent, simulate
+from .two_levels import builder, with_node_phases
+
+#: Most ranks that a picture over time still shows clearly.
+MOST_RANKS = 64
+#: Beyond, arrows are left out: they would hide the bars.
+MOST_ARROWS = 300
+_SEND, _REDUCE, _ARROW = "#4878a8", "#e08a3c", "#404040"
+
+
+def text(build: Callable, size: int, n: int, *, itemsize: int = 4) -> str:
+    """Draw who sends what to whom, a line per round: ``0 -[0:2]-> 1``. Local."""
+    plans = programs(lambda p, r, m: build(p, r, m, itemsize), size, n)
+    rounds: dict[int, list[str]] = {}
+    for rank, steps in enumerate(plans):
+        for step in steps:
+            if step.kind == SEND:
+                a, b = step.source
+                rounds.setdefault(step.round, []).append(f"{rank} -[{a}:{b}]-> {step.peer}")
+    width = len(str(max(rounds, default=0)))
+    return "\n".join(f"round {r:{width}d}   " + "   ".join(rounds[r]) for r in sorted(rounds))
+
+
+def check_picture(file: str | Path, size: int) -> None:
+    """Raise ConfigError where `picture` could not draw so many ranks into this file. Local."""
+    if not 2 <= size <= MOST_RANKS:
+        raise ConfigError(f"a picture shows 2 to {MOST_RANKS} ranks, given {size}")
+    if Path(file).suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"{file}: expected a name that ends in .png, .svg or .pdf")
+    _matplotlib()
+
+
+def picture(
+    file: str | Path,
+    name: str,
+    size: int,
+    n: int,
+    *,
+    itemsize: int = 4,
+    network: Network = DEFAULT,
+    ranks_per_node: int = 1,
+    repeats: int = 1,
+) -> None:
+    """Draw the simulated schedule over time: a line per rank, bars and arrows. Local.
+
+    Blue: the rank's message is on the wire. Orange: it reduces. An arrow leads from where the first
+    byte of a message leaves to where its last one is there.
+    """
+    check_picture(file, size)
+    trace: list = []
+    cost = simulate(
+        builder(name, ranks_per_node),
+        size,
+        n,
+        itemsize=itemsize,
+        network=with_node_phases(network, name, ranks_per_node, n * itemsize),
+        ranks_per_node=ranks_per_node,
+        repeats=repeats,
+        trace=trace,
+    )
+    seconds = cost.seconds * repeats
+    unit, scale = ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
+    figure_class = _matplotlib()
+    figure = figure_class(figsize=(11, 1.6 + 0.42 * max(size, 4)), layout="constrained")
+    axes = figure.add_subplot()
+    sent = [event for event in trace if isinstance(event, Sent)]
+    arrows = len(sent) <= MOST_ARROWS
+    for rank in range(size):
+        bars = [(e.begin * scale, (e.left - e.begin) * scale) for e in sent if e.source == rank]
+        sums = [
+            (e.begin * scale, (e.end - e.begin) * scale)
+            for e in trace
+            if isinstance(e, Reduced) and e.rank == rank
+        ]
+        # A thin white edge keeps messages apart that follow each other without a pause.
+        style = {"edgecolor": "white", "linewidth": 0.5 if arrows else 0}
+        axes.broken_barh(bars, (rank - 0.36, 0.36), facecolor=_SEND, **style)
+        axes.broken_barh(sums, (rank, 0.36), facecolor=_REDUCE, **style)
+    for e in sent if arrows else ():
+        axes.annotate(
+            "",
+            xy=(e.end * scale, e.target),
+            xytext=(e.begin * scale, e.source - 0.18),
+            arrowprops={"arrowstyle": "-|>", "color": _ARROW, "linewidth": 0.8, "shrinkA": 0},
+        )
+    for rank in range(ranks_per_node, size, ranks_per_node) if ranks_per_node > 1 else ():
+        axes.axhline(rank - 0.5, color="black", linewidth=0.6, linestyle=":")
+    axes.set(
+        xlim=(0, seconds * scale * 1.005),
+        ylim=(size - 0.4, -0.6),
+        yticks=range(size),
+        ylabel="rank",
+        xlabel=f"simulated time, {unit}",
+    )
+    axes.set_title(
+        f"{name}, {size} ranks on {size // ranks_per_node} nodes, {n * itemsize:,} bytes: "
+        f"{seconds * scale:.3g} {unit}",
+        loc="left",
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(
+        [_patch(_SEND), _patch(_REDUCE)],
+        ["a message leaves", "a sum is made"],
+        loc="outside upper right",
+        ncols=2,
+        frameon=False,
+    )
+    try:
+        figure.savefig(file, dpi=130)
+    except OSError as error:
+        raise ConfigError(f"cannot write the picture {file}: {error.strerror}") from None
+
+
+def _matplotlib():
+    # Figure without pyplot: no window system, no global state.
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(
+            "a picture needs matplotlib, which is not installed: pip install 'mpidist[plot]'"
+        ) from None
+    return Figure
+
+
+def _patch(color: str):
+    from matplotlib.patches import Patch
+
+    return Patch(facecolor=color)

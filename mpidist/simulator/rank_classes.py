@@ -1,0 +1,115 @@
+"""Classes of ranks: ranks whose steps differ in nothing but their peers and places in the vector.
+
+A butterfly has one class or three, a tree over 65,536 ranks 17, a double tree 32. For each class
+one rank's steps are built and, beside every message, an array of peers, one for each rank of the
+class: that is all that `vector_simulator` needs to find the times of all ranks at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from ..collectives.schedules import algorithms, butterfly, double_tree, tree
+from ..collectives.schedules.schedule import Step, length
+
+
+class Class(NamedTuple):
+    """Ranks that do the same: the steps of one, and for each message the peers of all."""
+
+    ranks: np.ndarray
+    steps: list[Step]
+    peers: list[np.ndarray]
+
+    def without_empty(self) -> Class:
+        """Drop steps of no elements, as the executor does."""
+        kept = [i for i, s in enumerate(self.steps) if length(s.source) or length(s.target)]
+        return Class(self.ranks, [self.steps[i] for i in kept], [self.peers[i] for i in kept])
+
+
+def of_tree(size: int, n: int, itemsize: int) -> list[Class]:
+    """Ranks with as many subtrees, up to the same distance, are alike."""
+    alike = defaultdict(list)
+    for rank in range(size):
+        reach = (rank & -rank) or 1 << tree.rounds(size)
+        children = sum(rank + (1 << k) < size for k in range(reach.bit_length() - 1))
+        alike[reach, children].append(rank)
+    result = []
+    for ranks in alike.values():
+        steps = tree.allreduce(size, ranks[0], n)
+        members = np.array(ranks)
+        result.append(Class(members, steps, [members + (s.peer - ranks[0]) for s in steps]))
+    return result
+
+
+def of_butterfly(build: Callable, size: int, n: int, itemsize: int) -> list[Class]:
+    """Odd ranks that fold, even ones that they fold onto, and the ranks that do not fold."""
+    power = 1 << (size.bit_length() - 1)
+    rest = size - power
+    ranks = np.arange(size)
+    folded = ranks < 2 * rest
+    members = np.concatenate([ranks[: 2 * rest : 2], ranks[2 * rest :]])
+    # The number of a rank in the inner butterfly; of a folded odd rank, that of its even one.
+    inner = np.where(folded, ranks // 2, ranks - rest)
+    result = []
+    for chosen in (folded & (ranks % 2 == 1), folded & (ranks % 2 == 0), ~folded):
+        mine = ranks[chosen]
+        if not mine.size:
+            continue
+        first = int(mine[0])
+        steps = build(size, first, n)
+        peers = []
+        for step in steps:
+            if inner[step.peer] == inner[first]:
+                peers.append(mine + (step.peer - first))
+            else:
+                peers.append(members[inner[mine] ^ int(inner[first] ^ inner[step.peer])])
+        result.append(Class(mine, steps, peers))
+    return result
+
+
+def of_double_tree(size: int, n: int, itemsize: int) -> list[Class]:
+    """Ranks at the same depth with as many children, in both trees, are alike."""
+    alike = defaultdict(list)
+    for rank in range(size):
+        places = [double_tree.place(size, rank, k) for k in (0, 1)]
+        shape = tuple((here.parent is None, len(here.children), here.depth) for here in places)
+        alike[shape].append((rank, places))
+    result = []
+    for shape, members in alike.items():
+        # Steps are built with the column of a peer in this table in place of the peer.
+        table = np.array(
+            [
+                [q for here in places for q in (here.parent, *here.children) if q is not None]
+                for _, places in members
+            ]
+        )
+        columns = iter(range(table.shape[1]))
+        stand_ins = [
+            double_tree.Place(
+                None if root else next(columns), tuple(next(columns) for _ in range(below)), depth
+            )
+            for root, below, depth in shape
+        ]
+        steps = double_tree.steps(size, stand_ins, n, algorithms.tree_segments(n * itemsize))
+        ranks = np.array([rank for rank, _ in members])
+        result.append(Class(ranks, steps, [table[:, step.peer] for step in steps]))
+    return result
+
+
+def _halved(build: Callable, size: int, n: int, itemsize: int) -> list[Class]:
+    return of_butterfly(partial(build, itemsize=itemsize), size, n, itemsize)
+
+
+#: Algorithms whose ranks fall into few classes; those that halve need n as a multiple of 2^k <= p.
+CLASSES: dict[str, Callable[[int, int, int], list[Class]]] = {
+    "tree": of_tree,
+    "double_tree": of_double_tree,
+    "butterfly": partial(_halved, butterfly.butterfly),
+    "recursive_doubling": partial(of_butterfly, butterfly.recursive_doubling),
+    "halving_doubling": partial(_halved, butterfly.halving_doubling),
+}

@@ -1,0 +1,234 @@
+"""What a schedule costs, rank by rank, without running it. The model is that of `network_model`.
+
+Steps obey the same dependencies as in the executor, so segments overlap here exactly where they
+may overlap there. Links, senders, receivers and processors serve in the order of the schedule: by
+round, then by place in the round, then by rank. So every time is the maximum of a few earlier
+times plus a cost, one sweep over the rounds finds them all, and `vector_simulator` can do the same
+for all ranks of a class at once with the same result. (R124; issue 3, point 8.)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ..collectives.schedules.check import ScheduleError, programs
+from ..collectives.schedules.protocol_limits import LONG
+from ..collectives.schedules.schedule import (
+    RECV,
+    REDUCE,
+    REDUCE_LEFT,
+    SEND,
+    Step,
+    compile_steps,
+    length,
+)
+from .network_model import DEFAULT, Cost, Network, NodeLayout
+
+
+class Sent(NamedTuple):
+    """A message as the picture needs it: first byte out, last byte out, last byte there."""
+
+    source: int
+    target: int
+    nbytes: int
+    begin: float
+    left: float
+    end: float
+
+
+class Reduced(NamedTuple):
+    """A sum as the picture needs it."""
+
+    rank: int
+    begin: float
+    end: float
+
+
+def simulate(
+    build: Callable,
+    size: int,
+    n: int,
+    *,
+    itemsize: int = 4,
+    network: Network = DEFAULT,
+    ranks_per_node: int = 1,
+    repeats: int = 1,
+    trace: list | None = None,
+) -> Cost:
+    """Return the cost of an allreduce schedule ``build(size, rank, n, itemsize)``. Local.
+
+    Parameters
+    ----------
+    ranks_per_node : int
+        Ranks r with equal ``r // ranks_per_node`` share a node and its link.
+    repeats : int
+        Calls one after the other; the cost is that of one, as in a measurement that does the same.
+    trace : list, optional
+        Gets every `Sent` and `Reduced`.
+    """
+    plans = programs(lambda p, r, m: build(p, r, m, itemsize), size, n)
+    layout = NodeLayout(size, ranks_per_node)
+    seconds = run(plans, itemsize, network, layout, repeats=repeats, trace=trace)
+    return summary(plans, itemsize, seconds)
+
+
+def summary(plans: Sequence[list[Step]], itemsize: int, seconds: float) -> Cost:
+    """Count what the busiest of some ranks does. Local."""
+    sends = [[length(s.source) for s in steps if s.kind == SEND] for steps in plans]
+    sums = [
+        sum(length(s.target) for s in steps if s.kind in (REDUCE, REDUCE_LEFT)) for steps in plans
+    ]
+    return Cost(
+        seconds,
+        1 + max((s.round for steps in plans for s in steps), default=-1),
+        max(map(len, sends), default=0),
+        max(map(sum, sends), default=0) * itemsize,
+        max(sums, default=0) * itemsize,
+    )
+
+
+def run(
+    plans: Sequence[list[Step]],
+    itemsize: int,
+    network: Network,
+    layout: NodeLayout,
+    *,
+    repeats: int = 1,
+    trace: list | None = None,
+) -> float:
+    """Return the seconds of one of `repeats` calls, until the last rank is done. Local.
+
+    `plans` may be those of the first ranks only, of one node or several, where all nodes do the
+    same in a circle: what goes to rank r of another node then comes, from one as far away as the
+    sender is from r, to the rank in the same place here.
+    """
+    machine = _Machine(network, layout, len(plans))
+    ranks = [_Rank(steps) for steps in plans]
+    rounds = sorted({step.round for steps in plans for step in steps})
+    for _ in range(repeats):
+        for rank in ranks:
+            rank.begin(network.call)
+        for round in rounds:
+            _send_all(round, ranks, machine, itemsize, trace)
+            for r, rank in enumerate(ranks):
+                for i in rank.others.get(round, ()):
+                    _receive_or_reduce(r, i, rank, machine, itemsize, trace)
+    return max((rank.end for rank in ranks), default=0.0) / repeats
+
+
+class _Rank:
+    """The steps of one rank and when each of them may begin."""
+
+    def __init__(self, steps: list[Step]):
+        self.compiled = compile_steps(steps)
+        self.sends: dict[int, list[int]] = defaultdict(list)
+        self.others: dict[int, list[int]] = defaultdict(list)
+        for i, step in enumerate(steps):
+            (self.sends if step.kind == SEND else self.others)[step.round].append(i)
+        self.end = 0.0
+
+    def begin(self, call: float) -> None:
+        self.end += call
+        self.ready = [self.end] * len(self.compiled.steps)
+        self.needs = self.compiled.needs.copy()
+
+    def take(self, i: int) -> float:
+        """Return when step i can begin; what follows it on the same channel may then as well."""
+        if self.needs[i]:
+            raise ScheduleError(f"{self.compiled.steps[i]} needs what a later step of it brings")
+        for k in self.compiled.followers[i]:
+            self._release(k, self.ready[i])
+        return self.ready[i]
+
+    def finish(self, i: int, now: float) -> None:
+        self.end = max(self.end, now)
+        for k in self.compiled.dependents[i]:
+            self._release(k, now)
+
+    def _release(self, k: int, now: float) -> None:
+        self.needs[k] -= 1
+        if now > self.ready[k]:
+            self.ready[k] = now
+
+
+class _Machine:
+    """When each sender, link, receiver and processor is free, and the messages on their way."""
+
+    def __init__(self, network: Network, layout: NodeLayout, simulated: int):
+        self.network, self.layout, self.simulated = network, layout, simulated
+        self.sender, self.receiver, self.processor = ([0.0] * simulated for _ in range(3))
+        self.out: dict[int, float] = defaultdict(float)
+        self.fast: dict[int, float] = defaultdict(float)
+        self.into: dict[int, float] = defaultdict(float)
+        self.arrived: dict[tuple[int, int], deque] = defaultdict(deque)
+        self.crossed: dict[tuple[int, int], float] = {}
+
+    def local(self, source: int, target: int) -> bool:
+        """Whether two ranks are on one node."""
+        return self.layout.node(source) == self.layout.node(target)
+
+    def transmit(self, source: int, target: int, nbytes: int, ready: float):
+        """Put a message on its way; return when it is on the wire, has left and is there."""
+        net = self.network
+        begin = max(self.sender[source], ready) + net.overhead
+        self.sender[source] = begin
+        if self.local(source, target):
+            lane = -1 - source
+            start, before = begin, self.out[lane]
+            left = self.out[lane] = max(before, begin) + nbytes * net.node_gap
+            arrival = left + net.node_latency
+        else:
+            node = self.layout.node(source)
+            start, before = begin, self.out[node]
+            if nbytes > LONG:
+                start = max(begin, self.crossed.pop((source, target), 0.0))
+            # A bucket of tokens is a link whose clock may lag behind by as much as it holds.
+            self.out[node] = max(before, start - net.burst * net.gap) + nbytes * net.gap
+            self.fast[node] = max(self.fast[node], start) + nbytes * net.peak
+            left = max(self.out[node], self.fast[node])
+            if nbytes > LONG:
+                self.crossed[target, source] = start + net.crossing * (left - start)
+            node = self.layout.node(target % self.simulated)
+            busy = nbytes * (net.gap if net.incoming else net.peak)
+            arrival = self.into[node] = max(left + net.latency, self.into[node] + busy)
+        self.arrived[self.seen(source, target)].append(arrival)
+        return max(start, min(before, left)), left, arrival
+
+    def seen(self, source: int, target: int) -> tuple[int, int]:
+        """Move a pair of ranks to where the target is one of those simulated."""
+        here = target % self.simulated
+        return (source - target + here) % self.layout.size, here
+
+
+def _send_all(round: int, ranks, machine: _Machine, itemsize: int, trace) -> None:
+    """Send what all ranks send in a round: first the first messages, then the second ones, ..."""
+    sends = [
+        (place, r, i, rank.compiled.steps[i].peer, length(rank.compiled.steps[i].source) * itemsize)
+        for r, rank in enumerate(ranks)
+        for place, i in enumerate(rank.sends.get(round, ()))
+    ]
+    machine.crossed.clear()
+    for _, r, i, peer, nbytes in sorted(sends):
+        begin, left, arrival = machine.transmit(r, peer, nbytes, ranks[r].take(i))
+        ranks[r].finish(i, left)
+        if trace is not None:
+            trace.append(Sent(r, peer, nbytes, begin, left, arrival))
+
+
+def _receive_or_reduce(r: int, i: int, rank: _Rank, machine: _Machine, itemsize: int, trace):
+    step, ready = rank.compiled.steps[i], rank.take(i)
+    if step.kind == RECV:
+        arrival = machine.arrived[step.peer, r].popleft()
+        end = max(machine.receiver[r], arrival, ready) + machine.network.overhead
+        machine.receiver[r] = end
+    elif step.kind in (REDUCE, REDUCE_LEFT):
+        begin = max(machine.processor[r], ready)
+        end = begin + machine.network.reduction * length(step.target) * itemsize
+        machine.processor[r] = end
+        if trace is not None:
+            trace.append(Reduced(r, begin, end))
+    else:
+        end = ready
+    rank.finish(i, end)

@@ -1,0 +1,208 @@
+"""The simulator for many ranks: all ranks of a class at once, in NumPy (see `rank_classes`).
+
+The same sweep over the rounds with arrays in place of numbers. Where ranks of one node use its
+link in turns, a batch of messages takes in the first of each link, the next batch the second
+ones: the order of service is that of `simulate`, and so are the results, to the last bit or two.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..collectives.schedules.protocol_limits import LONG
+from ..collectives.schedules.schedule import RECV, REDUCE, REDUCE_LEFT, SEND, compile_steps, length
+from .network_model import Network, NodeLayout
+from .rank_classes import Class
+
+
+def run(
+    classes: Sequence[Class], itemsize: int, network: Network, layout: NodeLayout, repeats: int = 1
+) -> float:
+    """Return the seconds of one of `repeats` calls, until the last rank is done. Local."""
+    machine = _Machine(network, layout)
+    groups = [_Group(each) for each in classes]
+    rounds = sorted({step.round for each in classes for step in each.steps})
+    for _ in range(repeats):
+        for group in groups:
+            group.begin(network.call)
+        for round in rounds:
+            wires = _send_all(round, groups, machine, itemsize)
+            for group in groups:
+                heard: list[np.ndarray] = []
+                for i in group.others.get(round, ()):
+                    group.receive_or_reduce(i, machine, wires, heard, itemsize)
+    return max((float(group.end.max()) for group in groups), default=0.0) / repeats
+
+
+class _Group:
+    """A class at work: when each of its steps may begin, an array over its ranks."""
+
+    def __init__(self, alike: Class):
+        self.ranks, self.steps, self.peers = alike
+        self.compiled = compile_steps(self.steps)
+        self.sends: dict[int, list[int]] = defaultdict(list)
+        self.others: dict[int, list[int]] = defaultdict(list)
+        for i, step in enumerate(self.steps):
+            (self.sends if step.kind == SEND else self.others)[step.round].append(i)
+        self.end = np.zeros(len(self.ranks))
+
+    def begin(self, call: float) -> None:
+        self.end = self.end + call
+        # Arrays are never written in place, so all steps may share the first one.
+        self.ready: list = [self.end] * len(self.steps)
+
+    def take(self, i: int) -> np.ndarray:
+        for k in self.compiled.followers[i]:
+            self.ready[k] = np.maximum(self.ready[k], self.ready[i])
+        ready, self.ready[i] = self.ready[i], None
+        return ready
+
+    def finish(self, i: int, now: np.ndarray) -> None:
+        self.end = np.maximum(self.end, now)
+        for k in self.compiled.dependents[i]:
+            self.ready[k] = np.maximum(self.ready[k], now)
+
+    def receive_or_reduce(self, i: int, machine, wires, heard: list, itemsize: int) -> None:
+        step, ready = self.steps[i], self.take(i)
+        end = ready
+        if step.kind == RECV:
+            earlier = sum((self.peers[i] == peers for peers in heard), np.zeros(len(ready), int))
+            heard.append(self.peers[i])
+            arrival = wires.find(self.peers[i], self.ranks, earlier)
+            end = np.maximum(np.maximum(machine.receiver[self.ranks], arrival), ready)
+            end = end + machine.network.overhead
+            machine.receiver[self.ranks] = end
+        elif step.kind in (REDUCE, REDUCE_LEFT):
+            begin = np.maximum(machine.processor[self.ranks], ready)
+            end = begin + machine.network.reduction * length(step.target) * itemsize
+            machine.processor[self.ranks] = end
+        self.finish(i, end)
+
+
+class _Wires:
+    """The messages of one round, found by their ends and by how many went before."""
+
+    def __init__(self, size: int, sources, targets, arrivals):
+        key = sources * size + targets
+        order = np.argsort(key, kind="stable")
+        self.size, self.keys, self.arrivals = size, key[order], arrivals[order]
+
+    def find(self, sources, targets, earlier) -> np.ndarray:
+        key = sources * self.size + targets
+        return self.arrivals[np.searchsorted(self.keys, key) + earlier]
+
+
+class _Machine:
+    """When each sender, link, receiver and processor is free: arrays over ranks and nodes."""
+
+    def __init__(self, network: Network, layout: NodeLayout):
+        self.network, self.layout = network, layout
+        self.sender, self.receiver, self.processor = (np.zeros(layout.size) for _ in range(3))
+        nodes = layout.node(layout.size - 1) + 1
+        # Links of nodes first, then a lane of each rank for its messages inside the node.
+        self.out, self.fast = np.zeros(nodes + layout.size), np.zeros(nodes + layout.size)
+        self.into = np.zeros(nodes)
+        self.nodes = nodes
+
+    def transmit(self, source, target, nbytes: int, ready, crossed) -> tuple:
+        """Send messages of which no two share a link; return when they leave and arrive."""
+        net = self.network
+        begin = np.maximum(self.sender[source], ready) + net.overhead
+        self.sender[source] = begin
+        start = np.maximum(begin, crossed)
+        local = self.layout.node(source) == self.layout.node(target)
+        lane = np.where(local, self.nodes + source, self.layout.node(source))
+        gap = np.where(local, net.node_gap, net.gap)
+        slack = np.where(local, 0.0, net.burst * net.gap)
+        self.out[lane] = np.maximum(self.out[lane], start - slack) + nbytes * gap
+        peak = np.where(local, net.node_gap, net.peak)
+        self.fast[lane] = np.maximum(self.fast[lane], start) + nbytes * peak
+        left = np.maximum(self.out[lane], self.fast[lane])
+        arrival = left + np.where(local, net.node_latency, net.latency)
+        far = ~local
+        node = self.layout.node(target[far])
+        busy = nbytes * (net.gap if net.incoming else net.peak)
+        arrival[far] = self.into[node] = np.maximum(arrival[far], self.into[node] + busy)
+        return start, left, arrival
+
+
+def _send_all(round: int, groups, machine: _Machine, itemsize: int) -> _Wires:
+    """Send what all ranks send in a round: all first messages, then all second ones, ..."""
+    most = max(len(group.sends.get(round, ())) for group in groups)
+    done = []
+    waits: dict[int, float] = {}
+    for place in range(most):
+        batch = [
+            (group, group.sends[round][place])
+            for group in groups
+            if len(group.sends.get(round, ())) > place
+        ]
+        sources = np.concatenate([group.ranks for group, _ in batch])
+        targets = np.concatenate([group.peers[i] for group, i in batch])
+        ready = np.concatenate([group.take(i) for group, i in batch])
+        sizes = np.concatenate(
+            [
+                np.full(len(group.ranks), length(group.steps[i].source) * itemsize)
+                for group, i in batch
+            ]
+        )
+        left, arrival = _in_turns(machine, sources, targets, sizes, ready, waits)
+        done.append((sources, targets, arrival))
+        first = 0
+        for group, i in batch:
+            group.finish(i, left[first : first + len(group.ranks)])
+            first += len(group.ranks)
+    if not done:
+        return _Wires(1, *(np.zeros(0, int) for _ in range(3)))
+    return _Wires(machine.layout.size, *map(np.concatenate, zip(*done, strict=True)))
+
+
+def _in_turns(machine: _Machine, sources, targets, sizes, ready, waits) -> tuple:
+    """Send messages in the order of their senders, as many at once as share no link."""
+    layout = machine.layout
+    left, arrival = np.empty(len(sources)), np.empty(len(sources))
+    order = np.argsort(sources, kind="stable")
+    while order.size:
+        s, t = sources[order], targets[order]
+        local = layout.node(s) == layout.node(t)
+        out = np.where(local, machine.nodes + s, layout.node(s))
+        # A message inside a node enters no link: a number of its own.
+        into = np.where(local, -1 - s, layout.node(t))
+        pair = np.where(
+            sizes[order] > LONG, np.minimum(s, t) * layout.size + np.maximum(s, t), -1 - s
+        )
+        free = _first(out) & _first(into) & _first(pair)
+        now = order[free]
+        for nbytes in np.unique(sizes[now]):
+            chosen = now[sizes[now] == nbytes]
+            s, t = sources[chosen], targets[chosen]
+            crossed = np.zeros(len(chosen))
+            if nbytes > LONG:
+                crossed = _waits(waits, s, t, layout)
+            start, left[chosen], arrival[chosen] = machine.transmit(
+                s, t, int(nbytes), ready[chosen], crossed
+            )
+            if nbytes > LONG:
+                until = start + machine.network.crossing * (left[chosen] - start)
+                far = layout.node(s) != layout.node(t)
+                waits.update(
+                    zip((t * layout.size + s)[far].tolist(), until[far].tolist(), strict=True)
+                )
+        order = order[~free]
+    return left, arrival
+
+
+def _waits(waits: dict[int, float], sources, targets, layout: NodeLayout) -> np.ndarray:
+    """Take out until when each message waits for one that crosses it."""
+    keys = (sources * layout.size + targets).tolist()
+    return np.array([waits.pop(key, 0.0) for key in keys])
+
+
+def _first(values: np.ndarray) -> np.ndarray:
+    """Whether each value is the first of its kind."""
+    result = np.zeros(len(values), bool)
+    result[np.unique(values, return_index=True)[1]] = True
+    return result

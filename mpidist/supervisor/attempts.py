@@ -1,0 +1,339 @@
+"""Run a program under an MPI launcher until it is done: start, watch, end, decide, again.
+
+No MPI here. The launcher runs in a session of its own; everything it starts carries a mark in its
+environment, by which what outlives it on this host is found and ended. Ranks on other hosts see in
+their folder that the attempt is over, and end themselves (`mpidist.launch.heartbeat`).
+
+    DIR/history.jsonl      one line for each attempt and decision
+    DIR/selection-*.json   what `algorithm="auto"` has chosen, for the attempts after this one
+    DIR/attempt-0/rank-3   what rank 3 has told
+    DIR/attempt-0/launcher who has started it
+    DIR/attempt-0/begun    the program began, on some host
+    DIR/attempt-0/over     nobody of this attempt may go on
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..launch import heartbeat
+from ..launch.launchers import launch_environment
+from ..launch.process_table import stat_of
+from ..launch.processes import end_marked, forgotten_segments, marked, mpi_segments, remove_session
+from . import commands
+from .deaths import Deaths
+from .hosts import Job, Place, room, say, usable, without_culprits
+from .liveness import Launcher, Vigil
+from .memory_kills import MemoryKills
+from .policy import Action, Attempt, decide
+
+#: The environment variable that marks everything an attempt has started.
+MARK = "MPIDIST_LAUNCH_MARK"
+#: Seconds that a launcher has to end its ranks when it is told to.
+PATIENCE = 5.0
+
+#: The file of an attempt that names its launcher.
+_LAUNCHER = "launcher"
+
+#: What a launcher starts: a sign that it does start, and then the program in the same process.
+_BEGIN = 'true 2>/dev/null >"$1"; shift; exec "$@"'
+
+_ASK = (signal.SIGUSR1, signal.SIGTERM)
+_HEARD = (*_ASK, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+
+
+def run(job: Job) -> int:
+    """Launch `job` until it is done or must not go on; return the exit code. Local."""
+    job.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    attempts = read_history(job.folder)
+    number = next_attempt(job.folder, len(attempts))
+    place = Place(job.hosts, tuple(job.hosts or ()), named=not job.slurm)
+    place = without_culprits(job, attempts, place)
+    ranks = min(job.ranks, room(job, place.hosts))
+    # Waited for and never handled: a handler could run between any two lines of this.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    try:
+        while True:
+            unstarted = sum(attempt.unstarted for attempt in attempts)
+            one = _Running(job, number, number - unstarted, ranks, place)
+            attempts.append(one.watch())
+            number += 1
+            _note(job.folder, "attempt", attempts[-1]._asdict())
+            if attempts[-1].failed and not attempts[-1].asked:
+                place = without_culprits(job, attempts, usable(job))
+            action = decide(attempts, job.policy, job.ranks, room(job, place.hosts))
+            _note(job.folder, "decision", action._asdict())
+            _tell(one.known_as, attempts, action)
+            if action.what == "relaunch" and _asked_within(action.pause):
+                attempts[-1] = attempts[-1]._replace(asked=True)
+                action = decide(attempts, job.policy, job.ranks, action.ranks)
+                _note(job.folder, "decision", action._asdict())
+                say(f"asked to stop before the next attempt; {action.reason}")
+            if action.what != "relaunch":
+                return _finish(job, action)
+            ranks = action.ranks
+    finally:
+        # Whoever asked while it ended has been obeyed, and must not end the process now.
+        while signal.sigtimedwait(_HEARD, 0):
+            pass
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _finish(job: Job, action: Action) -> int:
+    if action.what == "requeue":
+        done = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
+        if done.returncode:
+            say("scontrol requeue failed; the exit code 75 says that the job is not finished")
+    if action.code == 0:
+        remove(job.folder)
+    else:
+        say(f"what is known of this job is in {job.folder}")
+    return action.code
+
+
+def _asked_within(seconds: float) -> bool:
+    """Wait before the next attempt; whether somebody asked for a stop meanwhile."""
+    return signal.sigtimedwait((*_ASK, signal.SIGINT, signal.SIGHUP), seconds) is not None
+
+
+class _Running:
+    """One attempt: the launcher, its ranks' folder, and the mark of all it started.
+
+    `number` is that of its folder, and never used again. It is `known_as` the same number as those
+    before it of which the launcher has started nothing: to the program it is the first.
+    """
+
+    def __init__(self, job: Job, number: int, known_as: int, ranks: int, place: Place):
+        self.job, self.known_as, self.ranks = job, known_as, ranks
+        self.folder = job.folder / f"attempt-{number}"
+        self.folder.mkdir(mode=0o700)
+        (self.folder / _LAUNCHER).write_text(heartbeat.launcher_id(), encoding="utf-8")
+        self.mark = uuid.uuid4().hex
+        told = {
+            MARK: self.mark,
+            heartbeat.FOLDER: str(self.folder.absolute()),
+            heartbeat.ATTEMPT: str(known_as),
+            heartbeat.LAUNCHER: heartbeat.launcher_id(),
+        }
+        slurm: dict[str, str] = {}
+        if job.slurm and job.hosts:
+            slurm = commands.slurm_environ(os.environ, list(job.hosts), place.left, ranks)
+        words = commands.command(ranks, job.words, place.hosts, restricted=place.named)
+        self.kind = kind = commands.kind_of(words)
+        if kind == "openmpi":
+            # The others hand the whole environment on, also to other hosts.
+            words += [word for name in told for word in ("-x", name)]
+        self.began = time.monotonic()
+        self.environment = {**launch_environment(), **slurm, **told}
+        script = commands.quick_start(kind, words[0], self.environment) + _BEGIN
+        begin = ["/bin/sh", "-c", script, "mpidist", str(self.folder.absolute() / heartbeat.BEGUN)]
+        self.process = subprocess.Popen(
+            [*words, *begin, *_unnameable(self.environment), *job.program],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=self._before,
+        )
+        tolerant, queues = "--with-ft" in words, kind not in ("openmpi", "mpich")
+        self.vigil = Vigil(ranks, job.limits, self.began, dead_ends=not tolerant, queues=queues)
+        self.deaths = Deaths()
+        self.memory = MemoryKills(self.deaths.order)
+        self.begun = False
+
+    def _before(self) -> None:
+        """Run in the child, which is to become the launcher."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
+        remove_session(os.getpid(), self.environment)
+
+    def watch(self) -> Attempt:
+        """Wait for the end, or make one; what came of it."""
+        asked, why, deadline = False, "", float("inf")
+        while self.process.poll() is None:
+            heard = signal.sigtimedwait(_HEARD, self.job.limits.interval(self.ranks))
+            now = time.monotonic()
+            number = heard.si_signo if heard else None
+            if number in (signal.SIGINT, signal.SIGHUP):
+                why, asked = "interrupted", True
+            elif number in _ASK and not asked:
+                say(f"{signal.Signals(number).name}: the ranks are asked to save and leave")
+                asked, deadline = True, now + self.job.limits.grace
+                with contextlib.suppress(ProcessLookupError):
+                    self.process.send_signal(signal.SIGUSR1)
+            elif self.process.poll() is None:
+                with contextlib.suppress(OSError):  # a shared file system may be away for a while
+                    why = self._look(now)
+                if now > deadline:
+                    why = f"did not leave within {self.job.limits.grace:g} s"
+            if why:
+                say(f"attempt {self.known_as} is ended: {why}")
+                break
+        self._end()
+        self.deaths.close()
+        return self._result(asked, why)
+
+    def _look(self, now: float) -> str:
+        """Return why this attempt must end, "" while all may be well."""
+        ended = set(self.deaths.order)
+        signs = heartbeat.read(self.folder)
+        self.deaths.watch(signs)
+        self.memory.see(signs)
+        self.begun = self.begun or heartbeat.has(self.folder, heartbeat.BEGUN)
+        stopped = stat_of(self.process.pid)[0] == "T"
+        why = self.vigil.look(signs, now, ended, Launcher(self.begun, stopped))
+        if any(not sign.heard for sign in self.vigil.dead):
+            # Open MPI waits half a second for the others to leave by themselves, which they cannot.
+            # So it ends at once, with the exit code of the one that was first. Not where somebody
+            # has asked them to leave: then the end is under way.
+            self.deaths.kill()
+        return why
+
+    def _end(self) -> None:
+        # A library that is killed leaves its shared memory behind; note it while it is mapped.
+        left = marked(self.mark, MARK)
+        segments = mpi_segments(left)
+        if late := self.process.poll() is None:
+            self.process.terminate()
+            self.process.send_signal(signal.SIGCONT)  # one that is stopped cleans up as well
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(PATIENCE)
+        with contextlib.suppress(OSError):  # a full disk must not save anybody from what follows
+            (self.folder / heartbeat.OVER).touch()
+        if late:
+            # Whoever has shed the mark; only while the group must be ours, for numbers come again.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        end_marked(self.mark, variable=MARK)
+        self.process.wait()
+        remove_session(self.process.pid, self.environment)
+        if self.kind == "mpich" and len(self.vigil.signs) < self.ranks:
+            segments |= forgotten_segments(time.monotonic() - self.began)
+        for segment in segments:
+            segment.unlink(missing_ok=True)
+
+    def _result(self, asked: bool, why: str) -> Attempt:
+        begun = True
+        with contextlib.suppress(OSError):
+            self.vigil.note(heartbeat.read(self.folder))
+            begun = self.begun or heartbeat.has(self.folder, heartbeat.BEGUN)
+        signs = self.vigil.signs
+        steps = [sign.step for sign in signs if sign.step is not None]
+        firsts = [sign.first for sign in signs if sign.first is not None]
+        return Attempt(
+            ranks=self.ranks, code=self.process.returncode, ended=time.time(),
+            step=max(steps, default=None), first=min(firsts, default=None), told=len(signs),
+            left=sum(sign.left for sign in signs), asked=asked, why=why,
+            seconds=round(time.monotonic() - self.began, 1),
+            begun=begun, memory=self._memory(asked),
+            culprit=commands.named_like(self.vigil.culprit(), self.job.hosts or ()),
+        )  # fmt: skip
+
+    def _memory(self, asked: bool) -> str:
+        """Return which rank the kernel has killed for want of memory, "" for none."""
+        return "" if asked else self.memory.text(self.vigil.signs)
+
+
+def _unnameable(environment: Mapping[str, str]) -> list[str]:
+    """Words that set again what /bin/sh may drop, as dash does: bash's functions, for one."""
+    odd = {name for name in environment if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)}
+    return ["env", *(f"{name}={environment[name]}" for name in sorted(odd))] if odd else []
+
+
+# ------------------------------------------------------------------------------------- telling
+
+
+def _tell(known_as: int, attempts: Sequence[Attempt], action: Action) -> None:
+    last = attempts[-1]
+    if last.finished and len(attempts) == 1:
+        return
+    what = f"attempt {known_as} on {last.ranks} ranks: {last.text()}"
+    then = f"{action.reason}"
+    if action.what == "relaunch":
+        pause = f" in {action.pause:g} s" if action.pause else ""
+        then = f"again{pause} with {action.ranks} ranks, {action.reason}"
+    say(f"{what} ({last.seconds:g} s); {then}")
+
+
+def _note(folder: Path, kind: str, facts: dict) -> None:
+    line = json.dumps({"time": round(time.time(), 3), "event": kind, **facts}) + "\n"
+    try:
+        with (folder / "history.jsonl").open("a+b") as file:
+            file.seek(0)
+            # Half a line of a launcher that was killed would make this one unreadable as well.
+            file.truncate(file.read().rfind(b"\n") + 1)
+            file.write(line.encode())
+    except OSError as error:  # a full disk must not be the end of a job that goes on without it
+        say(f"the history is not written: {error}")
+
+
+def next_attempt(folder: Path, known: int) -> int:
+    """Return the number of the next attempt, `known` being in the history. Local.
+
+    A launcher that was killed has left an attempt that is not there. It is over: a requeued job may
+    come back on another host, where nobody can ask whether that launcher still runs.
+
+    Raises
+    ------
+    ConfigError
+        That launcher is still at work, on this host.
+    """
+    number = known
+    while (attempt := folder / f"attempt-{number}").exists():
+        if not (attempt / heartbeat.OVER).exists():
+            with contextlib.suppress(FileNotFoundError):
+                name = (attempt / _LAUNCHER).read_text(encoding="utf-8")
+                if heartbeat.is_at_work(name, elsewhere=False):
+                    raise ConfigError(
+                        f"{folder} is in use by another mpidist launch; wait for it or stop it, "
+                        "or give another folder with --control DIR"
+                    )
+                (attempt / heartbeat.OVER).touch()
+        number += 1
+    return number
+
+
+def remove(folder: Path) -> None:
+    """Remove what is ours of a control folder; all of it, where nothing else is in it. Local."""
+    for attempt in folder.glob("attempt-*"):
+        if (attempt / _LAUNCHER).exists():
+            shutil.rmtree(attempt, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for path in folder.glob("selection-*.json"):
+            path.unlink()
+        (folder / "history.jsonl").unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def read_history(folder: Path) -> list[Attempt]:
+    """Return the attempts of this job so far: of others than this process, after a requeue. Local.
+
+    Raises
+    ------
+    ConfigError
+        The file is not one of ours.
+    """
+    try:
+        data = (folder / "history.jsonl").read_bytes()
+    except FileNotFoundError:
+        return []
+    # A launcher that was killed while it wrote has left half a line, and said nothing with it.
+    whole = data[: data.rfind(b"\n") + 1]
+    known = []
+    try:
+        for line in whole.splitlines():
+            facts = json.loads(line)
+            if facts["event"] == "attempt":
+                known.append(Attempt(**{k: facts[k] for k in Attempt._fields if k in facts}))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder}/history.jsonl is not a history of mpidist: {error}") from None
+    return known

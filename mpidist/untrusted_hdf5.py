@@ -1,0 +1,200 @@
+"""HDF5 files that somebody else made: opened so that a file can give away its own numbers only.
+
+To HDF5 a name in a file may be a link to another file, the numbers of a dataset may lie in
+/etc/passwd, 1,400 bytes may declare 35 TB, and a type may hold pointers. None of that is needed
+to hold an array, so none of it is followed:
+
+    with untrusted_hdf5.open_untrusted(path) as file:
+        images = untrusted_hdf5.checked_dataset(file, "train/images")    ConfigError, or its numbers
+
+Nothing is read and nothing allocated by these checks but what HDF5 itself needs to parse the
+file. That parser has known holes of its own (`known_holes`), against which only a digest from
+somebody you trust helps.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import stat
+from contextlib import suppress
+from functools import cache
+from math import prod
+
+import h5py
+
+from . import events
+from .errors import ConfigError
+
+#: Published ways to make HDF5 itself write where it must not, and the version without them.
+_HOLES = (
+    "CVE-2025-2308",
+    "CVE-2025-2309",
+    "CVE-2025-44904",
+    "CVE-2026-17572",
+    "CVE-2026-17573",
+    "CVE-2026-26197",
+    "CVE-2026-26199",
+)
+_MENDED = (2, 2, 0)
+
+#: Filters of HDF5 and h5py, and what a byte of each can become at most.
+_FILTERS = {
+    h5py.h5z.FILTER_DEFLATE: 1032,
+    h5py.h5z.FILTER_SHUFFLE: 1,
+    h5py.h5z.FILTER_FLETCHER32: 1,
+    h5py.h5z.FILTER_SZIP: 1 << 14,
+    h5py.h5z.FILTER_LZF: 88,
+}
+#: Filters of hdf5plugin: code of others, which bounds nothing so well.
+_PLUGINS = {
+    307: "bzip2", 32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd",
+    32017: "sz", 32018: "fcidecomp", 32024: "sz3", 32026: "blosc2", 32028: "sperr", 32033: "htj2k",
+}  # fmt: skip
+_PLUGIN = 1 << 20
+
+
+def open_untrusted(path, folder: int | None = None, *, follow: bool = False) -> h5py.File:
+    """Open an HDF5 file for reading. Local; the caller closes it.
+
+    Parameters
+    ----------
+    path : path-like
+    folder : int, optional
+        An open folder that `path` is in.
+    follow : bool
+        Whether `path` itself may be a link, as where a user has named it.
+
+    Raises ConfigError where it is not a regular file or no HDF5.
+    """
+    _tell_holes()
+    try:
+        descriptor = _open_regular(path, folder, follow)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be opened: {error.strerror}") from None
+    try:
+        # By its number: what has been looked at is what HDF5 gets, whatever has its name now.
+        return h5py.File(f"/dev/fd/{descriptor}", "r", locking=False)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{path} is not an HDF5 file that can be read: {error}") from None
+    finally:
+        os.close(descriptor)
+
+
+def _open_regular(path, folder: int | None, follow: bool) -> int:
+    # O_NONBLOCK: opening a FIFO would wait for a writer that never comes.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(0, "not a regular file")
+    return descriptor
+
+
+def checked_dataset(file: h5py.File, name: str, *, plugins: bool = False) -> h5py.Dataset:
+    """Return a dataset whose numbers lie in `file`, as many as it declares. Local.
+
+    Parameters
+    ----------
+    file : h5py.File
+    name : str
+    plugins : bool
+        Whether filters of hdf5plugin, where that is installed, may unpack it, as where a user has
+        named the file.
+
+    Raises ConfigError, which says what else it is, or which filter is not here.
+    """
+    try:
+        found = _walk(file, name)
+        ratio = _ratio(found, name, plugins)
+        reason = _objection(found, os.fstat(file.id.get_vfd_handle()).st_size, ratio)
+    except ConfigError:
+        raise
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError) as error:
+        raise ConfigError(f"dataset {name!r} cannot be read: {error}") from None
+    if reason:
+        raise ConfigError(f"dataset {name!r} {reason}; only numbers in the file itself are read")
+    return found
+
+
+def _walk(file: h5py.File, name: str) -> h5py.Dataset:
+    place = file
+    for key in name.strip("/").split("/"):
+        named = isinstance(place, h5py.Group) and key not in ("", ".")
+        link = place.get(key, getlink=True) if named else None
+        if link is None:
+            raise ConfigError(f"there is no dataset {name!r}")
+        if not isinstance(link, h5py.HardLink):
+            raise ConfigError(f"{name!r} is a link to another place; name the dataset itself")
+        place = place[key]
+    if not isinstance(place, h5py.Dataset):
+        raise ConfigError(f"{name!r} is not a dataset")
+    return place
+
+
+def _ratio(found: h5py.Dataset, name: str, plugins: bool) -> int:
+    """Return what a stored byte can become at most. Local.
+
+    Raises ConfigError for a filter that is not here, or is not wanted.
+    """
+    settings, ratio = found.id.get_create_plist(), 1
+    for number in range(settings.get_nfilters()):
+        code = settings.get_filter(number)[0]
+        known = _PLUGINS.get(code, "szip" if code == h5py.h5z.FILTER_SZIP else "")
+        what = f"dataset {name!r} needs the filter {f'{known} ({code})' if known else code}"
+        if code not in _FILTERS and not (plugins and known):
+            raise ConfigError(f"{what}; only those of HDF5 and h5py are used here")
+        if not _decodes(code):
+            cure = "pip install hdf5plugin" if known in _PLUGINS.values() else "another HDF5 has it"
+            raise ConfigError(f"{what}, which is not here: {cure}")
+        ratio *= _FILTERS.get(code, _PLUGIN)
+    return ratio
+
+
+def _decodes(code: int) -> bool:
+    """Whether a filter is here, where need be after a look at hdf5plugin."""
+    if code in _PLUGINS and not h5py.h5z.filter_avail(code):
+        with suppress(ImportError):
+            importlib.import_module("hdf5plugin")
+    enabled = h5py.h5z.FILTER_CONFIG_DECODE_ENABLED
+    return h5py.h5z.filter_avail(code) and bool(h5py.h5z.get_filter_info(code) & enabled)
+
+
+def _objection(found: h5py.Dataset, size: int, ratio: int) -> str | None:
+    """Say what a dataset of a file of `size` bytes is, where it is not plain numbers. Local."""
+    if found.is_virtual or found.external:
+        return "lies in other files"
+    if (
+        found.shape is None
+        or found.dtype.kind not in "biufcS"
+        or h5py.check_enum_dtype(found.dtype)
+    ):
+        return f"is of type {found.dtype}"
+    # Chunks are whole in memory, also where the array ends inside one.
+    chunks = found.chunks or (1,) * len(found.shape)
+    whole = [-(-n // chunk) * chunk for n, chunk in zip(found.shape, chunks, strict=True)]
+    declared = prod(whole) * found.id.get_type().get_size()
+    stored = min(found.id.get_storage_size(), size)
+    if found.chunks is None and found.id.get_offset() is not None:
+        stored = min(stored, size - found.id.get_offset())
+    if declared > stored * ratio:
+        return f"declares {declared} bytes, for which the file holds {stored}"
+    return None
+
+
+def known_holes() -> str | None:
+    """Say which holes the HDF5 library here has, or None. Local."""
+    if h5py.version.hdf5_version_tuple[:3] >= _MENDED:
+        return None
+    return (
+        f"HDF5 {h5py.version.hdf5_version} can be made to overwrite memory by a crafted file "
+        f"({', '.join(_HOLES)}; mended in {'.'.join(map(str, _MENDED))}): open no file from "
+        "strangers before its digest is checked"
+    )
+
+
+@cache
+def _tell_holes() -> None:
+    """Write the holes to the event log, once in a process."""
+    if known_holes():
+        events.emit("hdf5_known_holes", version=h5py.version.hdf5_version, holes=list(_HOLES))

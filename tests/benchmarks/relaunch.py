@@ -1,0 +1,120 @@
+"""Seconds from the kill of a rank under `mpidist launch` to the next completed step.
+
+    PYTHONPATH=tests python -m benchmarks.relaunch [--torch]
+
+The same model, batch and checkpoints under `mpidist launch` and, where it is installed, under
+torchrun with gloo; runs of both take turns. A rank is killed by SIGKILL after some steps, and the
+clock runs until a rank notes a step that was completed after that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from mpidist.errors import MpidistError
+from mpidist.launch.processes import Started
+
+#: A rank is killed once this step is done: a checkpoint is there, and one is due.
+KILL_AT = 50
+_PATIENCE = 120.0
+
+
+def measure(ranks: int, rounds: int, torch: bool) -> dict:
+    """Return the row: seconds of each run, medians, and the ratio. Local."""
+    seconds: dict[str, list[float]] = {"ours": [], "torch": []} if torch else {"ours": []}
+    for k in range(rounds):
+        for who in seconds if k % 2 else reversed(seconds):
+            seconds[who].append(one(who, ranks, victim=1 + k % (ranks - 1)))
+    row: dict = {"ranks": ranks, "seconds": seconds}
+    row |= {who: round(statistics.median(each), 3) for who, each in seconds.items()}
+    if torch:
+        pairs = zip(seconds["torch"], seconds["ours"], strict=True)
+        row["ratio"] = round(statistics.median(a / b for a, b in pairs), 3)
+    return row
+
+
+def command(who: str, ranks: int, folder: Path) -> list[str]:
+    """Return the command line of one run. Local."""
+    job = ["-m", "benchmarks.relaunch_job", who, str(folder)]
+    if who == "ours":
+        program = [sys.executable, *job]
+        return [sys.executable, "-m", "mpidist", "launch", "-n", str(ranks), "--", *program]
+    starter = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--max-restarts=3"]
+    return [sys.executable, *starter, "--standalone", *job]
+
+
+def one(who: str, ranks: int, victim: int) -> float:
+    """Start a run, kill a rank, and return the seconds until the next completed step. Local."""
+    folder = Path(tempfile.mkdtemp(prefix="mpidist-relaunch-"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each start compiles everything again
+    job = Started(command(who, ranks, folder), env=environment, cwd=folder)
+    try:
+        _wait(job, folder, lambda when, step: step >= KILL_AT)
+        first = _pid(folder)
+        os.kill(int((folder / f"pid-{victim}").read_text()), signal.SIGKILL)
+        killed = time.time()
+        # The survivors' last step may be noted after the kill: the next attempt's rank 0 is another
+        # process, and what it notes counts.
+        _wait(job, folder, lambda when, step: _pid(folder) not in (first, 0))
+        before = len(_steps(folder))
+        _wait(job, folder, lambda when, step: len(_steps(folder)) > before)
+        return _steps(folder)[before][0] - killed
+    finally:
+        job.process.send_signal(signal.SIGINT)
+        job.finish(5)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _pid(folder: Path) -> int:
+    return int((folder / "pid-0").read_text() or 0)
+
+
+def _steps(folder: Path) -> list[tuple[float, int]]:
+    try:
+        lines = (folder / "steps").read_text().splitlines()
+    except OSError:
+        return []
+    return [(float(words[0]), int(words[1])) for words in map(str.split, lines) if len(words) == 2]
+
+
+def _last(folder: Path) -> tuple[float, int]:
+    return (_steps(folder) or [(0.0, 0)])[-1]
+
+
+def _wait(job: Started, folder: Path, done) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while not done(*_last(folder)):
+        if job.process.poll() is not None or time.monotonic() > deadline:
+            said = job.finish(1)
+            raise MpidistError(f"the run did not go on: {said.stderr[-2000:]}")
+        time.sleep(0.01)
+
+
+def main(words: list[str] | None = None) -> None:
+    """Measure and print. Local: this process starts the ranks."""
+    parser = argparse.ArgumentParser("benchmarks.relaunch", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4, help="ranks (4)")
+    parser.add_argument("--rounds", type=int, default=7, help="kills of each (7)")
+    parser.add_argument("--torch", action="store_true", help="also torchrun with gloo")
+    args = parser.parse_args(words)
+    row = measure(args.ranks, args.rounds, args.torch)
+    print(f"# from a killed rank to the next completed step, {args.ranks} ranks, seconds")
+    for who in ("ours", "torch"):
+        if who in row:
+            each = row["seconds"][who]
+            print(f"{who:>6} {row[who]:7.2f}   ({min(each):.2f} to {max(each):.2f})")
+    if args.torch:
+        print(f" ratio {row['ratio']:7.2f}   torchrun over mpidist launch, median of pairs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The job of `relaunch.py`: ``python -m benchmarks.relaunch_job ours|torch FOLDER``.
+
+The same MLP, batch, steps and checkpoints twice: by `md.train`, and by torch's DDP over gloo as its
+documentation shows it, with a checkpoint written by rank 0 and loaded by all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+SIZES, SAMPLES, BATCH, STEPS, EVERY = (784, 512, 256, 10), 4096, 64, 100_000, 20
+RATE, MOMENTUM = 0.01, 0.9
+
+
+def _data():
+    rng = np.random.default_rng(0)
+    inputs = rng.standard_normal((SAMPLES, SIZES[0])).astype(np.float32)
+    return inputs, rng.integers(0, SIZES[-1], SAMPLES)
+
+
+def _note(folder: Path, rank: int):
+    """Leave this rank's process number; return what writes the time of each step on rank 0."""
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    file = (folder / "steps").open("a", buffering=1)
+    return lambda step: file.write(f"{time.time():.4f} {step}\n") if rank == 0 else None
+
+
+def ours(folder: Path) -> None:
+    """Train by `md.train`. Collective over all ranks."""
+    from mpi4py import MPI
+
+    import mpidist as md
+
+    comm = MPI.COMM_WORLD
+    note = _note(folder, comm.rank)
+    md.train(
+        comm, md.models.mlp(SIZES), _data(), optimizer=md.optim.momentum(RATE, MOMENTUM),
+        global_batch=BATCH, steps=STEPS, checkpoint=folder / "checkpoints", checkpoint_every=EVERY,
+        callbacks=[lambda step: note(step.step)],
+    )  # fmt: skip
+
+
+def torch(folder: Path) -> None:
+    """Train by DDP, as torchrun's documentation shows it. Collective over all ranks."""
+    import torch
+    import torch.distributed as distributed
+    from torch import nn
+
+    torch.set_num_threads(1)
+    rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    # Keys of an earlier attempt are still in the agent's store, and gloo of torch 2.13 connects to
+    # the addresses that it finds there.
+    agent = distributed.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, False
+    )
+    store = distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], agent)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    note, path = _note(folder, rank), folder / "checkpoint.pt"
+    layers: list = []
+    for n, m in itertools.pairwise(SIZES):
+        layers += [nn.Linear(n, m), nn.ReLU()]
+    model = nn.Sequential(*layers[:-1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    step = 0
+    if path.exists():
+        saved = torch.load(path)
+        step = saved["step"]
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    replica = nn.parallel.DistributedDataParallel(model)
+    inputs, labels = map(torch.from_numpy, _data())
+    while step < STEPS:
+        order = torch.from_numpy(np.random.default_rng(step).permutation(SAMPLES)[:BATCH])
+        mine = order[rank::size]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(replica(inputs[mine]), labels[mine]).backward()
+        optimizer.step()
+        step += 1
+        note(step)
+        if step % EVERY == 0 and rank == 0:
+            state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, path.with_suffix(".part"))
+            path.with_suffix(".part").replace(path)
+
+
+if __name__ == "__main__":
+    {"ours": ours, "torch": torch}[sys.argv[1]](Path(sys.argv[2]))

@@ -1,0 +1,159 @@
+"""The rooms of the package: their floors, their sizes, and a picture of who uses whom.
+
+    python tests/rooms.py                         a table: files and lines of code of each room
+    python tests/rooms.py --picture docs/rooms.svg
+
+Lines of code are counted without comments, docstrings and blank lines.
+"""
+
+import argparse
+import ast
+import io
+import tokenize
+from collections import Counter, defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "mpidist"
+
+#: The floor of each top-level module and room. Within the two lowest the order is finer.
+FLOORS = {
+    "": 0.0,  # mpidist/__init__.py: names as text and the version; it imports nothing of ours
+    "errors": 0.0, "partition": 0.0, "registry": 0.0,
+    "events": 1.0, "tensors": 1.1, "arrays": 1.2, "untrusted_hdf5": 1.2,
+    "launch": 1.3, "runtime": 1.4, "gpu_direct": 1.5,
+    "collectives": 2.0, "simulator": 2.1,
+    "gradients": 3.0, "servers": 3.0, "optim": 3.0, "data": 3.0, "checkpoint": 3.0,
+    "fault_tolerance": 3.0, "models": 3.0,
+    "training": 4.0, "supervisor": 4.0, "bench": 4.0, "advice": 4.1,
+    "cli": 5.0, "__main__": 6.0,
+}  # fmt: skip
+CORE = ("runtime", "collectives", "gradients", "servers", "checkpoint")
+
+_FILL = ("#eef2f7", "#e3edf7", "#d9f0e3", "#fdf3d8", "#fbe3d6", "#efe3f5", "#e8e8e8")
+
+
+def part_of(module: str) -> str:
+    """The top-level module or room that a module belongs to: ``collectives``, ``events``."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def module_of(file: Path) -> str:
+    """The dotted name of a file of the package."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def lines_of_code(text: str) -> int:
+    """How many lines hold code: no comments, no docstrings, no blanks."""
+    docstrings = set()
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = body[0] if body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                docstrings |= set(range(first.lineno, first.end_lineno + 1))
+    skipped = (
+        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+        tokenize.ENDMARKER, tokenize.ENCODING,
+    )  # fmt: skip
+    used = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skipped:
+            used |= set(range(token.start[0], token.end[0] + 1))
+    return len(used - docstrings)
+
+
+def sizes() -> dict[str, tuple[int, int]]:
+    """Room -> (files, lines of code); modules that are no room are one, named ``(modules)``."""
+    files, lines = Counter(), Counter()
+    for file in PACKAGE.rglob("*.py"):
+        name = part_of(module_of(file))
+        room = name if (PACKAGE / name).is_dir() and name else "(modules)"
+        files[room] += 1
+        lines[room] += lines_of_code(file.read_text(encoding="utf-8"))
+    order = sorted(files, key=lambda room: (FLOORS.get(room, 0), room))
+    return {room: (files[room], lines[room]) for room in order}
+
+
+def table() -> str:
+    """The sizes as text, with the sums of the core and of all."""
+    found = sizes()
+    rows = [*found.items()]
+    for name, among in (("core", CORE), ("all", tuple(found))):
+        rows.append((name, tuple(sum(found[room][k] for room in among) for k in (0, 1))))
+    return "\n".join(
+        [f"{'room':16} {'files':>5} {'lines':>6}", *(f"{n:16} {f:5} {c:6}" for n, (f, c) in rows)]
+    )
+
+
+def arrows() -> dict[str, set[str]]:
+    """Room -> the rooms whose modules it imports, anywhere in its files."""
+    found = defaultdict(set)
+    for file in PACKAGE.rglob("*.py"):
+        module = module_of(file)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                here = module.split(".")
+                up = node.level - (file.name == "__init__.py")
+                base = ".".join([*here[: len(here) - up], *([node.module] if node.module else [])])
+                for name in [base] if "." in base else [f"{base}.{a.name}" for a in node.names]:
+                    found[part_of(module)].add(part_of(name))
+    return {room: used - {room} for room, used in found.items()}
+
+
+def picture() -> str:
+    """An SVG: floors from below, a box for each room, a line to each room below that it uses.
+
+    But for floor 1, which everybody uses.
+    """
+    uses = arrows()
+    floors = defaultdict(list)
+    for room in FLOORS:
+        if room and (PACKAGE / room).is_dir():
+            floors[int(FLOORS[room])].append(room)
+    width, high, gap = 1060, 40, 50
+    levels = sorted(floors, reverse=True)
+    place, parts = {}, []
+    for row, level in enumerate(levels):
+        rooms = sorted(floors[level])
+        each = min(138, (width - 20) / len(rooms) - 10)
+        start = (width - len(rooms) * (each + 10) + 10) / 2
+        for k, room in enumerate(rooms):
+            place[room] = (start + k * (each + 10), 14 + row * (high + gap), each)
+    for room, (x, y, each) in sorted(place.items()):
+        for other in sorted(uses.get(room, set()) & set(place)):
+            ox, oy, oeach = place[other]
+            if oy > y and FLOORS[other] >= 2:
+                parts.append(
+                    f'<path d="M{x + each / 2:.0f},{y + high} C{x + each / 2:.0f},{y + high + 24} '
+                    f'{ox + oeach / 2:.0f},{oy - 24} {ox + oeach / 2:.0f},{oy}" '
+                    'fill="none" stroke="#8aa0b8" stroke-width="0.9"/>'
+                )
+    for room, (x, y, each) in sorted(place.items()):
+        middle = x + each / 2
+        parts.append(
+            f'<rect x="{x:.0f}" y="{y}" width="{each:.0f}" height="{high}" rx="6" '
+            f'fill="{_FILL[int(FLOORS[room])]}" stroke="#44566c"/>'
+            f'<text x="{middle:.0f}" y="{y + 25}" font-size="14">{room}</text>'
+        )
+    height = 14 + len(levels) * (high + gap)
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'font-family="sans-serif" text-anchor="middle">\n{body}\n</svg>\n'
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--picture", metavar="FILE.svg", help="draw it instead of the table")
+    args = parser.parse_args()
+    if args.picture:
+        Path(args.picture).write_text(picture(), encoding="utf-8")
+    else:
+        print(table())
+
+
+if __name__ == "__main__":
+    main()
