@@ -139,3 +139,37 @@ def _job(comm, folder, numbers, batch, every, steps, killed, pieces):
         last = store.latest_step() or 0
     done = md.load(folder / "run")["run"]["epoch"] == 2 if last else False
     return last, done, [r for step, seen in by_step.items() if step <= last for r in seen]
+
+
+class Asked(data.ArraySource):
+    """Notes which records it is asked for, as if each of them had to be fetched from afar."""
+
+    reads = True
+    remote = True
+
+    def __init__(self, *arrays):
+        super().__init__(*arrays)
+        self.asked: list[int] = []
+
+    def take(self, indices):
+        self.asked += np.asarray(indices).tolist()
+        return super().take(indices)
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("prefetch", [False, "auto"])
+def test_a_rank_asks_for_its_own_records_only(comm, prefetch):
+    """R133: what others work on is not read and dropped; all ranks together ask once."""
+    source = Asked(X, Y)
+    md.train(
+        comm, models.logistic(4, 2), source, optimizer=optim.sgd(0.1), epochs=1, global_batch=8,
+        loading=data.Loading(prefetch=prefetch),
+    )  # fmt: skip
+    order, mine, after = data.Sampler(COUNT, 8), [], data.Position(0, 0)
+    while after.epoch == 0:
+        batch, after = order.batch(after)
+        mine += order.local(batch, comm.rank, comm.size).tolist()
+    # A thread that reads ahead goes on with its own part of what follows the epoch.
+    assert source.asked[: len(mine)] == mine
+    assert len(source.asked) == len(mine) or prefetch
+    assert sorted(np.concatenate(comm.allgather(mine)).tolist()) == list(range(COUNT))
