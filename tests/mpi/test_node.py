@@ -142,6 +142,28 @@ def test_inside_a_node_nothing_is_sent(comm):
         assert added == (4 * n * (p - 1) if n == 10 else 4 * part * (p - 1))
 
 
+@pytest.mark.ranks(4, 8)
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize(
+    ("algorithm", "ranks_per_node"),
+    [("node", None), ("single_copy", None), ("hierarchical", 2), ("hierarchical", 4)],
+)
+def test_every_rank_does_the_same_work(comm, algorithm, ranks_per_node, private):
+    """R73: no rank adds, copies or sends for the others, on a node and between nodes."""
+    nodes = memory_of(of(comm), ranks_per_node).topology.nodes
+    for n in (64, 48_000, 400_000):
+        with md.Arena(comm, {"x": (n, "f8")}, ranks_per_node=ranks_per_node) as arena:
+            x = np.zeros(n) if private else arena
+            md.allreduce(comm, x, algorithm=algorithm)
+            before = of(comm).counters.snapshot()
+            md.allreduce(comm, x, algorithm=algorithm)
+            after = of(comm).counters.snapshot()
+        mine = {key: after[key] - before[key] for key in before}
+        assert comm.allgather(mine) == [mine] * comm.size
+        assert mine["bytes_reduced"] > 0
+        assert (mine["bytes_sent"] > 0) == (nodes > 1)
+
+
 @pytest.mark.ranks(2, 3)
 def test_short_and_long_vectors_take_turns(comm):
     """Slots and staging are used again at once: nobody may write what another still reads."""

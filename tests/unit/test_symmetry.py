@@ -17,11 +17,24 @@ def work(name, p, n):
     return ranks
 
 
-@pytest.mark.parametrize("name", ["ring", "direct", "recursive_doubling", "halving_doubling"])
+SYMMETRIC = ["ring", "direct", "two_hop", "ordered", "recursive_doubling", "halving_doubling"]
+
+
+@pytest.mark.parametrize("name", SYMMETRIC)
 def test_every_rank_does_the_same_work(name):
     """R73: where p divides the vector, all ranks send and receive alike; none is a master."""
     for p in (2, 4, 8) if "doubling" in name else (2, 3, 5, 8):
         assert len(set(work(name, p, 8 * p))) == 1
+
+
+@pytest.mark.parametrize("p", [5, 8, 13, 64])
+def test_no_rank_of_a_double_tree_does_the_work_of_two(p):
+    """R73: who adds in one tree is a leaf of the other, so 2N is the most for any rank."""
+    n = 8 * p
+    for messages, sent, _, got in work("double_tree", p, n):
+        assert n <= sent <= 2 * n
+        assert n <= got <= 2 * n
+        assert messages <= 4
 
 
 def test_the_oracle_has_a_master():
