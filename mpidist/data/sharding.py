@@ -55,7 +55,7 @@ def shard(
     ----------
     mode : str
         "file", "record", "grid", "independent", or "auto": rank 0 says on stderr which one that
-        is and why, every rank in its events.
+        is and why (not with ``MPIDIST_VERBOSE=0``), every rank in its events.
     counts : sequence of int
         Records of each file. Records are numbered through all files.
     ranks_of_nodes : sequence of int
@@ -79,7 +79,7 @@ def shard(
     if mode == "auto":
         mode, why = choose(counts, ranks_of_nodes, indexed)
         events.emit("sharding", mode=mode, why=why)
-        if rank == 0:
+        if rank == 0 and events.VERBOSITY:
             print(f"mpidist: sharding by {mode}: {why}", file=sys.stderr, flush=True)
     if mode == "record" and not indexed:
         warnings.warn(

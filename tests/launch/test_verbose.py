@@ -1,4 +1,4 @@
-"""``MPIDIST_VERBOSE``: errors, notes, a line per operation; another word is one line and code 2."""
+"""R98, ``MPIDIST_VERBOSE``: errors, notes, a line per operation; another word is code 2."""
 
 import os
 import subprocess
@@ -11,11 +11,17 @@ import numpy as np
 from mpi4py import MPI
 import mpidist as md
 from mpidist import events
-from mpidist.launch import binding
+from mpidist.launch import binding, start_checks
 
 comm = MPI.COMM_WORLD
 md.allreduce(comm, np.ones(10))
 binding.check(comm, {"OMP_NUM_THREADS": "9999"})
+facts = start_checks.fingerprint()
+start_checks.check_launch(comm, {}, {**facts, "CPU": f"number {comm.rank}"})
+with md.Topology(comm) as topology:
+    line = start_checks.startup_line(comm, topology, {})
+if comm.rank == 0:
+    print(line)
 events.emit("step", number=7)
 print("through", flush=True)
 raise md.ConfigError("that is enough")
@@ -43,16 +49,20 @@ def ends(launches, program):
     return {said: one(said) for said in (None, "", "0", "1", "2", "yes")}
 
 
-#: What is said -> is there a note, a line per operation, a traceback of what one line can tell.
+#: What is said -> how many notes, whether there is a line per operation, a traceback of what one
+#: line can tell, and in the start-up line the variables that make the MPI library speak.
 @pytest.mark.parametrize(
     ("said", "shown"),
-    [("0", (0, 0, 0)), ("1", (1, 0, 0)), (None, (1, 0, 0)), ("", (1, 0, 0)), ("2", (1, 1, 1))],
-)
+    [("0", (0, 0, 0, 0)), ("1", (2, 0, 0, 0)), (None, (2, 0, 0, 0)), ("", (2, 0, 0, 0)),
+     ("2", (2, 1, 1, 1))],
+)  # fmt: skip
 def test_every_level_is_heard(ends, said, shown):
     done = ends[said]
     assert done.returncode == 2, done.stderr
-    words = ("mpidist: note: ", "step number=7", "Traceback")
-    assert tuple(int(word in done.stderr) for word in words) == shown, done.stderr
+    notes = done.stderr.count("mpidist: note: ")
+    heard = [word in done.stderr for word in ("step number=7", "Traceback")]
+    hint = ", MPI's own messages: " in done.stdout
+    assert (notes, *heard, hint) == shown, done.stderr
     assert "that is enough" in done.stderr
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import mpidist as md
+from mpidist import events
 from mpidist.checkpoint.export import export, export_together
 from mpidist.checkpoint.read import restore
 from mpidist.errors import ConfigError, StorageError
@@ -231,6 +232,8 @@ def test_without_parallel_hdf5_rank_0_writes(comm, folder, capfd, monkeypatch):
     said = capfd.readouterr().err
     assert ("no parallel HDF5: rank 0 alone writes" in said) == (comm.rank == 0)
     assert export.export(comm, folder / "store", folder / "one.npz") == 1
+    monkeypatch.setattr(events, "VERBOSITY", 0)
+    assert export.export(comm, folder / "store", folder / "two.h5") == 1
     assert not capfd.readouterr().err
     comm.Barrier()
     if comm.rank == 0:

@@ -116,6 +116,15 @@ def test_auto_says_what_and_why(capsys, counts, nodes, indexed, mode, why):
     assert [e[1] for e in events.recent] == ["sharding"] * sum(nodes)
 
 
+def test_auto_says_nothing_where_errors_alone_are_wanted(capsys, monkeypatch):
+    """R98: the choice is in the events all the same."""
+    monkeypatch.setattr(events, "VERBOSITY", 0)
+    events.recent.clear()
+    assert shard("auto", [10] * 8, [2], 0).mode == "file"
+    assert capsys.readouterr().err == ""
+    assert [e[1] for e in events.recent] == ["sharding"]
+
+
 def test_by_record_without_an_index_warns():
     """R133: reading what others have and dropping it is the worst way."""
     with pytest.warns(UserWarning, match="make an index, or shard by file"):

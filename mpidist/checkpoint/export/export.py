@@ -19,6 +19,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from ... import events
 from ...errors import ConfigError
 from .. import load
 from ..arguments import path_of, wanted
@@ -53,7 +54,7 @@ def export(comm, path, out, *, step: int | None = None) -> int:
     if comm.size == 1 or out.suffix not in (".h5", ".hdf5"):
         return _by_rank_0(comm, path, out, step)
     if not h5py.get_config().mpi:
-        if comm.rank == 0:
+        if comm.rank == 0 and events.VERBOSITY:
             text = f"mpidist: note: h5py here has no parallel HDF5: rank 0 alone writes {out}"
             print(text, file=sys.stderr, flush=True)
         return _by_rank_0(comm, path, out, step)
