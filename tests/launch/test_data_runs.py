@@ -71,6 +71,16 @@ def test_bad_records_of_a_job(job):
     assert "4 times a bad record was skipped; they are listed in" in done.stdout
 
 
+def test_the_first_line_says_data_and_model(job):
+    """R1: the name of the data, and the bytes of the model's parameters: 108,010 of 4 bytes."""
+    model = 'model={name="mlp", sizes=[[1, 4, 4], 4000, 10]}'
+    done = train(job, model, "steps=1", "max_bad=0.1").check()
+    first = done.stdout.splitlines()[0]
+    assert first.startswith("mpidist "), done.stdout
+    assert ": 2 ranks on 1 host (" in first
+    assert first.endswith(", data idx, model mlp 0.43 MB")
+
+
 def test_too_many_bad_records_of_a_job(job):
     """One line and a checkpoint; allowed more, or mended, the same command goes on."""
     failed = train(job, "max_bad=0.02")
