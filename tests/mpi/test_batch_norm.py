@@ -1,4 +1,4 @@
-"""Synchronous batch normalisation, and clipping on replicas: as on one rank with all samples."""
+"""Batch normalisation over ranks (R118), and clipping on replicas: as on one with all samples."""
 
 import numpy as np
 import pytest

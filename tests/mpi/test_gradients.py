@@ -1,4 +1,4 @@
-"""Gradients that leave in buckets while backward still runs (R100, R36), on faked nodes."""
+"""Gradients that leave in buckets while backward still runs (R100, R103, R36), on faked nodes."""
 
 import threading
 

@@ -71,7 +71,7 @@ def flip(path, rng):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_flipped_bit(copy, seed, capfd):
-    """Forty seeded flips over shard and manifest: found by digest, the step before is used."""
+    """R96: forty seeded flips over shard and manifest: found by digest, the step before is used."""
     rng = random.Random(seed)
     target = newest(copy) / (NAME if seed % 4 == 0 else "shard-00000.h5")
     flip(target, rng)
