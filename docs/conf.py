@@ -1,6 +1,11 @@
 """Sphinx configuration: ``make docs``."""
 
 import importlib.metadata
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from reference import filled
 
 project = "mpidist"
 author = "the mpidist authors"
@@ -11,3 +16,12 @@ exclude_patterns = ["_build"]
 autodoc_mock_imports = ["cupy"]
 suppress_warnings = ["myst.xref_missing"]
 myst_heading_anchors = 3
+
+
+def setup(app):
+    """Let the code say what stands in place of ``<!-- NAME -->``: see reference.py."""
+
+    def fill(app, page, source):
+        source[0] = filled(source[0])
+
+    app.connect("source-read", fill)

@@ -32,6 +32,8 @@ _HOME = {
     "allreduce": "collectives.allreduce",
     "iallreduce": "collectives.allreduce",
     "plan": "collectives.allreduce",
+    "Handle": "collectives.allreduce",
+    "Plan": "collectives.allreduce",
     "reduce_scatter": "collectives.blocks",
     "allgather": "collectives.blocks",
     "broadcast": "collectives.rooted",
@@ -49,6 +51,7 @@ _HOME = {
     "ASP": "servers.consistency",
     "SSP": "servers.consistency",
     "ServerGroup": "servers.group",
+    "Client": "servers.client",
     "CheckpointStore": "checkpoint.store",
     "TieredStore": "checkpoint.tiered",
     "Shard": "checkpoint.format.state",
@@ -56,7 +59,9 @@ _HOME = {
     "wait_for_step": "checkpoint.load",
     "check_replicas": "fault_tolerance.check_replicas",
     "guard": "fault_tolerance.guard",
+    "Guard": "fault_tolerance.guard",
     "watch": "fault_tolerance.watch",
+    "Watch": "fault_tolerance.watch",
     "parameter_server": "servers.parameter_server",
 }
 _SUBMODULES = ("optim", "data", "models")
@@ -76,4 +81,4 @@ def __getattr__(name: str):
 
 
 def __dir__():
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -104,7 +104,7 @@ class CheckpointStore(Scoped):
             "CheckpointStore",
             lambda: of_store(path, keep, keep_every, writers, direct, sha256, fresh),
         )
-        self.path = given["path"]
+        self._given, self.path = given, given["path"]
         self._comm, self._closed = comm, False
         self._pending: Save | None = None
         self._keep = Keep(given["keep"], given["keep_every"])
@@ -114,6 +114,16 @@ class CheckpointStore(Scoped):
         self._how = WriteOptions(given["direct"], given["sha256"])
         self._writers = given["writers"]
         self._planner: Planner | None = None
+
+    def __repr__(self):
+        return f"<CheckpointStore {self.path!r}: {self._summary()}>"
+
+    def _summary(self) -> str:
+        """Say in one line what this store was given, and what it is doing."""
+        settings = ", ".join(f"{k}={v!r}" for k, v in self._given.items() if k != "path")
+        if self._pending is not None:
+            return f"{settings}; saving step {self._pending.step}"
+        return f"{settings}; closed" if self._closed else settings
 
     def save(self, step: int, state: Mapping) -> None:
         """Save `state` as `step` and return when it is committed. Collective.

@@ -24,7 +24,7 @@ from ..errors import ConfigError, MpidistError, NoCheckpoint, shown
 from ..runtime.context import free
 from ..runtime.topology import topology_of
 from . import node_copies
-from .arguments import path_of, steps_to_keep, which
+from .arguments import path_of, steps_to_keep, which, yes_or_no
 from .control import call, run_on_all, same_on_all
 from .format.state import Shard, leaves, tree
 from .read.restore import spoiled
@@ -41,7 +41,7 @@ class TieredStore(Scoped):
     comm : mpi4py.MPI.Comm
     path : path-like
         The shared folder.
-    keep, keep_every, writers, fresh
+    keep, keep_every, writers, direct, sha256, fresh
         Of the shared folder, as in `CheckpointStore`.
     local : path-like
         Folder of a node: memory (``/dev/shm/...``) or a disk of its own. Ranks of one node that
@@ -65,6 +65,8 @@ class TieredStore(Scoped):
         local_keep: int = 2,
         keep_every: int | None = None,
         writers: str | int = "all",
+        direct: bool = True,
+        sha256: bool = False,
         fresh: bool | str = False,
     ):
         folders: list[Path] = []
@@ -81,8 +83,9 @@ class TieredStore(Scoped):
             self._keep = same_on_all(comm, "TieredStore", check)["local_keep"]
             self._folder = folders[0]
             self.shared = CheckpointStore(
-                comm, path, keep, keep_every=keep_every, writers=writers, fresh=fresh
-            )
+                comm, path, keep, keep_every=keep_every, writers=writers, direct=direct,
+                sha256=sha256, fresh=fresh,
+            )  # fmt: skip
             self.path = self.shared.path
             self._comm, self._closed = comm, False
             here = (topology_of(comm).node, str(self._folder))
@@ -91,6 +94,10 @@ class TieredStore(Scoped):
             self._node = comm.Split(places.index(here), comm.rank)
         self._local: CheckpointStore | None = None
         self._ours = False  # whether what the nodes hold is of the history that this run goes on
+
+    def __repr__(self):
+        local = f"local={str(self._folder)!r}, local_keep={self._keep}"
+        return f"<TieredStore {self.path!r}: {local}, {self.shared._summary()}>"
 
     def save(self, step: int, state: Mapping) -> None:
         """Save `state` and return when all nodes hold it; it is then copied. Collective.
@@ -113,20 +120,27 @@ class TieredStore(Scoped):
             copying.start()
 
     def restore(
-        self, like: Mapping | None = None, step: int | None = None, *, history: int | None = None
+        self,
+        like: Mapping | None = None,
+        step: int | None = None,
+        *,
+        history: int | None = None,
+        verify: bool = True,
     ):
         """Return (step, state), from the nodes where all hold the newest step. Collective.
 
         As `CheckpointStore.restore`. Nodes are asked where `like` is given, and every rank has in
-        it what it had at the save, on the same node, and no `history`; each byte is checked on all
-        nodes before any array is filled.
+        it what it had at the save, on the same node, and no `history`. Each byte is checked on all
+        nodes before any array is filled, also without `verify`: that is of the shared folder, and
+        where a copy is damaged there is still that to go on from.
         """
         with self._call("restore"):
             self.wait()
 
             def check() -> dict:  # here, for the nodes are asked before the shared folder
                 given = "none" if like is None else "a state"
-                return {**which(step, history), "like": given}
+                sure = yes_or_no("verify", verify)
+                return {**which(step, history), "like": given, "verify": sure}
 
             given = same_on_all(self._comm, "restore", check)
             step, history = given["step"], given["history"]
@@ -139,7 +153,7 @@ class TieredStore(Scoped):
                         self.shared._line.stand(Entry(of, number, 0))
                         events.emit("checkpoint_restored_from_nodes", step=number)
                         return number, state
-            result = self.shared.restore(like, step, history=history)
+            result = self.shared.restore(like, step, history=history, verify=given["verify"])
             self._ours = False
             return result
 

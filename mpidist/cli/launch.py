@@ -42,7 +42,7 @@ def add_parser(commands) -> None:
         help="to save and leave, after SIGUSR1 or SIGTERM")  # fmt: skip
     add("--control", type=Path, metavar="DIR",
         help="a folder that all hosts see, for signs of life and the history")  # fmt: skip
-    add("program", nargs="+", metavar="-- PROGRAM")
+    add("program", nargs="+", metavar="-- PROGRAM", help="what every rank runs")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -41,8 +41,9 @@ def add_parser(commands) -> None:
 
 def add_cases(parser) -> None:
     """Add the options that say what is measured. Local."""
-    parser.add_argument("--sizes", default="65536,262144,1048576,4194304,16777216")
-    parser.add_argument("--algorithms", default="ring,butterfly,double_tree")
+    sizes, names = "65536,262144,1048576,4194304,16777216", "ring,butterfly,double_tree"
+    parser.add_argument("--sizes", default=sizes, help="bytes, comma-separated")
+    parser.add_argument("--algorithms", default=names, help=f"comma-separated ({names})")
     parser.add_argument("--blocks", type=int, default=3, help="blocks of calls (3)")
 
 

@@ -29,7 +29,7 @@ _LINE_EVERY = 2.0
 def add_parser(commands) -> None:
     """Add this command to the argument parser. Local."""
     parser = commands.add_parser("train", help="train a model as a TOML job file says")
-    parser.add_argument("job", metavar="JOB.toml")
+    parser.add_argument("job", metavar="JOB.toml", help="the job file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
         help="change a key of the job file, e.g. --set optimizer.lr=0.1 --set out=runs/a",

@@ -16,7 +16,7 @@ from ..runtime.context import Context, of, running
 from .engines import arena_sum
 from .engines.executor import heading, hear_first
 from .engines.reductions import known, total_weight, weight_sums
-from .plan import Plan, find, release
+from .plan import AllreducePlan, find, release
 from .schedules import algorithms
 
 _ndarray = np.ndarray
@@ -98,11 +98,11 @@ def _allreduce(context: Context, x, op, out, algorithm, weight, reproducible):
     if isinstance(x, Arena):
         if out is not None:
             raise ConfigError("an arena is reduced in place; copy what is needed and leave out=")
-        total = _total(context, op, weight, algorithm)
+        total = sum_of_weights(context, op, weight, algorithm)
         arena_sum.find(context, x, op, algorithm)(weight, total)
         return x
     target = _target(x, out)
-    total = _total(context, op, weight, algorithm)
+    total = sum_of_weights(context, op, weight, algorithm)
     find(context, target, op, algorithm)(target, weight, total)
     return x if out is None else out
 
@@ -114,7 +114,9 @@ class Handle:
     thread is in it the other is told that it is not done.
     """
 
-    def __init__(self, context: Context, plan: Plan, target, result, weight=None, weights=None):
+    def __init__(
+        self, context: Context, plan: AllreducePlan, target, result, weight=None, weights=None
+    ):
         self.context, self.plan, self.target, self.result = context, plan, target, result
         self.weights: Handle | None = weights  # the sum of all ranks' weights, under way as well
         self.done = self._inside = False
@@ -209,12 +211,12 @@ def iallreduce(
         return Handle(context, plan, target, x if out is None else out, weight, weights)
 
 
-def _schedule(context: Context, x, op, algorithm: str) -> Plan:
+def _schedule(context: Context, x, op, algorithm: str) -> AllreducePlan:
     """Return the plan of a schedule, made without waiting for anybody. Local."""
     return find(context, x, op, algorithm, agreed=False)
 
 
-class BoundPlan(partial):
+class Plan(partial):
     """What `md.plan` returns: call it to run the allreduce. Every call is collective.
 
     A `partial`, since calling one costs 40 ns less than a method.
@@ -251,14 +253,14 @@ def _closed(context: Context):
         raise ClosedError("this plan was closed; make a new one with md.plan")
 
 
-def _bound(context: Context, run: Callable, algorithm: str, plan, release: Callable) -> BoundPlan:
-    made = BoundPlan(run)
+def _bound(context: Context, run: Callable, algorithm: str, plan, release: Callable) -> Plan:
+    made = Plan(run)
     made.__dict__.update(context=context, algorithm=algorithm, plan=plan, release=release)
     return made
 
 
 @tells
-def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> BoundPlan:
+def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> Plan:
     """Prepare an allreduce of `x` in place; calling the result runs it and returns `x`.
 
     Collective over `comm`, here and at each call. Parameters and errors as for `allreduce`. What it
@@ -325,7 +327,7 @@ def _check_weighted(op, weight) -> None:
         raise ConfigError(f"weight={shown(weight)} needs op='mean', got op={shown(op)}")
 
 
-def _total(context: Context, op, weight, algorithm: str) -> float | None:
+def sum_of_weights(context: Context, op, weight, algorithm: str) -> float | None:
     """Sum of all ranks' weights, or None without weights. Collective when `weight` is given."""
     if weight is None:
         return None

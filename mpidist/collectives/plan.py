@@ -22,7 +22,7 @@ from .engines.reductions import Reduction, device_safe, finish_mean, resolve
 from .schedules import algorithms
 
 
-class Plan:
+class AllreducePlan:
     """One allreduce, ready to run on any array of its shape and dtype."""
 
     bound = 0  # how many have it from `md.plan`, or for an arena: they call it at any time
@@ -128,7 +128,7 @@ class Plan:
         self.short = self.engine = None
 
 
-def find(context: Context, x, op, algorithm: str, *, agreed: bool = True) -> Plan:
+def find(context: Context, x, op, algorithm: str, *, agreed: bool = True) -> AllreducePlan:
     """Return the plan for `x`, making it when it is not there yet. Collective when made.
 
     Not `agreed`: made without a word to the others, which a schedule allows, for its messages say
@@ -164,7 +164,7 @@ def remember(context: Context, key, plan) -> None:
     context.plans[key] = plan
 
 
-def release(plan: Plan) -> None:
+def release(plan: AllreducePlan) -> None:
     """Let go of a plan that was `bound`; the last one drops it. Local; all ranks must do it."""
     plan.bound -= 1
     # What a failed communicator has begun never ends and cannot be freed.
@@ -174,7 +174,7 @@ def release(plan: Plan) -> None:
 
 def make(
     context: Context, dtype: np.dtype, shape, op, algorithm: str, *, agreed=True, extra: str = ""
-) -> Plan:
+) -> AllreducePlan:
     """Return a new plan that no cache knows; `extra` belongs to its signature. Collective."""
     algorithms.check_name(algorithm, algorithms.ALLREDUCE)
     reduction = resolve(op, dtype)
@@ -185,6 +185,6 @@ def make(
         context.begin_agreed(signature, "first call")
     name = algorithm
     if algorithm == algorithms.MEASURED:
-        name = selection.choose(context, signature, reduction, shape, Plan)
+        name = selection.choose(context, signature, reduction, shape, AllreducePlan)
     name = programs.settle(context, name)
-    return Plan(context, signature, reduction, shape, name)
+    return AllreducePlan(context, signature, reduction, shape, name)

@@ -20,9 +20,10 @@ from ..runtime.agreement.mismatch import Signature
 from ..runtime.agreement.tell_others import tells
 from ..runtime.context import Context, of
 from ..tensors import dtype_of
+from .allreduce import sum_of_weights
 from .blocks import _deliver, _rows
 from .engines.native import run_native
-from .engines.reductions import finish_mean, native_op, resolve
+from .engines.reductions import finish_mean, known, native_op, resolve
 from .engines.transfer import (
     block_lengths,
     bounds_at,
@@ -91,7 +92,9 @@ def broadcast(comm, x, *, root=0, algorithm="auto"):
 
 
 @tells
-def reduce(comm, x, op="sum", *, root=0, out=None, algorithm="auto"):
+def reduce(
+    comm, x, op="sum", *, root=0, out=None, algorithm="auto", weight=None, reproducible=False
+):
     """Combine `x` over all ranks; the root gets the result, the others None.
 
     Collective over `comm`. `x` stays as it is; the root's result is new unless `out` is given.
@@ -107,7 +110,13 @@ def reduce(comm, x, op="sum", *, root=0, out=None, algorithm="auto"):
     out : array, optional
         Takes the result on the root.
     algorithm : str
-        "auto" (the tree), "tree", "direct", "native".
+        "auto" (the tree), "tree", "direct", "ordered", "native".
+    weight : float, optional
+        With op="mean": the weight of this rank's array, as for `allreduce`. All ranks give one,
+        or none does.
+    reproducible : bool
+        The bits of ``allreduce(..., reproducible=True)``, whichever rank is the root; `algorithm`
+        is only checked.
 
     Raises
     ------
@@ -117,8 +126,9 @@ def reduce(comm, x, op="sum", *, root=0, out=None, algorithm="auto"):
     context = of(comm)
     with context.call("reduce"):
         x = as_array(x)
-        algorithms.check_name(algorithm, algorithms.REDUCE, "reduce")
+        algorithm = algorithms.chosen(algorithm, reproducible, algorithms.REDUCE, "reduce")
         root = check_root(root, comm.size)
+        op = known(op)
         reduction = resolve(op, x.dtype)
         algorithms.check_scratch(algorithm, comm.size, x.size, reduction.work.itemsize)
         if comm.rank == root:
@@ -127,7 +137,13 @@ def reduce(comm, x, op="sum", *, root=0, out=None, algorithm="auto"):
         signature = Signature(
             "reduce", x.dtype.name, str(x.shape), reduction.name, name, f"root={root}"
         )
+        total = sum_of_weights(context, op, weight, algorithm)
         work = packed_copy(x, reduction, name == algorithms.NATIVE)
+        if comm.size == 1:
+            total = None  # not weighted, and not rounded by that: the bits of `allreduce`
+        if total is not None:
+            np.multiply(work, work.dtype.type(weight), out=work)
+            synchronize(work)
         if comm.size == 1:
             context.begin(signature)
         elif name == algorithms.NATIVE:
@@ -142,7 +158,7 @@ def reduce(comm, x, op="sum", *, root=0, out=None, algorithm="auto"):
             run_program(context, signature, plan, work)
         if comm.rank != root:
             return None
-        finish_mean(reduction, work, comm.size)
+        finish_mean(reduction, work, comm.size if total is None else total)
         return _deliver(work.reshape(x.shape), x, out, x.shape)
 
 

@@ -107,7 +107,7 @@ def facts_of(node_of: Sequence[int], mpi: Mapping[str, object]) -> dict:
     """
     return {
         "mpidist": __version__,
-        "code": _digest(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))),
+        "code": _digest(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))),
         "MPI": dict(mpi),
         "ranks": len(node_of),
         "nodes": len(set(node_of)),

@@ -67,3 +67,7 @@ def from_settings(name: str, settings: Mapping) -> tuple[Source, Source]:
     for data that cannot be read.
     """
     return build(SOURCES, name, settings, "data source")
+
+
+def __dir__():
+    return sorted(__all__)

@@ -71,6 +71,12 @@ class Sampler:
         self._cached: tuple[tuple, np.ndarray] | None = None
         self.set_shuffle(shuffle)
 
+    def __repr__(self):
+        return (
+            f"Sampler(count={self.count}, global_batch={self.global_batch}, seed={self.seed}, "
+            f"shuffle={self.shuffle!r})"
+        )
+
     def set_shuffle(self, shuffle: str | bool) -> None:
         """Choose another shuffle: the one that a checkpoint was made with. Local."""
         if isinstance(shuffle, bool):

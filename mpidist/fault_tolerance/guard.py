@@ -63,8 +63,18 @@ class Stopped(SystemExit):
         return f"stopped at step {self.step}: {self.reason}"
 
 
-class guard:
-    """Watch for signals, a time limit and a bad loss around a training loop.
+def guard(
+    comm: MPI.Intracomm,
+    state: Mapping | Callable[[], Mapping] | None = None,
+    store=None,
+    *,
+    signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT),
+    time_limit: float | str | None = None,
+    patience: int | None = None,
+    every: int = 1,
+    deciders: MPI.Intracomm | None = None,
+) -> Guard:
+    """Return a `Guard`, which watches for signals, a time limit and a bad loss around a loop.
 
     Collective over `comm`, as is entering it: all ranks give the same settings. To be entered in
     the main thread, where Python delivers signals. ``with md.guard(comm) as run`` is how it reads.
@@ -97,24 +107,17 @@ class guard:
         The ranks that run the loop and call `should_stop`, if that is not all of `comm`; the
         others (servers) pass ``MPI.COMM_NULL``, and get their Stopped when they leave the block.
     """
+    check = partial(
+        settings_of, state=state, store=store, signals=signals, time_limit=time_limit,
+        patience=patience, every=every, deciders=deciders,
+    )  # fmt: skip
+    return Guard(comm, same_on_all(comm, "guard", check), state, store, deciders)
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        state: Mapping | Callable[[], Mapping] | None = None,
-        store=None,
-        *,
-        signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT),
-        time_limit: float | str | None = None,
-        patience: int | None = None,
-        every: int = 1,
-        deciders: MPI.Intracomm | None = None,
-    ):
-        check = partial(
-            settings_of, state=state, store=store, signals=signals, time_limit=time_limit,
-            patience=patience, every=every, deciders=deciders,
-        )  # fmt: skip
-        agreed = same_on_all(comm, "guard", check)
+
+class Guard:
+    """What `guard` returns; its methods are for the loop in the ``with``."""
+
+    def __init__(self, comm: MPI.Intracomm, agreed: Mapping, state, store, deciders):
         self.state, self.store = state, store
         self.every = agreed["every"]
         self.reason, self.exit_code = "", 0
@@ -133,7 +136,7 @@ class guard:
 
     # ------------------------------------------------------------------------------- around it
 
-    def __enter__(self) -> guard:
+    def __enter__(self) -> Guard:
         left = run_on_all(self._given, "guard: entering", self._entering, lambda all: all[0])
         heartbeat.join()
         # Ranks outside the loop take turns with those in it, and are not there when it is asked.

@@ -49,11 +49,17 @@ HANG = 70
 _WAIT = polling.wait_until.__code__
 _PENDING = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 #: Those of this process that have not been stopped.
-active: list[watch] = []
+active: list[Watch] = []
 _callbacks: list = []  # kept for ever: the interpreter may still call one that nobody else holds
 
 
-class watch:
+def watch(
+    comm,
+    seconds: float = 60,
+    *,
+    directory: str | os.PathLike | None = None,
+    dumps: str | os.PathLike | None = None,
+) -> Watch:
     """Watch this job from now on; on a hang, tell who and where, and end it with exit code 70.
 
     Collective over `comm`, for a moment; afterwards each rank's thread is on its own. One line in
@@ -71,16 +77,14 @@ class watch:
         Where each rank that can writes ``hang-RANK.json`` at a hang: its newest 256 operations on
         each communicator, its newest events, the stacks of its threads.
     """
+    same_on_all(comm, "watch", lambda: _settings(seconds, dumps))
+    return Watch(comm, seconds, directory, dumps)
 
-    def __init__(
-        self,
-        comm,
-        seconds: float = 60,
-        *,
-        directory: str | os.PathLike | None = None,
-        dumps: str | os.PathLike | None = None,
-    ):
-        same_on_all(comm, "watch", lambda: _settings(seconds, dumps))
+
+class Watch:
+    """What `watch` returns: this rank's watch, which ends with its ``with``, or by `stop`."""
+
+    def __init__(self, comm, seconds: float, directory, dumps):
         self.seconds = float(seconds)
         self.dumps = None if dumps is None else Path(dumps).absolute()
         self.rank, self.size = comm.rank, comm.size
@@ -114,7 +118,7 @@ class watch:
             gone = all(record and record["left"] for record in self._board.read())
             self._board.close(last=gone)
 
-    def __enter__(self) -> watch:
+    def __enter__(self) -> Watch:
         return self
 
     def __exit__(self, *exc) -> None:

@@ -26,7 +26,7 @@ from ..collectives import plan as plans
 from ..collectives.engines import arena_sum
 from ..collectives.engines.fused_pieces import bucket, can_overlap
 from ..collectives.engines.node_barrier import faked_nodes
-from ..collectives.plan import Plan
+from ..collectives.plan import AllreducePlan
 from ..collectives.schedules.algorithms import MEASURED
 from ..errors import MpidistError, ProtocolError
 from ..runtime.agreement.mismatch import Signature
@@ -141,7 +141,7 @@ class Gradients:
         self._awaited: dict[str, int] = {}  # name -> how many `ready` are to come in this step
         self._active: list = []
         self._next = self._given = 0  # the bucket that leaves next; extras of the newest step
-        self._plans: list[Plan] = []
+        self._plans: list[AllreducePlan] = []
         self._background: Background | None = None
         self._values: tuple[float, ...] = ()
 
@@ -169,7 +169,7 @@ class Gradients:
         )
         self._cut(spec, names)
 
-    def _plan(self, k: int, vector) -> Plan:
+    def _plan(self, k: int, vector) -> AllreducePlan:
         of_whom = vector.dtype, vector.shape, "sum", self.algorithm
         return plans.make(self.context, *of_whom, extra=f"{self._label} vector {k}")
 

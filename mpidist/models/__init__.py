@@ -45,3 +45,7 @@ def from_settings(name: str, settings: Mapping) -> Network | Tagger:
     Raises ConfigError for an unknown name or key (with the nearest one) and for a missing one.
     """
     return build(MODELS, name, settings, "model")
+
+
+def __dir__():
+    return sorted(__all__)

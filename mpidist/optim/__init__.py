@@ -59,3 +59,7 @@ def from_settings(name: str, settings: Mapping) -> Optimizer:
         settings["lr"] = build(SCHEDULES, rate.pop("schedule"), rate, "schedule")
     optimizer = build(OPTIMIZERS, name, settings, "optimizer")
     return optimizer if clip_norm is None else clipped(optimizer, clip_norm)
+
+
+def __dir__():
+    return sorted(__all__)

@@ -15,11 +15,11 @@ split large arrays, and what lets us walk an array in pieces that fit the cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from .schedules import Rate, Schedule, as_schedule
 
 #: Elements per piece: the arrays of one piece then share a level-2 cache. Measured on 16 Mi float32
@@ -27,7 +27,7 @@ from .schedules import Rate, Schedule, as_schedule
 PIECE = 1 << 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Optimizer:
     """A named (init, update) pair. Local; nothing here communicates.
 
@@ -53,9 +53,16 @@ class Optimizer:
 
     name: str
     init: Callable[[Mapping], dict]
-    update: Callable[..., None] = field(repr=False)
+    update: Callable[..., None]
     elementwise: bool
     settings: dict
+
+    def __repr__(self):
+        settings = dict(self.settings)
+        first = {"lr": settings.pop("lr")} if "lr" in settings else {}
+        given = ", ".join(f"{key}={shown(value)}" for key, value in {**first, **settings}.items())
+        whole = "" if self.elementwise else "; not elementwise"
+        return f"<Optimizer {self.name}: {given}{whole}>"
 
 
 def elementwise(

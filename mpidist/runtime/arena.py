@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from ..errors import ClosedError, ConfigError, shown
+from ..errors import ClosedError, ConfigError, in_one_line, shown
 from ..tensors import dtype_of
 from .agreement.mismatch import Signature
 from .agreement.run_on_all import run_on_all, same_on_all
@@ -207,6 +207,17 @@ class Arena(Mapping):
         self.vectors = [slot[mine] for slot in self.slots]
         #: What collectives have prepared for this arena; goes with it.
         self.plans: dict = {}
+
+    def __repr__(self):
+        if self._closed:
+            return f"<Arena: {self.label}, closed>"
+        count = len(self._views)
+        sizes = ", ".join(f"{vector.size} {vector.dtype}" for vector in self.vectors)
+        ranks = self.topology.local_size
+        where = f"in memory that {ranks} ranks of a node share" if ranks > 1 else "of one rank"
+        if self.reason is not None:
+            where = in_one_line(f"private: {self.reason}", 120)
+        return f"<Arena: {count} tensor{'s' * (count != 1)} of {sizes}, {where}>"
 
     def _share(self, context: Context, nbytes: int) -> list[np.ndarray]:
         """Return everyone's memory on this node; none, and the reason, where there is none."""

@@ -72,5 +72,5 @@ def _entry() -> str:
         frame = frame.f_back
     for method in (".__init__", ".__enter__", ".__call__"):
         name = name.removesuffix(method)
-    public = getattr(sys.modules.get(__package__), "__all__", ())
+    public = getattr(sys.modules.get("mpidist"), "__all__", ())
     return f"md.{name}" if name in public else name

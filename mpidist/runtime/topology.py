@@ -84,6 +84,10 @@ class Topology:
         # Two machines of one name are two nodes to MPI; faked nodes are told apart by name only.
         self.single_host = len(set(self.hosts)) == 1 and (self.faked or self.nodes == 1)
 
+    def __repr__(self):
+        here = f"rank {self.rank} is local rank {self.local_rank} of node {self.node}"
+        return f"<Topology: {self.describe()}; {here}{'' if self._open else '; closed'}>"
+
     @property
     def inter_comm(self) -> MPI.Comm:
         """The leaders, in node order; ``MPI.COMM_NULL`` on other ranks.

@@ -32,7 +32,7 @@ def watched(comm, seconds: float):
         return nullcontext()
 
 
-class whole_or_told:
+class AbandonOnError:
     """A ``with`` that tells the other ranks what has ended this rank's run. Local.
 
     Unless they have it too: all ranks stop together, and what is raised everywhere they know.
@@ -41,7 +41,7 @@ class whole_or_told:
     def __init__(self, exchange):
         self.exchange = exchange
 
-    def __enter__(self) -> whole_or_told:
+    def __enter__(self) -> AbandonOnError:
         return self
 
     def __exit__(self, kind, error, trace) -> None:

@@ -31,7 +31,51 @@ TABLES = ("data", "model", "optimizer", "strategy")
 
 @dataclass
 class Job:
-    """A validated job file. Paths in it are relative to the current folder."""
+    """A validated job file. Paths in it are relative to the current folder.
+
+    Attributes
+    ----------
+    data, model, optimizer, strategy
+        A table: its `name` picks one, its other keys are settings of that one.
+    global_batch
+        Samples per step over all ranks together.
+    epochs, steps
+        How long the run is: one of the two.
+    seed
+        Of the order of the data, and of the model where its table has none.
+    shuffle
+        How an epoch is ordered: "permutation", "bijection", "none", true or false.
+    out
+        The folder of the run; without it `runs/` and the name of the model.
+    checkpoint_every
+        Steps, a time such as "10m", or "auto"; without it once per epoch.
+    keep
+        How many checkpoints to keep.
+    local
+        A folder on each node, in memory or on a disk of its own: each step goes there first.
+    stop_after
+        Stop with a checkpoint after so many steps in all.
+    microbatches
+        Cut every global batch into so many pieces: the same bits on any number of ranks.
+    check_replicas
+        Compare the parameters of all ranks every so many steps.
+    time_limit
+        Stop with a checkpoint after so many seconds; "auto": before a Slurm allocation ends.
+    patience
+        Stop with a checkpoint when the mean loss of so many steps is not below all before.
+    max_bad
+        Share of the records that may be bad: they are skipped, counted and listed.
+    retry_bad
+        A resumed run looks again at the records that were bad.
+    loading
+        A table: reading ahead, and what to do when a source does not answer.
+    log_every
+        Write one of so many steps into `metrics.jsonl`.
+    watch_seconds
+        End the job when nothing moves for so long, and say who is missing; 0 is off.
+    device
+        "cpu", or "gpu": the arrays of the model are put on the GPU of each rank.
+    """
 
     data: dict = field(default_factory=dict)
     model: dict = field(default_factory=dict)

@@ -11,7 +11,7 @@ from ..data import Loading
 from ..fault_tolerance.guard import guard
 from ..launch.fault_points import fault_point
 from . import resume_report
-from .abandon import watched, whole_or_told
+from .abandon import AbandonOnError, watched
 from .checks import last_step
 from .feed import Feed
 from .quarantine import Quarantine
@@ -162,7 +162,7 @@ def train(
         else nullcontext(checkpoint) as store,
     ):
         exchange = agreed.strategy.open(comm, model, optimizer, **settings)
-        with whole_or_told(exchange):
+        with AbandonOnError(exchange):
             bad = Quarantine(exchange.workers, source, max_bad, quarantine)
             run = Progress(comm, model, exchange, store, sampler, bad, agreed.words)
             run.resume(resume, retry_bad)

@@ -1,5 +1,8 @@
 """reduce_scatter, allgather, broadcast, reduce, gather, scatter (R32, R74, R78): uneven, any p."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -65,7 +68,7 @@ def test_broadcast(comm, xp):
 
 @pytest.mark.ranks(*SIZES)
 def test_reduce(comm, xp):
-    for name in ("auto", "tree", "direct", "native"):
+    for name in ("auto", "tree", "direct", "ordered", "native"):
         for root in {0, comm.size - 1}:
             for op, value in (("sum", 3 * comm.size), ("max", 3), ("mean", 3)):
                 x = xp.full((2, 3), 3.0)
@@ -75,6 +78,26 @@ def test_reduce(comm, xp):
                 else:
                     assert result is None
                 assert (host(x) == 3).all()
+
+
+@pytest.mark.ranks(*SIZES)
+def test_reduce_with_weights(comm, xp):
+    """The mean by weight, where the values say what it is; float16 is rounded once."""
+    total = sum(range(1, comm.size + 1))
+    expected = sum(r * (r + 1) for r in range(comm.size)) / total
+    for name in ("auto", "tree", "direct", "ordered", "native"):
+        for dtype in ("f8", "f2"):
+            x = xp.full((2, 3), comm.rank, dtype=dtype)
+            result = md.reduce(comm, x, "mean", algorithm=name, weight=comm.rank + 1)
+            assert (host(x) == comm.rank).all()
+            if comm.rank == 0:
+                assert result.dtype == x.dtype
+                rtol = 1e-3 if dtype == "f2" else 1e-12
+                np.testing.assert_allclose(host(result), expected, rtol=rtol)
+    with pytest.raises(ConfigError, match="weight=2 needs op='mean'"):
+        md.reduce(comm, xp.ones(3), weight=2)
+    with pytest.raises(ConfigError, match="add up to 0"):
+        md.reduce(comm, xp.ones(3), "mean", weight=0)
 
 
 @pytest.mark.ranks(*SIZES)
@@ -94,6 +117,30 @@ def test_gather_and_scatter(comm, xp):
             block = md.scatter(comm, even, root=root, algorithm=name)
             expected = np.array_split(np.arange(comm.size + 2), comm.size)[comm.rank]
             np.testing.assert_array_equal(host(block), expected)
+
+
+#: docs/collectives.md, "What auto takes elsewhere": operation -> algorithm.
+PAGE = (Path(__file__).parents[2] / "docs" / "collectives.md").read_text(encoding="utf-8")
+DOCUMENTED = {
+    operation: name
+    for row in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| `(\w+)`[^|]*\| [^|]*\|$", PAGE, re.MULTILINE)
+    for operation in re.findall(r"\w+", row[0])
+    for name in row[1:]
+}
+
+
+@pytest.mark.ranks(3)
+def test_auto_is_what_the_docs_say(comm):
+    """A rank that asks for "auto" and one that gives the name make the same operation."""
+    assert set(DOCUMENTED) == {
+        "reduce_scatter", "allgather", "broadcast", "reduce", "gather", "scatter", "iallreduce"
+    }  # fmt: skip
+    for operation, name in DOCUMENTED.items():
+        algorithm = name if comm.rank == 1 else "auto"
+        made = getattr(md, operation)(comm, np.ones(6), algorithm=algorithm)
+        if operation == "iallreduce":
+            made.wait()
+        md.allreduce(comm, np.ones(3), algorithm="ring")  # a root may hear of others only now
 
 
 @pytest.mark.ranks(3)

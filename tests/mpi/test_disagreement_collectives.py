@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.errors import MpidistError
+from mpidist.errors import ConfigError, MismatchError, MpidistError
 
 #: May differ: what is exchanged, where the result goes, and the samples of a rank.
 MAY_DIFFER = {"comm", "x", "out", "weight"}
@@ -36,6 +36,7 @@ CASES = {
         "op": [("bogus", "op"), ("max", "op=max")],
         "root": [(99, "root"), (None, "root"), (1, "root=1")],
         "algorithm": [("bogus", "algorithm"), ("direct", "algorithm=direct")],
+        "reproducible": [(True, "ordered"), ("yes", "reproducible")],
     },
     "gather": {
         "root": [(99, "root"), (1, "root=1")],
@@ -89,6 +90,38 @@ def test_all_ranks_raise(comm, name, parameter, value, words):
     told = comm.allgather(str(caught.value))
     assert any(words in text for text in told), told
     assert all("rank 1" in text or rank == 1 for rank, text in enumerate(told)), told
+    comm.Barrier()
+
+
+#: Weight of rank 1 in a mean, where all others give 1.0 -> what the message names.
+WEIGHTS = {"-1": "weight=-1.0", "nan": "weight=nan", "text": "weight=nan", "none": "reduce"}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("again", [False, True], ids=["first", "prepared"])
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("name", ["allreduce", "reduce"])
+def test_a_weight_that_is_bad_on_one_rank(comm, name, weight, again):
+    """Weights may differ; a bad one, or none where others give one, is an error on all ranks."""
+    mine, x = comm.Dup(), np.ones(4)
+    reduce = getattr(md, name)
+    if again:
+        reduce(mine, x.copy(), "mean", weight=1.0)
+        reduce(mine, x.copy(), "mean")
+    values = {"-1": -1, "nan": float("nan"), "text": "x", "none": None}
+    given = values[weight] if comm.rank == 1 else 1.0
+
+    def call():
+        reduce(mine, x.copy(), "mean", weight=given)
+        md.allreduce(mine, x.copy(), algorithm="ring")  # as above
+
+    start = time.monotonic()
+    with pytest.raises(MpidistError) as caught:
+        call()
+    assert time.monotonic() - start < 10
+    assert WEIGHTS[weight] in str(caught.value)
+    assert "rank 1" in str(caught.value)
+    assert type(caught.value) is (MismatchError if weight == "none" else ConfigError)
     comm.Barrier()
 
 

@@ -63,6 +63,40 @@ def test_means_weights_and_other_operations(comm):
     assert got.tobytes() == rounded.tobytes()
 
 
+@pytest.mark.ranks(1, 2, 3, 5, 7, 8, 9)
+def test_a_reduce_gives_the_serial_bits_to_any_root(comm):
+    """Those of the allreduce: for all names, lengths and roots, means and weights as well."""
+    weights = [0.1 * (rank + 1) for rank in range(comm.size)]
+    for n in (1, comm.size + 1, 5000):
+        data = vectors(comm.size, n)
+        mine = data[comm.rank]
+        for root in sorted({0, comm.size // 2, comm.size - 1}):
+            for name in ("auto", "native", *algorithms.REDUCE):
+                options = {"root": root, "algorithm": name, "reproducible": True}
+                got = md.reduce(comm, mine, **options)
+                if comm.rank == root:
+                    assert got.tobytes() == tree(data).tobytes()
+                else:
+                    assert got is None
+        for weight in (None, weights[comm.rank]):
+            options = {"weight": weight, "reproducible": True}
+            everybodys = md.allreduce(comm, mine.copy(), "mean", **options)
+            mean = md.reduce(comm, mine, "mean", root=comm.size - 1, **options)
+            if comm.rank == comm.size - 1:
+                assert mean.tobytes() == everybodys.tobytes()
+
+
+@pytest.mark.ranks(5, 8)
+def test_the_order_of_operands_does_not_follow_the_root(comm):
+    """The maximum of zeros of both signs is one operand or the other: which one is promised."""
+    signs = np.array([1.0, -1.0, -1.0, 1.0, -1.0, 1.0, 1.0, -1.0])
+    data = [np.zeros(3) * signs[(rank + np.arange(3)) % 8] for rank in range(comm.size)]
+    expected = tree(data, np.maximum).tobytes()
+    for root in range(comm.size):
+        got = md.reduce(comm, data[comm.rank], "max", root=root, reproducible=True)
+        assert comm.bcast(got, root).tobytes() == expected
+
+
 @pytest.mark.ranks(4, 6)
 def test_the_layout_of_nodes_does_not_matter(comm):
     """Arenas on faked nodes of 1, 2 or 3 ranks, and on the real one."""

@@ -4,7 +4,15 @@ import functools
 
 import pytest
 
-from mpidist.collectives.schedules import butterfly, check, direct, double_tree, ring, tree
+from mpidist.collectives.schedules import (
+    butterfly,
+    check,
+    direct,
+    double_tree,
+    fixed_tree,
+    ring,
+    tree,
+)
 from mpidist.collectives.schedules.schedule import SEND, length, split_messages
 from mpidist.partition import BlockPartition
 
@@ -60,6 +68,7 @@ def test_rooted_are_proved():
             check.check_broadcast(direct.broadcast, p, 3, root)
             check.check_reduce(tree.reduce, p, 3, root)
             check.check_reduce(direct.reduce, p, 3, root)
+            check.check_reduce(fixed_tree.reduce, p, 3, root)
             check.check_gather(direct.gather, p, uneven(p), root)
             check.check_scatter(direct.scatter, p, uneven(p), root)
 

@@ -23,7 +23,10 @@ def add_parser(what):
     )
     parser.add_argument("--rounds", type=int, default=21, help="interleaved rounds (21)")
     parser.add_argument("--dtype", default="f4", choices=["f4", "f8"], help="elements (f4)")
-    parser.add_argument("--thread-level", choices=["funneled", "multiple"], default="multiple")
+    parser.add_argument(
+        "--thread-level", choices=["funneled", "multiple"], default="multiple",
+        help="which MPI is asked for",
+    )  # fmt: skip
     parser.add_argument(
         "--cold", action="store_true", help="vectors take turns, twice the last-level cache full"
     )

@@ -10,7 +10,7 @@ def add_parser(what):
     parser = what.add_parser("overlap", help="share of the exchange hidden behind backward")
     parser.add_argument("--size", type=int, default=16, help="MiB of gradients (16)")
     parser.add_argument("--layers", type=int, default=64, help="equal gradients (64)")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (9)")
     parser.add_argument("--bucket-bytes", type=int, default=None, help="as in md.AllReduce (auto)")
     return parser
 

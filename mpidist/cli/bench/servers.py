@@ -9,11 +9,11 @@ from .common import head, library, say
 def add_parser(what):
     """Add this command; return its parser. Local."""
     parser = what.add_parser("ps", help="speed-up of SSP and ASP over BSP with uneven steps")
-    parser.add_argument("--servers", type=int, default=1)
-    parser.add_argument("--staleness", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--servers", type=int, default=1, help="ranks that serve (1)")
+    parser.add_argument("--staleness", type=int, default=4, help="clocks that SSP allows (4)")
+    parser.add_argument("--steps", type=int, default=100, help="steps of each worker (100)")
     parser.add_argument("--unit", type=float, default=0.02, help="seconds of a short step (0.02)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the lengths of steps (0)")
     return parser
 
 

@@ -85,7 +85,9 @@ class ArenaPlan:
         self.engines, self.plans, self.runs = [], {}, []
 
 
-def plan_of(context: Context, arena: Arena, vector, op, algorithm: str, part: str) -> plans.Plan:
+def plan_of(
+    context: Context, arena: Arena, vector, op, algorithm: str, part: str
+) -> plans.AllreducePlan:
     """Return a plan for `part` of an arena that no other vector shares. Collective.
 
     The caller closes it: it is in no cache.

@@ -106,7 +106,11 @@ ALLGATHER: dict[str, Callable] = {
 }
 #: Rooted builders take ``root`` as well.
 BROADCAST: dict[str, Callable] = {"tree": tree.broadcast, "direct": direct.broadcast}
-REDUCE: dict[str, Callable] = {"tree": tree.reduce, "direct": direct.reduce}
+REDUCE: dict[str, Callable] = {
+    "tree": tree.reduce,
+    "direct": direct.reduce,
+    "ordered": fixed_tree.reduce,
+}
 GATHER: dict[str, Callable] = {"direct": direct.gather}
 SCATTER: dict[str, Callable] = {"direct": direct.scatter}
 
@@ -130,12 +134,17 @@ def check_name(algorithm: str, table: Iterable[str], what: str = "allreduce") ->
         )
 
 
-def chosen(algorithm: str, reproducible: bool) -> str:
-    """Return what an allreduce runs: with `reproducible` the one in order, whatever was asked for.
+def chosen(
+    algorithm: str,
+    reproducible: bool,
+    table: Iterable[str] = ALLREDUCE,
+    what: str = "allreduce",
+) -> str:
+    """Return what a sum runs: with `reproducible` the one in order, whatever was asked for.
 
     Local. ConfigError for an `algorithm` that there is not, and a `reproducible` that is no bool.
     """
-    check_name(algorithm, ALLREDUCE)
+    check_name(algorithm, table, what)
     if not isinstance(reproducible, bool | np.bool_):
         raise ConfigError(f"reproducible={shown(reproducible)}: expected True or False")
     return ORDERED if reproducible else algorithm

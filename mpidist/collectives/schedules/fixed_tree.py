@@ -18,7 +18,8 @@ at most 2 log2 V partial sums are left, one or two for a sensible V. Then the ra
     halving   where the ranks' partial sums are a whole binary tree themselves, neighbours first:
               2 log2 p messages, 2(p-1)/p N. Short vectors are exchanged whole, log2 p messages;
     on_slots  where all ranks are on one node and keep their partial sums in memory they share:
-              each owner adds its block of them where they lie, and writes the total to everyone.
+              each owner adds its block of them where they lie, and writes the total to everyone;
+    reduce    one piece per rank, for one root: up the tree itself, log2 p rounds of a whole vector.
 
 All forms compute ``left op right`` for the same nodes, so they give the same bits, and so does
 one process that adds up all pieces. With one piece per rank this is an ordinary allreduce whose
@@ -36,7 +37,19 @@ from collections.abc import Sequence
 from ...partition import BlockPartition
 from . import butterfly
 from .protocol_limits import SHORT
-from .schedule import NODE_SYNC, NOTHING, REDUCE, Range, Step, copy, cut, length, recv, send
+from .schedule import (
+    NODE_SYNC,
+    NOTHING,
+    REDUCE,
+    Range,
+    Step,
+    combine,
+    copy,
+    cut,
+    length,
+    recv,
+    send,
+)
 
 
 def cuts(pieces: int, ranks: int) -> list[int]:
@@ -89,6 +102,32 @@ def depth(start: int, stop: int, pieces: int) -> int:
         most = max(most, len(stack) + 1)
         push(stack, (piece, piece + 1), pieces)
     return most
+
+
+def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
+    """The root gets the sum over the ranks in the order of the tree over `size` pieces.
+
+    The root holds each node that it is in, the lowest rank every other; so which rank is the root
+    changes who adds, never what is added. Costs as much as the binomial tree.
+    """
+    steps: list[Step] = []
+    scratch = n
+    for round in range(max(size - 1, 0).bit_length()):
+        start = rank >> (round + 1) << (round + 1)
+        middle, stop = start + (1 << round), min(start + (2 << round), size)
+        if middle >= size:
+            continue  # the node is its left half
+        left = root if start <= root < middle else start
+        right = root if middle <= root < stop else middle
+        holder, other = (right, left) if root == right else (left, right)
+        if rank == other:
+            steps.append(send(round, holder, (0, n)))
+            break
+        slot = (scratch, scratch + n)
+        scratch += n
+        # `combine` puts the lower rank's operand on the left, and that is the left half's.
+        steps += [recv(round, other, slot), combine(round, rank, other, slot, (0, n))]
+    return steps
 
 
 def allreduce(size: int, rank: int, n: int, *, segments: int = 1, itemsize: int = 4) -> list[Step]:
