@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpidist as md
 from mpidist.arrays import host_empty
@@ -262,6 +263,22 @@ def test_a_sub_communicator(comm):
     assert y.tolist() == [4] * 3
     md.free(half)
     half.Free()
+
+
+@pytest.mark.ranks(2, 3)
+def test_messages_of_the_program_are_left_alone(comm):
+    """R30: what a program waits for on its communicator, from anybody, is not ours to send."""
+    own, peer = np.zeros(1), (comm.rank + 1) % comm.size
+    request = comm.Irecv(own, MPI.ANY_SOURCE, MPI.ANY_TAG)
+    for name in NAMES:
+        x = np.full(1, comm.rank + 1.0)
+        md.allreduce(comm, x, algorithm=name)
+        assert x == comm.size * (comm.size + 1) / 2
+        assert not request.Test(), name
+    comm.Barrier()
+    comm.Send(np.array([7.0]), peer)
+    request.Wait()
+    assert own == 7
 
 
 @pytest.mark.ranks(2)

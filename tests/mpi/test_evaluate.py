@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import mpidist as md
+from mpidist.errors import BadRecord
 from mpidist.training.summary import evaluate
 
 RNG = np.random.default_rng(8)
@@ -18,3 +19,34 @@ def test_uneven_parts_are_counted_exactly(comm):
     right = model.predict(INPUTS).argmax(axis=1) == LABELS
     for n in (1, 2, 7, 256, 257, 1543):
         assert evaluate(comm, model, (INPUTS[:n], LABELS[:n])) == right[:n].sum() / n
+
+
+class Torn(md.data.ArraySource):
+    """Every tenth record cannot be read."""
+
+    def take(self, indices):
+        for index in indices:
+            if index % 10 == 0:
+                raise BadRecord(int(index), "torn")
+        return super().take(indices)
+
+
+@pytest.mark.ranks(1, 3)
+def test_bad_records_count_neither_way(comm):
+    """R146: the share is of the samples that could be read."""
+    model = md.models.mlp([12, 16, 3], seed=7)
+    right = model.predict(INPUTS[:100]).argmax(axis=1) == LABELS[:100]
+    good = np.arange(100) % 10 > 0
+    found = evaluate(comm, model, Torn(INPUTS[:100], LABELS[:100]))
+    assert found == right[good].sum() / good.sum()
+
+
+@pytest.mark.ranks(1, 3)
+def test_one_true_label_of_several(comm):
+    """R146: a hit is where the largest score is at a label that the sample has."""
+    model = md.models.mlp([12, 16, 3], seed=7)
+    several = (np.random.default_rng(9).random((101, 3)) < 0.4).astype(np.float32)
+    best = model.predict(INPUTS[:101]).argmax(axis=1)
+    expected = sum(several[k, label] == 1 for k, label in enumerate(best)) / 101
+    assert 0 < expected < 1
+    assert evaluate(comm, model, (INPUTS[:101], several)) == expected

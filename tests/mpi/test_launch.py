@@ -1,6 +1,10 @@
 """The fingerprint of real ranks; what differs is told on all of them."""
 
+import platform
+from importlib.metadata import version
+
 import pytest
+from mpi4py import MPI
 
 from mpidist.errors import ConfigError
 from mpidist.launch import start_checks
@@ -13,6 +17,11 @@ def test_fingerprint_of_this_process(comm):
     for key in ("host", "mpidist", "Python", "numpy", "mpi4py", "MPI", "h5py", "CPU"):
         assert facts[key]
         assert facts[key] != "none", key
+    for package in ("mpidist", "numpy", "mpi4py", "h5py"):
+        assert facts[package] == version(package)
+    assert facts["Python"] == ".".join(platform.python_version_tuple()[:2])
+    assert facts["MPI"] == start_checks.mpi_name(MPI.Get_library_version())
+    assert facts["CPU"].split()[0] == platform.machine()
     assert start_checks.compare([facts, facts]) is None
 
 

@@ -164,6 +164,22 @@ def test_every_rank_does_the_same_work(comm, algorithm, ranks_per_node, private)
         assert (mine["bytes_sent"] > 0) == (nodes > 1)
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("ranks_per_node", "way"), [(None, "node"), (2, "hierarchical")])
+def test_an_arena_goes_through_the_node_unasked(comm, ranks_per_node, way):
+    """R101: inside the node first, wherever an arena is on nodes of several ranks."""
+    memory_of(of(comm), ranks_per_node)
+    with md.Arena(comm, {"x": (5000, "f8")}, ranks_per_node=ranks_per_node) as arena:
+        md.allreduce(comm, arena)
+        assert [plan.algorithm for plan in arena.plans.values()] == [way]
+        before = of(comm).counters.snapshot()
+        md.allreduce(comm, arena)
+        after = of(comm).counters.snapshot()
+    # Between two nodes each rank sends half of the vector, not all of it as in a ring.
+    sent = after["bytes_sent"] - before["bytes_sent"]
+    assert sent == (0 if way == "node" else 5000 * 8 // 2)
+
+
 @pytest.mark.ranks(2, 3)
 def test_short_and_long_vectors_take_turns(comm):
     """Slots and staging are used again at once: nobody may write what another still reads."""

@@ -134,6 +134,8 @@ def test_one_message_per_server(comm):
             header = protocol.HEADER_BYTES
             assert client.stats["bytes_sent"] - start[0] == size + 2 * header
             assert client.stats["bytes_received"] - start[1] == size + 2 * header
+            # One server alone has it; the other is not asked.
+            assert counted(lambda: client.pull("w0")) == [1, 1]
 
 
 @pytest.mark.ranks(2, 3, 6)

@@ -6,6 +6,7 @@ import pytest
 import mpidist as md
 from mpidist import data, models, optim
 from mpidist.errors import CheckpointError, ConfigError, MpidistError, NoCheckpoint
+from mpidist.runtime.context import of
 from mpidist.training.summary import digest
 
 RNG = np.random.default_rng(3)
@@ -59,9 +60,16 @@ def test_p_ranks_equal_one(comm):
 @pytest.mark.ranks(3)
 def test_every_algorithm_gives_the_model(comm):
     """R27: the strategy is one word."""
-    expected = serial()
+    expected, sent = serial(), {}
     for algorithm in ("ring", "tree", "butterfly", "native"):
+        before = of(comm).counters.snapshot()
         close(fit(comm, strategy=md.AllReduce(algorithm))[0], expected)
+        after = of(comm).counters.snapshot()
+        sent[algorithm] = [after[k] - before[k] for k in ("bytes_sent", "native_calls")]
+    # And it was that one: a ring sends fewer bytes than the others, MPI's own is called per step.
+    assert sent["native"][1] >= 24 > max(sent[name][1] for name in ("ring", "tree", "butterfly"))
+    if comm.rank == 0:
+        assert 0 < sent["ring"][0] < 0.8 * sent["tree"][0]
 
 
 @pytest.mark.ranks(2, 3, 5, 8)

@@ -117,6 +117,17 @@ def test_differing_versions_name_hosts_and_cure():
     assert "CPU x on n0, n1, n3 but y on n2" in start_checks.compare(ranks, ("CPU",))
 
 
+@pytest.mark.parametrize(
+    "key", ["mpidist", "Python", "numpy", "mpi4py", "MPI", "h5py", "HDF5", "cupy"]
+)
+def test_each_of_these_must_agree(key):
+    """R90: one rank of eight with another version of it is enough."""
+    ranks = [{"host": f"n{i}", key: "2.0"} for i in range(8)]
+    assert start_checks.compare(ranks) is None
+    ranks[5][key] = "1.9"
+    assert f"{key} 2.0 on n0, n1, n2 and 4 more but 1.9 on n5" in start_checks.compare(ranks)
+
+
 def test_what_a_rank_has_not_loaded_is_not_compared():
     ranks = [{"host": "a", "HDF5": "2.0.0"}, {"host": "b"}, {"host": "c", "HDF5": "2.0.0"}]
     assert start_checks.compare(ranks) is None

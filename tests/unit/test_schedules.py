@@ -13,7 +13,7 @@ from mpidist.collectives.schedules import (
     ring,
     tree,
 )
-from mpidist.collectives.schedules.schedule import SEND, length, split_messages
+from mpidist.collectives.schedules.schedule import RECV, REDUCE, SEND, length, split_messages
 from mpidist.partition import BlockPartition
 
 ALLREDUCE = {
@@ -96,6 +96,19 @@ def test_counts_equal_the_formulas():
         messages, elements = sent(butterfly.halving_doubling, p, n)
         assert messages == [2 * k] * p
         assert elements == [2 * (p - 1) * n // p] * p
+
+
+def test_the_oracle_is_a_reduce_and_a_broadcast():
+    """R33: whole vectors go to rank 0, which adds them in rank order and sends the sum to all."""
+    for p in range(2, 9):
+        root, *others = check.programs(direct.naive, p, 3)
+        for steps in others:
+            assert [(s.kind, s.peer) for s in steps] == [(SEND, 0), (RECV, 0)]
+            assert steps[0].source == steps[1].target == (0, 3)
+        assert [s.peer for s in root if s.kind == REDUCE] == list(range(1, p))
+        assert {(s.peer, s.source) for s in root if s.kind == SEND} == {
+            (peer, (0, 3)) for peer in range(1, p)
+        }
 
 
 def test_tree_depth_is_logarithmic():
