@@ -19,7 +19,7 @@ PURE = {"", "errors", "partition", "registry"}
 #: Files in one folder, `__init__` counted.
 FILES_IN_A_FOLDER = 14
 #: Lines of code, see `rooms.lines_of_code`.
-CORE_LINES, WHEEL_LINES = 13_400, 25_500
+CORE_LINES, WHEEL_LINES = 13_500, 25_600
 
 
 def module_of(file: str) -> str:
