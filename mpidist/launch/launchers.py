@@ -94,8 +94,13 @@ def crowding(kind: str, major: int) -> list[str]:
 def launch_environment(
     env: Mapping[str, str] | None = None, *, mpi: str | os.PathLike | None = None
 ) -> dict[str, str]:
-    """Give this process's environment with `env` on top, fit for a fresh launch. Local."""
+    """Give this process's environment with `env` on top, fit for a fresh launch. Local.
+
+    Without PYTHONDONTWRITEBYTECODE, unless `env` asks for it: every start of every rank would
+    compile all modules again.
+    """
     clean = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
+    clean.pop("PYTHONDONTWRITEBYTECODE", None)
     if os.geteuid() == 0 and launcher_kind(Path(mpi) if mpi else find_launcher())[0] == "openmpi":
         clean["OMPI_ALLOW_RUN_AS_ROOT"] = clean["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     return {**clean, **(env or {})}

@@ -1,9 +1,9 @@
 """Runs that end with the same bits on any number of ranks, whatever has happened to them."""
 
 import json
-import time
 
 from interpreters import ROOT
+from until import wait_until
 
 DIGITS = str(ROOT / "jobs" / "digits.toml")
 STEPS = 300
@@ -27,7 +27,7 @@ def steps(folder):
 
 def wait_for_steps(cluster, job, folder, step=30):
     """Wait until a job has come so far."""
-    deadline = time.monotonic() + 200
-    while max(steps(folder), default=0) < step:
-        assert time.monotonic() < deadline, cluster.job(job).output
-        time.sleep(0.05)
+    wait_until(
+        lambda: max(steps(folder), default=0) >= step,
+        200, otherwise=lambda: cluster.job(job).output, every=0.05,
+    )  # fmt: skip

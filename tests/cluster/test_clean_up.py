@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +14,7 @@ from onebox.network import unavailable as no_network
 from onebox.slurm import slurm_cluster
 from onebox.slurm import unavailable as no_slurm
 from second_start import once_more
+from until import holds_within, wait_until
 
 needs_slurm = pytest.mark.skipif(no_slurm() is not None, reason=f"no Slurm cluster: {no_slurm()}")
 needs_network = pytest.mark.skipif(
@@ -53,10 +54,8 @@ def traces(own):
 
 def gone(own, patience=60):
     """Wait until nothing is left; return what is."""
-    deadline = time.monotonic() + patience
-    while (left := traces(own)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return left
+    holds_within(lambda: not traces(own), patience, every=0.1)
+    return traces(own)
 
 
 @pytest.mark.slurm
@@ -68,10 +67,10 @@ def test_two_clusters_one_after_the_other(tmp_path, own):
             # A job that leaves a process in the background and is still running at the end.
             script.write_text("#!/bin/bash\nsetsid sleep 500 &\nsleep 500\n")
             job = cluster.submit(script)
-            deadline = time.monotonic() + 60
-            while sum("sleep 500" in each for each in traces(own)) < 2:
-                assert time.monotonic() < deadline, cluster.job(job)
-                time.sleep(0.1)
+            wait_until(
+                lambda: sum("sleep 500" in each for each in traces(own)) >= 2,
+                otherwise=partial(cluster.job, job), every=0.1,
+            )  # fmt: skip
         assert gone(own) == []
 
 

@@ -10,6 +10,7 @@ import time
 
 import pytest
 from interpreters import ROOT
+from until import wait_until
 
 SRUN = """#!/bin/bash
 echo "$@" > "$STAND_IN/srun.args"
@@ -42,10 +43,7 @@ def run_script(folder, body, signals=0):
         ["bash", ROOT / "jobs" / "requeue.sbatch", "JOB.toml", "--set", "a.b=c d"],
         env={**os.environ, **variables}, cwd=folder,
     )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while signals and not (folder / "ready").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not signals or (folder / "ready").exists())
     for _ in range(signals):
         script.send_signal(signal.SIGUSR1)
         time.sleep(0.1)

@@ -1,10 +1,10 @@
 """The cluster itself: both MPIs reach all nodes by every launcher that docs/slurm.md names."""
 
 import re
-import time
 
 import pytest
 from interpreters import job_environment
+from until import wait_until
 
 pytestmark = pytest.mark.slurm
 
@@ -18,14 +18,6 @@ def ranks_and_hosts(text):
     hosts = {int(rank): host for rank, _, _, host in lines}
     assert sorted(hosts) == list(range(8)), text
     return hosts
-
-
-def until(test, otherwise):
-    """Wait for something that may take a while."""
-    deadline = time.monotonic() + 60
-    while not test():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.1)
 
 
 EVEN = {rank: f"n{rank // 2 + 1}" for rank in range(8)}
@@ -80,7 +72,7 @@ def test_a_job_beyond_its_deadline_is_cancelled(cluster, tmp_path):
     with pytest.raises(TimeoutError, match=r"was \w+ after 2 s"):
         cluster.sbatch(script, timeout=2, cwd=tmp_path)
     job = cluster.submit(script, cwd=tmp_path)
-    until(lambda: cluster.job(job).output, "nothing came of the job")
+    wait_until(lambda: cluster.job(job).output, otherwise="nothing came of the job")
     with pytest.raises(TimeoutError, match=r"RUNNING after 0 s[\s\S]*begun"):
         cluster.wait(job, timeout=0)
     assert cluster.wait(job).state == "CANCELLED"
@@ -90,7 +82,7 @@ def test_a_command_beyond_its_deadline_is_ended(cluster):
     done = cluster.run(["srun", "-N2", "sleep", "500"], timeout=2)
     assert (done.timed_out, done.returncode) == (True, 124)
     running = ["squeue", "--noheader", "--states=RUNNING"]
-    until(lambda: not cluster.run(running).stdout.strip(), "the step is still there")
+    wait_until(lambda: not cluster.run(running).stdout.strip(), otherwise="the step is still there")
 
 
 def test_jobs_outlive_their_sbatch(cluster, tmp_path):

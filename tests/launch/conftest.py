@@ -1,13 +1,33 @@
-"""What the tests here share: several launches at once."""
+"""What the tests here share: many cases in one launch, and several launches at once."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from again import played_again
+from many import play_many
 
 from mpidist.launch.launchers import launch
 
 #: The launch of a short program waits for its launcher half of the time.
 AT_ONCE = 3
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Tell which tests looked at another run because the first was not as usual (`again`)."""
+    if played_again:
+        terminalreporter.section(f"best of three: {played_again.total()} runs played again")
+        for test, times in played_again.most_common():
+            terminalreporter.line(f"{times} x {test}")
+
+
+@pytest.fixture(scope="session")
+def many(tmp_path_factory):
+    """Return ``many(ranks, {name: words}, **options)``: `many.play_many` in a folder of its own."""
+
+    def run(ranks, cases, **options):
+        return play_many(ranks, cases, tmp_path_factory.mktemp("many"), **options)
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,10 @@ The numbers are those of docs/faults.md.
 
 import json
 import sys
-import time
 
 import pytest
 from digits_job import write_job
+from until import wait_until
 
 from mpidist.checkpoint.histories import all_steps
 from mpidist.checkpoint.load import load_step
@@ -128,11 +128,7 @@ def test_a_job_that_stands_still_keeps_others_out(tmp_path, undisturbed):
     write_job(tmp_path, **SETTINGS)
     first = start(2, TRAIN, env=environ("stop@save:20"), cwd=tmp_path)
     try:
-        end = time.monotonic() + 150
-        while saved(tmp_path) != [10]:
-            assert time.monotonic() < end
-            assert first.process.poll() is None
-            time.sleep(0.05)
+        wait_until(lambda: saved(tmp_path) == [10], 150, job=first.process)
         second = train(tmp_path, 2)
         assert second.returncode == 1
         assert "is in use by process " in second.stderr

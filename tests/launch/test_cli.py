@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,11 +123,17 @@ FOUR_RANKS = {
 }
 
 
+#: What each host may see in another way, and what is the same everywhere: before MPI has begun,
+#: as the ranks of a job of their own. The others are told where it has begun.
+BEGINNING = ("no job file", "servers")
+
+
 @pytest.fixture(scope="module")
-def on_four_ranks(tmp_path_factory, launches):
+def on_four_ranks(tmp_path_factory, launches, many):
     folder = filled(tmp_path_factory.mktemp("four"))
-    jobs = {case: (4, [*MPIDIST, "train", *args]) for case, (args, _) in FOUR_RANKS.items()}
-    return launches(jobs, cwd=folder)
+    words = {case: ["-m", "mpidist", "train", *args] for case, (args, _) in FOUR_RANKS.items()}
+    jobs = {case: (4, [sys.executable, *words.pop(case)]) for case in BEGINNING}
+    return {**many(4, words, cwd=folder), **launches(jobs, cwd=folder)}
 
 
 @pytest.mark.parametrize("case", FOUR_RANKS)
@@ -173,15 +180,22 @@ BAD_CALLS = [
 ]
 
 
+#: Whose ranks end the job as a user's would; of the others each rank has its line for itself.
+ENDING = [("integer_mean", 3), ("closed_client", 2), ("closed_client", 3)]
+
+
 @pytest.fixture(scope="module")
-def bad_calls(tmp_path_factory, launches):
+def bad_calls(tmp_path_factory, launches, many):
     folder = tmp_path_factory.mktemp("calls")
-    return launches(
-        {
-            (call, n): (n, [sys.executable, BAD_CALL, call, str(folder / f"store-{n}")])
-            for call, n, _ in BAD_CALLS
-        }
-    )
+    words = {(call, n): [BAD_CALL, call, folder / f"store-{n}"] for call, n, _ in BAD_CALLS}
+    jobs = {each: (each[1], [sys.executable, *words.pop(each)]) for each in ENDING}
+    ends = launches(jobs)
+    for ranks in (1, 3):
+        cases = {each: words[each] for each in words if each[1] == ranks}
+        for each, end in many(ranks, cases).items():
+            assert {err for _, err in end.ranks} == {end.ranks[0][1]}, "all ranks say the same"
+            ends[each] = replace(end, stderr=end.ranks[0][1])
+    return ends
 
 
 @pytest.mark.parametrize(("call", "n", "words"), BAD_CALLS)

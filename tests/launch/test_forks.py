@@ -45,7 +45,7 @@ with md.watch(comm, seconds=30), md.guard(comm, {}) as run:
                 child()
                 sys.exit(0)
             if sys.argv[1] == "asleep":
-                time.sleep(1)
+                time.sleep(0.2)
                 os.kill(pid, 15)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         else:
@@ -53,7 +53,7 @@ with md.watch(comm, seconds=30), md.guard(comm, {}) as run:
             process = multiprocessing.get_context("fork").Process(target=child)
             process.start()
             if sys.argv[1] == "asleep":
-                time.sleep(1)
+                time.sleep(0.2)
                 process.terminate()
             process.join()
             code = process.exitcode
@@ -72,13 +72,18 @@ CHILDREN = [
     ("0", "pool", 0), ("raise", "pool", 1), ("thread", "pool", 0), ("asleep", "pool", -15),
 ]  # fmt: skip
 
+#: In jobs of their own: where no communicator of all ranks has been met before, and each way of
+#: making a child in a job that has begun as a user's does.
+ALONE = [("subset", "fork", 3), ("raise", "fork", 1), ("0", "pool", 0)]
+
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory, launches):
+def ends(tmp_path_factory, launches, many):
     path = tmp_path_factory.mktemp("forks") / "program.py"
     path.write_text(PROGRAM)
-    wanted = {each: (2, [sys.executable, str(path), *each[:2]]) for each in CHILDREN}
-    return launches(wanted, timeout=60)
+    wanted = {each: [path, *each[:2]] for each in CHILDREN if each not in ALONE}
+    alone = {each: (2, [sys.executable, path, *each[:2]]) for each in ALONE}
+    return {**many(2, wanted), **launches(alone, timeout=60)}
 
 
 @pytest.mark.parametrize("each", CHILDREN, ids=lambda each: f"{each[1]}-{each[0]}")

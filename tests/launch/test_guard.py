@@ -4,9 +4,9 @@ import json
 import re
 import signal
 import sys
-import time
 
 import pytest
+from until import wait_until
 
 from mpidist.launch.launchers import start
 from mpidist.launch.processes import signal_all
@@ -98,14 +98,12 @@ def run_and_signal(program, n, what, folder, number, ranks):
     """Start the program, send a signal to some ranks when it is under way, wait for its end."""
     job = start(n, [sys.executable, program, what, str(folder)])
     try:
-        deadline = time.monotonic() + 150
-        pids: dict = {}
         # What the launcher passes on of one rank may come later than what it has of another.
-        while "under way" not in job.output() or len(pids) < n:
-            assert time.monotonic() < deadline, job.output()
-            time.sleep(0.02)
-            # Not by lines: the launcher may mix the ranks' output in the midst of one.
-            pids = dict(re.findall(r"<pid (\d+) (\d+)>", job.output()))
+        wait_until(lambda: "under way" in job.output(), 150, otherwise=job.output, job=job.process)
+        # Not by lines: the launcher may mix the ranks' output in the midst of one.
+        found = r"<pid (\d+) (\d+)>"
+        wait_until(lambda: len(re.findall(found, job.output())) == n, otherwise=job.output)
+        pids = dict(re.findall(found, job.output()))
         signal_all([int(pids[str(rank)]) for rank in ranks], number)
     finally:
         result = job.finish(timeout=150)
@@ -162,14 +160,20 @@ UNDISTURBED = {
     "limit": 2, "code": 2, "finish": 3, "servers-finish": 3, "nan": 2, "poisoned": 2, "apart": 2,
 }  # fmt: skip
 
+#: What ends the job with an error.
+ENDING = ("nan", "poisoned", "apart")
+
 
 @pytest.fixture(scope="module")
-def ends(program, launches, tmp_path_factory):
+def ends(program, launches, many, tmp_path_factory):
     """By what happens: what came of it, and the folder with what the ranks saved."""
     folders = {what: tmp_path_factory.mktemp(what) for what in UNDISTURBED}
-    command = [sys.executable, program]
-    jobs = {what: (n, [*command, what, str(folders[what])]) for what, n in UNDISTURBED.items()}
-    return {what: (result, folders[what]) for what, result in launches(jobs).items()}
+    words = {what: [program, what, folders[what]] for what in UNDISTURBED}
+    jobs = {what: (2, [sys.executable, *words.pop(what)]) for what in ENDING}
+    results = launches(jobs)
+    for ranks in (2, 3):
+        results.update(many(ranks, {w: words[w] for w in words if UNDISTURBED[w] == ranks}))
+    return {what: (result, folders[what]) for what, result in results.items()}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from again import best_of_three
 from test_supervised import children, finish, run, supervised
+from until import holds_within, wait_until
 
 from mpidist.launch import heartbeat
 from mpidist.launch.launchers import find_launcher, launcher_kind
@@ -50,14 +51,13 @@ def launcher(folder, text):
 
 def ranks(folder, attempt=0):
     """What the ranks of an attempt have told, once both have made a step."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+
+    def begun():
         signs = [s for f in folder.glob(f".mpidist-launch-*/attempt-{attempt}")
                  for s in heartbeat.read(f)]  # fmt: skip
-        if len(signs) == 2 and all(sign.step for sign in signs):
-            return signs
-        time.sleep(0.005)
-    raise AssertionError("the ranks did not begin")
+        return len(signs) == 2 and all(sign.step for sign in signs) and signs
+
+    return wait_until(begun, otherwise="the ranks did not begin", every=0.005)
 
 
 def test_it_starts_nothing(tmp_path):
@@ -88,8 +88,7 @@ def test_it_is_stopped_and_a_rank_dies(tmp_path):
     signs = ranks(tmp_path)
     (pid,) = children(job.pid)
     os.kill(pid, signal.SIGSTOP)
-    while stat_of(pid)[0] != "T":
-        time.sleep(0.01)
+    wait_until(lambda: stat_of(pid)[0] == "T")
     os.kill(signs[1].pid, signal.SIGKILL)
     done = finish(job, timeout=60)
     assert f"is ended: rank 1 on {os.uname().nodename} is dead\n" in done.stderr
@@ -115,8 +114,7 @@ def test_the_others_are_not_waited_for(tmp_path):
         start = time.monotonic()
         os.kill(signs[1].pid, signal.SIGKILL)
         again = next(folder.glob(".mpidist-launch-*")) / "attempt-1"
-        while not again.exists() and time.monotonic() < start + 20:
-            time.sleep(0.002)
+        holds_within(again.exists, 20, every=0.002)
         seconds = time.monotonic() - start
         finish(job)
         return seconds

@@ -5,10 +5,10 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from until import wait_until
 
 from mpidist.launch.control_groups import group_of
 
@@ -45,11 +45,13 @@ def small_group():
             folder.rmdir()
         pytest.skip(f"no control group can be made here: {error}")
     yield folder
-    end = time.monotonic() + 10
-    while folder.exists() and time.monotonic() < end:
+
+    def removed():
         with contextlib.suppress(OSError):  # its last processes are being buried
             folder.rmdir()
-        time.sleep(0.05)
+        return not folder.exists()
+
+    wait_until(removed, 10, otherwise=folder)
 
 
 @pytest.mark.parametrize("pause", ["0.03", "0"])

@@ -4,7 +4,8 @@ import json
 import sys
 from pathlib import Path
 
-from mpidist.launch.launchers import launch
+from mpidist.launch.launchers import launch, launch_environment
+from mpidist.launch.processes import run
 
 JOB = Path(__file__).parents[2] / "jobs" / "digits.toml"
 STEPS = [
@@ -59,7 +60,8 @@ def test_bad_input_is_one_line_before_mpi(tmp_path):
         command = [sys.executable, "-m", "mpidist", "train", str(JOB), *STEPS]
         for word in words:
             command += ["--set", word]
-        result = launch(1, command, cwd=tmp_path, timeout=60)
+        # Without a launcher, for nothing of it is reached.
+        result = run(command, cwd=tmp_path, env=launch_environment())
         assert result.returncode == 2
         assert line in result.stderr
         assert result.stderr.strip().count("\n") == 0

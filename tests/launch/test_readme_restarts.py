@@ -6,11 +6,11 @@ import re
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from until import wait_until
 
 import mpidist as md
 from mpidist.launch.launchers import launch, launch_environment, start
@@ -77,11 +77,10 @@ def broken_off(folder, ranks, number, after):
     else:
         job = start(ranks, command, cwd=folder)
     try:
-        deadline = time.monotonic() + 200
-        while max(batches(job.output()), default=0) < after:
-            assert time.monotonic() < deadline, job.output()
-            assert job.process.poll() is None, job.output()
-            time.sleep(0.01)
+        wait_until(
+            lambda: max(batches(job.output()), default=0) >= after,
+            200, otherwise=job.output, job=job.process,
+        )  # fmt: skip
         pids = [pid for pid in marked(job.mark) if is_rank(pid)]
         assert len(pids) == ranks
         if number == signal.SIGKILL:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from digits_job import write_job
+from until import wait_until
 
 from mpidist.launch.launchers import find_launcher, launch, launch_environment, launcher_kind, start
 from mpidist.launch.processes import Started, marked, mpi_segments, run, signal_all
@@ -46,11 +47,11 @@ def ours(result):
 
 def under_way(job, folder):
     """Wait until steps are logged."""
-    metrics, deadline = folder / "run/metrics.jsonl", time.monotonic() + 200
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 4):
-        assert time.monotonic() < deadline, job.output()
-        assert job.process.poll() is None, job.output()
-        time.sleep(0.01)
+    metrics = folder / "run/metrics.jsonl"
+    wait_until(
+        lambda: metrics.exists() and metrics.read_text().count("\n") >= 4,
+        200, otherwise=job.output, job=job.process,
+    )  # fmt: skip
 
 
 def interrupted(folder, ranks, presses=1, fault="sleep@step,ms=20"):
@@ -70,8 +71,7 @@ def interrupted(folder, ranks, presses=1, fault="sleep@step,ms=20"):
                 os.killpg(job.pid, signal.SIGINT)
             time.sleep(0.3)
         job.process.wait(60)
-        while marked(job.mark) and time.monotonic() < began + 60:
-            time.sleep(0.05)
+        wait_until(lambda: not marked(job.mark), every=0.05)
         if ranks == 1:  # else the launcher's to remove
             assert [path for path in segments if path.exists()] == []
         return job.finish(60), time.monotonic() - began
@@ -114,9 +114,7 @@ def test_what_is_said_to_a_launcher_that_does_not_read(tmp_path):
         assert len(ranks) == RANKS
         os.kill(job.pid, signal.SIGSTOP)
         signal_all(ranks, signal.SIGTERM)
-        deadline = time.monotonic() + 100
-        while OPEN_MPI and "go on with" not in job._read(1) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: not OPEN_MPI or "go on with" in job._read(1), 100)
         past = job._read(1)
         os.kill(job.pid, signal.SIGCONT)
         job.process.wait(100)

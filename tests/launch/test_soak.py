@@ -35,24 +35,47 @@ print("flat")
 """
 
 
-@pytest.mark.parametrize("what", ["allreduces", "checkpoints"])
-def test_a_short_soak(tmp_path, what):
+def soaked(what):
+    def play(folder):
+        program = folder / "program.py"
+        program.write_text(PROGRAM)
+        return launch(2, [sys.executable, program, SOAK, what, folder], timeout=240)
+
+    return play
+
+
+def soak(*words):
+    return lambda _: run([sys.executable, SOAK / words[0], *words[1:]], timeout=240)
+
+
+#: At most this often, or for so many seconds: a launch and a kill take one.
+KILLS = ["8", "20"]
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    return {
+        "killed": soak("killed_saves.py", *KILLS, "0"),
+        "killed, tiered": soak("killed_saves.py", *KILLS, "1"),
+        "histories": soak("histories.py", "6"),
+        "allreduces": soaked("allreduces"),
+        "checkpoints": soaked("checkpoints"),
+    }
+
+
+@pytest.mark.parametrize("scene", ["allreduces", "checkpoints"], indirect=True)
+def test_a_short_soak(scene):
     """Every algorithm, bound plans, arenas, in the background, on communicators; stores."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    words = [sys.executable, str(program), str(SOAK), what, str(tmp_path)]
-    assert "flat" in launch(2, words, timeout=120).check().stdout
+    assert "flat" in scene[0].check().stdout
 
 
-@pytest.mark.parametrize("tiered", [0, 1])
-def test_all_is_killed_around_saves(tiered):
+@pytest.mark.parametrize("scene", ["killed", "killed, tiered"], indirect=True)
+def test_all_is_killed_around_saves(scene):
     """Issue 4: kill -9 of everything at random moments; `make soak` does it 200 times."""
-    words = [sys.executable, SOAK / "killed_saves.py", "200", "20", str(tiered)]
-    done = run(words, timeout=120).check()
-    assert " times all was killed" in done.stdout
+    assert " times all was killed" in scene[0].check().stdout
 
 
-def test_random_histories():
+@pytest.mark.parametrize("scene", ["histories"], indirect=True)
+def test_random_histories(scene):
     """Issue 10, line 1: `make soak-histories` does 200 sequences."""
-    done = run([sys.executable, SOAK / "histories.py", "6"], timeout=120).check()
-    assert "6 of 6 sequences" in done.stdout
+    assert "6 of 6 sequences" in scene[0].check().stdout

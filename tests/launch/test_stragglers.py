@@ -19,6 +19,7 @@ from mpidist.launch.fault_points import fault_point
 
 what, own_cores, steps = sys.argv[1], int(sys.argv[2]), 60
 comm = MPI.COMM_WORLD
+events.recent.clear()
 if own_cores:  # as where there are enough
     os.sched_getaffinity = lambda pid: {comm.rank}
 else:
@@ -86,18 +87,38 @@ def program(tmp_path_factory):
     return str(path)
 
 
-def run(program, what, slow, own_cores=1):
+#: A run of `md.train` reaches the first, a loop of the program the second.
+POINTS = [f"sleep@{point},rank={SLOW},ms=40" for point in ("step", "mine")]
+FAULT = {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": "; ".join(POINTS)}
+#: What runs with a slow rank, and on cores of its own or not; and what runs where nobody is slow.
+SLOWED = [*((what, 1) for what in (*SERVED, *LOOPS)),
+          *((what, 0) for what in (*SERVED, "allreduce", *LOOPS))]  # fmt: skip
+EVEN = [(what, 1) for what in ("bsp", "asp", "ours", "unmarked")]
+
+
+def read(done):
     """By rank, what its event log has of stragglers; and what was said."""
-    point = "step" if what in (*SERVED, "allreduce") else "mine"
-    fault = {"MPIDIST_TESTING": "1", "MPIDIST_FAULT": f"sleep@{point},rank={SLOW},ms=40"}
-    done = launch(
-        4, [sys.executable, program, what, str(own_cores)], env=fault if slow else {}, timeout=120
-    )
     return json.loads(done.check().stdout.splitlines()[-1]), done.stderr
 
 
+def run(program, what, slow):
+    """Play one again, alone."""
+    words = [sys.executable, program, what, "1"]
+    return read(launch(4, words, env=FAULT if slow else {}, timeout=120))
+
+
+@pytest.fixture(scope="module")
+def slowed(program, many):
+    return many(4, {each: [program, *each] for each in SLOWED}, env=FAULT)
+
+
+@pytest.fixture(scope="module")
+def even(program, many):
+    return many(4, {each: [program, *each] for each in EVEN})
+
+
 @pytest.mark.parametrize("what", [*SERVED, *LOOPS])
-def test_a_slow_rank_is_named(program, what):
+def test_a_slow_rank_is_named(slowed, program, what):
     """R45, issue 4 point 7: rank, phase and lag, once."""
 
     def check(made):
@@ -115,19 +136,19 @@ def test_a_slow_rank_is_named(program, what):
         assert len(lines) == 1, said
         assert f"rank {SLOW} on {socket.gethostname()}" in lines[0]
 
-    best_of_three(check, lambda: run(program, what, slow=True))
+    best_of_three(check, lambda: run(program, what, slow=True), read(slowed[what, 1]))
 
 
 @pytest.mark.parametrize("what", [*SERVED, "allreduce", *LOOPS])
-def test_nobody_is_named_where_ranks_share_cores(program, what):
+def test_nobody_is_named_where_ranks_share_cores(slowed, what):
     """Four ranks on two cores take turns, so being late is nobody's own."""
-    found, said = run(program, what, slow=True, own_cores=0)
+    found, said = read(slowed[what, 0])
     assert found == [[], [], [], []]
     assert "a step" not in said
 
 
 @pytest.mark.parametrize("what", ["bsp", "asp", "ours", "unmarked"])
-def test_nobody_is_named_where_nobody_is_slow(program, what):
+def test_nobody_is_named_where_nobody_is_slow(even, program, what):
     """Four ranks on fewer cores take turns: that is no straggler."""
 
     def check(made):
@@ -135,4 +156,4 @@ def test_nobody_is_named_where_nobody_is_slow(program, what):
         assert found == [[], [], [], []]
         assert "a step" not in said
 
-    best_of_three(check, lambda: run(program, what, slow=False))
+    best_of_three(check, lambda: run(program, what, slow=False), read(even[what, 1]))

@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 from again import best_of_three
 from digits_job import write_job
+from until import holds_within, wait_until
 
 from mpidist.launch import heartbeat
 from mpidist.launch.processes import Started, marked, signal_all
@@ -136,9 +136,7 @@ def mpidist_launch_is_killed(folder):
     job = supervised(folder, "-n", "2", fault=SLOWLY)
     wait_for_step(job, folder, 5)
     job.process.kill()
-    deadline = time.monotonic() + 60
-    while marked(job.mark) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    holds_within(lambda: not marked(job.mark), 60, every=0.1)
     left = marked(job.mark)
     return job.finish(0), left
 
@@ -356,11 +354,11 @@ def test_options_that_cannot_be(tmp_path, words, said):
 
 def wait_for_step(job, folder, step):
     """Wait until a step is in the metrics."""
-    deadline = time.monotonic() + 150
-    while not (folder / "run" / "metrics.jsonl").exists() or max(steps(folder), default=0) < step:
-        if time.monotonic() > deadline or job.process.poll() is not None:
-            raise AssertionError(f"no step {step}: {job.finish(0).stderr}")
-        time.sleep(0.02)
+    metrics = folder / "run" / "metrics.jsonl"
+    wait_until(
+        lambda: metrics.exists() and max(steps(folder), default=0) >= step,
+        150, otherwise=lambda: f"no step {step}: {job.finish(0).stderr}", job=job.process,
+    )  # fmt: skip
 
 
 def children(pid):

@@ -5,11 +5,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
 import pytest
+from until import wait_until
 
 from mpidist.errors import ConfigError
 from mpidist.launch import launchers
@@ -23,13 +23,6 @@ MPI.COMM_WORLD.Barrier()
 print("here", flush=True)
 time.sleep(100)
 """
-
-
-def until(test, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not test():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_ranks_see_each_other():
@@ -51,7 +44,7 @@ def test_exit_code_and_both_outputs():
 
 def test_deadline_leaves_no_process_and_no_shared_memory():
     job = start(3, [sys.executable, "-c", WAITING])
-    until(lambda: job.output().count("here") == 3)
+    wait_until(lambda: job.output().count("here") == 3)
     segments = mpi_segments(marked(job.mark))
     done = job.finish(0.5)
     assert (done.timed_out, done.returncode) == (True, 124)
@@ -61,7 +54,7 @@ def test_deadline_leaves_no_process_and_no_shared_memory():
 
 def test_ranks_of_a_killed_launcher_are_ended():
     job = start(2, [sys.executable, "-c", WAITING])
-    until(lambda: job.output().count("here") == 2)
+    wait_until(lambda: job.output().count("here") == 2)
     job.process.send_signal(signal.SIGKILL)
     assert job.finish(10).returncode == -signal.SIGKILL
     assert marked(job.mark) == []
@@ -69,7 +62,7 @@ def test_ranks_of_a_killed_launcher_are_ended():
 
 def test_a_killed_launcher_leaves_no_session(tmp_path):
     job = start(1, [sys.executable, "-c", WAITING], env={"TMPDIR": str(tmp_path)})
-    until(lambda: job.output().count("here") == 1)
+    wait_until(lambda: job.output().count("here") == 1)
     job.process.send_signal(signal.SIGKILL)
     assert job.finish(10).returncode == -signal.SIGKILL
     assert list(tmp_path.glob(f"*.{job.pid}")) == []
@@ -108,7 +101,7 @@ def test_a_pytest_that_is_ended_takes_its_scenes_along(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "SCENE_MARK": mark}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider"]
     with subprocess.Popen([*command, tmp_path], env=env, stdout=subprocess.DEVNULL) as child:
-        until(lambda: len(marked(mark, "SCENE_MARK")) >= 4)  # itself, the launcher, two ranks
+        wait_until(lambda: len(marked(mark, "SCENE_MARK")) >= 4)  # itself, the launcher, two ranks
         child.send_signal(signal.SIGTERM)
         assert child.wait(30) == pytest.ExitCode.INTERRUPTED
     assert not marked(mark, "SCENE_MARK")
@@ -122,6 +115,17 @@ def test_environment_is_added_and_the_launcher_named():
     assert done.stdout.split() == ["7", "True"]
     assert done.args[0] == str(find_launcher())
     assert launcher_command(2)[-2:] == ["-n", "2"]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_byte_code_is_written_unless_that_is_asked_for(monkeypatch, asked):
+    """Issue 11: 0.35 s of every start of a rank go into compiling what was compiled before."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    env = {"PYTHONDONTWRITEBYTECODE": "1"} if asked else {}
+    code = "import sys; print(sys.dont_write_bytecode)"
+    assert launchers(1, [sys.executable, "-c", code], env=env).check().stdout.split() == [
+        str(asked)
+    ]
 
 
 def test_more_ranks_than_cores_give_way_while_they_wait():

@@ -5,11 +5,11 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from digits_job import write_job
+from until import wait_until
 
 from mpidist.launch.launchers import launch, start
 from mpidist.launch.processes import marked, signal_all
@@ -46,12 +46,11 @@ def lines(path):
 
 def under_way(job, run):
     """Wait until steps are logged, and return the pids of the ranks."""
-    deadline = time.monotonic() + 120
     metrics = run / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text().count("\n") > 5):
-        assert time.monotonic() < deadline, job.output()
-        assert job.process.poll() is None, job.output()
-        time.sleep(0.01)
+    wait_until(
+        lambda: metrics.exists() and metrics.read_text().count("\n") > 5,
+        120, otherwise=job.output, job=job.process,
+    )  # fmt: skip
     ranks = []
     for pid in marked(job.mark):
         # A helper of the launcher may have ended while we look.
@@ -108,10 +107,7 @@ def killed(folder):
             # The launcher may have ended it for the one before.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 30
-        while marked(job.mark) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert marked(job.mark) == []
+        wait_until(lambda: not marked(job.mark), 30, every=0.05)
         assert [path for path in memory if path.exists()] == []
     finally:
         result = job.finish(1)

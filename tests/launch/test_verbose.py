@@ -42,11 +42,11 @@ def program(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ends(launches, program):
-    def one(said):
-        env = {"MPIDIST_VERBOSE": said} if said is not None else {}
-        return launches({said: (2, [sys.executable, program])}, env=env)[said]
+    def words(said):
+        given = ["env", f"MPIDIST_VERBOSE={said}"] if said is not None else []
+        return 2, [*given, sys.executable, program]
 
-    return {said: one(said) for said in (None, "", "0", "1", "2", "yes")}
+    return launches({said: words(said) for said in (None, "", "0", "1", "2", "yes")})
 
 
 #: What is said -> how many notes, whether there is a line per operation, a traceback of what one

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from again import best_of_three
+from until import holds_within, wait_until
 
 from mpidist.launch.launchers import launch, start
 
@@ -107,10 +108,8 @@ def boards():
 def nothing_left_behind():
     before = boards()
     yield
-    deadline = time.monotonic() + 10  # those of other jobs have a name while they begin
-    while boards() - before and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert boards() <= before
+    # Those of other jobs have a name while they begin.
+    wait_until(lambda: boards() <= before, 10, otherwise=boards, every=0.1)
 
 
 def alive(pid):
@@ -121,13 +120,12 @@ def alive(pid):
 
 
 def pids_of(job, n):
-    deadline = time.monotonic() + 150
-    while time.monotonic() < deadline:
+
+    def started():
         pids = dict(re.findall(r"<pid (\d+) (\d+)>", job.output()))
-        if len(pids) == n:
-            return {int(rank): int(pid) for rank, pid in pids.items()}
-        time.sleep(0.02)
-    raise AssertionError(f"the job did not start: {job.output()}")
+        return len(pids) == n and {int(rank): int(pid) for rank, pid in pids.items()}
+
+    return wait_until(started, 150, otherwise=job.output, job=job.process)
 
 
 def stop_rank(program, folder, *more):
@@ -140,8 +138,7 @@ def stop_rank(program, folder, *more):
             os.kill(pids[2], signal.SIGSTOP)
         began = time.monotonic()
         job.process.wait(60)
-        while any(alive(pid) for pid in pids.values()) and time.monotonic() < began + 60:
-            time.sleep(0.02)
+        holds_within(lambda: not any(alive(pid) for pid in pids.values()), 60)
         gone = time.monotonic() - began
     finally:
         result = job.finish(timeout=5)

@@ -2,10 +2,10 @@
 
 import json
 import threading
-import time
 
 import numpy as np
 import pytest
+from until import wait_until
 
 import mpidist as md
 from mpidist import data, events, models, optim
@@ -283,10 +283,11 @@ class Slow(Source):
 
     def take(self, indices):
         self.calls += 1
-        deadline = time.monotonic() + 20
-        while self.calls == self.at and max(map(len, told_starved().values()), default=0) < 2:
-            assert time.monotonic() < deadline, "nobody waits for this"
-            time.sleep(0.01)
+
+        def waited_for():
+            return self.calls != self.at or max(map(len, told_starved().values()), default=0) >= 2
+
+        wait_until(waited_for, 20, otherwise="nobody waits for this")
         return super().take(indices)
 
 
@@ -325,10 +326,7 @@ class Held(Source):
         self.path = path
 
     def take(self, indices):
-        deadline = time.monotonic() + 20
-        while not self.path.exists():
-            assert time.monotonic() < deadline, "the other workers got nowhere meanwhile"
-            time.sleep(0.01)
+        wait_until(self.path.exists, 20, otherwise="the other workers got nowhere meanwhile")
         return super().take(indices)
 
 
@@ -419,10 +417,8 @@ def test_an_exception_ends_the_loader(comm):
 
     with pytest.raises(KeyError, match="enough"):
         fit(comm, Source(), loading=Loading(prefetch=True), callbacks=[stop])
-    deadline = time.monotonic() + 20
-    while threads():  # one that is about to end is waited for a second at most
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    # One that is about to end is waited for a second at most.
+    wait_until(lambda: not threads(), 20)
 
 
 @pytest.mark.ranks(1, 2)

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 from mpi4py import MPI
+from until import wait_until
 
 import mpidist as md
 from mpidist.checkpoint.format.state import Shard
@@ -126,10 +127,7 @@ def test_a_save_in_the_background_commits_by_itself(comm, folder, monkeypatch):
             store.save_async(step, state)
             for array in state["parameters"].values():
                 array[...] = -7
-            end = time.monotonic() + 30
-            while not (folder / f"step-{step:012d}" / "MANIFEST.json").exists():
-                assert time.monotonic() < end
-                time.sleep(0.01)
+            wait_until((folder / f"step-{step:012d}" / "MANIFEST.json").exists, 30)
             same(md.load(folder), step)
         comm.Barrier()
 

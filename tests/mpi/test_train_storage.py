@@ -7,6 +7,7 @@ import time
 
 import pytest
 from test_train import fit
+from until import wait_until
 
 import mpidist as md
 from mpidist import events
@@ -30,10 +31,7 @@ def at(comm, step, work):
 
 def rename_away(folder, step):
     """Take the folder away, but not while `step` is still being saved in the background."""
-    end = time.monotonic() + 30
-    while not (folder / f"step-{step:012d}" / "MANIFEST.json").exists():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until((folder / f"step-{step:012d}" / "MANIFEST.json").exists, 30)
     folder.rename(folder.with_name(folder.name + AWAY))
 
 

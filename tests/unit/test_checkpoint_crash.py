@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,11 +76,13 @@ def test_kill_at_every_call(tmp_path, monkeypatch, after, method):
     monkeypatch.setattr(retention, "PATIENCE_SECONDS", -1.0)
     number, ended = 0, signal.SIGKILL
     committed = 0
+    begun = tmp_path / "begun"
+    for step in (1, 2):
+        save(begun, step)
     while ended == signal.SIGKILL:
         number += 1
-        folder = tmp_path / str(number)
-        for step in (1, 2):
-            save(folder, step)
+        # A copy, for what is waited for in a save is the disk.
+        folder = shutil.copytree(begun, tmp_path / str(number))
 
         def work(folder=folder, number=number):
             kill_at(number, after)
@@ -112,10 +115,11 @@ def test_kill_at_every_write_past_the_cache(tmp_path, monkeypatch, method):
     monkeypatch.setattr(files, "BLOCK", files.PAGE)
     monkeypatch.setattr(files, "GROUP", 1)
     monkeypatch.setattr(retention, "PATIENCE_SECONDS", -1.0)
+    begun = tmp_path / "begun"
+    with CheckpointStore(Solo(), begun) as store:
+        store.save(1, state_of(1, 500))
     for number in range(1, 80):
-        folder = tmp_path / str(number)
-        with CheckpointStore(Solo(), folder) as store:
-            store.save(1, state_of(1, 500))
+        folder = shutil.copytree(begun, tmp_path / str(number))
 
         def work(folder=folder, number=number):
             kill_at(number)

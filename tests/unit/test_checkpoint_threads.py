@@ -11,6 +11,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from checkpoint_solo import Solo, equal, state_of
+from until import holds_within, wait_until
 
 from mpidist.checkpoint.read import fill
 from mpidist.checkpoint.storage import files
@@ -112,9 +113,7 @@ def test_work_beside_a_block(monkeypatch, threaded):
         monkeypatch.setattr(threading.Thread, "start", none_left)
     beside = Beside(work, "mpidist-beside", threaded is not False)
     with beside:
-        until = time.monotonic() + 20
-        while not beside.over():
-            assert time.monotonic() < until
+        wait_until(beside.over, 20)
     assert said == [threaded is not True]
     assert not beside.abandoned
     with pytest.raises(KeyError, match="found"):
@@ -125,9 +124,7 @@ def test_work_beside_a_block_that_is_left():
     """It learns that nobody wants it any more, and its end is waited for."""
 
     def work():
-        until = time.monotonic() + 20
-        while not beside.abandoned and time.monotonic() < until:
-            time.sleep(0.001)
+        holds_within(lambda: beside.abandoned, 20, every=0.001)
         ended.append(beside.abandoned)
 
     ended = []

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from until import holds_within, wait_until
 
 from mpidist.data import ArraySource, Loading, skip_bad
 from mpidist.data import loader as loader_module
@@ -59,9 +60,7 @@ def settle(source, count, size=10):
     def taken():
         return sum(map(len, source.taken)) / size if size else len(source.taken)
 
-    deadline = time.monotonic() + 10
-    while taken() < count and time.monotonic() < deadline:
-        time.sleep(0.001)
+    holds_within(lambda: taken() >= count, 10, every=0.001)
     time.sleep(0.05)
     return taken()
 
@@ -215,10 +214,7 @@ def test_starved_and_back():
             assert caught.value.seconds == seconds
             assert time.monotonic() - began >= seconds
         source.gate.set()
-        until = time.monotonic() + 20
-        while not loader._ready:
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        wait_until(lambda: loader._ready, 20, every=0.001)
         assert len(loader.take(np.arange(100, 110)).kept) == 10
         assert sum(100 in indices for indices in source.taken) == 1
         source.gate.clear()

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from until import holds_within
 
 from mpidist.launch.heartbeat import Sign
 from mpidist.launch.process_table import born
@@ -26,13 +27,6 @@ def processes():
 def sign(rank, pid, **more):
     known = {"host": socket.gethostname(), "born": int(born(pid) or 0), **more}
     return Sign(rank, 0, None, None, False, pid, **known)
-
-
-def wait(so, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not so() and time.monotonic() < end:
-        time.sleep(0.001)
-    return so()
 
 
 def test_in_their_order_and_at_once(processes):
@@ -71,7 +65,7 @@ def test_who_is_no_rank_of_this_host_is_left_alone(processes):
         sign(3, 1 << 22),
     ])  # fmt: skip
     deaths.kill()
-    assert wait(lambda: deaths.order == [mine.pid])
+    assert holds_within(lambda: deaths.order == [mine.pid])
     deaths.kill()
     time.sleep(0.05)
     assert [process.poll() for process in (far, other)] == [None, None]

@@ -8,24 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from storage_faults import Full, ReadOnly, Renamed
+from until import wait_until
 
 from mpidist.launch.launchers import launch_environment, launcher_command
 
 JOB = Path(__file__).parents[3] / "jobs" / "digits.toml"
 SETTINGS = ("steps=100000", "checkpoint_every=5", "model.channels=[4, 8]", "global_batch=12")
-
-
-def wait_for(what, job):
-    """Look until `what()` says yes; the job must not end meanwhile."""
-    end = time.monotonic() + 60
-    while not what():
-        assert job.poll() is None, "the job has ended"
-        assert time.monotonic() < end, "nothing happens"
-        time.sleep(0.02)
 
 
 def newest(store):
@@ -47,7 +38,7 @@ def main(base):
     with errors.open("w") as log:
         job = subprocess.Popen(command, stderr=log, env=launch_environment(slowly))
     try:
-        wait_for(lambda: newest(store) > 0, job)
+        wait_until(lambda: newest(store) > 0, job=job)
         for fault in (ReadOnly(store), Renamed(store), full):
             said = failures(errors)
             fault.make()
@@ -57,10 +48,10 @@ def main(base):
                     full.make()  # a save that was nearly done removes an old step
                 return failures(errors) >= said + 2
 
-            wait_for(fails, job)
+            wait_until(fails, job=job, every=0.02)
             fault.mend()
             step = newest(store)
-            wait_for(lambda step=step: newest(store) > step + 10, job)
+            wait_until(lambda step=step: newest(store) > step + 10, job=job)
         # The end of the run, as the batch system would ask for it.
         job.send_signal(signal.SIGUSR1)
         code = job.wait(60)
