@@ -1,6 +1,6 @@
 """Collectives as schedules: an algorithm is data, one executor runs it, one checker proves it.
 
-``schedule`` the steps; ``ring tree butterfly direct`` the algorithms; ``check`` the proof;
-``simulate`` the cost; ``executor`` the sender; ``native`` the MPI library's own;
-``selection`` the measured choice; ``allreduce blocks rooted`` the public functions.
+Each public function is in the file of its name (`allreduce` has `iallreduce` and `plan` too). `plan`
+is what is kept for the next call, `selection` the measured choice of ``"auto"``. ``schedules/`` are
+the algorithms, ``engines/`` carry them out.
 """

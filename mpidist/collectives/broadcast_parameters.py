@@ -23,8 +23,8 @@ from ..runtime.agreement.mismatch import rank_list
 from ..runtime.agreement.run_on_all import run_on_all
 from ..runtime.agreement.tell_others import tells
 from ..runtime.context import of
+from .broadcast import broadcast
 from .engines.transfer import check_root
-from .rooted import broadcast
 
 #: Bytes of a message that small tensors are packed into, and from which on a tensor is large.
 PACK = 4 << 20

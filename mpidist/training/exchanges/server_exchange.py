@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from ... import events
 from ...checkpoint.format.state import Shard
-from ...collectives.rooted import broadcast
+from ...collectives.broadcast import broadcast
 from ...fault_tolerance.stragglers import crowded_ranks
 from ...gradients.flat_views import flat_views
 from ...partition import BlockPartition

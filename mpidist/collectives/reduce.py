@@ -1,0 +1,97 @@
+"""``md.reduce``: the root gets the sum, or another combination, of all ranks' arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+from mpi4py import MPI
+
+from ..arrays import (
+    as_array,
+    synchronize,
+)
+from ..runtime.agreement.mismatch import Signature
+from ..runtime.agreement.tell_others import tells
+from ..runtime.context import of
+from .allreduce import sum_of_weights
+from .blocks import deliver
+from .engines.native import run_native
+from .engines.reductions import finish_mean, known, native_op, resolve
+from .engines.transfer import (
+    check_out,
+    check_root,
+    packed_copy,
+    prepared,
+    run_program,
+)
+from .schedules import algorithms
+
+
+@tells
+def reduce(
+    comm, x, op="sum", *, root=0, out=None, algorithm="auto", weight=None, reproducible=False
+):
+    """Combine `x` over all ranks; the root gets the result, the others None.
+
+    Collective over `comm`. `x` stays as it is; the root's result is new unless `out` is given.
+
+    Parameters
+    ----------
+    x : array
+        Same shape and dtype on every rank.
+    op : str or ufunc
+        As for `allreduce`.
+    root : int
+        The rank that gets the result.
+    out : array, optional
+        Takes the result on the root.
+    algorithm : str
+        "auto" (the tree), "tree", "direct", "ordered", "native".
+    weight : float, optional
+        With op="mean": the weight of this rank's array, as for `allreduce`. All ranks give one,
+        or none does.
+    reproducible : bool
+        The bits of ``allreduce(..., reproducible=True)``, whichever rank is the root; `algorithm`
+        is only checked.
+
+    Raises
+    ------
+    ConfigError, MismatchError
+        As for `allreduce`.
+    """
+    context = of(comm)
+    with context.call("reduce"):
+        x = as_array(x)
+        algorithm = algorithms.chosen(algorithm, reproducible, algorithms.REDUCE, "reduce")
+        root = check_root(root, comm.size)
+        op = known(op)
+        reduction = resolve(op, x.dtype)
+        algorithms.check_scratch(algorithm, comm.size, x.size, reduction.work.itemsize)
+        if comm.rank == root:
+            check_out(out, x.dtype, x.shape)
+        name = "tree" if algorithm == algorithms.MEASURED else algorithm
+        signature = Signature(
+            "reduce", x.dtype.name, str(x.shape), reduction.name, name, f"root={root}"
+        )
+        total = sum_of_weights(context, op, weight, algorithm)
+        work = packed_copy(x, reduction, name == algorithms.NATIVE)
+        if comm.size == 1:
+            total = None  # not weighted, and not rounded by that: the bits of `allreduce`
+        if total is not None:
+            np.multiply(work, work.dtype.type(weight), out=work)
+            synchronize(work)
+        if comm.size == 1:
+            context.begin(signature)
+        elif name == algorithms.NATIVE:
+            buffers = (MPI.IN_PLACE, work) if comm.rank == root else (work, None)
+            call = (context.data.Reduce, (*buffers, native_op(reduction), root))
+            run_native(context, signature, work.nbytes, call)
+        else:
+            build = algorithms.REDUCE[name]
+            plan = prepared(
+                context, signature, build, work.size, reduction.work, reduction.ufunc, root=root
+            )
+            run_program(context, signature, plan, work)
+        if comm.rank != root:
+            return None
+        finish_mean(reduction, work, comm.size if total is None else total)
+        return deliver(work.reshape(x.shape), x, out, x.shape)
