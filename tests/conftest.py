@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from mpidist.launch.claims import claimed_size
 from mpidist.launch.processes import kill_all
-from mpidist.launch.start_checks import claimed_size
 
 #: A skip whose reason starts with one of these is expected everywhere, also in CI.
 EXPECTED_SKIPS = (

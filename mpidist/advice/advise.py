@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConfigError, MpidistError
-from ..launch import start_checks
+from ..launch import claims
 from ..launch.launchers import launch_environment, launcher_command
 from ..launch.processes import Finished, Started
 from . import mpi_algorithms as mpi
@@ -260,4 +260,4 @@ def installed_mpi() -> str:
     mpi4py.rc.initialize = False
     from mpi4py import MPI
 
-    return start_checks.mpi_name(MPI.Get_library_version())
+    return claims.mpi_name(MPI.Get_library_version())

@@ -81,13 +81,13 @@ def _run(argv: list[str]) -> int:
 
 def _report(error: MpidistError) -> int:
     """Say what is wrong in one line, once per job, and return the exit code."""
-    from ..launch import start_checks
+    from ..launch import claims
 
     text = " ".join(str(error).split())
-    speaks = start_checks.rank_hint(os.environ) == 0 and not error.quiet
+    speaks = claims.rank_hint(os.environ) == 0 and not error.quiet
     if speaks:
         print(f"mpidist: error: {text}", file=sys.stderr, flush=True)
-    claim = start_checks.claimed_size(os.environ)
+    claim = claims.claimed_size(os.environ)
     if not _met(error, text, claim) and not speaks:
         # Open MPI's launcher ends the whole job when the first process of it has failed, and that
         # must not be one that says nothing: rank 0 may still be on its way to this line.

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..launch import start_checks
+from ..launch import claims, start_checks
 
 
 def add_parser(commands) -> None:
@@ -113,7 +113,7 @@ def _fit(args) -> int:
         from mpi4py import MPI
 
         network = cost.Network(**{**network._asdict(), **found})
-        cost.save(args.json, network, mpi=start_checks.mpi_name(MPI.Get_library_version()))
+        cost.save(args.json, network, mpi=claims.mpi_name(MPI.Get_library_version()))
         for name, value in found.items():
             print(f"{name:>12} {value:.4g}")
     return 0

@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import events
 from ..errors import ConfigError
-from ..launch import binding, heartbeat, start_checks
+from ..launch import binding, claims, heartbeat, start_checks, start_report
 from ..launch.fault_points import fault_point
 from ..supervisor import commands as launchers
 from ..training import start_records
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     fault_point("start")
     try:
         job = jobs.read_job(args.job, args.settings)
-        claim = start_checks.claimed_size(os.environ)
+        claim = claims.claimed_size(os.environ)
         far = remote.is_remote(job.data)
         parts = None if far else jobs.build(job, claim.size if claim else None)
         path = job.folder / "checkpoints"
@@ -127,7 +127,7 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
     with Topology(comm) as topology:
         nbytes = sum(array.nbytes for array in parts.model.parameters.values())
         facts = (f"data {job.data['name']}", f"model {job.model['name']} {nbytes / 1e6:.2f} MB")
-        line = start_checks.startup_line(comm, topology, os.environ, *facts)
+        line = start_report.startup_line(comm, topology, os.environ, *facts)
         if job.device == "gpu":
             _to_device(parts.model, topology.local_rank)
         host = topology.hosts[topology.node]
@@ -200,8 +200,8 @@ def _again(args, ranks: int, crowded: bool) -> str:
     """Return the line that starts this run again, or goes on with it, from a shell."""
     from mpi4py import MPI
 
-    claim = start_checks.claimed_size(os.environ)
-    library = start_checks.mpi_name(MPI.Get_library_version())
+    claim = claims.claimed_size(os.environ)
+    library = claims.mpi_name(MPI.Get_library_version())
     words = launchers.again(ranks, claim.launcher if claim else "", library, crowded)
     words += [launchers.callable_as("mpidist"), "train", args.job]
     for setting in args.settings:

@@ -29,7 +29,7 @@ from .. import events
 from ..collectives.allreduce import allreduce
 from ..errors import MismatchError, MpidistError, ProtocolError, StorageError
 from ..launch import heartbeat
-from ..launch.start_checks import claimed_size
+from ..launch.claims import claimed_size
 from ..runtime.agreement.run_on_all import difference, run_on_all, same_on_all
 from ..runtime.context import of
 from ..runtime.failure import failing

@@ -32,7 +32,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ..errors import ConfigError, nearest
-from .start_checks import claimed_size, rank_hint
+from .claims import claimed_size, rank_hint
 
 ACTIONS = ("kill", "stop", "exit", "raise", "sleep", "enospc", "flip", "truncate")
 _KEYS = ("rank", "seed", "attempt", "ms", "code")

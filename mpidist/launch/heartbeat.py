@@ -27,10 +27,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from .claims import rank_hint
 from .control_groups import group_of, peak_memory
 from .environment import ATTEMPT_FOLDER
 from .process_table import born, runs
-from .start_checks import rank_hint
 
 #: Environment variables by which `mpidist launch` reaches its ranks: the folder of this attempt,
 #: its number (from 0), and ``HOST PID BORN`` of the process that launched it.

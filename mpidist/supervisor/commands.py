@@ -71,7 +71,7 @@ def again(ranks: int, started_by: str, library: str, crowded: bool) -> list[str]
     ----------
     ranks : int
     started_by : str
-        Who started this process, as `start_checks.claimed_size` says; "" for nobody.
+        Who started this process, as `claims.claimed_size` says; "" for nobody.
     library : str
         Name and version of the MPI library.
     crowded : bool

@@ -10,7 +10,7 @@ from mpidist.launch.processes import Started
 
 PROGRAM = """
 import os, sys
-from mpidist.launch import start_checks
+from mpidist.launch import start_checks, start_report
 from mpidist.cli import main
 from mpidist.errors import ConfigError
 if "early" in sys.argv:  # as a command of ours does it
@@ -30,7 +30,7 @@ if "old-cpu" in sys.argv and comm.rank == 1:
     facts.update(CPU="x86_64 avx2", host="n2")
 start_checks.check_launch(comm, os.environ, facts)
 with md.Topology(comm) as topology:
-    line = start_checks.startup_line(comm, topology, os.environ, "model 2.3 MB")
+    line = start_report.startup_line(comm, topology, os.environ, "model 2.3 MB")
 if comm.rank == 0:
     print(line)
 """

@@ -24,9 +24,9 @@ SETTINGS = {"steps": 120, "checkpoint_every": 25, "microbatches": 12, "log_every
 #: The command on a machine on which a rank may use these cores.
 ON_CORES = """
 import os, sys
-from mpidist.launch import start_checks
+from mpidist.launch import claims
 from mpidist.cli.main import main
-rank = start_checks.rank_hint(os.environ)
+rank = claims.rank_hint(os.environ)
 os.sched_getaffinity = lambda pid: %s
 sys.exit(main())
 """

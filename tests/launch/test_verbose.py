@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 import mpidist as md
 from mpidist import events
-from mpidist.launch import binding, start_checks
+from mpidist.launch import binding, start_checks, start_report
 
 comm = MPI.COMM_WORLD
 md.allreduce(comm, np.ones(10))
@@ -19,7 +19,7 @@ binding.check(comm, {"OMP_NUM_THREADS": "9999"})
 facts = start_checks.fingerprint()
 start_checks.check_launch(comm, {}, {**facts, "CPU": f"number {comm.rank}"})
 with md.Topology(comm) as topology:
-    line = start_checks.startup_line(comm, topology, {})
+    line = start_report.startup_line(comm, topology, {})
 if comm.rank == 0:
     print(line)
 events.emit("step", number=7)

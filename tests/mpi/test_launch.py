@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from mpidist.errors import ConfigError
-from mpidist.launch import start_checks
+from mpidist.launch import claims, start_checks
 
 
 @pytest.mark.ranks(1)
@@ -20,7 +20,7 @@ def test_fingerprint_of_this_process(comm):
     for package in ("mpidist", "numpy", "mpi4py", "h5py"):
         assert facts[package] == version(package)
     assert facts["Python"] == ".".join(platform.python_version_tuple()[:2])
-    assert facts["MPI"] == start_checks.mpi_name(MPI.Get_library_version())
+    assert facts["MPI"] == claims.mpi_name(MPI.Get_library_version())
     assert facts["CPU"].split()[0] == platform.machine()
     assert start_checks.compare([facts, facts]) is None
 

