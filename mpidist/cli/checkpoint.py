@@ -133,10 +133,10 @@ def _verify(args) -> int:
 
 
 def _export(args) -> int:
-    from ..checkpoint.export import export
+    from ..checkpoint.export.plain_file import export_step
 
     out = Path(args.out)
-    step = export.export_step(args.path, out, step=args.step, history=args.history)
+    step = export_step(args.path, out, step=args.step, history=args.history)
     print(f"step {step} of {args.path} -> {out} ({out.stat().st_size:,} bytes)")
     return 0
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from .. import events
+from ..arrays import array_module
 from ..data import Position, Sampler
 from ..data.loader import Loader, Loading, Starved
 from ..data.skip_bad import Batch, told
@@ -17,6 +18,12 @@ from .quarantine import Quarantine
 
 #: What a model says of a record that it cannot use. Other exceptions are mistakes in a program.
 REJECTIONS = (ValueError, ArithmeticError, IndexError)
+
+
+def beside(batch: tuple, model) -> tuple:
+    """Return a batch of host arrays where the model's parameters are. Local."""
+    xp = array_module(next(iter(model.parameters.values())))
+    return batch if xp is np else tuple(xp.asarray(array) for array in batch)
 
 
 class Feed:

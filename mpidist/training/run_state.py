@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import events
-from ..arrays import array_module
 from ..checkpoint.interval import SaveInterval
 from ..collectives import selection
 from ..collectives.allreduce import allreduce
@@ -35,12 +34,6 @@ class Step(NamedTuple):
     samples: int
     compute_seconds: float
     exchange_seconds: float
-
-
-def beside(batch: tuple, model) -> tuple:
-    """Return a batch of host arrays where the model's parameters are. Local."""
-    xp = array_module(next(iter(model.parameters.values())))
-    return batch if xp is np else tuple(xp.asarray(array) for array in batch)
 
 
 class Progress:

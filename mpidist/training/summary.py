@@ -17,7 +17,8 @@ from ..launch import heartbeat
 from ..partition import BlockPartition
 from ..runtime.agreement.run_on_all import run_on_all
 from ..runtime.communicator import check_comm
-from .run_state import Progress, beside
+from .feed import beside
+from .run_state import Progress
 
 #: Samples per call of ``model.predict``.
 _CHUNK = 256

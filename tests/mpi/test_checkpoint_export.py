@@ -12,7 +12,7 @@ import pytest
 
 import mpidist as md
 from mpidist import events
-from mpidist.checkpoint.export import export, export_together
+from mpidist.checkpoint.export import export_store, parallel_hdf5, plain_file
 from mpidist.checkpoint.read import restore
 from mpidist.errors import ConfigError, StorageError
 
@@ -127,16 +127,16 @@ def test_all_ranks_write_one_file(comm, folder, parallel):
         data[len(data) // 2] ^= 1
         shard.write_bytes(data)
     comm.Barrier()
-    assert export.export(comm, folder / "store", folder / "all.h5") == 1
+    assert export_store.export(comm, folder / "store", folder / "all.h5") == 1
     comm.Barrier()
     if comm.rank == 0:
-        assert export.export_step(folder / "store", folder / "one.h5") == 1
+        assert plain_file.export_step(folder / "store", folder / "one.h5") == 1
         assert sorted(p.name for p in folder.iterdir()) == ["all.h5", "one.h5", "store"]
         one, every = content(folder / "one.h5"), content(folder / "all.h5")
         assert len(one) > 100
         assert one == every
     with pytest.raises(ConfigError, match=r"all\.h5 exists"):
-        export.export(comm, folder / "store", folder / "all.h5")
+        export_store.export(comm, folder / "store", folder / "all.h5")
 
 
 @pytest.mark.ranks(1, 3)
@@ -144,17 +144,17 @@ def test_all_ranks_write_one_file(comm, folder, parallel):
 def test_ranks_that_write_nothing(comm, folder, parallel, arrays):
     with md.CheckpointStore(comm, folder / "store") as store:
         store.save(1, {**arrays, "note": "long " * 20_000})
-    assert export.export(comm, folder / "store", folder / "all.h5") == 1
+    assert export_store.export(comm, folder / "store", folder / "all.h5") == 1
     comm.Barrier()
     if comm.rank == 0:
-        export.export_step(folder / "store", folder / "one.h5")
+        plain_file.export_step(folder / "store", folder / "one.h5")
         assert content(folder / "one.h5") == content(folder / "all.h5")
 
 
 @pytest.mark.ranks(2)
 def test_no_write_of_more_than_hdf5_takes(comm, folder, parallel, monkeypatch):
     """HDF5 1.10 fails beyond 2 GiB in one call, be it one row. Real: "size to size_i"."""
-    monkeypatch.setattr(export_together, "AT_ONCE", 40)
+    monkeypatch.setattr(parallel_hdf5, "AT_ONCE", 40)
     state = {
         "row": np.arange(33.0).reshape(1, 11, 3),
         "rows": np.arange(7.0),
@@ -162,10 +162,10 @@ def test_no_write_of_more_than_hdf5_takes(comm, folder, parallel, monkeypatch):
     }
     with md.CheckpointStore(comm, folder / "store") as store:
         store.save(1, state)
-    export.export(comm, folder / "store", folder / "all.h5")
+    export_store.export(comm, folder / "store", folder / "all.h5")
     comm.Barrier()
     if comm.rank == 0:
-        export.export_step(folder / "store", folder / "one.h5")
+        plain_file.export_step(folder / "store", folder / "one.h5")
         assert content(folder / "one.h5") == content(folder / "all.h5")
 
 
@@ -189,11 +189,11 @@ def test_a_rank_that_cannot_write(comm, folder, parallel, monkeypatch, when):
             full()
 
     if comm.rank == 1 and when == "in the midst":
-        monkeypatch.setattr(export_together, "_write", full)
+        monkeypatch.setattr(parallel_hdf5, "_write", full)
     elif comm.rank == 1:
         monkeypatch.setattr(h5py, "File", full_at_close)
     with pytest.raises(StorageError, match=r"rank 1 of 2.*No space left"):
-        export.export(comm, folder / "store", folder / "all.h5")
+        export_store.export(comm, folder / "store", folder / "all.h5")
     comm.Barrier()
     assert [p.name for p in folder.iterdir()] == ["store"]
 
@@ -212,12 +212,12 @@ def test_no_older_step_for_want_of_memory(comm, folder, parallel, monkeypatch, c
         if comm.rank == 1:
             patch.setattr(restore, "opened", short)
         with pytest.raises(StorageError, match="rank 1 of 2"):
-            export.export(comm, folder / "store", folder / "all.h5")
+            export_store.export(comm, folder / "store", folder / "all.h5")
     comm.Barrier()
     if comm.rank == 0:
         (folder / "store" / "step-000000000002" / "shard-00001.h5").unlink()
     comm.Barrier()
-    assert export.export(comm, folder / "store", folder / "all.h5") == 1
+    assert export_store.export(comm, folder / "store", folder / "all.h5") == 1
     said = capfd.readouterr().err
     assert ("damaged checkpoint passed over" in said) == (comm.rank == 0)
 
@@ -227,13 +227,13 @@ def test_without_parallel_hdf5_rank_0_writes(comm, folder, capfd, monkeypatch):
     """And says so, in a line."""
     with md.CheckpointStore(comm, folder / "store") as store:
         store.save(1, state_of(comm, 1))
-    monkeypatch.setattr(export.h5py, "get_config", type("Config", (), {"mpi": False}))
-    assert export.export(comm, folder / "store", folder / "one.h5") == 1
+    monkeypatch.setattr(export_store.h5py, "get_config", type("Config", (), {"mpi": False}))
+    assert export_store.export(comm, folder / "store", folder / "one.h5") == 1
     said = capfd.readouterr().err
     assert ("no parallel HDF5: rank 0 alone writes" in said) == (comm.rank == 0)
-    assert export.export(comm, folder / "store", folder / "one.npz") == 1
+    assert export_store.export(comm, folder / "store", folder / "one.npz") == 1
     monkeypatch.setattr(events, "VERBOSITY", 0)
-    assert export.export(comm, folder / "store", folder / "two.h5") == 1
+    assert export_store.export(comm, folder / "store", folder / "two.h5") == 1
     assert not capfd.readouterr().err
     comm.Barrier()
     if comm.rank == 0:

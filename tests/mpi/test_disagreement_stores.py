@@ -12,7 +12,7 @@ import pytest
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist.checkpoint.export.export import export
+from mpidist.checkpoint.export.export_store import export
 from mpidist.checkpoint.tiered import TieredStore
 from mpidist.errors import MismatchError
 from mpidist.runtime.topology import topology_of

@@ -216,7 +216,7 @@ def test_a_file_that_goes_while_the_folder_is_measured(tmp_path, monkeypatch):
 CHILD = """
 import random, sys
 from pathlib import Path
-from mpidist.checkpoint.export.export import export_step
+from mpidist.checkpoint.export.plain_file import export_step
 from mpidist.checkpoint.export.index import index
 from mpidist.errors import CheckpointError
 folder, newest, rng = Path(sys.argv[1]), int(sys.argv[2]), random.Random(7)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from checkpoint_solo import Solo, equal, state_of, two_ranks
 
-from mpidist.checkpoint.export import export, safetensors
-from mpidist.checkpoint.export.export import EXTRAS
+from mpidist.checkpoint.export import export_store, plain_file, safetensors
+from mpidist.checkpoint.export.plain_file import EXTRAS
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import ConfigError, NoCheckpoint
 
@@ -57,7 +57,7 @@ def same_values(one, other):
 
 def test_safetensors_holds_every_type(tmp_path):
     out = tmp_path / "one.safetensors"
-    export.write({"a": everything(), "step": 3}, out)
+    plain_file.write({"a": everything(), "step": 3}, out)
     arrays, metadata = read_safetensors(out)
     assert set(arrays) == {f"a/{name}" for name in everything()}
     for name, array in everything().items():
@@ -69,10 +69,10 @@ def test_the_safetensors_package_agrees(tmp_path):
     """The format's own library reads what was written, and its file reads like ours."""
     theirs = pytest.importorskip("safetensors.numpy", reason="no safetensors package here")
     out = tmp_path / "one.safetensors"
-    export.write(everything(), out)
+    plain_file.write(everything(), out)
     # Its NumPy side knows none of the types of eight bits, and none of the others' bits.
     known = {n: a for n, a in everything().items() if not n.startswith(("float8", "bfloat"))}
-    export.write(known, tmp_path / "known.safetensors")
+    plain_file.write(known, tmp_path / "known.safetensors")
     found = theirs.load_file(tmp_path / "known.safetensors")
     assert all(same_values(found[name], array) for name, array in known.items())
     assert found.keys() == known.keys()
@@ -100,15 +100,15 @@ def test_the_safetensors_package_agrees(tmp_path):
 def test_what_safetensors_cannot_hold(tmp_path, state, text):
     """Refused by name, and no file is left."""
     with pytest.raises(ConfigError, match=text):
-        export.write(state, tmp_path / "x.safetensors")
+        plain_file.write(state, tmp_path / "x.safetensors")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_step_of_two_ranks(tmp_path):
     store = two_ranks(tmp_path / "store", [1, 2])
-    for suffix in export.SUFFIXES:
-        assert export.export(Solo(), store, tmp_path / f"one{suffix}", step=1) == 1
-        assert export.export_step(store, tmp_path / f"new{suffix}") == 2
+    for suffix in plain_file.SUFFIXES:
+        assert export_store.export(Solo(), store, tmp_path / f"one{suffix}", step=1) == 1
+        assert plain_file.export_step(store, tmp_path / f"new{suffix}") == 2
     from checkpoint_solo import split_state
 
     arrays, _ = read_safetensors(tmp_path / "one.safetensors")
@@ -120,5 +120,5 @@ def test_nothing_is_written_where_nothing_is_good(tmp_path):
         store.save(1, state_of(1))
     (tmp_path / "store" / "step-000000000001" / "shard-00000.h5").unlink()
     with pytest.raises(NoCheckpoint):
-        export.export(Solo(), tmp_path / "store", tmp_path / "x.npz")
+        export_store.export(Solo(), tmp_path / "store", tmp_path / "x.npz")
     assert not (tmp_path / "x.npz").exists()

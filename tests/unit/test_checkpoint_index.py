@@ -17,8 +17,8 @@ from test_checkpoint_damage import TABLE, body_of, forge
 
 import mpidist as md
 from mpidist import untrusted_hdf5
-from mpidist.checkpoint.export.export import EXTRAS, name_of
 from mpidist.checkpoint.export.index import NAME, index
+from mpidist.checkpoint.export.plain_file import EXTRAS, name_of
 from mpidist.checkpoint.format.state import is_array, leaves
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import CheckpointError, ConfigError, NoCheckpoint

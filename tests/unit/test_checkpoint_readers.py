@@ -13,7 +13,7 @@ from test_checkpoint_cli import call  # noqa: F401
 
 import mpidist as md
 from mpidist.checkpoint import histories, load
-from mpidist.checkpoint.export import export, index
+from mpidist.checkpoint.export import index, plain_file
 from mpidist.checkpoint.storage import files, steps
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import CheckpointError, ConfigError, NoCheckpoint
@@ -64,7 +64,7 @@ def test_a_step_that_is_removed_meanwhile(saver, meanwhile, capfd):
 
 
 def test_programs_beside_a_job(saver, meanwhile, tmp_path, capfd):
-    assert export.export_step(saver.path, tmp_path / "out.npz") == 2
+    assert plain_file.export_step(saver.path, tmp_path / "out.npz") == 2
     meanwhile[0] = 1
     assert index.index(saver.path)[0] == 3
     assert capfd.readouterr().err == ""

@@ -33,7 +33,7 @@ from ..read.reader import Reader
 from ..storage import files, steps
 from ..storage.steps import Entry
 from ..write import shard_writer
-from . import export
+from . import plain_file
 
 NAME = "index.h5"
 
@@ -108,7 +108,7 @@ def _fill(file: h5py.File, manifest: Manifest, reader: Reader) -> None:
     places, datasets = Places(manifest), _datasets(manifest)
     bounds = np.searchsorted(manifest.rows[:, piece_table.TENSOR], range(len(manifest.tensors) + 1))
     for number, tensor in enumerate(manifest.tensors):
-        name = export.name_of(tensor.path)
+        name = plain_file.name_of(tensor.path)
         dtype, inner = hdf5_layout.face(tensor.dtype)
         if inner:
             dtypes[name] = str(dtype_of(tensor.dtype))
@@ -122,7 +122,7 @@ def _fill(file: h5py.File, manifest: Manifest, reader: Reader) -> None:
             parts = [(datasets[place], manifest.rows[place].tolist()) for place in held]
             file.create_virtual_dataset(name, _mapped(manifest, tensor, parts, dtype, inner))
     extras = {show(path): to_json(value, path) for path, value in manifest.extras}
-    export.put_extras(file, export.extras_text(extras, dtypes))
+    plain_file.put_extras(file, plain_file.extras_text(extras, dtypes))
 
 
 def _mapped(manifest: Manifest, tensor: Fact, parts: list, dtype: np.dtype, inner: tuple):

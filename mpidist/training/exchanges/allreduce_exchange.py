@@ -23,8 +23,7 @@ from ...runtime.agreement.run_on_all import run_on_all
 from ...runtime.context import of
 from ...runtime.polling import wait_until
 from ..checks import check_loss
-from ..feed import REJECTIONS
-from ..run_state import beside
+from ..feed import REJECTIONS, beside
 
 
 class Replicas:

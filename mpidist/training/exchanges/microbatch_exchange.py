@@ -29,8 +29,7 @@ from ...errors import ConfigError
 from ...gradients.flat_views import flat_views
 from ...partition import BlockPartition
 from ..checks import check_loss
-from ..feed import REJECTIONS
-from ..run_state import beside
+from ..feed import REJECTIONS, beside
 from .allreduce_exchange import Replicas, check_in_place
 
 #: Exchanges of each kind that are timed for `PieceReplicas.price`.

@@ -25,7 +25,7 @@ from ...runtime.polling import wait_until
 from ...servers.consistency import SSP
 from ...servers.group import ServerGroup
 from ..checks import check_loss
-from ..run_state import beside
+from ..feed import beside
 from .allreduce_exchange import check_in_place
 from .worker_times import OwnTimes, Times
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,11 +18,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from ... import events
 from ...errors import ConfigError
 from .. import load
-from ..arguments import path_of, wanted
-from ..control import run_on_all, same_on_all
 from ..format.state import Path as Keys
 from ..format.state import dtype_name, is_array, leaves, show, to_json
 from . import safetensors
@@ -31,61 +27,16 @@ from . import safetensors
 EXTRAS = "__extras__"
 
 
-def export(comm, path, out, *, step: int | None = None) -> int:
-    """Write one step of the store at `path` to the file `out` and return its number.
-
-    Collective over `comm`: what goes wrong on one rank is raised on all. An HDF5 file is written
-    by all ranks where h5py was built with parallel HDF5; everything else by rank 0 alone.
-
-    Parameters
-    ----------
-    out : path-like
-        A new file; its suffix is one of `SUFFIXES`.
-    step : int, optional
-        None takes the newest good step.
-    """
-
-    def check_arguments() -> dict:
-        folder, target = path_of("path", path), path_of("out", out)
-        return {"path": folder, "out": target, "step": wanted(step)}
-
-    given = same_on_all(comm, "export", check_arguments)
-    path, out, step = given["path"], Path(given["out"]), given["step"]
-    if comm.size == 1 or out.suffix not in (".h5", ".hdf5"):
-        return _by_rank_0(comm, path, out, step)
-    if not h5py.get_config().mpi:
-        if comm.rank == 0 and events.VERBOSITY:
-            text = f"mpidist: note: h5py here has no parallel HDF5: rank 0 alone writes {out}"
-            print(text, file=sys.stderr, flush=True)
-        return _by_rank_0(comm, path, out, step)
-    from .export_together import export_together
-
-    def begin(_) -> Path:
-        check(out)
-        return _partial(out)
-
-    partial = run_on_all(comm, f"export to {out}", lambda: None, begin)
-    try:
-        number = export_together(comm, os.fspath(path), partial, step)
-        run_on_all(comm, f"export to {out}", lambda: None, lambda _: partial.rename(out) and None)
-    finally:
-        if comm.rank == 0:
-            partial.unlink(missing_ok=True)
-    return number
-
-
-def _by_rank_0(comm, path, out: Path, step: int | None) -> int:
-    return run_on_all(
-        comm, f"export to {out}", lambda: None, lambda _: export_step(path, out, step=step)
-    )
-
-
-def _partial(out: Path) -> Path:
+def partial_of(out: Path) -> Path:
+    """Return the name under which a file is written until it is complete. Local."""
     return out.with_name(f".{out.name}-{secrets.token_hex(4)}{out.suffix}")
 
 
 def export_step(path, out, *, step: int | None = None, history: int | None = None) -> int:
-    """Do as `export` in one process. Local."""
+    """Write one step of the store at `path` to the file `out`, as `export` does. Local.
+
+    In one process, without MPI.
+    """
     out = Path(os.fspath(out))
     check(out)
     step, state = load.load_step(path, step, history)
@@ -107,7 +58,7 @@ def write(state: Mapping, out: Path) -> None:
     """Write `state` to `out`. Local. Under its name stands a complete file or none."""
     check(out)
     arrays, extras = _split(state)
-    partial = _partial(out)
+    partial = partial_of(out)
     try:
         _WRITERS[out.suffix](arrays, extras, partial)
         partial.rename(out)

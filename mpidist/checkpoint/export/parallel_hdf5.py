@@ -22,13 +22,13 @@ from ..format.state import Fact, Shard, Unreadable, dtype_of, leaves, show, to_j
 from ..storage import steps
 from ..storage.steps import Entry
 from ..store import CheckpointStore
-from .export import extras_text, name_of, named, put_extras
+from .plain_file import extras_text, name_of, named, put_extras
 
 #: Bytes written in one call: HDF5 1.10 hands MPI no more than 2 GiB.
 AT_ONCE = 2**30
 
 
-def export_together(comm, path: str, partial: Path, step: int | None) -> int:
+def export_by_all(comm, path: str, partial: Path, step: int | None) -> int:
     """Write one step of the store at `path` to `partial`, a new file. Collective over `comm`.
 
     Returns the step, the newest good one for None.
