@@ -10,6 +10,7 @@ clock runs until a rank notes a step that was completed after that.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -105,6 +106,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=4, help="ranks (4)")
     parser.add_argument("--rounds", type=int, default=7, help="kills of each (7)")
     parser.add_argument("--torch", action="store_true", help="also torchrun with gloo")
+    parser.add_argument("--json", metavar="FILE", help="write the row to FILE as well")
     args = parser.parse_args(words)
     row = measure(args.ranks, args.rounds, args.torch)
     print(f"# from a killed rank to the next completed step, {args.ranks} ranks, seconds")
@@ -114,6 +116,8 @@ def main(words: list[str] | None = None) -> None:
             print(f"{who:>6} {row[who]:7.2f}   ({min(each):.2f} to {max(each):.2f})")
     if args.torch:
         print(f" ratio {row['ratio']:7.2f}   torchrun over mpidist launch, median of pairs")
+    if args.json:
+        Path(args.json).write_text(json.dumps([row], indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

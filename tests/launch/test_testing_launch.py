@@ -12,8 +12,13 @@ import pytest
 from until import wait_until
 
 from mpidist.errors import ConfigError
-from mpidist.launch import launchers
-from mpidist.launch.launchers import find_launcher, launcher_command, launcher_kind, start
+from mpidist.launch.launchers import (
+    find_launcher,
+    launch,
+    launcher_command,
+    launcher_kind,
+    start,
+)
 from mpidist.launch.processes import marked, mpi_segments
 
 WAITING = """
@@ -27,14 +32,14 @@ time.sleep(100)
 
 def test_ranks_see_each_other():
     code = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank))"
-    done = launchers(3, [sys.executable, "-c", code]).check()
+    done = launch(3, [sys.executable, "-c", code]).check()
     # Not split(): lines of different ranks may run into each other.
     assert done.stdout.count("3") == 3
 
 
 def test_exit_code_and_both_outputs():
     code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(5)"
-    done = launchers(1, [sys.executable, "-c", code])
+    done = launch(1, [sys.executable, "-c", code])
     assert (done.returncode, done.timed_out) == (5, False)
     assert "out" in done.stdout
     assert "err" in done.stderr
@@ -75,7 +80,7 @@ def test_a_session_left_by_the_same_number_does_not_matter(tmp_path):
     for pid in range(last, last + 3000):
         (tmp_path / f"ompi.{pid}").mkdir()
         (tmp_path / f"ompi.{pid}" / f"pmix.{host}.tool.{pid}").touch()
-    done = launchers(1, ["true"], env={"TMPDIR": str(tmp_path)}).check()
+    done = launch(1, ["true"], env={"TMPDIR": str(tmp_path)}).check()
     assert done.stderr == ""
 
 
@@ -109,9 +114,7 @@ def test_a_pytest_that_is_ended_takes_its_scenes_along(tmp_path):
 
 def test_environment_is_added_and_the_launcher_named():
     code = "import os; print(os.environ['MINE'], 'PATH' in os.environ)"
-    done = launchers(
-        1, [sys.executable, "-c", code], env={"MINE": "7"}, mpi=find_launcher()
-    ).check()
+    done = launch(1, [sys.executable, "-c", code], env={"MINE": "7"}, mpi=find_launcher()).check()
     assert done.stdout.split() == ["7", "True"]
     assert done.args[0] == str(find_launcher())
     assert launcher_command(2)[-2:] == ["-n", "2"]
@@ -123,16 +126,14 @@ def test_byte_code_is_written_unless_that_is_asked_for(monkeypatch, asked):
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     env = {"PYTHONDONTWRITEBYTECODE": "1"} if asked else {}
     code = "import sys; print(sys.dont_write_bytecode)"
-    assert launchers(1, [sys.executable, "-c", code], env=env).check().stdout.split() == [
-        str(asked)
-    ]
+    assert launch(1, [sys.executable, "-c", code], env=env).check().stdout.split() == [str(asked)]
 
 
 def test_more_ranks_than_cores_give_way_while_they_wait():
     """Else who waits keeps a core from the rank it waits for: tests take many times as long."""
     code = "import os; print(*(k for k in os.environ if 'YIELD' in k.upper()))"
     cores = len(os.sched_getaffinity(0))
-    done = launchers(cores + 1, [sys.executable, "-c", code]).check()
+    done = launch(cores + 1, [sys.executable, "-c", code]).check()
     wanted = {
         "openmpi": ["OMPI_MCA_mpi_yield_when_idle"],
         "mpich": ["MPIR_CVAR_ENABLE_HEAVY_YIELD", "MPIR_CVAR_POLLS_BEFORE_YIELD"],
