@@ -2,8 +2,9 @@
 
 Each of MPI's own algorithms is measured by ranks started for it, since MPI settles its choice when
 it starts; `PASSES` times in turn with the default, and only what gained each time is taken. Then
-default and advice run by turns, and that is the gain reported. What this second look does not
-confirm is left as it was. One process: it starts the ranks itself.
+the default and the advised settings are measured in turn, and the gain reported is that of this
+second measurement. What it does not confirm is left as it was. One process: it starts the ranks
+itself.
 """
 
 from __future__ import annotations

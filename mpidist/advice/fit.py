@@ -84,9 +84,11 @@ def line(sizes, seconds) -> tuple[float, float]:
 def link(sizes: Sequence[int], seconds: Sequence[float], base: float) -> tuple[float, float, float]:
     """Return (gap, burst, peak) of a link from the times of single messages. Local.
 
-    A token bucket takes b bytes in ``base + max(b peak, (b - burst) gap)``. Every burst is tried,
-    none among them, with the medians of the slopes that it implies; the one that misses least
-    counts. A few messages that other work has held up change neither medians nor much of the sum.
+    A link that a token bucket limits carries a message of b bytes in ``base + max(b peak, (b -
+    burst) gap)`` seconds: `peak` and `gap` are seconds per byte within the burst and beyond it.
+    Every burst is tried, also none, with the medians of the slopes that it implies; the one that
+    misses least counts. A few messages that other work has held up change neither medians nor much
+    of the sum.
     """
     x, y = np.asarray(sizes, float), np.asarray(seconds, float)
     beyond = np.maximum(y - base, 1e-9)

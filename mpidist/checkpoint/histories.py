@@ -266,9 +266,10 @@ def everything(
 
 
 def is_gone(path: str, entry: Entry) -> bool:
-    """Whether a step that could not be read was removed: whose job goes on is not damaged. Local.
+    """Whether a step that could not be read was removed by its job, which still runs. Local.
 
-    Removing begins with the manifest, so what lacks a file and has that one is damaged.
+    Removal deletes the manifest first. So a step that has its manifest and lacks another file is
+    damaged, not removed.
     """
     with suppress(NoCheckpoint), opened(path) as (_, listed):
         return not listed.is_committed(entry)

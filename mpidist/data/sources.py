@@ -136,9 +136,10 @@ class Items:
 class Stream:
     """An iterable of samples, each a tuple, of which the first `count` are one epoch. Local.
 
-    It can only be read in its order, so what other ranks have is drawn and dropped, and a resumed
-    run draws all that was used before: use it with ``shuffle="none"`` and cheap iterators, or give
-    each rank an iterable of its own (`sharding.grid`). Going back begins anew.
+    An iterable can only be read in order. So each rank reads and drops the samples of the others,
+    and a resumed run reads all samples again that were used before: use it with
+    ``shuffle="none"`` and cheap iterators, or give each rank an iterable of its own
+    (`sharding.grid`). Reading an earlier sample starts the iterable again.
 
     Parameters
     ----------

@@ -226,8 +226,8 @@ class Context:
     def call(self, kind: str) -> Call:
         """Return a ``with`` for a public call of the name `kind`. Local.
 
-        Raises ProtocolError while another thread has a call under way. What is raised inside the
-        other ranks are told: see `raised` and `break_off`. May be nested in one thread.
+        Raises ProtocolError while another thread has a call under way. An exception inside it is
+        told to the other ranks: see `raised`, `break_off`. May be nested in one thread.
         """
         self._check_thread(kind)
         return Call(self, kind)

@@ -4,9 +4,9 @@ A rank that fails sends a notice to all others; every wait here looks for one, s
 a rank that has given up. A rank with a server half serves it from inside every wait.
 
 The messages travel on the control communicator of the context, with tags of the group's own, so a
-group makes no communicator for them. Nor does it make collective calls of MPI's there: what all
-ranks tell each other goes up a tree to rank 0 and down again (`Link.exchange`), polled like all
-else. A group that fails leaves messages behind; the context is then never freed.
+group makes no communicator for them. It uses no MPI collectives there either: `Link.exchange`
+gathers values up a tree to rank 0 and hands them down again, by messages that are polled like all
+others. A group that fails leaves messages behind; the context is then never freed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Schedules on a network that is not there: how long they would take, and how wrong the model is.
 
-`network_model` is the cost of a message, `simulate` plays a schedule step by step, `predict` ranks
-the algorithms by it. `vector_simulator` and `rank_classes` do that for a hundred thousand ranks.
-No MPI in here.
+`network_model` is the cost of a message, `simulate` plays a schedule step by step, `predict` gives
+an algorithm's time for any number of ranks. `vector_simulator` and `rank_classes` do that for a
+hundred thousand ranks. No MPI in here.
 """

@@ -75,7 +75,7 @@ def simulate(
 
 
 def summary(plans: Sequence[list[Step]], itemsize: int, seconds: float) -> Cost:
-    """Count what the busiest of some ranks does. Local."""
+    """Return the cost: rounds, messages, bytes, sums, each of the rank that has most. Local."""
     sends = [[length(s.source) for s in steps if s.kind == SEND] for steps in plans]
     sums = [
         sum(length(s.target) for s in steps if s.kind in (REDUCE, REDUCE_LEFT)) for steps in plans

@@ -152,7 +152,7 @@ def named_like(host: str, hosts: Collection[str]) -> str:
 
 
 def answers(host: str, words: Sequence[str], environ: Mapping[str, str], seconds: float) -> bool:
-    """Whether the launcher can start anything on a host. Local, and may take so many seconds."""
+    """Whether the launcher can start anything on a host. Local; blocks for at most `seconds`."""
     probe = command(1, words, {host: 1}, restricted=True)
     try:
         # It leaves nothing behind of a launcher that still waits for the host.

@@ -27,7 +27,7 @@ _MODEL = (
 
 
 def shown(value, longest: int = 60) -> str:
-    """Return `value` as a message says it: short, one line, whatever it is."""
+    """Return any value as one short line for an error message."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     try:

@@ -130,7 +130,7 @@ def checked(
 ) -> Settings:  # fmt: skip
     """Return what is made of the arguments of `md.train` on `size` ranks. Local.
 
-    Raises ConfigError for what cannot work.
+    Raises ConfigError for an invalid argument or combination of arguments.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ProtocolError("md.train: call it in the main thread; Python delivers signals there")

@@ -144,8 +144,8 @@ def train(
     StorageError
         The last checkpoint could not be written. On all ranks.
     Stopped
-        A SystemExit with code 75: a signal or the time limit asked for a stop. The state is saved,
-        unless the allocation ends too soon for that: the newest good step is there.
+        A SystemExit with code 75: a signal or the time limit asked for a stop. The state has
+        been saved. If the allocation left no time for that, the newest good step remains.
     """
     given = {name: value for name, value in locals().items() if name != "comm"}
     agreed = agree(comm, given)

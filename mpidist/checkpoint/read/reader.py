@@ -79,7 +79,7 @@ class Reader:
         threads: int = _THREADS,
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Read and check each block that `wants` touch, once, and give them their bytes.
+        """Read and check every block that `wants` need, once, and copy their bytes to them.
 
         It ends early when that is not `wanted` any more. Raises Damaged when a block fails its
         checksum or cannot be read; what came before has been given then.

@@ -227,7 +227,7 @@ class Save:
     def finish(self) -> None:
         """Commit, or remove everything again. Collective; raises on all ranks together.
 
-        After `start`: wait until that is done.
+        If the save runs in the background (`start`), this waits for it first.
         """
         try:
             nbytes = run_on_all(

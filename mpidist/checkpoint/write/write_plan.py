@@ -54,8 +54,8 @@ class Tensors(NamedTuple):
     """The tensors of all ranks.
 
     facts : parameters first.
-    kinds : distinct things that ranks hold: for each one the number of each of its tensors here,
-        and which of them are sharded.
+    kinds : ranks that hold the same tensors are of one kind. For each kind the places of its
+        tensors in `facts`, and which of them are sharded.
     kind_of : the kind of each rank.
     """
 

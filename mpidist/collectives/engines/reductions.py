@@ -229,7 +229,7 @@ def weight_sums(weight, rank: int) -> np.ndarray:
 
 
 def total_weight(sums: np.ndarray) -> float:
-    """Return the sum of all weights from the sums of `weight_sums`. Local; raises alike on all.
+    """Return the total weight of all ranks, given the summed `weight_sums`. Local; raises alike.
 
     Raises
     ------

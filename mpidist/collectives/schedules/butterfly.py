@@ -2,9 +2,10 @@
 
     4 ranks    round 0   0<->1   2<->3        round 1   0<->2   1<->3
 
-recursive_doubling exchanges whole vectors: L alpha + L N beta + L N gamma. Shortest latency.
+With L = log2 p, alpha the latency, and beta and gamma the time to send and to add one of N bytes:
+recursive_doubling exchanges whole vectors: L alpha + L N beta + L N gamma, the least latency.
 halving_doubling (Rabenseifner) exchanges halves, quarters, ... and adds, then walks back gathering:
-2L alpha + 2(p-1)/p N beta + (p-1)/p N gamma. The bytes of the ring in log2 p rounds.
+2L alpha + 2(p-1)/p N beta + (p-1)/p N gamma: the bytes of the ring in 2 log2 p rounds.
 `butterfly` picks: recursive doubling below `SHORT` bytes, halving and doubling above.
 
 Both of a pair send at once. Over TCP a long message waits for an answer, and that queues behind the

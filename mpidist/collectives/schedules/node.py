@@ -19,7 +19,7 @@ Collective Operations using Shared Memory", SC 2018.
 
 Every builder returns the steps of one rank in the address space of `schedule`: ``[0, n)`` is the
 vector, and from `base` on lies the memory of the node, the *same* positions on all ranks. Between
-two syncs no rank writes what another reads or writes (`check.check_node` proves it).
+two syncs no rank writes what another reads or writes (`check.check_races` proves it).
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Compressed:
             self._points = {at: point for at, point in some if at % self._spacing == 0}
 
     def read(self, begin: int, target: memoryview) -> None:
-        """Fill `target` with the bytes from `begin`; 0 where there are none, or not any more."""
+        """Fill `target` with the bytes from `begin` on; past the end of the data with zeros."""
         while target:
             number, within = divmod(begin, _BLOCK)
             data = self._block(number)[within : within + len(target)]

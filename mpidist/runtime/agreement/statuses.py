@@ -134,7 +134,7 @@ class Statuses:
     def disagree(self, sequence: int | None = None) -> None:
         """Raise MismatchError: the data showed that the ranks were in different operations.
 
-        `sequence` is the number of that operation here, by default the newest.
+        `sequence` is this rank's number of the operation, by default of its newest one.
         """
         number = self.context.sequence if sequence is None else sequence
         self.awaited, self._told = number, number
