@@ -133,7 +133,7 @@ bench-simulate: $(VENV)/.run
 	    --algorithms ring,butterfly,double_tree,hierarchical
 
 bench-relaunch: $(VENV)/.run
-	PYTHONPATH=tests $(BIN)/python -m benchmarks.relaunch $(BENCH_ARGS)
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m benchmarks.relaunch $(BENCH_ARGS)
 
 bench-counters: $(VENV)/.run
 	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.counters $(BENCH_ARGS)

@@ -59,7 +59,9 @@ def main() -> int:
     comm = MPI.COMM_WORLD
     try:
         if comm.size < 2:
-            raise ConfigError("gpu_probe: one rank proves nothing; start it with mpiexec -n 2")
+            raise ConfigError(
+                "mpidist.gpu_direct: one rank proves nothing; start it with mpiexec -n 2"
+            )
         arrays.load_cupy()
     except ConfigError as error:
         if comm.rank == 0:
@@ -76,7 +78,7 @@ def main() -> int:
     draft.replace(path)
     if comm.rank == 0:
         said = f"wrong values after {', '.join(wrong)}" if wrong else "device memory works"
-        print(f"gpu_probe: {said}; written to {path}", flush=True)
+        print(f"mpidist.gpu_direct: {said}; written to {path}", flush=True)
     return 1 if wrong else 0
 
 

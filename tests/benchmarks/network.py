@@ -26,7 +26,7 @@ from onebox.network import ShapedNetwork, shaped_network
 
 from benchmarks import advise_network
 from mpidist.errors import ConfigError
-from mpidist.launch import launchers
+from mpidist.launch.launchers import launch
 
 HOSTS, BYTES = 4, 16 << 20
 _MIB = 1 << 20
@@ -204,7 +204,7 @@ def _bench(net: ShapedNetwork, ranks: int, *words: str) -> list[dict]:
 def _on_this_node(*words: str) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
-        launchers(2, [*_command(words), "--json", file], env=_ONE_THREAD, timeout=600).check()
+        launch(2, [*_command(words), "--json", file], env=_ONE_THREAD, timeout=600).check()
         return json.loads(file.read_text())
 
 

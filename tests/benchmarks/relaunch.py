@@ -57,6 +57,9 @@ def one(who: str, ranks: int, victim: int) -> float:
     folder = Path(tempfile.mkdtemp(prefix="mpidist-relaunch-"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each start compiles everything again
+    # The ranks start in another folder, where a relative path leads nowhere.
+    tests = str(Path(__file__).resolve().parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
     job = Started(command(who, ranks, folder), env=environment, cwd=folder)
     try:
         _wait(job, folder, lambda when, step: step >= KILL_AT)

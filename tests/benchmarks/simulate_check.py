@@ -20,6 +20,7 @@ from onebox.network import ShapedNetwork, shaped_network
 
 from mpidist.bench.steady_times import calls
 from mpidist.cli.simulate import add_cases, cases, numbers_of
+from mpidist.errors import ConfigError
 from mpidist.launch.launchers import find_launcher
 from mpidist.simulator import network_model
 from mpidist.simulator.predict import predict as simulated
@@ -123,8 +124,10 @@ def main(words: Sequence[str] | None = None) -> None:
     sizes, names = cases(args)
     layouts = []
     for word in args.layouts.split(","):
-        hosts, ranks = numbers_of(word, "x", "--layouts")
-        layouts.append((hosts, ranks))
+        pair = numbers_of(word, "x", "--layouts")
+        if len(pair) != 2:
+            raise ConfigError(f"--layouts {args.layouts}: expected HOSTSxRANKS, such as 3x1,4x2")
+        layouts.append((pair[0], pair[1]))
     rows = check(args.rate, layouts, sizes, names, blocks=args.blocks)
     print(f"median error {100 * median_error(rows):.1f} %")
     if args.json:

@@ -12,8 +12,7 @@ from onebox.slurm import unavailable as no_slurm
 from same_bits import DIGITS, SETTINGS
 from second_start import once_more
 
-from mpidist.launch import launchers
-from mpidist.launch.launchers import find_launcher
+from mpidist.launch.launchers import find_launcher, launch
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +39,7 @@ def undisturbed(openmpi, tmp_path_factory):
     """Summary of the run of `same_bits` that nobody disturbs, on one rank, without Slurm."""
     folder = tmp_path_factory.mktemp("undisturbed")
     words = [openmpi, "-m", "mpidist", "train", DIGITS, "--set", "out=run", *SETTINGS]
-    launchers(1, words, cwd=folder, mpi=find_launcher(openmpi), timeout=200).check()
+    launch(1, words, cwd=folder, mpi=find_launcher(openmpi), timeout=200).check()
     return json.loads((folder / "run" / "summary.json").read_text())
 
 

@@ -95,8 +95,9 @@ with slurm_cluster(nodes=1) as cluster, shaped_network(hosts=2) as net:
     cluster.run(["sinfo"]).check()
     os.kill(os.getpid(), 9)
 """
+    paths = os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", code], timeout=120, env={**os.environ, "PYTHONPATH": TESTS}
+        [sys.executable, "-c", code], timeout=120, env={**os.environ, "PYTHONPATH": paths}
     )
     assert done.returncode == -9
     assert gone(own) == []

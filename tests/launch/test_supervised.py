@@ -407,7 +407,8 @@ def test_a_slow_rank_is_named(tmp_path):
 def test_bench_relaunch(tmp_path):
     """The figure of docs/benchmarks.md, of one kill."""
     words = [sys.executable, "-m", "benchmarks.relaunch", "--ranks", "2", "--rounds", "1"]
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     job = Started([*words, "--json", "out.json"], env=environ, cwd=tmp_path)
     done = job.finish(240).check()
     assert "from a killed rank to the next completed step, 2 ranks" in done.stdout

@@ -103,7 +103,8 @@ def test_a_pytest_that_is_ended_takes_its_scenes_along(tmp_path):
     """Threads play them; nobody may be left who waits for ranks that wait for nobody."""
     (tmp_path / "test_scene.py").write_text(SCENE)
     mark = uuid.uuid4().hex
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "SCENE_MARK": mark}
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SCENE_MARK": mark}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider"]
     with subprocess.Popen([*command, tmp_path], env=env, stdout=subprocess.DEVNULL) as child:
         wait_until(lambda: len(marked(mark, "SCENE_MARK")) >= 4)  # itself, the launcher, two ranks

@@ -145,8 +145,9 @@ def _slices(start, extent, origin) -> tuple[slice, ...]:
 
 
 def _cut(source, low, high, itemsize: int, target, block: int) -> Iterator[ReadItem]:
-    """ReadItem the box low:high of an array stored in C order at `source` (file, offset, shape).
+    """Yield what reads the box low:high of an array that lies in C order at `source`.
 
+    `source` is (file, offset, shape).
     Rows are the sub-arrays along the first axis. Full rows are one range of bytes. Parts of rows
     shorter than a block are cut out of whole rows, since their blocks must be read anyway; a
     longer row is an array of its own.
