@@ -1,6 +1,7 @@
 """The shaped network is what it says, and the ring fills it."""
 
 import json
+import os
 import re
 import statistics
 from concurrent.futures import ThreadPoolExecutor
@@ -65,7 +66,10 @@ def test_the_example_of_the_docs_runs(net, openmpi, tmp_path):
     code = section.split("```python\n")[1].split("```")[0]
     (tmp_path / "test_mine.py").write_text(code)
     words = [openmpi, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
-    assert "1 passed" in run(words, cwd=tmp_path, timeout=120).check().stdout
+    # As the page says: with the folder of the clusters on the path.
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = run(words, cwd=tmp_path, timeout=120, env={**os.environ, "PYTHONPATH": paths})
+    assert "1 passed" in done.check().stdout
 
 
 def test_hosts_have_the_tcp_of_a_cluster(net):
