@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from again import best_of_three
 from until import wait_until
 
 from mpidist.launch.control_groups import group_of
@@ -56,23 +57,36 @@ def small_group():
 
 @pytest.mark.parametrize("pause", ["0.03", "0"])
 def test_a_kill_for_memory_names_rank_peak_and_limit(tmp_path, small_group, pause):
-    """Slowly, so that its last beat knows of the memory; and between two beats."""
+    """Slowly, so that its last beat knows of the memory; and between two beats.
+
+    The kernel may kill the other one too, while the first still gives its memory back, and then
+    that one is gone first: so usually, not always, it is the one that took the memory.
+    """
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     words = [sys.executable, "-m", "mpidist", "launch", "-n", "2", "--max-restarts", "0"]
-    done = subprocess.run(
-        ["/bin/sh", "-c", f'echo $$ > {small_group}/cgroup.procs && exec "$@"', "sh",
-         *words, "--control", str(tmp_path / "control"), "--", sys.executable, str(program), pause],
-        capture_output=True, text=True, timeout=60, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode not in (0, 2), done.stderr
-    found = re.search(
-        r"mpidist launch: attempt 0 on 2 ranks: .*rank 1 on \S+ was killed by the kernel for want "
-        r"of memory: it held (\S+) GiB at its last sign, and the limit of its control group is "
-        r"0\.391 GiB",
-        done.stderr,
-    )
-    assert found, done.stderr
-    assert pause == "0" or 0.1 < float(found[1]) < 0.4
-    assert done.stderr.count("want of memory") == 1
-    assert "want of memory" in (tmp_path / "control" / "history.jsonl").read_text()
+
+    def play():
+        control = tmp_path / f"control-{len(list(tmp_path.iterdir()))}"
+        done = subprocess.run(
+            ["/bin/sh", "-c", f'echo $$ > {small_group}/cgroup.procs && exec "$@"', "sh",
+             *words, "--control", str(control), "--", sys.executable, str(program), pause],
+            capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        )  # fmt: skip
+        return done, control
+
+    def check(played):
+        done, control = played
+        assert done.returncode not in (0, 2), done.stderr
+        found = re.search(
+            r"mpidist launch: attempt 0 on 2 ranks: .*rank 1 on \S+ was killed by the kernel for "
+            r"want of memory: it held (\S+) GiB at its last sign, and the limit of its control "
+            r"group is 0\.391 GiB",
+            done.stderr,
+        )
+        assert found, done.stderr
+        assert pause == "0" or 0.1 < float(found[1]) < 0.4
+        assert done.stderr.count("want of memory") == 1
+        assert "want of memory" in (control / "history.jsonl").read_text()
+
+    best_of_three(check, play)
