@@ -11,6 +11,7 @@ import ast
 import io
 import tokenize
 from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +45,38 @@ def module_of(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+#: Dotted name -> file, of the package.
+MODULES = {module_of(file): file for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def tree_of(file: Path) -> ast.Module:
+    """What a file says, parsed once."""
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def targets(file: Path, node) -> list[str]:
+    """The modules of ours that an import statement names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names if alias.name in MODULES]
+    base = node.module or ""
+    if node.level:
+        here = module_of(file).split(".")
+        up = node.level - (file.name == "__init__.py")
+        base = ".".join([*here[: len(here) - up], *([base] if base else [])])
+    if base.split(".")[0] != "mpidist":
+        return []
+    # ``from .. import events`` names a module, ``from ..events import emit`` something in one.
+    return [f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base for a in node.names]
+
+
+def imports(file: Path):
+    """(line, module) of what `file` imports of ours, also inside functions."""
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((node.lineno, target) for target in targets(file, node))
+
+
 def lines_of_code(text: str) -> int:
     """How many lines hold code: no comments, no docstrings, no blanks."""
     docstrings = set()
@@ -67,8 +100,8 @@ def lines_of_code(text: str) -> int:
 def sizes() -> dict[str, tuple[int, int]]:
     """Room -> (files, lines of code); modules that are no room are one, named ``(modules)``."""
     files, lines = Counter(), Counter()
-    for file in PACKAGE.rglob("*.py"):
-        name = part_of(module_of(file))
+    for module, file in MODULES.items():
+        name = part_of(module)
         room = name if (PACKAGE / name).is_dir() and name else "(modules)"
         files[room] += 1
         lines[room] += lines_of_code(file.read_text(encoding="utf-8"))
@@ -90,15 +123,8 @@ def table() -> str:
 def arrows() -> dict[str, set[str]]:
     """Room -> the rooms whose modules it imports, anywhere in its files."""
     found = defaultdict(set)
-    for file in PACKAGE.rglob("*.py"):
-        module = module_of(file)
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                here = module.split(".")
-                up = node.level - (file.name == "__init__.py")
-                base = ".".join([*here[: len(here) - up], *([node.module] if node.module else [])])
-                for name in [base] if "." in base else [f"{base}.{a.name}" for a in node.names]:
-                    found[part_of(module)].add(part_of(name))
+    for module, file in MODULES.items():
+        found[part_of(module)] |= {part_of(target) for _, target in imports(file)}
     return {room: used - {room} for room, used in found.items()}
 
 

@@ -20,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from python_path import python_path
+
 from mpidist.errors import MpidistError
 from mpidist.launch.processes import Started
 
@@ -58,8 +60,7 @@ def one(who: str, ranks: int, victim: int) -> float:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each start compiles everything again
     # The ranks start in another folder, where a relative path leads nowhere.
-    tests = str(Path(__file__).resolve().parents[1])
-    environment["PYTHONPATH"] = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = python_path()
     job = Started(command(who, ranks, folder), env=environment, cwd=folder)
     try:
         _wait(job, folder, lambda when, step: step >= KILL_AT)

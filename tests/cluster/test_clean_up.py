@@ -13,6 +13,7 @@ from onebox.network import shaped_network
 from onebox.network import unavailable as no_network
 from onebox.slurm import slurm_cluster
 from onebox.slurm import unavailable as no_slurm
+from python_path import python_path
 from second_start import once_more
 from until import holds_within, wait_until
 
@@ -20,10 +21,6 @@ needs_slurm = pytest.mark.skipif(no_slurm() is not None, reason=f"no Slurm clust
 needs_network = pytest.mark.skipif(
     no_network() is not None, reason=f"no shaped network: {no_network()}"
 )
-
-
-#: Where a program of its own finds the clusters.
-TESTS = str(Path(__file__).parents[1])
 
 
 @pytest.fixture
@@ -95,10 +92,8 @@ with slurm_cluster(nodes=1) as cluster, shaped_network(hosts=2) as net:
     cluster.run(["sinfo"]).check()
     os.kill(os.getpid(), 9)
 """
-    paths = os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", code], timeout=120, env={**os.environ, "PYTHONPATH": paths}
-    )
+    environ = {**os.environ, "PYTHONPATH": python_path()}
+    done = subprocess.run([sys.executable, "-c", code], timeout=120, env=environ)
     assert done.returncode == -9
     assert gone(own) == []
 

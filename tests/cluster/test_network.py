@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from benchmarks.network import sent_per_host
 from onebox.network import shaped_network, unavailable
+from python_path import python_path
 
 from mpidist.launch.launchers import find_launcher
 from mpidist.launch.processes import run
@@ -67,8 +68,7 @@ def test_the_example_of_the_docs_runs(net, openmpi, tmp_path):
     (tmp_path / "test_mine.py").write_text(code)
     words = [openmpi, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
     # As the page says: with the folder of the clusters on the path.
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    done = run(words, cwd=tmp_path, timeout=120, env={**os.environ, "PYTHONPATH": paths})
+    done = run(words, cwd=tmp_path, timeout=120, env={**os.environ, "PYTHONPATH": python_path()})
     assert "1 passed" in done.check().stdout
 
 

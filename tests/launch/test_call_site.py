@@ -1,10 +1,10 @@
 """The user's line is told wherever the program lies: beside a package of our name, or below one."""
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
+from python_path import python_path
 
 import mpidist
 from mpidist.launch.launchers import launch
@@ -36,7 +36,7 @@ def test_a_program_whose_path_begins_like_ours(tmp_path, package, program):
     place.symlink_to(Path(mpidist.__file__).parent)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "train.py").write_text(PROGRAM)
-    path = os.pathsep.join([str(place.parent), os.environ.get("PYTHONPATH", "")])
+    path = python_path(place.parent)
     done = launch(2, [sys.executable, str(folder / "train.py")], env={"PYTHONPATH": path})
     assert done.stdout.count(str(place)) == 2, done.stdout + done.stderr
     assert done.stdout.count("train.py:8") >= 2, done.stdout

@@ -3,13 +3,13 @@
 What is mounted lives as long as the processes of the namespace, whatever ends them.
 """
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from python_path import python_path
 
 from mpidist.launch.launchers import launch_environment, launcher_command
 from mpidist.launch.processes import run
@@ -52,8 +52,7 @@ def test_a_job_survives_its_folder(disk):
     """`mpidist train` goes on while its folder is read-only, gone and full, and saves after it."""
     program = [sys.executable, str(PROGRAMS / "storage_job.py"), str(disk)]
     # The program waits with what the tests wait with.
-    path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    done = in_namespace(disk, program, timeout=300, env={"PYTHONPATH": os.pathsep.join(path)})
+    done = in_namespace(disk, program, timeout=300, env={"PYTHONPATH": python_path()})
     assert done.returncode == 75, done.stdout + done.stderr
     for text in ("Read-only file system", "is gone; put it back", "No space left on device"):
         assert text in done.stdout

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from again import best_of_three
 from digits_job import write_job
+from python_path import python_path
 from until import holds_within, wait_until
 
 from mpidist.launch import heartbeat
@@ -163,9 +164,8 @@ if "1" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
 
 def killed_beside_a_wrong_clock(folder):
     (folder / "sitecustomize.py").write_text(WRONG_CLOCK)
-    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     fault = "kill@exchange:60,rank=random,seed=5"
-    return run(folder, "-n", "3", fault=fault, PYTHONPATH=path)
+    return run(folder, "-n", "3", fault=fault, PYTHONPATH=python_path(folder))
 
 
 #: Two at once; then one before the job has begun again; then one in a save.
@@ -407,8 +407,7 @@ def test_a_slow_rank_is_named(tmp_path):
 def test_bench_relaunch(tmp_path):
     """The figure of docs/benchmarks.md, of one kill."""
     words = [sys.executable, "-m", "benchmarks.relaunch", "--ranks", "2", "--rounds", "1"]
-    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environ = {**os.environ, "PYTHONPATH": python_path()}
     job = Started([*words, "--json", "out.json"], env=environ, cwd=tmp_path)
     done = job.finish(240).check()
     assert "from a killed rank to the next completed step, 2 ranks" in done.stdout

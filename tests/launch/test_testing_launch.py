@@ -9,6 +9,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from python_path import python_path
 from until import wait_until
 
 from mpidist.errors import ConfigError
@@ -103,8 +104,7 @@ def test_a_pytest_that_is_ended_takes_its_scenes_along(tmp_path):
     """Threads play them; nobody may be left who waits for ranks that wait for nobody."""
     (tmp_path / "test_scene.py").write_text(SCENE)
     mark = uuid.uuid4().hex
-    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SCENE_MARK": mark}
+    env = {**os.environ, "PYTHONPATH": python_path(), "SCENE_MARK": mark}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider"]
     with subprocess.Popen([*command, tmp_path], env=env, stdout=subprocess.DEVNULL) as child:
         wait_until(lambda: len(marked(mark, "SCENE_MARK")) >= 4)  # itself, the launcher, two ranks

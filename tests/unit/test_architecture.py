@@ -12,7 +12,7 @@ import rooms
 from rooms import FLOORS, PACKAGE, ROOT, part_of
 
 FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+TREES = {name: rooms.tree_of(path) for name, path in FILES.items()}
 
 #: Pure facts are one family: `registry` uses `errors`, and both are on the ground.
 PURE = {"", "errors", "partition", "registry"}
@@ -22,35 +22,17 @@ FILES_IN_A_FOLDER = 14
 CORE_LINES, WHEEL_LINES = 13_600, 25_700
 
 
+MODULES = {module: file.relative_to(ROOT).as_posix() for module, file in rooms.MODULES.items()}
+
+
 def module_of(file: str) -> str:
     """The dotted name of a file."""
     return rooms.module_of(ROOT / file)
 
 
-MODULES = {module_of(file): file for file in FILES}
-
-
-def targets(file: str, node) -> list[str]:
-    """The modules of ours that an import statement names."""
-    if isinstance(node, ast.Import):
-        named = [alias.name for alias in node.names if alias.name.split(".")[0] == "mpidist"]
-        return [name for name in named if name in MODULES]
-    base = node.module or ""
-    if node.level:
-        here = module_of(file).split(".")
-        up = node.level - (Path(file).name == "__init__.py")
-        base = ".".join([*here[: len(here) - up], *([base] if base else [])])
-    if base.split(".")[0] != "mpidist":
-        return []
-    # ``from .. import events`` names a module, ``from ..events import emit`` something in one.
-    return [f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base for a in node.names]
-
-
 def imports(file: str):
     """(line, module) of what `file` imports of ours, also inside functions."""
-    for node in ast.walk(TREES[file]):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from ((node.lineno, target) for target in targets(file, node))
+    return rooms.imports(ROOT / file)
 
 
 def external(file: str) -> set[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from ...errors import ConfigError
 from ...launch import claims
 
 
@@ -17,6 +19,12 @@ def head(comm, title: str, columns: Sequence[str], *, width: int, last: str = ""
     """Print the lines above a table: what it shows, its columns, `last` flush left. Local."""
     names = "".join(f"{name:>{width}}" for name in columns)
     say(comm, f"# {title}", f"#{names[1:]}" + (f"  {last}" if last else ""))
+
+
+def check_folder(folder: str) -> None:
+    """Raise ConfigError where the value of ``--folder`` is no folder. Local."""
+    if not Path(folder).is_dir():
+        raise ConfigError(f"--folder {folder}: no such folder; all ranks must see it")
 
 
 def library() -> str:

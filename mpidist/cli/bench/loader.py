@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from ...errors import ConfigError
-from .common import head, library, say
+from .common import check_folder, head, library, say
 
 
 def add_parser(what):
@@ -22,8 +19,7 @@ def run(comm, args) -> list[dict]:
     """Measure and print. Collective over `comm`."""
     from ...bench.loader_times import measure
 
-    if not Path(args.folder).is_dir():
-        raise ConfigError(f"--folder {args.folder}: no such folder; all ranks must see it")
+    check_folder(args.folder)
     rows = measure(comm, int(args.size * (1 << 20)), args.rounds, args.folder, args.unit)
     title = (
         f"{args.size:g} MiB, batches of {args.unit} on each of {comm.size} ranks, "
