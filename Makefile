@@ -63,10 +63,10 @@ run: $(VENV)/.run
 test: test-unit test-mpi test-launch test-cluster
 
 test-unit: $(VENV)/.test
-	$(BIN)/python -m pytest -q tests/unit $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n 2 tests/unit $(PYTEST_ARGS)
 
 # In several jobs: what tests break off is never freed, and MPICH has 2,048 communicators in a process.
-MPI_TESTS = 'test_[a-c]*' 'test_[d-n]*' 'test_o*' 'test_[p-r]*' 'test_s*' 'test_[t-z]*'
+MPI_TESTS = $(if $(filter openmpi,$(MPI)),'test_*','test_[a-c]*' 'test_[d-n]*' 'test_o*' 'test_[p-r]*' 'test_s*' 'test_[t-z]*')
 mpi_tests = for part in $(MPI_TESTS); do \
     $(EXEC) $(1) $(BIN)/python -m pytest -q --capture=sys tests/mpi/$$part.py $(PYTEST_ARGS) || exit 1; done
 

@@ -46,6 +46,7 @@ def pytest_configure():
     # A rank's signals are its launcher's, and handlers belong to the main thread.
     if claimed_size(os.environ) is None:
         signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job behind `&` ignores it
 
 
 def pytest_addoption(parser):

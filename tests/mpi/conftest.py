@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
@@ -26,7 +27,7 @@ WORLD = MPI.COMM_WORLD
 #: The real stderr, under ``--capture=sys``: stacks of a hang must not end in a captured file.
 STDERR = os.fdopen(os.dup(2), "w")
 #: Ranks look around sooner than in earnest: most of what is tested here is what they find then.
-polling.PATIENCE = 0.3
+polling.PATIENCE = 0.05
 HANG_SECONDS = float(os.environ.get("MPIDIST_TEST_HANG", "180"))
 
 
@@ -99,6 +100,13 @@ def torch(request, monkeypatch):
     return torch
 
 
+def wait_asleep():
+    """Wait for all ranks without a core: those outside a test wait as long as it runs."""
+    request = WORLD.Ibarrier()
+    while not request.Test():
+        time.sleep(0.001)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     comm = pyfuncitem.funcargs.get("comm")
@@ -114,6 +122,7 @@ def pytest_pyfunc_call(pyfuncitem):
         mine = ("skip", str(skip))
     except BaseException:
         mine = ("fail", traceback.format_exc())
+    wait_asleep()
     everyone = WORLD.allgather(mine)
     faulthandler.cancel_dump_traceback_later()
     failures = {
