@@ -2,7 +2,8 @@
 
 A blocking MPI call cannot be left when a peer is dead, stopped or calling something else. So
 every wait polls a test and, after a moment of patience, runs a callback that may look around
-(read status messages, compare call sites, check a deadline) and raise.
+(read status messages, compare call sites, check a deadline) and raise. `servers.link.Link.wait`
+does the same in a loop of its own, since it serves meanwhile.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from ..errors import MismatchError, ProtocolError, shown
 from ..events import OPEN
 from ..launch.free_memory import available_memory
 from ..runtime.agreement.run_on_all import difference
-from . import protocol
 from .consistency import Consistency
 from .layout.capacity import check_capacity, needed, state_copies
 from .layout.placement import Layout, place
@@ -110,9 +109,7 @@ def _announce(link: Link, server: Server | None, servers, workers) -> None:
     """Meet in `add`: a worker that adds while a server serves, or the reverse, is an error."""
     if link.comm.rank in workers:
         for rank in servers:
-            buffer = link.pool.take(HEADER_BYTES)
-            Header(ADD).write(buffer)
-            link.send(buffer, HEADER_BYTES, rank, TO_SERVER)
+            link.tell(ADD, rank, TO_SERVER)
     if server is None:
         return
     for rank in workers:
@@ -148,7 +145,7 @@ def hand_out(
         parts = whole(layout, shard.server)
         total = HEADER_BYTES + data_bytes(layout, parts)
         # Posted before anything is sent: the source may be a server, and sends to itself.
-        incoming = link.receive(source, VALUES, min(total, protocol.MESSAGE_BYTES), total)
+        incoming = link.receive(source, VALUES, total)
     if link.comm.rank == source:
         flat = Selection("", layout).split({t.name: arrays[t.name] for t in layout.tensors})
         for server, rank in enumerate(servers):
@@ -161,9 +158,10 @@ def hand_out(
                 view[...] = flat[layout.tensors[tensor].name][1][start:stop]
             link.send(buffer, total, rank, VALUES)
     operation = link.trail.begin("initial values", source)
-    link.waits["all"] += link.wait(
+    link.wait(
         lambda: (not incoming or incoming.test()) and link.reap(),
         lambda: [source] if incoming and not incoming.test() else [],
+        "all",
     )
     operation[OPEN] = False
     if shard is not None and incoming is not None:

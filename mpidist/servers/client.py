@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -24,19 +25,8 @@ from . import protocol
 from .layout.placement import Layout
 from .layout.routing import Part, data_bytes, encode, owned, route, views, whole
 from .layout.row_selection import Selection
-from .link import refusal
-from .protocol import (
-    ALL,
-    CLOCK,
-    HEADER_BYTES,
-    LEAVE,
-    NAMES,
-    PULL,
-    PUSH,
-    TO_SERVER,
-    TO_WORKER,
-    Header,
-)
+from .link import Call
+from .protocol import HEADER_BYTES, Header
 
 _NOTHING = np.empty(0, np.int64)
 _MANY = 1 << 62  # a header has 64 bits for a number of samples
@@ -62,7 +52,10 @@ class Client:
     def __init__(self, group, name: str, layout: Layout, model: int, global_batch: int | None):
         self.name, self.layout, self.group = name, layout, group
         self._link, self._servers, self._model = group.link, group.server_ranks, model
-        self._turn = group.link.turn
+        calls = ("pull", "push", "clock of", "push_pull")
+        self._pulling, self._pushing, self._ticking, self._fused = (
+            Call(group.link, f"{call} {name!r}") for call in calls
+        )
         self.versions = [0] * len(self._servers)
         self.finished = 0
         self.note = (0, 0)
@@ -97,22 +90,12 @@ class Client:
         dict
             Name to array: the tensor's shape, or ``(len(rows), *shape[1:])``.
         """
-        link = self._link
-        try:
-            self._turn.pop()
-        except IndexError:
-            raise refusal(f"pull {self.name!r}") from None
-        try:
-            self._ready("pull")
+        self._open()
+        with self._pulling:
             wanted, results = self._names.wanted(what, out)
             flat, finish = self._names.targets(wanted, results)
-            self._ask(PULL, wanted, flat)
+            self._ask(protocol.PULL, wanted, flat)
             finish()
-        except BaseException as error:
-            link.broken(f"pull {self.name!r}", error)
-            raise
-        finally:
-            self._turn.append(None)
         return results
 
     def push(self, gradients: Mapping, *, samples: int | None = None) -> None:
@@ -129,45 +112,25 @@ class Client:
             Weight of this push; 0 is allowed and says that there is nothing in it. Without it
             workers weigh the same. Needed where the model has a `global_batch`.
         """
-        link = self._link
-        try:
-            self._turn.pop()
-        except IndexError:
-            raise refusal(f"push {self.name!r}") from None
-        try:
-            self._ready("push")
+        self._open()
+        with self._pushing:
             samples = self._check_push(samples)
             pushes = self._names.split(gradients)
             self._enter()
             for server in range(len(self._servers)):
-                self._post(server, PUSH, pushes=pushes, samples=samples)
+                self._post(server, protocol.PUSH, pushes=pushes, samples=samples)
             self._pushed = self.finished
-            self._serve_once()
-        except BaseException as error:
-            link.broken(f"push {self.name!r}", error)
-            raise
-        finally:
-            self._turn.append(None)
+            self._link.background()
 
     def clock(self) -> None:
         """Finish this clock. Local; does not wait, the next pull does."""
-        link = self._link
-        try:
-            self._turn.pop()
-        except IndexError:
-            raise refusal(f"clock of {self.name!r}") from None
-        try:
-            self._ready("clock")
+        self._open()
+        with self._ticking:
             self._enter()
             for server in range(len(self._servers)):
-                self._post(server, CLOCK)
+                self._post(server, protocol.CLOCK)
             self.finished += 1
-            self._serve_once()
-        except BaseException as error:
-            link.broken(f"clock of {self.name!r}", error)
-            raise
-        finally:
-            self._turn.append(None)
+            self._link.background()
 
     def push_pull(
         self, gradients: Mapping, *, out: Mapping | None = None, samples: int | None = None
@@ -176,41 +139,31 @@ class Client:
 
         The parameters come back as the next clock may see them.
         """
-        link = self._link
-        try:
-            self._turn.pop()
-        except IndexError:
-            raise refusal(f"push_pull {self.name!r}") from None
-        try:
-            self._ready("push_pull")
+        self._open()
+        with self._fused:
             samples = self._check_push(samples)
             wanted, results = self._names.wanted(None, out)
             flat, finish = self._names.targets(wanted, results)
             pushes = self._names.split(gradients)
             self._enter()
             self._pushed = self.finished
-            self._ask(PUSH | CLOCK | PULL, wanted, flat, pushes, samples)
+            self._ask(protocol.PUSH | protocol.CLOCK | protocol.PULL, wanted, flat, pushes, samples)
             finish()
-        except BaseException as error:
-            link.broken(f"push_pull {self.name!r}", error)
-            raise
-        finally:
-            self._turn.append(None)
         return results
 
     def close(self) -> None:
         """Leave the clocks: nobody waits for this worker any more. Local; twice is fine."""
         if not self.closed:
-            with self._link.call(f"close of {self.name!r}"):
+            with Call(self._link, f"close of {self.name!r}"):
                 self.leave()
+                self._link.background()
 
     def leave(self) -> None:
         """Do what `close` does, from inside another call of the group. Local."""
         if not self.closed:
             for server in range(len(self._servers)):
-                self._post(server, LEAVE)
+                self._post(server, protocol.LEAVE)
             self.closed = True
-            self._serve_once()
 
     @property
     def stats(self) -> dict:
@@ -234,24 +187,14 @@ class Client:
 
     # -- messages ------------------------------------------------------------------------
 
-    def _ready(self, call: str) -> None:
-        """Begin a call: nothing is posted yet, so one that fails may be made again."""
-        link = self._link
-        link.touched = False
+    def _open(self) -> None:
         if self.closed:
             raise ClosedError(f"client {self.name!r} is closed; it was used after close()")
-        if link.careful:
-            link.check_call(f"{call} {self.name!r}")
-        link.check_notice()
-
-    def _serve_once(self) -> None:
-        if self._link.background is not None:
-            self._link.background()
 
     def _enter(self) -> None:
         """Be let into the present clock, if no pull has done that yet."""
         if self._entered < self.finished and self.finished > 0:
-            self._ask(PULL, {}, {})
+            self._ask(protocol.PULL, {}, {})
 
     def _check_push(self, samples) -> int | None:
         if self._pushed == self.finished:
@@ -285,11 +228,13 @@ class Client:
         Returns the operation, which is open where it asks for an answer.
         """
         rank = self._servers[server]
-        asks = bool(flags & PULL)
-        operation = self._link.trail.begin(NAMES[flags], rank, self.name, self.finished, open=asks)
+        asks = bool(flags & protocol.PULL)
+        operation = self._link.trail.begin(
+            protocol.NAMES[flags], rank, self.name, self.finished, open=asks
+        )
         rows = {name: rows for name, (rows, _) in pushes.items()} if pushes is not None else None
         parts, push = self._route(server, rows) if rows is not None else ([], _NOTHING)
-        words = [w for w in (push, pull) if w is not None]
+        words = [w for w in (push, pull) if w is not None and w.size]
         data_at = HEADER_BYTES + 8 * sum(w.size for w in words)
         total = data_at + data_bytes(self.layout, parts)
         buffer = self._link.pool.take(total)
@@ -301,50 +246,41 @@ class Client:
             model=self._model,
             clock=self.finished,
             total=total,
-            push_words=ALL if push is None else push.size,
-            pull_words=ALL if pull is None else pull.size,
+            push_words=protocol.ALL if push is None else push.size,
+            pull_words=protocol.ALL if pull is None else pull.size,
             samples=-1 if samples is None else samples,
             note0=note[0],
             note1=note[1],
         ).write(buffer)
-        np.concatenate([_NOTHING, *words], out=buffer[HEADER_BYTES:data_at].view(np.int64))
+        if words:
+            np.concatenate(words, out=buffer[HEADER_BYTES:data_at].view(np.int64))
         for part, view in views(self.layout, parts, buffer, data_at):
             rows, gradient = pushes[self.layout.tensors[part.piece.tensor].name]
-            self._copy(part, rows, view, gradient, to_message=True)
+            values, here = self._place(part, rows, gradient)
+            view[...] = values[here].reshape(-1)
         self.started = True
-        self._link.send(buffer, total, rank, TO_SERVER)
+        self._link.send(buffer, total, rank, protocol.TO_SERVER)
         self._link.reap()
         return operation
 
-    def _copy(self, part: Part, rows, view, flat, to_message: bool) -> None:
-        """Copy between the data of one part and a flat array of all that is pushed or pulled."""
+    def _place(self, part: Part, rows, flat: np.ndarray) -> tuple[np.ndarray, Any]:
+        """Where one part lies in a flat array of all that is pushed or pulled: array and index."""
         if rows is None:
-            flat = flat[part.piece.start : part.piece.stop]
-        else:
-            shape = (-1, self.layout.tensors[part.piece.tensor].width)
-            here = owned(self.layout, part.piece, rows)
-            flat, view = flat.reshape(len(rows), shape[1]), view.reshape(-1, shape[1])
-            if not to_message:
-                flat[here] = view
-                return
-            flat = flat[here]
-        if to_message:
-            view[...] = flat
-        else:
-            flat[...] = view
+            return flat, slice(part.piece.start, part.piece.stop)
+        width = self.layout.tensors[part.piece.tensor].width
+        return flat.reshape(len(rows), width), owned(self.layout, part.piece, rows)
 
     def _ask(self, flags: int, wanted: dict, flat: dict, pushes=None, samples=None) -> None:
         """Send a request that has an answer to the servers concerned, and take the answers."""
-        entering = flags & CLOCK or self._entered < self.finished
+        entering = flags & protocol.CLOCK or self._entered < self.finished
         expected = {}
         for server, rank in enumerate(self._servers):
             parts, words = self._route(server, wanted)
             if not (parts or entering):
                 continue
             total = HEADER_BYTES + data_bytes(self.layout, parts)
-            first = min(total, protocol.MESSAGE_BYTES)
             # Posted before it is asked for, so that it lands where it belongs.
-            incoming = self._link.receive(rank, TO_WORKER, first, total)
+            incoming = self._link.receive(rank, protocol.TO_WORKER, total)
             operation = self._post(server, flags, pushes=pushes, samples=samples, pull=words)
             expected[server] = parts, incoming, operation
         gap = held = 0
@@ -370,7 +306,7 @@ class Client:
         self._waits["worker"] += blocked
         self._waits["server"] += waited - blocked
         self._link.touched = False  # whatever fails from here on, nobody waits for an answer
-        if flags & CLOCK:
+        if flags & protocol.CLOCK:
             self.finished += 1
         if entering:
             self._entered = self.finished
@@ -381,4 +317,5 @@ class Client:
     def _unpack(self, parts, buffer, wanted, flat) -> None:
         for part, view in views(self.layout, parts, buffer, HEADER_BYTES):
             name = self.layout.tensors[part.piece.tensor].name
-            self._copy(part, wanted[name], view, flat[name], to_message=False)
+            values, here = self._place(part, wanted[name], flat[name])
+            values[here] = view.reshape(-1, *values.shape[1:])

@@ -16,7 +16,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 from ..errors import ClosedError, ConfigError, ProtocolError, nearest, shown
@@ -27,8 +26,8 @@ from .add_model import host_model
 from .client import Client
 from .consistency import BSP, Consistency
 from .layout.placement import Layout, choose_ranks, ranks_asked
-from .link import Link
-from .protocol import BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER, Header
+from .link import Call, Link, nothing
+from .protocol import BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
 from .server import Hosted, Server, with_histograms
 
 #: Under which name a context counts its groups, for their tags.
@@ -91,7 +90,8 @@ class ServerGroup:
             index = self.server_ranks.index(comm.rank)
             self._server = Server(self.link, index, self.worker_ranks)
             self._server.pauses_here = not self.is_worker
-            self.link.background = self._server.poll if self.is_worker else None
+            if self.is_worker:
+                self.link.background = self._server.poll
 
     # -- models ----------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class ServerGroup:
                 raise ConfigError(f"add {name!r}: this group has a model of that name")
 
         # A colocated server must not answer for a model whose values are still on their way.
-        with self.link.call("add"), self.link.quiet():
+        with Call(self.link, "add"), self.link.quiet():
             layout = host_model(
                 self.link,
                 self._server,
@@ -182,15 +182,11 @@ class ServerGroup:
         if self.is_worker or self._server is None:
             raise ProtocolError(f"serve: rank {self.comm.rank} works; it serves within its calls")
         check_function(on_pause)
-        with self.link.call("serve"):
-            self._serve(self._server, on_pause)
-
-    def _serve(self, server: Server, on_pause: Callable[[Any], None] | None) -> None:
-        link, server.on_pause = self.link, on_pause
-        while not server.done:
-            # A wait ends with every event: what is long is a wait without any.
-            waited = link.wait(lambda: server.poll() or server.done, server.present)
-            link.waits["worker"] += waited
+        link, server, server.on_pause = self.link, self._server, on_pause
+        with Call(link, "serve"):
+            link.background = server.poll
+            link.wait(lambda: server.done, server.present, "worker")
+            link.background = nothing
         link.waits["worker"] -= server.busy_seconds
         self._served = True
 
@@ -199,9 +195,8 @@ class ServerGroup:
 
         For a colocated worker that waits for something else than its client.
         """
-        if self.link.background is not None:
-            with self.link.call("progress"):
-                self.link.background()
+        with Call(self.link, "progress"):
+            self.link.background()
 
     def pause(self, tag: str | int) -> None:
         """Bring the servers out of their loop, between two clocks. Collective over the workers.
@@ -213,26 +208,20 @@ class ServerGroup:
         self._workers("pause")
         if isinstance(tag, bool) or not isinstance(tag, str | int):
             raise ConfigError(f"pause: tag={shown(tag)}; expected a string or a whole number")
-        data = np.frombuffer(json.dumps(tag).encode(), np.uint8)
-        with self.link.call("pause"):
-            self._pause(data)
-
-    def _pause(self, data: np.ndarray) -> None:
         link, replies = self.link, {}
-        operation = link.trail.begin("pause")
-        for rank in self.server_ranks:
-            replies[rank] = link.receive(rank, TO_WORKER, HEADER_BYTES)
-            buffer, total = link.pool.take(HEADER_BYTES + data.size), HEADER_BYTES + data.size
-            Header(PAUSE, total=total).write(buffer)
-            buffer[HEADER_BYTES:total] = data
-            link.send(buffer, total, rank, TO_SERVER)
-        link.waits["worker"] += link.wait(
-            lambda: all([reply.test() for reply in replies.values()]),
-            lambda: [rank for rank, reply in replies.items() if not reply.test()],
-        )
-        operation[OPEN] = False
-        for reply in replies.values():
-            link.pool.give(reply.buffer)
+        with Call(link, "pause"):
+            operation = link.trail.begin("pause")
+            for rank in self.server_ranks:
+                replies[rank] = link.receive(rank, TO_WORKER, HEADER_BYTES)
+                link.tell(PAUSE, rank, TO_SERVER, json.dumps(tag).encode())
+            link.wait(
+                lambda: all([reply.test() for reply in replies.values()]),
+                lambda: [rank for rank, reply in replies.items() if not reply.test()],
+                "worker",
+            )
+            operation[OPEN] = False
+            for reply in replies.values():
+                link.pool.give(reply.buffer)
 
     def barrier(self) -> None:
         """Wait for all workers, serving meanwhile. Collective over the workers.
@@ -240,10 +229,10 @@ class ServerGroup:
         With colocated servers a barrier of MPI's own would not serve those that are not there yet.
         """
         workers = self._workers("barrier")
-        with self.link.call("barrier"):
+        with Call(self.link, "barrier"):
             operation = self.link.trail.begin("barrier")
             self.link.touched = True
-            self.link.waits["worker"] += self.link.wait(workers.Ibarrier().Test)
+            self.link.wait(workers.Ibarrier().Test, peers="worker")
             operation[OPEN] = False
 
     # -- shards ------------------------------------------------------------------------
@@ -318,15 +307,21 @@ class ServerGroup:
         """End the group: clients leave, servers serve until all have. Collective; twice is fine."""
         if self.closed:
             return
-        with self.link.call("close"):
-            if self._server is not None and not self.is_worker:
-                if not self._served:
-                    self._serve(self._server, None)
-            else:
-                self._say_goodbye()
-            self.link.wait(self.link.reap)
-            mine = self._facts()
-            self._everyone = [with_histograms(facts) for facts in self.link.exchange(mine)]
+        if not self.is_worker and not self._served:
+            self.serve()
+        link, server = self.link, self._server
+        with Call(link, "close"):
+            for client in self._clients:
+                client.leave()
+            if self.is_worker:
+                for rank in self.server_ranks:
+                    link.tell(BYE, rank, TO_SERVER)
+            if self.is_worker and server is not None:
+                operation = link.trail.begin("serve until all have left")
+                link.wait(lambda: server.done, server.present, "worker")
+                operation[OPEN] = False
+            link.wait(link.reap)
+            self._everyone = [with_histograms(facts) for facts in link.exchange(self._facts())]
             self._end()
         if self.workers is not None:
             free(self.workers)
@@ -341,20 +336,6 @@ class ServerGroup:
         """At exit: the program ends and has not closed the group, which others may wait for."""
         if not self.closed and MPI.Is_initialized() and not MPI.Is_finalized():
             self._abandon(ProtocolError("the program ended and left the server group open"))
-
-    def _say_goodbye(self) -> None:
-        link = self.link
-        for client in self._clients:
-            client.leave()
-        for rank in self.server_ranks:
-            buffer = link.pool.take(HEADER_BYTES)
-            Header(BYE).write(buffer)
-            link.send(buffer, HEADER_BYTES, rank, TO_SERVER)
-        server = self._server
-        if server is not None:
-            operation = link.trail.begin("serve until all have left")
-            link.waits["worker"] += link.wait(lambda: server.done, server.present)
-            operation[OPEN] = False
 
     def __enter__(self) -> ServerGroup:
         return self

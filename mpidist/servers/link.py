@@ -12,6 +12,7 @@ others. A group that fails leaves messages behind; the context is then never fre
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,16 +28,53 @@ from ..partition import pieces
 from ..runtime import polling
 from ..runtime.agreement.run_on_all import run_on_all
 from ..runtime.context import Context
-from ..runtime.polling import wait_until
 from . import protocol
 from .deadlock import check_stuck
-from .protocol import DOWN, NOTICE, UP, Incoming, Pool
+from .protocol import DOWN, HEADER_BYTES, NOTICE, UP, Header, Incoming, Pool
 
 _NOTICE_BYTES = 2000
+_SPINS = 200  # looks of a wait before it yields the core
 _GROUP, _VERDICT = b"g", b"v"  # what a notice ends
 
 #: Links that were broken off: MPI may still write into their buffers.
 _abandoned: list[Link] = []
+
+
+class Call:
+    """Lets one thread at a time into a call of the group, as a ``with`` block. Local.
+
+    It is made once for a call of the step loop, and entered again and again.
+    """
+
+    __slots__ = ("link", "name")
+
+    def __init__(self, link: Link, name: str):
+        self.link, self.name = link, name
+
+    def __enter__(self) -> None:
+        link = self.link
+        try:
+            link.turn.pop()
+        except IndexError:
+            raise ProtocolError(
+                f"{self.name}: another call of this server group is under way on this rank, in "
+                "another thread or in what a signal handler interrupted; use one thread at a time"
+            ) from None
+        try:
+            link.touched = False
+            if link.careful:
+                link.check_call(self.name)
+            link.check_notice()
+        except BaseException:
+            link.turn.append(None)
+            raise
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            if error is not None:
+                self.link.broken(self.name, error)
+        finally:
+            self.link.turn.append(None)
 
 
 class Link:
@@ -60,8 +98,8 @@ class Link:
     careful : bool
         The next call must ask `check_call`: the group has failed, or MPI was started below
         MPI_THREAD_MULTIPLE (`one_thread`) and the main thread alone may call.
-    background : callable or None
-        The server half of this rank; true when it did something.
+    background : callable
+        What is done in every wait: the server half of this rank. True when it did something.
     on_note : callable or None
         Called on the first server with the rank of a worker and its `Client.note`.
     waits : dict
@@ -78,7 +116,7 @@ class Link:
         self.careful = self.one_thread = MPI.Query_thread() < MPI.THREAD_MULTIPLE
         self.failed: str | None = None
         self.heard = self.touched = False
-        self.background: Callable[[], bool] | None = None
+        self.background: Callable[[], bool] = nothing
         self.on_note: Callable[[int, tuple[int, int]], None] | None = None
         self.waits = {"server": 0.0, "worker": 0.0, "all": 0.0}
         self.trail = events.Trail(self.comm.rank, self.comm.size)
@@ -89,28 +127,6 @@ class Link:
         self._pinned: list = []  # operations that can no longer end, with their buffers
 
     # -- one call at a time ------------------------------------------------------------------
-
-    @contextmanager
-    def call(self, name: str) -> Iterator[None]:
-        """Let this thread into a call of the group, one that takes longer than a message. Local.
-
-        `Client` does the same by hand, where every microsecond counts.
-        """
-        try:
-            self.turn.pop()
-        except IndexError:
-            raise refusal(name) from None
-        try:
-            self.touched = False
-            if self.careful:
-                self.check_call(name)
-            self.check_notice()
-            yield
-        except BaseException as error:
-            self.broken(name, error)
-            raise
-        finally:
-            self.turn.append(None)
 
     def check_call(self, name: str) -> None:
         """Raise what forbids a call on this rank, if anything does. Local."""
@@ -168,10 +184,18 @@ class Link:
         """Whether a message of `source` is waiting to be received."""
         return self.comm.Iprobe(source, self.tag + tag, status)
 
-    def receive(self, source: int, tag: int, first: int, total: int = 0) -> Incoming:
-        """Begin to receive a message whose first piece has at most `first` bytes."""
+    def tell(self, flags: int, dest: int, tag: int, data: bytes = b"") -> None:
+        """Send a message of a few bytes."""
+        total = HEADER_BYTES + len(data)
+        buffer = self.pool.take(total)
+        Header(flags, total=total).write(buffer)
+        buffer.data[HEADER_BYTES:total] = data
+        self.send(buffer, total, dest, tag)
+
+    def receive(self, source: int, tag: int, nbytes: int) -> Incoming:
+        """Begin to receive a message, of at most `nbytes` where it is of one piece."""
         self.touched = True
-        return Incoming(self.comm, self.pool, source, self.tag + tag, first, total, self._receiving)
+        return Incoming(self.comm, self.pool, source, self.tag + tag, nbytes, self._receiving)
 
     def received(self, nbytes: int) -> None:
         """Count one message that is here."""
@@ -181,40 +205,49 @@ class Link:
 
     # -- waiting -------------------------------------------------------------------------------
 
-    def wait(self, test: Callable[[], bool], ranks: Callable[[], Sequence[int]] = tuple) -> float:
+    def wait(
+        self,
+        test: Callable[[], bool],
+        ranks: Callable[[], Sequence[int]] = tuple,
+        peers: str | None = None,
+    ) -> float:
         """Wait until `test()`, serving in the background; return the seconds it took.
 
         `ranks()` are those that it waits for. Where one of them waits for this rank, in a call
-        that this rank cannot come to, all ranks get a MismatchError.
+        that this rank cannot come to, all ranks get a MismatchError. `peers` says where in `waits`
+        the seconds are counted.
+
+        It has a loop of its own, not `wait_until`: what is served here is served three calls
+        below the wait, and a server never waits so long that it would not serve.
         """
-        start, waited = time.monotonic(), polling.waited
-        done = False
-
-        def look_around(seconds: float) -> None:
-            check_stuck(self.context, self.trail, ranks())
-
-        while not done:
-            # Serving counts as the end of one wait: only a wait without any event is a long one.
-            began = time.monotonic()
-
-            def look(began=began):
-                nonlocal done
-                done = test()
-                if done or (self.background is not None and self.background()):
-                    return True
-                self.check_notice()
-                _back_off(time.monotonic() - began)
-                return False
-
-            wait_until(look, look_around)
+        start = began = time.monotonic()
+        waited, look_around, looks = polling.waited, start + polling.PATIENCE, 0
+        while not test():
+            served, now, looks = self.background(), time.monotonic(), looks + 1
+            if served:  # only a wait without any event is a long one
+                began, look_around, looks = now, now + polling.PATIENCE, 0
+                continue
+            self.check_notice()
+            if now >= look_around:
+                check_stuck(self.context, self.trail, ranks())
+                look_around = now + 0.1
+            # With more ranks than cores the core is somebody else's: it is given away for a
+            # fortieth of the time idle so far, so that latency stays in proportion. A server that
+            # is idle for long looks every 2 ms and uses about a hundredth of a core.
+            if now - began > 0.001:
+                time.sleep(min((now - began) / 40, 0.002))
+            elif looks > _SPINS:
+                os.sched_yield()
         seconds = time.monotonic() - start
-        polling.waited = waited + seconds  # with the looks at its beginning: they sleep, too
+        polling.waited = waited + seconds  # what is served waits as well: it counts once
+        if peers is not None:
+            self.waits[peers] += seconds
         return seconds
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Serve nothing in the background for a while."""
-        background, self.background = self.background, None
+        background, self.background = self.background, nothing
         try:
             yield
         finally:
@@ -328,15 +361,15 @@ class Link:
         with self._pin(sending, data):
             for rank in ranks:
                 sending.append(self.comm.Isend([data, MPI.BYTE], rank, self.tag + tag))
-            self.waits["all"] += self.wait(lambda: MPI.Request.Testall(sending))
+            self.wait(lambda: MPI.Request.Testall(sending), peers="all")
 
     def _take(self, source: int, tag: int) -> bytes:
         status = MPI.Status()
-        self.waits["all"] += self.wait(lambda: self.probe(source, tag, status), lambda: [source])
+        self.wait(lambda: self.probe(source, tag, status), lambda: [source], "all")
         data = bytearray(status.Get_count(MPI.BYTE))
         request = self.comm.Irecv([data, MPI.BYTE], source, self.tag + tag)
         with self._pin(request, data):
-            self.waits["all"] += self.wait(request.Test)
+            self.wait(request.Test, peers="all")
         return bytes(data)
 
     @contextmanager
@@ -348,6 +381,11 @@ class Link:
             raise
 
 
+def nothing() -> bool:
+    """Do nothing in the background. Local."""
+    return False
+
+
 def check_thread(name: str) -> None:
     """Refuse a thread of which an MPI library below MPI_THREAD_MULTIPLE may know nothing. Local."""
     if not MPI.Is_thread_main():
@@ -356,14 +394,6 @@ def check_thread(name: str) -> None:
             "below MPI_THREAD_MULTIPLE; call it in the main thread, or set mpi4py.rc.thread_level "
             "to 'multiple'"
         )
-
-
-def refusal(name: str) -> ProtocolError:
-    """Return the error of a call that another one is in the way of. Local."""
-    return ProtocolError(
-        f"{name}: another call of this server group is under way on this rank, in another thread "
-        "or in what a signal handler interrupted; use one thread at a time"
-    )
 
 
 def _cause(error: BaseException) -> str:
@@ -381,13 +411,3 @@ def _readable(error: BaseException) -> Iterator[None]:
         yield
     except Exception:
         return
-
-
-def _back_off(idle: float) -> None:
-    """Give the core away: a fortieth of the time idle so far, so that latency stays in proportion.
-
-    With more ranks than cores the core is somebody else's; a server that is idle for long looks
-    every 2 ms and uses about a hundredth of a core.
-    """
-    if idle > 0.001:
-        time.sleep(min(idle / 40, 0.002))

@@ -139,14 +139,7 @@ class Incoming:
     """
 
     def __init__(
-        self,
-        comm: MPI.Comm,
-        pool: Pool,
-        source: int,
-        tag: int,
-        first: int,
-        total: int,
-        kept: set[Incoming],
+        self, comm: MPI.Comm, pool: Pool, source: int, tag: int, nbytes: int, kept: set[Incoming]
     ):
         self.source = source
         # Its owner may lose it to an exception, but MPI goes on writing until it is here.
@@ -154,10 +147,10 @@ class Incoming:
         kept.add(self)
         self.header = Header(0)
         self.opened = False
-        self.buffer = pool.take(max(first, total))
-        self.posted = first
+        self.buffer = pool.take(nbytes)
         self._comm, self._pool, self._tag = comm, pool, tag
-        self._requests = [comm.Irecv([self.buffer[:first], MPI.BYTE], source, tag)]
+        first = self.buffer[: min(nbytes, MESSAGE_BYTES)]
+        self._requests = [comm.Irecv([first, MPI.BYTE], source, tag)]
 
     def test(self) -> bool:
         """Whether the whole message is here. Makes progress."""

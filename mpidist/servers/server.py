@@ -21,26 +21,12 @@ from mpi4py import MPI
 
 from ..errors import ProtocolError
 from ..events import OPEN
+from . import protocol
 from .consistency import Answer, Apply, Consistency, ConsistencyGate
 from .layout.capacity import ROOM_BYTES
 from .layout.routing import Part, data_bytes, decode, views, whole
 from .link import Link
-from .protocol import (
-    ADD,
-    ALL,
-    BYE,
-    CLOCK,
-    HEADER_BYTES,
-    LEAVE,
-    PAUSE,
-    PULL,
-    PUSH,
-    SERVED,
-    TO_SERVER,
-    TO_WORKER,
-    Header,
-    Incoming,
-)
+from .protocol import HEADER_BYTES, Header, Incoming
 from .shards import ServerShard
 
 
@@ -84,15 +70,12 @@ class Hosted:
     def apply(self, action: Apply) -> None:
         """Update the shard, and book how old the gradients were."""
         version = self.shard.version
-        pushes = [push for _, push in action.pushes]
         if self.gate.consistency.merges:
-            samples = [1 if push.samples is None else push.samples for push in pushes]
-            total = sum(samples)
-            shares = [n / total for n in samples] if total else [0.0] * len(samples)
-            weighted = [(s, p.parts) for s, p in zip(shares, pushes, strict=True)]
-            self.shard.apply(weighted)
+            counted = [(1 if p.samples is None else p.samples, p.parts) for _, p in action.pushes]
+            total = sum(samples for samples, _ in counted) or 1
+            self.shard.apply([(samples / total, parts) for samples, parts in counted])
         else:
-            (push,) = pushes
+            ((_, push),) = action.pushes
             self.shard.apply([(1.0, push.parts)], self.weight(push))
         for worker, push in action.pushes:
             self.newest[worker] = version - push.seen
@@ -149,7 +132,10 @@ class Server:
         start = time.perf_counter()
         acted = self._begin_receives()
         acted = self._finish_receives() or acted
-        acted = self._send_answers() or acted
+        self.link.reap()
+        while self._answers and self.link.bytes_in_flight < ROOM_BYTES:
+            self.link.send(*self._next_answer(), protocol.TO_WORKER)
+            acted = True
         if acted:
             self.busy_seconds += time.perf_counter() - start
         return acted
@@ -157,7 +143,7 @@ class Server:
     # -- receiving ---------------------------------------------------------------------
 
     def _begin_receives(self) -> bool:
-        comm, tag = self.link.comm, self.link.tag + TO_SERVER
+        comm, tag = self.link.comm, self.link.tag + protocol.TO_SERVER
         if not comm.Iprobe(MPI.ANY_SOURCE, tag):
             return False
         n = len(self.workers)
@@ -175,7 +161,9 @@ class Server:
             if self._arriving and nbytes > room:
                 self._turn = worker  # the first to be served when there is room again
                 break
-            self._arriving[worker] = self.link.receive(self.workers[worker], TO_SERVER, nbytes)
+            self._arriving[worker] = self.link.receive(
+                self.workers[worker], protocol.TO_SERVER, nbytes
+            )
             room -= nbytes
             begun += 1
         else:
@@ -198,26 +186,26 @@ class Server:
 
     def _handle(self, worker: int, header: Header, buffer: np.ndarray, queue: int) -> bool:
         """Carry out one message; true if its buffer is still needed."""
-        if header.flags & ADD:
+        if header.flags & protocol.ADD:
             raise ProtocolError(
                 f"parameter server {self.index}: worker {worker} adds a model while this server "
                 "serves; all ranks call add, in the same order, before a server serves"
             )
-        kind, rank = SERVED[header.flags], self.workers[worker]
-        if header.flags & (BYE | PAUSE):
+        kind, rank = protocol.SERVED[header.flags], self.workers[worker]
+        if header.flags & (protocol.BYE | protocol.PAUSE):
             self.link.trail.begin(kind, rank, open=False)
-        if header.flags & BYE:
+        if header.flags & protocol.BYE:
             self._present.discard(worker)
             self._check_pause()
             return False
-        if header.flags & PAUSE:
+        if header.flags & protocol.PAUSE:
             self._paused[worker] = json.loads(buffer[HEADER_BYTES : header.total].tobytes())
             self._check_pause()
             return False
         if not 0 <= header.model < len(self.models):
             raise ProtocolError(f"parameter server {self.index}: no model {header.model} here")
         model = self.models[header.model]
-        asks = bool(header.flags & PULL)
+        asks = bool(header.flags & protocol.PULL)
         operation = self.link.trail.begin(kind, rank, model.name, header.clock, open=asks)
         clock = model.gate.clocks[worker]
         if header.clock != clock:
@@ -231,23 +219,23 @@ class Server:
         words_at = HEADER_BYTES
         push_parts, words_at = self._selection(model, message, words_at, header.push_words)
         pull_parts, data_at = self._selection(model, message, words_at, header.pull_words)
-        if header.flags & PUSH:
+        if header.flags & protocol.PUSH:
             parts = list(views(model.shard.layout, push_parts, message, data_at))
             samples = None if header.samples < 0 else header.samples
             push = Push(buffer, parts, samples, model.pulled[worker])
             self._run(model, model.gate.push(worker, push))
-        if header.flags & CLOCK:
+        if header.flags & protocol.CLOCK:
             self._run(model, model.gate.tick(worker))
-        if header.flags & PULL:
+        if header.flags & protocol.PULL:
             pull = Pull(pull_parts, time.monotonic_ns(), queue, operation)
             self._run(model, model.gate.pull(worker, pull))
-        if header.flags & LEAVE:
+        if header.flags & protocol.LEAVE:
             self._run(model, model.gate.leave(worker))
-        return bool(header.flags & PUSH)
+        return bool(header.flags & protocol.PUSH)
 
     def _selection(self, model: Hosted, message, at: int, words: int) -> tuple[list[Part], int]:
         layout = model.shard.layout
-        if words == ALL:
+        if words == protocol.ALL:
             return whole(layout, self.index), at
         stop = at + 8 * words
         return decode(message[at:stop].view(np.int64), layout, self.index), stop
@@ -266,36 +254,31 @@ class Server:
                 held = time.monotonic_ns() - action.item.since
                 self._answers.append((model, action.worker, action.item, action.gap, held))
 
-    def _send_answers(self) -> bool:
-        """Send answers while there is room for their buffers.
+    def _next_answer(self) -> tuple[np.ndarray, int, int]:
+        """Write the next answer; returns its buffer, its bytes, and the rank it goes to.
 
-        An answer that waits here may grow fresher, never too fresh: in the modes that hide
+        An answer that waited may have grown fresher, never too fresh: in the modes that hide
         updates until a clock is over, the clock of a worker without its answer is not over.
         """
-        sent = False
-        self.link.reap()
-        while self._answers and self.link.bytes_in_flight < ROOM_BYTES:
-            model, worker, pull, gap, held = self._answers.popleft()
-            shard = model.shard
-            total = HEADER_BYTES + data_bytes(shard.layout, pull.parts)
-            buffer = self.link.pool.take(total)
-            header = Header(
-                PULL,
-                clock=model.gate.clocks[worker],
-                total=total,
-                version=shard.version,
-                gap=gap,
-                held_ns=held,
-                staleness=model.newest[worker],
-                queue=pull.queue,
-            )
-            header.write(buffer)
-            shard.read(pull.parts, buffer, HEADER_BYTES)
-            model.pulled[worker] = shard.version
-            self.link.send(buffer, total, self.workers[worker], TO_WORKER)
-            pull.operation[OPEN] = False
-            sent = True
-        return sent
+        model, worker, pull, gap, held = self._answers.popleft()
+        shard = model.shard
+        total = HEADER_BYTES + data_bytes(shard.layout, pull.parts)
+        buffer = self.link.pool.take(total)
+        header = Header(
+            protocol.PULL,
+            clock=model.gate.clocks[worker],
+            total=total,
+            version=shard.version,
+            gap=gap,
+            held_ns=held,
+            staleness=model.newest[worker],
+            queue=pull.queue,
+        )
+        header.write(buffer)
+        shard.read(pull.parts, buffer, HEADER_BYTES)
+        model.pulled[worker] = shard.version
+        pull.operation[OPEN] = False
+        return buffer, total, self.workers[worker]
 
     # -- pauses ------------------------------------------------------------------------
 
@@ -324,9 +307,7 @@ class Server:
             )
         self._paused = {}
         for rank in self.workers:
-            buffer = self.link.pool.take(HEADER_BYTES)
-            Header(PAUSE).write(buffer)
-            self.link.send(buffer, HEADER_BYTES, rank, TO_WORKER)
+            self.link.tell(protocol.PAUSE, rank, protocol.TO_WORKER)
         if self.pauses_here and on_pause is not None:
             operation = self.link.trail.begin("serve pause")
             on_pause(tags[0])

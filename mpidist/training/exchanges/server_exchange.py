@@ -74,12 +74,7 @@ class Served:
 
     def _attend(self) -> bool:
         self.agreement.listen()
-        return self._serve is not None and self._serve()
-
-    def _starving(self) -> None:
-        """Serve while this worker's own data do not come, and hear of a rank that gave up."""
-        self._attend()
-        self.group.link.check_notice()
+        return self._serve()
 
     def part(self, count: int) -> tuple[int, int]:
         """Return which samples of a global batch of `count` are this worker's. Local."""
@@ -93,10 +88,10 @@ class Served:
         """
         start, stop = self.part(len(indices))
         mine = indices[start:stop]
-        taken = feed.take(mine, self._starving)
+        taken = feed.take(mine, self.group.progress)
         while taken is None:
             events.emit("starved", step=self.client.finished, seconds=feed.starved)
-            taken = feed.take(mine, self._starving)
+            taken = feed.take(mine, self.group.progress)
 
         def mean(batch: tuple) -> float:
             return check_loss(self.model.loss_and_gradients(batch, self.gradients))
