@@ -12,13 +12,12 @@ from ..errors import MismatchError, ProtocolError, shown
 from ..events import OPEN
 from ..launch.free_memory import available_memory
 from ..runtime.agreement.run_on_all import difference
-from .consistency import Consistency
 from .layout.capacity import check_capacity, needed, state_copies
 from .layout.placement import Layout, place
 from .layout.routing import data_bytes, views, whole
 from .layout.row_selection import Selection
 from .link import Link
-from .model_facts import check_optimizer, optimizer_facts, parse_model
+from .model_facts import Request, check_optimizer, optimizer_facts, parse_model
 from .protocol import ADD, HEADER_BYTES, TO_SERVER, VALUES, Header
 from .server import Hosted, Server
 from .shards import ServerShard
@@ -30,31 +29,25 @@ def host_model(
     servers: Sequence[int],
     workers: Sequence[int],
     check: Callable[[], None],
-    *,
-    name: str,
-    model: Mapping,
-    optimizer,
-    consistency: Consistency,
-    seed: int,
-    global_batch: int | None,
+    asked: Request,
 ) -> Layout:
     """Place one model and make `server` (this rank's, or None) ready. Collective over the link.
 
     `servers` and `workers` are ranks; `check` raises where this rank cannot add; the rest is
     described at `ServerGroup.add`, with what is raised.
     """
-    doing = f"add {shown(name)}"
+    doing = f"add {shown(asked.name)}"
     source = workers[0]
 
     def describe() -> dict:
         check()
-        spec = parse_model(name, model, consistency, global_batch, seed)
-        check_optimizer(name, optimizer)
+        spec = parse_model(asked)
+        check_optimizer(asked.name, asked.optimizer)
         return {
-            "facts": {**spec.facts, "optimizer": optimizer_facts(optimizer)},
+            "facts": {**spec.facts, "optimizer": optimizer_facts(asked.optimizer)},
             "inits": spec.inits,
             "node": (socket.gethostname(), available_memory()),
-            "copies": state_copies(optimizer),
+            "copies": state_copies(asked.optimizer),
         }
 
     def decide(everyone: list[dict]) -> tuple:
@@ -70,11 +63,9 @@ def host_model(
         copies, needs = everyone[0]["copies"], []
         for index, rank in enumerate(servers):
             host, free = everyone[rank]["node"]
-            need = needed(
-                layout, index, copies=copies, workers=len(workers), consistency=consistency
-            )
+            need = needed(layout.bytes_of(index), copies, len(workers), asked.consistency)
             needs.append((rank, host, need, free))
-        check_capacity(name, needs)
+        check_capacity(asked.name, needs)
         return tensors, inits, everyone[source]["inits"] is None
 
     _announce(link, server, servers, workers)
@@ -84,15 +75,15 @@ def host_model(
     def allocate() -> Hosted | None:
         if server is None:
             return None
-        shard = ServerShard(layout, server.index, optimizer, inits, seed)
-        return Hosted(name, shard, consistency, len(workers), global_batch)
+        shard = ServerShard(layout, server.index, asked.optimizer, inits, asked.seed)
+        return Hosted(asked.name, shard, asked.consistency, len(workers), asked.global_batch)
 
     hosted = link.run_on_all(f"{doing}: allocating", allocate)
     if server is not None:
         server.models.append(hosted)
     if as_arrays:
         shard = None if hosted is None else hosted.shard
-        hand_out(link, layout, servers, source=source, arrays=model, shard=shard)
+        hand_out(link, layout, servers, source=source, arrays=asked.model, shard=shard)
     return layout
 
 

@@ -31,10 +31,11 @@ NIPS 2013.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ..errors import ConfigError, ProtocolError
 
@@ -53,20 +54,9 @@ class Consistency:
         All pushes of one clock make one update.
     """
 
-    @property
-    def bound(self) -> int | None:
-        """Steps that a worker may be ahead of the slowest, or None."""
-        return None
-
-    @property
-    def holds(self) -> bool:
-        """Whether a push waits for the end of its clock."""
-        return False
-
-    @property
-    def merges(self) -> bool:
-        """Whether the pushes of a clock make one update."""
-        return False
+    bound: ClassVar[int | None] = None
+    holds: ClassVar[bool] = False
+    merges: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -78,20 +68,9 @@ class ASP(Consistency):
 class BSP(Consistency):
     """Bulk-synchronous: one update per clock, made of the pushes of all workers. Local."""
 
-    @property
-    def bound(self) -> int:
-        """Nobody is ahead."""
-        return 0
-
-    @property
-    def holds(self) -> bool:
-        """Updates become visible between clocks only."""
-        return True
-
-    @property
-    def merges(self) -> bool:
-        """One update per clock."""
-        return True
+    bound = 0
+    holds = True
+    merges = True
 
 
 @dataclass(frozen=True)
@@ -109,18 +88,17 @@ class SSP(Consistency):
     staleness: int = 3
 
     def __post_init__(self):
-        if isinstance(self.staleness, bool) or not isinstance(self.staleness, int):
+        whole = isinstance(self.staleness, int) and not isinstance(self.staleness, bool)
+        if not whole or self.staleness < 0:
             raise ConfigError(f"SSP: staleness is {self.staleness!r}; give an integer >= 0")
-        if self.staleness < 0:
-            raise ConfigError(f"SSP: staleness is {self.staleness}; give an integer >= 0")
 
     @property
-    def bound(self) -> int:
+    def bound(self) -> int:  # type: ignore[override]
         """The staleness."""
         return self.staleness
 
     @property
-    def holds(self) -> bool:
+    def holds(self) -> bool:  # type: ignore[override]
         """Only without staleness must nobody see a push before its clock is over."""
         return self.staleness == 0
 
@@ -165,9 +143,7 @@ class ConsistencyGate:
 
     def slowest(self) -> int | None:
         """Smallest clock of the live workers; None when all have left."""
-        return min(
-            (c for c, live in zip(self.clocks, self.live, strict=True) if live), default=None
-        )
+        return min(itertools.compress(self.clocks, self.live), default=None)
 
     def is_open(self, worker: int) -> bool:
         """Whether `worker` may work on its clock now. Once open it stays open until it ticks."""

@@ -27,6 +27,7 @@ from .client import Client
 from .consistency import BSP, Consistency
 from .layout.placement import Layout, choose_ranks, ranks_asked
 from .link import Call, Link, nothing
+from .model_facts import Request
 from .protocol import BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
 from .server import Hosted, Server, with_histograms
 
@@ -145,19 +146,10 @@ class ServerGroup:
 
         # A colocated server must not answer for a model whose values are still on their way.
         with Call(self.link, "add"), self.link.quiet():
-            layout = host_model(
-                self.link,
-                self._server,
-                self.server_ranks,
-                self.worker_ranks,
-                check,
-                name=name,
-                model=model,
-                optimizer=optimizer,
-                consistency=BSP() if consistency is None else consistency,
-                seed=seed,
-                global_batch=global_batch,
-            )
+            mode = BSP() if consistency is None else consistency
+            asked = Request(name, model, optimizer, mode, seed, global_batch)
+            servers, workers = self.server_ranks, self.worker_ranks
+            layout = host_model(self.link, self._server, servers, workers, check, asked)
         self._layouts[name] = layout
         if not self.is_worker:
             return None

@@ -14,25 +14,33 @@ from .consistency import Consistency
 from .shards import parse_init
 
 
+class Request(NamedTuple):
+    """What one rank asks of its group: the arguments of `ServerGroup.add`."""
+
+    name: str
+    model: Mapping
+    optimizer: Any
+    consistency: Consistency
+    seed: int = 0
+    global_batch: int | None = None
+
+
 class Spec(NamedTuple):
     """One rank's view of a model.
 
     Attributes
     ----------
-    specs : dict
-        Name to (shape, dtype).
     inits : dict or None
         Name to (kind, scale); None where the model was given as arrays.
     facts : dict
         What must be equal on all ranks, as JSON.
     """
 
-    specs: dict[str, tuple[tuple[int, ...], np.dtype]]
     inits: dict[str, tuple[str, float]] | None
     facts: dict[str, Any]
 
 
-def parse_model(name: str, model: Mapping, consistency, global_batch, seed: int) -> Spec:
+def parse_model(asked: Request) -> Spec:
     """Check a model given as arrays or as (shape, dtype, init). Local.
 
     Raises
@@ -40,6 +48,7 @@ def parse_model(name: str, model: Mapping, consistency, global_batch, seed: int)
     ConfigError
         Names that are no strings, dtypes that are not floating-point, a mixture of the two forms.
     """
+    name, model, _, consistency, seed, global_batch = asked
     if not isinstance(name, str):
         raise ConfigError(f"add: name={shown(name)}; expected a string")
     if isinstance(seed, bool) or not isinstance(seed, int) or not abs(seed) < 1 << 63:
@@ -83,7 +92,7 @@ def parse_model(name: str, model: Mapping, consistency, global_batch, seed: int)
         "global_batch": global_batch,
         "seed": seed,
     }
-    return Spec(specs, inits, facts)
+    return Spec(inits, facts)
 
 
 def _array(model: str, name: str, value):

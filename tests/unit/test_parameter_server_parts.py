@@ -12,7 +12,7 @@ from mpidist.servers.consistency import ASP, BSP
 from mpidist.servers.layout.capacity import check_capacity, needed, size, state_copies
 from mpidist.servers.layout.placement import choose_ranks, place
 from mpidist.servers.layout.routing import data_bytes, decode, encode, route, views
-from mpidist.servers.model_facts import check_optimizer, parse_model
+from mpidist.servers.model_facts import Request, check_optimizer, parse_model
 from mpidist.servers.shards import ServerShard, initial
 
 
@@ -46,8 +46,8 @@ def test_bad_roles(size, servers, text):
 def test_both_forms_of_a_model_agree():
     arrays = {"b": np.zeros(3), "a": np.zeros((2, 2), "f4")}
     spec = {"a": ((2, 2), "f4", ("normal", 2)), "b": ((3,), float, 1)}
-    first = parse_model("m", arrays, BSP(), None, 0)
-    second = parse_model("m", spec, BSP(), None, 0)
+    first = parse_model(Request("m", arrays, None, BSP()))
+    second = parse_model(Request("m", spec, None, BSP()))
     assert first.facts == second.facts
     assert first.inits is None
     assert second.inits == {"a": ("normal", 2.0), "b": ("constant", 1.0)}
@@ -58,7 +58,7 @@ def test_both_forms_of_a_model_agree():
 )
 def test_bad_models(model):
     with pytest.raises(ConfigError):
-        parse_model("m", model, BSP(), None, 0)
+        parse_model(Request("m", model, None, BSP()))
 
 
 def test_optimizers_that_do_not_fit():
@@ -127,8 +127,8 @@ def test_capacity_counts_servers_of_a_node_together():
 def test_held_pushes_are_counted():
     layout = place({"x": ((1 << 26,), "f4")}, 1)
     shard = 1 << 28
-    held = needed(layout, 0, copies=2, workers=8, consistency=BSP())
-    free = needed(layout, 0, copies=2, workers=8, consistency=ASP())
+    held = needed(layout.bytes_of(0), 2, 8, BSP())
+    free = needed(layout.bytes_of(0), 2, 8, ASP())
     assert held == shard * (1 + 2 + 1 + 8 + 1)
     assert free == shard * (1 + 2 + 1 + 1 + 1)
 

@@ -6,7 +6,6 @@ import numpy as np
 
 from ...errors import ConfigError
 from ..consistency import Consistency
-from .placement import Layout
 
 #: Pushes are received, and pulls answered, this many bytes at a time (or one), see `server`.
 ROOM_BYTES = 64 << 20
@@ -26,15 +25,12 @@ def _arrays(tree):
             yield value
 
 
-def needed(
-    layout: Layout, server: int, *, copies: float, workers: int, consistency: Consistency
-) -> int:
-    """Bytes that `server` allocates at most for one model. Local.
+def needed(shard: int, copies: float, workers: int, consistency: Consistency) -> int:
+    """Bytes that a server allocates at most for its `shard` bytes of a model. Local.
 
     Parameters and optimizer state, one sum of gradients, the pushes that the clocks hold (one
     per worker where they wait for each other), and the answers in flight.
     """
-    shard = layout.bytes_of(server)
     pushes = workers if consistency.holds else max(1, min(workers, ROOM_BYTES // max(1, shard)))
     answers = max(shard, min(workers * shard, ROOM_BYTES))
     return round(shard * (2 + copies + pushes)) + answers
