@@ -19,8 +19,8 @@ from ..collectives.engines.executor import Program
 from ..collectives.schedules.schedule import Step, recv, send
 from ..errors import ConfigError
 from ..runtime.polling import wait_until
-from ..simulator.network_model import Network, NodeLayout
-from ..simulator.simulate import run as simulate
+from ..simulator.network_model import Network, Problem
+from ..simulator.simulate import run
 
 #: Bytes of the messages that find the speed of the link, after a pause that fills its bucket.
 LINK_SIZES = tuple(1 << k for k in range(12, 25))
@@ -109,7 +109,7 @@ def crossing(sizes: Sequence[int], seconds: Sequence[float], network: Network) -
     def error(share: float) -> float:
         net = network._replace(crossing=share)
         told = [
-            simulate([_exchanges(0, size), _exchanges(1, size)], 1, net, NodeLayout(2)) / 4
+            run([_exchanges(0, size), _exchanges(1, size)], Problem(2, size, 1, net)) / 4
             for size in sizes
         ]
         return float(np.square(np.divide(told, seconds) - 1).sum())

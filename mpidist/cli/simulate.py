@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _allreduce(args) -> int:
     from ..simulator import drawing
+    from ..simulator.network_model import Problem
     from ..simulator.predict import predict
     from ..simulator.two_levels import builder
 
@@ -68,14 +69,14 @@ def _allreduce(args) -> int:
     if args.picture:
         drawing.check_picture(args.picture, args.ranks)
     network = _network(args)
-    build = builder(args.algorithm, args.ranks // nodes)
+    per_node = args.ranks // nodes
     if args.ranks <= 64:
         print(f"{args.algorithm}, {args.ranks} ranks, a vector of {args.ranks} elements:")
+        build = builder(args.algorithm, per_node)
         print(drawing.text(build, args.ranks, args.ranks) or "nothing is sent")
     n = max(1, args.bytes // 4)
-    per_node = args.ranks // nodes
-    options = {"network": network, "ranks_per_node": per_node, "repeats": args.repeats}
-    cost = predict(args.algorithm, args.ranks, n, **options)
+    problem = Problem(args.ranks, n, 4, network, per_node, args.repeats)
+    cost = predict(args.algorithm, problem)
     print(f"{args.bytes} bytes in {cost.rounds} rounds: {_time(cost.seconds)} (simulated)")
     print(
         f"the busiest rank sends {cost.messages} messages and {cost.bytes} bytes and reduces "
@@ -83,37 +84,38 @@ def _allreduce(args) -> int:
     )
     print(", ".join(f"{name} {value:.3g}" for name, value in network._asdict().items()))
     if args.picture:
-        drawing.picture(args.picture, args.algorithm, args.ranks, n, **options)
+        drawing.picture(args.picture, args.algorithm, problem)
         print(f"drawn: {args.picture}")
     return 0
 
 
 def _network(args: argparse.Namespace):
-    from ..simulator.network_model import DEFAULT, Network, load
+    from ..simulator.network_model import DEFAULT, load
 
     network = load(args.parameters) if args.parameters else DEFAULT
-    given = {
+    given: dict = {
         "latency": args.alpha and args.alpha * 1e-6,
         "gap": args.bandwidth and 1e-9 / args.bandwidth,
         "reduction": args.reduction and 1e-9 / args.reduction,
     }
-    return Network(**{**network._asdict(), **{k: v for k, v in given.items() if v}})
+    return network._replace(**{name: value for name, value in given.items() if value})
 
 
 def _fit(args) -> int:
     from ..advice.fit import fit
-    from ..simulator import network_model as cost
+    from ..simulator import network_model
 
     comm = _world()
-    network = cost.load(args.json) if Path(args.json).exists() else cost.DEFAULT
-    found = fit(comm)
+    exists = Path(args.json).exists()
+    network = network_model.load(args.json) if exists else network_model.DEFAULT
+    found: dict = fit(comm)
     if "gap" in found:
         found["incoming"] = not args.sending_only
     if comm.rank == 0:
         from mpi4py import MPI
 
-        network = cost.Network(**{**network._asdict(), **found})
-        cost.save(args.json, network, mpi=claims.mpi_name(MPI.Get_library_version()))
+        network = network._replace(**found)
+        network_model.save(args.json, network, mpi=claims.mpi_name(MPI.Get_library_version()))
         for name, value in found.items():
             print(f"{name:>12} {value:.4g}")
     return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..collectives.schedules.check import programs
 from ..collectives.schedules.schedule import SEND
 from ..errors import ConfigError
-from .network_model import DEFAULT, Network
+from .network_model import Problem
 from .simulate import Reduced, Sent, simulate
 from .two_levels import builder, with_node_phases
 
@@ -19,7 +19,7 @@ MOST_ARROWS = 300
 _SEND, _REDUCE, _ARROW = "#4878a8", "#e08a3c", "#404040"
 
 
-def text(build: Callable, size: int, n: int, *, itemsize: int = 4) -> str:
+def text(build: Callable, size: int, n: int, itemsize: int = 4) -> str:
     """Draw who sends what to whom, a line per round: ``0 -[0:2]-> 1``. Local."""
     plans = programs(lambda p, r, m: build(p, r, m, itemsize), size, n)
     rounds: dict[int, list[str]] = {}
@@ -41,35 +41,17 @@ def check_picture(file: str | Path, size: int) -> None:
     _matplotlib()
 
 
-def picture(
-    file: str | Path,
-    name: str,
-    size: int,
-    n: int,
-    *,
-    itemsize: int = 4,
-    network: Network = DEFAULT,
-    ranks_per_node: int = 1,
-    repeats: int = 1,
-) -> None:
+def picture(file: str | Path, name: str, problem: Problem) -> None:
     """Draw the simulated schedule over time: a line per rank, bars and arrows. Local.
 
     Blue: the rank's message is on the wire. Orange: it reduces. An arrow leads from where the first
     byte of a message leaves to where its last one is there.
     """
+    size, ranks_per_node = problem.size, problem.ranks_per_node
     check_picture(file, size)
     trace: list = []
-    cost = simulate(
-        builder(name, ranks_per_node),
-        size,
-        n,
-        itemsize=itemsize,
-        network=with_node_phases(network, name, ranks_per_node, n * itemsize),
-        ranks_per_node=ranks_per_node,
-        repeats=repeats,
-        trace=trace,
-    )
-    seconds = cost.seconds * repeats
+    cost = simulate(builder(name, ranks_per_node), with_node_phases(name, problem), trace)
+    seconds = cost.seconds * problem.repeats
     unit, scale = ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
     figure_class = _matplotlib()
     figure = figure_class(figsize=(11, 1.6 + 0.42 * max(size, 4)), layout="constrained")
@@ -104,7 +86,7 @@ def picture(
         xlabel=f"simulated time, {unit}",
     )
     axes.set_title(
-        f"{name}, {size} ranks on {size // ranks_per_node} nodes, {n * itemsize:,} bytes: "
+        f"{name}, {size} ranks on {size // ranks_per_node} nodes, {problem.nbytes:,} bytes: "
         f"{seconds * scale:.3g} {unit}",
         loc="left",
     )

@@ -48,20 +48,33 @@ class Network(NamedTuple):
 DEFAULT = Network()
 
 
-class NodeLayout(NamedTuple):
-    """How many ranks there are, and how many on each node; ranks of a node are neighbours."""
+class Problem(NamedTuple):
+    """What is simulated: an allreduce of `n` elements on `size` ranks of a network.
+
+    Ranks r with equal ``r // ranks_per_node`` share a node and its link. `repeats` calls come one
+    after the other; the cost is that of one, as in a measurement that does the same.
+    """
 
     size: int
+    n: int
+    itemsize: int = 4
+    network: Network = DEFAULT
     ranks_per_node: int = 1
+    repeats: int = 1
 
-    def node(self, rank):
-        """Return the node of a rank, or of an array of ranks."""
-        return rank // self.ranks_per_node
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the vector."""
+        return self.n * self.itemsize
 
     @property
     def even(self) -> bool:
         """Whether all nodes have the same number of ranks."""
         return self.size % self.ranks_per_node == 0
+
+    def node(self, rank):
+        """Return the node of a rank, or of an array of ranks."""
+        return rank // self.ranks_per_node
 
 
 def save(path, network: Network, **facts) -> None:

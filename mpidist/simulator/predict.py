@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..collectives.schedules.schedule import without_empty
 from ..errors import ConfigError
 from . import simulate, vector_simulator
-from .network_model import DEFAULT, Cost, Network, NodeLayout
+from .network_model import Cost, Problem
 from .rank_classes import CLASSES
 from .two_levels import HIERARCHICAL, builder, lane_algorithm, with_node_phases
 
@@ -15,18 +15,8 @@ ENUMERATED = 64
 MAX_STEPS = 1_000_000
 
 
-def predict(
-    name: str,
-    size: int,
-    n: int,
-    *,
-    itemsize: int = 4,
-    network: Network = DEFAULT,
-    ranks_per_node: int = 1,
-    repeats: int = 1,
-    fast: bool | None = None,
-) -> Cost:
-    """Return the cost of an allreduce of `n` elements on `size` ranks. Local.
+def predict(name: str, problem: Problem, *, fast: bool | None = None) -> Cost:
+    """Return the cost of an allreduce by its algorithm's name. Local.
 
     ``hierarchical`` is its lanes and, before each call, the time of its phases in memory.
     Up to 64 ranks every rank is simulated. Beyond, a ring is simulated on the ranks of one node,
@@ -44,21 +34,25 @@ def predict(
     ConfigError
         Where there is no fast form and the ranks are too many, or the nodes are uneven.
     """
-    layout = NodeLayout(size, ranks_per_node)
+    size, n, itemsize, _, ranks_per_node, _ = problem
     build = builder(name, ranks_per_node)
-    network = with_node_phases(network, name, ranks_per_node, n * itemsize)
-    if name == HIERARCHICAL and not layout.even:
-        raise ConfigError(f"{size} ranks on nodes of {ranks_per_node}: expected full nodes")
+    lane = name
+    if name == HIERARCHICAL:
+        _check_full(problem)
+        problem = with_node_phases(name, problem)
+        lane = lane_algorithm(problem.nbytes // ranks_per_node)
     quick = size > ENUMERATED if fast is None else fast
     # Two ranks are each other's both neighbours: their messages cross, as no others in a ring do.
-    lane = lane_algorithm(n * itemsize // ranks_per_node) if name == HIERARCHICAL else name
     if quick and lane == "ring" and size // ranks_per_node > 2:
-        return _circle(build, layout, _equal(n, size), itemsize, network, repeats)
+        _check_full(problem)
+        n = _equal(n, size)
+        plans = [without_empty(build(size, r, n, itemsize)) for r in range(ranks_per_node)]
+        return simulate.summary(plans, itemsize, simulate.run(plans, problem))
     if quick and name in CLASSES:
         if name in ("butterfly", "halving_doubling"):
             n = _equal(n, 1 << (size.bit_length() - 1))
         classes = [each.without_empty() for each in CLASSES[name](size, n, itemsize)]
-        seconds = vector_simulator.run(classes, itemsize, network, layout, repeats)
+        seconds = vector_simulator.run(classes, problem)
         return simulate.summary([each.steps for each in classes], itemsize, seconds)
     if size > ENUMERATED:
         steps = 6 * size if name == "naive" else size * len(build(size, 0, n, itemsize))
@@ -67,26 +61,14 @@ def predict(
                 f"{name} on {size} ranks takes {steps} steps to simulate, at most {MAX_STEPS}; "
                 f"forms for many ranks exist of ring, {', '.join(CLASSES)}"
             )
-    return simulate.simulate(
-        build,
-        size,
-        n,
-        itemsize=itemsize,
-        network=network,
-        ranks_per_node=ranks_per_node,
-        repeats=repeats,
-    )
+    return simulate.simulate(build, problem)
 
 
-def _circle(
-    build, layout: NodeLayout, n: int, itemsize: int, network: Network, repeats: int
-) -> Cost:
-    size, per_node = layout
-    if not layout.even:
-        raise ConfigError(f"{size} ranks on nodes of {per_node}: expected full nodes")
-    plans = [without_empty(build(size, r, n, itemsize)) for r in range(per_node)]
-    seconds = simulate.run(plans, itemsize, network, layout, repeats=repeats)
-    return simulate.summary(plans, itemsize, seconds)
+def _check_full(problem: Problem) -> None:
+    if not problem.even:
+        raise ConfigError(
+            f"{problem.size} ranks on nodes of {problem.ranks_per_node}: expected full nodes"
+        )
 
 
 def _equal(n: int, parts: int) -> int:

@@ -24,7 +24,7 @@ from ..collectives.schedules.schedule import (
     compile_steps,
     length,
 )
-from .network_model import DEFAULT, Cost, Network, NodeLayout
+from .network_model import Cost, Problem
 
 
 class Sent(NamedTuple):
@@ -46,32 +46,13 @@ class Reduced(NamedTuple):
     end: float
 
 
-def simulate(
-    build: Callable,
-    size: int,
-    n: int,
-    *,
-    itemsize: int = 4,
-    network: Network = DEFAULT,
-    ranks_per_node: int = 1,
-    repeats: int = 1,
-    trace: list | None = None,
-) -> Cost:
+def simulate(build: Callable, problem: Problem, trace: list | None = None) -> Cost:
     """Return the cost of an allreduce schedule ``build(size, rank, n, itemsize)``. Local.
 
-    Parameters
-    ----------
-    ranks_per_node : int
-        Ranks r with equal ``r // ranks_per_node`` share a node and its link.
-    repeats : int
-        Calls one after the other; the cost is that of one, as in a measurement that does the same.
-    trace : list, optional
-        Gets every `Sent` and `Reduced`.
+    `trace` gets every `Sent` and `Reduced`.
     """
-    plans = programs(lambda p, r, m: build(p, r, m, itemsize), size, n)
-    layout = NodeLayout(size, ranks_per_node)
-    seconds = run(plans, itemsize, network, layout, repeats=repeats, trace=trace)
-    return summary(plans, itemsize, seconds)
+    plans = programs(lambda p, r, m: build(p, r, m, problem.itemsize), problem.size, problem.n)
+    return summary(plans, problem.itemsize, run(plans, problem, trace))
 
 
 def summary(plans: Sequence[list[Step]], itemsize: int, seconds: float) -> Cost:
@@ -89,33 +70,25 @@ def summary(plans: Sequence[list[Step]], itemsize: int, seconds: float) -> Cost:
     )
 
 
-def run(
-    plans: Sequence[list[Step]],
-    itemsize: int,
-    network: Network,
-    layout: NodeLayout,
-    *,
-    repeats: int = 1,
-    trace: list | None = None,
-) -> float:
-    """Return the seconds of one of `repeats` calls, until the last rank is done. Local.
+def run(plans: Sequence[list[Step]], problem: Problem, trace: list | None = None) -> float:
+    """Return the seconds of one of the calls, until the last rank is done. Local.
 
     `plans` may be those of the first ranks only, of one node or several, where all nodes do the
     same in a circle: what goes to rank r of another node then comes, from one as far away as the
     sender is from r, to the rank in the same place here.
     """
-    machine = _Machine(network, layout, len(plans))
+    machine = _Machine(problem, len(plans))
     ranks = [_Rank(steps) for steps in plans]
     rounds = sorted({step.round for steps in plans for step in steps})
-    for _ in range(repeats):
+    for _ in range(problem.repeats):
         for rank in ranks:
-            rank.begin(network.call)
+            rank.begin(problem.network.call)
         for round in rounds:
-            _send_all(round, ranks, machine, itemsize, trace)
+            _send_all(round, ranks, machine, trace)
             for r, rank in enumerate(ranks):
                 for i in rank.others.get(round, ()):
-                    _receive_or_reduce(r, i, rank, machine, itemsize, trace)
-    return max((rank.end for rank in ranks), default=0.0) / repeats
+                    _receive_or_reduce(r, i, rank, machine, trace)
+    return max((rank.end for rank in ranks), default=0.0) / problem.repeats
 
 
 class _Rank:
@@ -156,8 +129,8 @@ class _Rank:
 class _Machine:
     """When each sender, link, receiver and processor is free, and the messages on their way."""
 
-    def __init__(self, network: Network, layout: NodeLayout, simulated: int):
-        self.network, self.layout, self.simulated = network, layout, simulated
+    def __init__(self, problem: Problem, simulated: int):
+        self.problem, self.network, self.simulated = problem, problem.network, simulated
         self.sender, self.receiver, self.processor = ([0.0] * simulated for _ in range(3))
         self.out: dict[int, float] = defaultdict(float)
         self.fast: dict[int, float] = defaultdict(float)
@@ -167,7 +140,7 @@ class _Machine:
 
     def local(self, source: int, target: int) -> bool:
         """Whether two ranks are on one node."""
-        return self.layout.node(source) == self.layout.node(target)
+        return self.problem.node(source) == self.problem.node(target)
 
     def transmit(self, source: int, target: int, nbytes: int, ready: float):
         """Put a message on its way; return when it is on the wire, has left and is there."""
@@ -180,7 +153,7 @@ class _Machine:
             left = self.out[lane] = max(before, begin) + nbytes * net.node_gap
             arrival = left + net.node_latency
         else:
-            node = self.layout.node(source)
+            node = self.problem.node(source)
             start, before = begin, self.out[node]
             if nbytes > LONG:
                 start = max(begin, self.crossed.pop((source, target), 0.0))
@@ -190,7 +163,7 @@ class _Machine:
             left = max(self.out[node], self.fast[node])
             if nbytes > LONG:
                 self.crossed[target, source] = start + net.crossing * (left - start)
-            node = self.layout.node(target % self.simulated)
+            node = self.problem.node(target % self.simulated)
             busy = nbytes * (net.gap if net.incoming else net.peak)
             arrival = self.into[node] = max(left + net.latency, self.into[node] + busy)
         self.arrived[self.seen(source, target)].append(arrival)
@@ -199,11 +172,12 @@ class _Machine:
     def seen(self, source: int, target: int) -> tuple[int, int]:
         """Move a pair of ranks to where the target is one of those simulated."""
         here = target % self.simulated
-        return (source - target + here) % self.layout.size, here
+        return (source - target + here) % self.problem.size, here
 
 
-def _send_all(round: int, ranks, machine: _Machine, itemsize: int, trace) -> None:
+def _send_all(round: int, ranks, machine: _Machine, trace) -> None:
     """Send what all ranks send in a round: first the first messages, then the second ones, ..."""
+    itemsize = machine.problem.itemsize
     sends = [
         (place, r, i, rank.compiled.steps[i].peer, length(rank.compiled.steps[i].source) * itemsize)
         for r, rank in enumerate(ranks)
@@ -217,7 +191,7 @@ def _send_all(round: int, ranks, machine: _Machine, itemsize: int, trace) -> Non
             trace.append(Sent(r, peer, nbytes, begin, left, arrival))
 
 
-def _receive_or_reduce(r: int, i: int, rank: _Rank, machine: _Machine, itemsize: int, trace):
+def _receive_or_reduce(r: int, i: int, rank: _Rank, machine: _Machine, trace):
     step, ready = rank.compiled.steps[i], rank.take(i)
     if step.kind == RECV:
         arrival = machine.arrived[step.peer, r].popleft()
@@ -225,7 +199,8 @@ def _receive_or_reduce(r: int, i: int, rank: _Rank, machine: _Machine, itemsize:
         machine.receiver[r] = end
     elif step.kind in (REDUCE, REDUCE_LEFT):
         begin = max(machine.processor[r], ready)
-        end = begin + machine.network.reduction * length(step.target) * itemsize
+        nbytes = length(step.target) * machine.problem.itemsize
+        end = begin + machine.network.reduction * nbytes
         machine.processor[r] = end
         if trace is not None:
             trace.append(Reduced(r, begin, end))

@@ -12,7 +12,7 @@ from ..collectives.schedules.algorithms import ALLREDUCE
 from ..collectives.schedules.protocol_limits import RING_BYTES
 from ..collectives.schedules.schedule import Range, Step
 from ..partition import BlockPartition
-from .network_model import Network
+from .network_model import Problem
 
 HIERARCHICAL = "hierarchical"
 
@@ -50,13 +50,14 @@ def lane_algorithm(nbytes: int) -> str:
     return "ring" if nbytes > RING_BYTES else "butterfly"
 
 
-def with_node_phases(network: Network, name: str, ranks_per_node: int, nbytes: int) -> Network:
+def with_node_phases(name: str, problem: Problem) -> Problem:
     """Add to `call` what a rank does in memory: put in, add, and take out parts of the others.
 
     Both copies go at the speed of messages inside the node, which are copies too.
     """
     if name != HIERARCHICAL:
-        return network
-    foreign = nbytes * (ranks_per_node - 1) / ranks_per_node
+        return problem
+    network, ranks = problem.network, problem.ranks_per_node
+    foreign = problem.nbytes * (ranks - 1) / ranks
     seconds = foreign * (2 * network.node_gap + network.reduction) + 3 * network.node_latency
-    return network._replace(call=network.call + seconds)
+    return problem._replace(network=network._replace(call=network.call + seconds))

@@ -14,27 +14,25 @@ import numpy as np
 
 from ..collectives.schedules.protocol_limits import LONG
 from ..collectives.schedules.schedule import RECV, REDUCE, REDUCE_LEFT, SEND, compile_steps, length
-from .network_model import Network, NodeLayout
+from .network_model import Problem
 from .rank_classes import Class
 
 
-def run(
-    classes: Sequence[Class], itemsize: int, network: Network, layout: NodeLayout, repeats: int = 1
-) -> float:
-    """Return the seconds of one of `repeats` calls, until the last rank is done. Local."""
-    machine = _Machine(network, layout)
+def run(classes: Sequence[Class], problem: Problem) -> float:
+    """Return the seconds of one of the calls, until the last rank is done. Local."""
+    machine = _Machine(problem)
     groups = [_Group(each) for each in classes]
     rounds = sorted({step.round for each in classes for step in each.steps})
-    for _ in range(repeats):
+    for _ in range(problem.repeats):
         for group in groups:
-            group.begin(network.call)
+            group.begin(problem.network.call)
         for round in rounds:
-            wires = _send_all(round, groups, machine, itemsize)
+            wires = _send_all(round, groups, machine)
             for group in groups:
                 heard: list[np.ndarray] = []
                 for i in group.others.get(round, ()):
-                    group.receive_or_reduce(i, machine, wires, heard, itemsize)
-    return max((float(group.end.max()) for group in groups), default=0.0) / repeats
+                    group.receive_or_reduce(i, machine, wires, heard)
+    return max((float(group.end.max()) for group in groups), default=0.0) / problem.repeats
 
 
 class _Group:
@@ -65,7 +63,7 @@ class _Group:
         for k in self.compiled.dependents[i]:
             self.ready[k] = np.maximum(self.ready[k], now)
 
-    def receive_or_reduce(self, i: int, machine, wires, heard: list, itemsize: int) -> None:
+    def receive_or_reduce(self, i: int, machine, wires, heard: list) -> None:
         step, ready = self.steps[i], self.take(i)
         end = ready
         if step.kind == RECV:
@@ -77,7 +75,8 @@ class _Group:
             machine.receiver[self.ranks] = end
         elif step.kind in (REDUCE, REDUCE_LEFT):
             begin = np.maximum(machine.processor[self.ranks], ready)
-            end = begin + machine.network.reduction * length(step.target) * itemsize
+            nbytes = length(step.target) * machine.problem.itemsize
+            end = begin + machine.network.reduction * nbytes
             machine.processor[self.ranks] = end
         self.finish(i, end)
 
@@ -98,12 +97,12 @@ class _Wires:
 class _Machine:
     """When each sender, link, receiver and processor is free: arrays over ranks and nodes."""
 
-    def __init__(self, network: Network, layout: NodeLayout):
-        self.network, self.layout = network, layout
-        self.sender, self.receiver, self.processor = (np.zeros(layout.size) for _ in range(3))
-        nodes = layout.node(layout.size - 1) + 1
+    def __init__(self, problem: Problem):
+        self.problem, self.network, size = problem, problem.network, problem.size
+        self.sender, self.receiver, self.processor = (np.zeros(size) for _ in range(3))
+        nodes = problem.node(size - 1) + 1
         # Links of nodes first, then a lane of each rank for its messages inside the node.
-        self.out, self.fast = np.zeros(nodes + layout.size), np.zeros(nodes + layout.size)
+        self.out, self.fast = np.zeros(nodes + size), np.zeros(nodes + size)
         self.into = np.zeros(nodes)
         self.nodes = nodes
 
@@ -113,8 +112,9 @@ class _Machine:
         begin = np.maximum(self.sender[source], ready) + net.overhead
         self.sender[source] = begin
         start = np.maximum(begin, crossed)
-        local = self.layout.node(source) == self.layout.node(target)
-        lane = np.where(local, self.nodes + source, self.layout.node(source))
+        problem = self.problem
+        local = problem.node(source) == problem.node(target)
+        lane = np.where(local, self.nodes + source, problem.node(source))
         gap = np.where(local, net.node_gap, net.gap)
         slack = np.where(local, 0.0, net.burst * net.gap)
         self.out[lane] = np.maximum(self.out[lane], start - slack) + nbytes * gap
@@ -123,14 +123,15 @@ class _Machine:
         left = np.maximum(self.out[lane], self.fast[lane])
         arrival = left + np.where(local, net.node_latency, net.latency)
         far = ~local
-        node = self.layout.node(target[far])
+        node = problem.node(target[far])
         busy = nbytes * (net.gap if net.incoming else net.peak)
         arrival[far] = self.into[node] = np.maximum(arrival[far], self.into[node] + busy)
         return start, left, arrival
 
 
-def _send_all(round: int, groups, machine: _Machine, itemsize: int) -> _Wires:
+def _send_all(round: int, groups, machine: _Machine) -> _Wires:
     """Send what all ranks send in a round: all first messages, then all second ones, ..."""
+    itemsize = machine.problem.itemsize
     most = max(len(group.sends.get(round, ())) for group in groups)
     done = []
     waits: dict[int, float] = {}
@@ -157,22 +158,22 @@ def _send_all(round: int, groups, machine: _Machine, itemsize: int) -> _Wires:
             first += len(group.ranks)
     if not done:
         return _Wires(1, *(np.zeros(0, int) for _ in range(3)))
-    return _Wires(machine.layout.size, *map(np.concatenate, zip(*done, strict=True)))
+    return _Wires(machine.problem.size, *map(np.concatenate, zip(*done, strict=True)))
 
 
 def _in_turns(machine: _Machine, sources, targets, sizes, ready, waits) -> tuple:
     """Send messages in the order of their senders, as many at once as share no link."""
-    layout = machine.layout
+    problem = machine.problem
     left, arrival = np.empty(len(sources)), np.empty(len(sources))
     order = np.argsort(sources, kind="stable")
     while order.size:
         s, t = sources[order], targets[order]
-        local = layout.node(s) == layout.node(t)
-        out = np.where(local, machine.nodes + s, layout.node(s))
+        local = problem.node(s) == problem.node(t)
+        out = np.where(local, machine.nodes + s, problem.node(s))
         # A message inside a node enters no link: a number of its own.
-        into = np.where(local, -1 - s, layout.node(t))
+        into = np.where(local, -1 - s, problem.node(t))
         pair = np.where(
-            sizes[order] > LONG, np.minimum(s, t) * layout.size + np.maximum(s, t), -1 - s
+            sizes[order] > LONG, np.minimum(s, t) * problem.size + np.maximum(s, t), -1 - s
         )
         free = _first(out) & _first(into) & _first(pair)
         now = order[free]
@@ -181,24 +182,20 @@ def _in_turns(machine: _Machine, sources, targets, sizes, ready, waits) -> tuple
             s, t = sources[chosen], targets[chosen]
             crossed = np.zeros(len(chosen))
             if nbytes > LONG:
-                crossed = _waits(waits, s, t, layout)
+                # Until when each message waits for one that crosses it.
+                pairs = (s * problem.size + t).tolist()
+                crossed = np.array([waits.pop(pair, 0.0) for pair in pairs])
             start, left[chosen], arrival[chosen] = machine.transmit(
                 s, t, int(nbytes), ready[chosen], crossed
             )
             if nbytes > LONG:
                 until = start + machine.network.crossing * (left[chosen] - start)
-                far = layout.node(s) != layout.node(t)
+                far = problem.node(s) != problem.node(t)
                 waits.update(
-                    zip((t * layout.size + s)[far].tolist(), until[far].tolist(), strict=True)
+                    zip((t * problem.size + s)[far].tolist(), until[far].tolist(), strict=True)
                 )
         order = order[~free]
     return left, arrival
-
-
-def _waits(waits: dict[int, float], sources, targets, layout: NodeLayout) -> np.ndarray:
-    """Take out until when each message waits for one that crosses it."""
-    keys = (sources * layout.size + targets).tolist()
-    return np.array([waits.pop(key, 0.0) for key in keys])
 
 
 def _first(values: np.ndarray) -> np.ndarray:

@@ -23,6 +23,7 @@ from mpidist.cli.simulate import add_cases, cases, numbers_of
 from mpidist.errors import ConfigError
 from mpidist.launch.launchers import find_launcher
 from mpidist.simulator import network_model
+from mpidist.simulator.network_model import Problem
 from mpidist.simulator.predict import predict as simulated
 
 
@@ -30,14 +31,8 @@ def predict(
     network: network_model.Network, size: int, ranks_per_node: int, nbytes: int, name: str
 ) -> float:
     """Return the simulated seconds of one call in a block of them. Local."""
-    return simulated(
-        name,
-        size,
-        nbytes // 4,
-        network=network,
-        ranks_per_node=ranks_per_node,
-        repeats=calls(nbytes),
-    ).seconds
+    problem = Problem(size, nbytes // 4, 4, network, ranks_per_node, calls(nbytes))
+    return simulated(name, problem).seconds
 
 
 def check(

@@ -7,7 +7,7 @@ import pytest
 
 from mpidist.advice import fit
 from mpidist.errors import ConfigError
-from mpidist.simulator.network_model import DEFAULT, Network, NodeLayout, load, save
+from mpidist.simulator.network_model import DEFAULT, Network, Problem, load, save
 from mpidist.simulator.simulate import run
 
 RNG = np.random.default_rng(3)
@@ -58,7 +58,7 @@ def test_crossing(share):
     network = Network(latency=1e-5, gap=8e-9, burst=1e6, peak=5e-10)
     true = network._replace(crossing=share)
     seconds = [
-        run([fit._exchanges(r, size) for r in (0, 1)], 1, true, NodeLayout(2)) / 4
+        run([fit._exchanges(r, size) for r in (0, 1)], Problem(2, size, 1, true)) / 4
         for size in fit.CROSSING_SIZES
     ]
     assert fit.crossing(fit.CROSSING_SIZES, seconds, network) == pytest.approx(share, abs=0.03)

@@ -6,7 +6,7 @@ import pytest
 
 from mpidist.collectives.schedules.algorithms import ALLREDUCE
 from mpidist.errors import ConfigError
-from mpidist.simulator.network_model import Network
+from mpidist.simulator.network_model import Network, Problem
 from mpidist.simulator.predict import ENUMERATED, predict
 from mpidist.simulator.rank_classes import CLASSES
 
@@ -22,8 +22,8 @@ FAST = ["ring", *CLASSES]
 
 
 def same(name, p, n, **options):
-    slow = predict(name, p, n, fast=False, **options)
-    quick = predict(name, p, n, fast=True, **options)
+    slow = predict(name, Problem(p, n, **options), fast=False)
+    quick = predict(name, Problem(p, n, **options), fast=True)
     assert quick[1:] == slow[1:], (name, p, n, options)
     assert quick.seconds == pytest.approx(slow.seconds, rel=1e-9), (name, p, n, options)
 
@@ -65,7 +65,7 @@ def test_trees_need_no_equal_pieces():
 def test_65536_ranks_take_seconds(name):
     """CPU seconds, so that other work on the machine does not count; 1 MiB of float32."""
     start = time.process_time()
-    cost = predict(name, 65_536, 1 << 18)
+    cost = predict(name, Problem(65_536, 1 << 18))
     assert time.process_time() - start < 20
     rounds = {"ring": 2 * 65_535, "tree": 32, "recursive_doubling": 16, "halving_doubling": 32}
     assert cost.rounds == rounds.get(name, cost.rounds)
@@ -74,17 +74,22 @@ def test_65536_ranks_take_seconds(name):
 
 def test_many_ranks_on_nodes():
     """Eight ranks share a link: a butterfly suffers, a ring does not."""
-    flat = {a: predict(a, 4096, 1 << 20).seconds for a in ("ring", "butterfly")}
-    nodes = {a: predict(a, 4096, 1 << 20, ranks_per_node=8).seconds for a in ("ring", "butterfly")}
+    flat = {a: predict(a, Problem(4096, 1 << 20)).seconds for a in ("ring", "butterfly")}
+    nodes = {
+        a: predict(a, Problem(4096, 1 << 20, ranks_per_node=8)).seconds
+        for a in ("ring", "butterfly")
+    }
     assert nodes["ring"] < flat["ring"]
     assert nodes["butterfly"] > 3 * flat["butterfly"]
 
 
 def test_the_double_tree_wins_where_ranks_are_many():
     """R37: 16 MiB on 4,096 ranks: the ring's latency grows with p, the tree's with log p."""
-    seconds = {name: predict(name, 4096, 4 << 20).seconds for name in ("ring", "double_tree")}
+    seconds = {
+        name: predict(name, Problem(4096, 4 << 20)).seconds for name in ("ring", "double_tree")
+    }
     assert seconds["double_tree"] < 0.9 * seconds["ring"]
-    few = {name: predict(name, 8, 4 << 20).seconds for name in ("ring", "double_tree")}
+    few = {name: predict(name, Problem(8, 4 << 20)).seconds for name in ("ring", "double_tree")}
     assert few["ring"] < few["double_tree"]
 
 
@@ -95,20 +100,20 @@ def test_hierarchical_is_lanes_and_memory(per_node):
         p, n = nodes * per_node, 96_000 * per_node * nodes
         for length in (n, 4096):
             same("hierarchical", p, length, network=NETWORKS[0], ranks_per_node=per_node)
-        cost = predict("hierarchical", p, n, ranks_per_node=per_node)
+        cost = predict("hierarchical", Problem(p, n, ranks_per_node=per_node))
         wire = 2 * (nodes - 1) * 4 * n // nodes
         assert cost.bytes * per_node == wire
         assert cost.seconds > wire * Network().gap
-        flat = predict("butterfly", 4 * per_node, 1 << 22, ranks_per_node=per_node)
-        lanes = predict("hierarchical", 4 * per_node, 1 << 22, ranks_per_node=per_node)
+        flat = predict("butterfly", Problem(4 * per_node, 1 << 22, ranks_per_node=per_node))
+        lanes = predict("hierarchical", Problem(4 * per_node, 1 << 22, ranks_per_node=per_node))
         assert per_node == 1 or lanes.seconds < 0.75 * flat.seconds
 
 
 def test_what_has_no_fast_form_says_so():
     with pytest.raises(ConfigError, match=r"direct on 65536 ranks .*ring, tree"):
-        predict("direct", 65_536, 1024)
-    assert predict("naive", 2000, 4).messages == 1999
+        predict("direct", Problem(65_536, 1024))
+    assert predict("naive", Problem(2000, 4)).messages == 1999
     assert set(ALLREDUCE) >= set(FAST)
     for name in ("ring", "hierarchical"):
         with pytest.raises(ConfigError, match="expected full nodes"):
-            predict(name, 1001, 1001, ranks_per_node=2)
+            predict(name, Problem(1001, 1001, ranks_per_node=2))

@@ -6,7 +6,7 @@ from mpidist.collectives.schedules import butterfly, check, direct, double_tree,
 from mpidist.collectives.schedules.protocol_limits import LONG
 from mpidist.collectives.schedules.schedule import REDUCE, Step, recv, send
 from mpidist.simulator import simulate
-from mpidist.simulator.network_model import Network, NodeLayout
+from mpidist.simulator.network_model import Network, Problem
 
 NET = Network(latency=1e-5, gap=1e-9, reduction=3e-10)
 
@@ -16,7 +16,7 @@ def plain(build):
 
 
 def cost(build, p, n, network=NET, **options):
-    return simulate.simulate(plain(build), p, n, network=network, **options)
+    return simulate.simulate(plain(build), Problem(p, n, network=network, **options))
 
 
 @pytest.mark.parametrize("p", [2, 4, 8, 16])
@@ -57,10 +57,9 @@ def test_segments_hide_the_reduction():
     assert cut.seconds < cost(ring.allreduce, p, n).seconds
 
 
-def times(plans, network, ranks_per_node=1, **options):
+def times(plans, network, ranks_per_node=1, repeats=1):
     """Seconds of byte vectors, in plain numbers: gaps and latencies of the tests are integers."""
-    layout = NodeLayout(len(plans), ranks_per_node)
-    return simulate.run(plans, 1, network, layout, **options)
+    return simulate.run(plans, Problem(len(plans), 0, 1, network, ranks_per_node, repeats))
 
 
 def one_way(*pairs, nbytes=100):
