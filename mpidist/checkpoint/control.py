@@ -6,12 +6,14 @@ exception of a store's local work is a CheckpointError.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 from ..errors import CheckpointError, MpidistError, StorageError
 from ..runtime import context
 from ..runtime.agreement import run_on_all as rounds
+from ..runtime.agreement.mismatch import Signature
 
 
 def fault(error: Exception) -> type[MpidistError]:
@@ -19,24 +21,26 @@ def fault(error: Exception) -> type[MpidistError]:
     return StorageError if isinstance(error, OSError | MemoryError) else CheckpointError
 
 
-def run_on_all(
-    comm,
-    doing: str,
-    local: Callable[[], Any],
-    decide: Callable[[list], Any] | None = None,
-    each: bool = False,
-    *,
-    if_differs: bool = False,
-):
-    """Do as `mpidist.runtime.agreement.run_on_all.run_on_all`. Collective over `comm`."""
-    return rounds.run_on_all(comm, doing, local, decide, each, fault=fault, if_differs=if_differs)
-
-
-def same_on_all(comm, doing: str, local: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Do as `mpidist.runtime.agreement.run_on_all.same_on_all`. Collective over `comm`."""
-    return rounds.same_on_all(comm, doing, local, fault=fault)
+run_on_all = partial(rounds.run_on_all, fault=fault)
+same_on_all = partial(rounds.same_on_all, fault=fault)
 
 
 def call(comm, kind: str):
     """Return a ``with`` for a public call; what is raised inside the other ranks hear."""
     return context.of(comm).call(kind)
+
+
+@contextmanager
+def operation(comm, kind: str) -> Iterator[tuple[context.Context, int]]:
+    """Send data inside of the block: its context and a tag. Collective over `comm`.
+
+    All ranks are known to come to it. What is raised inside breaks it off for all.
+    """
+    own = context.of(comm)
+    tag = own.tag(own.begin(Signature(kind, "", "")))
+    try:
+        yield own, tag
+    except BaseException as error:
+        own.break_off(error)
+        raise
+    own.under_way = False

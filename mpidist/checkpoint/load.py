@@ -121,17 +121,51 @@ def newest_good(
 
     Damaged ones are said and passed over; what a running job removes meanwhile is none of those.
     """
-    tried: dict[Entry, str] = {}
-    removed = 0
-    while (entry := histories.first(path, step, history, tried)) is not None:
+    search = Search(path, step, history)
+    while True:
+        entry = search.next()
         try:
             return entry, read(entry)
         except Damaged as damage:
-            if histories.is_gone(path, entry):
-                removed = count_removed(path, removed)
-            else:
-                tried[entry] = note(path, entry, str(damage))
-    raise failure(path, step, list(tried.values()))
+            search.pass_over(str(damage))
+
+
+class Search:
+    """The way from the newest step to the newest good one. Local.
+
+    Parameters
+    ----------
+    path : str
+    step, history : int or None
+    first : callable, optional
+        As `histories.first` of the path: the newest entry that is none of those passed.
+    bad : set of Entry, optional
+        Gets the damaged ones.
+    """
+
+    def __init__(self, path: str, step: int | None, history: int | None, first=None, bad=None):
+        self._path, self._step, self._history = path, step, history
+        self._first = first or partial(histories.first, path)
+        self._bad = set() if bad is None else bad
+        self._tried: dict[Entry, str] = {}
+        self._removed = 0
+        self._entry: Entry
+
+    def next(self) -> Entry:
+        """Return the newest entry that was not passed over. Raises where there is none left."""
+        entry = self._first(self._step, self._history, self._tried)
+        if entry is None:
+            raise failure(self._path, self._step, list(self._tried.values()))
+        self._entry = entry
+        return entry
+
+    def pass_over(self, reason: str) -> None:
+        """Say that the entry is damaged, unless a running job has removed it."""
+        if histories.is_gone(self._path, self._entry):
+            self._removed = count_removed(self._path, self._removed)
+        else:
+            self._bad.add(self._entry)
+            self._tried[self._entry] = note(self._path, self._entry, reason)
 
 
 def count_removed(path: str, removed: int) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import partial
 
 from .. import events
 from ..errors import CheckpointError, ClosedError
@@ -17,7 +16,7 @@ from . import histories, load, node_copies
 from .arguments import of_store, wanted, which, yes_or_no
 from .control import call, run_on_all, same_on_all
 from .histories import Line
-from .read.restore import Reading, restore
+from .read.restore import restore
 from .storage import files, retention
 from .storage.lock import RunLock
 from .storage.retention import Keep
@@ -210,12 +209,15 @@ class CheckpointStore(Scoped):
             def check() -> dict:
                 return {**which(step, history), "verify": yes_or_no("verify", verify)}
 
-            given = same_on_all(self._comm, "restore", check)
             with events.span("checkpoint.restore"):
-                how = Reading(given["verify"], self._how.direct)
-                first = partial(self._line.first, given["step"], given["history"])
                 entry, state = restore(
-                    self._comm, self.path, like, given["step"], first, self._keep.bad, how
+                    self._comm,
+                    self.path,
+                    like,
+                    check,
+                    self._line.first,
+                    self._keep.bad,
+                    self._how.direct,
                 )
             self._keep.verified = entry
             self._line.stand(entry)

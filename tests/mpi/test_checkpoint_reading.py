@@ -11,6 +11,7 @@ import pytest
 
 import mpidist as md
 from mpidist.checkpoint.read import fill, read_once
+from mpidist.checkpoint.read.reader import Reader
 from mpidist.checkpoint.storage import files
 from mpidist.errors import CheckpointError, StorageError
 from mpidist.partition import BlockPartition
@@ -114,7 +115,7 @@ def test_what_is_passed_on(comm, folder, monkeypatch, saved, staged):
     Also where one rank has to fill its arrays by and by.
     """
     if staged is not None:
-        monkeypatch.setattr(fill, "_STAGED", staged)
+        monkeypatch.setattr(fill, "STAGED", staged)
     monkeypatch.setattr(files, "BLOCK", BLOCK)
     monkeypatch.setattr(read_once, "_LARGE", 20_000)
     monkeypatch.setattr(read_once, "_MESSAGE", 7_000)
@@ -235,9 +236,9 @@ def test_two_names_of_one_array(comm, folder, monkeypatch, good):
 def batches(monkeypatch):
     """A host with little memory for what lies on a device; a list of the batches."""
     monkeypatch.setattr(files, "BLOCK", files.PAGE)
-    monkeypatch.setattr(fill, "_STAGED", 8 * files.PAGE)
-    seen, exchange = [], fill.Filling.exchange
-    monkeypatch.setattr(fill.Filling, "exchange", lambda *args: seen.append(1) or exchange(*args))
+    monkeypatch.setattr(fill, "STAGED", 8 * files.PAGE)
+    seen, read = [], Reader.read
+    monkeypatch.setattr(Reader, "read", lambda *a, **k: seen.append(1) or read(*a, **k))
     return seen
 
 

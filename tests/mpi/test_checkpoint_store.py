@@ -544,18 +544,19 @@ def test_a_step_that_another_job_removes_while_it_is_restored(comm, folder, monk
     other = CheckpointStore(MPI.COMM_SELF, folder, keep=1) if comm.rank == 0 else None
     if other:
         other.save(1, state_of(1))
-    left, real = [2], restore._attempt
+    left, real = [2], restore._fill
 
-    def attempt(comm, path, entry, *rest):
+    def attempt(comm, path, answer, *rest):
+        step = answer.entry.step + 1
         comm.Barrier()
         if other and left[0]:
             left[0] -= 1
-            other.save(entry.step + 1, state_of(entry.step + 1))
+            other.save(step, state_of(step))
             other.wait()
         comm.Barrier()
-        return real(comm, path, entry, *rest)
+        return real(comm, path, answer, *rest)
 
-    monkeypatch.setattr(restore, "_attempt", attempt)
+    monkeypatch.setattr(restore, "_fill", attempt)
     comm.Barrier()
     with CheckpointStore(comm, folder) as store:
         step, state = store.restore(blank())

@@ -47,8 +47,46 @@ def test_one_round_where_nothing_is_decided(comm, monkeypatch):
     monkeypatch.setattr(context, "wait", lambda *a: (waits.append(1), wait(*a)))
     run_on_all(comm, "check", lambda: None)
     assert len(waits) == 1
-    run_on_all(comm, "decide", lambda: 1, sum)
-    assert len(waits) == 4
+    run_on_all(comm, "decide", lambda: 1, sum)  # rank 0 knows what the others found
+    assert len(waits) == 3
+    run_on_all(comm, "decide", lambda: comm.rank, sum)
+    assert len(waits) == 6
+    assert run_on_all(comm, "known to come", lambda: comm.rank, list, agreed=100) == [
+        *range(comm.size)
+    ]
+    assert len(waits) == 8
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_number_of_rank_0_comes_with_the_agreement(comm):
+    """Of 63 bits, also where nothing is decided; nobody else is asked."""
+    number = (1 << 62) + 7 if comm.rank == 0 else None
+    assert run_on_all(comm, "check", lambda: 5, number=lambda: number) == (5, (1 << 62) + 7)
+    with pytest.raises(ConfigError, match="rank 0"):
+        run_on_all(comm, "check", lambda: 5, number=refuse)
+
+
+def refuse() -> int:
+    raise ConfigError("no number")
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("length", [10, 300, 70_000])
+def test_all_are_known_to_come(comm, length):
+    """What a message is too short for, and errors, are told by an agreement after all."""
+    mine = bytes([comm.rank]) * (length + comm.rank)
+    everyone = [bytes([rank]) * (length + rank) for rank in range(comm.size)]
+    assert run_on_all(comm, "known", lambda: mine, list, agreed=310) == everyone
+    assert run_on_all(comm, "known", lambda: mine, list, agreed=0) == everyone
+
+    def fails():
+        if comm.rank == comm.size - 1:
+            raise ConfigError("x" * length)
+
+    with pytest.raises(ConfigError, match=r"known: .*x{10}") as caught:
+        run_on_all(comm, "known", fails, list, agreed=310)
+    assert len(set(comm.allgather(str(caught.value)))) == 1
+    assert run_on_all(comm, "known", lambda: mine, list, agreed=310) == everyone
 
 
 class Silent(Exception):
@@ -134,7 +172,7 @@ def test_a_rank_that_is_interrupted_between_two_rounds(comm, monkeypatch, phase)
     def calls():
         # What rank 0 hands out needs nobody's answer: the others may learn it from the next call.
         for _ in range(3):
-            run_on_all(comm, "check", lambda: 1, sum)
+            run_on_all(comm, "check", lambda: comm.rank, sum)
 
     with pytest.raises((KeyboardInterrupt, MismatchError)) as caught:
         calls()

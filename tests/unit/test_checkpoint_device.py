@@ -10,6 +10,7 @@ from checkpoint_solo import Solo
 from mpidist.checkpoint.format.state import Shard
 from mpidist.checkpoint.load import load
 from mpidist.checkpoint.read import fill
+from mpidist.checkpoint.read.reader import Reader
 from mpidist.checkpoint.storage import files
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import CheckpointError
@@ -69,20 +70,19 @@ def test_device_state(tmp_path, cupy, method):
 def test_many_small_arrays_through_little_memory(tmp_path, cupy, monkeypatch):
     """A device's arrays come to host memory some at a time; few blocks are read more than once."""
     monkeypatch.setattr(files, "BLOCK", files.PAGE)
-    monkeypatch.setattr(fill, "_STAGED", 8 * files.PAGE)
+    monkeypatch.setattr(fill, "STAGED", 8 * files.PAGE)
     taken, original = [], fill.host_empty
     monkeypatch.setattr(
         fill, "host_empty", lambda *a, **k: taken.append(original(*a, **k)) or taken[-1]
     )
-    exchange = fill.Filling.exchange
-    most = []
+    original_read, most = Reader.read, []
 
-    def counted(self, *args):
+    def counted(self, *args, **settings):
         most.append(sum(array.nbytes for array in taken))
         taken.clear()
-        exchange(self, *args)
+        original_read(self, *args, **settings)
 
-    monkeypatch.setattr(fill.Filling, "exchange", counted)
+    monkeypatch.setattr(Reader, "read", counted)
     state = {f"b{k}": np.full(40, float(k)) for k in range(900)}
     with CheckpointStore(Solo(), tmp_path) as store:
         store.save(1, state)

@@ -175,7 +175,7 @@ def test_a_restore_keeps_no_memory(tmp_path):
 
 def test_batches_are_small_and_whole(monkeypatch):
     """Every tensor once, in order, up to the bound; one that is larger comes alone."""
-    monkeypatch.setattr(fill, "_STAGED", 80)
+    monkeypatch.setattr(fill, "STAGED", 80)
     assert fill.batches([0, 32, 48, 0, 8, 160, 16]) == [4, 5, 6, 7]
     assert fill.batches([40, 40]) == [2]
     assert fill.batches([0] * 5) == [5]  # what is filled where it lies, all at once

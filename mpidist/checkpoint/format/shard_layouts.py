@@ -22,14 +22,11 @@ from .state import Fact, Shard
 _ONE_BY_ONE = 4
 
 
-def everything(comm, known: Sequence[Manifest], tensors: Sequence[Fact]) -> Layout:
-    """Return all of the manifest that rank 0 knows, on all ranks. Collective over `comm`."""
-    whole = run_on_all(comm, "restore", lambda: None, lambda _: _layout(known[0], known[0].rows))
-    return whole._replace(tensors=tensors)
+def wanted(comm, leader, tensors: Sequence[Fact], items: list) -> Layout:
+    """Return of the manifest that rank 0's `leader` holds what fills the leaves of `items`.
 
-
-def wanted(comm, known: Sequence[Manifest], tensors: Sequence[Fact], items: list) -> Layout:
-    """Return of the manifest that rank 0 knows what fills the leaves of `items`. Collective."""
+    Collective over `comm`.
+    """
     number = {tensor.path: place for place, tensor in enumerate(tensors)}
     parts: list[list[Layout]] = []
 
@@ -44,7 +41,7 @@ def wanted(comm, known: Sequence[Manifest], tensors: Sequence[Fact], items: list
         return np.packbits(whole).tobytes(), piece_table.of_regions(regions)
 
     def shared(answers: list[tuple[bytes, np.ndarray]]) -> tuple[Layout, bool]:
-        base, each = _looked_up(known[0], answers)
+        base, each = _looked_up(leader.manifest, answers)
         parts.extend(each)
         return base, any(each)
 
@@ -85,13 +82,13 @@ def _looked_up(
     own = own[np.argsort(rank[want[own]] * len(found.rows) + piece[own], kind="stable")]
     ends = np.searchsorted(rank[want[own]], np.arange(1, len(answers)))
     each = [
-        [_layout(found, found.rows[some])] if len(some) else []
+        [layout_of(found, found.rows[some])] if len(some) else []
         for some in np.split(piece[own], ends)
     ]
-    return _layout(found, found.rows[whole[found.rows[:, piece_table.TENSOR]]]), each
+    return layout_of(found, found.rows[whole[found.rows[:, piece_table.TENSOR]]]), each
 
 
-def _layout(found: Manifest, rows: np.ndarray) -> Layout:
-    """Return what a rank is told: these pieces, and the files that they are in."""
+def layout_of(found: Manifest, rows: np.ndarray) -> Layout:
+    """Return what a rank is told: these pieces, and the files that they are in. Local."""
     numbers = np.unique(rows[:, piece_table.FILE]).tolist()
     return Layout(found.block, {number: found.files[number] for number in numbers}, (), rows)

@@ -6,7 +6,7 @@ cannot be written to, comes to host memory first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,9 @@ from ...arrays import copy_into, host_empty, is_device
 from ..format.state import Path, Shard, array_of, is_array, region_of
 from .read_once import ReadAndBroadcast
 from .read_plan import Places, ReadItem
-from .reader import Reader
 
 #: Bytes that come to host memory first at once, where they are more.
-_STAGED = 256 << 20
+STAGED = 256 << 20
 
 
 def is_filled(leaf) -> bool:
@@ -37,15 +36,9 @@ def _is_staged(leaf) -> bool:
     return isinstance(leaf, np.generic) or is_device(array_of(leaf))
 
 
-def staged_bytes(leaves: Sequence) -> np.ndarray:
-    """Return what each leaf takes of host memory until its numbers are there. Local.
-
-    None is no leaf. Empty where all of them together take little.
-    """
-    sizes = [
-        array_of(leaf).nbytes if is_filled(leaf) and _is_staged(leaf) else 0 for leaf in leaves
-    ]
-    return np.array(sizes if sum(sizes) > _STAGED else [], np.int64)
+def staged_bytes(leaf) -> int:
+    """Return what a leaf takes of host memory until its numbers are there. Local."""
+    return array_of(leaf).nbytes if is_filled(leaf) and _is_staged(leaf) else 0
 
 
 def batches(sizes: Sequence[int]) -> list[int]:
@@ -56,7 +49,7 @@ def batches(sizes: Sequence[int]) -> list[int]:
     ends: list[int] = []
     held = 0
     for number, size in enumerate(sizes):
-        if held and held + size > _STAGED:
+        if held and held + size > STAGED:
             ends.append(number)
             held = 0
         held += size
@@ -64,7 +57,7 @@ def batches(sizes: Sequence[int]) -> list[int]:
 
 
 class Filling:
-    """The leaves of `items` and what fills them. Local, but for `exchange`.
+    """The leaves of `items` and what fills them. Local.
 
     Parameters
     ----------
@@ -97,19 +90,9 @@ class Filling:
             self._leaves.append((path, leaf, host))
             wants = shared if path in common else own
             wants += places.wants(number[path], region_of(leaf), host)
-        self._shared = ReadAndBroadcast(shared, found.block, rank, ranks)
-        self._wants = [*own, *self._shared.mine]
-
-    def read(self, reader: Reader, wanted: Callable[[], bool]) -> None:
-        """Read what this rank reads, as long as it is `wanted`. Raises Damaged."""
-        reader.read(self._wants, wanted=wanted)
-
-    def exchange(self, comm, over: Callable[[], bool]) -> None:
-        """Give the others what this rank reads for all, and take theirs. Collective.
-
-        It goes beside `read`, and looks at `over` to know that nothing more comes.
-        """
-        self._shared.exchange(comm, over)
+        #: What is passed on to other ranks, and all that this one reads.
+        self.shared = ReadAndBroadcast(shared, found.block, rank, ranks)
+        self.wants = [*own, *self.shared.mine]
 
     def finish(self) -> dict[Path, Any]:
         """Return the leaves by path, filled."""

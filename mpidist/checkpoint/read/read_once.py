@@ -15,8 +15,8 @@ from itertools import accumulate, zip_longest
 import numpy as np
 
 from ...partition import BlockPartition
-from ...runtime.agreement.mismatch import Signature
-from ...runtime.context import Context, of
+from ...runtime.context import Context
+from ..control import operation
 from .read_plan import ReadItem, RowReadItem
 
 #: Targets of so many bytes travel as they lie; smaller ones together, in messages of that size.
@@ -91,7 +91,6 @@ class ReadAndBroadcast:
         # Taken here, where a rank without memory can still tell the others.
         most = max((_bytes(message) for _, message in self._small), default=0)
         self._room = np.empty(most, np.uint8)
-        self._under_way: list = []
 
     def exchange(self, comm, over: Callable[[], bool]) -> None:
         """Bring every target to all ranks from the one that reads it, as it comes. Collective.
@@ -101,50 +100,44 @@ class ReadAndBroadcast:
         """
         if not (self._large or self._small):
             return
-        context = of(comm)
-        context.begin(Signature("checkpoint parts to all ranks", "", ""))
-        try:
-            self._bring(context, over)
-        except BaseException as error:
-            _abandoned.append(self._under_way)  # MPI may still write into these targets
-            context.break_off(error)
-            raise
-        context.under_way = False
-
-    def _bring(self, context: Context, over: Callable[[], bool]) -> None:
-        rank, comm = context.rank, context.data
 
         def wait_for(root: int, parts: Sequence[Part]) -> None:
             # Asleep, for the threads that read have to share this core.
-            while rank == root and any(want.left for want, _ in parts) and not over():
+            while comm.rank == root and any(want.left for want, _ in parts) and not over():
                 time.sleep(_NAP)
 
-        under_way = self._under_way
-        for root, part in self._large:
-            wait_for(root, [part])
-            for piece in _pieces(part[1].reshape(-1).view(np.uint8)):
-                under_way.append(comm.Ibcast(piece, root))
-                if len(under_way) == _IN_FLIGHT:
+        under_way: list = []
+        try:
+            with operation(comm, "checkpoint parts to all ranks") as (context, _):
+                for root, part in self._large:
+                    wait_for(root, [part])
+                    for piece in _pieces(part[1].reshape(-1).view(np.uint8)):
+                        under_way.append(context.data.Ibcast(piece, root))
+                        if len(under_way) == _IN_FLIGHT:
+                            _end(context, under_way)
+                _end(context, under_way)
+                for root, message in self._small:
+                    wait_for(root, message)
+                    places = self._places([target for _, target in message])
+                    if comm.rank == root:
+                        for target, place in places:
+                            np.copyto(place, target)
+                    under_way.append(context.data.Ibcast(self._room[: _bytes(message)], root))
                     _end(context, under_way)
-        _end(context, under_way)
-        for root, message in self._small:
-            wait_for(root, message)
-            self._together(context, root, [target for _, target in message])
+                    if comm.rank != root:
+                        for target, place in places:
+                            np.copyto(target, place)
+        except BaseException:
+            _abandoned.append(under_way)  # MPI may still write into these targets
+            raise
 
-    def _together(self, context: Context, root: int, targets: Sequence[np.ndarray]) -> None:
-        """Bring small targets to all ranks, one behind the other."""
-        ends = list(accumulate(target.nbytes for target in targets))
-        places = [
-            self._room[end - target.nbytes : end].view(target.dtype).reshape(target.shape)
-            for target, end in zip(targets, ends, strict=True)
+    def _places(self, targets: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return small targets with their places in a message, one behind the other."""
+        ends = accumulate(target.nbytes for target in targets)
+        return [
+            (t, self._room[end - t.nbytes : end].view(t.dtype).reshape(t.shape))
+            for t, end in zip(targets, ends, strict=True)
         ]
-        if context.rank == root:
-            for target, place in zip(targets, places, strict=True):
-                np.copyto(place, target)
-        _end(context, [context.data.Ibcast(self._room[: ends[-1]], root)])
-        if context.rank != root:
-            for target, place in zip(targets, places, strict=True):
-                np.copyto(target, place)
 
 
 def _end(context: Context, requests: list) -> None:

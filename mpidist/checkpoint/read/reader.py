@@ -89,26 +89,31 @@ class Reader:
         errors: list[BaseException] = []
 
         def work() -> None:
-            room = files.paged(self._at_once * self._manifest.block)
-            with _Held(self._folder, self._manifest, self._direct) as held:
-                while not errors and wanted():
-                    with lock:
-                        number = next(taken, None)
-                    if number is None:
-                        return
-                    group = groups[number]
-                    descriptor = held.open(group.file)
-                    if not held.direct:
-                        self._begin(descriptor, groups[number : number + _AHEAD])
-                    self._serve(group, self._bytes(descriptor, group, room, held.direct))
-
-        def told() -> None:
             try:
-                work()
+                room = files.paged(self._at_once * self._manifest.block)
+                with _Held(self._folder, self._manifest, self._direct) as held:
+                    while not errors and wanted():
+                        with lock:
+                            number = next(taken, None)
+                        if number is None:
+                            return
+                        group = groups[number]
+                        descriptor = held.open(group.file)
+                        if not held.direct:
+                            self._begin(descriptor, groups[number : number + _AHEAD])
+                        begin, count, where = self._span(group)
+                        asked = -(-count // files.PAGE) * files.PAGE if held.direct else count
+                        try:
+                            there = files.read_at(descriptor, room[:asked].data, begin, count)
+                        except OSError as error:
+                            raise Damaged(f"{where} cannot be read: {error.strerror}") from error
+                        if there < count:
+                            raise Damaged(f"{where} are cut short: {there} are there")
+                        self._serve(group, room[:count])
             except BaseException as error:
                 errors.append(error)
 
-        helpers = [Worker(told, "mpidist-read") for _ in range(min(threads, len(groups)) - 1)]
+        helpers = [Worker(work, "mpidist-read") for _ in range(min(threads, len(groups)) - 1)]
         with ExitStack() as stack:
             for helper in helpers:
                 with suppress(RuntimeError):  # no more threads: fewer do it
@@ -116,7 +121,7 @@ class Reader:
                     # Nobody writes to the caller's arrays once this has returned.
                     stack.callback(helper.end)
             if groups:
-                told()
+                work()
         if errors:
             # Damage is an answer, on which others go on: Ctrl-C is not.
             raise next((e for e in errors if not isinstance(e, Exception)), errors[0])
@@ -164,20 +169,12 @@ class Reader:
             if group.file == groups[0].file:
                 files.begin_read(descriptor, group.first * block, len(group.wants) * block)
 
-    def _bytes(self, descriptor: int, group: _Group, room: np.ndarray, direct: bool) -> np.ndarray:
-        """Return the bytes of a group, in `room`."""
+    def _span(self, group: _Group) -> tuple[int, int, str]:
+        """Return where the bytes of a group begin, how many they are, and what to call them."""
         listed, block = self._manifest.files[group.file], self._manifest.block
         begin = group.first * block
         count = min(len(group.wants) * block, listed.size - begin)
-        asked = -(-count // files.PAGE) * files.PAGE if direct else count
-        where = f"{listed.name}, bytes {begin}:{begin + count}"
-        try:
-            there = files.read_at(descriptor, room[:asked].data, begin, enough=count)
-        except OSError as error:
-            raise Damaged(f"{where} cannot be read: {error.strerror}") from error
-        if there < count:
-            raise Damaged(f"{where} are cut short: {there} are there")
-        return room[:count]
+        return begin, count, f"{listed.name}, bytes {begin}:{begin + count}"
 
     def _serve(self, group: _Group, data: np.ndarray) -> None:
         listed, block = self._manifest.files[group.file], self._manifest.block

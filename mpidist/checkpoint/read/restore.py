@@ -1,16 +1,22 @@
 """Restore: find the newest step that is good for every rank, then fill every rank's arrays.
 
-Rank 0 reads and proves the manifest with its tables, and tells each rank where what it wants lies
-(`shard_layouts`); each rank reads that for itself, whatever the layout it was saved with; what all
-ranks need is read once and passed on (`read_once`). A step counts only if all ranks can read
-theirs. Each block is checked before its bytes go where they belong, so arrays are filled in one
-pass without a copy of anything; damage in a later block is answered by filling them all from an
-older step.
+    all ranks  say what they want        --agreement-->  the same? (a gather only where it is not)
+    rank 0     finds the step, proves its manifest and tables, compares them with what is wanted
+    all ranks  <--bcast--  the step, and where what lies
+               read their parts; what all want is read once and passed on (`read_once`)
+               --agreement-->  all have read all, or rank 0 looks for an older step
+
+Each rank reads what it wants, whatever the layout it was saved with. Where a checkpoint of very
+many pieces is restored to shards, each rank is told those that it wants (`shard_layouts`). A step
+counts only if all ranks can read theirs. Each block is checked before its bytes go where they
+belong, so arrays are filled in one pass without a copy of anything; damage in a later block is
+answered by filling them all from an older step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,75 +26,157 @@ from ... import events
 from ...arrays import is_writable
 from ...errors import CheckpointError, ForeignCheckpoint, MismatchError, MpidistError, NoCheckpoint
 from ...runtime.agreement.mismatch import rank_list
-from .. import histories, load
+from ...runtime.agreement.run_on_all import difference
 from ..control import run_on_all
 from ..format import shard_layouts
 from ..format.manifest import Damaged, Layout, Manifest
-from ..format.state import Fact, Path, array_of, dtype_name, dtype_of, leaves, shape_of, show, tree
+from ..format.state import (
+    Fact,
+    Path,
+    Shard,
+    array_of,
+    dtype_name,
+    dtype_of,
+    leaves,
+    shape_of,
+    show,
+    tree,
+)
+from ..load import Search
 from ..storage import steps
 from ..storage.steps import Entry
 from ..storage.worker_thread import Beside
-from .fill import Filling, batches, is_filled, is_whole, staged_bytes
+from . import fill
+from .fill import Filling, is_filled, is_whole, staged_bytes
 from .reader import opened
 
 _LISTED = 8
 #: Bytes read over those of the state up to which nobody else is said to read the same.
 _MOSTLY = 1.25
+#: Bytes of an answer that go to all ranks at once: the manifest of some thousand tensors.
+_ROOM = 1 << 18
+#: Pieces up to which all ranks are told all of them, whatever they want.
+_FEW = 2048
 
 
-class Reading(NamedTuple):
-    """How a store reads: comparing blocks with their checksums; passing the system's cache by."""
+class Leaf(NamedTuple):
+    """What a rank says of a leaf that it wants: `shape` is None of what is no array.
 
-    verify: bool = True
-    direct: bool = True
+    `whole`: it can be filled by what other ranks have read. `staged` bytes of it come to host
+    memory first.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...] | None
+    sharded: bool
+    whole: bool
+    staged: int
+
+
+class Wish(NamedTuple):
+    """What a rank asks for: its arguments as texts, and its leaves; None for every array whole."""
+
+    given: dict[str, str]
+    leaves: tuple[Leaf, ...] | None
+
+
+class Answer(NamedTuple):
+    """What rank 0 tells all ranks of the step that they try.
+
+    tensors, extras : what the step holds.
+    common : numbers of the tensors that all ranks want whole, so that each of them reads a part.
+    ends : behind which tensors a batch ends, where not all are filled at once.
+    staged : whether some rank needs much memory of its own for what it reads.
+    found : where all pieces lie; None where each rank asks for what it wants.
+    """
+
+    entry: Entry
+    tensors: Sequence[Fact]
+    extras: tuple
+    common: list[int]
+    ends: list[int]
+    staged: bool
+    found: Layout | None
+
+
+class _Leader:
+    """What rank 0 keeps of a restore: where it looks, and the manifest that it has read. Local."""
+
+    def __init__(self, path: str, first: Callable[..., Entry | None], bad: set[Entry]):
+        self._path, self._first, self._bad = path, first, bad
+        self._search: Search | None = None
+        self.manifest: Manifest
+
+    def answer(self, given: Mapping, reason: str | None, wishes: Sequence[Wish]) -> Answer:
+        """Return the next step to try, `reason` being what was wrong with the one before."""
+        if self._search is None:
+            _check_same(wishes)
+            step, history = given["step"], given["history"]
+            self._search = Search(self._path, step, history, self._first, self._bad)
+        while True:
+            if reason is not None:
+                self._search.pass_over(reason)
+            entry = self._search.next()
+            try:
+                self.manifest = steps.read_manifest(self._path, entry)
+            except Damaged as damage:
+                reason = str(damage)
+            else:
+                return _answer(f"{self._path}/{entry.name}", entry, self.manifest, wishes)
 
 
 def restore(
     comm,
     path: str,
     like: Mapping | None,
-    step: int | None,
-    first: Callable[[Collection[Entry]], Entry | None],
+    check: Callable[[], dict],
+    first: Callable[..., Entry | None],
     bad: set[Entry],
-    how: Reading,
+    direct: bool,
 ):
     """Return (entry, state); see `CheckpointStore.restore`. Collective over `comm`.
 
-    Rank 0 asks `first` for the entry to try, giving those that were; it adds to `bad` what is found
-    damaged.
+    `check` returns the arguments step, history and verify, or raises. Rank 0 asks `first` for the
+    entry to try, giving those that were; it adds to `bad` what is found damaged. `direct`: whether
+    what nobody else reads passes the system's cache by.
     """
-    items = run_on_all(comm, "restore", lambda: None if like is None else _wanted(like))
-    tried: dict[Entry, str] = {}  # on rank 0
-    entry: Entry | None = None
-    reason, removed = "", 0
+    given: dict[str, Any] = {}
+    items: list | None = None
+    leader = _Leader(path, first, bad)
+    reason: str | None = None
 
-    def following(without: list[bool]) -> Entry:
-        nonlocal removed
-        for rank, one in enumerate(without):
-            if one != without[0]:
-                raise MismatchError(
-                    f"like is None on rank {rank if one else 0} and a state on rank "
-                    f"{0 if one else rank}; pass {{}} where no array is wanted"
-                )
-        if entry is not None and histories.is_gone(path, entry):
-            removed = load.count_removed(path, removed)
-        elif entry is not None:
-            bad.add(entry)
-            tried[entry] = load.note(path, entry, reason)
-        found = first(tried)
-        if found is None:
-            raise load.failure(path, step, list(tried.values()))
-        return found
+    def ask() -> Wish:
+        nonlocal items
+        if not given:
+            given.update(check())
+            items = None if like is None else _wanted(like)
+        return Wish({name: repr(value) for name, value in given.items()}, _described(items))
 
     filled: list[Entry] = []  # parts of these may be in the caller's arrays
     try:
         while True:
-            entry = run_on_all(comm, f"restore from {path}", lambda: items is None, following)
-            damage, state = _attempt(comm, path, entry, items, how, filled)
-            if damage is None:
-                events.emit("checkpoint_restored", path=path, step=entry.step, ranks=comm.size)
-                return entry, state
-            reason = damage
+            decide = partial(leader.answer, given, reason)
+            answer = run_on_all(comm, "restore", ask, decide, room=_ROOM)
+            mine = items
+            if mine is None:  # new arrays: nothing of anybody's is changed
+                mine = run_on_all(comm, "restore", partial(_fresh, answer.tensors))
+            else:
+                filled.append(answer.entry)
+            found = answer.found or shard_layouts.wanted(comm, leader, answer.tensors, mine)
+            found = found._replace(tensors=answer.tensors)
+            how = given["verify"], direct and _is_alone(comm.size, answer, mine)
+            state = dict(answer.extras)
+            arrays: dict[Path, Any] = {}
+            for start, end in pairwise([0, *answer.ends]):
+                reason = _fill(comm, path, answer, found, range(start, end), mine, how, arrays)
+                if reason is not None:
+                    break
+            else:
+                events.emit(
+                    "checkpoint_restored", path=path, step=answer.entry.step, ranks=comm.size
+                )
+                return answer.entry, _state(state, mine, arrays)
     except MpidistError as error:
         if filled:
             raise spoiled(error) from error
@@ -112,7 +200,6 @@ def _wanted(like: Mapping) -> list:
     for path, leaf in items:
         if is_filled(leaf):
             array = array_of(leaf)
-            dtype_name(array.dtype)
             if not isinstance(leaf, np.generic) and not is_writable(array):
                 raise CheckpointError(
                     f"{show(path)} is read-only and cannot be filled; pass a writable array"
@@ -120,198 +207,161 @@ def _wanted(like: Mapping) -> list:
     return items
 
 
-def _attempt(
-    comm, path: str, entry: Entry, items, how: Reading, begun: list[Entry]
-) -> tuple[str | None, Any]:
-    """Try one entry: (None, state), or (why it is damaged, None). Collective.
+def _described(items: list | None) -> tuple[Leaf, ...] | None:
+    """Return what is told of the leaves to fill. Local."""
+    if items is None:
+        return None
+    told = []
+    for path, leaf in items:
+        if is_filled(leaf):
+            dtype, sharded = dtype_name(array_of(leaf).dtype), isinstance(leaf, Shard)
+            shape, size = shape_of(leaf), staged_bytes(leaf)
+            told.append(Leaf(path, dtype, shape, sharded, is_whole(leaf), size))
+        else:
+            told.append(Leaf(path, type(leaf).__name__, None, False, False, 0))
+    return tuple(told)
 
-    It is added to `begun` before any array of `items` is changed.
-    """
-    known: list[Manifest] = []  # on rank 0
 
-    def look(_) -> tuple[str | None, Any]:
-        try:
-            known.append(steps.read_manifest(path, entry))
-        except Damaged as damage:
-            return str(damage), None
-        return None, (known[0].tensors, known[0].extras)
-
-    reason, told = run_on_all(comm, "restore", lambda: None, look)
-    if reason is not None:
-        return reason, None
-    tensors, extras = told
-    if items is None:  # new arrays: nothing of anybody's is changed
-        items = run_on_all(comm, "restore", lambda: _fresh(tensors))
-        same = _Same({path for path, _ in items}, True, [len(items)])
-        found = shard_layouts.everything(comm, known, tensors)
-    else:
-        same = _same_model(comm, f"{path}/{entry.name}", told, items)
-        found = shard_layouts.wanted(comm, known, tensors, items)
-        begun.append(entry)
-    how = how._replace(direct=how.direct and same.alone)
-    filled: dict[Path, Any] = {}
-    for start, end in pairwise([0, *same.ends]):
-        names = {tensor.path for tensor in tensors[start:end]}
-        some = [(path, leaf) for path, leaf in items if path in names]
-        common = same.common & names if comm.size > 1 else set()
-        reason = _fill(comm, path, entry, found, some, common, how, filled)
-        if reason is not None:
-            return reason, None
-    return None, run_on_all(comm, "restore", lambda: _state(extras, items, filled))
+def _is_alone(size: int, answer: Answer, items: list) -> bool:
+    """Whether hardly any byte is read by two ranks, if the others hold about as much. Local."""
+    common = {answer.tensors[number].path for number in answer.common}
+    own = sum(array_of(x).nbytes for path, x in items if is_filled(x) and path not in common)
+    shared = sum(answer.tensors[number].nbytes for number in answer.common)
+    return shared + own * size <= _MOSTLY * sum(tensor.nbytes for tensor in answer.tensors)
 
 
 def _fill(
-    comm, path: str, entry: Entry, found: Layout, items, common, how: Reading, filled: dict
+    comm, path: str, answer: Answer, found: Layout, batch: range, items, how: tuple, filled: dict
 ) -> str | None:
-    """Fill the leaves of `items`, and put them into `filled`; why not, if not. Collective."""
-    filling = run_on_all(
-        comm, "restore", lambda: Filling(found, items, common, comm.rank, comm.size)
-    )
+    """Fill the leaves of `items` in a batch, and put them into `filled`; why not, if not.
+
+    Collective. Damage is an answer, on which all ranks go on to an older step; any other error
+    ends the restore on all ranks.
+    """
+    names = {found.tensors[number].path for number in batch}
+    some = [(name, leaf) for name, leaf in items if name in names]
+    common = {found.tensors[number].path for number in answer.common if number in batch}
+    common = common if comm.size > 1 else set()
+    filling: Any = partial(Filling, found, some, common, comm.rank, comm.size)
+    filling = run_on_all(comm, "restore", filling) if answer.staged else filling()
 
     def read() -> None:
-        with opened(path, entry, found, *how) as reader:
-            filling.read(reader, lambda: not reading.abandoned)
+        with opened(path, answer.entry, found, *how) as reader:
+            reader.read(filling.wants, wanted=lambda: not reading.abandoned)
 
     # What one rank reads for all goes round while the rest is read. Damage is found on the way:
     # the others then have got it as well, and an older step fills all that it has changed.
-    reading = Beside(read, "mpidist-restore", threaded=bool(common))
-    with reading:
-        filling.exchange(comm, reading.over)
-    reason = _agreed(comm, reading.result)
-    if reason is None:
-        filled |= run_on_all(comm, "restore", filling.finish)
-    return reason
+    reading = Beside(read, "mpidist-restore")
+    error: Exception | None = None
+    try:
+        if common:
+            with reading:
+                filling.shared.exchange(comm, reading.over)
+            reading.result()
+        else:
+            read()
+    except Exception as raised:
+        error = raised
 
-
-def _agreed(comm, work) -> str | None:
-    """Run `work` everywhere; why the first rank found damage, or None if none did. Collective.
-
-    Damage is an answer, on which all ranks go on to an older step; any other error ends the
-    restore on all ranks.
-    """
-
-    def local() -> str | None:
-        try:
-            work()
-        except Damaged as damage:
-            return f"rank {comm.rank}: {damage}"
+    def outcome() -> str | None:
+        if isinstance(error, Damaged):
+            return f"rank {comm.rank}: {error}"
+        if error is not None:
+            raise error
+        filled.update(filling.finish())
         return None
 
-    def first(reasons: list) -> str | None:
+    def damage(reasons: list) -> str | None:
         return next((text for text in reasons if text), None)
 
-    return run_on_all(comm, "restore", local, first, if_differs=True)
+    return run_on_all(comm, "restore", outcome, damage, if_differs=True)
 
 
 # ------------------------------------------------------------------------------ the same model
 
 
-class _Same(NamedTuple):
-    """What the ranks want together.
-
-    common : leaves that all ranks want whole, so that each reads a part of them.
-    alone : whether hardly any byte is read by two ranks.
-    ends : behind which tensors a batch ends, where not all are filled at once.
-    """
-
-    common: set[Path]
-    alone: bool
-    ends: list[int]
-
-
-def _same_model(comm, name: str, found: tuple, items: list) -> _Same:
-    """Raise CheckpointError on all ranks where `like` and the checkpoint differ. Collective.
-
-    `found` are the tensors and extras of the checkpoint `name`.
-    """
-    listed, extras = found
-    tensors = {tensor.path: tensor for tensor in listed}
-
-    def local() -> tuple[list[str], bytes, bytes, int, bytes]:
-        mine = {name: leaf for name, leaf in items if is_filled(leaf)}
-        present = [tensor.path in mine for tensor in listed]
-        whole = [tensor.path in mine and is_whole(mine[tensor.path]) for tensor in listed]
-        cut = sum(array_of(leaf).nbytes for leaf in mine.values() if not is_whole(leaf))
-        differs = _differences(tensors, items, dict(extras))
-        staged = staged_bytes([mine.get(tensor.path) for tensor in listed])
-        return differs, _packed(present), _packed(whole), cut, staged.tobytes()
-
-    def decide(answers: list) -> tuple[list[int], bool, list[int]]:
-        differs, present, whole, cut, staged = zip(*answers, strict=True)
-        seen = _bits(present, len(listed)).sum(axis=0)
-        lines = [
-            f"{line} {'here' if len(ranks) == len(answers) else f'on {rank_list(ranks)}'}"
-            for line, ranks in _tellers(differs).items()
-        ]
-        lines += [
-            f"{show(tensor.path)} is in the checkpoint only"
-            for tensor, there in zip(listed, seen, strict=True)
-            if not there
-        ]
-        if lines:
-            more = f"; and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
-            raise ForeignCheckpoint(
-                f"{name} is of another model: {'; '.join(lines[:_LISTED])}{more}"
-            )
-        takers = _bits(whole, len(listed)).sum(axis=0)
-        common = [int(count) == len(answers) for count in takers]
-        read = sum(cut) + sum(
-            tensor.nbytes * (1 if shared else int(count))
-            for tensor, shared, count in zip(listed, common, takers, strict=True)
+def _check_same(wishes: Sequence[Wish]) -> None:
+    """Raise MismatchError where the ranks do not ask for the same. Local."""
+    text = difference([wish.given for wish in wishes])
+    if text is not None:
+        raise MismatchError(f"restore: {text}; pass one value everywhere")
+    without = [wish.leaves is None for wish in wishes]
+    if any(without) and not all(without):
+        raise MismatchError(
+            f"like is None on rank {without.index(True)} and a state on rank "
+            f"{without.index(False)}; pass {{}} where no array is wanted"
         )
-        most = np.zeros(len(listed), np.int64)
-        for sizes in filter(None, staged):
-            np.maximum(most, np.frombuffer(sizes, np.int64), out=most)
-        alone = read <= _MOSTLY * sum(tensor.nbytes for tensor in listed)
-        return np.flatnonzero(common).tolist(), alone, batches(most.tolist())
-
-    common, alone, ends = run_on_all(comm, "restore", local, decide)
-    return _Same({listed[number].path for number in common}, alone, ends)
 
 
-def _tellers(told: Sequence[list[str]]) -> dict[str, list[int]]:
-    """Return line -> the ranks that told it. Pure."""
-    ranks: dict[str, list[int]] = {}
-    for rank, lines in enumerate(told):
-        for line in lines:
-            ranks.setdefault(line, []).append(rank)
-    return ranks
+def _answer(name: str, entry: Entry, manifest: Manifest, wishes: Sequence[Wish]) -> Answer:
+    """Return what all ranks are told of the step `name`. Local.
+
+    Raises ForeignCheckpoint where it is of another model than a rank wants to fill.
+    """
+    tensors, count = manifest.tensors, len(manifest.tensors)
+    found = shard_layouts.layout_of(manifest, manifest.rows)
+    if wishes[0].leaves is None:
+        return Answer(entry, tensors, manifest.extras, [*range(count)], [count], True, found)
+    number = {tensor.path: place for place, tensor in enumerate(tensors)}
+    groups: dict[tuple[Leaf, ...], list[int]] = {}
+    for rank, wish in enumerate(wishes):
+        groups.setdefault(wish.leaves or (), []).append(rank)
+    takers, seen = np.zeros(count, np.int64), np.zeros(count, bool)
+    most, needs = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    lines: dict[str, list[int]] = {}
+    for told, ranks in groups.items():
+        for line in _differences(told, number, tensors, dict(manifest.extras)):
+            lines.setdefault(line, []).extend(ranks)
+        needs[:] = 0
+        for leaf in told:
+            if leaf.shape is not None and leaf.path in number:
+                place = number[leaf.path]
+                seen[place], needs[place] = True, leaf.staged
+                takers[place] += leaf.whole * len(ranks)
+        if needs.sum() > fill.STAGED:
+            np.maximum(most, needs, out=most)
+    texts = [
+        f"{line} {'here' if len(ranks) == len(wishes) else f'on {rank_list(ranks)}'}"
+        for line, ranks in lines.items()
+    ]
+    missing = [show(tensors[place].path) for place in np.flatnonzero(~seen).tolist()]
+    texts += [f"{path} is in the checkpoint only" for path in missing]
+    if texts:
+        more = f"; and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
+        raise ForeignCheckpoint(f"{name} is of another model: {'; '.join(texts[:_LISTED])}{more}")
+    every = [leaf for told in groups for leaf in told]
+    few = len(manifest.rows) <= _FEW or not any(leaf.sharded for leaf in every)
+    return Answer(
+        entry,
+        tensors,
+        manifest.extras,
+        np.flatnonzero(takers == len(wishes)).tolist(),
+        fill.batches(most.tolist()),
+        any(leaf.staged and leaf.shape for leaf in every),
+        found if few else None,
+    )
 
 
-def _packed(flags: Sequence[bool]) -> bytes:
-    """Return a mask of bits; a checkpoint without arrays has none. Local."""
-    return np.packbits(np.array(flags, bool)).tobytes()
-
-
-def _bits(masks: Sequence[bytes], count: int) -> np.ndarray:
-    """Return packed masks of `count` bits as rows of an array. Local."""
-    return np.array([np.unpackbits(np.frombuffer(m, np.uint8), count=count) for m in masks])
-
-
-def _differences(tensors: dict, items: list, extras: dict) -> list[str]:
-    """Say what of this rank is not as it was saved; "here", or the ranks, come behind. Local."""
+def _differences(
+    told: Sequence[Leaf], number: Mapping, tensors: Sequence[Fact], extras: Mapping
+) -> list[str]:
+    """Say what a rank wants and was not saved so; "here", or the ranks, come behind. Local."""
     lines = []
-    for path, leaf in items:
-        name = show(path)
-        if not is_filled(leaf):
-            if path in tensors:
-                lines.append(f"{name} is an array in the checkpoint, {type(leaf).__name__}")
-        elif path in extras:
-            lines.append(f"{name} is a plain value in the checkpoint, an array")
-        elif path not in tensors:
-            lines.append(f"{name} is missing in the checkpoint, an array")
+    for leaf in told:
+        name, there = show(leaf.path), "in the checkpoint"
+        if leaf.shape is None:
+            if leaf.path in number:
+                lines.append(f"{name} is an array {there}, {leaf.dtype}")
+        elif leaf.path in extras:
+            lines.append(f"{name} is a plain value {there}, an array")
+        elif leaf.path not in number:
+            lines.append(f"{name} is missing {there}, an array")
         else:
-            lines += _array_differences(name, tensors[path], leaf)
-    return lines
-
-
-def _array_differences(name: str, tensor, leaf) -> list[str]:
-    lines = []
-    if tensor.shape != shape_of(leaf):
-        lines.append(f"{name} has shape {tensor.shape} in the checkpoint, {shape_of(leaf)}")
-    dtype = dtype_name(array_of(leaf).dtype)
-    if tensor.dtype != dtype:
-        lines.append(f"{name} has dtype {tensor.dtype} in the checkpoint, {dtype}")
+            tensor = tensors[number[leaf.path]]
+            if tensor.shape != leaf.shape:
+                lines.append(f"{name} has shape {tensor.shape} {there}, {leaf.shape}")
+            if tensor.dtype != leaf.dtype:
+                lines.append(f"{name} has dtype {tensor.dtype} {there}, {leaf.dtype}")
     return lines
 
 

@@ -11,7 +11,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,6 +23,7 @@ BLOCK = 1 << 20
 GROUP = 4
 #: Where and in what sizes bytes may pass the system's cache by, in files and in memory.
 PAGE = 4096
+_DIRECT = getattr(os, "O_DIRECT", 0)
 
 #: The functions that change something, in the order a save uses them.
 CHANGES = (
@@ -77,7 +78,11 @@ def write_at(descriptor: int, data, offset: int) -> None:
     """Write all of `data` at `offset`. Local. Raises OSError, also when the disk is full."""
     view = memoryview(data).cast("B")
     while len(view):
-        written = _or_cached(os.pwrite, descriptor, view, offset)
+        try:
+            written = os.pwrite(descriptor, view, offset)
+        except OSError as error:
+            _to_cache(descriptor, error)
+            continue
         if written == 0:
             raise OSError(errno.ENOSPC, "the file system takes no more bytes")
         view, offset = view[written:], offset + written
@@ -133,24 +138,19 @@ def set_direct(descriptor: int, on: bool) -> bool:
     Returns whether it does. Many file systems refuse, some of them not before the first read or
     write: those go through the cache then.
     """
-    flag = getattr(os, "O_DIRECT", 0)
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT if on else flags & ~_DIRECT)
     except OSError:
         return False
-    return on and flag != 0
+    return on and _DIRECT != 0
 
 
-def _or_cached(call: Callable[..., int], descriptor: int, *args) -> int:
-    """Read or write; where that may not pass the cache by, go through it from now on. Local."""
-    try:
-        return call(descriptor, *args)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        set_direct(descriptor, False)
-        return call(descriptor, *args)
+def _to_cache(descriptor: int, error: OSError) -> None:
+    """Let what may not pass the cache by go through it from now on; else raise `error`. Local."""
+    if error.errno != errno.EINVAL or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT:
+        raise error
+    set_direct(descriptor, False)
 
 
 def paged(count: int) -> np.ndarray:
@@ -202,7 +202,11 @@ def read_at(descriptor: int, view: memoryview, offset: int, enough: int | None =
     """
     done = 0
     while done < (len(view) if enough is None else enough):
-        count = _or_cached(os.preadv, descriptor, [view[done:]], offset + done)
+        try:
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+        except OSError as error:
+            _to_cache(descriptor, error)
+            continue
         if count == 0:
             break
         done += count

@@ -23,7 +23,7 @@ WAITING, LEFT, VERDICT, ROLL_CALL, BROKEN, ELSEWHERE, CROSSED = range(7)
 
 #: What all ranks vote on before they begin: a key, its negative, and up to so many facts. As
 #: many in every vote, for ranks that disagree meet in it, and MPI cannot bear other lengths.
-FACTS = 4
+FACTS = 5
 BALLOT = 2 + FACTS
 
 #: The kind in the signature of a call that ended by an exception before its operation began.

@@ -24,7 +24,9 @@ from .mismatch import Signature
 #: rounds: the lengths, then the data.
 _FILLED_UP = 1 << 20
 #: Bytes of the first message of an answer: its length, and as much of it as there is room for.
-_HEAD = 1024
+ROOM = 1024
+#: What a rank tells in place of what a message has no room for: no pickle begins so.
+_TOO_LONG = b"too long"
 #: Characters of an error that are told.
 LONGEST = 4000
 
@@ -45,21 +47,58 @@ class Polled:
         """Take note that all rounds are over. Local."""
         self.context.under_way = False
 
-    def begin(self, doing: str, packed: bytes, cause: BaseException | None) -> tuple[bool, bool]:
-        """Agree that all ranks are here; return whether one failed, and whether they differ."""
+    def begin(
+        self, doing: str, packed: bytes, cause: BaseException | None, number: int = 0
+    ) -> tuple[bool, bool, int]:
+        """Agree that all ranks are here; return whether one failed, and whether they differ.
+
+        And the largest `number` of a rank.
+        """
+        try:
+            signature = self._begun(doing, cause)
+            digest = _digest(packed)
+            failed, self.longest, most, least, largest = self.context.agree(
+                signature, cause is not None, len(packed), digest, -digest, number
+            )
+        except MismatchError as error:
+            raise error from cause
+        return bool(failed), most != -least, largest
+
+    def _begun(self, doing: str, cause: BaseException | None) -> Signature:
         context = self.context
         if cause is not None and (context.failed or context.closed):
             raise cause  # there is nobody to tell any more
         signature = Signature(in_one_line(doing, LONGEST), "", "")
+        context.begin(signature)
+        return signature
+
+    def exchange(
+        self,
+        doing: str,
+        packed: bytes,
+        cause: BaseException | None,
+        frame: int,
+        answer: Callable[[list[bytes]], list[bytes]],
+    ) -> bytes | None:
+        """Gather in messages of `frame` bytes, and return what rank 0 answers to all.
+
+        Without an agreement: all ranks are known to come. None where a message is too short for
+        what a rank has to tell.
+        """
         try:
-            context.begin(signature)
-            digest = _digest(packed)
-            failed, self.longest, most, least = context.agree(
-                signature, cause is not None, len(packed), digest, -digest
-            )
+            key = self._begun(doing, cause).key.to_bytes(8, "little")
+            fits = len(packed) <= frame
+            self.longest = 8 + max(frame, len(_TOO_LONG))
+            everyone = self.gather(key + (packed if fits else _TOO_LONG))
+            if any(not data.startswith(key) for data in everyone):
+                self.context.disagree()  # a rank was in another operation after all
+            told = [data[8:] for data in everyone]
+            long = any(data.startswith(_TOO_LONG) for data in told)
+            answers = ([_TOO_LONG] if long else answer(told)) if self.rank == 0 else []
+            data = self.hand_out(answers, each=False)
         except MismatchError as error:
             raise error from cause
-        return bool(failed), most != -least
+        return None if data == _TOO_LONG else data
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return everyone's `data` on rank 0."""
@@ -84,16 +123,16 @@ class Polled:
         ends = itertools.pairwise(starts)
         return [everything[start:end].tobytes() for start, end in ends]
 
-    def hand_out(self, answers: list[bytes], each: bool) -> bytes:
-        """Return this rank's of rank 0's answers."""
+    def hand_out(self, answers: list[bytes], each: bool, room: int = ROOM) -> bytes:
+        """Return this rank's of rank 0's answers; up to `room` bytes of one for all go at once."""
         if self.size == 1:
             return answers[0]
-        return self._scatter(answers) if each else self._bcast(answers)
+        return self._scatter(answers) if each else self._bcast(answers, room)
 
-    def _bcast(self, answers: list[bytes]) -> bytes:
+    def _bcast(self, answers: list[bytes], room: int) -> bytes:
         control = self.context.control
-        head = np.zeros(_HEAD, np.uint8)
-        room = _HEAD - 8
+        head = np.zeros(room, np.uint8)
+        room -= 8
         if self.rank == 0:
             head[:8] = np.frombuffer(len(answers[0]).to_bytes(8, "little"), np.uint8)
             first = answers[0][:room]
@@ -140,25 +179,28 @@ class Private:
     def end(self) -> None:
         """Do nothing: a channel of one's own has no operations."""
 
-    def begin(self, doing: str, packed: bytes, cause: BaseException | None) -> tuple[bool, bool]:
+    def begin(
+        self, doing: str, packed: bytes, cause: BaseException | None, number: int = 0
+    ) -> tuple[bool, bool, int]:
         """Tell all ranks what this one found; return whether one failed, and whether they differ.
 
-        `packed` of all is compared.
+        `packed` of all is compared. And the largest `number` of a rank.
         """
         try:
-            told = self.exchange([cause is not None, _text(packed)])
+            told = self.exchange([cause is not None, _text(packed), number])
         except Exception as error:
             if cause is not None:
                 raise cause from error  # nobody else listens any more
             raise
-        self._everyone = [_bytes(text) for _, text in told]
-        return any(failed for failed, _ in told), len(set(self._everyone)) > 1
+        self._everyone = [_bytes(text) for _, text, _ in told]
+        failed, _, numbers = zip(*told, strict=True)
+        return any(failed), len(set(self._everyone)) > 1, max(numbers)
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return everyone's `data`."""
         return self._everyone
 
-    def hand_out(self, answers: list[bytes], each: bool) -> bytes:
+    def hand_out(self, answers: list[bytes], each: bool, room: int = 0) -> bytes:
         """Return this rank's of rank 0's answers."""
         said = [_text(one) for one in (answers if each else answers[:1])]
         told = self.exchange(said)[0]

@@ -1,10 +1,11 @@
 """`run_on_all`: local work whose failure on one rank is an error on all of them.
 
     every rank   local()                 checks, files, memory: no communication
-    agreement    one allreduce           same operation? did any rank fail?
-    only where somebody failed, or something is decided:
+    agreement    one allreduce           same operation? did any rank fail? did all find the same?
+    only where somebody failed, or they differ and something is decided:
     rank 0       <-- gather --           what each rank found, or why it failed
-                 decide([...])
+    only where somebody failed, or something is decided:
+    rank 0       decide([...])
     every rank   <-- bcast, scatter --   the answer, or one error for all
 
 No rank is left alone in a collective call, because nothing between two of them may raise: also
@@ -24,7 +25,7 @@ from mpi4py import MPI
 
 from ...errors import ConfigError, MismatchError, MpidistError, in_one_line, shown
 from .mismatch import rank_list
-from .rounds import LONGEST, Polled, Private
+from .rounds import LONGEST, ROOM, Polled, Private
 
 
 class Failure(NamedTuple):
@@ -49,6 +50,9 @@ def run_on_all(
     *,
     fault: Callable[[Exception], type[MpidistError]] | None = None,
     if_differs: bool = False,
+    number: Callable[[], int] | None = None,
+    agreed: int | None = None,
+    room: int = ROOM,
 ):
     """Run `local` everywhere; what fails on one rank raises on all. Collective over `comm`.
 
@@ -73,11 +77,21 @@ def run_on_all(
         as on all ranks. By default the failing rank raises it as it is.
     if_differs : bool
         Ask `decide` only where the results of the ranks differ: as cheap as without it.
+    number : callable, optional
+        Asked on rank 0 when `local` is over, for a number from 0 that all ranks learn in the
+        agreement.
+    agreed : int, optional
+        All ranks are known to come: they have agreed in the same public call. So there is no
+        agreement, and each rank tells what it found in a message of so many bytes, the same on all
+        ranks. Where one has more to tell, they agree after all.
+    room : int
+        So many bytes of an answer for all go at once; the same on all ranks.
 
     Returns
     -------
     object
-        What rank 0 decided; this rank's own result where nobody was asked.
+        What rank 0 decided; this rank's own result where nobody was asked. With `number`: this, and
+        rank 0's number.
 
     Raises
     ------
@@ -90,10 +104,11 @@ def run_on_all(
     """
     channel = Private(comm, exchange) if exchange else Polled(comm)
     own: list[BaseException] = []  # what this rank raised
+    rounds = _Rounds(channel, doing, decide, each, fault, if_differs, number, own)
     with channel.call(doing):
-        failure, value = _rounds(channel, doing, local, decide, each, fault, if_differs, own)
+        failure, value = rounds.run(local, agreed, room)
     if failure is None:
-        return value
+        return (value, rounds.number) if number else value
     # Behind the call: all ranks are told, so the communicator stays as good as before.
     cause = own.pop() if own else None
     try:
@@ -104,33 +119,48 @@ def run_on_all(
         del cause  # its traceback names this frame
 
 
-def _rounds(
-    channel, doing, local, decide, each, fault, if_differs, own
-) -> tuple[Failure | None, Any]:
-    """Return one failure for all ranks, or None and what `run_on_all` returns. Collective."""
-    result = None
-    try:
-        result = local()
-        packed = _NOTHING if decide is None else _pack(None, result)
-    except BaseException as error:
-        own.append(error)
-        packed = _pack(failure_of(error, fault), None)
-    failed, differs = channel.begin(doing, packed, own[0] if own else None)
-    if not failed and (decide is None or (if_differs and not differs)):
-        channel.end()
-        return None, result
-    everyone = channel.gather(packed)
-    answers: list[bytes] = []
-    if channel.rank == 0:
+class _Rounds:
+    """What `run_on_all` was given, and its rounds. Local, but for `run`."""
+
+    def __init__(self, channel, doing, decide, each, fault, if_differs, number, own):
+        self.channel, self.doing, self.decide, self.each = channel, doing, decide, each
+        self.fault, self.if_differs, self.own = fault, if_differs, own
+        self.number, self._number = 0, number
+
+    def run(self, local, agreed: int | None, room: int) -> tuple[Failure | None, Any]:
+        """Return one failure for all ranks, or None and what is returned. Collective."""
+        channel, result = self.channel, None
+        number = 0
         try:
-            answers = _answers(doing, everyone, decide, each)
+            result = local()
+            packed = _NOTHING if self.decide is None else _pack(None, result)
+            number = self._number() if self._number and channel.rank == 0 else 0
         except BaseException as error:
-            own[:] = [error]
-            told = _of_rank_0(doing, error, fault, channel.size)
-            answers = [_pack(told, None)] * channel.size
-    answer = channel.hand_out(answers, each)
-    channel.end()
-    return _unpack(answer)
+            self.own.append(error)
+            packed = _pack(failure_of(error, self.fault), None)
+        cause = self.own[0] if self.own else None
+        answer = None
+        if agreed is not None:
+            answer = channel.exchange(self.doing, packed, cause, agreed, self._answers)
+        if answer is None:
+            failed, differs, self.number = channel.begin(self.doing, packed, cause, number)
+            if not failed and (self.decide is None or (self.if_differs and not differs)):
+                channel.end()
+                return None, result
+            everyone = channel.gather(packed) if failed or differs else [packed] * channel.size
+            answers = self._answers(everyone) if channel.rank == 0 else []
+            answer = channel.hand_out(answers, self.each, room)
+        channel.end()
+        return _unpack(answer)
+
+    def _answers(self, everyone: list[bytes]) -> list[bytes]:
+        """Rank 0: return what each rank is told."""
+        try:
+            return _answers(self.doing, everyone, self.decide, self.each)
+        except BaseException as error:
+            self.own[:] = [error]
+            size = self.channel.size
+            return [_pack(_of_rank_0(self.doing, error, self.fault, size), None)] * size
 
 
 def same_on_all(

@@ -1,0 +1,73 @@
+"""How many collectives of control a save and a restore of a healthy store make."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpidist as md
+from mpidist.runtime.context import of
+
+#: What all ranks call together on a communicator of control.
+COLLECTIVES = ("Iallreduce", "Igather", "Igatherv", "Ibcast", "Iscatter", "Iscatterv", "Ibarrier")
+
+
+class Counted:
+    """A communicator that keeps the names of its collectives."""
+
+    def __init__(self, comm):
+        self._comm, self.calls = comm, []
+
+    def __getattr__(self, name):
+        if name in COLLECTIVES:
+            self.calls.append(name)
+        return getattr(self._comm, name)
+
+
+@pytest.fixture
+def calls(comm, monkeypatch):
+    """The collectives of control on `comm`, as a list that the test empties."""
+    if comm == MPI.COMM_NULL:
+        return []
+    context = of(comm)
+    counted = Counted(context.control)
+    monkeypatch.setattr(context, "control", counted)
+    return counted.calls
+
+
+def replicated(comm, value: float) -> dict:
+    return {
+        "parameters": {f"w{k}": np.full((50, 20), value + k) for k in range(40)},
+        "scalar": np.float64(value),
+        "step": int(value),
+        "lr": [0.1, 0.2],
+    }
+
+
+def sharded(comm, value: float) -> dict:
+    part = np.full((30, 4), value + comm.rank)
+    return {
+        **replicated(comm, value),
+        "m": md.Shard(part, (30 * comm.size, 4), (30 * comm.rank, 0)),
+    }
+
+
+def taken(calls: list) -> list:
+    found, calls[:] = calls[:], []
+    return found
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("state", [replicated, sharded])
+def test_a_restore(comm, folder, calls, state):
+    """The agreement on arguments and on what is wanted; rank 0's answer; the outcome."""
+    with md.CheckpointStore(comm, folder) as store:
+        store.save(1, state(comm, 1.0))
+        taken(calls)
+        like = state(comm, 0.0)
+        assert store.restore(like)[0] == 1
+        assert taken(calls) == ["Iallreduce", "Ibcast", "Iallreduce"]
+        assert store.restore(like, 1, verify=False)[0] == 1
+        assert taken(calls) == ["Iallreduce", "Ibcast", "Iallreduce"]
+        assert (like["parameters"]["w3"] == 4.0).all()
+        store.restore()  # new arrays: has every rank the memory?
+        assert taken(calls) == ["Iallreduce", "Ibcast", "Iallreduce", "Iallreduce", "Iallreduce"]
