@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 
 from .. import events
 from ..errors import CheckpointError, ClosedError
@@ -22,7 +23,7 @@ from .storage.lock import RunLock
 from .storage.retention import Keep
 from .storage.steps import Entry
 from .write.planner import Planner
-from .write.save import Save
+from .write.save import Place, Save, begin
 from .write.shard_writer import Memory, WriteBuffers, WriteOptions
 from .write.write_plan import writers_of
 
@@ -109,6 +110,7 @@ class CheckpointStore(Scoped):
         self._keep = Keep(given["keep"], given["keep_every"])
         self._lock = RunLock(self.path)
         self._line = Line(self.path, given["fresh"])
+        self._place = Place(self.path, self._keep, self._lock, self._line)
         self._buffers = WriteBuffers(Memory(), Memory())
         self._how = WriteOptions(given["direct"], given["sha256"])
         self._writers = given["writers"]
@@ -152,8 +154,8 @@ class CheckpointStore(Scoped):
             When a leaf cannot be saved.
         """
         with events.span("checkpoint.save"), self._call("save"):
-            self._begin_alone(step, state, copy=False).write()
-            self._finish()
+            self._begin(step, state).write()
+            self._finish(at_once=True)
 
     def save_async(self, step: int, state: Mapping) -> None:
         """Copy what this rank writes of `state`, save it in the background. Collective.
@@ -164,7 +166,7 @@ class CheckpointStore(Scoped):
         what went wrong.
         """
         with events.span("checkpoint.save_async"), self._call("save_async"):
-            self._begin_alone(step, state, copy=True).start()
+            self._begin(step, state, copy=True).start()
 
     def restore(
         self,
@@ -337,35 +339,23 @@ class CheckpointStore(Scoped):
         """Return the ``with`` of a public method: what it raises here the other ranks hear."""
         return call(self._comm, f"CheckpointStore.{method}")
 
-    def _begin_alone(self, step, state: Mapping, copy: bool) -> Save:
-        """Begin a save of which the nodes hold nothing. Collective."""
-        save = self._begin(step, state, copy)
-        if self._comm.rank == 0:
-            node_copies.invalidate(self.path)
-        return save
-
-    def _begin(self, step, state: Mapping, copy: bool) -> Save:
+    def _begin(self, step, state: Mapping, copy: bool = False, alone: bool = True) -> Save:
+        """Begin a save; of one that is `alone` the nodes hold nothing. Collective."""
         self._finish()
-
-        def check() -> dict:
-            return {"step": wanted(step, needed=True)}
-
-        step = same_on_all(self._comm, "save", check)["step"]
         if self._planner is None:
             self._planner = Planner(writers_of(self._writers, self._nodes()))
-        self._pending = Save(
+        self._pending = begin(
             self._comm,
-            self.path,
-            step,
-            state,
-            self._keep,
-            self._lock,
-            self._line,
+            self._place,
             self._planner,
             self._buffers,
             self._how,
+            partial(wanted, step, needed=True),
+            state,
             copy,
         )
+        if alone and self._comm.rank == 0:
+            node_copies.invalidate(self.path)
         return self._pending
 
     def _nodes(self) -> list[int]:
@@ -374,11 +364,11 @@ class CheckpointStore(Scoped):
             return [0] * self._comm.size
         return list(topology_of(self._comm).node_of)
 
-    def _finish(self) -> None:
+    def _finish(self, at_once: bool = False) -> None:
         self._settle()
         if self._pending is not None:
             save, self._pending = self._pending, None
-            save.finish()
+            save.finish(at_once)
 
     def _settle(self) -> None:
         """Raise if the store is closed; let nothing of a save before be going on. Local."""

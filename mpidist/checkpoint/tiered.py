@@ -106,7 +106,7 @@ class TieredStore(Scoped):
         goes wrong there is raised by the next call, or by `wait`.
         """
         with events.span("tiers.save"), self._call("save"):
-            copying = self.shared._begin(step, state, copy=True)
+            copying = self.shared._begin(step, state, copy=True, alone=False)
             everywhere = self._hold(copying, state, CheckpointStore.save)
             copying.start()
             if not everywhere:
@@ -115,7 +115,7 @@ class TieredStore(Scoped):
     def save_async(self, step: int, state: Mapping) -> None:
         """Copy what this rank writes, save it in the background to both. Collective."""
         with events.span("tiers.save_async"), self._call("save_async"):
-            copying = self.shared._begin(step, state, copy=True)
+            copying = self.shared._begin(step, state, copy=True, alone=False)
             self._hold(copying, state, CheckpointStore.save_async)
             copying.start()
 
@@ -240,10 +240,13 @@ class TieredStore(Scoped):
                 self._forget()
                 self._ours = True
             self._open(make=True)
-            extras = run_on_all(
-                self._comm, doing, lambda: node_copies.extras(state), node_copies.union
+            extras, history = run_on_all(
+                self._comm,
+                doing,
+                lambda: node_copies.extras(state),
+                lambda answers: (node_copies.union(answers), copying.history),
             )
-            history, size = copying.history, self._comm.size
+            size = self._comm.size
             mark = node_copies.copy_record(state, rank, copying.name, history, size)
             content = {
                 **node_copies.arrays(state, rank),

@@ -71,3 +71,29 @@ def test_a_restore(comm, folder, calls, state):
         assert (like["parameters"]["w3"] == 4.0).all()
         store.restore()  # new arrays: has every rank the memory?
         assert taken(calls) == ["Iallreduce", "Ibcast", "Iallreduce", "Iallreduce", "Iallreduce"]
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("state", [replicated, sharded])
+def test_a_save(comm, folder, calls, state):
+    """The agreement on the step and the plan; what the tables say; the outcome."""
+    with md.CheckpointStore(comm, folder) as store:
+        assert taken(calls) == ["Iallreduce"]
+        store.save(1, state(comm, 1.0))
+        first = taken(calls)
+        if state is replicated:  # each rank plans for ranks that hold what it holds
+            assert first == ["Iallreduce", "Igather", "Ibcast"]
+        for step in (2, 3):
+            store.save(step, state(comm, float(step)))
+            assert taken(calls) == ["Iallreduce", "Igather", "Ibcast"]
+        like = state(comm, 0.0)
+        assert store.restore(like)[0] == 3
+        assert (like["parameters"]["w3"] == 6.0).all()
+        taken(calls)
+        store.save(4, like)
+        assert taken(calls) == ["Iallreduce", "Igather", "Ibcast"]
+        store.save_async(5, like)
+        assert taken(calls) == ["Iallreduce"]
+        store.wait()
+        assert taken(calls) == ["Iallreduce", "Igather", "Ibcast"]
+    assert md.load(folder, 5)["parameters"]["w3"][0, 0] == 6.0

@@ -72,7 +72,7 @@ class Sharded:
     def plan(self) -> list[bytes]:
         """Rank 0: from what is told to what each is told."""
         told = [pickle.loads(one) for one in self.told]
-        self.leader, answers = planner._planned(told, range(RANKS))
+        self.leader, answers = planner._planned(planner._everyone(told), range(RANKS))
         return [pickle.dumps(answer) for answer in answers]
 
     def describe(self) -> None:
@@ -84,7 +84,7 @@ class Sharded:
 
     def prepare(self, answer: bytes) -> Work:
         """Another rank: make all that it keeps of the plan."""
-        share, _ = pickle.loads(answer)
+        share, _, _ = pickle.loads(answer)
         work = Work(share, self.facts, self.survey.marks)
         _ = work.sources, work.given_bytes, work.gaps, work.size, work.numbers
         return work

@@ -259,18 +259,18 @@ def test_dead_saves_of_other_hosts_are_left_for_an_hour(tmp_path, monkeypatch):
     """Locks may not reach from host to host, so age must agree; then they go as well."""
     with CheckpointStore(Solo(), tmp_path) as store:
         store.save(1, state_of(1))
-        dead = tmp_path / retention.temporary_name(7)
+        dead = tmp_path / retention.temporary_name(7, 7)
         dead.mkdir()
         (dead / "OWNER").write_text("elsewhere 12\n")
         (dead / "shard-00000.h5").write_bytes(b"x")
-        unowned = tmp_path / retention.temporary_name(8)
+        unowned = tmp_path / retention.temporary_name(8, 8)
         unowned.mkdir()
         foreign = tmp_path / ".tmp-mine"
         foreign.mkdir()
-        kept = tmp_path / retention.temporary_name(9)
+        kept = tmp_path / retention.temporary_name(9, 9)
         kept.mkdir()
         (kept / "thesis.tex").write_text("mine")
-        link = tmp_path / retention.temporary_name(10)
+        link = tmp_path / retention.temporary_name(10, 10)
         link.symlink_to(foreign)
         (foreign / "shard-00000.h5").write_text("mine")
         store.save(2, state_of(2))

@@ -122,7 +122,7 @@ def test_dead_saves_where_there_are_no_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "lock", no_locks)
     with CheckpointStore(Solo(), tmp_path) as store:
         store.save(1, state_of(1))
-        dead = tmp_path / retention.temporary_name(7)
+        dead = tmp_path / retention.temporary_name(7, 7)
         dead.mkdir()
         (dead / "OWNER").write_text(f"{os.uname().nodename} 12\n")
         store.save(2, state_of(2))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import socket
 import sys
 from collections.abc import Iterator
@@ -34,9 +33,9 @@ _TEMPORARY = re.compile(r"\.tmp-step-[0-9]{12}-[0-9a-f]{16}", re.ASCII)
 PATIENCE_SECONDS = 3600.0
 
 
-def temporary_name(step: int) -> str:
-    """Return a new name for the folder of a save that is under way. Local."""
-    return f".tmp-step-{step:012d}-{secrets.token_hex(8)}"
+def temporary_name(step: int, nonce: int) -> str:
+    """Return the name of the folder of a save that is under way. Pure."""
+    return f".tmp-step-{step:012d}-{nonce:016x}"
 
 
 def claim(folder: int) -> int:

@@ -1,9 +1,12 @@
-"""Save: describe, plan, write, commit.
+"""Save: agree, write, commit.
 
-    all ranks  describe their state  --gather-->  rank 0 plans, makes .tmp-step-<nonce>
-    all ranks  <--scatter--  what each writes;  one shard each, then its table: write, fsync
-    rank 0     when all tables are there: the manifest, fsync, renames the folder to
-               step-<number>, fsync, and only then removes old steps
+    rank 0     makes .tmp-step-<nonce>
+    all ranks  --agreement-->  on the step and on a plan (`planner`)
+               write one shard each, then its table, each with an fsync
+    all ranks  --gather-->  what their tables say
+    rank 0     writes the manifest, fsync, renames the folder to step-<number>, fsync,
+               and only then removes old steps
+    all ranks  <--bcast--  committed, or one error for all
 
 The rename is the commit: before it no reader looks at the folder, after it all bytes have been
 on stable storage for a while. If a file system loses or tears them nevertheless, the checksums
@@ -17,12 +20,14 @@ the next call that all ranks make.
 from __future__ import annotations
 
 import hashlib
+import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,7 +41,7 @@ from ..storage.lock import RunLock
 from ..storage.steps import Entry
 from ..storage.worker_thread import Worker
 from . import shard_writer
-from .planner import Planner
+from .planner import Begun, Planner
 
 #: Seconds without a new byte in the folder after which a save in the background is given up.
 PATIENCE_SECONDS = 600.0
@@ -53,43 +58,30 @@ class _Folder:
     resources: ExitStack
 
 
-class Save:
-    """One save: made (collective), then written (local, in any thread), then finished (collective).
+class Place(NamedTuple):
+    """Where a store saves, and what rank 0 asks about it.
 
-    Parameters
-    ----------
-    comm : communicator
-        A private one.
-    keep : retention.Keep
-        What to remove after the commit.
-    lock : RunLock
-        The store's; rank 0 takes it here.
-    line : histories.Line
-        Where the store stands: rank 0 asks it for the history that this save is of.
-    planner : Planner
-        The store's.
-    buffers : shard.WriteBuffers
-    how : shard.WriteOptions
-    copy : bool
-        Whether to copy this rank's part of the state now, so that it may change at once.
+    keep : what to remove after a commit.
+    lock : taken by rank 0.
+    line : where the store stands: which history a save is of.
     """
 
-    def __init__(
-        self,
-        comm,
-        path: str,
-        step: int,
-        state: Mapping,
-        keep: retention.Keep,
-        lock: RunLock,
-        line: Line,
-        planner: Planner,
-        buffers: shard_writer.WriteBuffers,
-        how: shard_writer.WriteOptions,
-        copy: bool,
-    ):
-        self.comm, self.path, self.step = comm, path, step
-        self._keep, self._lock, self._line, self._how = keep, lock, line, how
+    path: str
+    keep: retention.Keep
+    lock: RunLock
+    line: Line
+
+
+class Save:
+    """One save: begun (collective), written (local, in any thread), then finished (collective).
+
+    Made by `begin`.
+    """
+
+    _begun: Begun
+
+    def __init__(self, comm, place: Place, how: shard_writer.WriteOptions):
+        self.comm, self.path, self._place, self._how = comm, place.path, place, how
         self._began, self._ended = time.perf_counter(), 0.0
         self._outcome: bytes | Exception | None = None  # the head of this rank's table, or an error
         self._committed: int | Exception | None = None  # bytes of the state, on rank 0
@@ -97,45 +89,18 @@ class Save:
         self._thread: Worker | None = None
         self._folder: _Folder | None = None
         self._data: list = []
-        begun = planner.begin(comm, f"save of step {step}", state, self._open)
-        (self.name, self.history), self._work = begun.opened, begun.work
-        self._leader, self._extras = begun.leader, begun.extras
-        try:
-            if copy:
-                self._data = shard_writer.copied(self._work, begun.arrays, buffers.copies)
-            else:
-                self._data = shard_writer.in_place(self._work, begun.arrays)
-        except Exception as error:  # raised by finish(), where all ranks can raise it
-            self._outcome = error
-        if planner.forwards:
-            self._forward(buffers.inbox)
+        #: Of the save: its number; on rank 0 its history; the name of its folder until the commit.
+        self.step, self.history, self.name = -1, 0, ""
 
-    def _forward(self, inbox: shard_writer.Memory) -> None:
-        """Bring what others hold to who writes it. Collective; raises on all ranks together."""
-
-        def local():
-            if isinstance(self._outcome, Exception):
-                raise self._outcome
-            rooms.extend(shard_writer.receive_buffers(self._work, self.comm.rank, inbox))
-
-        doing = f"save of step {self.step}"
-        rooms: list[np.ndarray] = []
-        try:
-            run_on_all(self.comm, doing, local)
-            brought = shard_writer.forward_parts(self.comm, self._work, self._data, rooms)
-            self._data = run_on_all(self.comm, doing, brought)
-        except BaseException:
-            self.abandon()
-            raise
-
-    def _open(self) -> tuple[str, int]:
-        """Rank 0: make the temporary folder; returns its name, and the history of the save."""
-        self._lock.prepare()
+    def _open(self, nonce: int, step: int) -> None:
+        """Rank 0: make the temporary folder."""
+        path, keep, lock, line = self._place
+        lock.prepare()
         with ExitStack() as stack:
-            root = stack.enter_context(files.folder(self.path))
-            self._lock.take(root)
-            history = self._line.begin(root, self.step, partial(self._keep.is_good, self.path))
-            name = retention.temporary_name(self.step)
+            root = stack.enter_context(files.folder(path))
+            lock.take(root)
+            self.history = line.begin(root, step, partial(keep.is_good, path))
+            name = retention.temporary_name(step, nonce)
             files.make_folder(name, root)
             stack.callback(_discard, name, root)
             with files.folder(name, root) as folder:
@@ -143,17 +108,16 @@ class Save:
             stack.callback(files.close, owner)
             retention.remove_dead(root)
             self._folder = _Folder(root, name, stack.pop_all())
-        return name, history
 
     def write(self) -> None:
         """Write this rank's shard. Local, without MPI; what goes wrong is kept for `finish`."""
         try:
-            if not self._work.writes and self._outcome is None:
+            if not self._begun.work.writes and self._outcome is None:
                 self._outcome = b""  # nobody waits for this rank: the folder may be renamed by now
             if self._outcome is None:
                 with files.folder(self.path) as root, files.folder(self.name, root) as folder:
                     self._outcome = shard_writer.write(
-                        folder, self.comm.rank, self._work, self._data, self._how
+                        folder, self.comm.rank, self._begun.work, self._data, self._how
                     )
         except Exception as error:
             self._outcome = error
@@ -196,7 +160,7 @@ class Save:
 
     def _wait_for_tables(self) -> list[bytes]:
         """Rank 0: return the heads of all writers' tables when they are there. Local."""
-        own, leader = self._folder, self._leader
+        own, leader = self._folder, self._begun.leader
         assert own is not None
         assert leader is not None
         missing = list(leader.pieces)
@@ -224,15 +188,18 @@ class Save:
                 pause = min(2 * pause, _LONGEST_PAUSE)
         return [found[rank] for rank in sorted(found)]
 
-    def finish(self) -> None:
+    def finish(self, at_once: bool = False) -> None:
         """Commit, or remove everything again. Collective; raises on all ranks together.
 
-        If the save runs in the background (`start`), this waits for it first.
+        If the save runs in the background (`start`), this waits for it first. `at_once`: all ranks
+        have begun it in the same public call.
         """
+        doing, room = (
+            f"save of step {self.step} to {self.path}",
+            self._begun.room if at_once else None,
+        )
         try:
-            nbytes = run_on_all(
-                self.comm, f"save of step {self.step} to {self.path}", self._table, self._end
-            )
+            nbytes = run_on_all(self.comm, doing, self._table, self._end, agreed=room)
         finally:
             self.abandon()
         # One in the background may have ended long before anybody asks: see `longest_save`.
@@ -263,7 +230,7 @@ class Save:
 
     def _commit(self, heads: Sequence[bytes]) -> int:
         """Rank 0: write the manifest and rename the folder. Returns the bytes of all arrays."""
-        own, leader = self._folder, self._leader
+        own, leader = self._folder, self._begun.leader
         assert own is not None  # made by _open on this rank
         assert leader is not None
         # The plan was proved when it was made; these are whole shards, of nothing but its pieces.
@@ -277,7 +244,7 @@ class Save:
             self.comm.size,
             tables,
             leader.tensors,
-            self._extras,
+            self._begun.extras,
             _software(),
         )
         # What cannot be read back is not committed.
@@ -290,9 +257,9 @@ class Save:
         with files.folder(own.name, own.root) as folder:
             shard_writer.put(folder, manifest.NAME, data)
             files.sync(folder)
-            self._lock.check(own.root)
+            self._place.lock.check(own.root)
             saved = publish(own.name, self.history, self.step, own.root)
-            self._line.stand(saved)
+            self._place.line.stand(saved)
             try:
                 files.sync(own.root)
                 # Only now, or a death just before would leave a folder without an owner.
@@ -307,9 +274,53 @@ class Save:
     def _remove_old(self, root: int, saved: Entry) -> None:
         """Rank 0: remove what need not stay; nobody who waits for the save waits for that."""
         if self._thread is not None:
-            self._keep.remove_old(self.path, root, saved)
+            self._place.keep.remove_old(self.path, root, saved)
         else:
-            self._keep.remove_aside(self.path, root, saved)
+            self._place.keep.remove_aside(self.path, root, saved)
+
+
+def begin(
+    comm,
+    place: Place,
+    planner: Planner,
+    memory: shard_writer.WriteBuffers,
+    how: shard_writer.WriteOptions,
+    check: Callable[[], Any],
+    state: Mapping,
+    copy: bool,
+) -> Save:
+    """Begin a save of `state` to the step that `check` returns. Collective over `comm`.
+
+    With `copy` this rank's part of the state is copied now, so that it may change at once.
+    """
+    save, nonce = Save(comm, place, how), secrets.randbits(63)
+    try:
+        begun = planner.begin(comm, check, state, nonce, partial(save._open, nonce))
+        save.step, work = begun.step, begun.work
+        save.name = retention.temporary_name(begun.step, begun.nonce)
+        save._begun = begun
+        try:
+            if copy:
+                save._data = shard_writer.copied(work, begun.arrays, memory.copies)
+            else:
+                save._data = shard_writer.in_place(work, begun.arrays)
+        except Exception as error:  # raised by finish(), where all ranks can raise it
+            save._outcome = error
+        if planner.forwards:  # bring what others hold to who writes it
+
+            def inbox() -> list[np.ndarray]:
+                if isinstance(save._outcome, Exception):
+                    raise save._outcome
+                return shard_writer.receive_buffers(work, comm.rank, memory.inbox)
+
+            doing = f"save of step {save.step}"
+            rooms = run_on_all(comm, doing, inbox)
+            brought = shard_writer.forward_parts(comm, work, save._data, rooms)
+            save._data = run_on_all(comm, doing, brought)
+    except BaseException:
+        save.abandon()
+        raise
+    return save
 
 
 def _head(name: str, folder: int, digest: bytes) -> bytes:

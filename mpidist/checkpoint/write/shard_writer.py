@@ -17,8 +17,7 @@ import numpy as np
 
 from ...arrays import copy_into, host_empty, is_device
 from ...errors import CheckpointError, StorageError
-from ...runtime.agreement.mismatch import Signature
-from ...runtime.context import of
+from ..control import operation
 from ..format import manifest
 from ..format.state import array_of
 from ..storage import files
@@ -111,20 +110,34 @@ def forward_parts(
 ) -> Callable[[], list[Elements]]:
     """Send what another rank writes, take in what this one writes for others. Collective.
 
-    `inbox` is that of `rooms`: a rank without memory raises there, where nobody waits for it.
-    Returns a function of the elements of each piece that this rank writes. That raises what
+    `inbox` is that of `receive_buffers`: a rank without memory raises there, where nobody waits
+    for it. Returns a function of the elements of each piece that this rank writes. That raises what
     could not be sent: all messages are through by then, empty ones from there on, so that nobody
     waits for them.
     """
-    context = of(comm)
-    signature = Signature("checkpoint parts to their writers", "", "")
-    tag = context.tag(context.begin(signature))
-    try:
-        problem, written = _forwarded(context, tag, work, data, inbox)
-    except BaseException as error:
-        context.break_off(error)
-        raise
-    context.under_way = False
+    problem: Exception | None = None
+    written: list[Elements] = []
+    with operation(comm, "checkpoint parts to their writers") as (context, tag):
+        if work.to != comm.rank:
+            for nbytes, elements in zip(work.given_bytes, data, strict=True):
+                run = np.empty(0, np.uint8)
+                if problem is None:
+                    try:
+                        run = _host_bytes(elements)
+                    except Exception as error:
+                        problem = error
+                for start in range(0, nbytes, _MESSAGE):
+                    part = run[start : start + _MESSAGE]
+                    context.wait(context.data.Isend(part, work.to, tag).Test)
+        else:
+            own, foreign = iter(data), iter(inbox)
+            written = [next(own if holder == comm.rank else foreign) for holder in work.holders]
+            # Each rank sends in the order of the tensors, which is the order of what is written.
+            for holder, room in zip(work.holders, written, strict=True):
+                if holder != comm.rank:
+                    for start in range(0, len(room), _MESSAGE):
+                        part = room[start : start + _MESSAGE]
+                        context.wait(context.data.Irecv(part, holder, tag).Test)
 
     def result() -> list[Elements]:
         if problem is not None:
@@ -132,39 +145,6 @@ def forward_parts(
         return written
 
     return result
-
-
-def _forwarded(
-    context, tag: int, work: Work, data: Sequence[Elements], inbox: Sequence
-) -> tuple[Exception | None, list[Elements]]:
-    comm = context.data
-    problem: Exception | None = None
-    if work.to != comm.rank:
-        for nbytes, elements in zip(work.given_bytes, data, strict=True):
-            run = np.empty(0, np.uint8)
-            if problem is None:
-                try:
-                    run = _host_bytes(elements)
-                except Exception as error:
-                    problem = error
-            for start in range(0, nbytes, _MESSAGE):
-                context.wait(comm.Isend(run[start : start + _MESSAGE], work.to, tag).Test)
-        return problem, []
-    own = iter(data)
-    foreign = iter(inbox)
-    written: list[Elements] = []
-    arriving: list[tuple[int, np.ndarray]] = []
-    for holder in work.holders:
-        if holder == comm.rank:
-            written.append(next(own))
-        else:
-            written.append(next(foreign))
-            arriving.append((holder, written[-1]))
-    # Each rank sends in the order of the tensors, which is the order of what is written.
-    for holder, room in arriving:
-        for start in range(0, len(room), _MESSAGE):
-            context.wait(comm.Irecv(room[start : start + _MESSAGE], holder, tag).Test)
-    return None, written
 
 
 def _host_bytes(elements: Elements) -> np.ndarray:

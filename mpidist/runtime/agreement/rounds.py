@@ -72,7 +72,7 @@ class Polled:
         context.begin(signature)
         return signature
 
-    def exchange(
+    def without_agreement(
         self,
         doing: str,
         packed: bytes,
@@ -195,6 +195,9 @@ class Private:
         self._everyone = [_bytes(text) for _, text, _ in told]
         failed, _, numbers = zip(*told, strict=True)
         return any(failed), len(set(self._everyone)) > 1, max(numbers)
+
+    def without_agreement(self, *_) -> None:
+        """Return None: on a channel of one's own there is nothing to save."""
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return everyone's `data`."""

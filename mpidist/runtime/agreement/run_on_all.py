@@ -141,7 +141,7 @@ class _Rounds:
         cause = self.own[0] if self.own else None
         answer = None
         if agreed is not None:
-            answer = channel.exchange(self.doing, packed, cause, agreed, self._answers)
+            answer = channel.without_agreement(self.doing, packed, cause, agreed, self._answers)
         if answer is None:
             failed, differs, self.number = channel.begin(self.doing, packed, cause, number)
             if not failed and (self.decide is None or (self.if_differs and not differs)):
