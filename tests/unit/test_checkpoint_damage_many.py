@@ -19,7 +19,7 @@ from checkpoint_solo import Solo, equal, split_state, state_of, two_ranks
 from test_checkpoint_golden import GOLDEN, golden_state
 
 from mpidist.checkpoint import histories, load
-from mpidist.checkpoint.format.digests import Damaged, decode_digested
+from mpidist.checkpoint.format.digested_json import Damaged, decode_digested
 from mpidist.checkpoint.format.manifest import NAME
 from mpidist.checkpoint.storage import files
 from mpidist.checkpoint.store import CheckpointStore

@@ -13,7 +13,7 @@ from checkpoint_solo import Solo, equal, resumed, state_of
 from test_checkpoint_crash import in_process
 
 from mpidist.checkpoint.format import manifest
-from mpidist.checkpoint.format.digests import Damaged, encode_digested
+from mpidist.checkpoint.format.digested_json import Damaged, encode_digested
 from mpidist.checkpoint.load import load_step
 from mpidist.checkpoint.storage import files, lock, retention, steps
 from mpidist.checkpoint.store import CheckpointStore

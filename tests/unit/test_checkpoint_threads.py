@@ -17,7 +17,7 @@ from mpidist.checkpoint.read import fill
 from mpidist.checkpoint.storage import files
 from mpidist.checkpoint.storage.worker_thread import Beside
 from mpidist.checkpoint.store import CheckpointStore
-from mpidist.checkpoint.write import double_buffer
+from mpidist.checkpoint.write import checksummed_write
 
 ROWS = 9000
 
@@ -184,16 +184,16 @@ def test_batches_are_small_and_whole(monkeypatch):
 
 def test_ctrl_c_while_the_writer_starts_leaves_no_thread(monkeypatch):
     """A process that waits for its threads would not end: R56."""
-    start = double_buffer.Worker.start
+    start = checksummed_write.Worker.start
 
     def interrupted(worker):
         start(worker)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(double_buffer.Worker, "start", interrupted)
+    monkeypatch.setattr(checksummed_write.Worker, "start", interrupted)
     before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
-        double_buffer.DoubleBufferedWriter(-1, 4096, direct=False)
+        checksummed_write.DoubleBufferedWriter(-1, 4096, direct=False)
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
         assert not thread.is_alive()

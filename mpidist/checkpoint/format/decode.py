@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from . import old_formats, piece_table
-from .digests import BIG, Damaged, as_damage, decode_digested, integer_of, list_of
+from .digested_json import BIG, Damaged, as_damage, decode_digested, integer_of, list_of
 from .manifest import (
     MAX_AXES,
     MAX_BYTES,

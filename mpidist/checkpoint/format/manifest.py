@@ -37,7 +37,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import piece_table
-from .digests import (
+from .digested_json import (
     BIG,
     Damaged,
     as_damage,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from . import manifest, piece_table
-from .digests import Damaged, decode_digested, integer_of, integers_of, list_of, path_of
+from .digested_json import Damaged, decode_digested, integer_of, integers_of, list_of, path_of
 from .regions import Box, Flat, Region
 from .state import Fact, Path
 

@@ -18,7 +18,7 @@ from math import prod
 
 import numpy as np
 
-from .digests import BIG
+from .digested_json import BIG
 from .regions import Box, Flat, Region, Shape, untiled
 
 #: Pairs of a want and a piece that are compared at once.

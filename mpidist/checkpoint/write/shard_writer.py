@@ -1,7 +1,7 @@
 """What one rank writes: a snapshot of its parts, their bytes in an HDF5 file, and its table.
 
 A shard is written once, front to back, by its one writer, and never changed. Its checksums are
-those of the bytes in memory, taken just before they are written (`double_buffer`). The table
+those of the bytes in memory, taken just before they are written (`checksummed_write`). The table
 follows when the shard is on stable storage and appears under its name when it is there itself:
 whoever sees it sees a whole shard, without a message.
 """
@@ -21,7 +21,7 @@ from ..control import operation
 from ..format import manifest
 from ..format.state import array_of
 from ..storage import files
-from . import double_buffer
+from . import checksummed_write
 from .work import Work
 
 _ALIGN = 64
@@ -191,7 +191,7 @@ def write_shard(
     digest = hashlib.sha256() if how.sha256 else None
     descriptor = files.create(name, folder)
     try:
-        checksums = double_buffer.write(
+        checksums = checksummed_write.write(
             descriptor, _runs(work, data), work.size, how.direct, digest
         )
         files.sync(descriptor)
