@@ -232,20 +232,29 @@ class TieredStore(Scoped):
         The name that the shared save has until it is committed is the mark by which copies on
         several nodes are known to be of one save.
         """
-        self._settle()
         doing, rank = f"copy of step {copying.step} on the nodes", self._comm.rank
+
+        def begin() -> tuple[str, list]:
+            problem = ""
+            if self._local is not None:
+                try:
+                    self._local.wait()
+                except MpidistError as error:
+                    problem = f"copy on the nodes: rank {rank}: {error}"
+            return problem, node_copies.extras(state)
+
+        def told(answers: list[tuple[str, list]]) -> tuple[list, int]:
+            problems, extras = zip(*answers, strict=True)
+            if any(problems):
+                _say(next(filter(None, problems)))
+            return node_copies.union(extras), copying.history
 
         def work():
             if not self._ours:
                 self._forget()
                 self._ours = True
             self._open(make=True)
-            extras, history = run_on_all(
-                self._comm,
-                doing,
-                lambda: node_copies.extras(state),
-                lambda answers: (node_copies.union(answers), copying.history),
-            )
+            extras, history = run_on_all(self._comm, doing, begin, told)
             size = self._comm.size
             mark = node_copies.copy_record(state, rank, copying.name, history, size)
             content = {
@@ -272,8 +281,7 @@ class TieredStore(Scoped):
             work()
         except MpidistError as error:
             if self._comm.rank == 0:
-                events.emit("checkpoint_not_held", reason=str(error))
-                print(f"mpidist: no {error}", file=sys.stderr, flush=True)
+                _say(str(error))
             return False
         return True
 
@@ -363,3 +371,9 @@ class TieredStore(Scoped):
             local.close()
             if self._node.rank == 0:
                 remove(local.path)
+
+
+def _say(reason: str) -> None:
+    """Say once that the nodes do not hold a copy; that is no error. Local."""
+    events.emit("checkpoint_not_held", reason=reason)
+    print(f"mpidist: no {reason}", file=sys.stderr, flush=True)

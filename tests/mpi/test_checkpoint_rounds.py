@@ -97,3 +97,19 @@ def test_a_save(comm, folder, calls, state):
         store.wait()
         assert taken(calls) == ["Iallreduce", "Igather", "Ibcast"]
     assert md.load(folder, 5)["parameters"]["w3"][0, 0] == 6.0
+
+
+@pytest.mark.ranks(3, 4)
+def test_a_store_with_copies_on_nodes(comm, folder, calls):
+    """A save has one more: who holds what, told to all, and the outcome on the nodes.
+
+    The end of the shared save comes with the next call, the rounds of a node are its own.
+    """
+    local = folder / "local"
+    with md.TieredStore(comm, folder / "shared", local=local, fresh=True) as store:
+        for step in (1, 2, 3):
+            store.save(step, replicated(comm, float(step)))
+            found = taken(calls)
+            store.wait()
+            taken(calls)
+        assert found == ["Iallreduce", "Iallreduce", "Ibcast", "Iallreduce"]
