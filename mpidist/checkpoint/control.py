@@ -6,9 +6,10 @@ exception of a store's local work is a CheckpointError.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from ..errors import CheckpointError, MpidistError, StorageError
 from ..runtime import context
@@ -23,6 +24,11 @@ def fault(error: Exception) -> type[MpidistError]:
 
 run_on_all = partial(rounds.run_on_all, fault=fault)
 same_on_all = partial(rounds.same_on_all, fault=fault)
+
+
+def by_rank_0(comm, doing: str, work: Callable[[], Any]) -> Any:
+    """Return what rank 0 finds, on all ranks; so for what it raises. Collective over `comm`."""
+    return run_on_all(comm, doing, lambda: None, lambda _: work())
 
 
 def call(comm, kind: str):

@@ -15,7 +15,7 @@ from ..errors import CheckpointError, ClosedError
 from ..runtime.topology import topology_of
 from . import histories, load, node_copies
 from .arguments import of_store, wanted, which, yes_or_no
-from .control import call, run_on_all, same_on_all
+from .control import by_rank_0, call, run_on_all, same_on_all
 from .histories import Line
 from .read.restore import restore
 from .storage import files, retention
@@ -233,7 +233,7 @@ class CheckpointStore(Scoped):
             return entry and entry.step
 
     def _latest(self) -> Entry | None:
-        return run_on_all(self._comm, "latest_step", lambda: None, lambda _: self._line.latest())
+        return by_rank_0(self._comm, "latest_step", self._line.latest)
 
     def all_steps(self, *, history: int | None = None) -> list[int]:
         """Return the committed steps of a history, ascending. Collective.
@@ -244,9 +244,7 @@ class CheckpointStore(Scoped):
         with self._call("all_steps"):
             self._settle()
             number = same_on_all(self._comm, "all_steps", lambda: which(None, history))["history"]
-            return run_on_all(
-                self._comm, "all_steps", lambda: None, lambda _: self._line.all_steps(number)
-            )
+            return by_rank_0(self._comm, "all_steps", partial(self._line.all_steps, number))
 
     def delete(self, step: int, *, history: int | None = None) -> None:
         """Remove a step, by default of the newest history. Collective.
@@ -258,7 +256,7 @@ class CheckpointStore(Scoped):
             self._finish()
 
             given = same_on_all(self._comm, "delete", lambda: which(step, history, needed=True))
-            run_on_all(self._comm, "delete", lambda: None, lambda _: self._delete(**given))
+            by_rank_0(self._comm, "delete", partial(self._delete, **given))
 
     def _delete(self, step: int, history: int | None) -> None:
         entry = self._line.first(step, history)
@@ -290,7 +288,7 @@ class CheckpointStore(Scoped):
     def _verify(self, step: int | None) -> tuple[Entry, int | None]:
         """Return the entry that was checked, and how many bytes, or None if it was removed."""
         comm = self._comm
-        entry = run_on_all(comm, "verify", lambda: None, lambda _: self._line.first(step))
+        entry = by_rank_0(comm, "verify", partial(self._line.first, step))
 
         def total(answers: list) -> int | None:
             found = list(dict.fromkeys(text for damages, _ in answers for text in damages))

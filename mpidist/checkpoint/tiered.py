@@ -25,7 +25,7 @@ from ..runtime.context import free
 from ..runtime.topology import topology_of
 from . import node_copies
 from .arguments import path_of, steps_to_keep, which, yes_or_no
-from .control import call, run_on_all, same_on_all
+from .control import by_rank_0, call, run_on_all, same_on_all
 from .format.state import Shard, leaves, tree
 from .read.restore import spoiled
 from .storage.steps import Entry
@@ -142,9 +142,13 @@ class TieredStore(Scoped):
                 sure = yes_or_no("verify", verify)
                 return {**which(step, history), "like": given, "verify": sure}
 
-            given = same_on_all(self._comm, "restore", check)
+            def are_there() -> int:
+                return int(node_copies.identity(self.path, make=False) is not None)
+
+            given, there = same_on_all(self._comm, "restore", check, number=are_there)
             step, history = given["step"], given["history"]
-            self._open(make=False)
+            if there:
+                self._open(make=False)
             if self._local is not None and like is not None and history is None:
                 for of, number in self._common(like, step):
                     if self._tried(lambda: self._verify(number)):  # noqa: B023
@@ -288,12 +292,8 @@ class TieredStore(Scoped):
     def _open(self, make: bool) -> None:
         """Open the nodes' stores, once the shared folder has an identity. Collective."""
         if self._local is None:
-            identity = run_on_all(
-                self._comm,
-                "copies on the nodes",
-                lambda: None,
-                lambda _: node_copies.identity(self.path, make),
-            )
+            look = partial(node_copies.identity, self.path, make)
+            identity = by_rank_0(self._comm, "copies on the nodes", look)
             if identity is not None:
                 self._local = CheckpointStore(self._node, self._folder / identity, keep=self._keep)
                 # What a run has left is in the shared folder, and a node's memory is dear.
@@ -357,12 +357,8 @@ class TieredStore(Scoped):
         if self._local is not None:
             self._close_nodes(node_copies.remove)
             # Nodes that are not with us now keep theirs, under a name that is nobody's any more.
-            run_on_all(
-                self._comm,
-                "new name for copies",
-                lambda: None,
-                lambda _: node_copies.rotate_id(self.path),
-            )
+            rotate = partial(node_copies.rotate_id, self.path)
+            by_rank_0(self._comm, "new name for copies", rotate)
 
     def _close_nodes(self, remove: Callable[[str], None] = lambda path: None) -> None:
         """Close the nodes' stores, then `remove` what is to go of their folders. Collective."""

@@ -113,3 +113,14 @@ def test_a_store_with_copies_on_nodes(comm, folder, calls):
             store.wait()
             taken(calls)
         assert found == ["Iallreduce", "Iallreduce", "Ibcast", "Iallreduce"]
+
+
+@pytest.mark.ranks(3, 4)
+def test_a_store_for_which_nodes_hold_nothing(comm, folder, calls):
+    """A restore has one more: are there copies at all?"""
+    with md.CheckpointStore(comm, folder / "shared") as store:
+        store.save(1, replicated(comm, 1.0))
+    with md.TieredStore(comm, folder / "shared", local=folder / "local") as store:
+        taken(calls)
+        assert store.restore(replicated(comm, 0.0))[0] == 1
+        assert taken(calls) == ["Iallreduce", "Iallreduce", "Ibcast", "Iallreduce"]

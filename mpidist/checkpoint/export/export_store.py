@@ -10,7 +10,7 @@ import h5py
 
 from ... import events
 from ..arguments import path_of, wanted
-from ..control import run_on_all, same_on_all
+from ..control import by_rank_0, same_on_all
 from .parallel_hdf5 import export_by_all
 from .plain_file import check, export_step, partial_of
 
@@ -43,14 +43,14 @@ def export(comm, path, out, *, step: int | None = None) -> int:
             print(text, file=sys.stderr, flush=True)
         return _by_rank_0(comm, path, out, step)
 
-    def begin(_) -> Path:
+    def begin() -> Path:
         check(out)
         return partial_of(out)
 
-    partial = run_on_all(comm, f"export to {out}", lambda: None, begin)
+    partial = by_rank_0(comm, f"export to {out}", begin)
     try:
         number = export_by_all(comm, os.fspath(path), partial, step)
-        run_on_all(comm, f"export to {out}", lambda: None, lambda _: partial.rename(out) and None)
+        by_rank_0(comm, f"export to {out}", lambda: partial.rename(out) and None)
     finally:
         if comm.rank == 0:
             partial.unlink(missing_ok=True)
@@ -58,6 +58,4 @@ def export(comm, path, out, *, step: int | None = None) -> int:
 
 
 def _by_rank_0(comm, path, out: Path, step: int | None) -> int:
-    return run_on_all(
-        comm, f"export to {out}", lambda: None, lambda _: export_step(path, out, step=step)
-    )
+    return by_rank_0(comm, f"export to {out}", lambda: export_step(path, out, step=step))

@@ -8,6 +8,7 @@ are the only collective calls of HDF5 here, and nothing of the file's structure 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -16,7 +17,7 @@ import numpy as np
 from ...errors import CheckpointError, StorageError
 from ...partition import BlockPartition
 from .. import histories, load
-from ..control import run_on_all
+from ..control import by_rank_0, run_on_all
 from ..format.manifest import Damaged
 from ..format.state import Fact, Shard, Unreadable, dtype_of, leaves, show, to_json, tree
 from ..storage import steps
@@ -28,8 +29,8 @@ from .plain_file import extras_text, name_of, named, put_extras
 AT_ONCE = 2**30
 
 
-def export_by_all(comm, path: str, partial: Path, step: int | None) -> int:
-    """Write one step of the store at `path` to `partial`, a new file. Collective over `comm`.
+def export_by_all(comm, path: str, target: Path, step: int | None) -> int:
+    """Write one step of the store at `path` to `target`, a new file. Collective over `comm`.
 
     Returns the step, the newest good one for None.
     """
@@ -38,27 +39,27 @@ def export_by_all(comm, path: str, partial: Path, step: int | None) -> int:
     extras = {show(p): to_json(leaf, p) for p, leaf in leaves(state) if p not in rows}
 
     def write() -> None:
-        with h5py.File(partial, "r+", driver="mpio", comm=comm) as file:
+        with h5py.File(target, "r+", driver="mpio", comm=comm) as file:
             for keys, (array, start) in rows.items():
                 # A data set without room is given some when it is opened, which is collective.
                 if array.ndim and array.size:
                     _write(file[name_of(keys)], _stored(array), start)
 
     doing = f"export of step {number}"
-    run_on_all(comm, doing, lambda: None, lambda _: _make(partial, tensors, rows, extras))
+    by_rank_0(comm, doing, lambda: _make(target, tensors, rows, extras))
     # Opening and closing may fail on some ranks only, too: all are heard before any raises.
     run_on_all(comm, doing, write)
     return number
 
 
-def _make(partial: Path, tensors: tuple[Fact, ...], rows: dict, extras: dict) -> None:
+def _make(target: Path, tensors: tuple[Fact, ...], rows: dict, extras: dict) -> None:
     """Make the file: room for all arrays, numbers without an axis, and the extras. Local."""
     empty, dtypes = named({name_of(t.path): np.empty(0, dtype_of(t.dtype)) for t in tensors})
     # All room has its place when the file is closed, and nothing is written there twice.
     early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    with h5py.File(partial, "w-") as file:
+    with h5py.File(target, "w-") as file:
         for tensor in tensors:
             name = name_of(tensor.path)
             if tensor.shape:
@@ -94,13 +95,14 @@ def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Fact, ...], dic
     tried: dict[Entry, str] = {}
     removed = 0
 
-    def following(_) -> Entry | None:
+    def following() -> Entry | None:
         return histories.first(path, step, None, tried)
 
     with CheckpointStore(comm, path) as store:
-        while (entry := run_on_all(comm, "export", lambda: None, following)) is not None:
+        while (entry := by_rank_0(comm, "export", following)) is not None:
             try:
-                tensors = _tensors(comm, path, entry)
+                look = partial(steps.read_manifest, path, entry)
+                tensors = by_rank_0(comm, "export", lambda: look().tensors)  # noqa: B023
                 rows = _rows(comm, tensors)
                 return (
                     entry.step,
@@ -110,24 +112,13 @@ def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Fact, ...], dic
             except (StorageError, Unreadable):
                 raise  # whole as far as anybody knows: no older step in its place
             except CheckpointError as damage:
-                if _is_gone(comm, path, entry):
+                if by_rank_0(comm, "export", partial(histories.is_gone, path, entry)):
                     removed = load.count_removed(path, removed)
                     continue
                 if isinstance(damage, Damaged) and comm.rank == 0:  # else `restore` has said it
                     load.note(path, entry, str(damage))
                 tried[entry] = f"{entry.name}: {damage}"
     raise load.failure(path, step, list(tried.values()))
-
-
-def _is_gone(comm, path: str, entry: Entry) -> bool:
-    return run_on_all(comm, "export", lambda: None, lambda _: histories.is_gone(path, entry))
-
-
-def _tensors(comm, path: str, entry: Entry) -> tuple[Fact, ...]:
-    """Return all arrays of a step, without their numbers. Collective."""
-    return run_on_all(
-        comm, "export", lambda: None, lambda _: steps.read_manifest(path, entry).tensors
-    )
 
 
 def _rows(comm, tensors: tuple[Fact, ...]) -> dict:

@@ -170,12 +170,14 @@ def same_on_all(
     exchange: Callable[[Any], list] | None = None,
     *,
     fault: Callable[[Exception], type[MpidistError]] | None = None,
-) -> dict[str, Any]:
+    number: Callable[[], int] | None = None,
+):
     """Check arguments with `local`, which returns them by name; they must be equal on all ranks.
 
     Collective over `comm`, in one small allreduce where all is well. Returns this rank's. They
     are compared as their ``repr``: plain numbers and texts, not arrays. Raises as `run_on_all`,
     and MismatchError on all ranks, with the name, values and ranks of the first that differs.
+    With `number`, as in `run_on_all`, returns rank 0's number with them.
     """
     mine: dict[str, Any] = {}
 
@@ -188,8 +190,10 @@ def same_on_all(
         if text is not None:
             raise MismatchError(f"{doing}: {text}; pass one value everywhere")
 
-    run_on_all(comm, doing, texts, same, exchange=exchange, fault=fault, if_differs=True)
-    return mine
+    found = run_on_all(
+        comm, doing, texts, same, exchange=exchange, fault=fault, if_differs=True, number=number
+    )
+    return (mine, found[1]) if number else mine
 
 
 def _exact(name: str, value) -> str:
