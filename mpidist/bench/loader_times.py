@@ -24,8 +24,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..data import HDF5, Loader, Loading, YouTube8M
-from ..data.readers import example, tfrecord
-from ..data.readers.hdf5 import write as write_hdf5
+from ..data.readers import example, hdf5, tfrecord
 from ..data.shuffle import Bijection
 from ..partition import BlockPartition
 from .ratios import interval
@@ -63,8 +62,8 @@ def _write(folder: Path, count: int) -> None:
     rng = np.random.default_rng(0)
     inputs = rng.standard_normal((count, _RECORD // 4), np.float32)
     arrays = {"inputs": inputs, "labels": np.arange(count)}
-    write_hdf5(folder / "hdf5", arrays)
-    write_hdf5(folder / "hdf5 chunks", arrays, chunks=128)
+    hdf5.write(folder / "hdf5", arrays)
+    hdf5.write(folder / "hdf5 chunks", arrays, chunks=128)
     tfrecord.write(folder / "tfrecord", (_video(k, row) for k, row in enumerate(inputs)))
     os.sync()  # pages that are not on disk yet cannot be forgotten
 

@@ -47,8 +47,7 @@ def add_parser(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Supervise. Local. Returns the program's exit code, 0 or 75 as it ends."""
-    from ..supervisor import attempts
-    from ..supervisor import commands as launchers
+    from ..supervisor import attempts, commands
     from ..supervisor.liveness import Limits
     from ..supervisor.policy import Policy
 
@@ -62,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
     in_slurm = "SLURM_JOB_ID" in os.environ
     if args.preempted == "requeue" and not in_slurm:
         raise ConfigError("--preempted requeue: this is no Slurm job; use leave or relaunch")
-    hosts = launchers.parse_hosts(args.hosts) if args.hosts else None
+    hosts = commands.parse_hosts(args.hosts) if args.hosts else None
     if hosts is None:
-        hosts = launchers.slurm_hosts(os.environ)
+        hosts = commands.slurm_hosts(os.environ)
     # A requeued job keeps its id, and so its history: what it has spent of its budget.
     name = os.environ["SLURM_JOB_ID"] if in_slurm else uuid.uuid4().hex[:12]
     job = attempts.Job(

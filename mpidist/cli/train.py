@@ -19,7 +19,7 @@ from .. import events
 from ..errors import ConfigError
 from ..launch import binding, claims, heartbeat, start_checks, start_report
 from ..launch.fault_points import fault_point
-from ..supervisor import commands as launchers
+from ..supervisor import commands
 from ..training import start_records
 
 #: Seconds between progress lines where no terminal is at the other end (mpirun hides it).
@@ -46,17 +46,17 @@ def run(args: argparse.Namespace) -> int:
     """Train; collective over all ranks of the launch. Returns 0, or raises with its exit code."""
     from ..data.readers import remote
     from ..errors import MpidistError
-    from ..training import job as jobs
+    from ..training.job import build, read_job
 
     # A request to stop that comes while we still start waits until the guard can take it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     heartbeat.join()
     fault_point("start")
     try:
-        job = jobs.read_job(args.job, args.settings)
+        job = read_job(args.job, args.settings)
         claim = claims.claimed_size(os.environ)
         far = remote.is_remote(job.data)
-        parts = None if far else jobs.build(job, claim.size if claim else None)
+        parts = None if far else build(job, claim.size if claim else None)
         path = job.folder / "checkpoints"
         fresh = args.fresh and beginning(os.environ)
         # With copies on the nodes the newest step may be on them alone: the store knows, with MPI.
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if parts is None:  # one rank of each node fetches the data, and that takes MPI to know
             job.data = remote.brought_here(comm, job.data)
-            parts = jobs.build(job, comm.size)
+            parts = build(job, comm.size)
         _train(comm, job, parts, args, path, fresh)
     except MpidistError as error:
         if comm.size == 1:
@@ -202,8 +202,8 @@ def _again(args, ranks: int, crowded: bool) -> str:
 
     claim = claims.claimed_size(os.environ)
     library = claims.mpi_name(MPI.Get_library_version())
-    words = launchers.again(ranks, claim.launcher if claim else "", library, crowded)
-    words += [launchers.callable_as("mpidist"), "train", args.job]
+    words = commands.again(ranks, claim.launcher if claim else "", library, crowded)
+    words += [commands.callable_as("mpidist"), "train", args.job]
     for setting in args.settings:
         words += ["--set", setting]
     return shlex.join(words)

@@ -25,6 +25,12 @@ _MODEL = (
     "gradients, ready=None), see docs/models.md"
 )
 
+#: Why servers cannot do what these arguments ask for.
+_ON_SERVERS = {
+    "check_replicas": "servers hold each parameter once",
+    "patience": "under servers each worker has a loss of its own",
+}
+
 
 def shown(value, longest: int = 60) -> str:
     """Return any value as one short line for an error message."""
@@ -87,26 +93,27 @@ def check_whole(**values: int | None) -> None:
             )
 
 
+def _number(value) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def check_share(max_bad: float) -> None:
     """Refuse a share that is none."""
-    number = isinstance(max_bad, Real) and not isinstance(max_bad, bool)
-    if not number or not 0 <= max_bad <= 1:
+    if not _number(max_bad) or not 0 <= max_bad <= 1:
         raise ConfigError(f"max_bad={shown(max_bad)}: expected a share from 0 to 1")
 
 
 def check_time_limit(time_limit) -> None:
     """Refuse a time that is none."""
-    number = isinstance(time_limit, Real) and not isinstance(time_limit, bool)
     if time_limit is None or (isinstance(time_limit, str) and time_limit == "auto"):
         return
-    if not number or not time_limit > 0:
+    if not _number(time_limit) or not time_limit > 0:
         raise ConfigError(f"time_limit={shown(time_limit)}: expected seconds > 0, 'auto', or None")
 
 
 def check_watch(watch_seconds) -> None:
     """Refuse a time after which a run would hang at once, or that is none."""
-    number = isinstance(watch_seconds, Real) and not isinstance(watch_seconds, bool)
-    if not number or not 0 <= watch_seconds <= sys.float_info.max:
+    if not _number(watch_seconds) or not 0 <= watch_seconds <= sys.float_info.max:
         raise ConfigError(f"watch_seconds={shown(watch_seconds)}: expected seconds, 0 is off")
 
 
@@ -144,24 +151,15 @@ def check_microbatches(microbatches: int | None, global_batch: int, strategy) ->
         )
 
 
-def check_replicated(check_replicas: int | None, strategy) -> None:
-    """Refuse to compare replicas where there are none."""
-    check_whole(check_replicas=check_replicas)
-    if check_replicas is not None and not getattr(strategy, "has_replicas", False):
-        raise ConfigError(
-            f"check_replicas={check_replicas} needs the allreduce strategy: servers hold each "
-            "parameter once; leave it out, or use md.AllReduce()"
-        )
-
-
-def check_patience(patience: int | None, strategy) -> None:
-    """Refuse to look for a stalled loss where no loss is everybody's."""
-    check_whole(patience=patience)
-    if patience is not None and not getattr(strategy, "has_replicas", False):
-        raise ConfigError(
-            f"patience={patience} needs the allreduce strategy: under servers each worker has a "
-            "loss of its own; leave it out, or use md.AllReduce()"
-        )
+def check_replicated(strategy, **settings: int | None) -> None:
+    """Refuse what needs replicas, or a loss that is everybody's, where there is none."""
+    check_whole(**settings)
+    for name, value in settings.items():
+        if value is not None and not getattr(strategy, "has_replicas", False):
+            raise ConfigError(
+                f"{name}={value} needs the allreduce strategy: {_ON_SERVERS[name]}; leave it out, "
+                "or use md.AllReduce()"
+            )
 
 
 # ------------------------------------------------------------------------------------- objects

@@ -25,6 +25,7 @@ from ..checkpoint.arguments import path_of
 from ..checkpoint.interval import SaveInterval
 from ..data.sampler import SHUFFLES
 from ..errors import ConfigError, nearest
+from . import checks
 
 TABLES = ("data", "model", "optimizer", "strategy")
 
@@ -109,7 +110,7 @@ class Job:
 
 
 _WHOLE = (
-    "global_batch", "epochs", "steps", "seed", "keep", "stop_after",
+    "global_batch", "epochs", "steps", "keep", "stop_after",
     "microbatches", "check_replicas", "patience", "log_every",
 )  # fmt: skip
 
@@ -177,47 +178,39 @@ def check(values: Mapping, where: str = "job") -> Job:
         table = getattr(job, name)
         if not isinstance(table, dict) or not isinstance(table.get("name"), str):
             raise ConfigError(f"{where}: [{name}] with a name is missing, got {table!r}")
-    for name in _WHOLE:
-        value = getattr(job, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ConfigError(f"{where}: {name}={value!r}; expected a whole number")
-        least = 0 if name == "seed" else 1
-        if value is not None and value < least:
-            raise ConfigError(f"{where}: {name}={value}; expected {least} or more")
+    try:
+        _check_values(job)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return job
+
+
+def _check_values(job: Job) -> None:
+    """Refuse values that `md.train` would refuse as well, and those that a file alone has."""
+    checks.check_whole(**{name: getattr(job, name) for name in _WHOLE})
+    checks.check_watch(job.watch_seconds)
+    checks.check_time_limit(job.time_limit)
+    checks.check_share(job.max_bad)
+    checks.check_reading(None, None, job.retry_bad)
+    if isinstance(job.seed, bool) or not isinstance(job.seed, int) or job.seed < 0:
+        raise ConfigError(f"seed={job.seed!r}; expected 0 or more, a whole number")
     if job.checkpoint_every is not None:
-        try:
-            SaveInterval(job.checkpoint_every)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
+        SaveInterval(job.checkpoint_every)
     if (job.epochs is None) == (job.steps is None):
-        raise ConfigError(f"{where}: epochs={job.epochs}, steps={job.steps}; give one of the two")
+        raise ConfigError(f"epochs={job.epochs}, steps={job.steps}; give one of the two")
     if job.device not in ("cpu", "gpu"):
-        raise ConfigError(f"{where}: device={job.device!r}; expected 'cpu' or 'gpu'")
-    seconds = job.watch_seconds
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
-        raise ConfigError(f"{where}: watch_seconds={seconds!r}; expected seconds, 0 is off")
+        raise ConfigError(f"device={job.device!r}; expected 'cpu' or 'gpu'")
     if job.shuffle not in (True, False, *SHUFFLES):
         names = ", ".join(map(repr, SHUFFLES))
-        raise ConfigError(f"{where}: shuffle={job.shuffle!r}; expected {names}, true or false")
-    if isinstance(job.max_bad, bool) or not isinstance(job.max_bad, int | float):
-        raise ConfigError(f"{where}: max_bad={job.max_bad!r}; expected a share from 0 to 1")
-    if not isinstance(job.retry_bad, bool):
-        raise ConfigError(f"{where}: retry_bad={job.retry_bad!r}; expected true or false")
+        raise ConfigError(f"shuffle={job.shuffle!r}; expected {names}, true or false")
     if not isinstance(job.loading, dict):
-        raise ConfigError(f"{where}: loading={job.loading!r}; expected a table, [loading]")
-    limit = job.time_limit
-    number = isinstance(limit, int | float) and not isinstance(limit, bool) and limit > 0
-    if limit not in (None, "auto") and not number:
-        raise ConfigError(f"{where}: time_limit={limit!r}; expected seconds > 0, or 'auto'")
+        raise ConfigError(f"loading={job.loading!r}; expected a table, [loading]")
     for name in ("out", "local"):
         value = getattr(job, name)
         if not isinstance(value, str):
-            raise ConfigError(
-                f"{where}: {name}={value!r}; expected the path of a folder, in quotes"
-            )
+            raise ConfigError(f"{name}={value!r}; expected the path of a folder, in quotes")
         if value:
-            path_of(f"{where}: {name}", value)
-    return job
+            path_of(name, value)
 
 
 @dataclass
@@ -234,16 +227,14 @@ class Parts:
 
 def build(job: Job, ranks: int | None) -> Parts:
     """Make data, model, optimizer and strategy; check them against `ranks`, if known. Local."""
-    from .. import data, models, optim
-    from ..registry import build as build_from
+    from .. import data, models, optim, registry
     from . import strategies
-    from .checks import check_batch, check_microbatches, check_replicated, check_share, last_step
 
     strategy = strategies.from_settings(*_split(job.strategy))
-    check_microbatches(job.microbatches, job.global_batch, strategy)
-    check_replicated(job.check_replicas, strategy)
+    checks.check_microbatches(job.microbatches, job.global_batch, strategy)
+    checks.check_replicated(strategy, check_replicas=job.check_replicas)
     if ranks is not None and job.microbatches is None:
-        check_batch(job.global_batch, strategy.workers(ranks))
+        checks.check_batch(job.global_batch, strategy.workers(ranks))
     model = models.from_settings(*_split({"seed": job.seed, **job.model}))
     train, test = data.from_settings(*_split(job.data))
     # One sample tells whether the two fit each other, before any rank waits for another.
@@ -253,10 +244,9 @@ def build(job: Job, ranks: int | None) -> Parts:
     if isinstance(rate, dict) and rate.get("schedule") == "cosine":
         # A schedule without an end lasts as long as the run.
         sampler = data.Sampler(len(train), job.global_batch)
-        settings["lr"] = {"steps": last_step(job.epochs, job.steps, sampler), **rate}
+        settings["lr"] = {"steps": checks.last_step(job.epochs, job.steps, sampler), **rate}
     optimizer = optim.from_settings(name, settings)
-    loading = build_from({"loading": data.Loading}, "loading", job.loading, "data setting")
-    check_share(job.max_bad)
+    loading = registry.build({"loading": data.Loading}, "loading", job.loading, "data setting")
     return Parts(train, test, model, optimizer, strategy, loading)
 
 

@@ -24,7 +24,7 @@ from ..arrays import named_arrays
 from ..checkpoint.interval import SaveInterval
 from ..data import Sampler, as_source
 from ..errors import ConfigError, MismatchError, ProtocolError
-from ..fault_tolerance import watch as watching
+from ..fault_tolerance import watch
 from ..optim import Optimizer
 from ..runtime.agreement.mismatch import rank_list
 from ..runtime.agreement.run_on_all import run_on_all
@@ -78,7 +78,7 @@ def agree(comm, given: Mapping[str, Any]) -> Settings:
         words.update(described(found, given))
         if comm.size > 1:
             content = records.content(found.source)
-        return _digest(words), content, bool(watching.active)
+        return _digest(words), content, bool(watch.active)
 
     def decide(everyone: list) -> tuple[list[int], bool, bool]:
         digests = [digest for digest, _, _ in everyone]
@@ -91,8 +91,8 @@ def agree(comm, given: Mapping[str, Any]) -> Settings:
         _tell(comm, words, comm.rank in witnesses[:_WITNESSES])
     if others:
         _tell_records(comm, found.source, content)
-    watch = bool(given["watch_seconds"]) and comm.size > 1 and not watched
-    return found._replace(watch=watch, words=words)
+    alone = not given["watch_seconds"] or comm.size == 1 or watched
+    return found._replace(watch=not alone, words=words)
 
 
 def _tell(comm, words: dict[str, str], witness: bool) -> None:
@@ -149,9 +149,8 @@ def checked(
     checks.check_microbatches(microbatches, sampler.global_batch, strategy)
     if microbatches is None:
         checks.check_batch(sampler.global_batch, strategy.workers(size))
-    checks.check_replicated(check_replicas, strategy)
+    checks.check_replicated(strategy, check_replicas=check_replicas, patience=patience)
     checks.check_time_limit(time_limit)
-    checks.check_patience(patience, strategy)
     checks.check_share(max_bad)
     checks.check_reading(loading, quarantine, retry_bad)
     checks.check_watch(watch_seconds)

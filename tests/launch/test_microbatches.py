@@ -54,7 +54,7 @@ def test_one_digest_at_1_3_and_4_ranks_and_after_a_resume_on_others(tmp_path, la
 def test_bad_input_is_one_line_before_mpi(tmp_path):
     for words, line in (
         (["microbatches=65"], "microbatches=65 is more than the 64 samples of a global batch"),
-        (["microbatches=0"], "microbatches=0; expected 1 or more"),
+        (["microbatches=0"], "microbatches=0: expected a whole number of 1 or more"),
         (["strategy.name=parameter_server"], "microbatches=16 needs the allreduce strategy"),
     ):
         command = [sys.executable, "-m", "mpidist", "train", str(JOB), *STEPS]

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if args.what == "allreduce":
         allreduce.prepare(args)
     if getattr(args, "advise", False):
-        rows, first = choices.advise(args, os.environ), True
+        rows, first = choices.print_advice(args, os.environ), True
     else:
         comm = start_checks.initialize(os.environ).COMM_WORLD
         start_checks.check_launch(comm, os.environ)

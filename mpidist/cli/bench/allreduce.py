@@ -65,7 +65,7 @@ def _words(text: str) -> list[str]:
 def run(comm, args) -> list[dict]:
     """Measure and print. Collective over `comm`."""
     if args.explain:
-        return choices.explain(comm, args)
+        return choices.print_choices(comm, args)
     from ...bench import report
     from ...bench.allreduce_times import check, measure, sizes
     from ...collectives import selection

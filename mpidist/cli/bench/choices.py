@@ -23,16 +23,14 @@ def add_options(parser) -> None:
     group.add_argument("--out", default="mpi-advice", help="advise: folder of the files written")
 
 
-def explain(comm, args) -> list[dict]:
+def print_choices(comm, args) -> list[dict]:
     """Print what ``auto`` chooses. Collective over `comm`."""
-    from ...advice import explain as explained
+    from ...advice import explain
     from ...bench.allreduce_times import sizes
     from ...collectives import selection
 
-    saved = explained.saved_table(args.checkpoint) if args.checkpoint else None
-    rows, seconds = explained.explain(
-        comm, sizes(args.low, args.high, args.step), args.dtype, saved
-    )
+    saved = explain.saved_table(args.checkpoint) if args.checkpoint else None
+    rows, seconds = explain.explain(comm, sizes(args.low, args.high, args.step), args.dtype, saved)
     cache = selection.remembered(comm)
     fresh = sum(row["from"] == "measured" for row in rows)
     say(
@@ -41,16 +39,16 @@ def explain(comm, args) -> list[dict]:
         f"thread level {args.thread_level}",
         f"# cluster {cache.fingerprint}, remembered {f'in {cache.path}' if cache.path else 'not'}; "
         f"{fresh} of {len(rows)} classes measured now, in {seconds:.2f} s",
-        *explained.lines(rows),
+        *explain.lines(rows),
         f"# table {selection.fingerprint(selection.table(comm))}: where it is equal, auto adds in "
         "the same order",
     )
     return rows
 
 
-def advise(args, environ: Mapping[str, str]) -> list[dict]:
+def print_advice(args, environ: Mapping[str, str]) -> list[dict]:
     """Print what would make MPI's own allreduce faster here. Local: it starts the ranks itself."""
-    from ...advice import advise as advice
+    from ...advice import advise
     from ...bench.allreduce_times import sizes
 
     if claim := claims.claimed_size(environ):
@@ -59,8 +57,8 @@ def advise(args, environ: Mapping[str, str]) -> list[dict]:
         )
     options = ["--step", str(args.step), "--rounds", str(args.rounds), "--dtype", args.dtype]
     options += ["--thread-level", args.thread_level]
-    there = advice.site(args.ranks, args.launcher, options, sizes(args.low, args.high, args.step))
-    library, out = advice.installed_mpi(), Path(args.out)
-    rows = advice.advise(there, library, out, lambda line: print(line, flush=True))
-    print("\n".join(advice.lines(rows, out, library)), flush=True)
+    there = advise.site(args.ranks, args.launcher, options, sizes(args.low, args.high, args.step))
+    library, out = advise.installed_mpi(), Path(args.out)
+    rows = advise.advise(there, library, out, lambda line: print(line, flush=True))
+    print("\n".join(advise.lines(rows, out, library)), flush=True)
     return rows
