@@ -12,7 +12,7 @@ from ..errors import MismatchError, ProtocolError, shown
 from ..events import OPEN
 from ..launch.free_memory import available_memory
 from ..runtime.agreement.run_on_all import difference
-from .layout.capacity import check_capacity, needed, state_copies
+from .layout.capacity import check_capacity, needed
 from .layout.placement import Layout, place
 from .layout.routing import data_bytes, views, whole
 from .layout.row_selection import Selection
@@ -20,7 +20,7 @@ from .link import Link
 from .model_facts import Request, check_optimizer, optimizer_facts, parse_model
 from .protocol import ADD, HEADER_BYTES, TO_SERVER, VALUES, Header
 from .server import Hosted, Server
-from .shards import ServerShard
+from .shards import ServerShard, state_copies
 
 
 def host_model(

@@ -93,9 +93,7 @@ class Client:
         self._open()
         with self._pulling:
             wanted, results = self._names.wanted(what, out)
-            flat, finish = self._names.targets(wanted, results)
-            self._ask(protocol.PULL, wanted, flat)
-            finish()
+            self._ask(protocol.PULL, wanted, results)
         return results
 
     def push(self, gradients: Mapping, *, samples: int | None = None) -> None:
@@ -143,12 +141,11 @@ class Client:
         with self._fused:
             samples = self._check_push(samples)
             wanted, results = self._names.wanted(None, out)
-            flat, finish = self._names.targets(wanted, results)
             pushes = self._names.split(gradients)
             self._enter()
-            self._pushed = self.finished
-            self._ask(protocol.PUSH | protocol.CLOCK | protocol.PULL, wanted, flat, pushes, samples)
-            finish()
+            self._ask(
+                protocol.PUSH | protocol.CLOCK | protocol.PULL, wanted, results, pushes, samples
+            )
         return results
 
     def close(self) -> None:
@@ -201,10 +198,10 @@ class Client:
             raise ProtocolError(
                 f"client {self.name!r}: second push in clock {self.finished}; call clock() first"
             )
-        if samples is None and self._batch is not None:
-            raise ConfigError(f"push to {self.name!r}: give samples=, the model has a global batch")
         if samples is None:
-            return None
+            if self._batch is None:
+                return None
+            raise ConfigError(f"push to {self.name!r}: give samples=, the model has a global batch")
         try:
             number = operator.index(samples)
         except TypeError:
@@ -270,8 +267,11 @@ class Client:
         width = self.layout.tensors[part.piece.tensor].width
         return flat.reshape(len(rows), width), owned(self.layout, part.piece, rows)
 
-    def _ask(self, flags: int, wanted: dict, flat: dict, pushes=None, samples=None) -> None:
-        """Send a request that has an answer to the servers concerned, and take the answers."""
+    def _ask(self, flags: int, wanted: dict, results: dict, pushes=None, samples=None) -> None:
+        """Send a request that has an answer to the servers concerned; take answers in `results`."""
+        flat, finish = self._names.targets(wanted, results)
+        if flags & protocol.PUSH:
+            self._pushed = self.finished
         entering = flags & protocol.CLOCK or self._entered < self.finished
         expected = {}
         for server, rank in enumerate(self._servers):
@@ -313,6 +313,7 @@ class Client:
             self.gaps[gap] += 1
             if oldest >= 0 and self._pushed == self.finished - 1:
                 self._staleness[oldest] += 1
+        finish()
 
     def _unpack(self, parts, buffer, wanted, flat) -> None:
         for part, view in views(self.layout, parts, buffer, HEADER_BYTES):

@@ -16,14 +16,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from .. import events
-from ..errors import ClosedError, MismatchError, MpidistError, ProtocolError
+from ..errors import ClosedError, MismatchError, MpidistError, ProtocolError, described
 from ..partition import pieces
 from ..runtime import polling
 from ..runtime.agreement.run_on_all import run_on_all
@@ -123,7 +123,7 @@ class Link:
         self.counters = events.Counters()
         self.bytes_in_flight = 0
         self._sending: list[tuple[list[MPI.Request], np.ndarray, int]] = []
-        self._receiving: set[Incoming] = set()
+        self.receiving: set[Incoming] = set()  # MPI writes into their buffers
         self._pinned: list = []  # operations that can no longer end, with their buffers
 
     # -- one call at a time ------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Link:
         Before its first message a call has changed nothing: it may be made again.
         """
         if self.touched and self.failed is None:
-            self.failed = f"{name} was broken off by {_cause(error)}"
+            self.failed = f"{name} was broken off by {described(error)}"
             self.careful = True
             self.abandon(error)
 
@@ -195,7 +195,7 @@ class Link:
     def receive(self, source: int, tag: int, nbytes: int) -> Incoming:
         """Begin to receive a message, of at most `nbytes` where it is of one piece."""
         self.touched = True
-        return Incoming(self.comm, self.pool, source, self.tag + tag, nbytes, self._receiving)
+        return Incoming(self, source, self.tag + tag, nbytes)
 
     def received(self, nbytes: int) -> None:
         """Count one message that is here."""
@@ -289,7 +289,7 @@ class Link:
         if getattr(failure, "known_on", None) is self:
             return
         self._mark(failure)
-        text = f"parameter server: rank {self.comm.rank} gave up with {_cause(failure)}"
+        text = f"parameter server: rank {self.comm.rank} gave up with {described(failure)}"
         kind = _GROUP
         if self.context.failed:  # the end of all on this communicator, not of the group alone
             kind, text = _VERDICT, self.context.failed
@@ -330,7 +330,7 @@ class Link:
             raise
 
     def _mark(self, error: Any) -> None:
-        with _readable(error):
+        with suppress(Exception):  # one of a user's own may refuse
             error.known_on = self
 
     def exchange(self, fact) -> list:
@@ -394,20 +394,3 @@ def check_thread(name: str) -> None:
             "below MPI_THREAD_MULTIPLE; call it in the main thread, or set mpi4py.rc.thread_level "
             "to 'multiple'"
         )
-
-
-def _cause(error: BaseException) -> str:
-    """Return an error's class and first line; never raises. Local."""
-    text = ""
-    with _readable(error):
-        text = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {text}"
-
-
-@contextmanager
-def _readable(error: BaseException) -> Iterator[None]:
-    """Look at an error whose own methods may raise as well: that changes nothing."""
-    try:
-        yield
-    except Exception:
-        return

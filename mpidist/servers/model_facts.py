@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import as_array
 from ..errors import ConfigError, shown
 from ..tensors import dtype_of
 from .consistency import Consistency
+from .layout.row_selection import array_of
 from .shards import parse_init
 
 
@@ -76,7 +76,7 @@ def parse_model(asked: Request) -> Spec:
         specs = {key: _described(name, key, value) for key, value in model.items()}
         inits = {key: parse_init(v[2] if len(v) > 2 else "zeros") for key, v in model.items()}
     else:
-        arrays = {key: _array(name, key, value) for key, value in model.items()}
+        arrays = {key: array_of(f"model {name!r}: {key!r}", x) for key, x in model.items()}
         specs = {key: (tuple(a.shape), np.dtype(a.dtype)) for key, a in arrays.items()}
         inits = None
     for key, (_, dtype) in specs.items():
@@ -93,13 +93,6 @@ def parse_model(asked: Request) -> Spec:
         "seed": seed,
     }
     return Spec(inits, facts)
-
-
-def _array(model: str, name: str, value):
-    try:
-        return as_array(value)
-    except ConfigError as error:
-        raise ConfigError(f"model {model!r}: {name!r}: {error}") from error
 
 
 def _described(model: str, name: str, value) -> tuple[tuple[int, ...], np.dtype]:

@@ -138,19 +138,14 @@ class Incoming:
         The whole message once `test` is true; the owner gives it back to the pool.
     """
 
-    def __init__(
-        self, comm: MPI.Comm, pool: Pool, source: int, tag: int, nbytes: int, kept: set[Incoming]
-    ):
-        self.source = source
+    def __init__(self, link, source: int, tag: int, nbytes: int):
+        self.source, self._link, self._tag = source, link, tag
         # Its owner may lose it to an exception, but MPI goes on writing until it is here.
-        self._kept = kept
-        kept.add(self)
-        self.header = Header(0)
-        self.opened = False
-        self.buffer = pool.take(nbytes)
-        self._comm, self._pool, self._tag = comm, pool, tag
+        link.receiving.add(self)
+        self.header, self.opened = Header(0), False
+        self.buffer = link.pool.take(nbytes)
         first = self.buffer[: min(nbytes, MESSAGE_BYTES)]
-        self._requests = [comm.Irecv([first, MPI.BYTE], source, tag)]
+        self._requests = [link.comm.Irecv([first, MPI.BYTE], source, tag)]
 
     def test(self) -> bool:
         """Whether the whole message is here. Makes progress."""
@@ -161,7 +156,7 @@ class Incoming:
             del self._requests[0]
             if not self.opened:
                 self._open(status.Get_count(MPI.BYTE))
-        self._kept.discard(self)
+        self._link.receiving.discard(self)
         return True
 
     def _open(self, got: int) -> None:
@@ -174,11 +169,11 @@ class Incoming:
                 f"cut at {MESSAGE_BYTES} bytes"
             )
         if total > self.buffer.size:
-            small, self.buffer = self.buffer, self._pool.take(total)
+            small, self.buffer = self.buffer, self._link.pool.take(total)
             self.buffer[:got] = small[:got]
-            self._pool.give(small)
+            self._link.pool.give(small)
         # The pieces follow on the same tag: a sender's messages arrive in order, and nobody
         # probes this source until they are all here.
         for start, stop in pieces(got, total, MESSAGE_BYTES):
             view = [self.buffer[start:stop], MPI.BYTE]
-            self._requests.append(self._comm.Irecv(view, self.source, self._tag))
+            self._requests.append(self._link.comm.Irecv(view, self.source, self._tag))

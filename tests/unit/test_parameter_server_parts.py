@@ -9,11 +9,11 @@ from mpidist import optim
 from mpidist.errors import ConfigError, ProtocolError
 from mpidist.launch.free_memory import available_memory
 from mpidist.servers.consistency import ASP, BSP
-from mpidist.servers.layout.capacity import check_capacity, needed, size, state_copies
+from mpidist.servers.layout.capacity import check_capacity, needed, size
 from mpidist.servers.layout.placement import choose_ranks, place
 from mpidist.servers.layout.routing import data_bytes, decode, encode, route, views
 from mpidist.servers.model_facts import Request, check_optimizer, parse_model
-from mpidist.servers.shards import ServerShard, initial
+from mpidist.servers.shards import ServerShard, initial, state_copies
 
 
 def test_roles():

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ...errors import ConfigError
 from ..consistency import Consistency
 
 #: Pushes are received, and pulls answered, this many bytes at a time (or one), see `server`.
 ROOM_BYTES = 64 << 20
-
-
-def state_copies(optimizer) -> float:
-    """Bytes of optimizer state per byte of parameters, found by trying it on a tiny one. Local."""
-    probe = np.zeros(64, np.float32)
-    return sum(a.nbytes for a in _arrays(optimizer.init({"x": probe})) if a.ndim) / probe.nbytes
-
-
-def _arrays(tree):
-    for value in tree.values():
-        if isinstance(value, dict):
-            yield from _arrays(value)
-        elif isinstance(value, np.ndarray):
-            yield value
 
 
 def needed(shard: int, copies: float, workers: int, consistency: Consistency) -> int:

@@ -175,17 +175,15 @@ def choose_ranks(size: int, servers, placement: str) -> tuple[list[int], list[in
     if isinstance(servers, int):
         if servers < 1:
             raise ConfigError(f"servers={servers}; expected at least 1")
-        chosen = list(range(max(0, size - servers), size))
-        count = servers
+        chosen = list(range(size - servers, size))
     else:
         chosen = [int(rank) for rank in servers]
-        count = len(chosen)
-        if not chosen or len(set(chosen)) != count or not all(0 <= r < size for r in chosen):
+        if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= r < size for r in chosen):
             raise ConfigError(f"servers={list(servers)}: expected distinct ranks in 0..{size - 1}")
     most = size - 1 if placement == "dedicated" else size
-    if count > most:
+    if len(chosen) > most:
         left = "leave 0 workers" if placement == "dedicated" else f"do not fit {size} ranks"
         cure = f"use at most {most}" if most else "start at least 2 ranks"
-        raise ConfigError(f"{count} servers {left}; {cure}")
+        raise ConfigError(f"{len(chosen)} servers {left}; {cure}")
     dedicated = set(chosen) if placement == "dedicated" else set()
     return chosen, [rank for rank in range(size) if rank not in dedicated]

@@ -76,7 +76,7 @@ class Selection:
         given = None if out is None else out.get(name)
         if given is None:
             return np.empty(shape, tensor.dtype)
-        array = _array(f"pull {name!r}: out", given)
+        array = array_of(f"pull {name!r}: out", given)
         if array.shape != shape or not is_writable(array):
             lock = "" if is_writable(array) else " (read-only)"
             raise ConfigError(
@@ -144,7 +144,7 @@ def _shape(tensor: Tensor, rows) -> tuple[int, ...]:
     return tensor.shape if rows is None else (len(rows), *tensor.shape[1:])
 
 
-def _array(what: str, x):
+def array_of(what: str, x):
     """Return an array of any kind; what is none is a ConfigError that begins with `what`."""
     try:
         return as_array(x)
@@ -153,7 +153,7 @@ def _array(what: str, x):
 
 
 def _host(what: str, x) -> np.ndarray:
-    array = _array(what, x)
+    array = array_of(what, x)
     if not is_device(array):
         return array
     staged = host_empty(array.size, array.dtype, like=array)
