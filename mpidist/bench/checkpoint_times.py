@@ -11,8 +11,6 @@ ratios. Before anything is read, the system is told to forget the pages of the f
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,6 +23,7 @@ from ..checkpoint.format.state import Shard
 from ..checkpoint.store import CheckpointStore
 from ..errors import MpidistError
 from ..partition import BlockPartition
+from .bench_folder import bench_folder, forget_pages
 from .torch_yardstick import checkpointer, leave
 
 #: Seconds of a step that waits for its device.
@@ -80,15 +79,9 @@ def measure(comm, nbytes: int, rounds: int, folder: str, torch: bool = False) ->
     much steps that wait for a device take longer, together, until a save in the background is
     committed; a copy is that of each rank's part of the state in memory.
     """
-    name = tempfile.mkdtemp(prefix="mpidist-bench-", dir=folder) if comm.rank == 0 else ""
-    made = Path(comm.bcast(name))
     state = State(comm, nbytes)
-    try:
+    with bench_folder(comm, folder) as made:
         seconds = _measure(comm, state, rounds, made, torch)
-    finally:
-        # No barrier: after an error the others may be anywhere. All that was timed ended in one.
-        if comm.rank == 0:
-            shutil.rmtree(made, ignore_errors=True)
     pairs = [("save", "write"), ("stall", "write"), ("async", "copy")]
     pairs += [("restore", "read"), ("unchecked", "read")]
     if torch:
@@ -151,7 +144,7 @@ def _measure(comm, state: State, rounds: int, folder: Path, torch) -> dict[str, 
                     plain.unlink(missing_ok=True)
                 elif name in ("restore", "unchecked", "torch restore"):
                     state.fill(-1)
-                _forget_pages(comm, folder)
+                forget_pages(comm, folder)
                 elapsed = _time(comm, partial(run[name], step))
                 if k >= 0:
                     seconds[name][k] = elapsed
@@ -213,14 +206,3 @@ def _read(folder: Path, size: int, inbox: np.ndarray) -> None:
         with (folder / f"plain-{rank}").open("rb", buffering=0) as file:
             while view and (count := file.readinto(view[:_CALL])):
                 view = view[count:]
-
-
-def _forget_pages(comm, folder: Path) -> None:
-    """Tell the system that nobody needs the files' pages, so that a read comes from the disk."""
-    comm.Barrier()
-    if comm.rank == 0 and hasattr(os, "posix_fadvise"):
-        for path in folder.rglob("*"):
-            if path.is_file():
-                file = os.open(path, os.O_RDONLY)
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(file)

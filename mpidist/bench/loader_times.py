@@ -13,8 +13,6 @@ they lie in memory. CPU time is that of all threads, which a busy machine change
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,6 +25,7 @@ from ..data import HDF5, Loader, Loading, YouTube8M
 from ..data.readers import example, hdf5, tfrecord
 from ..data.shuffle import Bijection
 from ..partition import BlockPartition
+from .bench_folder import bench_folder, forget_pages
 from .ratios import interval
 
 _CALL = 8 << 20
@@ -40,22 +39,16 @@ def measure(comm, nbytes: int, rounds: int, folder: str, batch: int) -> list[dic
     Rows: source, order, pages, ranks, bytes, samples_per_s, plain_samples_per_s, ratio, low, high,
     cpu_us and plain_cpu_us of a sample.
     """
-    name = tempfile.mkdtemp(prefix="mpidist-bench-", dir=folder) if comm.rank == 0 else ""
-    made = Path(comm.bcast(name))
     count = max(batch * comm.size, nbytes // _RECORD)
-    try:
+    rows = []
+    with bench_folder(comm, folder) as made:
         if comm.rank == 0:
             _write(made, count)
         comm.Barrier()
-        rows = []
         for source in ("hdf5", "hdf5 chunks", "tfrecord"):
             for pages in ("cold", "warm"):
                 rows += _measure(comm, made, source, pages, count, batch, rounds)
-        return rows
-    finally:
-        # No barrier: after an error the others may be anywhere. All that was timed ended in one.
-        if comm.rank == 0:
-            shutil.rmtree(made, ignore_errors=True)
+    return rows
 
 
 def _write(folder: Path, count: int) -> None:
@@ -94,7 +87,7 @@ def _measure(comm, folder, source, pages, count, batch, rounds) -> list[dict]:
     for k in range(-1, rounds):  # round -1 warms up
         for name in rng.permutation(list(candidates)):
             if pages == "cold":
-                _forget(comm, path)
+                forget_pages(comm, folder)
             comm.Barrier()
             began, worked = time.perf_counter(), time.process_time()
             candidates[name]()
@@ -148,13 +141,4 @@ def _plain(path: Path, rank: int, size: int, inbox: memoryview) -> None:
         while start < stop:
             start += os.preadv(file, [inbox[: stop - start]], start)
     finally:
-        os.close(file)
-
-
-def _forget(comm, path: Path) -> None:
-    """Tell the system that nobody needs the file's pages, so that a read comes from the disk."""
-    comm.Barrier()
-    if comm.rank == 0 and hasattr(os, "posix_fadvise"):
-        file = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(file)

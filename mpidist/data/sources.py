@@ -200,3 +200,13 @@ def as_source(data) -> Source:
         f"data is {type(data).__name__}, expected a tuple of arrays or an object with __len__ "
         "and either take(indices) or [index]"
     )
+
+
+def check_split(kind: str, train, count: int, path) -> int:
+    """Return how many samples are for training; ConfigError where none is left. Local."""
+    if isinstance(train, bool) or not isinstance(train, int) or not 0 < train < count:
+        raise ConfigError(
+            f"{kind}: train is {train!r}, expected from 1 to {count - 1}: {path} has {count} "
+            "samples and the others are the test set"
+        )
+    return train

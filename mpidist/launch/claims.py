@@ -62,6 +62,11 @@ def rank_hint(environ: Mapping[str, str]) -> int:
     return 0
 
 
+def srun_mpi(library: str) -> str:
+    """Return what ``srun --mpi=`` must say for an MPI library, by its name or version. Local."""
+    return "pmix" if mpi_name(library).startswith("Open MPI") else "pmi2"
+
+
 def mpi_name(library: str) -> str:
     """Return name and version from ``MPI.Get_library_version()``: ``Open MPI 5.0.11``. Local."""
     patterns = (
@@ -124,7 +129,8 @@ def _wrong_launcher(claim: Claim, library: str) -> str:
     started = f"{claim.launcher} started {claim.size or 'several'} ranks"
     seen = f"{started}, but this Python's MPI library is {name}, which sees 1 rank in each"
     if claim.launcher == "srun":
-        word, other = ("pmix", "pmi2") if family == "Open MPI" else ("pmi2", "pmix")
+        word = srun_mpi(library)
+        other = "pmi2" if word == "pmix" else "pmix"
         return (
             f"{seen}: it has not met its launcher; use srun --mpi={word} "
             f"(--mpi={other} is for the other MPI, 'srun --mpi=list' shows what there is), "

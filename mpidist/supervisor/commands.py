@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..launch.claims import srun_mpi
 from ..launch.launchers import crowding, find_launcher, launcher_command, launcher_kind
 from ..launch.processes import run
 
@@ -80,7 +81,7 @@ def again(ranks: int, started_by: str, library: str, crowded: bool) -> list[str]
     family, _, version = library.rpartition(" ")
     open_mpi = family == "Open MPI"
     if started_by == "srun":
-        return ["srun", f"--mpi={'pmix' if open_mpi else 'pmi2'}", "-n", str(ranks)]
+        return ["srun", f"--mpi={srun_mpi(library)}", "-n", str(ranks)]
     if not started_by:
         return []
     major = version.partition(".")[0]

@@ -21,7 +21,7 @@ import numpy as np
 
 from ...errors import BadRecord, ClosedError, ConfigError
 from ..read_retry import Rooms, Run, Runs, bytes_of
-from ..sources import Part, Source
+from ..sources import Part, Source, check_split
 
 #: Bytes of chunks that are kept, for a batch has several rows of one, and so has the next batch.
 _CACHE = 32 << 20
@@ -270,11 +270,7 @@ def hdf5(
     whole = HDF5(path, names)
     if test_path is not None:
         return whole, HDF5(test_path, names)
-    if isinstance(train, bool) or not isinstance(train, int) or not 0 < train < len(whole):
-        raise ConfigError(
-            f"hdf5: train is {train!r}, expected from 1 to {len(whole) - 1}: {path} has "
-            f"{len(whole)} samples and the others are the test set"
-        )
+    train = check_split("hdf5", train, len(whole), path)
     return Part(whole, 0, train), Part(whole, train, len(whole))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ..distortion import distorted
-from ..sources import ArraySource, Source
+from ..sources import ArraySource, Source, check_split
 
 _GZIP = b"\x1f\x8b"
 _UNSIGNED_BYTE = 8
@@ -52,11 +52,7 @@ def idx(
         raise ConfigError(
             f"idx: {len(images)} images in {images_path} but {len(labels)} labels in {labels_path}"
         )
-    if isinstance(train, bool) or not isinstance(train, int) or not 0 < train < len(images):
-        raise ConfigError(
-            f"idx: train is {train!r}, expected from 1 to {len(images) - 1}: {images_path} has "
-            f"{len(images)} images and the others are the test set"
-        )
+    check_split("idx", train, len(images), images_path)
     pixels = images[:, None].astype(np.float32)
     pixels /= 255
     classes = labels.astype(np.int64)
