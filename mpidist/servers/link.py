@@ -130,8 +130,13 @@ class Link:
 
     def check_call(self, name: str) -> None:
         """Raise what forbids a call on this rank, if anything does. Local."""
-        if self.one_thread:
-            check_thread(name)
+        if self.one_thread and not MPI.Is_thread_main():
+            # The library may know nothing of other threads.
+            raise ProtocolError(
+                f"{name}: called in thread {threading.current_thread().name!r}, and MPI was "
+                "started below MPI_THREAD_MULTIPLE; call it in the main thread, or set "
+                "mpi4py.rc.thread_level to 'multiple'"
+            )
         if self.failed is not None:
             raise self._ended(f"this server group failed earlier: {self.failed}")
 
@@ -384,13 +389,3 @@ class Link:
 def nothing() -> bool:
     """Do nothing in the background. Local."""
     return False
-
-
-def check_thread(name: str) -> None:
-    """Refuse a thread of which an MPI library below MPI_THREAD_MULTIPLE may know nothing. Local."""
-    if not MPI.Is_thread_main():
-        raise ProtocolError(
-            f"{name}: called in thread {threading.current_thread().name!r}, and MPI was started "
-            "below MPI_THREAD_MULTIPLE; call it in the main thread, or set mpi4py.rc.thread_level "
-            "to 'multiple'"
-        )

@@ -27,18 +27,9 @@ _MODULES = {
 }
 #: Options that count something.
 _POSITIVE = (
-    "low",
-    "high",
-    "rounds",
-    "servers",
-    "steps",
-    "unit",
-    "size",
-    "ranks",
-    "layers",
-    "bucket_bytes",
+    "low", "high", "rounds", "servers", "steps", "unit", "size", "ranks", "layers", "bucket_bytes",
     "nbytes",
-)
+)  # fmt: skip
 
 
 def add_parser(commands) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .common import check_folder, head, library, say
+from .common import check_folder, library, table
 
 
 def add_parser(what):
@@ -21,18 +21,13 @@ def run(comm, args) -> list[dict]:
 
     check_folder(args.folder)
     rows = measure(comm, int(args.size * (1 << 20)), args.rounds, args.folder, args.torch)
-    columns = ("what", "seconds", "beside", "seconds", "ratio", "MB/s")
-    head(
-        comm,
+    title = (
         f"{args.size:g} MiB, half replicated and half sharded, {comm.size} ranks, "
-        f"{args.rounds} rounds, {library()}",
-        columns,
-        width=14,
+        f"{args.rounds} rounds, {library()}"
     )
-    for row in rows:
-        say(
-            comm,
-            f"{row['what']:>14}{row['median_s']:>14.4f}{row['beside']:>14}{row['plain_s']:>14.4f}"
-            f"{row['ratio']:>14.2f}{row['mb_per_s']:>14.0f}",
-        )
+    columns = (
+        ("what", "what", ""), ("seconds", "median_s", ".4f"), ("beside", "beside", ""),
+        ("seconds", "plain_s", ".4f"), ("ratio", "ratio", ".2f"), ("MB/s", "mb_per_s", ".0f"),
+    )  # fmt: skip
+    table(comm, title, columns, rows, width=14)
     return rows

@@ -21,6 +21,13 @@ def head(comm, title: str, columns: Sequence[str], *, width: int, last: str = ""
     say(comm, f"# {title}", f"#{names[1:]}" + (f"  {last}" if last else ""))
 
 
+def table(comm, title: str, columns, rows: Sequence[dict], *, width: int) -> None:
+    """Print rows under their heads; a column is (head, key of a row, format). Local."""
+    head(comm, title, [name for name, _, _ in columns], width=width)
+    for row in rows:
+        say(comm, "".join(f"{row[key]:>{width}{form}}" for _, key, form in columns))
+
+
 def check_folder(folder: str) -> None:
     """Raise ConfigError where the value of ``--folder`` is no folder. Local."""
     if not Path(folder).is_dir():

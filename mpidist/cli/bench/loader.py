@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .common import check_folder, head, library, say
+from .common import check_folder, library, table
 
 
 def add_parser(what):
@@ -26,23 +26,10 @@ def run(comm, args) -> list[dict]:
         f"{args.rounds} rounds, {library()}"
     )
     columns = (
-        "source",
-        "order",
-        "pages",
-        "samples/s",
-        "plain",
-        "ratio",
-        "low",
-        "high",
-        "cpu us",
-        "plain",
-    )
-    head(comm, title, columns, width=12)
-    for row in rows:
-        say(
-            comm,
-            f"{row['source']:>12}{row['order']:>12}{row['pages']:>12}{row['samples_per_s']:>12.0f}"
-            f"{row['plain_samples_per_s']:>12.0f}{row['ratio']:>12.2f}{row['low']:>12.2f}"
-            f"{row['high']:>12.2f}{row['cpu_us']:>12.2f}{row['plain_cpu_us']:>12.2f}",
-        )
+        ("source", "source", ""), ("order", "order", ""), ("pages", "pages", ""),
+        ("samples/s", "samples_per_s", ".0f"), ("plain", "plain_samples_per_s", ".0f"),
+        ("ratio", "ratio", ".2f"), ("low", "low", ".2f"), ("high", "high", ".2f"),
+        ("cpu us", "cpu_us", ".2f"), ("plain", "plain_cpu_us", ".2f"),
+    )  # fmt: skip
+    table(comm, title, columns, rows, width=12)
     return rows

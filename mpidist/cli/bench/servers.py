@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...errors import ConfigError
-from .common import head, library, say
+from .common import library, table
 
 
 def add_parser(what):
@@ -32,18 +32,13 @@ def run(comm, args) -> list[dict]:
         staleness=args.staleness,
         seed=args.seed,
     )
-    columns = ("mode", "seconds", "simulated", "speed-up", "promised", "share")
-    head(
-        comm,
+    title = (
         f"{workers} workers, {args.servers} servers, {args.steps} steps of {args.unit} s or 5 "
-        f"times that with probability 1/4, {library()}",
-        columns,
-        width=11,
+        f"times that with probability 1/4, {library()}"
     )
-    for row in rows:
-        say(
-            comm,
-            f"{row['mode']:>11}{row['seconds']:>11.2f}{row['simulated']:>11.2f}"
-            f"{row['speed_up']:>11.2f}{row['promised']:>11.2f}{row['share']:>11.3f}",
-        )
+    columns = (
+        ("mode", "mode", ""), ("seconds", "seconds", ".2f"), ("simulated", "simulated", ".2f"),
+        ("speed-up", "speed_up", ".2f"), ("promised", "promised", ".2f"), ("share", "share", ".3f"),
+    )  # fmt: skip
+    table(comm, title, columns, rows, width=11)
     return rows
