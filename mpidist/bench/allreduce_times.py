@@ -1,6 +1,6 @@
 """`mpidist bench allreduce`: every algorithm against the MPI library's own, in one run.
 
-`rounds.py` says how it is measured. Native is taken in its better form (in place or not). The
+`interleave.py` says how it is measured. Native is taken in its better form (in place or not). The
 *memory limit* is the time in which all ranks copy N bytes at once, in the same rounds. A copy
 moves 2N bytes, one read and one written: C libraries copy long vectors with stores that do not
 read first. What lies in an arena moves 2N as well, and so do private vectors at the least (2-3N:
@@ -21,6 +21,7 @@ from mpi4py import MPI
 from ..collectives.allreduce import allreduce, iallreduce, plan
 from ..collectives.schedules.algorithms import MEASURED, NATIVE, NODE
 from ..errors import ConfigError
+from ..partition import BlockPartition
 from ..runtime.arena import Arena
 from .interleave import Candidate, interleave, last_level_cache, wire_meter
 from .ratios import Measured, against_best, ratio
@@ -230,11 +231,10 @@ def _reduce_broadcast(comm, x, out) -> None:
 
 
 def _scatter_gather(comm, x, out) -> None:
-    counts = [x.size // comm.size + (rank < x.size % comm.size) for rank in range(comm.size)]
-    start = sum(counts[: comm.rank])
-    mine = out[start : start + counts[comm.rank]]
-    comm.Reduce_scatter(x, mine, counts)
-    comm.Allgatherv(MPI.IN_PLACE, [out, counts])
+    parts = BlockPartition(x.size, comm.size)
+    start, stop = parts.range(comm.rank)
+    comm.Reduce_scatter(x, out[start:stop], parts.counts())
+    comm.Allgatherv(MPI.IN_PLACE, [out, parts.counts()])
 
 
 def _on_one_node(comm) -> bool:

@@ -16,7 +16,7 @@ from ..errors import ConfigError, shown
 from ..gradients.gradient_buckets import bucket_bytes
 from ..registry import build, choose
 from ..servers.consistency import ASP, BSP, SSP, Consistency
-from ..servers.layout.placement import choose_ranks
+from ..servers.layout.placement import choose_ranks, ranks_asked
 from .checks import whole
 
 
@@ -118,13 +118,10 @@ def _parameter_server(
     if settings and consistency != "ssp":
         raise ConfigError(f"staleness={staleness} needs consistency='ssp', got {consistency!r}")
     mode = build(CONSISTENCIES, consistency, settings, "consistency")
-    ranks = servers if isinstance(servers, list) else [servers]
-    if not all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in ranks):
-        raise ConfigError(
-            f"servers={shown(servers)}: expected a number of ranks, or a list of ranks"
-        )
-    if len(ranks) != len(set(ranks)) or not ranks:
-        raise ConfigError(f"servers={shown(servers)}: expected distinct ranks")
+    asked = ranks_asked(servers)
+    ranks = asked if isinstance(asked, list) else [asked]
+    if min(ranks, default=-1) < 0 or len(ranks) != len(set(ranks)):
+        raise ConfigError(f"servers={shown(servers)}: expected how many, or distinct ranks")
     # The number of ranks may not be known yet: two are enough to hear of 0 servers or a placement.
     choose_ranks(2, min(servers, 1) if isinstance(servers, int) else 1, placement)
     return ParameterServer(servers, mode, placement)
