@@ -15,9 +15,10 @@ import numpy as np
 from mpi4py import MPI
 
 from ..collectives.allreduce import plan
-from ..collectives.engines.executor import Program
+from ..collectives.engines.executor import Program, Run
 from ..collectives.schedules.schedule import Step, recv, send
 from ..errors import ConfigError
+from ..runtime.context import of
 from ..runtime.polling import wait_until
 from ..simulator.network_model import Network, Problem
 from ..simulator.simulate import run
@@ -149,11 +150,11 @@ def _exchanges(rank: int, size: int) -> list[Step]:
 
 
 def _run(comm, steps: list[Step], size: int, pause: float = 0.0) -> float:
-    program = Program(steps, size, np.dtype(np.uint8), np.add)
+    program = Program(of(comm), steps, size, np.dtype(np.uint8), np.add)
     data = np.zeros(size, np.uint8)
     time.sleep(pause)
     comm.Barrier()
-    return _time(lambda: wait_until(program.start(comm, data, 0).test))
+    return _time(lambda: wait_until(Run(program, data, 0, b"").test))
 
 
 def _time(call: Callable[[], object]) -> float:

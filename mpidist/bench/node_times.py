@@ -17,7 +17,6 @@ import numpy as np
 
 from ..collectives.engines import node_short
 from ..collectives.engines.node_barrier import KEYS, LINE, NodeBarrier
-from ..collectives.engines.programs import Shared
 from ..collectives.engines.reductions import resolve
 from ..collectives.engines.staging import STAGED, StagedProgram
 from ..collectives.schedules import node
@@ -58,11 +57,11 @@ class FakedNode:
             self.flat = node_short.Flat(self.context, signature, reduction, (n,), self.memory)
             return self.flat.run, "flat"
         program = StagedProgram(
-            STAGED, self.size, self.rank, n, self.size, self.memory.staging, reduction.work,
-            reduction.ufunc,
+            self.memory.gate, STAGED, self.size, self.rank, n, self.size, self.memory.staging,
+            reduction.work, reduction.ufunc,
         )  # fmt: skip
-        engine = Shared(self.context, signature, reduction, program, self.memory.gate)
-        return lambda x: engine(x, 0, self.size), "staged"
+        divisor = reduction.work.type(self.size) if reduction.mean else None
+        return lambda x: program.run(x, signature.key, 0, divisor), "staged"
 
 
 def measure(size: int, nbytes: int, rounds: int) -> dict:

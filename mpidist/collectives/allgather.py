@@ -22,7 +22,6 @@ from .engines.transfer import (
     check_out,
     counts_text,
     prepared,
-    run_program,
 )
 from .schedules import algorithms
 
@@ -76,5 +75,5 @@ def allgather(comm, x, *, counts=None, out=None, algorithm="auto"):
         else:
             build, agreed = algorithms.ALLGATHER[name], counts is None
             plan = prepared(context, signature, build, elements, x.dtype, np.add, agreed=agreed)
-            run_program(context, signature, plan, whole)
+            plan.run(whole)
         return deliver(whole.reshape(shape), x, out, shape)

@@ -14,9 +14,9 @@ from ..runtime.agreement.tell_others import contexts, tell, tells
 from ..runtime.arena import Arena
 from ..runtime.context import Context, of, running
 from .engines import arena_sum
-from .engines.executor import heading, hear_first
+from .engines.executor import Program, Run, heading, hear_first
 from .engines.reductions import known, total_weight, weight_sums
-from .plan import AllreducePlan, find, release
+from .plan import AllreducePlan, find
 from .schedules import algorithms
 
 _ndarray = np.ndarray
@@ -84,27 +84,37 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
                     out[...] = x
                     run(out)
                     return out
+        elif type(x) is Arena and weight is None and out is None and reproducible is False:
+            plain = type(op) is str and type(algorithm) is str and comm == x.comm
+            plans = x.plans.get((op, algorithm)) if plain else None
+            if plans is not None:
+                for plan, vector in zip(plans, x.vectors, strict=True):
+                    plan(vector)
+                return x
         context = of(comm)  # first: with it comes the hook that ends the job where a check fails
         with context.call("allreduce"):
-            return _allreduce(context, x, op, out, algorithm, weight, reproducible)
+            op, algorithm = known(op), algorithms.chosen(algorithm, reproducible)
+            plans, vectors, total = _prepare(context, x, op, out, algorithm, weight)
+            for plan, vector in zip(plans, vectors, strict=True):
+                plan(vector, weight, total)
+            return x if out is None else out
     except BaseException as error:
         tell(comm, error)
         raise
 
 
-def _allreduce(context: Context, x, op, out, algorithm, weight, reproducible):
-    op = known(op)
-    algorithm = algorithms.chosen(algorithm, reproducible)
-    if isinstance(x, Arena):
-        if out is not None:
-            raise ConfigError("an arena is reduced in place; copy what is needed and leave out=")
+def _prepare(
+    context: Context, x, op, out, algorithm: str, weight
+) -> tuple[list, list, float | None]:
+    """Return plans, the vector of each, and the sum of all weights. Collective."""
+    if not isinstance(x, Arena):
+        target = _target(x, out)
         total = sum_of_weights(context, op, weight, algorithm)
-        arena_sum.find(context, x, op, algorithm)(weight, total)
-        return x
-    target = _target(x, out)
+        return [find(context, target, op, algorithm)], [target], total
+    if out is not None:
+        raise ConfigError("an arena is reduced in place; copy what is needed and leave out=")
     total = sum_of_weights(context, op, weight, algorithm)
-    find(context, target, op, algorithm)(target, weight, total)
-    return x if out is None else out
+    return arena_sum.plans_of(context, x, op, algorithm), x.vectors, total
 
 
 class Handle:
@@ -126,12 +136,11 @@ class Handle:
         if context.size == 1:
             self._finish()
             return
-        self.program = plan.engine.program
+        assert isinstance(plan.engine, Program)
         self.in_place = plan.in_place(target)
         self.work = plan.load(target, weight, in_place=self.in_place, pooled=False)
         hear_first(context)
-        header = heading(context, plan.engine.key)
-        self.run = self.program.start(context.data, self.work, context.tag(number), header, context)
+        self.run = Run(plan.engine, self.work, context.tag(number), heading(context, plan.key))
         self.run.sequence = self.sequence
         running.append(self)
 
@@ -226,7 +235,7 @@ class Plan(partial):
     algorithm : str
         The one that runs, also where "auto" was asked for.
     plan : object
-        What it runs.
+        What it runs; a list, one for each vector, where that is an arena.
     """
 
     algorithm: str
@@ -276,17 +285,22 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> Plan:
         op = known(op)
         algorithm = algorithms.chosen(algorithm, reproducible)
         if isinstance(x, Arena):
-            prepared = arena_sum.find(context, x, op, algorithm)
+            plans = arena_sum.plans_of(context, x, op, algorithm)
 
             def reduce_arena():
-                prepared()
-                return x
+                try:
+                    x.check_open()
+                    for each, vector in zip(plans, x.vectors, strict=True):
+                        each(vector)
+                    return x
+                except BaseException as error:  # also between two vectors
+                    context.escaped(error)
+                    raise
 
-            # It goes with its arena.
-            return _bound(context, reduce_arena, prepared.algorithm, prepared, lambda: None)
+            # They go with their arena.
+            return _bound(context, reduce_arena, plans[0].algorithm, plans, lambda: None)
         target = _target(x, None)
-        made = find(context, target, op, algorithm)
-        made.bound += 1
+        made = find(context, target, op, algorithm).owned()
         if made.short is not None and type(target) is np.ndarray:
             reduce = made.short.bind(target)
         else:
@@ -298,7 +312,7 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> Plan:
 
         # Where the array is its own target, nothing has to be wrapped: one function call less.
         call = reduce if target is x and isinstance(reduce, FunctionType) else run
-        return _bound(context, call, made.algorithm, made, partial(release, made))
+        return _bound(context, call, made.algorithm, made, made.release)
 
 
 def _target(x, out):

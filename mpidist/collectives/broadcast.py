@@ -22,7 +22,6 @@ from .engines.native import run_native
 from .engines.transfer import (
     check_root,
     prepared,
-    run_program,
 )
 from .schedules import algorithms
 
@@ -72,7 +71,7 @@ def broadcast(comm, x, *, root=0, algorithm="auto"):
         else:
             build = algorithms.BROADCAST[name]
             plan = prepared(context, signature, build, work.size, work.dtype, np.add, root=root)
-            run_program(context, signature, plan, work)
+            plan.run(work)
         if not (x.flags.c_contiguous and mpi_direct(x)):
             copy_into(x, work.reshape(x.shape))
         return x

@@ -23,7 +23,6 @@ from .engines.transfer import (
     check_root,
     counts_text,
     prepared,
-    run_program,
 )
 from .schedules import algorithms
 
@@ -71,7 +70,7 @@ def gather(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
             plan = prepared(
                 context, signature, build, elements, x.dtype, np.add, agreed=agreed, root=root
             )
-            run_program(context, signature, plan, vector)
+            plan.run(vector)
         if not at_root:
             return None
         return deliver(whole.reshape(shape), x, out, shape)

@@ -21,7 +21,6 @@ from .engines.transfer import (
     check_root,
     packed_copy,
     prepared,
-    run_program,
 )
 from .schedules import algorithms
 
@@ -90,7 +89,7 @@ def reduce(
             plan = prepared(
                 context, signature, build, work.size, reduction.work, reduction.ufunc, root=root
             )
-            run_program(context, signature, plan, work)
+            plan.run(work)
         if comm.rank != root:
             return None
         finish_mean(reduction, work, comm.size if total is None else total)

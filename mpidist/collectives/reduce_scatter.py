@@ -20,7 +20,6 @@ from .engines.transfer import (
     equal_counts,
     packed_copy,
     prepared,
-    run_program,
 )
 from .schedules import algorithms
 
@@ -80,7 +79,7 @@ def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"
         else:
             build = algorithms.REDUCE_SCATTER[name]
             plan = prepared(context, signature, build, elements, reduction.work, reduction.ufunc)
-            run_program(context, signature, plan, work)
+            plan.run(work)
         # A copy: a view would keep the memory of the whole for as long as the block lives.
         block = work[slice(*bounds_at(elements, comm.rank))].copy()
         finish_mean(reduction, block, comm.size)

@@ -27,7 +27,6 @@ from .engines.transfer import (
     equal_counts,
     from_root,
     prepared,
-    run_program,
 )
 from .schedules import algorithms
 
@@ -94,7 +93,7 @@ def scatter(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
             plan = prepared(
                 context, signature, build, elements, dtype, np.add, agreed=True, root=root
             )
-            run_program(context, signature, plan, vector)
+            plan.run(vector)
         block = block.reshape(block_shape)
         if comm.rank == root and out is None:
             result = array_module(x).empty(block_shape, dtype)

@@ -81,7 +81,7 @@ def restore(comm: MPI.Comm, saved: dict[str, dict]) -> None:
             _chosen(context)[key] = {**entry, "from": "checkpoint"}
     # Plans that were chosen by the former table would go on adding in another order.
     for key, plan in list(context.plans.items()):
-        if key[0] == "allreduce" and key[2] == algorithms.MEASURED and not plan.bound:
+        if key[0] == "allreduce" and key[2] == algorithms.MEASURED and not plan.owners:
             context.drop(key)
 
 

@@ -22,11 +22,10 @@ import numpy as np
 from mpi4py import MPI
 
 from ..arrays import work_dtype
-from ..collectives import plan as plans
 from ..collectives.engines import arena_sum
 from ..collectives.engines.fused_pieces import bucket, can_overlap
 from ..collectives.engines.node_barrier import faked_nodes
-from ..collectives.plan import AllreducePlan
+from ..collectives.plan import AllreducePlan, find
 from ..collectives.schedules.algorithms import MEASURED
 from ..errors import MpidistError, ProtocolError
 from ..runtime.agreement.mismatch import Signature
@@ -158,7 +157,10 @@ class Gradients:
             views, self.vectors = dict(self.arena), self.arena.vectors
         else:
             views, self.vectors = allocate(spec, self._xp)
-            self._plans = [self._plan(k, vector) for k, vector in enumerate(self.vectors)]
+            for k, vector in enumerate(self.vectors):
+                label = f"{self._label} vector {k}"
+                plan = find(self.context, vector, "sum", self.algorithm, extra=label)
+                self._plans.append(plan.owned())
         #: Half precision is scaled in single, as it is added, and rounded once.
         self._half = [vector.dtype != work_dtype(vector.dtype) for vector in self.vectors]
         self.extras = views.pop(EXTRAS)
@@ -168,10 +170,6 @@ class Gradients:
             self._overlap and self.arena is not None and can_overlap(self.arena, self.algorithm)
         )
         self._cut(spec, names)
-
-    def _plan(self, k: int, vector) -> AllreducePlan:
-        of_whom = vector.dtype, vector.shape, "sum", self.algorithm
-        return plans.make(self.context, *of_whom, extra=f"{self._label} vector {k}")
 
     def _cut(self, spec: dict, names: list[str]) -> None:
         """Make a bucket of every few neighbours, in the order in which they become ready."""
@@ -312,32 +310,33 @@ class Gradients:
             if not self._begun:
                 raise ProtocolError("reduce outside a step; call begin first")
             self._values = arguments.checked_extras(extras)
-            self._reduce()
+            began = time.perf_counter()
+            if self.overlapping:
+                self._left = [0] * len(self._starts)
+                if self._background is not None:
+                    self._active += self._background.take()
+                self._send()
+                for handle in self._active:
+                    handle.wait()
+                self._active = []
+                self.exposed_seconds += time.perf_counter() - began
+                self.steps += 1
+                self._learned = self.order is None
+            else:
+                self._scale()
+                plans = self._plans
+                if self.arena is not None:
+                    plans = arena_sum.plans_of(self.context, self.arena, "sum", self.algorithm)
+                for plan, vector, half in zip(plans, self.vectors, self._half, strict=True):
+                    plan(vector, self._share if half else None)
             self._begun, self._next, self._awaited = False, 0, {}
 
-    def _reduce(self) -> None:
-        began = time.perf_counter()
-        if not self.overlapping:
-            for vector, half in zip(self.vectors, self._half, strict=True):
-                if not half:
-                    vector *= vector.dtype.type(self._share)
-            self._set_extras()
-            weights = [self._share if half else None for half in self._half]
-            if self.arena is not None:
-                arena_sum.find(self.context, self.arena, "sum", self.algorithm)(weights)
-            for plan, vector, weight in zip(self._plans, self.vectors, weights, strict=False):
-                plan(vector, weight)  # none where there is an arena
-            return
-        self._left = [0] * len(self._starts)
-        if self._background is not None:
-            self._active += self._background.take()
-        self._send()
-        for handle in self._active:
-            handle.wait()
-        self._active = []
-        self.exposed_seconds += time.perf_counter() - began
-        self.steps += 1
-        self._learned = self.order is None
+    def _scale(self) -> None:
+        """Scale what is added in its own dtype, and put the extras in. See `_set_extras`."""
+        for vector, half in zip(self.vectors, self._half, strict=True):
+            if not half:
+                vector *= vector.dtype.type(self._share)
+        self._set_extras()
 
     def _set_extras(self) -> None:
         """Put the extras in, unscaled. Collective where they are more or fewer than before."""
@@ -393,7 +392,7 @@ class Gradients:
             self._background.close()
             self._background = None
         for plan in self._plans:
-            plan.close()
+            plan.release()
         self._plans = []
         self._begun, self._awaited, self._closed = False, {}, True
         if self.arena is not None:

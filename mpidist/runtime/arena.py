@@ -15,6 +15,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from math import prod
 from operator import index, itemgetter
 from pathlib import Path
@@ -205,8 +206,8 @@ class Arena(Mapping):
             start = -(-stop // 64) * 64
         self._views = dict(view for _, view in sorted(views.items(), key=itemgetter(0)))
         self.vectors = [slot[mine] for slot in self.slots]
-        #: What collectives have prepared for this arena; goes with it.
-        self.plans: dict = {}
+        #: What collectives have prepared for this arena, lists of plans; they go with it.
+        self.plans: dict[object, list] = {}
 
     def __repr__(self):
         if self._closed:
@@ -274,8 +275,8 @@ class Arena(Mapping):
         """
         if not self._closed:
             self._closed = True
-            for plan in self.plans.values():
-                plan.close()
+            for plan in chain.from_iterable(self.plans.values()):
+                plan.release()
             self.plans.clear()
             self.slots, self.vectors, self.lines, self._views = [], [], [], {}
 

@@ -229,15 +229,12 @@ def test_an_exception_between_the_vectors_of_an_arena(comm, ranks_per_node, monk
     arena = md.Arena(comm, spec, ranks_per_node=ranks_per_node)
     run = md.plan(comm, arena)
     run()
+
+    def stop_here(vector):
+        raise KeyboardInterrupt
+
     if comm.rank == 1:
-        prepared = run.plan
-        stop = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731
-        if prepared.engines[1] is None:
-            prepared.plans[1] = stop
-        else:
-            signature = prepared.engines[1].signature
-            prepared.engines[1] = stop
-            stop.signature = signature
+        run.plan[1] = stop_here
         raised_by_all(comm, run, KeyboardInterrupt)
     else:
         raised_by_all(comm, run, match="KeyboardInterrupt")

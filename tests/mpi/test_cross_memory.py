@@ -40,7 +40,7 @@ def test_the_same_bits_as_staged(comm, reached, op, dtype):
     md.allreduce(comm, x, op, algorithm="node")
     md.allreduce(comm, z, op, algorithm="single_copy")
     one, two = of(comm).plans.values()
-    assert type(one.engine.second) is type(two.engine.program) is cross_copy.CrossProgram
+    assert type(one.engine.second) is type(two.engine) is cross_copy.CrossProgram
     other = comm.Dup()
     memory_of(of(other)).cross = None
     md.allreduce(other, y, op, algorithm="node")
@@ -143,7 +143,7 @@ def test_what_was_broken_off_stays_where_it_is(comm, reached):
 
     engine.first.run = interrupted
     with pytest.raises(KeyboardInterrupt):
-        engine(x, of(comm).sequence + 1, comm.size)
+        engine.run(x, 1, of(comm).sequence + 1)
     assert engine.second._held is x
 
 
@@ -182,9 +182,9 @@ def test_a_vector_that_cannot_be_written_fails_on_all_ranks(comm, reached):
     if comm.rank == 0:
         prepare = engine.second.prepare
 
-        def elsewhere(gate, vector):
-            prepare(gate, vector)
-            gate.lines[gate.mine + ADDRESS] = 16
+        def elsewhere(vector):
+            prepare(vector)
+            engine.gate.lines[engine.gate.mine + ADDRESS] = 16
 
         engine.second.prepare = elsewhere
     for _ in range(2):

@@ -30,8 +30,9 @@ def run_all(form, size, vectors, lanes, memory, ufunc, divisor=None):
 
     def rank(r):
         x = vectors[r]
-        program = StagedProgram(form, size, r, x.size, lanes, memory, x.dtype, ufunc)
-        program.run(Meeting(barrier), 1, x, divisor)
+        place = Meeting(barrier), form, size, r
+        program = StagedProgram(*place, x.size, lanes, memory, x.dtype, ufunc)
+        program.run(x, 1, 0, divisor)
 
     threads = [threading.Thread(target=rank, args=(r,)) for r in range(size)]
     for thread in threads:

@@ -171,7 +171,7 @@ def test_an_arena_goes_through_the_node_unasked(comm, ranks_per_node, way):
     memory_of(of(comm), ranks_per_node)
     with md.Arena(comm, {"x": (5000, "f8")}, ranks_per_node=ranks_per_node) as arena:
         md.allreduce(comm, arena)
-        assert [plan.algorithm for plan in arena.plans.values()] == [way]
+        assert [plan.algorithm for (plan,) in arena.plans.values()] == [way]
         before = of(comm).counters.snapshot()
         md.allreduce(comm, arena)
         after = of(comm).counters.snapshot()

@@ -22,7 +22,7 @@ from mpidist.runtime.agreement.statuses import Statuses
 from mpidist.runtime.context import of
 
 METHODS = (
-    "stage", "add", "publish", "fetch", "prepare", "compute", "_compute", "_reduce", "run",
+    "stage", "add", "publish", "fetch", "prepare", "compute", "_compute", "run",
 )  # fmt: skip
 
 
@@ -191,7 +191,7 @@ def test_staged(comm, trap, monkeypatch, few):
     trap.wrap(engine.gate, "sync")
     trap.wrap(engine.gate, "announce")
     trap.wrap(engine.gate, "check")
-    trap.wrap_program(engine.program)
+    trap.wrap_program(engine)
     assert check_all(Problem(comm, lambda x: call.plan(x), n), trap) > 20
 
 
@@ -294,11 +294,11 @@ def test_single_copy(comm, trap, monkeypatch, kernel_copies):
     call = md.plan(comm, np.empty(n), "mean", algorithm="single_copy")
     engine = call.plan.engine
     trap.wrap(engine.gate, "sync")
-    trap.wrap_program(engine.program)
-    trap.wrap(engine.program.memory, "read")
-    trap.wrap(engine.program.memory, "write")
+    trap.wrap_program(engine)
+    trap.wrap(engine.memory, "read")
+    trap.wrap(engine.memory, "write")
     if not kernel_copies:
-        monkeypatch.setattr(engine.program.memory, "holds", lambda *_: False)
+        monkeypatch.setattr(engine.memory, "holds", lambda *_: False)
     assert check_all(Problem(comm, lambda x: call.plan(x), n), trap) > 15
 
 
@@ -307,15 +307,15 @@ def test_an_arena(comm, trap, monkeypatch):
     monkeypatch.setattr(node, "IN_PLACE_BYTES", 128)
     n = 1100 * comm.size
     arena = md.Arena(comm, {"x": (n, "f8")})
-    prepared = md.plan(comm, arena, "mean").plan
-    (engine,) = prepared.engines
+    call = md.plan(comm, arena, "mean")
+    engine = call.plan[0].engine
     points = Trap(monkeypatch)
     trap.wrap(engine.gate, "sync")
-    trap.wrap_program(engine.program)
+    trap.wrap_program(engine)
     del points
     # Of the sums only some: there is one for each 16 elements.
-    monkeypatch.setattr(engine.program, "ufunc", engine.program.ufunc.ufunc)
-    problem = Problem(comm, lambda x: prepared(), n, arena.flat)
+    monkeypatch.setattr(engine, "ufunc", engine.ufunc.ufunc)
+    problem = Problem(comm, lambda x: call(), n, arena.flat)
     check_all(problem, trap)
 
 
@@ -359,7 +359,7 @@ def test_where_a_barrier_of_mpi_stands_in_their_place(comm, monkeypatch):
         call = md.plan(other, np.empty(n), "mean", algorithm="node")
         engine, trap = call.plan.engine, Trap(monkeypatch)
         trap.wrap(engine.gate, "sync")
-        trap.wrap_program(engine.program)
+        trap.wrap_program(engine)
         problem = Problem(other, lambda x, call=call: call.plan(x), n)
         assert problem.outcome() == "whole"
         assert trap.passed >= 24

@@ -113,7 +113,7 @@ def test_two_ufuncs_of_one_name(comm):
     signature, build = Signature("reduce", "float64", "(3,)", "mine", "tree"), tree.reduce
     for ufunc in (np.add, np.multiply, np.add):
         plan = prepared(of(comm), signature, build, 3, np.float64, ufunc, root=0)
-        assert plan.program.ufunc is ufunc
+        assert plan.engine.ufunc is ufunc
     assert len(of(comm).plans) == 2
 
 

@@ -19,7 +19,7 @@ SECONDS, BYTES = 5.0, 200e6
 @pytest.mark.parametrize("name", algorithms.ALLREDUCE)
 def test_a_plan_takes_seconds(name):
     start, n = time.process_time(), 4 * RANKS
-    plan = Program(algorithms.ALLREDUCE[name](RANKS, 0, n, 4), n, np.dtype("f4"), np.add)
+    plan = Program(None, algorithms.ALLREDUCE[name](RANKS, 0, n, 4), n, np.dtype("f4"), np.add)
     assert plan.compiled.steps
     assert time.process_time() - start < SECONDS
 
@@ -29,7 +29,7 @@ def test_the_largest_plan_is_small():
     ranks, n = RANKS // 4, RANKS
     tracemalloc.start()
     steps = algorithms.ALLREDUCE["ring"](ranks, 1, n, 4)
-    kept = Program(steps, n, np.dtype("f4"), np.add)
+    kept = Program(None, steps, n, np.dtype("f4"), np.add)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(kept.compiled.steps) > 4 * (ranks - 2)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ...errors import ClosedError, ConfigError, ProtocolError
+from ...errors import ConfigError
 from ...runtime.agreement.mismatch import Signature
 from ...runtime.arena import Arena
 from ...runtime.context import Context
-from .. import plan as plans
+from ..plan import AllreducePlan, find
 from ..schedules import algorithms
 from . import programs
 from .node_barrier import memory_of
@@ -16,97 +16,35 @@ from .reductions import resolve
 SMALL_BYTES = 8 << 10
 
 
-class ArenaPlan:
-    """One allreduce of all vectors of an arena, ready to run. Collective when made.
+def plans_of(context: Context, arena: Arena, op, algorithm: str) -> list[AllreducePlan]:
+    """Return a plan for each vector of `arena`, kept for it; collective when made.
 
-    Its operations carry the arena's label, so an array or another arena never meets it.
+    Their operations carry the arena's label, so an array or another arena never meets them. A
+    vector is added where it lies; a short one, and half precision, like a private one.
     """
-
-    def __init__(self, context: Context, arena: Arena, op, algorithm: str):
-        self.context, self.arena, self.op = context, arena, op
-        reductions = [resolve(op, vector.dtype) for vector in arena.vectors]
-        agreed = Signature(
-            "allreduce", ",".join(r.dtype.name for r in reductions),
-            f"({','.join(str(vector.size) for vector in arena.vectors)})", reductions[0].name,
-            algorithm, arena.label,
-        )  # fmt: skip
-        context.begin_agreed(agreed, "first call")
-        self.algorithm = _settle(context, arena, algorithm)
-        #: For each vector what adds it where it lies; None: a plan as for a private one.
-        self.engines = [self._engine(k, r) for k, r in enumerate(reductions)]
-        self.plans = {
-            k: plan_of(context, arena, vector, op, self.algorithm, f"vector {k}")
-            for k, vector in enumerate(arena.vectors)
-            if self.engines[k] is None
-        }
-        self.runs = [e and programs.runs_of(context, e) for e in self.engines]
-
-    def _engine(self, k: int, reduction):
-        """Return what adds vector `k` where it lies, or None. Local, on all ranks alike."""
-        vector, slots = self.arena.vectors[k], self.arena.slots[k]
-        small = self.algorithm == "node" and vector.nbytes < SMALL_BYTES
-        if self.algorithm not in algorithms.NODE or reduction.work != vector.dtype or small:
-            return None
-        signature = Signature(
-            "allreduce", reduction.dtype.name, f"({vector.size})", reduction.name,
-            self.algorithm, f"{self.arena.label} vector {k}",
-        )  # fmt: skip
-        return programs.on_slots(self.context, signature, reduction, slots, memory_of(self.context))
-
-    def __call__(self, weight=None, total=None) -> None:
-        """Reduce the arena in place; a list has a weight, or None, per vector. Collective."""
-        if not self.engines:
-            raise ClosedError("this arena was closed")
-        context = self.context
-        total = context.size if total is None else total
-        weights = weight if isinstance(weight, list) else [weight] * len(self.engines)
-        try:
-            for k, (vector, weight) in enumerate(zip(self.arena.vectors, weights, strict=True)):
-                engine = self.engines[k]
-                if engine is None:
-                    self.plans[k](vector, weight, total)
-                    continue
-                if weight is not None:
-                    vector *= vector.dtype.type(weight)
-                engine(vector, context.begin(engine.signature, self.runs[k]), total)
-        except ProtocolError:  # refused, so nothing was begun
-            raise
-        except BaseException as error:
-            context.break_off(error)
-            raise
-
-    def close(self) -> None:
-        """Let go of what its vectors needed. Local; on all ranks between the same operations."""
-        for runs in self.runs:
-            if runs is not None:
-                self.context.uncount(runs)
-        for plan in self.plans.values():
-            plan.close()
-        self.engines, self.plans, self.runs = [], {}, []
-
-
-def plan_of(
-    context: Context, arena: Arena, vector, op, algorithm: str, part: str
-) -> plans.AllreducePlan:
-    """Return a plan for `part` of an arena that no other vector shares. Collective.
-
-    The caller closes it: it is in no cache.
-    """
-    dtype = vector.dtype if vector.dtype.isnative else vector.dtype.newbyteorder("=")
-    extra = f"{arena.label} {part}"
-    return plans.make(context, dtype, vector.shape, op, algorithm, extra=extra)
-
-
-def find(context: Context, arena: Arena, op, algorithm: str) -> ArenaPlan:
-    """Return the plan for `arena`, kept in the arena; collective when made."""
-    key = (op, algorithm)
-    if key not in arena.plans:
-        arena.check_open()
-        algorithms.check_name(algorithm, algorithms.ALLREDUCE)
-        if arena.comm != context.comm:
-            raise ConfigError("this arena was made for another communicator; pass arena.comm")
-        arena.plans[key] = ArenaPlan(context, arena, op, algorithm)
-    return arena.plans[key]
+    if (op, algorithm) in arena.plans:
+        return arena.plans[op, algorithm]
+    arena.check_open()
+    algorithms.check_name(algorithm, algorithms.ALLREDUCE)
+    if arena.comm != context.comm:
+        raise ConfigError("this arena was made for another communicator; pass arena.comm")
+    reductions = [resolve(op, vector.dtype) for vector in arena.vectors]
+    agreed = Signature(
+        "allreduce", ",".join(r.dtype.name for r in reductions),
+        f"({','.join(str(vector.size) for vector in arena.vectors)})", reductions[0].name,
+        algorithm, arena.label,
+    )  # fmt: skip
+    context.begin_agreed(agreed, "first call")
+    name = _settle(context, arena, algorithm)
+    plans = []
+    for k, (vector, reduction) in enumerate(zip(arena.vectors, reductions, strict=True)):
+        small = name == "node" and vector.nbytes < SMALL_BYTES
+        lies = name in algorithms.NODE and reduction.work == vector.dtype and not small
+        slots = arena.slots[k] if lies else None
+        label = f"{arena.label} vector {k}"
+        plans.append(find(context, vector, op, name, extra=label, slots=slots).owned())
+    arena.plans[op, algorithm] = plans
+    return plans
 
 
 def _settle(context: Context, arena: Arena, algorithm: str) -> str:

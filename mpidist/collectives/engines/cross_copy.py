@@ -37,7 +37,7 @@ WHOLE_BYTES = 2 << 20
 PIECE_BYTES = 512 << 10
 
 
-class CrossProgram:
+class CrossProgram(NodeProgram):
     """Steps of one rank of `node.in_place` or its second half, made ready; see `NodeProgram`.
 
     Positions ``[r n, (r + 1) n)`` are the vector of local rank r. `staged` does the same where
@@ -53,6 +53,7 @@ class CrossProgram:
         memory: CrossMemory,
         staged: NodeProgram,
     ):
+        super().__init__(staged.gate)
         self.memory, self.staged, self.ufunc = memory, staged, reduction.ufunc
         itemsize = reduction.work.itemsize
         self._seen = self._told = 0
@@ -75,7 +76,7 @@ class CrossProgram:
         self._buffer = np.empty(longest, reduction.work)
         self.counters = Counters(shared_bytes=moved[COPY], bytes_reduced=moved[REDUCE])
 
-    def prepare(self, gate: NodeBarrier, x: np.ndarray) -> None:
+    def prepare(self, x: np.ndarray) -> None:
         """Tell the others where `x` lies. Local, before the first sync of the operation."""
         # They write into it. If this is broken off, it must not become other memory meanwhile.
         self._held = x
@@ -83,32 +84,32 @@ class CrossProgram:
         if address != self._seen:
             self._seen = address
             self._told = address if self.memory.holds(address, x.nbytes) else 0
-        gate.lines[gate.mine + ADDRESS] = self._told
+        self.gate.lines[self.gate.mine + ADDRESS] = self._told
 
-    def run(self, gate: NodeBarrier, key: int | None, x: np.ndarray, divisor) -> None:
-        """Run all rounds on the flat vector `x`. Collective over the node.
+    def run(self, work, key, number: int = 0, divisor=None) -> None:
+        """Run all rounds on the flat vector `work`. Collective over the node.
 
         `key` is None for the second half of an operation, on the vector of its `prepare`.
         """
-        rounds = self.rounds
+        gate, rounds = self.gate, self.rounds
         if key is not None:
-            self.prepare(gate, x)
+            self.prepare(work)
             gate.announce(key)
             gate.sync()
             gate.check(key)
             rounds = rounds[1:]  # the first is empty: nothing is touched before that sync
         if gate.all_told():
-            for number, steps in enumerate(rounds):
-                if number:
+            for k, steps in enumerate(rounds):
+                if k:
                     gate.sync()
                 try:
-                    self._compute(gate, steps, x, divisor)
+                    self._compute(gate, steps, work, divisor)
                 except MpidistError as error:
                     # The peers wait for the rest. If this rank went on, its next sync would let
                     # them return with half a result.
                     gate.context.statuses.fail(str(error))
         else:
-            self.staged.run(gate, None, x, divisor)
+            self.staged.run(work, None, 0, divisor)
         self._held = None
 
     def _compute(self, gate: NodeBarrier, steps, x: np.ndarray, divisor) -> None:

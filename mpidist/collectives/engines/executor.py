@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -67,18 +68,6 @@ def heading(context, key: int) -> bytes:
     return _HEADER.pack(key, context.chain)
 
 
-def execute(context, program: Program, data, key: int, number: int) -> None:
-    """Run `program` on `data` as operation `number` of `context`, and wait. Collective."""
-    hear_first(context)
-    tag, header = context.tag(number), heading(context, key)
-    run = program.start(context.data, data, tag, header, context)
-    try:
-        context.wait(run.progress)  # nobody else has it: no lock
-    except BaseException:
-        run.finish_sends()
-        raise
-
-
 def hear_first(context) -> None:
     """Raise what the others have said meanwhile, for a rank that comes late. Local.
 
@@ -90,32 +79,60 @@ def hear_first(context) -> None:
     context.heard = now
 
 
-class Program:
+class Engine:
+    """What a plan runs on a flat vector of the work dtype. `programs` makes them."""
+
+    #: Whether it divides a mean itself, while the piece is in the cache.
+    divides = False
+    #: Whether its messages carry the number of the operation.
+    tagged = True
+    #: The barrier of the node, where there is one: nobody passes it when this rank breaks off.
+    gate: Any = None
+    #: What a run sends.
+    counters = Counters()
+
+    def run(self, work, key, number: int = 0, divisor=None) -> None:
+        """Reduce `work` in place as operation `number`, whose signature has that `key`. Collective.
+
+        `divisor` finishes a mean, for those that divide.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing to free: the memory is Python's, or the communicator's."""
+
+
+class Program(Engine):
     """A schedule made ready for vectors of `n` elements of one dtype. Local; re-used every step."""
 
-    def __init__(self, steps: list[Step], n: int, dtype: np.dtype, ufunc: np.ufunc):
+    def __init__(self, context, steps: list[Step], n: int, dtype: np.dtype, ufunc: np.ufunc):
         limit = max(1, MAX_MESSAGE // dtype.itemsize)
         steps = split_messages(without_empty(steps), limit)
-        self.n, self.dtype, self.ufunc = n, dtype, ufunc
+        self.context, self.n, self.dtype, self.ufunc = context, n, dtype, ufunc
         self.compiled: Compiled = compile_steps(steps)
         self.ready = [i for i, needs in enumerate(self.compiled.needs) if not needs]
+        self.ready.reverse()  # a run takes them from the end
         self.scratch_size = extent(steps, n) - n
         self.counters = _count(steps, dtype.itemsize)
 
-    def start(self, comm: MPI.Comm, data, tag: int, header: bytes = b"", owner=None) -> Run:
-        """Begin on `data`, a 1-D contiguous vector that is used in place. Poll ``run.test``.
+    def run(self, work, key, number: int = 0, divisor=None) -> None:
+        """Run the schedule on `work`, in place, and wait. Collective."""
+        context = self.context
+        hear_first(context)
+        run = Run(self, work, context.tag(number), heading(context, key))
+        try:
+            context.wait(run.progress)  # nobody else has it: no lock
+        except BaseException:
+            run.finish_sends()
+            raise
 
-        `data` is host memory, or device memory that MPI takes; scratch lies where the data does.
-        With a `header`, `owner` is the context that raises MismatchError where another one comes.
-        """
-        # Concurrent runs of one plan need scratch of their own. The device has a pool of cupy's.
-        if is_device(data):
-            scratch = mpi_empty(self.scratch_size, self.dtype, like=data)
-        elif owner is None or self.scratch_size * self.dtype.itemsize <= POOLED_BYTES:
-            scratch = np.empty(self.scratch_size, self.dtype)
-        else:
-            scratch = owner.pool.take(self.scratch_size, self.dtype)
-        return Run(self, comm, data, scratch, tag, header, owner)
+    def scratch(self, data):
+        """Return scratch for a run on `data`; those at the same time need each their own. Local."""
+        if is_device(data):  # that has a pool of cupy's
+            return mpi_empty(self.scratch_size, self.dtype, like=data)
+        if self.scratch_size * self.dtype.itemsize <= POOLED_BYTES:
+            return np.empty(self.scratch_size, self.dtype)
+        return self.context.pool.take(self.scratch_size, self.dtype)
 
 
 def _count(steps: list[Step], itemsize: int) -> Counters:
@@ -132,13 +149,18 @@ def _count(steps: list[Step], itemsize: int) -> Counters:
 
 
 class Run:
-    """One execution of a program."""
+    """One execution of a program on `data`, a 1-D contiguous vector that is used in place.
 
-    def __init__(self, program: Program, comm: MPI.Comm, data, scratch, tag: int, header, owner):
-        self.program, self.comm, self.tag = program, comm, tag
-        self.header, self.owner = header, owner
+    Begins at once; poll `test`. `data` is host memory, or device memory that MPI takes; scratch
+    lies where the data does. Where another `header` comes MismatchError is raised; without one
+    none is sent. Local.
+    """
+
+    def __init__(self, program: Program, data, tag: int, header: bytes):
+        self.program, self.comm, self.tag = program, program.context.data, tag
+        self.header = header
         self.sequence: int | None = None  # of this operation, where others are begun after it
-        self.data, self.scratch = data, scratch
+        self.data, self.scratch = data, program.scratch(data)
         self.device = not isinstance(data, np.ndarray)
         self.needs = program.compiled.needs.copy()
         self.left = len(self.needs)
@@ -146,16 +168,14 @@ class Run:
         self.owners: list[int] = []
         self.inboxes: dict[int, bytearray] = {}
         self.broken = False  # by an exception: nothing is sent or added any more
-        self._first = program.compiled.first if header else bytes(self.left)
+        self._first = bytearray(program.compiled.first if header else self.left)
         self._testing = threading.Lock()
         try:
-            self._release(program.ready)
+            self.progress(program.ready.copy())
         except BaseException:
             self.broken = True
             self.finish_sends()
             raise
-        if not self.left:
-            self._give_back()
 
     def finish_sends(self) -> None:
         """Wait a moment until nothing is sent any more from memory that the caller may change."""
@@ -166,11 +186,6 @@ class Run:
         with suppress(MPI.Exception):  # what is raised already is the cause
             while not MPI.Request.Testall(sends) and time.monotonic() < end:
                 time.sleep(0.0005)
-
-    def _give_back(self) -> None:
-        """Let the next run have the scratch."""
-        if self.owner is not None and not self.device and self.scratch.nbytes > POOLED_BYTES:
-            self.owner.pool.give(self.scratch)
 
     def test(self) -> bool:
         """Make progress; true when this rank's part is done. Local.
@@ -189,13 +204,63 @@ class Run:
         finally:
             self._testing.release()
 
-    def progress(self) -> bool:
-        """Do what `test` does, for the one thread that has this run. Local."""
+    def progress(self, ready: list[int] | None = None) -> bool:
+        """Do what `test` does, for the one thread that has this run. Local.
+
+        Begins the steps that are `ready`, or that what has come in releases, and what each of them
+        releases. A list, not recursion: chains are long. Nor calls: MPI is entered from here.
+        """
         if not self.left:
             return True
-        done = _testsome(self.requests)
-        if not done:
+        if ready is None:
+            done = _testsome(self.requests)
+            if not done:
+                return False
+            ready = self._released(done)
+        compiled, needs, first = self.program.compiled, self.needs, self._first
+        comm, tag, owners, requests = self.comm, self.tag, self.owners, self.requests
+        while ready:
+            i = ready.pop()
+            step = compiled.steps[i]
+            kind = step.kind
+            released = compiled.followers[i]
+            if kind == RECV:
+                if first[i]:
+                    # Room for whatever another operation may send first. What follows on this
+                    # channel is received when the header is known.
+                    target = self.inboxes[i] = bytearray(_HEADER.size + PACKED_BYTES)
+                    released = ()
+                else:
+                    target = self._view(step.target)
+                requests.append(comm.Irecv([target, _BYTE], step.peer, tag))
+                owners.append(i)
+            elif kind == SEND:
+                message = self._view(step.source)
+                if first[i]:
+                    if message.nbytes > PACKED_BYTES:  # the header goes ahead
+                        self.left += 1
+                        requests.append(comm.Isend([self.header, _BYTE], step.peer, tag))
+                        owners.append(_HEADER_SENT)
+                    else:
+                        message = self._headed(message)
+                requests.append(comm.Isend([message, _BYTE], step.peer, tag))
+                owners.append(i)
+            else:
+                self._compute(step)
+                self.left -= 1
+                released = compiled.dependents[i]
+            for k in released:
+                needs[k] -= 1
+                if not needs[k]:
+                    ready.append(k)
+        if self.left:
             return False
+        if not self.device and self.scratch.nbytes > POOLED_BYTES:
+            self.program.context.pool.give(self.scratch)  # the next run may have it
+        return True
+
+    def _released(self, done: list[int]) -> list[int]:
+        """Return the steps that may begin now that the requests at `done` are complete."""
         owners, requests = self.owners, self.requests
         if len(done) == len(requests):
             finished = owners.copy()
@@ -211,7 +276,13 @@ class Run:
         needs, dependents, ready = self.needs, self.program.compiled.dependents, []
         for i in finished:
             if i in self.inboxes:
-                released = self._open(i)
+                if not self._open(i):
+                    ready.append(i)  # the long message itself
+                    continue
+                released: Sequence[int] = (
+                    *self.program.compiled.followers[i],
+                    *dependents[i],
+                )
             else:
                 self.left -= 1
                 released = dependents[i] if i != _HEADER_SENT else ()
@@ -219,12 +290,8 @@ class Run:
                 needs[k] -= 1
                 if not needs[k]:
                     ready.append(k)
-        if ready:
-            self._release(ready)
-        if not self.left:
-            self._give_back()
-            return True
-        return False
+        ready.reverse()
+        return ready
 
     def _view(self, span):
         start, stop = span
@@ -233,45 +300,8 @@ class Run:
             return self.scratch[start - n : stop - n]
         return self.data[start:stop]
 
-    def _release(self, ready: list[int]) -> None:
-        """Begin steps, and what each of them releases. A list, not recursion: chains are long."""
-        compiled, needs, first = self.program.compiled, self.needs, self._first
-        comm, tag, owners, requests = self.comm, self.tag, self.owners, self.requests
-        todo = list(reversed(ready))
-        while todo:
-            i = todo.pop()
-            step = compiled.steps[i]
-            kind = step.kind
-            released = compiled.followers[i]
-            if kind == RECV:
-                if first[i]:
-                    self._await_header(i, step.peer)
-                    continue  # what follows on this channel is received when the header is known
-                request = comm.Irecv([self._view(step.target), _BYTE], step.peer, tag)
-                requests.append(request)
-                owners.append(i)
-            elif kind == SEND:
-                message = self._view(step.source)
-                if first[i]:
-                    message = self._headed(message, step.peer)
-                requests.append(comm.Isend([message, _BYTE], step.peer, tag))
-                owners.append(i)
-            else:
-                self._compute(step)
-                self.left -= 1
-                released = compiled.dependents[i]
-            for k in released:
-                needs[k] -= 1
-                if not needs[k]:
-                    todo.append(k)
-
-    def _headed(self, view, peer: int):
-        """Return a first message with its header; or send that ahead of one that is long. Local."""
-        if view.nbytes > PACKED_BYTES:
-            self.left += 1
-            self.requests.append(self.comm.Isend([self.header, _BYTE], peer, self.tag))
-            self.owners.append(_HEADER_SENT)
-            return view
+    def _headed(self, view):
+        """Return a short first message behind its header. Local."""
         if not self.device:
             return self.header + view.tobytes()
         buffer = bytearray(len(self.header) + view.nbytes)
@@ -279,37 +309,29 @@ class Run:
         copy_into(np.frombuffer(buffer, view.dtype, offset=len(self.header)), view)
         return buffer
 
-    def _await_header(self, i: int, peer: int) -> None:
-        # Room for whatever another operation may send first.
-        inbox = self.inboxes[i] = bytearray(_HEADER.size + PACKED_BYTES)
-        self.requests.append(self.comm.Irecv([inbox, _BYTE], peer, self.tag))
-        self.owners.append(i)
-
-    def _open(self, i: int) -> Sequence[int]:
-        """Look at the first message of a channel; return the steps that it releases."""
+    def _open(self, i: int) -> bool:
+        """Look at the first message of a channel; whether its data came with the header. Local."""
         inbox, header = self.inboxes.pop(i), self.header
         if not inbox.startswith(header):
             self._mismatch(inbox)
-        compiled = self.program.compiled
-        step = compiled.steps[i]
-        target = self._view(step.target)
+        self._first[i] = 0
+        target = self._view(self.program.compiled.steps[i].target)
         if target.nbytes > PACKED_BYTES:
-            self.requests.append(self.comm.Irecv([target, _BYTE], step.peer, self.tag))
-            self.owners.append(i)
-            return compiled.followers[i]
+            return False
         values = np.frombuffer(inbox, self.program.dtype, target.size, len(header))
         if self.device:
             copy_into(target, values)
         else:
             target[...] = values
         self.left -= 1
-        return (*compiled.followers[i], *compiled.dependents[i])
+        return True
 
     def _mismatch(self, inbox: bytearray) -> None:
         """Raise MismatchError: a message of another operation has come under this one's tag."""
+        context = self.program.context
         if inbox.startswith(self.header[:_KEY_BYTES]):
-            self.owner.statuses.fail(f"{CHAIN_DIFFERS}; operation #{self.owner.sequence} found it")
-        self.owner.disagree(self.sequence)
+            context.statuses.fail(f"{CHAIN_DIFFERS}; operation #{context.sequence} found it")
+        context.disagree(self.sequence)
 
     def _compute(self, step: Step) -> None:
         source, target = self._view(step.source), self._view(step.target)

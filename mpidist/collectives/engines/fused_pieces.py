@@ -21,13 +21,12 @@ from ...runtime.agreement.mismatch import Signature
 from ...runtime.arena import Arena
 from ...runtime.context import Context, of, running
 from ..allreduce import TWO_HOP_RANKS, Handle, nonblocking
-from ..schedules import node
+from ..plan import find
 from ..schedules.algorithms import MEASURED, NATIVE, NODE
-from . import arena_sum
 from .executor import Program, Run, heading
 from .hierarchical import lane_steps, lanes_of, total_of
-from .node_barrier import ORDERED, SharedProgram
-from .programs import SlotSpace
+from .node_barrier import ORDERED
+from .programs import halves_on_slots
 from .reductions import resolve
 
 #: The counter of a rank that has broken the bucket off.
@@ -59,8 +58,9 @@ def bucket(arena: Arena, k: int, start: int, stop: int, algorithm: str = MEASURE
     context, part = of(arena.comm), vector[start:stop]
     if algorithm in (MEASURED, NATIVE, *NODE):
         algorithm = nonblocking(arena.comm.size)
-    name = f"bucket {start}:{stop} of vector {k}"
-    plan = arena.plans[name] = arena_sum.plan_of(context, arena, part, "sum", algorithm, name)
+    name = f"{arena.label} bucket {start}:{stop} of vector {k}"
+    plan = find(context, part, "sum", algorithm, extra=name).owned()
+    arena.plans[name] = [plan]
     return lambda weight=None: Handle(context, plan, part, part, weight)
 
 
@@ -79,20 +79,15 @@ class LaneBucket:
         self.mine = topology.local_rank
         self.others = [r for r in range(topology.local_size) if r != self.mine]
         self.count = 0
-        lanes, lane, size = lanes_of(topology), topology.local_rank, topology.local_size
-        piece = node.in_place_length(dtype.itemsize)
-        space = SlotSpace(slots)
-        add = node.in_place_reduce_scatter(size, lane, n, piece, lanes, n)
-        show = node.in_place_allgather(size, lane, n, piece, lanes, n)
-        self.add = SharedProgram(add, 0, space, reduction.ufunc)
-        self.show = SharedProgram(show, 0, space, reduction.ufunc)
+        lanes, lane = lanes_of(topology), topology.local_rank
+        self.add, self.show = halves_on_slots(topology, slots, reduction.ufunc)
         self.program: Program | None = None
         if lane < lanes:
             first, last = BlockPartition(n, lanes).range(lane)
             self.part = slots[lane][first:last]
             name = "two_hop" if topology.nodes <= TWO_HOP_RANKS else None  # few rounds
             steps = lane_steps(topology, lane, last - first, dtype.itemsize, name)
-            self.program = Program(steps, last - first, dtype, reduction.ufunc)
+            self.program = Program(context, steps, last - first, dtype, reduction.ufunc)
         self.counters = total_of(self.add, self.show, self.program)
 
     def start(self) -> LaneRun:
@@ -184,9 +179,7 @@ class LaneRun:
             return False
         bucket.add.compute(1)
         if bucket.program is not None:
-            self.lane = bucket.program.start(
-                self.context.data, bucket.part, self.tag, self.header, self.context
-            )
+            self.lane = Run(bucket.program, bucket.part, self.tag, self.header)
             self.lane.sequence = self.sequence
         self._stage = self._show
         return True

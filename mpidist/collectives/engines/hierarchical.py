@@ -18,14 +18,13 @@ import numpy as np
 
 from ...events import Counters
 from ...partition import BlockPartition
-from ...runtime.agreement.mismatch import Signature
 from ...runtime.context import Context
 from ...runtime.topology import Topology
 from ..schedules import algorithms
 from ..schedules.protocol_limits import RING_BYTES
 from ..schedules.schedule import Step
-from .executor import Program, execute
-from .node_barrier import NodeBarrier, NodeProgram
+from .executor import Engine, Program
+from .node_barrier import NodeProgram
 from .reductions import Reduction
 
 
@@ -62,49 +61,34 @@ def total_of(*programs) -> Counters:
     return total
 
 
-class Hierarchical:
-    """One allreduce in three phases; `first` and `second` are the node's halves of it."""
+class Hierarchical(Engine):
+    """One allreduce in three phases; `halves` are the node's parts of it, before and after."""
 
-    divides = tagged = True
+    divides = True
 
     def __init__(
         self,
         context: Context,
-        signature: Signature,
         reduction: Reduction,
         n: int,
         topology: Topology,
-        gate: NodeBarrier,
         halves: tuple[NodeProgram, NodeProgram],
     ):
-        self.context, self.signature, self.reduction = context, signature, reduction
-        self.gate, self.first, self.second = gate, *halves
-        self.key = signature.key
+        self.first, self.second = halves
+        self.gate = self.first.gate
         lanes, lane = lanes_of(topology), topology.local_rank
-        self.part = BlockPartition(n, lanes).range(lane) if lane < lanes else (0, 0)
+        self.part = slice(*BlockPartition(n, lanes).range(lane)) if lane < lanes else slice(0)
         self.program: Program | None = None
         if lane < lanes and topology.nodes > 1:
-            count, dtype = self.part[1] - self.part[0], reduction.work
+            count, dtype = self.part.stop - self.part.start, reduction.work
             steps = lane_steps(topology, lane, count, dtype.itemsize)
-            self.program = Program(steps, count, dtype, reduction.ufunc)
+            self.program = Program(context, steps, count, dtype, reduction.ufunc)
         self.counters = total_of(self.first, self.second, self.program)
 
-    def __call__(self, work: np.ndarray, sequence: int, total) -> None:
+    def run(self, work: np.ndarray, key, number: int = 0, divisor=None) -> None:
         """Reduce the flat vector `work` in place. Collective."""
-        try:
-            self._reduce(work, sequence, total)
-        except BaseException as error:
-            self.gate.leave(error)
-            raise
-
-    def _reduce(self, work: np.ndarray, sequence: int, total) -> None:
-        context, gate = self.context, self.gate
-        divisor = work.dtype.type(total) if self.reduction.mean else None
-        self.second.prepare(gate, work)
-        self.first.run(gate, self.key, work, None)
+        self.second.prepare(work)
+        self.first.run(work, key)
         if self.program is not None:
-            execute(context, self.program, work[slice(*self.part)], self.key, sequence)
-        self.second.run(gate, None, work, divisor)
-
-    def close(self) -> None:
-        """Nothing to free."""
+            self.program.run(work[self.part], key, number)
+        self.second.run(work, None, number, divisor)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import starmap
 from math import prod
 from threading import get_ident
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -23,7 +24,7 @@ from mpi4py import MPI
 from ...events import Counters
 from ...runtime.agreement.mismatch import BALLOT, Signature
 from ...runtime.context import Context
-from .executor import MAX_MESSAGE
+from .executor import MAX_MESSAGE, Engine
 from .reductions import Reduction, finish_mean, native_op
 
 #: Vectors up to this many bytes are staged beside a header; measured at 2 ranks: beyond, the
@@ -269,41 +270,6 @@ class Handshake:
         self.request.Free()
 
 
-def blocking(context: Context, key: int, calls: Iterable[tuple[Callable, tuple]]) -> None:
-    """Agree on `key`, then make MPI's blocking calls, which all ranks make. Collective.
-
-    `calls` are (method, arguments). What this rank raises on the way is raised when all ranks have
-    come through, see `Handshake`.
-    """
-    held = handshake(context)(key)
-    for call, arguments in calls:
-        made: list = []
-        for _ in range(2):
-            try:
-                # One step of the interpreter: what a signal's handler raises comes before it or
-                # after it, and the list tells which.
-                made.extend(starmap(call, (arguments,)))
-                break
-            except MPI.Exception:
-                raise
-            except BaseException as error:
-                held = held or error
-                if made:
-                    break
-    if held is not None:
-        context.break_off(held)
-        raise held
-
-
-def run_native(context: Context, signature: Signature, nbytes: int, *calls) -> None:
-    """Begin an operation that is MPI's own, see `blocking`, and count it. Collective."""
-    context.begin(signature)
-    blocking(context, signature.key, calls)
-    context.under_way = False
-    context.sent.native_calls += 1
-    context.sent.native_bytes += nbytes
-
-
 def handshake(context: Context) -> Handshake:
     """Return the handshake of a communicator; made on first use. Collective on first use."""
     if "handshake" not in context.store:
@@ -311,34 +277,68 @@ def handshake(context: Context) -> Handshake:
     return context.store["handshake"]
 
 
-class Blocking:
-    """Agree, then MPI's blocking Allreduce in place, in pieces."""
+#: MPI's calls for a vector, in order: (method, arguments).
+Calls = Iterable[tuple[Callable, tuple]]
 
-    divides = tagged = False
 
-    def __init__(self, context: Context, signature: Signature, reduction: Reduction, n: int):
-        self.context, self.key = context, signature.key
-        self.op, self.n = native_op(reduction), n
+class Blocking(Engine):
+    """Agree, then make MPI's blocking calls, which all ranks make; `calls` says which."""
+
+    tagged = False
+
+    def __init__(self, context: Context, calls: Callable[[Any], Calls], nbytes: int):
+        self.context, self.calls = context, calls
+        self.counters = Counters(native_calls=1, native_bytes=nbytes)
         handshake(context)
-        self.piece = max(1, MAX_MESSAGE // reduction.work.itemsize)
-        self.counters = Counters(native_calls=1, native_bytes=n * reduction.work.itemsize)
 
-    def __call__(self, work: np.ndarray, sequence: int, total) -> None:
-        """Reduce the flat vector `work` in place. Collective."""
-        starts = range(0, max(self.n, 1), self.piece)
-        parts = (work[start : start + self.piece] for start in starts)
-        blocking(self.context, self.key, (call for part in parts for call in self._calls(part)))
+    def run(self, work, key, number: int = 0, divisor=None) -> None:
+        """Make the calls on `work`. Collective.
 
-    def _calls(self, part: np.ndarray) -> Iterator[tuple[Callable, tuple]]:
-        comm, op = self.context.data, self.op
-        if op.is_predefined:
-            yield comm.Allreduce, (MPI.IN_PLACE, part, op)
-            return
-        # An operation made from a ufunc may depend on the order of its operands (minimum of the
-        # two zeros), and MPI's allreduce may order them differently on each rank: reduce once.
-        root = comm.rank == 0
-        yield comm.Reduce, (MPI.IN_PLACE if root else part, part if root else None, op, 0)
-        yield comm.Bcast, (part, 0)
+        What this rank raises on the way is raised when all ranks have come through: `Handshake`.
+        """
+        held = handshake(self.context)(key)
+        for call, arguments in self.calls(work):
+            made: list = []
+            for _ in range(2):
+                try:
+                    # One step of the interpreter: what a signal's handler raises comes before it
+                    # or after it, and the list tells which.
+                    made.extend(starmap(call, (arguments,)))
+                    break
+                except MPI.Exception:
+                    raise
+                except BaseException as error:
+                    held = held or error
+                    if made:
+                        break
+        if held is not None:
+            self.context.break_off(held)
+            raise held
 
-    def close(self) -> None:
-        """Nothing of its own to free."""
+
+def blocking_allreduce(context: Context, reduction: Reduction, n: int) -> Blocking:
+    """Return MPI's own allreduce of `n` elements, in place, in pieces. Collective."""
+    comm, op, root = context.data, native_op(reduction), context.rank == 0
+    piece = max(1, MAX_MESSAGE // reduction.work.itemsize)
+
+    def calls(work: np.ndarray) -> Iterator[tuple[Callable, tuple]]:
+        for start in range(0, max(n, 1), piece):
+            part = work[start : start + piece]
+            if op.is_predefined:
+                yield comm.Allreduce, (MPI.IN_PLACE, part, op)
+                continue
+            # An operation made from a ufunc may depend on the order of its operands (minimum of the
+            # two zeros), and MPI's allreduce may order them differently on each rank: reduce once.
+            yield comm.Reduce, (MPI.IN_PLACE if root else part, part if root else None, op, 0)
+            yield comm.Bcast, (part, 0)
+
+    return Blocking(context, calls, n * reduction.work.itemsize)
+
+
+def run_native(context: Context, signature: Signature, nbytes: int, *calls) -> None:
+    """Begin an operation that is MPI's own, agree, make its `calls`, count it. Collective."""
+    engine = Blocking(context, lambda _: calls, nbytes)
+    context.begin(signature)
+    engine.run(None, signature.key)
+    context.under_way = False
+    context.sent.add(engine.counters)

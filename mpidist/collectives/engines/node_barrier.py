@@ -19,7 +19,6 @@ from __future__ import annotations
 import platform
 from functools import lru_cache
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -33,6 +32,7 @@ from ...runtime.polling import wait_until
 from ...runtime.topology import Topology, topology_of
 from ..schedules.node import FEW_RANKS, FLAT_BYTES, staging_bytes
 from ..schedules.schedule import COPY, NODE_SYNC, REDUCE, Step, length
+from .executor import Engine
 
 #: Looks at the counters before the polite wait begins.
 SPINS = 200
@@ -46,21 +46,6 @@ _PAGE = 4096
 
 #: Seconds in which a rank that broke an operation off says why.
 HEARSAY = 5.0
-
-
-class NodeProgram(Protocol):
-    """What runs the steps of one rank of a node: an operation, or a half of one."""
-
-    counters: Counters
-
-    def prepare(self, gate: NodeBarrier, x: np.ndarray) -> None:
-        """Tell the others where `x` lies, if they must know. Local, before the first sync."""
-
-    def run(self, gate: NodeBarrier, key: int | None, x: np.ndarray, divisor) -> None:
-        """Run all rounds on the flat vector `x`. Collective over the node.
-
-        `key` names the operation, None within one that was checked; `divisor` finishes a mean.
-        """
 
 
 class NodeBarrier:
@@ -241,13 +226,32 @@ def faked_nodes(comm: MPI.Comm) -> int | None:
     return None if node is None else node.topology.ranks_per_node
 
 
-class SharedProgram:
+class NodeProgram(Engine):
+    """What runs the steps of one rank of a node: an operation, or a half of one.
+
+    `run` takes None for the key within an operation that was checked: a second half.
+    """
+
+    divides, tagged = True, False
+
+    def __init__(self, gate: NodeBarrier | None):
+        self.gate = gate
+
+    def prepare(self, x: np.ndarray) -> None:
+        """Tell the others where `x` lies, if they must know. Local, before the first sync."""
+
+
+class SharedProgram(NodeProgram):
     """Steps of one rank made ready to run: rounds between syncs, shared ranges as views.
 
     `memory` holds what lies at positions from `n` on; positions below are the vector of each call.
     """
 
-    def __init__(self, steps: list[Step], n: int, memory, ufunc: np.ufunc):
+    def __init__(
+        self, gate: NodeBarrier | None, steps: list[Step], n: int, memory, ufunc: np.ufunc
+    ):
+        super().__init__(gate)
+
         def place(span):
             if span[0] < n:
                 return slice(*span)
@@ -267,22 +271,17 @@ class SharedProgram:
             shared_bytes=sum(shared), bytes_reduced=sum(added) * memory.dtype.itemsize
         )
 
-    def prepare(self, gate: NodeBarrier, x: np.ndarray) -> None:
-        """Nothing to tell the others: what they read and write lies where all see it. Local."""
-
-    def run(self, gate: NodeBarrier, key: int | None, x: np.ndarray | None, divisor) -> None:
-        """Run all rounds on the flat vector `x`. Collective over the node.
-
-        `key` names the operation, None within one that was checked; `divisor` finishes a mean.
-        """
+    def run(self, work, key, number: int = 0, divisor=None) -> None:
+        """Run all rounds on the flat vector `work`. Collective over the node."""
+        gate = self.gate
         if key is not None:
             gate.announce(key)
         last = len(self.rounds) - 1
-        for number in range(last + 1):
-            self.compute(number, x, divisor)
-            if number < last:
+        for k in range(last + 1):
+            self.compute(k, work, divisor)
+            if k < last:
                 gate.sync()
-                if number == 0 and key is not None:
+                if k == 0 and key is not None:
                     gate.check(key)
 
     def compute(self, number: int, x: np.ndarray | None = None, divisor=None) -> None:

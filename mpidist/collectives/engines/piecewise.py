@@ -26,11 +26,11 @@ from ...events import emit
 from ...runtime.agreement.mismatch import Signature
 from ...runtime.arena import Segment
 from ...runtime.context import of
+from ..plan import CachedPlan
 from ..schedules import algorithms, fixed_tree, node
-from . import programs
 from .node_barrier import SharedProgram, memory_of
-from .reductions import resolve
-from .transfer import prepared, run_program
+from .programs import SlotSpace
+from .transfer import prepared
 
 
 class PieceSum:
@@ -73,12 +73,11 @@ class PieceSum:
         xp = np if like is None else array_module(like)
         with self.context.call("piece_sum"):
             slots = self._slots() if xp is np else None
+        self._plan: CachedPlan | None = None  # where the rows lie in the node's memory
         if slots is None:
-            self._engine = None
             self.rows = xp.zeros((fixed_tree.depth(start, stop, pieces), n), self.dtype)
         else:
-            self._engine = self._on_slots(slots)
-            self._runs = programs.runs_of(self.context, self._engine)
+            self._plan = CachedPlan(self.context, self._signature, self._on_slots(slots))
             self.rows = slots[self.context.rank].reshape(-1, n)
 
     def _slots(self) -> list[np.ndarray] | None:
@@ -103,21 +102,19 @@ class PieceSum:
             return None
         return [part[:nbytes].view(self.dtype) for part in parts]
 
-    def _on_slots(self, slots: list[np.ndarray]) -> programs.Shared:
+    def _on_slots(self, slots: list[np.ndarray]) -> SharedProgram:
         context, stride = self.context, slots[0].size
         steps = fixed_tree.on_slots(
             context.size, context.rank, self.n, self.pieces, stride,
             node.in_place_length(self.dtype.itemsize), votes=self.votes,
         )  # fmt: skip
-        program = SharedProgram(steps, 0, programs.SlotSpace(slots), np.add)
-        gate, reduction = memory_of(context).gate, resolve("sum", self.dtype)
-        return programs.Shared(context, self._signature, reduction, program, gate)
+        return SharedProgram(memory_of(context).gate, steps, 0, SlotSpace(slots), np.add)
 
     def close(self) -> None:
         """Let go of the memory. Collective, though nothing is sent; idempotent."""
-        if self._engine is not None:
-            self.context.uncount(self._runs)
-            self._engine = None
+        if self._plan is not None:
+            self._plan.close()
+            self._plan = None
         self.rows = self.rows[:0]
 
     def add(self, vector, weight: float = 1.0) -> None:
@@ -185,8 +182,14 @@ class PieceSum:
         with context.call("piece_sum"):
             if context.size == 1:
                 context.begin(self._signature)
-            elif self._engine is not None:
-                self._engine(self.rows[0], context.begin(self._signature, self._runs), None)
+            elif self._plan is not None:
+                plan = self._plan
+                number = context.begin(plan.signature, plan.runs)
+                try:
+                    plan.engine.run(self.rows[0], plan.key, number)
+                except BaseException as error:
+                    plan.engine.gate.leave(error)
+                    raise
             else:
                 self._exchange(self.rows[: self.held].reshape(-1))
             copy_into(out, self.rows[0])
@@ -200,12 +203,12 @@ class PieceSum:
         )
         if mpi_direct(partial_sums):
             synchronize(partial_sums)
-            run_program(self.context, self._signature, plan, partial_sums)
+            plan.run(partial_sums)
             return
         if self._staging is None:
             self._staging = host_empty(len(partial_sums), self.dtype, like=partial_sums)
         copy_into(self._staging, partial_sums)
-        run_program(self.context, self._signature, plan, self._staging)
+        plan.run(self._staging)
         copy_into(self.rows[0], self._staging[: self.n])
 
     def _steps(self, size: int, rank: int, _length: int, itemsize: int):

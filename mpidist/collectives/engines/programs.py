@@ -1,9 +1,7 @@
 """What runs a plan: from the name of an algorithm to the object that reduces a vector.
 
 A *short* engine (`native.Staged`, `node_short.Flat`) does everything itself: ``run(x, total)`` on
-the user's array. The others take a flat vector of the work dtype: ``engine(work, sequence,
-total)``; those that divide a mean while the piece is in the cache say ``divides``, those whose
-messages need a tag ``tagged``. `counters` is what a call sends.
+the user's array. The others, an `executor.Engine` each, take a flat vector of the work dtype.
 """
 
 from __future__ import annotations
@@ -11,63 +9,20 @@ from __future__ import annotations
 from math import prod
 
 from ...errors import ConfigError
-from ...events import Runs, emit
+from ...events import emit
 from ...runtime.agreement.mismatch import Signature
 from ...runtime.context import Context
+from ...runtime.topology import Topology
 from ..schedules import algorithms, node
 from . import cross_copy, node_short
 from .cross_copy import CrossProgram
-from .executor import Program, execute
+from .executor import Engine, Program
 from .hierarchical import Hierarchical, lanes_of
-from .native import Blocking, Staged, can_stage
-from .node_barrier import NodeMemory, NodeProgram, SharedProgram, memory_of
+from .native import Staged, blocking_allreduce, can_stage
+from .node_barrier import NodeBarrier, NodeMemory, NodeProgram, SharedProgram, memory_of
 from .node_short import Flat
 from .reductions import Reduction
 from .staging import ALLGATHER, REDUCE_SCATTER, STAGED, StagedProgram
-
-
-class Scheduled:
-    """A schedule on MPI point-to-point."""
-
-    divides, tagged = False, True
-
-    def __init__(self, context: Context, signature: Signature, program: Program):
-        self.context, self.signature, self.program = context, signature, program
-        self.key, self.counters = signature.key, program.counters
-
-    def __call__(self, work, sequence: int, total) -> None:
-        """Reduce the flat vector `work` in place and wait. Collective."""
-        execute(self.context, self.program, work, self.key, sequence)
-
-    def close(self) -> None:
-        """Nothing to free: scratch is memory of Python's."""
-
-
-class Shared:
-    """The node's own algorithm in one program: arenas, and private vectors that are staged."""
-
-    divides, tagged = True, False
-
-    def __init__(self, context, signature: Signature, reduction: Reduction, program, gate):
-        self.context, self.signature, self.reduction = context, signature, reduction
-        self.program, self.gate, self.counters = program, gate, program.counters
-
-    def __call__(self, work, sequence: int, total) -> None:
-        """Reduce the flat vector `work` in place. Collective."""
-        divisor = work.dtype.type(total) if self.reduction.mean else None
-        try:
-            self.program.run(self.gate, self.signature.key, work, divisor)
-        except BaseException as error:
-            self.gate.leave(error)
-            raise
-
-    def close(self) -> None:
-        """Nothing to free: the memory is the communicator's."""
-
-
-def runs_of(context: Context, engine) -> Runs:
-    """Return the runs of an engine; they number its operations where no tag does. Local."""
-    return context.count(engine.counters, numbers=not engine.tagged)
 
 
 def settle(context: Context, name: str) -> str:
@@ -91,27 +46,35 @@ def settle(context: Context, name: str) -> str:
     return "butterfly"
 
 
-def make(context: Context, signature: Signature, reduction: Reduction, shape, name: str):
-    """Return (short engine or None, engine or None) for algorithm `name`. Collective."""
+def make(
+    context: Context, signature: Signature, reduction: Reduction, shape, name: str, slots=None
+):
+    """Return (short engine or None, engine or None) for algorithm `name`. Collective.
+
+    With `slots` the vector is this rank's in an arena: slot r is that of local rank r.
+    """
     n = prod(shape)
+    if context.size == 1:
+        return None, None
+    if slots is not None:
+        return None, _on_slots(context, reduction, slots)
     if name == algorithms.NATIVE:
         if can_stage(reduction, n, context.size):
             return Staged(context, signature, reduction, shape), None
-        return None, Blocking(context, signature, reduction, n)
+        return None, blocking_allreduce(context, reduction, n)
     if name in algorithms.NODE:
         memory = memory_of(context)
         single = name == algorithms.SINGLE_COPY
         if memory.topology.nodes == 1 and not single and node_short.can_run(memory, reduction, n):
             return Flat(context, signature, reduction, shape, memory), None
-        return None, _on_nodes(context, signature, reduction, n, memory, name)
+        return None, _on_nodes(context, reduction, n, memory, name)
     build = algorithms.ALLREDUCE[name]
     algorithms.check_scratch(name, context.size, n, reduction.work.itemsize)
     steps = build(context.size, context.rank, n, reduction.work.itemsize)
-    program = Program(steps, n, reduction.work, reduction.ufunc)
-    return None, Scheduled(context, signature, program)
+    return None, Program(context, steps, n, reduction.work, reduction.ufunc)
 
 
-def _on_nodes(context, signature, reduction: Reduction, n: int, memory: NodeMemory, name: str):
+def _on_nodes(context, reduction: Reduction, n: int, memory: NodeMemory, name: str) -> Engine:
     dtype, ufunc, topology = reduction.work, reduction.ufunc, memory.topology
     size, rank, gate = topology.local_size, topology.local_rank, memory.gate
     nbytes = n * dtype.itemsize
@@ -119,7 +82,7 @@ def _on_nodes(context, signature, reduction: Reduction, n: int, memory: NodeMemo
     single = name == algorithms.SINGLE_COPY or nbytes > cross_copy.WHOLE_BYTES
 
     def staged(form: str, lanes: int) -> StagedProgram:
-        return StagedProgram(form, size, rank, n, lanes, memory.staging, dtype, ufunc)
+        return StagedProgram(gate, form, size, rank, n, lanes, memory.staging, dtype, ufunc)
 
     program: NodeProgram
     if topology.nodes == 1 and (reach is None or single):
@@ -127,7 +90,7 @@ def _on_nodes(context, signature, reduction: Reduction, n: int, memory: NodeMemo
         if single and memory.cross is not None and n:
             steps = node.in_place(size, rank, n, cross_copy.PIECE_BYTES // dtype.itemsize, n)
             program = CrossProgram(steps, n, rank, reduction, memory.cross, program)
-        return Shared(context, signature, reduction, program, gate)
+        return program
     lanes = lanes_of(topology)
     first = staged(REDUCE_SCATTER, lanes)
     second: NodeProgram = staged(ALLGATHER, lanes)
@@ -135,23 +98,29 @@ def _on_nodes(context, signature, reduction: Reduction, n: int, memory: NodeMemo
     if reach is not None:
         steps = node.in_place_allgather(size, rank, n, n, lanes, n)
         second = CrossProgram(steps, n, rank, reduction, reach, second)
-    return Hierarchical(context, signature, reduction, n, topology, gate, (first, second))
+    return Hierarchical(context, reduction, n, topology, (first, second))
 
 
-def on_slots(context, signature, reduction: Reduction, slots: list, memory: NodeMemory):
-    """Return the engine for vectors that lie in an arena, slot r that of local rank r. Local."""
+def _on_slots(context, reduction: Reduction, slots: list) -> Engine:
+    memory = memory_of(context)
     n, ufunc, topology = slots[0].size, reduction.ufunc, memory.topology
-    size, rank = topology.local_size, topology.local_rank
+    if topology.nodes > 1:
+        halves = halves_on_slots(topology, slots, ufunc, memory.gate)
+        return Hierarchical(context, reduction, n, topology, halves)
     piece = node.in_place_length(reduction.work.itemsize)
+    steps = node.in_place(topology.local_size, topology.local_rank, n, piece, n)
+    return SharedProgram(memory.gate, steps, 0, SlotSpace(slots), ufunc)
+
+
+def halves_on_slots(topology: Topology, slots: list, ufunc, gate: NodeBarrier | None = None):
+    """Return what a node does before and after its lanes, for vectors in an arena. Local."""
+    n = slots[0].size
+    place = topology.local_size, topology.local_rank, n
+    more = node.in_place_length(slots[0].itemsize), lanes_of(topology), n
+    first = node.in_place_reduce_scatter(*place, *more)
+    second = node.in_place_allgather(*place, *more)
     space = SlotSpace(slots)
-    if topology.nodes == 1:
-        program = SharedProgram(node.in_place(size, rank, n, piece, n), 0, space, ufunc)
-        return Shared(context, signature, reduction, program, memory.gate)
-    lanes = lanes_of(topology)
-    first = node.in_place_reduce_scatter(size, rank, n, piece, lanes, n)
-    second = node.in_place_allgather(size, rank, n, piece, lanes, n)
-    halves = SharedProgram(first, 0, space, ufunc), SharedProgram(second, 0, space, ufunc)
-    return Hierarchical(context, signature, reduction, n, topology, memory.gate, halves)
+    return SharedProgram(gate, first, 0, space, ufunc), SharedProgram(gate, second, 0, space, ufunc)
 
 
 class SlotSpace:

@@ -21,7 +21,7 @@ import numpy as np
 
 from ...events import Counters
 from ..schedules import node
-from .node_barrier import NodeBarrier
+from .node_barrier import NodeBarrier, NodeProgram
 
 STAGED, REDUCE_SCATTER, ALLGATHER = "staged", "reduce_scatter", "allgather"
 
@@ -51,16 +51,17 @@ class _Round(NamedTuple):
     rows: list[np.ndarray] | np.ndarray
 
 
-class StagedProgram:
+class StagedProgram(NodeProgram):
     """One rank's part of the allreduce of a private vector of `n` elements, or of a half of it.
 
     `memory` is the node's staging, in bytes. `form` is "staged", "reduce_scatter" or "allgather".
     """
 
     def __init__(
-        self, form: str, size: int, rank: int, n: int, lanes: int, memory: np.ndarray,
-        dtype: np.dtype, ufunc: np.ufunc,
+        self, gate: NodeBarrier, form: str, size: int, rank: int, n: int, lanes: int,
+        memory: np.ndarray, dtype: np.dtype, ufunc: np.ufunc,
     ):  # fmt: skip
+        super().__init__(gate)
         self.ufunc, self.dtype = ufunc, dtype
         stride = node.piece_bytes(size)
         self.piece = stride // dtype.itemsize
@@ -87,19 +88,14 @@ class StagedProgram:
             shared_bytes=(staged + published) * dtype.itemsize, bytes_reduced=added * dtype.itemsize
         )
 
-    def prepare(self, gate: NodeBarrier, x: np.ndarray) -> None:
-        """Nothing to tell the others: what they read and write lies where all see it. Local."""
-
-    def run(self, gate: NodeBarrier, key: int | None, x: np.ndarray, divisor) -> None:
-        """Run all rounds on the flat vector `x`. Collective over the node.
-
-        `key` names the operation, None within one that was checked; `divisor` finishes a mean.
-        """
+    def run(self, work, key, number: int = 0, divisor=None) -> None:
+        """Run all rounds on the flat vector `work`. Collective over the node."""
         if key is not None:
-            gate.announce(key)
+            self.gate.announce(key)
         if self.rounds:
             longer, (first, second) = self._longer, self._shapes
-            self._run(gate, key, (x[:longer].reshape(first), x[longer:].reshape(second)), divisor)
+            parts = work[:longer].reshape(first), work[longer:].reshape(second)
+            self._run(self.gate, key, parts, divisor)
 
     def _staged(self, gate: NodeBarrier, key: int | None, x: Matrices, divisor) -> None:
         self.stage(0, x)

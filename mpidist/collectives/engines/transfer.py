@@ -14,28 +14,13 @@ from ...errors import ConfigError, shown
 from ...partition import BlockPartition
 from ...runtime.agreement.mismatch import Signature
 from ...runtime.context import Context
-from ..plan import remember
+from ..plan import CachedPlan, remember
 from ..schedules import algorithms
-from .executor import Program, execute
+from .executor import Program
 from .reductions import Reduction, device_safe
 
 #: Up to so many counts are told in full where ranks differ in them; of more, their digest.
 _SHOWN = 32
-
-
-class Prepared:
-    """A program in the plan cache."""
-
-    bound = 0
-
-    def __init__(self, context: Context, signature: Signature, program: Program):
-        self.context, self.program, self.seen = context, program, 1
-        self.key = signature.key
-        self.runs = context.count(program.counters)
-
-    def close(self) -> None:
-        """Nothing to free but a place: scratch is memory of Python's."""
-        self.context.uncount(self.runs)
 
 
 def prepared(
@@ -48,7 +33,7 @@ def prepared(
     *,
     agreed: bool = False,
     **root,
-):
+) -> CachedPlan:
     """Return the cached program of an operation; made, and agreed on, when first needed.
 
     Collective when made, unless the ranks have `agreed` already. `build` is called as
@@ -67,7 +52,8 @@ def prepared(
         else:
             steps = build(context.size, context.rank, problem, np.dtype(dtype).itemsize)
         n = sum(problem) if isinstance(problem, Sequence) else problem
-        plan = Prepared(context, signature, Program(steps, n, np.dtype(dtype), ufunc))
+        program = Program(context, steps, n, np.dtype(dtype), ufunc)
+        plan = CachedPlan(context, signature, program)
         remember(context, key, plan)
     return plan
 
@@ -78,20 +64,6 @@ def packed_copy(x, reduction: Reduction, native: bool):
     work = make(x.size, reduction.work, like=x)
     copy_into(work.reshape(x.shape), x)
     return work
-
-
-def run_program(context: Context, signature: Signature, plan: Prepared, vector) -> None:
-    """Run a prepared program on a flat vector, in place, and wait. Collective."""
-    number = context.begin(signature, plan.runs)
-    if context.size > 1:
-        # A root that only sends waits for nobody, so it would not hear that the others have failed.
-        context.statuses.listen()
-        context.statuses.check_raised()
-    # Nor would anybody hear of two roots that sent at once. What every rank remembers of such
-    # operations is compared by the next one that is waited for, and at the end.
-    context.chain = (context.chain * 0x9E3779B1 + plan.key) % (1 << 40)
-    execute(context, plan.program, vector, plan.key, number)
-    context.under_way = False
 
 
 def block_lengths(context: Context, signature: Signature, counts, mine: int) -> np.ndarray:
@@ -120,7 +92,7 @@ def _exchange(context: Context, signature: Signature, length: int) -> np.ndarray
         signature = signature._replace(extra=extra)
         build = algorithms.ALLREDUCE["butterfly"]
         plan = prepared(context, signature, build, context.size, lengths.dtype, np.add, agreed=True)
-        run_program(context, signature, plan, lengths)
+        plan.run(lengths)
     return lengths
 
 
