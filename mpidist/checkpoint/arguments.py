@@ -18,7 +18,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/", re.ASCII)
 
 
 def path_of(name: str, given) -> str:
-    """Return a path as text. An address is none: it would be a folder of that name, here. Pure."""
+    """Return a path as text. A URL is refused: it would become a local folder. Pure."""
     try:
         path = os.fsdecode(given)
     except TypeError:
@@ -34,7 +34,7 @@ def path_of(name: str, given) -> str:
 
 
 def is_integer(value) -> bool:
-    """Whether `value` is a whole number, of whatever type; a bool is none. Pure."""
+    """Whether `value` is a whole number of any type, but not a bool. Pure."""
     if isinstance(value, bool):
         return False
     try:

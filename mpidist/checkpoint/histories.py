@@ -75,7 +75,7 @@ def _mark_of(name: str) -> Mark | None:
 
 
 class Histories:
-    """What the names in an open folder say, at one moment. Local.
+    """What the names in an open folder say, at one moment.
 
     Attributes
     ----------
@@ -168,7 +168,7 @@ class Histories:
 
 @contextmanager
 def opened(path: str) -> Iterator[tuple[int, Histories]]:
-    """Hold a store's folder open, for what its names say. Local. NoCheckpoint where it is none."""
+    """Hold a store's folder open, for what its names say. NoCheckpoint where it is none."""
     try:
         with files.folder(path) as root:
             yield root, Histories(root)
@@ -179,7 +179,7 @@ def opened(path: str) -> Iterator[tuple[int, Histories]]:
 
 
 def _found(path: str, pick: Callable[[Histories], T]) -> tuple[T, Histories]:
-    """Return what `pick` finds in a store's folder, and in which listing. Local.
+    """Return what `pick` finds in a store's folder, and in which listing.
 
     A saver may be at work: a name that comes or goes while a folder is listed may be missed with
     the one that it replaces. So that nothing is there is believed when two listings are the same.
@@ -194,7 +194,7 @@ def _found(path: str, pick: Callable[[Histories], T]) -> tuple[T, Histories]:
 def first(
     path: str, step: int | None = None, history: int | None = None, passed: Collection = ()
 ) -> Entry | None:
-    """Return the newest committed entry that is asked for and none of `passed`. Local.
+    """Return the newest committed entry that is asked for and none of `passed`.
 
     None where all of them are passed. Raises NoCheckpoint where there is none, naming what is
     there.
@@ -227,7 +227,7 @@ def _missing(path: str, step: int | None, history: int | None) -> NoCheckpoint:
 
 
 def all_steps(path: str, history: int | None = None) -> list[int]:
-    """Return the committed steps of a history, ascending; empty where there is no store. Local.
+    """Return the committed steps of a history, ascending; empty where there is no store.
 
     Raises NoCheckpoint where `history` is given and is not there.
     """
@@ -250,7 +250,7 @@ def all_steps(path: str, history: int | None = None) -> list[int]:
 def everything(
     path: str, step: int | None = None, history: int | None = None
 ) -> tuple[list[Entry], Histories]:
-    """Return the committed entries of all histories, or of the line of one, newest first. Local.
+    """Return the committed entries of all histories, or of the line of one, newest first.
 
     And the listing. Raises NoCheckpoint where there is none.
     """
@@ -266,7 +266,7 @@ def everything(
 
 
 def is_gone(path: str, entry: Entry) -> bool:
-    """Whether a step that could not be read was removed by its job, which still runs. Local.
+    """Whether a step that could not be read was removed by its job, which still runs.
 
     Removal deletes the manifest first. So a step that has its manifest and lacks another file is
     damaged, not removed.
@@ -277,7 +277,7 @@ def is_gone(path: str, entry: Entry) -> bool:
 
 
 def publish(name: str, history: int, step: int, root: int) -> Entry:
-    """Rename a complete folder to the next free name of its step. Local."""
+    """Rename a complete folder to the next free name of its step."""
     own = Histories(root).own.get(history, ())
     generation = max((entry.generation for entry in own if entry.step == step), default=-1) + 1
     while True:
@@ -312,11 +312,11 @@ class Line:
         self._at: Entry | None = None
 
     def stand(self, entry: Entry) -> None:
-        """Take note of what was restored or saved. Local."""
+        """Take note of what was restored or saved."""
         self._at, self._fresh = entry, False
 
     def is_fresh(self) -> bool:
-        """Whether what is there is set aside. Local."""
+        """Whether the steps in the folder are set aside."""
         if self._fresh and self._beginning:
             with suppress(NoCheckpoint), opened(self._path) as (_, listed):
                 begun = (listed.marks.get(number, Mark(number)) for number in listed.numbers())
@@ -326,7 +326,7 @@ class Line:
     def first(
         self, step: int | None = None, history: int | None = None, passed: Collection = ()
     ) -> Entry | None:
-        """Do as `first`, for this store: what it has set aside must be asked for. Local."""
+        """Do as `first`, for this store: what it has set aside must be asked for."""
         if history is None and self.is_fresh():
             raise NoCheckpoint(
                 f"no checkpoint: fresh=True sets aside what {self._path} holds; history= takes it"
@@ -334,22 +334,22 @@ class Line:
         return first(self._path, step, history, passed)
 
     def latest(self) -> Entry | None:
-        """Return the newest entry of the newest history, or None. Local."""
+        """Return the newest entry of the newest history, or None."""
         with suppress(NoCheckpoint):
             return self.first()
         return None
 
     def all_steps(self, history: int | None = None) -> list[int]:
-        """Do as `all_steps`, for this store. Local."""
+        """Do as `all_steps`, for this store."""
         return [] if history is None and self.is_fresh() else all_steps(self._path, history)
 
     def is_next(self, history: int, step: int) -> bool:
-        """Whether a step that is kept elsewhere is not older than the newest here. Local."""
+        """Whether a step that is kept elsewhere is not older than the newest here."""
         latest = self.latest()
         return not self.is_fresh() if latest is None else (history, step) >= latest[:2]
 
     def is_of(self, history: int, step: int) -> bool:
-        """Whether such a step is of the newest history's line, or could be its next. Local."""
+        """Whether such a step is of the newest history's line, or could be its next."""
         latest = self.latest()
         if latest is None or self.is_next(history, step):
             return not self.is_fresh()
@@ -357,7 +357,7 @@ class Line:
             return any(part == history and step <= b for part, b in listed.parts(latest.history))
 
     def begin(self, root: int, step: int, is_good: Callable[[Entry], bool]) -> int:
-        """Return the history that a save of `step` is of; its mark is made where it is new. Local.
+        """Return the history that a save of `step` is of; its mark is made where it is new.
 
         Raises CheckpointError where it would continue nothing while good steps are there.
         """

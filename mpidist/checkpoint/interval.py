@@ -26,7 +26,7 @@ _DURATION = re.compile(r"([0-9]*\.?[0-9]+) *([smhd])")
 
 
 def best_interval(save_seconds: float, failure_seconds: float, most: float = 0.03) -> float:
-    """Return the seconds of work between two saves that lose the least time. Local.
+    """Return the seconds of work between two saves that lose the least time.
 
     Parameters
     ----------
@@ -51,13 +51,13 @@ def best_interval(save_seconds: float, failure_seconds: float, most: float = 0.0
 
 
 def seconds_of(text: str) -> float | None:
-    """Return the seconds that "90s", "10m", "2h" or "1d" means; None for other words. Local."""
+    """Return the seconds that "90s", "10m", "2h" or "1d" means; None for other words."""
     match = _DURATION.fullmatch(text.strip())
     return None if match is None else float(match[1]) * _UNITS[match[2]]
 
 
 class SaveInterval:
-    """Which steps of a loop to save. Local but for `saved`.
+    """Which steps of a loop to save. Only `saved` is collective.
 
     Parameters
     ----------

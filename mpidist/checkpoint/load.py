@@ -36,7 +36,7 @@ _PAUSES = 0.02, 1.0
 
 
 def load(path, step: int | None = None, *, history: int | None = None) -> dict:
-    """Read a checkpoint and return its state as nested dicts of NumPy arrays and extras. Local.
+    """Read a checkpoint and return its state as nested dicts of NumPy arrays and extras.
 
     Parameters
     ----------
@@ -64,14 +64,14 @@ def load(path, step: int | None = None, *, history: int | None = None) -> dict:
 
 
 def load_step(path, step: int | None = None, history: int | None = None) -> tuple[int, dict]:
-    """Do as `load`, and return the step with the state. Local."""
+    """Do as `load`, and return the step with the state."""
     path = path_of("path", path)
     entry, state = newest_good(path, **which(step, history), read=partial(_whole_state, path))
     return entry.step, state
 
 
 def wait_for_step(path, after: int | None = None, *, timeout: float | None = None) -> int:
-    """Wait until a running job has saved another step, and return its number. Local.
+    """Wait until a running job has saved another step, and return its number.
 
     For evaluators, without MPI::
 
@@ -117,7 +117,7 @@ def wait_for_step(path, after: int | None = None, *, timeout: float | None = Non
 def newest_good(
     path: str, step: int | None, history: int | None, read: Callable[[Entry], T]
 ) -> tuple[Entry, T]:
-    """Return the newest entry that `read` can read, and what it returned. Local.
+    """Return the newest entry that `read` can read, and what it returned.
 
     Damaged ones are said and passed over; what a running job removes meanwhile is none of those.
     """
@@ -131,7 +131,7 @@ def newest_good(
 
 
 class Search:
-    """The way from the newest step to the newest good one. Local.
+    """The way from the newest step to the newest good one.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ class Search:
 
 
 def count_removed(path: str, removed: int) -> int:
-    """Return one more; raise CheckpointError where a reader never comes in time. Local."""
+    """Return one more; raise CheckpointError where a reader never comes in time."""
     if removed == _MOST_REMOVED:
         raise CheckpointError(
             f"{removed} steps in {path} were removed while they were read; let the job that saves "
@@ -179,7 +179,7 @@ def count_removed(path: str, removed: int) -> int:
 
 
 def note(path: str, entry: Entry, reason: str) -> str:
-    """Say once, on stderr and in the event log, that a step is passed over. Local."""
+    """Say once, on stderr and in the event log, that a step is passed over."""
     text = f"{entry.name}: {reason}"
     events.emit("checkpoint_damaged", path=path, step=entry.step, reason=reason)
     print(f"mpidist: damaged checkpoint passed over: {path}/{text}", file=sys.stderr, flush=True)
@@ -187,7 +187,7 @@ def note(path: str, entry: Entry, reason: str) -> str:
 
 
 def failure(path: str, step: int | None, tried: list[str]) -> CheckpointError:
-    """Return the error for a store in which nothing that was tried is good. Local."""
+    """Return the error for a store in which nothing that was tried is good."""
     what = "; ".join(tried[:8]) + (f"; and {len(tried) - 8} more" if len(tried) > 8 else "")
     if step is not None:
         return CheckpointError(f"checkpoint of step {step} in {path} is damaged: {what}")
@@ -200,7 +200,7 @@ def _whole_state(path: str, entry: Entry) -> dict:
 
 
 def whole_arrays(path: str, entry: Entry, manifest: Manifest) -> list[tuple[tuple, np.ndarray]]:
-    """Read every array whole: (path of keys, array) pairs. Local. Raises Damaged."""
+    """Read every array whole: (path of keys, array) pairs. Raises Damaged."""
     found: list[tuple[tuple, np.ndarray]] = []
     wants: list[ReadItem] = []
     places = Places(manifest)
@@ -214,7 +214,7 @@ def whole_arrays(path: str, entry: Entry, manifest: Manifest) -> list[tuple[tupl
 
 
 def damages(path: str, entry: Entry, part: int = 0, parts: int = 1) -> tuple[list[str], int]:
-    """Check all bytes of an entry: its damages, and the bytes looked at. Local.
+    """Check all bytes of an entry: its damages, and the bytes looked at.
 
     With `parts`, each file but the manifest is checked by one of them only.
     """

@@ -30,7 +30,7 @@ _ID = re.compile(rb"[0-9a-f]{32}\n")
 
 
 def identity(path: str, make: bool) -> str | None:
-    """Return the identity of a shared folder; one that has none gets it, or None. Local."""
+    """Return the identity of a shared folder; one that has none gets it, or None."""
     if not make and not Path(path).is_dir():
         return None
     with files.folder(path) as root:
@@ -47,14 +47,14 @@ def identity(path: str, make: bool) -> str | None:
 
 
 def rotate_id(path: str) -> None:
-    """Give a shared folder another identity, with the next save. Local."""
+    """Give a shared folder another identity, with the next save."""
     with files.folder(path) as root:
         files.remove_file(ID, root)
         files.sync(root)
 
 
 def invalidate(path: str) -> None:
-    """Forget what nodes hold for a shared folder that a run saves to without them. Local.
+    """Forget what nodes hold for a shared folder that a run saves to without them.
 
     Its steps are of another history, whose number a copy may have or exceed.
     """
@@ -78,7 +78,7 @@ def _write(root: int) -> None:
 
 
 def arrays(state: Mapping, rank: int) -> dict:
-    """Return the arrays that a rank holds: whole ones, and its pieces by its number. Local.
+    """Return the arrays that a rank holds: whole ones, and its pieces by its number.
 
     What it has none of is not named: that would be an empty dict where other ranks have arrays.
     """
@@ -92,7 +92,7 @@ def arrays(state: Mapping, rank: int) -> dict:
 
 
 def extras(state: Mapping) -> list:
-    """Return what is no array: (path, value) pairs. Local."""
+    """Return the leaves that are not arrays, as (path, value) pairs."""
     return [(path, plain(leaf, path)) for path, leaf in leaves(state) if not _is_array(leaf)]
 
 
@@ -102,7 +102,7 @@ def union(answers: list[list]) -> list:
 
 
 def copy_record(state: Mapping, rank: int, name: str, history: int, ranks: int) -> dict:
-    """Return the facts by which a copy is found again. Local."""
+    """Return the facts by which a copy is found again."""
     return {
         "name": name,
         "history": history,
@@ -114,7 +114,7 @@ def copy_record(state: Mapping, rank: int, name: str, history: int, ranks: int) 
 def usable_steps(
     path: str, step: int | None, like: Mapping, rank: int, ranks: int
 ) -> dict[int, tuple[int, str]]:
-    """Return the steps of a node's folder that have all of `like` for this rank. Local.
+    """Return the steps of a node's folder that have all of `like` for this rank.
 
     With their history in the shared folder, and the name of their save. Of a step that is there
     twice only the newest counts.
@@ -142,13 +142,13 @@ def _facts(path: str, entry: steps.Entry) -> dict:
 
 
 def _history(facts: Mapping) -> int:
-    """Return the history of the shared folder that a copy is of. Local."""
+    """Return the history of the shared folder that a copy is of."""
     history = facts.get(("mark", "history"), 0)
     return history if isinstance(history, int) else 0
 
 
 def remove(path: str, newest: tuple[int, int] | None = None) -> None:
-    """Remove a node's steps, and its folder if nothing is left. Local.
+    """Remove a node's steps, and its folder if nothing is left.
 
     Up to the (history, step) that is the `newest` in the shared folder, where that is given.
     """
@@ -165,7 +165,7 @@ def remove(path: str, newest: tuple[int, int] | None = None) -> None:
 
 
 def _is_in(path: str, entry: steps.Entry, newest: tuple[int, int]) -> bool:
-    """Whether a copy is not newer than what the shared folder holds; nor a damaged one. Local."""
+    """Whether a copy is not newer than what the shared folder holds; nor a damaged one."""
     try:
         return (_history(_facts(path, entry)), entry.step) <= newest
     except CheckpointError:
@@ -177,7 +177,7 @@ def _is_array(leaf) -> bool:
 
 
 def _layout(state: Mapping) -> str:
-    """Return a digest of what a rank holds, without the numbers. Local."""
+    """Return a digest of what a rank holds, without the numbers."""
     facts = [
         (path, dtype_name(array_of(leaf).dtype), shape_of(leaf), getattr(leaf, "region", None))
         for path, leaf in leaves(state)

@@ -46,7 +46,7 @@ class Scoped(ABC):
 
     @abstractmethod
     def _abandon(self) -> None:
-        """Leave without a word to the other ranks. Local."""
+        """Leave without a word to the other ranks."""
 
 
 class CheckpointStore(Scoped):
@@ -369,7 +369,7 @@ class CheckpointStore(Scoped):
             save.finish(at_once)
 
     def _settle(self) -> None:
-        """Raise if the store is closed; let nothing of a save before be going on. Local."""
+        """Raise if the store is closed; let nothing of a save before be going on."""
         if self._closed:
             raise ClosedError(f"the checkpoint store of {self.path} is closed")
         self._keep.settle()

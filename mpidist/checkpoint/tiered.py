@@ -370,6 +370,6 @@ class TieredStore(Scoped):
 
 
 def _say(reason: str) -> None:
-    """Say once that the nodes do not hold a copy; that is no error. Local."""
+    """Say once that the nodes do not hold a copy; that is no error."""
     events.emit("checkpoint_not_held", reason=reason)
     print(f"mpidist: no {reason}", file=sys.stderr, flush=True)

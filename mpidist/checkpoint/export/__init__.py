@@ -1,1 +1,1 @@
-"""Steps in the files of others: safetensors, their index, and plain HDF5."""
+"""Export of a step to other formats: safetensors, NumPy, plain HDF5, and an HDF5 index."""

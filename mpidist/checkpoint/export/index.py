@@ -39,7 +39,7 @@ NAME = "index.h5"
 
 
 def index(path, step: int | None = None, history: int | None = None) -> tuple[int, Path]:
-    """Write the index of a step, by default the newest good one. Local.
+    """Write the index of a step, by default the newest good one.
 
     Returns the step and the file; one that is there already is replaced. It goes with the step when
     that is removed. Raises as `mpidist.load`.

@@ -53,7 +53,7 @@ def export_by_all(comm, path: str, target: Path, step: int | None) -> int:
 
 
 def _make(target: Path, tensors: tuple[Fact, ...], rows: dict, extras: dict) -> None:
-    """Make the file: room for all arrays, numbers without an axis, and the extras. Local."""
+    """Make the file: room for all arrays, numbers without an axis, and the extras."""
     empty, dtypes = named({name_of(t.path): np.empty(0, dtype_of(t.dtype)) for t in tensors})
     # All room has its place when the file is closed, and nothing is written there twice.
     early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -78,7 +78,7 @@ def _stored(array: np.ndarray) -> np.ndarray:
 
 
 def _write(data_set, array: np.ndarray, start) -> None:
-    """Write `array` to its place, in pieces of at most `AT_ONCE`. Local."""
+    """Write `array` to its place, in pieces of at most `AT_ONCE`."""
     if array.nbytes > AT_ONCE and array.size > 1:
         axis = next(axis for axis, length in enumerate(array.shape) if length > 1)
         low, high = np.array_split(array, 2, axis)
@@ -122,7 +122,7 @@ def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Fact, ...], dic
 
 
 def _rows(comm, tensors: tuple[Fact, ...]) -> dict:
-    """Return room for this rank's rows of each array; what has none is the first rank's. Local."""
+    """Return room for this rank's rows of each array; what has none is the first rank's."""
     items = []
     for tensor in tensors:
         shape, dtype = tensor.shape, dtype_of(tensor.dtype)

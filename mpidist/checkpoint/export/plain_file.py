@@ -28,12 +28,12 @@ EXTRAS = "__extras__"
 
 
 def partial_of(out: Path) -> Path:
-    """Return the name under which a file is written until it is complete. Local."""
+    """Return the name under which a file is written until it is complete."""
     return out.with_name(f".{out.name}-{secrets.token_hex(4)}{out.suffix}")
 
 
 def export_step(path, out, *, step: int | None = None, history: int | None = None) -> int:
-    """Write one step of the store at `path` to the file `out`, as `export` does. Local.
+    """Write one step of the store at `path` to the file `out`, as `export` does.
 
     In one process, without MPI.
     """
@@ -45,7 +45,7 @@ def export_step(path, out, *, step: int | None = None, history: int | None = Non
 
 
 def check(out: Path) -> None:
-    """Raise ConfigError unless `out` can be written: suffix, folder, nothing there yet. Local."""
+    """Raise ConfigError unless `out` can be written: suffix, folder, nothing there yet."""
     if out.suffix not in SUFFIXES:
         raise ConfigError(f"{out}: expected a name that ends in one of {', '.join(SUFFIXES)}")
     if not out.parent.is_dir():
@@ -55,7 +55,7 @@ def check(out: Path) -> None:
 
 
 def write(state: Mapping, out: Path) -> None:
-    """Write `state` to `out`. Local. Under its name stands a complete file or none."""
+    """Write `state` to `out`. Under its name stands a complete file or none."""
     check(out)
     arrays, extras = _split(state)
     partial = partial_of(out)
@@ -79,7 +79,7 @@ def _split(state: Mapping) -> tuple[dict[str, np.ndarray], dict[str, object]]:
 
 
 def name_of(path: Keys) -> str:
-    """Return the name of an array in a file: its keys joined by ``/``. Local."""
+    """Return the name of an array in a file: its keys joined by ``/``."""
     if path[0] == EXTRAS:
         raise ConfigError(f"an array is at {show(path)}, but {EXTRAS} is the name of the extras")
     return "/".join(_escaped(key) for key in path)
@@ -94,15 +94,12 @@ def _escaped(key: str) -> str:
 
 
 def extras_text(extras: Mapping[str, object], dtypes: Mapping[str, str]) -> str:
-    """Return what stands in `EXTRAS`: values, and dtypes that the file cannot say. Local."""
+    """Return what stands in `EXTRAS`: values, and dtypes that the file cannot say."""
     return json.dumps({"values": extras, "dtypes": dtypes})
 
 
 def named(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return the arrays with a dtype that HDF5 and NumPy can name, and what the others were.
-
-    Local.
-    """
+    """Return the arrays with a dtype that HDF5 and NumPy can name, and what the others were."""
     result, dtypes = {}, {}
     for name, array in arrays.items():
         if array.dtype.kind in "mM" or dtype_name(array.dtype) != array.dtype.str:
@@ -124,7 +121,7 @@ def _write_h5(arrays: Mapping[str, np.ndarray], extras: Mapping, path: Path) -> 
 
 
 def put_extras(file: h5py.File, text: str) -> None:
-    """Add the extras to an HDF5 file. Local. An attribute may not exceed 64 KiB; a data set may."""
+    """Add the extras to an HDF5 file. An attribute may not exceed 64 KiB; a data set may."""
     file.create_dataset(EXTRAS, data=np.frombuffer(text.encode(), "S1"))
 
 

@@ -37,7 +37,7 @@ _MAX_HEADER = 100_000_000
 
 
 def write(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], path: Path) -> None:
-    """Write `arrays` by name, and texts by name, to a new file. Local.
+    """Write `arrays` by name, and texts by name, to a new file.
 
     Raises ConfigError where the format has no name for a dtype, or no room for the names.
     """

@@ -28,7 +28,7 @@ from .state import dtype_of, show, tree
 
 
 def decode(data: bytes, contents: Sequence[bytes]) -> Manifest:
-    """Check and read a MANIFEST.json and the tables that it names, in its order. Local.
+    """Check and read a MANIFEST.json and the tables that it names, in its order.
 
     Raises
     ------

@@ -22,7 +22,7 @@ class Damaged(CheckpointError):
 
 
 def encode_digested(body: dict, last: str, more: str = "") -> bytes:
-    """Return `body` as a line of JSON with the digest under the name `last` behind it. Local.
+    """Return `body` as a line of JSON with the digest under the name `last` behind it.
 
     `more` is what the body holds besides, as JSON that begins with a comma.
     """
@@ -31,7 +31,7 @@ def encode_digested(body: dict, last: str, more: str = "") -> bytes:
 
 
 def decode_digested(data: bytes, name: str, last: str) -> dict:
-    """Return what `encode_digested` was given. Local. Raises Damaged; `name` says of what file."""
+    """Return what `encode_digested` was given. Raises Damaged; `name` says of what file."""
     tail = len(f',"{last}":""}}\n') + 64
     head = data[:-tail]
     digest = hashlib.sha256(head).hexdigest()
@@ -48,7 +48,7 @@ def decode_digested(data: bytes, name: str, last: str) -> dict:
 
 @contextmanager
 def as_damage(name: str):
-    """Make what JSON of another form raises damage of the file `name`. Local."""
+    """Make what JSON of another form raises damage of the file `name`."""
     try:
         yield
     except (Damaged, Unreadable):
@@ -69,26 +69,26 @@ def _no_constants(word: str):
 
 
 def list_of(value) -> list:
-    """Return `value`, a list. Local. Raises Damaged, as the others."""
+    """Return `value`, a list. Raises Damaged, as the others."""
     if not isinstance(value, list):
         raise Damaged(f"expected a list, got {type(value).__name__}")
     return value
 
 
 def integer_of(value, least: int = 0) -> int:
-    """Return `value`, an integer from `least`. Local."""
+    """Return `value`, an integer from `least`."""
     if type(value) is not int or not least <= value < BIG:
         raise Damaged(f"expected an integer of {least} or more, got {str(value)[:40]}")
     return value
 
 
 def integers_of(values) -> tuple[int, ...]:
-    """Return `values`, a list of integers from 0, as a tuple. Local."""
+    """Return `values`, a list of integers from 0, as a tuple."""
     return tuple(integer_of(value) for value in list_of(values))
 
 
 def path_of(value) -> Path:
-    """Return `value`, a list of keys, as a path. Local."""
+    """Return `value`, a list of keys, as a path."""
     if not list_of(value) or len(value) > MAX_DEPTH or not all(isinstance(k, str) for k in value):
         raise Damaged(f"{str(value)[:60]} is not a path of keys")
     return tuple(value)

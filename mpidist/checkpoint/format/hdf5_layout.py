@@ -39,14 +39,14 @@ _GROUP = 40
 
 
 def place(nbytes: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the offsets of pieces of `nbytes` in their file, and where the last ends. Local."""
+    """Return the offsets of pieces of `nbytes` in their file, and where the last ends."""
     padded = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     ends = np.add.accumulate(np.concatenate([[_DATA], padded]))
     return ends[:-1], int(ends[-1])
 
 
 def face(name: str) -> tuple[np.dtype, tuple[int, ...]]:
-    """Return the dtype that HDF5 is told for elements of dtype `name`, and their shape. Local."""
+    """Return the dtype and shape with which HDF5 stores elements of dtype `name`."""
     dtype = dtype_of(name)
     known = name[0] in "<>|" and dtype.kind in "biufc"
     if known and dtype.itemsize <= (16 if dtype.kind == "c" else 8):
@@ -55,7 +55,7 @@ def face(name: str) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 def around(facts: Sequence[Fact], rows: np.ndarray, end: int) -> tuple[bytes, bytes]:
-    """Return what stands before and behind the data of a file that holds the pieces `rows`. Local.
+    """Return what stands before and behind the data of a file that holds the pieces `rows`.
 
     `facts` are those of all tensors, `end` is what `place` returned. The same pieces give the same
     bytes: there is no time, host or name of a run inside.

@@ -93,7 +93,7 @@ class Manifest(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a rank is told of a manifest: where the pieces lie that it wants.
+    """The part of a manifest that one rank needs: where the pieces lie that it reads.
 
     `files` are by their number, `rows` in the order of the tensors.
     """
@@ -116,24 +116,24 @@ class Table(NamedTuple):
 
 
 def numbers(rows: np.ndarray) -> bytes:
-    """Return pieces as they stand in a table: without the file, which is its own. Local."""
+    """Return pieces as they stand in a table: without the file, which is its own."""
     return np.delete(rows, piece_table.FILE, axis=1).astype("<i8").tobytes()
 
 
 def encode_head(file: File, count: int, data: bytes) -> bytes:
-    """Return the head of a shard's table, behind which `data` of `count` pieces follow. Local."""
+    """Return the head of a shard's table, behind which `data` of `count` pieces follow."""
     head = {"format": TABLE, "version": VERSION}
     body = {**file._asdict(), "crc32": list(file.crc32), "pieces": count, "bytes": len(data)}
     return encode_digested({**head, **body, "numbers": hashlib.sha256(data).hexdigest()}, "digest")
 
 
 def table_name(shard: str) -> str:
-    """Return the name of the table of a shard. Local."""
+    """Return the name of the table of a shard."""
     return shard.removesuffix(".h5") + ".table"
 
 
 def check_head(head: bytes, block: int, digest: bytes) -> Table:
-    """Return what a manifest says of the table with this head. Local.
+    """Return what a manifest says of the table with this head.
 
     Raises Damaged where it is not of a whole shard with the pieces whose digest is given.
     """
@@ -147,7 +147,7 @@ def check_head(head: bytes, block: int, digest: bytes) -> Table:
 
 
 def encode_tensors(tensors: Iterable[Fact]) -> str:
-    """Return the tensors as they stand in a manifest; the same at each save. Local."""
+    """Return the tensors as they stand in a manifest; the same at each save."""
     paths, dtypes, shapes = zip(*tensors, strict=True) if tensors else ((), (), ())
     listed = {"paths": paths, "dtypes": dtypes, "shapes": shapes}
     return json.dumps(listed, separators=(",", ":"))
@@ -162,7 +162,7 @@ def encode(
     extras: Iterable[tuple[Path, object]],
     software: dict,
 ) -> bytes:
-    """Return the bytes of MANIFEST.json. Local. The same state gives the same bytes.
+    """Return the bytes of MANIFEST.json. The same state gives the same bytes.
 
     `tensors` is what `encode_tensors` returned.
     """
@@ -183,7 +183,7 @@ def encode(
 
 
 def tables_of(data: bytes) -> tuple[Table, ...]:
-    """Return what a MANIFEST.json says of the tables to be read with it. Local.
+    """Return what a MANIFEST.json says of the tables to be read with it.
 
     None in format 1. Raises as `decode`.
     """
@@ -207,7 +207,7 @@ def tables_of(data: bytes) -> tuple[Table, ...]:
 
 
 def version_of(body: dict, form: str, name: str) -> int:
-    """Return the version of the format of a file. Local. Raises Unreadable for a newer one."""
+    """Return the version of the format of a file. Raises Unreadable for a newer one."""
     if body.get("format") != form:
         raise Damaged(f"{name} is of another program")
     version = body.get("version")
@@ -219,7 +219,7 @@ def version_of(body: dict, form: str, name: str) -> int:
 
 
 def manifest_of(body: dict, listed: list[File], tensors: list[Fact], rows: list) -> Manifest:
-    """Return the manifest of a body, with its pieces in the order of the tensors. Local."""
+    """Return the manifest of a body, with its pieces in the order of the tensors."""
     dims = max([1, *(len(tensor.shape) for tensor in tensors)])
     table = piece_table.joined(rows, dims)
     table = table[np.argsort(table[:, piece_table.TENSOR], kind="stable")]
@@ -238,7 +238,7 @@ def manifest_of(body: dict, listed: list[File], tensors: list[Fact], rows: list)
 
 
 def file_of(item: dict) -> File:
-    """Return the record of a shard. Local."""
+    """Return the record of a shard."""
     name, sha = item["name"], item["sha256"]
     if not isinstance(name, str) or not _SHARD.fullmatch(name):
         raise Damaged(f"{NAME} names the file {name!r}; expected shard-NNNNN.h5")
@@ -249,7 +249,7 @@ def file_of(item: dict) -> File:
 
 
 def tensor_of(path, dtype, shape) -> Fact:
-    """Return what a manifest says of a tensor. Local."""
+    """Return what a manifest says of a tensor."""
     if not isinstance(dtype, str):
         raise Damaged(f"dtype {dtype!r} is not a name")
     fact = Fact(path_of(path), dtype, integers_of(shape))

@@ -15,7 +15,7 @@ from .state import Fact, Path
 
 
 def read(body: dict, tables: Sequence, lines: Sequence[bytes]) -> manifest.Manifest:
-    """Return the manifest with this body and the lines of its tables, not yet proved. Local."""
+    """Return the manifest with this body and the lines of its tables, not yet proved."""
     items = list_of(body["tensors"])
     tensors = [manifest.tensor_of(item["path"], item["dtype"], item["shape"]) for item in items]
     if body["version"] == 1:

@@ -28,19 +28,19 @@ TENSOR, FILE, OFFSET, FLAT, START = range(5)
 
 
 def blank(count: int, dims: int) -> np.ndarray:
-    """Return a table of `count` pieces of up to `dims` axes; extents are 1, all else 0. Local."""
+    """Return a table of `count` pieces of up to `dims` axes; extents are 1, all other numbers 0."""
     rows = np.zeros((count, START + 2 * dims), np.int64)
     rows[:, START + dims :] = 1
     return rows
 
 
 def axes(rows: np.ndarray) -> int:
-    """Return the number of axes that a table has room for. Local."""
+    """Return the number of axes that a table has room for."""
     return (rows.shape[1] - START) // 2
 
 
 def joined(tables: Sequence[np.ndarray], dims: int = 1) -> np.ndarray:
-    """Return the rows of all tables, one behind the other, with room for `dims` axes. Local."""
+    """Return the rows of all tables, one behind the other, with room for `dims` axes."""
     dims = max([dims, *map(axes, tables)])
     out = blank(sum(map(len, tables)), dims)
     at = 0
@@ -53,7 +53,7 @@ def joined(tables: Sequence[np.ndarray], dims: int = 1) -> np.ndarray:
 
 
 def of_regions(regions: Sequence[tuple[int, Region]], file: int = 0) -> np.ndarray:
-    """Return a table of (tensor, region) pairs. Local."""
+    """Return a table of (tensor, region) pairs."""
     dims = max((len(r.start) for _, r in regions if isinstance(r, Box)), default=0) or 1
     zeros, ones = (0,) * dims, (1,) * dims
     listed = []
@@ -66,7 +66,7 @@ def of_regions(regions: Sequence[tuple[int, Region]], file: int = 0) -> np.ndarr
 
 
 def region_of(row: Sequence[int], ndim: int) -> Region:
-    """Return the region of a row, a list of plain integers, of a tensor of `ndim` axes. Local."""
+    """Return the region of a row, a list of plain integers, of a tensor of `ndim` axes."""
     if row[FLAT]:
         dims = (len(row) - START) // 2
         return Flat(row[START], row[START + dims])
@@ -75,12 +75,12 @@ def region_of(row: Sequence[int], ndim: int) -> Region:
 
 
 def sizes(rows: np.ndarray) -> np.ndarray:
-    """Return the number of elements of each piece. Local."""
+    """Return the number of elements of each piece."""
     return np.multiply.reduce(rows[:, START + axes(rows) :], axis=1)
 
 
 class Grid:
-    """The shapes of tensors, as arrays with room for `dims` axes. Local."""
+    """The shapes of tensors, as arrays with room for `dims` axes."""
 
     def __init__(self, shapes: Sequence[Shape], dims: int):
         self.shapes, self.dims = shapes, dims
@@ -101,7 +101,7 @@ class Grid:
 
 
 class Geometry:
-    """Where the pieces of a table lie in the tensors of a grid. Local.
+    """Where the pieces of a table lie in the tensors of a grid.
 
     All but `inside` holds for those that are inside.
     """
@@ -153,7 +153,7 @@ class Geometry:
 
 
 def untiled_tensor(shapes: Sequence[Shape], rows: np.ndarray) -> tuple[int, str] | None:
-    """Say which tensor its pieces do not tile exactly, and why; None where all are. Local.
+    """Say which tensor its pieces do not tile exactly, and why; None where all are.
 
     Pieces that follow one another are sorted and compared with their neighbours; grids of boxes
     are taken apart axis by axis. What that leaves open, `untiled` decides for one tensor.
@@ -220,7 +220,7 @@ def _unseparated(it: Geometry, which: np.ndarray) -> np.ndarray:
 
 
 def distinct(grid: Grid, rows: np.ndarray) -> np.ndarray:
-    """Return `rows` that lie inside, without empty ones, each region of a tensor once. Local.
+    """Return `rows` that lie inside, without empty ones, each region of a tensor once.
 
     The first of equal ones stays.
     """
@@ -245,7 +245,7 @@ def _equal(rows: np.ndarray, which: np.ndarray, others: np.ndarray, than: np.nda
 def overlapping(grid: Grid, wants: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (number of a want, number of a piece) of those that share elements, in any order.
 
-    Local. All lie inside, and `rows` tile their tensors. Flat ranges may come with boxes that they
+    All lie inside, and `rows` tile their tensors. Flat ranges may come with boxes that they
     miss.
     """
     want, piece = Geometry(grid, wants), Geometry(grid, rows)

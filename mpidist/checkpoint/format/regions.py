@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """The part ``start[k] : start[k] + extent[k]`` on every axis of a global array. Local."""
+    """The part ``start[k] : start[k] + extent[k]`` on every axis of a global array."""
 
     start: Shape
     extent: Shape
@@ -45,7 +45,7 @@ class Box(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """Elements ``start : start + size`` of a global array flattened in C order. Local."""
+    """Elements ``start : start + size`` of a global array flattened in C order."""
 
     start: int
     size: int
@@ -63,12 +63,12 @@ Region = Box | Flat
 
 
 def whole(shape: Shape) -> Box:
-    """Return the box that is all of an array of `shape`. Local."""
+    """Return the box that is all of an array of `shape`."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def fits(region: Region, shape: Shape) -> bool:
-    """Whether `region` lies inside an array of `shape`. Local."""
+    """Whether `region` lies inside an array of `shape`."""
     if isinstance(region, Flat):
         return region.start >= 0 and 0 <= region.size <= prod(shape) - region.start
     return len(region.start) == len(region.extent) == len(shape) and all(
@@ -78,7 +78,7 @@ def fits(region: Region, shape: Shape) -> bool:
 
 
 def boxes_of(region: Region, shape: Shape) -> list[tuple[int, Box]]:
-    """Cut `region` of an array of `shape` into boxes. Local.
+    """Cut `region` of an array of `shape` into boxes.
 
     Returns (element offset inside the region, box) pairs. Each box's elements follow one another
     in the region in C order, so an array of the region's elements can be viewed box by box.
@@ -123,7 +123,7 @@ def _split(start: int, stop: int, shape: Shape, prefix: Shape, origin: int, foun
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the box common to both, or None where they share no element. Local."""
+    """Return the box common to both, or None where they share no element."""
     start = tuple(map(max, one.start, other.start))
     ends = (
         min(a + n, b + m)
@@ -134,7 +134,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def untiled(shape: Shape, regions: Sequence[Region]) -> str | None:
-    """Say why `regions` do not tile an array of `shape` exactly, or None where they do. Local.
+    """Say why `regions` do not tile an array of `shape` exactly, or None where they do.
 
     No region outside, no element twice, and as many elements as the array has: together these
     say that every element is there exactly once.
@@ -179,7 +179,7 @@ def _overlap(shape: Shape, regions: Sequence[Region]) -> tuple[int, int] | None:
 
 
 def rows(count: int, row_bytes: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Cut `count` rows into groups of at most `limit` bytes, at least one row each. Local."""
+    """Cut `count` rows into groups of at most `limit` bytes, at least one row each."""
     step = max(1, limit // max(1, row_bytes))
     for start in range(0, count, step):
         yield start, min(start + step, count)

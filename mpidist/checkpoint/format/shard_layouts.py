@@ -89,6 +89,6 @@ def _looked_up(
 
 
 def layout_of(found: Manifest, rows: np.ndarray) -> Layout:
-    """Return what a rank is told: these pieces, and the files that they are in. Local."""
+    """Return what a rank is told: these pieces, and the files that they are in."""
     numbers = np.unique(rows[:, piece_table.FILE]).tolist()
     return Layout(found.block, {number: found.files[number] for number in numbers}, (), rows)

@@ -32,7 +32,7 @@ _MOST_BITS = 14_000
 
 
 class Fact(NamedTuple):
-    """What is known of a tensor, whoever holds it."""
+    """What is known of a tensor, on any rank."""
 
     path: Path
     dtype: str
@@ -53,7 +53,7 @@ class Unreadable(CheckpointError):
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A piece of a global array. Local.
+    """A piece of a global array.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ class Shard:
 
 
 def is_array(leaf) -> bool:
-    """Whether `leaf` is replicated array state: an array, NumPy scalar, DLPack tensor. Local."""
+    """Whether `leaf` is replicated array state: an array, NumPy scalar, DLPack tensor."""
     return isinstance(leaf, (np.ndarray, np.generic)) or is_device(leaf) or _is_tensor(leaf)
 
 
@@ -112,19 +112,19 @@ def _is_tensor(leaf) -> bool:
 
 
 def array_of(leaf):
-    """Return the array of an array leaf or a shard, over the same memory. Local."""
+    """Return the array of an array leaf or a shard, over the same memory."""
     if isinstance(leaf, Shard):
         return leaf.array
     return np.asarray(leaf) if isinstance(leaf, np.generic) else as_array(leaf)
 
 
 def region_of(leaf) -> Region:
-    """Return which part of its global array a leaf is. Local."""
+    """Return which part of its global array a leaf is."""
     return leaf.region if isinstance(leaf, Shard) else whole(tuple(array_of(leaf).shape))
 
 
 def shape_of(leaf) -> tuple[int, ...]:
-    """Return the global shape of an array leaf or a shard. Local."""
+    """Return the global shape of an array leaf or a shard."""
     return leaf.global_shape if isinstance(leaf, Shard) else tuple(array_of(leaf).shape)
 
 
@@ -132,12 +132,12 @@ def shape_of(leaf) -> tuple[int, ...]:
 
 
 def show(path: Path) -> str:
-    """Return a path of keys as people read it: ``parameters/conv1/w``. Local."""
+    """Return a path of keys as people read it: ``parameters/conv1/w``."""
     return "/".join(path)
 
 
 def leaves(state: Mapping, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, leaf) of nested dicts, in their order; an empty dict is a leaf. Local."""
+    """Yield (path, leaf) of nested dicts, in their order; an empty dict is a leaf."""
     if not isinstance(state, Mapping):
         raise ConfigError(f"the state must be a dict of arrays, got {type(state).__name__}")
     for key, value in state.items():
@@ -156,7 +156,7 @@ def leaves(state: Mapping, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def tree(items: Iterator[tuple[Path, Any]]) -> dict:
-    """Make nested dicts of (path, leaf) pairs: the inverse of `leaves`. Local."""
+    """Make nested dicts of (path, leaf) pairs: the inverse of `leaves`."""
     state: dict = {}
     for path, leaf in items:
         place = state
@@ -179,7 +179,7 @@ _SHORT = re.compile(rf"[<>|][{_KINDS}][0-9]*(\[[0-9]*[A-Za-z]+\])?", re.ASCII)
 
 
 def dtype_name(dtype) -> str:
-    """Return the name under which a manifest keeps `dtype`: ``<f4``, ``bfloat16``. Local.
+    """Return the name under which a manifest keeps `dtype`: ``<f4``, ``bfloat16``.
 
     Raises ConfigError for object and structured dtypes: they have no bytes of their own, or no
     name.
@@ -193,7 +193,7 @@ def dtype_name(dtype) -> str:
 
 
 def dtype_of(name: str) -> np.dtype:
-    """Return the dtype that `dtype_name` named. Local.
+    """Return the dtype that `dtype_name` named.
 
     Raises Unreadable for a name that is none, and where ml_dtypes is needed and absent.
     """
@@ -209,7 +209,7 @@ def dtype_of(name: str) -> np.dtype:
 
 @lru_cache(64)  # a state of many tensors has few dtypes
 def _of_numpy(name: str) -> np.dtype | None:
-    """Return the dtype of a short string that NumPy writes so, or None. Local."""
+    """Return the dtype of a short string that NumPy writes so, or None."""
     if len(name) > 24 or not _SHORT.fullmatch(name):
         return None
     dtype = _by_string(name)
@@ -218,7 +218,7 @@ def _of_numpy(name: str) -> np.dtype | None:
 
 
 def _by_string(name: str) -> np.dtype | None:
-    """Return NumPy's own dtype of a short string, or None. Local."""
+    """Return NumPy's own dtype of a short string, or None."""
     try:
         return np.dtype(name)
     except (TypeError, ValueError):
@@ -229,7 +229,7 @@ def _by_string(name: str) -> np.dtype | None:
 
 
 def to_json(value, path: Path = ()):
-    """Return an extra in the form that strict JSON can hold. Local.
+    """Return an extra in the form that strict JSON can hold.
 
     Dicts inside lists, and the floats that JSON has no word for, become one-key objects; a tuple
     becomes a list. Raises ConfigError for anything that is neither JSON nor an array.
@@ -270,12 +270,12 @@ def _whole_number(value: int, path: Path) -> int:
 
 
 def plain(value, path: Path = ()):
-    """Return an extra as it will be read back: exact numbers, texts, lists and dicts. Local."""
+    """Return an extra as it will be read back: exact numbers, texts, lists and dicts."""
     return from_json(to_json(value, path))
 
 
 def from_json(value):
-    """Return the extra that `to_json` wrote. Local. Raises CheckpointError for other objects."""
+    """Return the extra that `to_json` wrote. Raises CheckpointError for other objects."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):

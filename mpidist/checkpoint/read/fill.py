@@ -21,12 +21,12 @@ STAGED = 256 << 20
 
 
 def is_filled(leaf) -> bool:
-    """Whether a leaf takes numbers of a checkpoint: an array or a shard. Local."""
+    """Whether a leaf takes numbers of a checkpoint: an array or a shard."""
     return isinstance(leaf, Shard) or is_array(leaf)
 
 
 def is_whole(leaf) -> bool:
-    """Whether a leaf can be filled by what other ranks have read: all of it, in order. Local."""
+    """Whether a leaf can be filled by what other ranks have read: all of it, in order."""
     if isinstance(leaf, Shard) or not is_array(leaf):
         return False
     return _is_staged(leaf) or array_of(leaf).flags.c_contiguous
@@ -37,12 +37,12 @@ def _is_staged(leaf) -> bool:
 
 
 def staged_bytes(leaf) -> int:
-    """Return what a leaf takes of host memory until its numbers are there. Local."""
+    """Return what a leaf takes of host memory until its numbers are there."""
     return array_of(leaf).nbytes if is_filled(leaf) and _is_staged(leaf) else 0
 
 
 def batches(sizes: Sequence[int]) -> list[int]:
-    """Cut tensors that take `sizes` so that a batch takes little, or is one: their ends. Local.
+    """Cut tensors that take `sizes` so that a batch takes little, or is one: their ends.
 
     Not finer: tensors that share a block and not a batch each read it.
     """
@@ -57,7 +57,7 @@ def batches(sizes: Sequence[int]) -> list[int]:
 
 
 class Filling:
-    """The leaves of `items` and what fills them. Local.
+    """The leaves of `items` and what fills them.
 
     Parameters
     ----------

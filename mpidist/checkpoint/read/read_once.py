@@ -1,4 +1,4 @@
-"""What all ranks want alike, read once: each rank reads its part and passes it on.
+"""Data that all ranks need are read once: each rank reads a part and sends it to the others.
 
     disk      | rank 0's part | rank 1's part | rank 2's part |      each byte is read by one rank
     ranks       every part goes from who read it to all others, while the next ones are read
@@ -31,7 +31,7 @@ _NAP = 0.0002
 
 
 def partition_reads(wants: Sequence[ReadItem], block: int, ranks: int) -> list[list[ReadItem]]:
-    """Cut `wants` into one list for each rank, of about equal bytes. Local, the same on all ranks.
+    """Cut `wants` into one list for each rank, of about equal bytes. The same on all ranks.
 
     Ranges are cut between two blocks, and small ones of one block stay together, so that hardly
     any block goes to two ranks.
@@ -70,9 +70,9 @@ Part = tuple[ReadItem, np.ndarray]
 
 
 class ReadAndBroadcast:
-    """What all ranks want alike, and the part of it that this one reads. Local, but for `exchange`.
+    """The data that all ranks need, and the part of them that this rank reads.
 
-    Every rank gives equal `wants`, for contiguous arrays.
+    Only `exchange` is collective. Every rank gives equal `wants`, for contiguous arrays.
     """
 
     def __init__(self, wants: Sequence[ReadItem], block: int, rank: int, ranks: int):
@@ -141,7 +141,7 @@ class ReadAndBroadcast:
 
 
 def _end(context: Context, requests: list) -> None:
-    """Wait for `requests`, asleep between two looks, and empty the list. Local."""
+    """Wait for `requests`, asleep between two looks, and empty the list."""
     for request in requests:
 
         def look(request=request) -> bool:
@@ -163,7 +163,7 @@ def _is_large(target: np.ndarray) -> bool:
 
 
 def _joined(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Put small targets together to messages of a little more than `_LARGE`. Local."""
+    """Put small targets together to messages of a little more than `_LARGE`."""
     message: list[Part] = []
     held = 0
     for part in parts:

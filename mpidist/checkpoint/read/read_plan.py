@@ -16,7 +16,7 @@ _counting = threading.Lock()
 
 
 class ReadItem:
-    """Bytes ``offset : offset + count`` of a file, for `target`, or only to be checked. Local.
+    """Bytes ``offset : offset + count`` of a file, for `target`, or only to be checked.
 
     `target` is one-dimensional, contiguous and made of bytes. `left` bytes have not come yet.
     """
@@ -34,7 +34,7 @@ class ReadItem:
 
 
 class RowReadItem(ReadItem):
-    """Whole rows of an array, of which `target` gets the part `cut`. Local."""
+    """Whole rows of an array, of which `target` gets the part `cut`."""
 
     target: np.ndarray
 
@@ -45,7 +45,7 @@ class RowReadItem(ReadItem):
         self._rows: np.ndarray | None = None
 
     def take(self, at: int, data: np.ndarray) -> None:
-        """As that of a `ReadItem`; the target is filled when all rows are there."""
+        """Like `ReadItem.take`; the target is filled when all rows are there."""
         with self._lock:
             if self._rows is None:
                 self._rows = np.empty(self.count, np.uint8)
@@ -59,7 +59,7 @@ class RowReadItem(ReadItem):
 
 
 class Places:
-    """Where the pieces of a checkpoint lie, by tensor, for who wants some of them. Local.
+    """Where the pieces of a checkpoint lie, by tensor, for who wants some of them.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ class Places:
 
 
 def span_of(region: Region, shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return the range that a region is of the flattened array, or None where it is none. Local."""
+    """Return the range that a region is of the flattened array, or None if it is not one range."""
     if isinstance(region, Flat):
         return region.start, region.start + region.size
     if region.extent == shape:

@@ -33,7 +33,7 @@ _AHEAD = 4
 
 
 class _Summed(ReadItem):
-    """A whole file, of which a digest is made; its bytes must come in order. Local."""
+    """A whole file, of which a digest is made; its bytes must come in order."""
 
     def __init__(self, file: int, count: int, digest):
         super().__init__(file, 0, count)
@@ -52,7 +52,7 @@ class _Group(NamedTuple):
 
 
 class Reader:
-    """The shard files of one checkpoint, in an open folder that the caller keeps open. Local.
+    """The shard files of one checkpoint, in an open folder that the caller keeps open.
 
     Parameters
     ----------
@@ -190,7 +190,7 @@ class Reader:
 
 
 class _Held:
-    """The file that a thread reads from: one at a time, for groups come in their order. Local."""
+    """The file that a thread reads from: one at a time, for groups come in their order."""
 
     def __init__(self, folder: int, manifest: Manifest | Layout, direct: bool):
         self._folder, self._manifest, self._wanted = folder, manifest, direct
@@ -220,7 +220,7 @@ class _Held:
 def opened(
     path: str, entry: Entry, manifest: Manifest | Layout, verify: bool = True, direct: bool = False
 ) -> Iterator[Reader]:
-    """Read from an entry of the store at `path`. Local. Raises Damaged."""
+    """Read from an entry of the store at `path`. Raises Damaged."""
     with ExitStack() as stack:
         try:
             root = stack.enter_context(files.folder(path))

@@ -81,7 +81,7 @@ class Wish(NamedTuple):
     leaves: tuple[Leaf, ...] | None
 
 
-class Answer(NamedTuple):
+class FoundStep(NamedTuple):
     """What rank 0 tells all ranks of the step that they try.
 
     tensors, extras : what the step holds.
@@ -101,14 +101,14 @@ class Answer(NamedTuple):
 
 
 class _Leader:
-    """What rank 0 keeps of a restore: where it looks, and the manifest that it has read. Local."""
+    """What rank 0 keeps of a restore: where it looks, and the manifest that it has read."""
 
     def __init__(self, path: str, first: Callable[..., Entry | None], bad: set[Entry]):
         self._path, self._first, self._bad = path, first, bad
         self._search: Search | None = None
         self.manifest: Manifest
 
-    def answer(self, given: Mapping, reason: str | None, wishes: Sequence[Wish]) -> Answer:
+    def answer(self, given: Mapping, reason: str | None, wishes: Sequence[Wish]) -> FoundStep:
         """Return the next step to try, `reason` being what was wrong with the one before."""
         if self._search is None:
             _check_same(wishes)
@@ -184,7 +184,7 @@ def restore(
 
 
 def spoiled(error: MpidistError) -> MpidistError:
-    """Return `error`, raised on all ranks, for arrays that may be filled in part. Local.
+    """Return `error`, raised on all ranks, for arrays that may be filled in part.
 
     Nobody may take it for that of an empty store, and go on with them.
     """
@@ -195,7 +195,7 @@ def spoiled(error: MpidistError) -> MpidistError:
 
 
 def _wanted(like: Mapping) -> list:
-    """Return the leaves to fill; raises CheckpointError for what cannot be. Local."""
+    """Return the leaves to fill; raises CheckpointError for what cannot be."""
     items = list(leaves(like))
     for path, leaf in items:
         if is_filled(leaf):
@@ -208,7 +208,7 @@ def _wanted(like: Mapping) -> list:
 
 
 def _described(items: list | None) -> tuple[Leaf, ...] | None:
-    """Return what is told of the leaves to fill. Local."""
+    """Return what is told of the leaves to fill."""
     if items is None:
         return None
     told = []
@@ -222,8 +222,8 @@ def _described(items: list | None) -> tuple[Leaf, ...] | None:
     return tuple(told)
 
 
-def _is_alone(size: int, answer: Answer, items: list) -> bool:
-    """Whether hardly any byte is read by two ranks, if the others hold about as much. Local."""
+def _is_alone(size: int, answer: FoundStep, items: list) -> bool:
+    """Whether hardly any byte is read by two ranks, if the others hold about as much."""
     common = {answer.tensors[number].path for number in answer.common}
     own = sum(array_of(x).nbytes for path, x in items if is_filled(x) and path not in common)
     shared = sum(answer.tensors[number].nbytes for number in answer.common)
@@ -231,7 +231,7 @@ def _is_alone(size: int, answer: Answer, items: list) -> bool:
 
 
 def _fill(
-    comm, path: str, answer: Answer, found: Layout, batch: range, items, how: tuple, filled: dict
+    comm, path: str, answer: FoundStep, found: Layout, batch: range, items, how: tuple, filled: dict
 ) -> str | None:
     """Fill the leaves of `items` in a batch, and put them into `filled`; why not, if not.
 
@@ -281,7 +281,7 @@ def _fill(
 
 
 def _check_same(wishes: Sequence[Wish]) -> None:
-    """Raise MismatchError where the ranks do not ask for the same. Local."""
+    """Raise MismatchError where the ranks do not ask for the same."""
     text = difference([wish.given for wish in wishes])
     if text is not None:
         raise MismatchError(f"restore: {text}; pass one value everywhere")
@@ -293,15 +293,15 @@ def _check_same(wishes: Sequence[Wish]) -> None:
         )
 
 
-def _answer(name: str, entry: Entry, manifest: Manifest, wishes: Sequence[Wish]) -> Answer:
-    """Return what all ranks are told of the step `name`. Local.
+def _answer(name: str, entry: Entry, manifest: Manifest, wishes: Sequence[Wish]) -> FoundStep:
+    """Return what all ranks are told of the step `name`.
 
     Raises ForeignCheckpoint where it is of another model than a rank wants to fill.
     """
     tensors, count = manifest.tensors, len(manifest.tensors)
     found = shard_layouts.layout_of(manifest, manifest.rows)
     if wishes[0].leaves is None:
-        return Answer(entry, tensors, manifest.extras, [*range(count)], [count], True, found)
+        return FoundStep(entry, tensors, manifest.extras, [*range(count)], [count], True, found)
     number = {tensor.path: place for place, tensor in enumerate(tensors)}
     groups: dict[tuple[Leaf, ...], list[int]] = {}
     for rank, wish in enumerate(wishes):
@@ -331,7 +331,7 @@ def _answer(name: str, entry: Entry, manifest: Manifest, wishes: Sequence[Wish])
         raise ForeignCheckpoint(f"{name} is of another model: {'; '.join(texts[:_LISTED])}{more}")
     every = [leaf for told in groups for leaf in told]
     few = len(manifest.rows) <= _FEW or not any(leaf.sharded for leaf in every)
-    return Answer(
+    return FoundStep(
         entry,
         tensors,
         manifest.extras,
@@ -345,7 +345,7 @@ def _answer(name: str, entry: Entry, manifest: Manifest, wishes: Sequence[Wish])
 def _differences(
     told: Sequence[Leaf], number: Mapping, tensors: Sequence[Fact], extras: Mapping
 ) -> list[str]:
-    """Say what a rank wants and was not saved so; "here", or the ranks, come behind. Local."""
+    """Say what a rank wants and was not saved so; "here", or the ranks, come behind."""
     lines = []
     for leaf in told:
         name, there = show(leaf.path), "in the checkpoint"
@@ -373,7 +373,7 @@ def _fresh(tensors: Sequence[Fact]) -> list[tuple[Path, np.ndarray]]:
 
 
 def _state(extras, items: list, filled: dict[Path, Any]) -> dict:
-    """Return the state that holds the arrays that were filled. Local."""
+    """Return the state that holds the arrays that were filled."""
     saved = dict(extras)
     kept = [(p, leaf) for p, leaf in items if p not in filled and not _related(p, saved, filled)]
     return tree(iter([*filled.items(), *kept, *saved.items()]))

@@ -40,7 +40,7 @@ _watched = False
 
 
 class RunLock:
-    """The right of this process to save into the folder `path`. Local; for rank 0."""
+    """The right of this process to save into the folder `path`. For rank 0."""
 
     def __init__(self, path: str):
         self.path, self._key = path, os.path.realpath(path)

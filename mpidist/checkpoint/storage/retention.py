@@ -1,4 +1,4 @@
-"""What may be removed from a store: old steps of ours, and what dead saves left behind.
+"""What may be removed from a store: its old steps, and files of saves that were killed.
 
 Only names that a save makes are touched, only inside folders that a save names, never through a
 link, and a folder that holds anything else stays. Removing begins with the manifest: without it
@@ -41,7 +41,7 @@ def temporary_name(step: int, nonce: int) -> str:
 def claim(folder: int) -> int:
     """Mark an open temporary folder as owned by this process, until the descriptor is closed.
 
-    Local. The lock ends with the process, whatever ends it.
+    The lock ends with the process, whatever ends it.
     """
     descriptor = files.create(OWNER, folder)
     try:
@@ -55,7 +55,7 @@ def claim(folder: int) -> int:
 
 
 def remove(name: str, root: int) -> bool:
-    """Remove a folder of ours; False where something foreign keeps it. Local."""
+    """Remove a folder of the store; return False if it holds files that no save made."""
     with files.folder(name, root) as folder:
         ours = [entry for entry in files.names(folder) if _OURS.fullmatch(entry)]
         for entry in sorted(ours, key=lambda entry: (entry != NAME, entry == OWNER, entry)):
@@ -64,7 +64,7 @@ def remove(name: str, root: int) -> bool:
 
 
 def remove_dead(root: int) -> list[str]:
-    """Remove temporary folders whose save has died; return their names. Local."""
+    """Remove temporary folders whose save has died; return their names."""
     removed = []
     for name in files.names(root):
         if _TEMPORARY.fullmatch(name) and files.is_folder(name, root):
@@ -106,7 +106,7 @@ def _age(folder: int, root: int) -> float:
 
 
 def stay(path: str, error: OSError) -> None:
-    """Say that old checkpoints are left where they are. Local."""
+    """Say that old checkpoints are left where they are."""
     events.emit("checkpoint_not_removed", path=path, reason=str(error))
     print(f"mpidist: old checkpoints in {path} stay: {error}", file=sys.stderr)
 
@@ -138,7 +138,7 @@ class Keep:
     _removing: Worker | None = None
 
     def remove_aside(self, path: str, root: int, saved: Entry) -> None:
-        """Do as `remove_old`, in a thread: a disk takes its time to free so much. Local.
+        """Do as `remove_old`, in a thread: a disk takes its time to free so much.
 
         Until `settle` nothing else may be asked of this object, and the store stays locked.
         """
@@ -157,17 +157,17 @@ class Keep:
             work()
 
     def settle(self) -> None:
-        """Wait until nothing is being removed. Local."""
+        """Wait until nothing is being removed."""
         if self._removing is not None:
             self._removing.end()
             self._removing = None
 
     def remove_old(self, path: str, root: int, saved: Entry) -> None:
-        """Remove what need not stay beside `saved`, which always does. Local.
+        """Remove what need not stay beside `saved`, which always does.
 
-        So the last good checkpoint is never removed. A step is damaged here by its manifest,
-        its tables or the sizes of its files; those that were looked at once are not again. What
-        cannot be removed is said, and stays: the new step is there, and its save has not failed.
+        So the last good checkpoint is never removed. Here a step counts as damaged if its
+        manifest, its tables or the sizes of its files are wrong; a step is checked only once. If
+        something cannot be removed, that is reported, and the save has still succeeded.
         """
         try:
             self._remove_old(path, root, saved)
@@ -189,7 +189,7 @@ class Keep:
             files.remove_file(mark.name, root)
 
     def _old(self, path: str, line: list[Entry], saved: Entry) -> Iterator[Entry]:
-        """Yield what need not stay of a line, newest first, beside `saved`. Local.
+        """Yield what need not stay of a line, newest first, beside `saved`.
 
         Only as many are looked at as are to be kept. Of a step that is there twice, since a save
         was killed before it had removed the older one, that one goes.
@@ -217,7 +217,7 @@ class Keep:
         return self.every is not None and entry.step % self.every == 0 and entry not in self.bad
 
     def is_good(self, path: str, entry: Entry) -> bool:
-        """Whether a step is not damaged, as far as its manifest and sizes tell. Local."""
+        """Whether a step is not damaged, as far as its manifest and sizes tell."""
         if entry in self.bad:
             return False
         if entry not in self._good:

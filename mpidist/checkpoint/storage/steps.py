@@ -39,13 +39,13 @@ class Entry(NamedTuple):
 
 
 def entry_of(name: str) -> Entry | None:
-    """Return the entry of a folder's name, or None for a name of something else. Pure."""
+    """Return the entry of a folder's name, or None if the name is not that of a step. Pure."""
     match = _STEP.fullmatch(name)
     return match and Entry(int(match[2] or 0), int(match[1]), int(match[3] or 0))
 
 
 def read_manifest(path: str, entry: Entry) -> Manifest:
-    """Return the manifest of an entry, its tables read with it, and proved. Local.
+    """Return the manifest of an entry, its tables read with it, and proved.
 
     The sizes of all shard files are compared as well: that is one stat each, and finds what is
     missing or cut short before any rank begins to read. Raises Damaged, Unreadable.
@@ -64,7 +64,7 @@ def read_manifest(path: str, entry: Entry) -> Manifest:
 
 
 def check_sizes(folder: int, manifest: Manifest) -> None:
-    """Raise Damaged unless every shard file is there, regular and of its size. Local."""
+    """Raise Damaged unless every shard file is there, regular and of its size."""
     for file in manifest.files:
         descriptor, size = open_shard(folder, file.name)
         files.close(descriptor)
@@ -73,7 +73,7 @@ def check_sizes(folder: int, manifest: Manifest) -> None:
 
 
 def open_shard(folder: int, name: str) -> tuple[int, int]:
-    """Open a shard for reading: (descriptor, size). Local. Raises Damaged where it cannot."""
+    """Open a shard for reading: (descriptor, size). Raises Damaged where it cannot."""
     try:
         return files.open_regular(name, folder)
     except FileNotFoundError:

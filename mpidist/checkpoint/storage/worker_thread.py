@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Worker(threading.Thread):
-    """A thread whose end is waited for also where Ctrl-C comes meanwhile. Local.
+    """A thread whose end is waited for also where Ctrl-C comes meanwhile.
 
     Python's own ``join`` gives up then, and up to Python 3.12 takes the thread for ended from there
     on: it would write to a descriptor that has become another file's.
@@ -37,7 +37,7 @@ class Worker(threading.Thread):
 
 
 class Beside:
-    """Work that goes on in a thread while a ``with`` block does something else. Local.
+    """Work that goes on in a thread while a ``with`` block does something else.
 
     Not `threaded`, or where there are no more threads, it is done before the block.
     """

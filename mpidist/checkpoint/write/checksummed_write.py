@@ -25,7 +25,7 @@ _ROOMS = 3
 def write(
     descriptor: int, runs: Iterable[np.ndarray], size: int, direct: bool, digest=None
 ) -> list[int]:
-    """Write `runs` of bytes, `size` in all, from the beginning of a file. Local.
+    """Write `runs` of bytes, `size` in all, from the beginning of a file.
 
     Returns the checksum of each block, computed of the very bytes that are written; so is `digest`,
     an object of hashlib.
@@ -54,7 +54,7 @@ def write(
 
 
 class DoubleBufferedWriter:
-    """A thread that writes what it is given, in order. Local. Its rooms are used in turn.
+    """A thread that writes what it is given, in order. Its rooms are used in turn.
 
     Where there are no more threads, the caller's own writes.
     """
@@ -87,7 +87,7 @@ class DoubleBufferedWriter:
             self._told()
 
     def room(self) -> np.ndarray:
-        """Return memory that is not being written. Raises what went wrong with that of before."""
+        """Return memory that is not being written. Raises the error of an earlier write."""
         room = self._free.get()
         self._told()
         return room

@@ -28,7 +28,7 @@ class Survey(NamedTuple):
 
 
 def survey(state: Mapping) -> Survey:
-    """Look at `state`. Local. Raises ConfigError for what cannot be saved."""
+    """Look at `state`. Raises ConfigError for what cannot be saved."""
     arrays, marks, extras = [], [], []
     for path, leaf in leaves(state):
         region: Region | None = None
@@ -48,7 +48,7 @@ def survey(state: Mapping) -> Survey:
 
 
 def describe(found: Survey) -> Description:
-    """Say what a rank wants to save. Local. Raises ConfigError for a dtype without a name."""
+    """Say what a rank wants to save. Raises ConfigError for a dtype without a name."""
     names: dict[Any, str] = {}
     facts = []
     for path, dtype, shape, _ in found.marks:
@@ -61,5 +61,5 @@ def describe(found: Survey) -> Description:
 
 
 def digest(*values) -> bytes:
-    """Return a digest of what is told of `values`. Local."""
+    """Return a digest of the descriptions of `values`."""
     return hashlib.sha256(repr(values).encode()).digest()

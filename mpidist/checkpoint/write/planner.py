@@ -105,7 +105,7 @@ class Begun(NamedTuple):
 
 
 class Planner:
-    """The plan of a store's saves. Local, but for `begin`.
+    """The plan of a store's saves. Only `begin` is collective.
 
     Parameters
     ----------
@@ -193,7 +193,7 @@ class Planner:
         return Begun(step, nonce, found.arrays, plan.work, plan.room, plan.leader, extras)
 
     def _fitting(self, comm, step: int, found: Survey) -> _Plan | None:
-        """Return the plan in hand, or one for ranks that all hold the same, or None. Local."""
+        """Return the plan in hand, or one for ranks that all hold the same, or None."""
         plan = self._plan
         if plan is not None and plan.marks == found.marks:
             word = _Word(step, plan.word.plan, b"", b"", digest(found.extras))
@@ -219,14 +219,14 @@ class Planner:
 
 
 def _word(step: int, found: Survey) -> _Word:
-    """Return what a rank says that has no plan for its state. Local."""
+    """Return what a rank says that has no plan for its state."""
     mine = describe(found)
     shards = hashlib.sha256(mine.shards.tobytes()).digest()
     return _Word(step, b"", digest(mine.facts, mine.sharded), shards, digest(found.extras))
 
 
 def _told(found: Survey, word: _Word, first: _Word, is_first: bool, plan: bytes) -> _Told:
-    """Return what a rank tells rank 0, whose word is `first`. Local."""
+    """Return what a rank tells rank 0, whose word is `first`."""
     extras = None if word.extras == first.extras and not is_first else found.extras
     if plan == first.plan:
         return _Told(None, None, extras)

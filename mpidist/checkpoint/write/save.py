@@ -110,7 +110,7 @@ class Save:
             self._folder = _Folder(root, name, stack.pop_all())
 
     def write(self) -> None:
-        """Write this rank's shard. Local, without MPI; what goes wrong is kept for `finish`."""
+        """Write this rank's shard. No MPI; what goes wrong is kept for `finish`."""
         try:
             if not self._begun.work.writes and self._outcome is None:
                 self._outcome = b""  # nobody waits for this rank: the folder may be renamed by now
@@ -125,7 +125,7 @@ class Save:
             self._data = []
 
     def start(self) -> None:
-        """Write, and on rank 0 commit, in the background. Local."""
+        """Write, and on rank 0 commit, in the background."""
         # Not a daemon: a process that ends while it writes waits for it, instead of tearing down
         # the interpreter under it.
         self._thread = Worker(self._background, "mpidist-save")
@@ -149,7 +149,7 @@ class Save:
         self._ended = time.perf_counter()
 
     def _tell_failure(self) -> None:
-        """Leave a mark for rank 0, which may wait for the table of this rank. Local."""
+        """Leave a mark for rank 0, which may wait for the table of this rank."""
         name = shard_writer.failed_name(self.comm.rank)
         with (
             suppress(OSError),
@@ -159,7 +159,7 @@ class Save:
             files.close(files.create(name, folder))
 
     def _wait_for_tables(self) -> list[bytes]:
-        """Rank 0: return the heads of all writers' tables when they are there. Local."""
+        """Rank 0: return the heads of all writers' tables when they are there."""
         own, leader = self._folder, self._begun.leader
         assert own is not None
         assert leader is not None
@@ -207,20 +207,20 @@ class Save:
         events.emit("checkpoint_saved", step=self.step, bytes=nbytes, seconds=round(seconds, 4))
 
     def _table(self) -> bytes:
-        """Return the head of this rank's table when its shard is written, or raise. Local."""
+        """Return the head of this rank's table when its shard is written, or raise."""
         if self._thread is not None:
             self._written.wait()
         return _told(self._outcome, "writing")
 
     def _end(self, tables: Sequence[bytes]) -> int:
-        """Rank 0: all shards are written; commit them, unless that is being done. Local."""
+        """Rank 0: all shards are written; commit them, unless that is being done."""
         if self._thread is None:
             return self._commit([table for table in tables if table])
         self._thread.end()
         return _told(self._committed, "the commit")
 
     def abandon(self) -> None:
-        """Give up what is held; an uncommitted folder is removed. Local, may be called twice."""
+        """Give up what is held; an uncommitted folder is removed. May be called twice."""
         self._cancelled.set()
         if self._thread is not None:
             self._thread.end()
@@ -324,7 +324,7 @@ def begin(
 
 
 def _head(name: str, folder: int, digest: bytes) -> bytes:
-    """Return the head of a table whose pieces are those of the plan. Local."""
+    """Return the head of a table whose pieces are those of the plan."""
     data = files.read_small(name, folder, manifest.MAX_TABLES_BYTES)
     head = data[: data.find(b"\n") + 1]
     if hashlib.sha256(memoryview(data)[len(head) :]).digest() != digest:
@@ -333,7 +333,7 @@ def _head(name: str, folder: int, digest: bytes) -> bytes:
 
 
 def _told(outcome, doing: str):
-    """Return what came of it, or raise what went wrong. Local."""
+    """Return what came of it, or raise what went wrong."""
     if isinstance(outcome, Exception):
         raise outcome
     if outcome is None:
@@ -342,7 +342,7 @@ def _told(outcome, doing: str):
 
 
 def _discard(name: str, root: int) -> None:
-    """Remove a temporary folder if it is still there. Local; else the next run does it."""
+    """Remove a temporary folder if it is still there. Else the next run does it."""
     with suppress(OSError):
         if files.is_folder(name, root):
             retention.remove(name, root)

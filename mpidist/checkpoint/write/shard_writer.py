@@ -31,12 +31,12 @@ _SMALL, _TOGETHER = 16 << 10, 1 << 20
 
 
 def shard_name(rank: int) -> str:
-    """Return the name of the shard that `rank` writes. Local."""
+    """Return the name of the shard that `rank` writes."""
     return f"shard-{rank:05d}.h5"
 
 
 def failed_name(rank: int) -> str:
-    """Return the name of the mark that `rank` will not write its shard. Local."""
+    """Return the name of the mark that `rank` will not write its shard."""
     return f"shard-{rank:05d}.failed"
 
 
@@ -51,7 +51,7 @@ class Memory:
         self._memory = np.empty(0, np.uint8)
 
     def room(self, sizes: Sequence[int]) -> list[np.ndarray]:
-        """Return byte arrays of `sizes`. Local. What was there before is given up."""
+        """Return byte arrays of `sizes`. What was there before is given up."""
         starts = list(accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0))
         if starts[-1] > len(self._memory):
             self._memory = np.empty(starts[-1], np.uint8)
@@ -75,7 +75,7 @@ class WriteBuffers(NamedTuple):
 
 
 def copied(work: Work, arrays: Sequence, memory: Memory) -> list[Elements]:
-    """Copy what this rank gives of its arrays; returns the bytes of each piece. Local."""
+    """Copy what this rank gives of its arrays; returns the bytes of each piece."""
     copies = memory.room(work.given_bytes)
     for given, copy in zip(in_place(work, arrays), copies, strict=True):
         view = given() if callable(given) else given  # a copy already where the array has strides
@@ -84,7 +84,7 @@ def copied(work: Work, arrays: Sequence, memory: Memory) -> list[Elements]:
 
 
 def in_place(work: Work, arrays: Sequence) -> list[Elements]:
-    """Return the elements of each piece where they lie. Local."""
+    """Return the elements of each piece where they lie."""
     found: list[Elements] = []
     for place, cut in work.sources:
         leaf = arrays[place]
@@ -100,7 +100,7 @@ def in_place(work: Work, arrays: Sequence) -> list[Elements]:
 
 
 def receive_buffers(work: Work, rank: int, inbox: Memory) -> list[np.ndarray]:
-    """Return memory for each piece that `rank` writes for another. Local."""
+    """Return memory for each piece that `rank` writes for another."""
     sizes = zip(work.holders, work.written_bytes, strict=True)
     return inbox.room([nbytes for holder, nbytes in sizes if holder != rank])
 
@@ -148,7 +148,7 @@ def forward_parts(
 
 
 def _host_bytes(elements: Elements) -> np.ndarray:
-    """Return the elements of an array in C order as host bytes. Local."""
+    """Return the elements of an array in C order as host bytes."""
     view = elements() if callable(elements) else elements
     if is_device(view):
         host = host_empty(view.size, view.dtype, like=view)
@@ -159,7 +159,7 @@ def _host_bytes(elements: Elements) -> np.ndarray:
 
 
 def write(folder: int, rank: int, work: Work, data: Sequence[Elements], how: WriteOptions) -> bytes:
-    """Write a shard and its table and wait until both are on stable storage. Local.
+    """Write a shard and its table and wait until both are on stable storage.
 
     Returns the head of the table.
     """
@@ -175,7 +175,7 @@ def write(folder: int, rank: int, work: Work, data: Sequence[Elements], how: Wri
 
 
 def put(folder: int, name: str, data: bytes) -> None:
-    """Write a small file and wait until it is on stable storage. Local."""
+    """Write a small file and wait until it is on stable storage."""
     descriptor = files.create(name, folder)
     try:
         files.write_at(descriptor, data, 0)
@@ -187,7 +187,7 @@ def put(folder: int, name: str, data: bytes) -> None:
 def write_shard(
     folder: int, name: str, work: Work, data: Sequence[Elements], how: WriteOptions
 ) -> manifest.File:
-    """Write one shard file; returns its record. Local."""
+    """Write one shard file; returns its record."""
     digest = hashlib.sha256() if how.sha256 else None
     descriptor = files.create(name, folder)
     try:
@@ -204,7 +204,7 @@ def write_shard(
 
 
 def _runs(work: Work, data: Sequence[Elements]) -> Iterator[np.ndarray]:
-    """Yield all bytes of a file in order: small pieces together, zeros behind each. Local."""
+    """Yield all bytes of a file in order: small pieces together, zeros behind each."""
     before, after = work.around
     small, held = [before], len(before)
     for elements, nbytes, gap in zip(data, work.written_bytes, work.gaps, strict=True):

@@ -20,7 +20,7 @@ Source = tuple[int, tuple[int, int] | None]
 
 
 class Work:
-    """The share of a rank, as it is used. Local; all is made when it is first asked for.
+    """The share of a rank, as it is used. All is made when it is first asked for.
 
     Parameters
     ----------

@@ -65,7 +65,7 @@ class Tensors(NamedTuple):
 
 
 def agree(all_ranks: Sequence[Description]) -> Tensors:
-    """Return the tensors that the ranks hold together. Local.
+    """Return the tensors that the ranks hold together.
 
     A name may be missing on some ranks, but where it is present it must be the same thing. Raises
     MismatchError that names ranks.
@@ -92,7 +92,7 @@ def agree(all_ranks: Sequence[Description]) -> Tensors:
 
 
 def agree_on_extras(all_ranks: Sequence[Extras]) -> Extras:
-    """Return the extras that the ranks hold together. Local. Raises MismatchError as `agree`.
+    """Return the extras that the ranks hold together. Raises MismatchError as `agree`.
 
     A server has no data position; who has one must have the same.
     """
@@ -104,7 +104,7 @@ def agree_on_extras(all_ranks: Sequence[Extras]) -> Extras:
 
 
 def check_names(facts: Sequence[Fact], extras: Sequence[Path]) -> None:
-    """Raise where tensors and extras cannot stand in one tree of names. Local."""
+    """Raise where tensors and extras cannot stand in one tree of names."""
     both = sorted(show(path) for path in {fact.path for fact in facts}.intersection(extras))
     if both:
         raise MismatchError(f"save: {both} are arrays on some ranks and plain values on others")
@@ -112,7 +112,7 @@ def check_names(facts: Sequence[Fact], extras: Sequence[Path]) -> None:
 
 
 def in_order(facts: Iterable[Fact]) -> list[Fact]:
-    """Return tensors in the order of all files: parameters first. Local."""
+    """Return tensors in the order of all files: parameters first."""
     return sorted(facts, key=lambda fact: fact.path[0] not in FIRST)
 
 
@@ -133,7 +133,7 @@ def _same(rank: int, path: Path, value, known: dict, tell) -> None:
 
 
 def writers_of(writers: str | int, nodes: Sequence[int]) -> list[int]:
-    """Return the rank that writes for each rank; `nodes` says on which node each one is. Local.
+    """Return the rank that writes for each rank; `nodes` says on which node each one is.
 
     "all": each for itself. "node": the first of its node. A number: so many, evenly spread, each
     for the ranks behind it.
@@ -159,7 +159,7 @@ class Share(NamedTuple):
 
 
 def itemsizes(facts: Sequence[Fact]) -> np.ndarray:
-    """Return the bytes of an element of each tensor. Local."""
+    """Return the bytes of an element of each tensor."""
     known = {name: dtype_of(name).itemsize for name in {fact.dtype for fact in facts}}
     return np.array([known[fact.dtype] for fact in facts], np.int64)
 
@@ -167,7 +167,7 @@ def itemsizes(facts: Sequence[Fact]) -> np.ndarray:
 def shares(
     tensors: Tensors, all_ranks: Sequence[Description], writer_of: Sequence[int]
 ) -> list[Share]:
-    """Return the share of each rank in a save. Local.
+    """Return the share of each rank in a save.
 
     Raises CheckpointError where shards overlap or leave a hole.
     """
@@ -193,7 +193,7 @@ def shares(
 def assign(
     tensors: Tensors, all_ranks: Sequence[Description], writer_of: Sequence[int]
 ) -> np.ndarray:
-    """Return all pieces; the file of each is the rank that gives it. Local. Raises as `shares`."""
+    """Return all pieces; the file of each is the rank that gives it. Raises as `shares`."""
     shapes = [fact.shape for fact in tensors.facts]
     tables, seen = [], set()
     for rank, one in enumerate(all_ranks):
