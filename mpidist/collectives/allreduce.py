@@ -145,7 +145,7 @@ class Handle:
         running.append(self)
 
     def test(self) -> bool:
-        """Make progress; true when the result is there, or an error that `wait` raises. Local."""
+        """Make progress; true when the operation is done, or failed (then `wait` raises)."""
         if self.done or self._inside:
             return self.done
         self._inside = True
@@ -221,7 +221,7 @@ def iallreduce(
 
 
 def _schedule(context: Context, x, op, algorithm: str) -> AllreducePlan:
-    """Return the plan of a schedule, made without waiting for anybody. Local."""
+    """Return the plan of a schedule, made without waiting for anybody."""
     return find(context, x, op, algorithm, agreed=False)
 
 

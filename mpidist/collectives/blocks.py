@@ -16,7 +16,7 @@ from ..errors import ConfigError
 
 
 def rows_of(x) -> tuple[int, int]:
-    """Return the length of the first axis, and elements per row. Local."""
+    """Return the length of the first axis, and elements per row."""
     if x.ndim == 0:
         raise ConfigError("a 0-d array has no first axis to cut blocks from; use x.reshape(1)")
     return x.shape[0], int(np.prod(x.shape[1:], dtype=np.int64))

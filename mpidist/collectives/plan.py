@@ -57,19 +57,19 @@ class CachedPlan:
         context.under_way = False
 
     def owned(self):
-        """Return the plan, which stays now until `release`. Local; all ranks must do it."""
+        """Return the plan, which stays now until `release`. All ranks must do it."""
         self.owners += 1
         return self
 
     def release(self) -> None:
-        """Let go of a plan that is `owned`; the last one drops it. Local; all ranks must do it."""
+        """Let go of a plan that is `owned`; the last one drops it. All ranks must do it."""
         self.owners -= 1
         # What a failed communicator has begun never ends and cannot be freed.
         if not self.owners and not (self.context.failed or self.context.closed):
             self.context.drop(self.place)
 
     def close(self) -> None:
-        """Free what the plan made. Local."""
+        """Free what the plan made."""
         if self.engine is not None:
             self.engine.close()
         self.context.uncount(self.runs)
@@ -133,7 +133,7 @@ class AllreducePlan(CachedPlan):
         copy_into(x, shaped)
 
     def load(self, x, weight=None, *, in_place: bool, pooled: bool = True):
-        """Return `x` as a flat vector of the work dtype for MPI: itself if `in_place`. Local.
+        """Return `x` as a flat vector of the work dtype for MPI: itself if `in_place`.
 
         Otherwise packed in C order into host memory, so ranks may hold the same array in different
         memory orders. `pooled`: that memory belongs to the context's pool.
@@ -152,7 +152,7 @@ class AllreducePlan(CachedPlan):
         return work
 
     def in_place(self, x) -> bool:
-        """Whether `x` can be reduced where it lies: C order, the work dtype, MPI takes it. Local.
+        """Whether `x` can be reduced where it lies: C order, the work dtype, MPI takes it.
 
         Ranks need not answer alike: the messages are the same from host and device memory.
         """
@@ -164,7 +164,7 @@ class AllreducePlan(CachedPlan):
         return not is_device(x) or (self._device_safe and mpi_direct(x))
 
     def store(self, x, work, total, *, in_place: bool) -> None:
-        """Divide a mean and put the result into `x`, rounding once. Local."""
+        """Divide a mean and put the result into `x`, rounding once."""
         if not self.divides:
             finish_mean(self.reduction, work, total)
         if in_place:
@@ -173,7 +173,7 @@ class AllreducePlan(CachedPlan):
             copy_into(x, work.reshape(self.shape))
 
     def close(self) -> None:
-        """Free what the plan made. Local."""
+        """Free what the plan made."""
         if self.short is not None:
             self.short.close()
         super().close()
@@ -186,7 +186,7 @@ def find(
     """Return the plan for `x`, making it when it is not there yet. Collective when made.
 
     Not `agreed`: made without a word to the others, which a schedule allows, for its messages say
-    what they belong to. Local then. A plan with an `extra`, a part of its signature, is for those
+    what they belong to. A plan with an `extra`, a part of its signature, is for those
     who give the same. `slots`: see `AllreducePlan`.
     """
     dtype = x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
@@ -201,7 +201,7 @@ def find(
 
 
 def remember(context: Context, place: tuple, plan: CachedPlan) -> None:
-    """Keep a plan; where there are too many, drop one that has not run lately. Local.
+    """Keep a plan; where there are too many, drop one that has not run lately.
 
     The plans stand in a line. One that ran since the last look goes to its end, the first that did
     not is dropped (the "clock" of page caches): runs are counted anyway, a time of each run is not.

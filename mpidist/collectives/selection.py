@@ -47,12 +47,12 @@ _LARGEST = 64 << 20
 
 
 def size_class(nbytes: int) -> int:
-    """Class of a vector: log2 of its bytes, rounded up; 3 for eight bytes and fewer. Local."""
+    """Class of a vector: log2 of its bytes, rounded up; 3 for eight bytes and fewer."""
     return min(max((nbytes - 1).bit_length(), 3) if nbytes else 3, _LARGEST.bit_length() - 1)
 
 
 def table(comm: MPI.Comm) -> dict[str, dict]:
-    """Return what has been measured and chosen: class -> algorithm and microseconds. Local.
+    """Return what has been measured and chosen: class -> algorithm and microseconds.
 
     JSON-ready: ``{"1048576": {"algorithm": "ring", "ranks": 4, "from": "measured",
     "won": 1.0, "us": {"native": 812.0, "ring": 640.5}}}``; the key is the largest size of the
@@ -63,12 +63,12 @@ def table(comm: MPI.Comm) -> dict[str, dict]:
 
 
 def fingerprint(table: dict[str, dict]) -> str:
-    """Return sixteen hexadecimal digits that stand for the choices of a table. Local."""
+    """Return sixteen hexadecimal digits that stand for the choices of a table."""
     return selection_cache.fingerprint({key: e["algorithm"] for key, e in table.items()})
 
 
 def restore(comm: MPI.Comm, saved: dict[str, dict]) -> None:
-    """Put a table back, as `table` returned it. Local; every rank must pass the same one.
+    """Put a table back, as `table` returned it. Every rank must pass the same one.
 
     Entries measured with another number of ranks are ignored: they are measured anew.
     """
@@ -86,7 +86,7 @@ def restore(comm: MPI.Comm, saved: dict[str, dict]) -> None:
 
 
 def remember_in(comm: MPI.Comm, folder: Path | None) -> None:
-    """Remember choices in `folder`, or nowhere (None), from now on. Local; same on all ranks.
+    """Remember choices in `folder`, or nowhere (None), from now on. All ranks do the same.
 
     What is chosen already stays. The default is the folder of ``MPIDIST_SELECTION_CACHE``.
     """

@@ -44,7 +44,7 @@ class Remembered:
         self.path = folder / f"selection-{self.fingerprint}.json" if folder else None
 
     def read(self, now: float) -> dict[str, dict]:
-        """Return what may be believed at the time `now`; a damaged file is no file. Local."""
+        """Return what may be believed at the time `now`; a damaged file is no file."""
         if self.path is None:
             return {}
         try:
@@ -56,7 +56,7 @@ class Remembered:
             return {}
 
     def keep(self, key: str, entry: dict, now: float) -> None:
-        """Add a fresh entry to the file, if it is clear enough. Local."""
+        """Add a fresh entry to the file, if it is clear enough."""
         clear = margin(entry["us"]) >= MARGIN and entry["won"] >= WON
         if self.path is None or not (clear or self.all_choices):
             return
@@ -69,7 +69,7 @@ class Remembered:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that others see whole or not at all. Local."""
+    """Write a file that others see whole or not at all."""
     # Two jobs may write at once, perhaps on two hosts: names of their own, the last one stays.
     handle, part = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
     try:
@@ -82,7 +82,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def busy(ranks: int) -> bool:
-    """Whether more is running on this machine than its `ranks` ranks of ours. Local."""
+    """Whether this machine runs more than the `ranks` ranks of this job."""
     try:
         return os.getloadavg()[0] > ranks + 1
     except OSError:
@@ -90,18 +90,18 @@ def busy(ranks: int) -> bool:
 
 
 def margin(us: dict[str, float]) -> float:
-    """How many times as long the second best takes as the best; inf without a second. Local."""
+    """How many times as long the second best takes as the best; inf without a second."""
     times = sorted(us.values())
     return times[1] / times[0] if len(times) > 1 and times[0] > 0 else math.inf
 
 
 def fingerprint(facts: dict) -> str:
-    """Return sixteen hexadecimal digits that stand for `facts`. Local."""
+    """Return sixteen hexadecimal digits that stand for `facts`."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def facts_of(node_of: Sequence[int], mpi: Mapping[str, object]) -> dict:
-    """Return what decides which algorithm is the fastest for ranks on these nodes. Local.
+    """Return what decides which algorithm is the fastest for ranks on these nodes.
 
     `node_of` is rank -> node; `mpi` says which MPI it is, and how it is tuned.
     """

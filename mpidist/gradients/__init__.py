@@ -1,1 +1,1 @@
-"""Gradients on their way: buckets, and their exchange while backward still runs."""
+"""Gradient exchange: in buckets, while the backward pass still runs."""

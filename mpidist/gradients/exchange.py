@@ -251,7 +251,7 @@ class Gradients:
             self._arrange([*told, *(name for name in self._names if name not in set(told))])
 
     def ready(self, name: str) -> None:
-        """Say that the gradient `name` is final in this step. Local.
+        """Say that the gradient `name` is final in this step.
 
         A tensor with several `uses` is final when it was said so often.
         """
@@ -273,7 +273,7 @@ class Gradients:
             self.exposed_seconds += time.perf_counter() - began
 
     def refuse(self, what: str, error: MpidistError) -> NoReturn:
-        """Raise `error`, which all ranks hear; what has begun of the step never ends. Local."""
+        """Raise `error`, which all ranks hear; what has begun of the step never ends."""
         if self._next:
             self.context.break_off(error)
             raise error
@@ -366,14 +366,14 @@ class Gradients:
         self._next, self._active = 0, []
 
     def hidden(self) -> float | None:
-        """Share of the exchange that ran behind backward, 0 to 1; None where nothing is. Local."""
+        """Share of the exchange that ran behind backward, 0 to 1; None where nothing is."""
         if not self.alone_seconds or not self.steps:
             return None
         exposed = self.exposed_seconds / self.steps / self.alone_seconds
         return round(min(1.0, max(0.0, 1 - exposed)), 4)
 
     def abandon(self) -> None:
-        """End the thread that makes progress. Local.
+        """End the thread that makes progress.
 
         The memory stays: the other ranks may be anywhere, and messages to it under way.
         """
@@ -384,7 +384,7 @@ class Gradients:
     def close(self) -> None:
         """Give the memory back. Idempotent.
 
-        Local, for nothing is sent; all ranks must do it between the same two operations.
+        Sends nothing; all ranks must call it between the same two operations.
         """
         if self._background is not None:
             for handle in self._background.take():  # of a step that nobody finished

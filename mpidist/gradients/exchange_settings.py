@@ -25,7 +25,7 @@ class Settings(NamedTuple):
 
 
 def check(parameters, given: Mapping) -> Settings:
-    """Return the `Settings` for the arguments of `Gradients`; ConfigError for what is none."""
+    """Return the `Settings` for the arguments of `Gradients`; ConfigError for bad ones."""
     shapes, xp = _shapes(parameters)
     check_name(given["algorithm"], ALLREDUCE)
     bytes_of(given["bucket_bytes"], 0)
@@ -53,7 +53,7 @@ def check(parameters, given: Mapping) -> Settings:
 
 
 def check_order(order, shapes: Mapping) -> list[str]:
-    """Return `order` as a list; ConfigError unless it names every gradient once. Local."""
+    """Return `order` as a list; ConfigError unless it names every gradient once."""
     try:
         names = list(order)
         good = sorted(names) == sorted(shapes)
@@ -65,7 +65,7 @@ def check_order(order, shapes: Mapping) -> list[str]:
 
 
 def facts_of(order) -> dict[str, Any]:
-    """Return what must be equal on all ranks of an order. Local."""
+    """Return what must be equal on all ranks of an order."""
     return {f"order[{k}]": name for k, name in enumerate(order)}
 
 
@@ -137,7 +137,7 @@ def checked_share(share, closed: bool) -> float:
 
 
 def wrong_ready(name, uses: Mapping[str, int], begun: bool) -> MpidistError:
-    """Return what is wrong with a `ready` that nobody waits for. Pure."""
+    """Return the error of a call of `ready` that is not expected. Pure."""
     if not isinstance(name, str) or name not in uses:
         near = nearest(name, uses)
         return ConfigError(f"ready({shown(name)}): no parameter has this name{near}")

@@ -17,7 +17,7 @@ EXTRAS = "(extras)"
 
 
 def with_extras(shapes: Mapping) -> dict:
-    """Return name -> (shape, dtype) in order of place, extras among them. Local.
+    """Return name -> (shape, dtype) in order of place, extras among them.
 
     They lie with the widest real numbers, and in float32 at least, if need be alone: a loss in
     float16 would overflow. That vector is the first.
@@ -32,7 +32,7 @@ def with_extras(shapes: Mapping) -> dict:
 
 
 def allocate(spec: Mapping, xp, rows: tuple[int, ...] = ()) -> tuple[dict, list]:
-    """Return (views by name, vectors) of zeros in private memory, on the device of `xp`. Local.
+    """Return (views by name, vectors) of zeros in private memory, on the device of `xp`.
 
     With ``rows=(k,)`` there are k of each: vectors (k, n), views (k, *shape).
     """
@@ -50,7 +50,7 @@ def allocate(spec: Mapping, xp, rows: tuple[int, ...] = ()) -> tuple[dict, list]
 
 
 def flat_views(parameters: Mapping, rows: tuple[int, ...] = ()) -> tuple[dict, list]:
-    """Return (gradients, vectors) for `parameters`, in private memory beside them. Local.
+    """Return (gradients, vectors) for `parameters`, in private memory beside them.
 
     `rows` as for `allocate`.
     """

@@ -19,7 +19,7 @@ LEAST, MOST = 256 << 10, 25 << 20
 
 
 def bucket_bytes(wanted: int | str, total: int) -> int:
-    """Return the size of a bucket for `total` bytes of gradients; "auto" is a sixteenth. Local."""
+    """Return the size of a bucket for `total` bytes of gradients; "auto" is a sixteenth."""
     if isinstance(wanted, str) and wanted == "auto":
         return min(max(total // 16, LEAST), MOST)
     if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
@@ -28,7 +28,7 @@ def bucket_bytes(wanted: int | str, total: int) -> int:
 
 
 def cut(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
-    """Cut a sequence of tensors of `sizes` bytes into buckets: (first, last + 1) of each. Local.
+    """Cut a sequence of tensors of `sizes` bytes into buckets: (first, last + 1) of each.
 
     A bucket is closed when it has reached `limit`; a tensor is never cut. The first and the last
     are a quarter of that: until the first leaves the wire is idle, and nothing hides the last.

@@ -21,7 +21,7 @@ PAUSE = 0.0005
 
 
 class Background:
-    """Tests handles in a thread of its own, from `push` until `take`. Local."""
+    """Tests handles in a thread of its own, from `push` until `take`."""
 
     def __init__(self):
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:

@@ -84,18 +84,18 @@ class Slot:
         self.version = 0  # torch's count of writes when it was said
 
     def bind(self, view) -> None:
-        """Take a tensor over `view`, as it is now. Local."""
+        """Take a tensor over `view`, as it is now."""
         self.tensor = tensor_over(view)
         self.address = self.tensor.data_ptr()
         self.facts = (self.tensor.dtype, self.tensor.device, self.tensor.shape)
 
     def is_filled(self) -> bool:
-        """Whether p.grad is the tensor over the arena. Local."""
+        """Whether p.grad is the tensor over the arena."""
         grad = self.parameter.grad
         return grad is self.tensor and grad.data_ptr() == self.address
 
     def was_touched(self) -> bool:
-        """Whether p.grad was written or replaced since it was sent. Local."""
+        """Whether p.grad was written or replaced since it was sent."""
         return not self.is_filled() or self.tensor._version != self.version
 
 
@@ -166,7 +166,7 @@ class Attached:
         return self._early and self.gradients.order is not None
 
     def _move(self, slot: Slot) -> None:
-        """Move a gradient to where it belongs, and let p.grad be that. Local."""
+        """Move a gradient to where it belongs, and let p.grad be that."""
         parameter = slot.parameter
         gradient = parameter.grad.detach()
         if slot.tensor.data_ptr() != slot.address:
@@ -241,7 +241,7 @@ class Attached:
             self._begin()
 
     def _collect(self, last: bool) -> None:
-        """Put every gradient into its place, and zeros where there is none. Local."""
+        """Put every gradient into its place, and zeros where there is none."""
         self._used[...] = 1
         for k, slot in enumerate(self._slots):
             missing = slot.parameter.grad is None
@@ -283,7 +283,7 @@ class Attached:
     def close(self) -> None:
         """Let the module be as it was; its last gradients stay. Idempotent.
 
-        Local, for nothing is sent; all ranks must do it between the same two operations.
+        Sends nothing; all ranks must call it between the same two operations.
         """
         if not self._closed:
             self._closed = True
@@ -302,7 +302,7 @@ class Attached:
 
 
 def _trained(module) -> dict:
-    """Return name -> parameter of all that require a gradient, checked. Local."""
+    """Return name -> parameter of all that require a gradient, checked."""
     if not is_module(module):
         raise ConfigError(f"expected a torch.nn.Module, got {shown(module)}")
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -326,7 +326,7 @@ def _touched(name: str) -> ProtocolError:
 
 
 def _watch_steps() -> None:
-    """Look at every step of an optimizer while there is something attached. Local."""
+    """Look at every step of an optimizer while there is something attached."""
     if _owners and not _step_hooks:
         from torch.optim import optimizer  # who has a module has torch
 

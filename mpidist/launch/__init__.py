@@ -1,4 +1,4 @@
-"""How processes start on a machine: what the launcher tells, which launcher, and what keeps them.
+"""How processes start and end on a machine: launchers, cores, child processes, heartbeats.
 
 Everything here is local to a process, and no MPI is imported before `start_checks.initialize`: what
 the launcher says and what is wrong with it (`claims`, `start_checks`), the first line of a run

@@ -1,4 +1,4 @@
-"""Which cores the ranks may use, and what goes wrong with that: found at the start, said once.
+"""Which cores the ranks may use, and whether they share some: checked at the start, reported once.
 
 Three launches look healthy and run at a fraction of their speed: ranks bound to one and the same
 core, all ranks bound to one core of many, and a BLAS that starts a thread per core in every rank.
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 def place(environ: Mapping[str, str]) -> Place:
-    """Return where this process is. Local."""
+    """Return where this process is."""
     cores = tuple(sorted(os.sched_getaffinity(0)))
     threads = blas_threads(environ, len(cores))
     return Place(socket.gethostname(), _machine(), cores, os.cpu_count() or len(cores), threads)
@@ -48,7 +48,7 @@ def _machine() -> str:
 
 
 def blas_threads(environ: Mapping[str, str], cores: int) -> int:
-    """Return how many threads NumPy's BLAS starts: as told, else one for each core. Local."""
+    """Return how many threads NumPy's BLAS starts: the number set, or one per core."""
     for name in _THREADS:
         first = environ.get(name, "").split(",")[0].strip()  # OMP_NUM_THREADS may be a list
         if first.isdigit() and int(first):
@@ -57,7 +57,7 @@ def blas_threads(environ: Mapping[str, str], cores: int) -> int:
 
 
 def warning(places: Sequence[Place]) -> str | None:
-    """Return one line about the worst that is wrong with `places` (rank -> place), or None. Local.
+    """Return one line about the worst that is wrong with `places` (rank -> place), or None.
 
     It says what to do; a host that is right is not mentioned.
     """
@@ -126,7 +126,7 @@ def check(comm, environ: Mapping[str, str]) -> bool:
 
 
 def whole_cores(cores: Sequence[int]) -> set[int]:
-    """Return one number for each physical core: Open MPI counts those, not their threads. Local."""
+    """Return one number for each physical core: Open MPI counts those, not their threads."""
     found = set()
     for core in cores:
         there = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")

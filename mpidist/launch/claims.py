@@ -42,7 +42,7 @@ class Claim(NamedTuple):
 
 
 def claimed_size(environ: Mapping[str, str]) -> Claim | None:
-    """Return what the launcher says in `environ`, or None where nobody launched. Local."""
+    """Return what the launcher says in `environ`, or None if there was no launcher."""
     for variable, launcher in _SIZES:
         value = environ.get(variable, "")
         if value.isdigit():
@@ -55,7 +55,7 @@ def claimed_size(environ: Mapping[str, str]) -> Claim | None:
 
 
 def rank_hint(environ: Mapping[str, str]) -> int:
-    """Return the rank that the launcher gave this process, 0 if unknown. Local, before MPI."""
+    """Return the rank that the launcher gave this process, 0 if unknown; before MPI_Init."""
     for variable in _RANKS:
         if environ.get(variable, "").isdigit():
             return int(environ[variable])
@@ -63,12 +63,12 @@ def rank_hint(environ: Mapping[str, str]) -> int:
 
 
 def srun_mpi(library: str) -> str:
-    """Return what ``srun --mpi=`` must say for an MPI library, by its name or version. Local."""
+    """Return what ``srun --mpi=`` must say for an MPI library, by its name or version."""
     return "pmix" if mpi_name(library).startswith("Open MPI") else "pmi2"
 
 
 def mpi_name(library: str) -> str:
-    """Return name and version from ``MPI.Get_library_version()``: ``Open MPI 5.0.11``. Local."""
+    """Return name and version from ``MPI.Get_library_version()``: ``Open MPI 5.0.11``."""
     patterns = (
         (r"Open MPI v?([\w.]+)", "Open MPI"),
         (r"CRAY MPICH version\s+([\w.]+)", "Cray MPICH"),
@@ -83,7 +83,7 @@ def mpi_name(library: str) -> str:
 
 
 def check_launcher(environ: Mapping[str, str], library: str) -> None:
-    """Refuse a launcher whose PMI makes MPI_Init of this library abort. Local, before MPI_Init.
+    """Refuse a launcher whose PMI makes MPI_Init of this library abort. Call it before MPI_Init.
 
     MPICH built for PMI 1 and 2 ends the process in MPI_Init when it finds PMIx, with an error
     stack that names neither the cause nor the cure.
@@ -95,7 +95,7 @@ def check_launcher(environ: Mapping[str, str], library: str) -> None:
 
 
 def network_for(environ: Mapping[str, str], library: str) -> dict[str, str]:
-    """Return the variables that let MPI_Init of this library meet Slurm's PMI. Local, before MPI.
+    """Return the variables that let MPI_Init of this library meet Slurm's PMI.
 
     MPICH on UCX publishes 4096 bytes of memory behind an address of some hundred, nine values of
     up to 1022 digits. Slurm's pmi2 plugin reads 1024 bytes of a request, name and key included,
@@ -110,7 +110,7 @@ def network_for(environ: Mapping[str, str], library: str) -> dict[str, str]:
 
 
 def check_singletons(size: int, environ: Mapping[str, str], library: str) -> None:
-    """Refuse n programs of one rank each where one job of n ranks was meant. Local.
+    """Refuse n programs of one rank each where one job of n ranks was meant.
 
     Raises
     ------

@@ -23,7 +23,7 @@ class Group(NamedTuple):
     top: Path
 
     def kills(self) -> int | None:
-        """How many of its processes the kernel has killed; None where nobody counts. Local."""
+        """How many of its processes the kernel has killed; None if that is not counted."""
         for _, events in _FILES:
             found = re.search(r"^oom_kill (\d+)", _text(self.folder / events), re.MULTILINE)
             if found:
@@ -31,7 +31,7 @@ class Group(NamedTuple):
         return None
 
     def limit(self) -> int | None:
-        """Bytes that it and the groups above it allow; None for no limit. Local."""
+        """Bytes that it and the groups above it allow; None for no limit."""
         limits = []
         folder = self.folder
         while True:
@@ -45,7 +45,7 @@ class Group(NamedTuple):
 
 
 def group_of(pid: int | str = "self", root: Path = Path("/")) -> Group | None:
-    """Return the memory control group of a process, None where there is none to see. Local."""
+    """Return the memory control group of a process, or None if none is visible."""
     for line in _text(root / f"proc/{pid}/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -60,7 +60,7 @@ def group_of(pid: int | str = "self", root: Path = Path("/")) -> Group | None:
 
 
 def peak_memory(pid: int | str = "self", root: Path = Path("/")) -> int:
-    """Return the most bytes of memory that a process has held at once; 0 if unknown. Local."""
+    """Return the most bytes of memory that a process has held at once; 0 if unknown."""
     found = re.search(r"^VmHWM:\s+(\d+) kB", _text(root / f"proc/{pid}/status"), re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
 

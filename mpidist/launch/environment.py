@@ -18,12 +18,12 @@ ATTEMPT_FOLDER = "MPIDIST_ATTEMPT_FOLDER"
 
 
 def job_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where all attempts of `mpidist launch` at this job find what they keep; None: none. Local."""
+    """Where all attempts of `mpidist launch` at this job find what they keep; None: none."""
     return Path(environ[ATTEMPT_FOLDER]).parent if ATTEMPT_FOLDER in environ else None
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where choices are remembered between runs; None: nowhere. Local.
+    """Where choices are remembered between runs; None: nowhere.
 
     ``$XDG_CACHE_HOME/mpidist``, by default ``~/.cache/mpidist``. ``MPIDIST_SELECTION_CACHE=0``
     switches it off.
@@ -37,5 +37,5 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def mpi_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables by which somebody has tuned MPI itself. Local."""
+    """Return the variables by which somebody has tuned MPI itself."""
     return {k: environ[k] for k in sorted(environ) if k.startswith(_MPI_SETTINGS)}

@@ -25,7 +25,7 @@ _act: Callable[[str, int | None, dict], None] | None = (
 
 
 def fault_point(name: str, number: int | None = None, **about) -> None:
-    """Say that this process is at a point: faults with that name happen here. Local.
+    """Say that this process is at a point: faults with that name happen here.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Faults on order: ``MPIDIST_FAULT="kill@step:20,rank=1"`` and what it means.
+"""Fault injection: ``MPIDIST_FAULT="kill@step:20,rank=1"`` and what it means.
 
     MPIDIST_FAULT = FAULT[;FAULT...]        FAULT = ACTION@POINT[:NUMBER][,KEY=VALUE...]
 
@@ -53,7 +53,7 @@ class Fault:
 
 
 def parse(text: str, size: int = 1) -> list[Fault]:
-    """Read the value of MPIDIST_FAULT for a job of `size` ranks. Local.
+    """Read the value of MPIDIST_FAULT for a job of `size` ranks.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def _whole(text: str, name: str, value: str) -> int | None:
 
 
 def read(environ: Mapping[str, str]) -> Injector:
-    """Return what acts in this process, as the environment says. Local.
+    """Return what acts in this process, as the environment says.
 
     Raises
     ------
@@ -115,7 +115,7 @@ def read(environ: Mapping[str, str]) -> Injector:
 
 
 class Injector:
-    """The faults of one process. Called at every point. Local."""
+    """The faults of one process. Called at every point."""
 
     def __init__(self, faults: list[Fault], rank: int, attempt: int = 0):
         self.faults = [
@@ -174,7 +174,7 @@ class Injector:
 
 
 def act(fault: Fault, where: str, about: Mapping) -> None:
-    """Do it. Local; returns only where the process is meant to go on."""
+    """Do it. Returns only where the process is meant to go on."""
     os.write(2, f"mpidist: fault: {fault.action} at {where}\n".encode())
     match fault.action:
         case "kill":

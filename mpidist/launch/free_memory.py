@@ -8,7 +8,7 @@ _CACHES = ("active", "inactive")
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may still allocate; None where the system does not say. Local.
+    """Bytes that this process may still allocate; None where the system does not say.
 
     The smaller of the node's available memory and what the control groups leave.
     """

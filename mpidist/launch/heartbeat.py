@@ -78,7 +78,7 @@ class Sign(NamedTuple):
 
 
 class Pulse:
-    """The file of a rank, and the thread that beats. Local."""
+    """The file of a rank, and the thread that beats."""
 
     def __init__(self, folder: Path, rank: int, launcher: str = ""):
         self._folder, self._launcher = folder, launcher
@@ -150,7 +150,7 @@ _pulse: Pulse | None = None
 
 
 def join(environ: Mapping[str, str] | None = None) -> None:
-    """Begin to tell, where `mpidist launch` started this process. Local. Twice is fine."""
+    """Begin to tell, where `mpidist launch` started this process. Twice is fine."""
     global _pulse
     environ = os.environ if environ is None else environ
     if _pulse is not None or FOLDER not in environ:
@@ -171,35 +171,35 @@ def _be_silent() -> None:
 
 
 def note(step: int) -> None:
-    """Tell the number of steps that are done. Local; costs nothing without a launcher."""
+    """Tell the number of steps that are done. Costs nothing without a launcher."""
     if _pulse is not None:
         _pulse.note(step)
 
 
 def hear() -> None:
-    """Tell that a signal asked this process to end. Local; costs nothing without a launcher."""
+    """Tell that a signal asked this process to end. Costs nothing without a launcher."""
     if _pulse is not None:
         _pulse.hear()
 
 
 def fail() -> None:
-    """Tell that this process ends the job, by an error of its own. Local; costs nothing, too."""
+    """Tell that this process ends the job, by an error of its own. Costs nothing, too."""
     if _pulse is not None:
         _pulse.fail()
 
 
 def attempt(environ: Mapping[str, str] | None = None) -> int:
-    """Return how often `mpidist launch` has started this job before. Local."""
+    """Return how often `mpidist launch` has started this job before."""
     return int((os.environ if environ is None else environ).get(ATTEMPT, "0"))
 
 
 def launcher_id() -> str:
-    """Return what names this process as a launcher. Local."""
+    """Return what names this process as a launcher."""
     return f"{socket.gethostname()} {os.getpid()} {born('self')}"
 
 
 def is_at_work(launcher: str, elsewhere: bool) -> bool:
-    """Whether the launcher of this name still runs; `elsewhere` is said of other hosts'. Local."""
+    """Whether the launcher of this name still runs; `elsewhere` is said of other hosts'."""
     words = launcher.split()
     if len(words) != 3 or words[0] != socket.gethostname():
         return elsewhere
@@ -207,12 +207,12 @@ def is_at_work(launcher: str, elsewhere: bool) -> bool:
 
 
 def has(folder: Path, name: str) -> bool:
-    """Whether this file is in the folder; other hosts' are seen in a listing first. Local."""
+    """Whether this file is in the folder; other hosts' are seen in a listing first."""
     return any(path.name == name for path in folder.iterdir())
 
 
 def read(folder: Path) -> list[Sign]:
-    """Return what the ranks of an attempt have told so far, by rank. Local."""
+    """Return what the ranks of an attempt have told so far, by rank."""
     signs = []
     for path in folder.glob("rank-*"):
         with contextlib.suppress(OSError, ValueError):

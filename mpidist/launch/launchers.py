@@ -29,7 +29,7 @@ MPICH_YIELDS = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_POLLS_BEFORE_YIE
 
 
 def find_launcher(python: str | os.PathLike | None = None) -> Path:
-    """Find the mpiexec of an interpreter: beside it, else the first on PATH. Local.
+    """Find the mpiexec of an interpreter: the one beside it, otherwise the first on PATH.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def find_launcher(python: str | os.PathLike | None = None) -> Path:
 
 @lru_cache
 def launcher_kind(launcher: str | os.PathLike) -> tuple[str, int]:
-    """Ask a launcher whose it is: ("openmpi" or "mpich", major version). Local."""
+    """Ask a launcher whose it is: ("openmpi" or "mpich", major version)."""
     said = subprocess.run(
         [os.fspath(launcher), "--version"], capture_output=True, text=True, timeout=30
     ).stdout
@@ -65,7 +65,7 @@ def launcher_kind(launcher: str | os.PathLike) -> tuple[str, int]:
 
 
 def launcher_command(n: int, *, mpi: str | os.PathLike | None = None) -> list[str]:
-    """Give the words before the program: ``[mpiexec, ..., "-n", "4"]``. Local.
+    """Give the words before the program: ``[mpiexec, ..., "-n", "4"]``.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def crowding(kind: str, major: int) -> list[str]:
 def launch_environment(
     env: Mapping[str, str] | None = None, *, mpi: str | os.PathLike | None = None
 ) -> dict[str, str]:
-    """Give this process's environment with `env` on top, fit for a fresh launch. Local.
+    """Give this process's environment with `env` on top, fit for a fresh launch.
 
     Without PYTHONDONTWRITEBYTECODE, unless `env` asks for it: every start of every rank would
     compile all modules again.
@@ -114,7 +114,7 @@ def start(
     cwd: str | os.PathLike | None = None,
     mpi: str | os.PathLike | None = None,
 ) -> Started:
-    """Start `args` on n ranks and return at once; call ``finish(timeout)`` on the result. Local.
+    """Start `args` on n ranks and return at once; call ``finish(timeout)`` on the result.
 
     For tests that do something to the job meanwhile: ``job.process.send_signal(...)``,
     ``job.output()``.
@@ -132,7 +132,7 @@ def launch(
     cwd: str | os.PathLike | None = None,
     mpi: str | os.PathLike | None = None,
 ) -> Finished:
-    """Run `args` on n ranks and return what came of it. Local.
+    """Run `args` on n ranks and return what came of it.
 
     Parameters
     ----------

@@ -20,7 +20,7 @@ def born(pid) -> str | None:
 
 
 def runs(pid) -> bool:
-    """Whether a process is there and not only waiting to be buried. Local."""
+    """Whether a process exists and is not a zombie."""
     try:
         return stat_of(pid)[0] not in "ZX"
     except (OSError, IndexError):

@@ -45,7 +45,7 @@ class Finished:
     timed_out: bool = False
 
     def check(self) -> Finished:
-        """Return self, or raise ``RuntimeError`` with both outputs if the command failed. Local."""
+        """Return self, or raise ``RuntimeError`` with both outputs if the command failed."""
         if self.returncode == 0:
             return self
         how = "was ended at its deadline" if self.timed_out else f"exited with {self.returncode}"
@@ -60,7 +60,7 @@ _alive: set[Started] = set()
 
 
 class Started:
-    """A running command; `finish` must be called, and may be called again. Local.
+    """A running command; `finish` must be called, and may be called again.
 
     Parameters
     ----------
@@ -117,7 +117,7 @@ class Started:
         return self.process.pid
 
     def output(self) -> str:
-        """Return what it has written to stdout so far. Local."""
+        """Return what it has written to stdout so far."""
         if self._finished is not None:
             return self._finished.stdout
         return self._read(0)
@@ -129,7 +129,7 @@ class Started:
         return os.pread(file.fileno(), length, 0).decode(errors="replace")
 
     def finish(self, timeout: float = 60) -> Finished:
-        """Wait for the end, at most `timeout` seconds, and end all that is left of it. Local."""
+        """Wait for the end, at most `timeout` seconds, and end all that is left of it."""
         if self._finished is not None:
             return self._finished
         timed_out = False
@@ -180,7 +180,7 @@ class Started:
 
 
 def kill_all() -> None:
-    """Kill all that was started and is not finished. Local, also from a signal handler.
+    """Kill all that was started and is not finished. A signal handler may call it.
 
     It waits for nobody: whoever waits for a command in another thread or frame sees its end there.
     """
@@ -191,12 +191,12 @@ def kill_all() -> None:
 
 
 def run(args, *, env=None, cwd=None, timeout: float = 60) -> Finished:
-    """Run a command to its end or its deadline and leave no process of it behind. Local."""
+    """Run a command to its end or its deadline and leave no process of it behind."""
     return Started(args, env=env, cwd=cwd).finish(timeout)
 
 
 def marked(mark: str, variable: str = MARK) -> list[int]:
-    """Pids of the living processes that inherited `mark`, in an environment variable. Local."""
+    """Pids of the living processes that inherited `mark`, in an environment variable."""
     wanted = f"{variable}={mark}".encode()
     pids = []
     for entry in Path("/proc").iterdir():
@@ -209,7 +209,7 @@ def marked(mark: str, variable: str = MARK) -> list[int]:
 
 
 def signal_all(pids: Sequence[int], number: int) -> None:
-    """Send a signal to several processes as if at one moment, however slow the sender is. Local.
+    """Send a signal to several processes as if at one moment, however slow the sender is.
 
     They stand still until each has it: a job that ends at the first rank's signal could otherwise
     be over, or have put its handlers away, before the last rank's is sent.
@@ -220,7 +220,7 @@ def signal_all(pids: Sequence[int], number: int) -> None:
 
 
 def mpi_segments(pids: list[int]) -> set[Path]:
-    """Files in /dev/shm that the MPI library of these processes has mapped. Local."""
+    """Files in /dev/shm that the MPI library of these processes has mapped."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -232,7 +232,7 @@ def mpi_segments(pids: list[int]) -> set[Path]:
 
 
 def forgotten_segments(age: float) -> set[Path]:
-    """Files in /dev/shm that MPICH has made in the last `age` seconds and nobody has mapped. Local.
+    """Files in /dev/shm that MPICH has made in the last `age` seconds and nobody has mapped.
 
     Ranks that are killed in MPI_Init have not removed the name yet, and are gone before anybody
     could see what they map. It looks twice: of a rank that begins the file is there first.
@@ -255,7 +255,7 @@ def forgotten_segments(age: float) -> set[Path]:
 
 
 def remove_session(pid: int, env: Mapping[str, str]) -> None:
-    """Remove the session folder of an Open MPI launcher that is no more. Local.
+    """Remove the session folder of an Open MPI launcher that is no more.
 
     A launcher that is killed leaves it behind, and the next one to get its number refuses to start:
     "The PMIx server's listener thread failed to start". So this belongs behind the end of a
@@ -273,7 +273,7 @@ def remove_session(pid: int, env: Mapping[str, str]) -> None:
 
 
 def end_marked(mark: str, patience: float = 5, variable: str = MARK) -> None:
-    """Kill every process that inherited `mark` and wait until all are gone. Local."""
+    """Kill every process that inherited `mark` and wait until all are gone."""
     deadline = time.monotonic() + patience
     while (pids := marked(mark, variable)) and time.monotonic() < deadline:
         for pid in pids:

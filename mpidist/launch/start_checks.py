@@ -27,7 +27,7 @@ _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "asimd", "sve")
 
 
 def fingerprint() -> dict[str, str]:
-    """Return the versions of everything that must be the same on all ranks. Local.
+    """Return the versions of everything that must be the same on all ranks.
 
     cupy, HDF5 and the CUDA driver are in it only where this process has loaded them: loading
     them to look would cost more than the look is worth.
@@ -75,7 +75,7 @@ def _cpu() -> str:
 def compare(
     fingerprints: Sequence[Mapping[str, str]], keys: Sequence[str] = _MUST_AGREE
 ) -> str | None:
-    """Return one line that names what differs, on which hosts, and the cure; None if equal. Local.
+    """Return one line that names what differs, on which hosts, and the cure; None if equal.
 
     A key that a rank does not have is not compared with it.
     """
@@ -147,7 +147,7 @@ def check_launch(
 
 
 def initialize(environ: MutableMapping[str, str]):
-    """Check the launcher, then initialise MPI, and return mpi4py's ``MPI``. Local.
+    """Check the launcher, then initialise MPI, and return mpi4py's ``MPI``.
 
     `environ` is ``os.environ``, to which `network_for` may add.
 

@@ -33,7 +33,7 @@ def startup_line(comm, topology, environ: Mapping[str, str], *more: str) -> str:
 
 
 def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """Count the GPUs this process may use, without waking any of them. Local."""
+    """Count the GPUs this process may use, without waking any of them."""
     for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if variable in environ:
             named = [name for name in environ[variable].split(",") if name.strip()]
@@ -42,7 +42,7 @@ def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> in
 
 
 def describe_gpus(per_host: Sequence[int]) -> str:
-    """Say it in words: ``no GPU``, ``4 GPUs per host``, ``0 to 4 GPUs per host``. Local."""
+    """Say it in words: ``no GPU``, ``4 GPUs per host``, ``0 to 4 GPUs per host``."""
     low, high = min(per_host), max(per_host)
     if high == 0:
         return "no GPU"
@@ -51,7 +51,7 @@ def describe_gpus(per_host: Sequence[int]) -> str:
 
 
 def transport(environ: Mapping[str, str], library: str, single_host: bool) -> str:
-    """Say what bytes travel on, as far as the environment tells. Local.
+    """Say what bytes travel on, as far as the environment tells.
 
     MPI has no call that answers this, so an answer is given only where it was chosen by a
     variable, or where all ranks share one host.
@@ -80,7 +80,7 @@ def transport(environ: Mapping[str, str], library: str, single_host: bool) -> st
 
 
 def verbosity_hint(library: str) -> str:
-    """Say how the MPI library itself is made to talk; ours is ``MPIDIST_VERBOSE=2``. Local."""
+    """Say how the MPI library itself is made to talk; ours is ``MPIDIST_VERBOSE=2``."""
     if "Open MPI" in library:
         return "MPI's own messages: OMPI_MCA_btl_base_verbose=30 OMPI_MCA_pml_base_verbose=10"
     return "MPI's own messages: MPIR_CVAR_DEBUG_SUMMARY=1 (libfabric: FI_LOG_LEVEL=info)"

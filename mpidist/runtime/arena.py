@@ -120,7 +120,7 @@ def _close(file: int | None) -> None:
 
 
 def first_problem(comm, problem: str | None, wait: Wait) -> str | None:
-    """Return the problem of the first rank that has one, on all ranks; None: nobody. Collective."""
+    """Return, on all ranks, the problem of the first rank with one, or None. Collective."""
     who = np.array([comm.rank if problem else comm.size], np.int64)
     wait(comm.Iallreduce(MPI.IN_PLACE, who, MPI.MIN).Test)
     if who[0] == comm.size:
@@ -256,7 +256,7 @@ class Arena(Mapping):
         return len(self._views)
 
     def take_lines(self, count: int) -> int | None:
-        """Reserve `count` cache lines of ``lines``; None when they are used up. Local."""
+        """Reserve `count` cache lines of ``lines``; None when they are used up."""
         first = self._free_line
         if (first + count) * 8 * _LINE > _HEAD:
             return None
@@ -264,14 +264,14 @@ class Arena(Mapping):
         return first * _LINE
 
     def check_open(self) -> None:
-        """Raise ClosedError where the arena was closed. Local."""
+        """Raise ClosedError where the arena was closed."""
         if self._closed:
             raise ClosedError("this arena was closed")
 
     def close(self) -> None:
         """Give the memory back as soon as no view of it is left. Idempotent.
 
-        Local, for nothing is sent; all ranks must do it between the same two operations.
+        Sends nothing; all ranks must call it between the same two operations.
         """
         if not self._closed:
             self._closed = True
@@ -319,7 +319,7 @@ def _layout(spec) -> list[Group]:
 
 
 def _facts(layout: list[Group], ranks_per_node) -> dict:
-    """Return what must be equal on all ranks. Local."""
+    """Return what must be equal on all ranks."""
     tensors = sorted((t[0], *t[1:3], group.dtype) for group in layout for t in group.tensors)
     facts: dict = {f"tensor {k}": (name, shape, str(kind)) for k, name, shape, kind in tensors}
     facts["ranks_per_node"] = whole_nodes(ranks_per_node)
@@ -327,7 +327,7 @@ def _facts(layout: list[Group], ranks_per_node) -> dict:
 
 
 def whole_nodes(ranks_per_node) -> int | None:
-    """Return `ranks_per_node` as a plain number; ConfigError unless it is one, or None. Local."""
+    """Return `ranks_per_node` as a plain number; ConfigError unless it is one, or None."""
     if ranks_per_node is None:
         return None
     try:

@@ -1,9 +1,9 @@
 """Host memory that operations need while they run, kept for the next one: bounded in bytes.
 
 Plans of many shapes would each keep a work vector and scratch of their own, though only one of
-them runs at a time. Here they share: a buffer belongs to nobody between two operations. Sizes are
-rounded up to one of four steps per power of two, so that nearly equal shapes find the same buffer,
-and at most a fifth is wasted.
+them runs at a time. Here they share buffers: between two operations a buffer is free for any of
+them. Sizes are rounded up to one of four steps per power of two, so that nearly equal shapes find
+the same buffer, and at most a fifth is wasted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rounded(nbytes: int) -> int:
 
 
 class BufferPool:
-    """Idle buffers of one communicator. Local.
+    """Idle buffers of one communicator.
 
     Attributes
     ----------

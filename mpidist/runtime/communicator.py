@@ -12,7 +12,7 @@ from ..events import is_ours
 
 
 def check_comm(comm) -> None:
-    """Raise ConfigError unless `comm` is a communicator that all who are in it can work on. Local.
+    """Raise ConfigError unless `comm` is a communicator that all who are in it can work on.
 
     The line names the public function that was called.
     """
@@ -22,7 +22,7 @@ def check_comm(comm) -> None:
 
 
 def handle_of(comm) -> int:
-    """Return MPI's handle of a communicator, also of one that was freed. Local; or ConfigError."""
+    """Return MPI's handle of a communicator, also of one that was freed. Or raise ConfigError."""
     if not isinstance(comm, MPI.Comm):
         check_comm(comm)
     return comm.handle

@@ -104,13 +104,13 @@ class Context:
         *,
         numbers: bool = False,
     ) -> events.Runs:
-        """Return a new `Runs` that belongs to this context until `uncount`. Local."""
+        """Return a new `Runs` that belongs to this context until `uncount`."""
         runs = events.Runs(counters, reader, numbers)
         self.runs.append(runs)
         return runs
 
     def uncount(self, runs: events.Runs) -> None:
-        """Forget `runs`, not what they sent. Local; all ranks must do it at the same operation."""
+        """Forget `runs`, not what they sent. All ranks must do it at the same operation."""
         runs.take(self.sent)
         self.runs.remove(runs)
         if runs.numbers:
@@ -128,15 +128,15 @@ class Context:
         return self.begun + sum(runs.number() for runs in self.runs if runs.numbers)
 
     def operation(self, sequence: int) -> Signature | None:
-        """Return the signature of an operation; None for one forgotten or yet to come. Local."""
+        """Return the signature of an operation; None for one forgotten or yet to come."""
         back = self.sequence - sequence
         return self.history[-1 - back] if 0 <= back < len(self.history) else None
 
     def begin(self, signature: Signature, runs: events.Runs | None = None) -> int:
         """Begin the next operation; every rank's n-th call must have the same signature.
 
-        Counts it in `runs`. Returns a number for `tag`, the same on all ranks and of no other
-        operation with a tag; 0 where `runs` number the operations, which then have no tag.
+        Counts it in `runs`. Returns a number for `tag`: the same on all ranks, and another one for
+        each operation that has a tag. If `runs` number the operations, these have no tag: 0.
         """
         if self.stopped and (self.failed or self.caller != threading.get_ident()):
             self.check_free(signature.kind)
@@ -152,7 +152,7 @@ class Context:
     def check_free(self, kind: str) -> bool:
         """Raise what forbids this thread to begin an operation now; whether it is in a call.
 
-        Local, but for the first time after an exception: see `raised`.
+        The first call after an exception is collective: see `raised`.
         """
         self._check_thread(kind)
         if self.failed:
@@ -224,7 +224,7 @@ class Context:
     # -- exceptions --------------------------------------------------------------------
 
     def call(self, kind: str) -> Call:
-        """Return a ``with`` for a public call of the name `kind`. Local.
+        """Return a ``with`` for a public call of the name `kind`.
 
         Raises ProtocolError while another thread has a call under way. An exception inside it is
         told to the other ranks: see `raised`, `break_off`. May be nested in one thread.
@@ -233,7 +233,7 @@ class Context:
         return Call(self, kind)
 
     def raised(self, error: BaseException) -> None:
-        """Tell the others that `error` came in place of this rank's next operation. Local.
+        """Tell the others that `error` came in place of this rank's next operation.
 
         A rank that is in that operation, or comes to it, raises MismatchError with these words.
         Before its next operation this rank makes sure that all have raised in its place. So the
@@ -248,7 +248,7 @@ class Context:
         self.statuses.tell_raised(self.sequence)
 
     def break_off(self, error: BaseException, sequence: int | None = None) -> None:
-        """Give up an operation that has begun, here and on all other ranks. Local.
+        """Give up an operation that has begun, here and on all other ranks.
 
         Who waits for this rank raises MismatchError naming it and `error`; nothing more can be done
         on this communicator. Does not raise; the caller raises `error` again.
@@ -266,14 +266,14 @@ class Context:
         self.statuses.sentence(str(error) if crossed else text, CROSSED if crossed else BROKEN)
 
     def escaped(self, error: BaseException) -> None:
-        """Tell the others of what was raised on the way into a call, unless they know. Local."""
+        """Tell the others of what was raised on the way into a call, unless they know."""
         if was_told(error, self) or self.failed or self.closed or self.caller is not None:
             return
         self.raised(error)
         self.stopped = bool(self.failed) or self.unconfirmed
 
     def give_up(self, text: str) -> None:
-        """Begin nothing any more, and make no progress for what has begun. Local."""
+        """Begin nothing any more, and make no progress for what has begun."""
         self.failed, self.stopped = text, True
         self._abandon()
 
@@ -306,7 +306,7 @@ class Context:
     # -- end ---------------------------------------------------------------------------
 
     def drop(self, key) -> None:
-        """Close a plan and forget it. Local; all ranks must drop the same ones."""
+        """Close a plan and forget it. All ranks must drop the same ones."""
         self.quick.pop(key[1:], None)
         self.plans.pop(key).close()
 

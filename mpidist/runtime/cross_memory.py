@@ -52,7 +52,7 @@ class CrossMemory:
         self._prove(comm, problem)
 
     def holds(self, address: int, nbytes: int) -> bool:
-        """Whether this rank's memory there is such that the kernel copies it. Local.
+        """Whether this rank's memory there is such that the kernel copies it.
 
         Memory that a driver has mapped (pinned for a GPU, say) need not be.
         """
@@ -65,7 +65,7 @@ class CrossMemory:
         return True
 
     def read(self, rank: int, address: int, target: int, nbytes: int) -> None:
-        """Copy `nbytes` from `address` of local rank `rank` to `target` of this one. Local.
+        """Copy `nbytes` from `address` of local rank `rank` to `target` of this one.
 
         Raises MpidistError where the kernel copies less: the other process ended, or its memory
         is not ordinary memory. The same holds for `write`.
@@ -73,7 +73,7 @@ class CrossMemory:
         self._copy(self._read, rank, address, target, nbytes)
 
     def write(self, rank: int, address: int, source: int, nbytes: int) -> None:
-        """Copy `nbytes` from `source` of this rank to `address` of local rank `rank`. Local."""
+        """Copy `nbytes` from `source` of this rank to `address` of local rank `rank`."""
         self._copy(self._write, rank, address, source, nbytes)
 
     def _copy(self, call, rank: int, address: int, mine: int, nbytes: int) -> None:

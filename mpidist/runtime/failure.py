@@ -1,4 +1,4 @@
-"""One rank's failure ends the job, and is told once.
+"""A failure of one rank ends the job and is reported once.
 
 Left alone, a rank whose Python program raises goes to MPI_Finalize and waits there for ranks that
 wait for it: the job hangs with the traceback lost among hours of silence. `install_hook` makes
@@ -80,7 +80,7 @@ def install_hook(comm: MPI.Comm) -> None:
 
 
 def hook(comm: MPI.Comm) -> None:
-    """Do the part of `install_hook` that needs no other rank. Local, by one thread at a time."""
+    """Do the part of `install_hook` that needs no other rank. One thread at a time."""
     global _installed, _hook_before, _thread_hook_before
     check_comm(comm)
     if not _installed:
@@ -99,7 +99,7 @@ def hook(comm: MPI.Comm) -> None:
 
 
 def claim_exit_barrier(comm: MPI.Comm) -> bool:
-    """Whether the job's exit barrier, of which there is one, is to be made of `comm`. Local.
+    """Whether the job's exit barrier, of which there is one, is to be made of `comm`.
 
     True once, for one that has all ranks. Where threads make contexts in orders of their own, the
     answer of one process must count for all of them.
@@ -113,7 +113,7 @@ def claim_exit_barrier(comm: MPI.Comm) -> bool:
 
 
 def first_of_job(comm: MPI.Comm) -> int:
-    """Return the rank of the job's first process; 0 where it is not in `comm`. Local."""
+    """Return the rank of the job's first process; 0 where it is not in `comm`."""
     mine, everyone = comm.Get_group(), MPI.COMM_WORLD.Get_group()
     (rank,) = everyone.Translate_ranks([0], mine)
     mine.Free()
@@ -122,7 +122,7 @@ def first_of_job(comm: MPI.Comm) -> int:
 
 
 def set_exit_barrier(comm: MPI.Comm) -> None:
-    """Leave by `comm`, a duplicate that all ranks have made. Local."""
+    """Leave by `comm`, a duplicate that all ranks have made."""
     global _exit_barrier
     _unclaimed.clear()
     _exit_barrier = comm
@@ -143,7 +143,7 @@ def _become_child() -> None:
 
 
 def is_child() -> bool:
-    """Whether this process was forked by a rank, and so has no part in its job. Local."""
+    """Whether this process was forked by a rank, and so has no part in its job."""
     return _child
 
 
@@ -224,7 +224,7 @@ def _announce() -> None:
 
 
 def unlink_segments(prefixes: tuple[str, ...] = _SEGMENTS) -> None:
-    """Remove the names of the shared memory that the MPI library of this process has made. Local.
+    """Remove the names of the shared memory that the MPI library of this process has made.
 
     For a process that may be killed, or is about to be: MPICH leaves megabytes in /dev/shm behind
     a job that was aborted. The memory itself stays with whoever has it mapped.
@@ -247,7 +247,7 @@ def _abort(code: int) -> None:
 
 
 def wait_for_the_reader(seconds: float = READ_BY) -> bool:
-    """Wait so long for a launcher to take what this process has said; whether it has. Local."""
+    """Wait up to so long until the launcher has read this process's output; whether it has."""
     deadline = time.monotonic() + seconds
     while (unread := any(map(_unread, (1, 2)))) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -266,21 +266,21 @@ def _unread(descriptor: int) -> int:
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code that `error` stands for. Local."""
+    """Return the exit code that `error` stands for."""
     if isinstance(error, KeyboardInterrupt):
         return 130
     return error.exit_code if isinstance(error, MpidistError) else 1
 
 
 def speaks_in_one_line(error: BaseException) -> bool:
-    """Whether `error` is told without a traceback: bad input, or raised on all ranks. Local."""
+    """Whether `error` is printed without a traceback: bad input, or raised on all ranks."""
     if events.VERBOSITY >= 2 or not isinstance(error, MpidistError):
         return False
     return error.everywhere or error.exit_code == ConfigError.exit_code
 
 
 def one_line(error: BaseException) -> str:
-    """Return the line that stands for `error`, with the line of the user's program. Local."""
+    """Return the line that stands for `error`, with the line of the user's program."""
     where = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
@@ -359,7 +359,7 @@ def _recording_exit(status=None):
 
 
 def asked_exit_code() -> int:
-    """Return what the last ``sys.exit`` of this process asked for; 0 before any. Local."""
+    """Return what the last ``sys.exit`` of this process asked for; 0 before any."""
     return _exit_code
 
 

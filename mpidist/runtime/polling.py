@@ -28,7 +28,7 @@ def wait_until(
     on_wait: Callable[[float], None] | None = None,
     patience: float | None = None,
 ) -> None:
-    """Return as soon as `test()` is true. Local; adds to `waited`.
+    """Return as soon as `test()` is true. Adds to `waited`.
 
     Parameters
     ----------

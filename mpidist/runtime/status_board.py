@@ -95,7 +95,7 @@ class Board:
         return False
 
     def write(self, record: dict) -> None:
-        """Publish this rank's record. Local."""
+        """Publish this rank's record."""
         text = json.dumps(record, separators=(",", ":")).encode()
         while len(text) > RECORD:
             # Only the two texts can be long; the shorter of them is worth more.
@@ -107,7 +107,7 @@ class Board:
             os.pwrite(fd, text.ljust(RECORD, b"\0"), self.rank * RECORD)
 
     def read(self) -> list[dict | None]:
-        """Return all ranks' records; None where none was written or it was torn. Local."""
+        """Return all ranks' records; None where none was written or it was torn."""
         with self._file(os.O_RDONLY) as fd:
             data = os.pread(fd, RECORD * self.size, 0)
         records: list[dict | None] = []
@@ -134,7 +134,7 @@ class Board:
             os.close(fd)
 
     def close(self, *, last: bool = False) -> None:
-        """Close the file; the `last` one removes a file that still has a name. Local."""
+        """Close the file; the `last` one removes a file that still has a name."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None

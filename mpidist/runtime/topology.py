@@ -103,11 +103,11 @@ class Topology:
         return self._inter_comm
 
     def members(self, node: int) -> tuple[int, ...]:
-        """Return the ranks of `node`, ascending. Local."""
+        """Return the ranks of `node`, ascending."""
         return tuple(rank for rank, of in enumerate(self.node_of) if of == node)
 
     def describe(self) -> str:
-        """Return one line: ``8 ranks on 2 hosts (n1, n2), 4 per host``. Local."""
+        """Return one line: ``8 ranks on 2 hosts (n1, n2), 4 per host``."""
         if self.faked:
             names = list(dict.fromkeys(self.hosts))
             where = f"{_count(len(names), 'host')} ({_some(names)}) as {_count(self.nodes, 'node')}"
@@ -169,7 +169,7 @@ def _agreed(comm, doing: str, ranks_per_node) -> int | None:
 
 
 def _leader(comm: MPI.Comm, intra_comm: MPI.Comm) -> int:
-    """Return the rank in `comm` of the lowest rank of a node. Local."""
+    """Return the rank in `comm` of the lowest rank of a node."""
     mine, everyone = intra_comm.Get_group(), comm.Get_group()
     (leader,) = mine.Translate_ranks([0], everyone)
     mine.Free()

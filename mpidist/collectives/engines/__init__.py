@@ -1,4 +1,4 @@
-"""What carries a reduction out: the executor of schedules, MPI's own calls, and a node's memory.
+"""Engines carry out reductions: by schedules, by MPI's own calls, or in a node's shared memory.
 
 `programs` picks the engine for a schedule. Everything that an engine needs of plans is handed in,
 so that nothing here knows a public function.

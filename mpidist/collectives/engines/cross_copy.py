@@ -77,7 +77,7 @@ class CrossProgram(NodeProgram):
         self.counters = Counters(shared_bytes=moved[COPY], bytes_reduced=moved[REDUCE])
 
     def prepare(self, x: np.ndarray) -> None:
-        """Tell the others where `x` lies. Local, before the first sync of the operation."""
+        """Tell the others where `x` lies. Before the first sync of the operation."""
         # They write into it. If this is broken off, it must not become other memory meanwhile.
         self._held = x
         address = x.ctypes.data

@@ -61,7 +61,7 @@ _testsome, _BYTE = MPI.Request.Testsome, MPI.BYTE
 
 
 def heading(context, key: int) -> bytes:
-    """Return the header of an operation that this rank has just begun. Local.
+    """Return the header of an operation that this rank has just begun.
 
     Its signature's key, and what `context.chain` knows of the operations before it.
     """
@@ -69,7 +69,7 @@ def heading(context, key: int) -> bytes:
 
 
 def hear_first(context) -> None:
-    """Raise what the others have said meanwhile, for a rank that comes late. Local.
+    """Raise the error that other ranks have reported, for a rank that begins late.
 
     A rank that has broken the operation off keeps what it sends for `GRACE` seconds, not for ever.
     """
@@ -103,7 +103,7 @@ class Engine:
 
 
 class Program(Engine):
-    """A schedule made ready for vectors of `n` elements of one dtype. Local; re-used every step."""
+    """A schedule made ready for vectors of `n` elements of one dtype. Used again at every step."""
 
     def __init__(self, context, steps: list[Step], n: int, dtype: np.dtype, ufunc: np.ufunc):
         limit = max(1, MAX_MESSAGE // dtype.itemsize)
@@ -127,7 +127,7 @@ class Program(Engine):
             raise
 
     def scratch(self, data):
-        """Return scratch for a run on `data`; those at the same time need each their own. Local."""
+        """Return scratch for a run on `data`; those at the same time need each their own."""
         if is_device(data):  # that has a pool of cupy's
             return mpi_empty(self.scratch_size, self.dtype, like=data)
         if self.scratch_size * self.dtype.itemsize <= POOLED_BYTES:
@@ -153,7 +153,7 @@ class Run:
 
     Begins at once; poll `test`. `data` is host memory, or device memory that MPI takes; scratch
     lies where the data does. Where another `header` comes MismatchError is raised; without one
-    none is sent. Local.
+    none is sent.
     """
 
     def __init__(self, program: Program, data, tag: int, header: bytes):
@@ -188,7 +188,7 @@ class Run:
                 time.sleep(0.0005)
 
     def test(self) -> bool:
-        """Make progress; true when this rank's part is done. Local.
+        """Make progress; true when this rank's part is done.
 
         False for a thread that comes while another one is in here, and after an exception.
         """
@@ -205,7 +205,7 @@ class Run:
             self._testing.release()
 
     def progress(self, ready: list[int] | None = None) -> bool:
-        """Do what `test` does, for the one thread that has this run. Local.
+        """Do what `test` does, for the one thread that has this run.
 
         Begins the steps that are `ready`, or that what has come in releases, and what each of them
         releases. A list, not recursion: chains are long. Nor calls: MPI is entered from here.
@@ -301,7 +301,7 @@ class Run:
         return self.data[start:stop]
 
     def _headed(self, view):
-        """Return a short first message behind its header. Local."""
+        """Return a short first message behind its header."""
         if not self.device:
             return self.header + view.tobytes()
         buffer = bytearray(len(self.header) + view.nbytes)
@@ -310,7 +310,7 @@ class Run:
         return buffer
 
     def _open(self, i: int) -> bool:
-        """Look at the first message of a channel; whether its data came with the header. Local."""
+        """Look at the first message of a channel; whether its data came with the header."""
         inbox, header = self.inboxes.pop(i), self.header
         if not inbox.startswith(header):
             self._mismatch(inbox)

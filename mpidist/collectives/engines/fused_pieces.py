@@ -34,7 +34,7 @@ POISON = -1
 
 
 def can_overlap(arena: Arena, algorithm: str) -> bool:
-    """Whether parts of `arena` can travel in the background. Local.
+    """Whether parts of `arena` can travel in the background.
 
     Within one node nothing travels: adding is work for the same cores, early or late.
     """
@@ -101,19 +101,19 @@ class LaneBucket:
             raise
 
     def break_off(self, error: BaseException, sequence: int | None = None) -> None:
-        """Let no rank of the node pass a line of this bucket, and tell all ranks why. Local."""
+        """Stop all ranks of the node at the next barrier of this bucket, and tell them why."""
         for line in (self.line, self.line + 8):
             self.lines[self.mine][line] = POISON
         self.context.break_off(error, sequence)
 
     def arrive(self, line: int) -> None:
-        """Tell the node that this rank is at one of the two lines. Local."""
+        """Tell the node that this rank is at one of the two lines."""
         mine = self.lines[self.mine]
         mine[line + 1 + self.count % 2] = self.key
         mine[line] = self.count
 
     def everyone_at(self, line: int) -> bool:
-        """Whether all ranks of the node are there, in this operation. Local."""
+        """Whether all ranks of the node are there, in this operation."""
         count, lines = self.count, self.lines
         for other in self.others:
             there = lines[other][line]
@@ -145,7 +145,7 @@ class LaneRun:
         running.append(self)
 
     def test(self) -> bool:
-        """Make progress; true when the bucket holds the sum on this node. Local.
+        """Make progress; true when the bucket holds the sum on this node.
 
         A thread that comes while another is in here learns only that it is not done.
         """

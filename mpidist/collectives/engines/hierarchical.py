@@ -29,12 +29,12 @@ from .reductions import Reduction
 
 
 def lanes_of(topology: Topology) -> int:
-    """How many ranks of each node exchange with other nodes: the size of the smallest. Local."""
+    """How many ranks of each node exchange with other nodes: the size of the smallest."""
     return int(np.bincount(topology.node_of).min())
 
 
 def peers_of(topology: Topology, lane: int) -> list[int]:
-    """Return the rank that takes part in `lane`, of each node. Local; one pass over the ranks."""
+    """Return the rank that takes part in `lane`, of each node. One pass over the ranks."""
     nodes = np.asarray(topology.node_of)
     by_node = np.argsort(nodes, kind="stable")  # a node's ranks one after the other, ascending
     starts = np.cumsum(np.bincount(nodes)) - np.bincount(nodes)
@@ -53,7 +53,7 @@ def lane_steps(
 
 
 def total_of(*programs) -> Counters:
-    """Return what the programs send together; None counts for nothing. Local."""
+    """Return what the programs send together; None counts for nothing."""
     total = Counters()
     for program in programs:
         if program is not None:

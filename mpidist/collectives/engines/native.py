@@ -41,7 +41,7 @@ _MANTISSA = {"f4": 24, "f8": 53, "i4": 31, "i8": 62, "u4": 31, "u8": 62}
 
 
 def header_values(key: int, code: str, size: int) -> np.ndarray | None:
-    """Cut `key` into eight bytes of elements whose sum over `size` ranks is exact. Local.
+    """Cut `key` into eight bytes of elements whose sum over `size` ranks is exact.
 
     Returns None where the ranks are too many for the elements of type `code` to carry enough.
     """
@@ -53,7 +53,7 @@ def header_values(key: int, code: str, size: int) -> np.ndarray | None:
 
 
 def can_stage(reduction: Reduction, n: int, size: int) -> bool:
-    """Whether `Staged` can run this: a sum of a few kilobytes of plain numbers. Local."""
+    """Whether `Staged` can run this: a sum of a few kilobytes of plain numbers."""
     code = f"{reduction.work.kind}{reduction.work.itemsize}"
     return (
         reduction.ufunc is np.add
@@ -117,7 +117,7 @@ class Staged:
         )
 
     def close(self) -> None:
-        """Free the persistent request. Local."""
+        """Free the persistent request."""
         self.request.Free()
 
 
@@ -266,7 +266,7 @@ class Handshake:
         return False
 
     def close(self) -> None:
-        """Free the persistent request. Local."""
+        """Free the persistent request."""
         self.request.Free()
 
 

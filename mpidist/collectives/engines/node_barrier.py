@@ -74,11 +74,11 @@ class NodeBarrier:
         self.keys = table[:, KEYS], table[:, KEYS + 1]
 
     def announce(self, key: int) -> None:
-        """Say which operation begins; `check` compares after the next sync. Local."""
+        """Say which operation begins; `check` compares after the next sync."""
         self.lines[self.mine + KEYS + (self.count + 1) % 2] = key
 
     def check(self, key: int) -> None:
-        """Raise MismatchError unless all ranks announced `key`. Local, after the first sync."""
+        """Raise MismatchError unless all ranks announced `key`. Comes after the first sync."""
         if self.many:
             if self.keys[self.count % 2].tobytes() != same_keys(key, len(self.counters)):
                 self.context.disagree()
@@ -88,7 +88,7 @@ class NodeBarrier:
                 self.context.disagree()
 
     def all_told(self) -> bool:
-        """Whether all ranks have told an address. Local, after a sync."""
+        """Whether all ranks have told an address. Comes after a sync."""
         return bool(self.addresses.all())
 
     def sync(self) -> None:
@@ -115,7 +115,7 @@ class NodeBarrier:
         self.context.wait(lambda: self.arrived(count))
 
     def arrived(self, count: int) -> bool:
-        """Whether all ranks have arrived at sync `count`; raises if one never will. Local."""
+        """Whether all ranks have arrived at sync `count`; raises if one never will."""
         lines = self.lines
         if self.many and (first := least(self.counters)) >= 0:
             return first >= count
@@ -128,7 +128,7 @@ class NodeBarrier:
         return True
 
     def leave(self, error: BaseException) -> None:
-        """Break off the operation under way: nobody passes another sync with this rank. Local."""
+        """Break off the operation under way: nobody passes another sync with this rank."""
         self.lines[self.mine] = ~self.count
         self.context.break_off(error)
 
@@ -163,7 +163,7 @@ class NodeBarrier:
 
 
 def least(column: np.ndarray) -> int:
-    """Return the smallest number of a column of lines. Local."""
+    """Return the smallest number of a column of lines."""
     return np.minimum.reduce(column)
 
 
@@ -221,7 +221,7 @@ def memory_of(context: Context, ranks_per_node: int | None = None) -> NodeMemory
 
 
 def faked_nodes(comm: MPI.Comm) -> int | None:
-    """Return the ranks per node that `comm`'s collectives were told to believe in. Local."""
+    """Return the ranks per node that `comm`'s collectives were told to believe in."""
     node = of(comm).store.get("node")
     return None if node is None else node.topology.ranks_per_node
 
@@ -238,7 +238,7 @@ class NodeProgram(Engine):
         self.gate = gate
 
     def prepare(self, x: np.ndarray) -> None:
-        """Tell the others where `x` lies, if they must know. Local, before the first sync."""
+        """Tell the others where `x` lies, if they must know. Before the first sync."""
 
 
 class SharedProgram(NodeProgram):
@@ -285,7 +285,7 @@ class SharedProgram(NodeProgram):
                     gate.check(key)
 
     def compute(self, number: int, x: np.ndarray | None = None, divisor=None) -> None:
-        """Do what lies between two syncs: copies, sums, divisions. Local."""
+        """Do what lies between two syncs: copies, sums, divisions."""
         for kind, target, source in self.rounds[number]:
             if type(target) is slice:
                 target = x[target]  # type: ignore[index]

@@ -29,7 +29,7 @@ _ALIGNED = 128  # bytes: slots of two ranks never share a cache line, nor a pref
 
 
 def can_run(memory: NodeMemory, reduction: Reduction, n: int) -> bool:
-    """Whether a vector of `n` elements is short enough. Local."""
+    """Whether a vector of `n` elements is short enough."""
     return memory.topology.local_size * _stride(n * reduction.work.itemsize) <= FLAT_BYTES
 
 
@@ -63,7 +63,7 @@ class Flat:
         self.runs = context.count(sent, calls, numbers=True)
 
     def bind(self, x: np.ndarray):
-        """Return ``run()`` for this array. Local."""
+        """Return ``run()`` for this array."""
         run = self.run
         return lambda: run(x)
 

@@ -118,7 +118,7 @@ class PieceSum:
         self.rows = self.rows[:0]
 
     def add(self, vector, weight: float = 1.0) -> None:
-        """Add ``weight * vector`` as the next piece of this rank; it may change afterwards. Local.
+        """Add ``weight * vector`` as the next piece of this rank; it may change afterwards.
 
         Without a vector the piece is zero.
         """
@@ -131,7 +131,7 @@ class PieceSum:
         self._join((self._next - 1, self._next))
 
     def add_all(self, vectors, weight: float = 1.0) -> None:
-        """Add each row of ``weight * vectors`` as a piece, in their order. Local.
+        """Add each row of ``weight * vectors`` as a piece, in their order.
 
         `vectors`, (pieces, n), is used for the sums: what it holds afterwards is of no use.
         """

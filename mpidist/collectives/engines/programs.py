@@ -113,7 +113,7 @@ def _on_slots(context, reduction: Reduction, slots: list) -> Engine:
 
 
 def halves_on_slots(topology: Topology, slots: list, ufunc, gate: NodeBarrier | None = None):
-    """Return what a node does before and after its lanes, for vectors in an arena. Local."""
+    """Return what a node does before and after its lanes, for vectors in an arena."""
     n = slots[0].size
     place = topology.local_size, topology.local_rank, n
     more = node.in_place_length(slots[0].itemsize), lanes_of(topology), n

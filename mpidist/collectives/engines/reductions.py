@@ -1,4 +1,4 @@
-"""Operations and dtypes: what ``op`` means for which elements. Local, no MPI calls.
+"""Operations and dtypes: what ``op`` means for which elements. It makes no MPI calls.
 
 Sums of float16 and bfloat16 travel and add as float32 and are rounded once. ``mean`` is a sum
 divided at the end, on every rank from the same bits. ``min`` and ``max`` propagate NaN (NumPy's
@@ -61,7 +61,7 @@ class Reduction(NamedTuple):
 
 
 def known(op):
-    """Return `op` as one of our names or a ufunc: MPI's own, and "average", have one too. Local.
+    """Return `op` as one of our names or a ufunc: MPI's own, and "average", have one too.
 
     Raises
     ------
@@ -90,7 +90,7 @@ def _expected() -> str:
 
 
 def resolve(op, dtype: np.dtype) -> Reduction:
-    """Look up `op` for elements of `dtype`. Local; raises ConfigError for what has no meaning."""
+    """Look up `op` for elements of `dtype`. ConfigError for what has no meaning."""
     op = known(op)
     if isinstance(op, np.ufunc):
         return _resolve_ufunc(op, dtype)
@@ -170,7 +170,7 @@ def _alike(first: np.ndarray, second: np.ndarray) -> bool:
 
 
 def device_safe(reduction: Reduction, native: bool) -> bool:
-    """Whether device memory may be reduced where it lies. Local.
+    """Whether device memory may be reduced where it lies.
 
     Not by an operation that MPI calls back for: it would be given device pointers; nor by a ufunc
     that cupy may not have.
@@ -215,7 +215,7 @@ def finish_mean(reduction: Reduction, work: np.ndarray, total) -> None:
 
 
 def weight_sums(weight, rank: int) -> np.ndarray:
-    """Return what the ranks add up to know the sum of their weights, and who has a bad one. Local.
+    """Return what the ranks add up to know the sum of their weights, and who has a bad one.
 
     The weight; 0 or 1, the rank, and the weight again where it is below 0 or not finite, NaN for
     what is no number at all. So all ranks raise alike.
@@ -229,7 +229,7 @@ def weight_sums(weight, rank: int) -> np.ndarray:
 
 
 def total_weight(sums: np.ndarray) -> float:
-    """Return the total weight of all ranks, given the summed `weight_sums`. Local; raises alike.
+    """Return the total weight of all ranks, given the summed `weight_sums`.
 
     Raises
     ------

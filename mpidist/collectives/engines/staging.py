@@ -131,13 +131,13 @@ class StagedProgram(NodeProgram):
             self.fetch(t, x)
 
     def stage(self, t: int, x: Matrices) -> None:
-        """Put piece `t` of everybody else's part where its owner finds it. Local."""
+        """Copy piece `t` of every other rank's part to where that rank reads it."""
         start = t * self.piece
         for matrix, owners, length, inbox, _ in self._round(t).others:
             inbox[...] = x[matrix][owners, start : start + length]
 
     def add(self, t: int, x: Matrices) -> None:
-        """Add the others' pieces to piece `t` of my part. Local."""
+        """Add the others' pieces to piece `t` of my part."""
         _, _, block, rows = self._round(t)
         if block is None:
             return
@@ -156,7 +156,7 @@ class StagedProgram(NodeProgram):
                 mine[...] = out[:1]
 
     def publish(self, t: int, x: Matrices, divisor) -> None:
-        """Finish piece `t` of my part and show it to all. Local."""
+        """Finish piece `t` of my part and show it to all."""
         block = self._round(t).mine
         if block is not None:
             mine = self._mine(t, x, block)
@@ -165,7 +165,7 @@ class StagedProgram(NodeProgram):
             block.outbox[...] = mine
 
     def fetch(self, t: int, x: Matrices) -> None:
-        """Take piece `t` of all other parts. Local."""
+        """Take piece `t` of all other parts."""
         start = t * self.piece
         for matrix, owners, length, _, outbox in self._round(t).taken:
             x[matrix][owners, start : start + length] = outbox

@@ -59,7 +59,7 @@ def prepared(
 
 
 def packed_copy(x, reduction: Reduction, native: bool):
-    """Return a copy of `x` as a flat vector of the work dtype that MPI can be given. Local."""
+    """Return a copy of `x` as a flat vector of the work dtype that MPI can be given."""
     make = mpi_empty if device_safe(reduction, native) else host_empty
     work = make(x.size, reduction.work, like=x)
     copy_into(work.reshape(x.shape), x)
@@ -105,7 +105,7 @@ def from_root(context: Context, signature: Signature, values: np.ndarray, root: 
 
 
 def check_counts(counts, total: int | None, size: int) -> np.ndarray:
-    """Return `counts` as int64; ConfigError unless they are `size` lengths. Local.
+    """Return `counts` as int64; ConfigError unless they are `size` lengths.
 
     Where `total` is given they must add up to it.
     """
@@ -126,12 +126,12 @@ def check_counts(counts, total: int | None, size: int) -> np.ndarray:
 
 
 def equal_counts(rows: int, size: int) -> np.ndarray:
-    """Return the lengths of blocks that are as equal as possible. Local."""
+    """Return the lengths of blocks that are as equal as possible."""
     return np.array(BlockPartition(rows, size).counts(), np.int64)
 
 
 def counts_text(lengths: np.ndarray) -> str:
-    """Write counts for a signature, equal only for equal ones: many of them by a digest. Local."""
+    """Write counts for a signature, equal only for equal ones: many of them by a digest."""
     if len(lengths) <= _SHOWN:
         return f"counts=({', '.join(map(str, lengths.tolist()))})"
     digest = hashlib.blake2b(lengths.tobytes(), digest_size=8).hexdigest()
@@ -140,13 +140,13 @@ def counts_text(lengths: np.ndarray) -> str:
 
 
 def bounds_at(lengths: np.ndarray, rank: int) -> tuple[int, int]:
-    """Return where block `rank` begins and ends. Local."""
+    """Return where block `rank` begins and ends."""
     start = int(lengths[:rank].sum())
     return start, start + int(lengths[rank])
 
 
 def check_root(root: int, size: int) -> int:
-    """Return `root` as a plain integer; ConfigError where it is no rank. Local."""
+    """Return `root` as a plain integer; ConfigError where it is no rank."""
     try:
         number = operator.index(root)
     except TypeError:
@@ -157,7 +157,7 @@ def check_root(root: int, size: int) -> int:
 
 
 def check_out(out, dtype: np.dtype, shape: tuple | None = None):
-    """Return `out` as an array that can take a result; ConfigError where it cannot. Local.
+    """Return `out` as an array that can take a result; ConfigError where it cannot.
 
     None stays None. Without a `shape` only dtype and memory are looked at.
     """

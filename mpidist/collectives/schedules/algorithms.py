@@ -29,14 +29,14 @@ MAX_SCRATCH = 4 << 30
 
 
 def segments(nbytes: int, size: int) -> int:
-    """Number of segments of one ring chunk of a vector of `nbytes`. Local."""
+    """Number of segments of one ring chunk of a vector of `nbytes`."""
     size = max(size, 1)
     most = min(MAX_SEGMENTS, MAX_SCHEDULE // size)
     return max(1, min(most, nbytes // size // SEGMENT_BYTES))
 
 
 def check_scratch(name: str, size: int, n: int, itemsize: int) -> None:
-    """Raise ConfigError where a rank would keep all ranks' vectors, and they are too long. Local.
+    """Raise ConfigError if a rank would need room for all ranks' vectors, and they are too long.
 
     The figure follows from the problem, so all ranks refuse alike.
     """
@@ -63,7 +63,7 @@ def _ring_allgather(size, rank, counts, itemsize):
 
 
 def tree_segments(nbytes: int) -> int:
-    """Number of segments of each half in a double tree of `nbytes`. Local."""
+    """Number of segments of each half in a double tree of `nbytes`."""
     return max(1, min(MAX_TREE_SEGMENTS, nbytes // 2 // TREE_SEGMENT_BYTES))
 
 
@@ -142,7 +142,7 @@ def chosen(
 ) -> str:
     """Return what a sum runs: with `reproducible` the one in order, whatever was asked for.
 
-    Local. ConfigError for an `algorithm` that there is not, and a `reproducible` that is no bool.
+    ConfigError for an `algorithm` that there is not, and a `reproducible` that is no bool.
     """
     check_name(algorithm, table, what)
     if not isinstance(reproducible, bool | np.bool_):

@@ -53,7 +53,7 @@ from .schedule import (
 
 
 def cuts(pieces: int, ranks: int) -> list[int]:
-    """Return the ``ranks + 1`` bounds of the ranks' ranges of pieces. Local.
+    """Return the ``ranks + 1`` bounds of the ranks' ranges of pieces.
 
     No rank has more than it must, ``ceil(pieces / ranks)``, for the slowest one makes the pace.
     Within that, ranges end where the tree is cut most deeply, so that few partial sums are left;
@@ -69,7 +69,7 @@ def cuts(pieces: int, ranks: int) -> list[int]:
 
 
 def push(stack: list[Range], node: Range, pieces: int) -> int:
-    """Put the next node on a stack of adjacent ones and join what the tree joins. Local.
+    """Put the next node on a stack of adjacent ones and join what the tree joins.
 
     Returns the number of joins: each makes the two topmost nodes one. Whoever pushes all pieces,
     or ranks' partial sums one rank after the other, ends with the root alone.
@@ -87,7 +87,7 @@ def push(stack: list[Range], node: Range, pieces: int) -> int:
 
 
 def partials(start: int, stop: int, pieces: int) -> list[Range]:
-    """Return the nodes that a rank with the pieces [start, stop) is left with. Local."""
+    """Return the nodes that a rank with the pieces [start, stop) is left with."""
     stack: list[Range] = []
     for piece in range(start, stop):
         push(stack, (piece, piece + 1), pieces)

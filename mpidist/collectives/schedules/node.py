@@ -45,7 +45,7 @@ FLAT_BYTES = 128 << 10
 
 
 def piece_bytes(size: int) -> int:
-    """Bytes between two pieces in staging: one for all dtypes. Local.
+    """Bytes between two pieces in staging: one for all dtypes.
 
     So what lies where does not depend on the dtype, and two calls of different dtypes, one right
     after the other, share their places as two calls of one dtype do.
@@ -55,12 +55,12 @@ def piece_bytes(size: int) -> int:
 
 
 def staging_bytes(size: int) -> int:
-    """Bytes of shared staging that `reduce_scatter`, `allgather` and `staged` need. Local."""
+    """Bytes of shared staging that `reduce_scatter`, `allgather` and `staged` need."""
     return staging_length(size, size, piece_bytes(size))
 
 
 def in_place_length(itemsize: int) -> int:
-    """Elements of a piece that is added where it lies. Local."""
+    """Elements of a piece that is added where it lies."""
     return max(1, IN_PLACE_BYTES // itemsize)
 
 
@@ -126,7 +126,7 @@ class _Staging:
         return self._place(outbox_row(self.size, self.lanes, owner), t, self.part(owner, t))
 
     def stage(self, round: int, t: int) -> list[Step]:
-        """Put piece t of everybody else's part where its owner finds it."""
+        """Copy piece t of every other rank's part to where that rank reads it."""
         others = [owner for owner in range(self.lanes) if owner != self.rank]
         return [_copy(round, self.part(o, t), self.inbox(self.rank, o, t)) for o in others]
 

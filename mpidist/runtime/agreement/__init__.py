@@ -1,4 +1,4 @@
-"""What one rank does wrong is heard by all: calls, their signatures, and local work in common.
+"""An error on one rank reaches all ranks: calls, their signatures, and work on all ranks.
 
 `calls` guards one call on one rank. `statuses` tells the ranks where the others stand, `mismatch`
 says in words how two of them differ, `crossed_waits` finds ranks that wait for each other on two

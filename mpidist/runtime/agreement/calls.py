@@ -55,7 +55,7 @@ class Call:
 
 
 def mark_told(error: BaseException, context, *, for_now: bool = False) -> None:
-    """Note that the other ranks of `context` know of `error`, or need not. Local.
+    """Note that the other ranks of `context` know of `error`, or need not.
 
     `for_now`: until the next operation, in which the same exception raised again is news. `context`
     None: before there is one.
@@ -70,13 +70,13 @@ def _now(context) -> tuple[int, int]:
 
 
 def was_told(error: BaseException, context) -> bool:
-    """Whether the other ranks of `context` know of `error`. Local."""
+    """Whether the other ranks of `context` know of `error`."""
     told = getattr(error, "told_to_ranks", {})
     return None in told or (context in told and told[context] in (None, _now(context)))
 
 
 def refusal(kind: str, context=None) -> ProtocolError:
-    """Return the error of a call that another thread's call is in the way of. Local."""
+    """Return the error of a call that another thread's call is in the way of."""
     error = ProtocolError(
         f"{kind}: another call on this communicator is under way, in another thread or in what a "
         "signal handler interrupted; use one thread at a time, or a communicator for each "
@@ -87,7 +87,7 @@ def refusal(kind: str, context=None) -> ProtocolError:
 
 
 def wrong_thread(kind: str, context) -> ProtocolError:
-    """Return the error of a call in a thread that may not call this MPI. Local."""
+    """Return the error of a call in a thread that may not call this MPI."""
     error = ProtocolError(
         f"{kind}: called in thread {threading.current_thread().name!r}, but this MPI was started "
         "for one thread only; call it in the thread that initialised MPI, or leave "
@@ -113,7 +113,7 @@ class Running(threading.local):
         handle.context.handles.append(handle)
 
     def remove(self, handle) -> None:
-        """Forget it, if it is there: another thread may have begun it."""
+        """Forget it, if it is there. Another thread may have begun it."""
         for kept in (self.handles, handle.context.handles):
             if handle in kept:
                 kept.remove(handle)

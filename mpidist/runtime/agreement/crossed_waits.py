@@ -1,4 +1,4 @@
-"""Ranks that wait for each other on two communicators: found, named, and told to both.
+"""Find ranks that wait for each other on two communicators, and raise an error on both.
 
     rank 0   allreduce(a) ...... waits for rank 1
     rank 1   allreduce(b) ...... waits for rank 0       or in the first call on a new communicator
@@ -7,8 +7,8 @@ On each of the two nothing is wrong: nobody is in another operation. So a rank t
 its other communicators too, and answers whoever waits for it there: "I am elsewhere, and need you".
 If that rank has not come to where it is needed, neither can go on, and it tells all so.
 
-MPI's rule: ranks call the collectives of communicators that share ranks in one order, also where
-one of them need not wait.
+MPI requires that ranks call the collectives of communicators that share ranks in the same order,
+even if one of the calls need not wait.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 def look(comm: MPI.Comm, context=None, number: int = 0) -> None:
-    """Answer ranks that wait for this one on other communicators than `comm`. Local.
+    """Answer ranks that wait for this one on other communicators than `comm`.
 
     `context` is that of `comm`, None while it is made. Raises MismatchError where a rank there
     has found that neither can go on.
@@ -85,7 +85,7 @@ def _needs(place: Place, other, rank: int) -> str:
 
 
 def crossing(context, number: int, status: Status) -> str | None:
-    """Return the line that says that the sender of `status` and this rank cannot go on. Local.
+    """Return the line that says that the sender of `status` and this rank cannot go on.
 
     This rank waits in operation `number` of `context`; the other one told where it is.
     """

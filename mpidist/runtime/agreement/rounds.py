@@ -44,7 +44,7 @@ class Polled:
         return self.context.call(in_one_line(doing, LONGEST))
 
     def end(self) -> None:
-        """Take note that all rounds are over. Local."""
+        """Take note that all rounds are over."""
         self.context.under_way = False
 
     def begin(

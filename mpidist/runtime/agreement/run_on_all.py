@@ -120,7 +120,7 @@ def run_on_all(
 
 
 class _Rounds:
-    """What `run_on_all` was given, and its rounds. Local, but for `run`."""
+    """What `run_on_all` was given, and its rounds. Only `run` is collective."""
 
     def __init__(self, channel, doing, decide, each, fault, if_differs, number, own):
         self.channel, self.doing, self.decide, self.each = channel, doing, decide, each
@@ -221,7 +221,7 @@ def difference(everyone: Sequence[Mapping[str, str]]) -> str | None:
 def failure_of(
     error: BaseException, fault: Callable[[Exception], type[MpidistError]] | None = None
 ) -> Failure:
-    """Return what is told of an error; never raises, whatever the error's own methods do. Local."""
+    """Return the description of an error. Never raises, even if the error's own methods do."""
     try:
         text = in_one_line(str(error), LONGEST)
     except BaseException as other:

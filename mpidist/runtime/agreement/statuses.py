@@ -94,7 +94,7 @@ class Statuses:
         return self.context.sequence if self.awaited is None else self.awaited
 
     def look_around(self, waited: float) -> None:
-        """Exchange statuses with other ranks and raise on a conflict. Local, no blocking."""
+        """Exchange statuses with other ranks and raise on a conflict. Does not block."""
         if self.context.failed:  # another thread heard of it, or a wait within this one
             raise MismatchError(self.context.failed)
         current = self.current
@@ -112,7 +112,7 @@ class Statuses:
         crossed_waits.look(self.context.comm, self.context, current)
 
     def waiting_for_me(self) -> list[Status]:
-        """Return the statuses of ranks that wait in an operation this one has not begun. Local."""
+        """Return the statuses of ranks that wait in an operation this one has not begun."""
         self.listen()
         number = self.context.sequence
         return [
@@ -124,7 +124,7 @@ class Statuses:
         ]
 
     def say_elsewhere(self, status: Status, words: str) -> None:
-        """Tell the sender of `status` where this rank waits; nothing for no words. Local."""
+        """Tell the sender of `status` where this rank waits; nothing for no words."""
         self._reached.add((status.rank, status.sequence))
         if words:
             rank, host = self.context.rank, self.context.host
@@ -164,13 +164,13 @@ class Statuses:
         self._disagreeing(same, f"operation #{number}: other ranks are not in {here}")
 
     def known(self, rank: int) -> Status | None:
-        """Return what `rank` has said last; None before it said anything. Local."""
+        """Return the last status of `rank`; None before its first."""
         return self._known.get(rank)
 
     # -- verdicts ------------------------------------------------------------------------
 
     def fail(self, text: str, secondary: bool = False) -> None:
-        """Mark the communicator as failed, tell all ranks, raise MismatchError. Local.
+        """Mark the communicator as failed, tell all ranks, raise MismatchError.
 
         `secondary`: another rank has raised, and knows why.
         """
@@ -186,14 +186,14 @@ class Statuses:
         self.fail(conflict(group) or otherwise, secondary)
 
     def sentence(self, text: str, state: int) -> None:
-        """Mark the communicator as failed and tell all ranks. Local; raises nothing."""
+        """Mark the communicator as failed and tell all ranks. Raises nothing."""
         self.context.give_up(text)
         number = self.context.sequence
         self._tell(Status(self.context.rank, state, number, text, "", ""), self.neighbours)
         events.emit("mismatch", message=text)
 
     def tell_raised(self, number: int) -> None:
-        """Tell the neighbours that this rank raised in place of operation `number`. Local."""
+        """Tell the neighbours that this rank raised in place of operation `number`."""
         signature = self.context.operation(number)
         status = Status(
             self.context.rank, WAITING, number, encode(signature), self.context.host, call_site()
@@ -228,7 +228,7 @@ class Statuses:
             self._outbox.append((request, data))
 
     def _further(self) -> list[int]:
-        """Return the next log2 p ranks that are no neighbours, going round. Local."""
+        """Return the next log2 p ranks that are no neighbours, going round."""
         size, rank = self.context.size, self.context.rank
         near, found = set(self.neighbours), list[int]()
         wanted = min(size.bit_length(), size - 1 - len(near))
@@ -246,7 +246,7 @@ class Statuses:
             self._tell(self._status(ROLL_CALL), self.neighbours)
 
     def listen(self) -> None:
-        """Take in what the others have said; raise MismatchError when that is a verdict. Local."""
+        """Receive the statuses of other ranks; raise MismatchError if one reports a mismatch."""
         while self.context.control.Iprobe(MPI.ANY_SOURCE, _TAG):
             self.context.control.Recv([self._inbox, MPI.BYTE], MPI.ANY_SOURCE, _TAG)
             self.heard += 1
@@ -317,11 +317,11 @@ class Statuses:
     # -- leaving ---------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Tell the neighbours that this rank has left, and after how many operations. Local."""
+        """Tell the neighbours that this rank has left, and after how many operations."""
         self._tell(self._status(LEFT), self.neighbours)
 
     def answer(self) -> None:
-        """Tell the ranks that wait for this one, which leaves, that it has left. Local.
+        """Tell the ranks that wait for this one, which leaves, that it has left.
 
         Raises MismatchError where another rank left after a different number of operations: one
         that nobody waited for, such as a broadcast that only some of the ranks made.
@@ -341,13 +341,13 @@ class Statuses:
                 self._tell(self._status(LEFT), [other.rank])
 
     def take_the_rest(self) -> None:
-        """Take in what is still on its way, and let go of what was sent. Local; see `settle`."""
+        """Receive statuses still under way, and free those that were sent. See `settle`."""
         self.closing = True
         self.listen()
         self._outbox = [pair for pair in self._outbox if not pair[0].Test()]
 
     def check_raised(self) -> None:
-        """Raise MismatchError where a rank raised in place of an operation of this one. Local."""
+        """Raise MismatchError where a rank raised in place of an operation of this one."""
         for other in self._raised.values():
             mine = self.context.operation(other.sequence)
             if mine is not None and not raised(encode(mine)):
@@ -355,7 +355,7 @@ class Statuses:
 
 
 def call_site() -> str:
-    """File and line of the user's code that is inside mpidist now, as ``train.py:31``. Local."""
+    """File and line of the user's code that is inside mpidist now, as ``train.py:31``."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and events.is_ours(frame.f_code.co_filename):
         frame = frame.f_back

@@ -25,7 +25,7 @@ def tells(function: Callable) -> Callable:
 
 
 def tell(comm, error: BaseException) -> None:
-    """Tell the ranks of `comm` of an exception, unless they know of it. Local."""
+    """Tell the ranks of `comm` of an exception, unless they know of it."""
     context = contexts.get(getattr(comm, "handle", 0))
     if context is not None:
         context.escaped(error)
