@@ -34,7 +34,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def is_device(x) -> bool:
-    """Whether `x` is a CuPy array. Local."""
+    """Whether `x` is a CuPy array."""
     if isinstance(x, np.ndarray):
         return False
     # An array of cupy can exist only where cupy has been imported: by its owner, not by us.
@@ -43,12 +43,12 @@ def is_device(x) -> bool:
 
 
 def array_module(x):
-    """Return the namespace of `x`: ``numpy``, or ``cupy`` for a device array. Local."""
+    """Return the namespace of `x`: ``numpy``, or ``cupy`` for a device array."""
     return sys.modules["cupy"] if is_device(x) else np
 
 
 def as_array(x):
-    """Return `x` as a NumPy or CuPy array; what is writable shares its memory. Local.
+    """Return `x` as a NumPy or CuPy array; what is writable shares its memory.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ def _readable(x) -> np.ndarray | None:
 
 
 def load_cupy():
-    """Import and return cupy, for those who make device arrays. Local.
+    """Import and return cupy, for those who make device arrays.
 
     Raises
     ------
@@ -141,7 +141,7 @@ def load_cupy():
 
 
 def to_device(x, local_rank: int):
-    """Return a copy of a host array on this rank's GPU: local rank modulo the GPUs it sees. Local.
+    """Return a copy of a host array on this rank's GPU: local rank modulo the GPUs it sees.
 
     Right both where the batch system shows each rank its own GPU and where all see all of them.
     Raises ConfigError without cupy or without a GPU.
@@ -152,13 +152,13 @@ def to_device(x, local_rank: int):
 
 
 def is_writable(x) -> bool:
-    """Whether the memory of `x` may be written; device memory always may. Local."""
+    """Whether the memory of `x` may be written; device memory always may."""
     return x.flags.writeable if isinstance(x, np.ndarray) else True
 
 
 @lru_cache(maxsize=256)  # a dtype builds its name anew each time it is asked: 2 us
 def work_dtype(dtype) -> np.dtype:
-    """Return the dtype in which values of `dtype` are added up. Local.
+    """Return the dtype in which values of `dtype` are added up.
 
     float32 for float16 and bfloat16, whose sums would lose bits at every step; otherwise the
     dtype itself in native byte order. bfloat16 is known by its name: no import of ml_dtypes.
@@ -170,7 +170,7 @@ def work_dtype(dtype) -> np.dtype:
 
 
 def element_name(dtype: np.dtype) -> str:
-    """Name elements whose bytes travel as they are, for a signature. Local.
+    """Name elements whose bytes travel as they are, for a signature.
 
     Swapped bytes are part of the name: the receiver would read other numbers. References to
     Python objects mean nothing in another process: ConfigError.
@@ -181,7 +181,7 @@ def element_name(dtype: np.dtype) -> str:
 
 
 def named_arrays(params) -> tuple[list[tuple[str, Any]], str | None]:
-    """Return (name, array) in the order of the names, and what is wrong with them. Local.
+    """Return (name, array) in the order of the names, and what is wrong with them.
 
     Sorted, since dicts may have been filled in another order on another rank.
     """
@@ -215,14 +215,14 @@ def named_arrays(params) -> tuple[list[tuple[str, Any]], str | None]:
 
 
 def synchronize(x) -> None:
-    """Wait until the current stream has produced `x`; nothing to do for host arrays. Local."""
+    """Wait until the current stream has produced `x`; nothing to do for host arrays."""
     if is_device(x):
         with x.device:
             sys.modules["cupy"].cuda.get_current_stream().synchronize()
 
 
 def host_empty(count: int, dtype, like=None) -> np.ndarray:
-    """Return a flat NumPy buffer, in pinned memory where `like` is a device array. Local.
+    """Return a flat NumPy buffer, in pinned memory where `like` is a device array.
 
     Pinned memory is what a GPU copies to and from at full speed; it is freed with the buffer.
     """
@@ -236,7 +236,7 @@ def host_empty(count: int, dtype, like=None) -> np.ndarray:
 
 
 def mpi_empty(count: int, dtype, like=None):
-    """Return a flat buffer that MPI can be given for the values of `like`. Local.
+    """Return a flat buffer that MPI can be given for the values of `like`.
 
     On the device where `mpi_direct` holds for `like`, otherwise as `host_empty`.
     """
@@ -247,7 +247,7 @@ def mpi_empty(count: int, dtype, like=None):
 
 
 def copy_into(destination, source) -> None:
-    """Copy `source` into `destination`, host or device, contiguous or not. Local.
+    """Copy `source` into `destination`, host or device, contiguous or not.
 
     Both have the same size, and either the same shape or one of them is flat, in C order.
     Values are cast to the destination's dtype. The data is there when the call returns, and
@@ -308,7 +308,7 @@ _answer: bool | None = None  # what was found out, once per process
 
 
 def set_direct(wanted: bool | None) -> None:
-    """Say whether MPI may be given device memory: True, False, or None to ask MPI. Local.
+    """Say whether MPI may be given device memory: True, False, or None to ask MPI.
 
     True alone is not enough: a proof must agree, see `mpi_direct`.
     """
@@ -317,7 +317,7 @@ def set_direct(wanted: bool | None) -> None:
 
 
 def direct_wanted(environ: Mapping[str, str]) -> bool | None:
-    """Return what ``MPIDIST_GPU_DIRECT`` or Cray's MPI says in `environ`, or None. Local."""
+    """Return what ``MPIDIST_GPU_DIRECT`` or Cray's MPI says in `environ`, or None."""
     said = environ.get("MPIDIST_GPU_DIRECT", "").strip()
     if said not in ("", "0", "1"):
         raise ConfigError(f"MPIDIST_GPU_DIRECT={said!r}: expected 0 (staged) or 1 (direct)")
@@ -327,7 +327,7 @@ def direct_wanted(environ: Mapping[str, str]) -> bool | None:
 
 
 def mpi_direct(x) -> bool:
-    """Whether the memory of `x` may be handed to MPI as it is. Local.
+    """Whether the memory of `x` may be handed to MPI as it is.
 
     Always true for host arrays. For device arrays only if the user (`set_direct`) or the MPI
     library says so, and ``mpiexec -n 2 python -m mpidist.gpu_direct`` has proved it on this
@@ -343,7 +343,7 @@ def mpi_direct(x) -> bool:
 
 
 def proof_path() -> Path:
-    """Return where the proof for this host, MPI, cupy and driver lies. Local; needs MPI."""
+    """Return where the proof for this host, MPI, cupy and driver lies. Needs MPI."""
     from mpi4py import MPI
 
     cupy = sys.modules["cupy"]

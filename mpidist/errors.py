@@ -7,7 +7,7 @@ together, so one rank speaks for all of them.
 
 
 class MpidistError(Exception):
-    """Base of all errors raised by mpidist. Local."""
+    """Base of all errors raised by mpidist."""
 
     exit_code = 1
     everywhere = False
@@ -20,17 +20,17 @@ class MpidistError(Exception):
 
 
 class ConfigError(MpidistError, ValueError):
-    """Bad input: an argument, a job file, a launch that cannot work. Local."""
+    """Bad input: an argument, a job file, a launch that cannot work."""
 
     exit_code = 2
 
 
 class ProtocolError(MpidistError, RuntimeError):
-    """A call in the wrong order or on a closed object, or a message nobody can read. Local."""
+    """A call in the wrong order or on a closed object, or a message that cannot be read."""
 
 
 class ClosedError(ProtocolError):
-    """Something was used after it was closed. Local."""
+    """Something was used after it was closed."""
 
     exit_code = 2
 
@@ -99,7 +99,7 @@ class BadRecord(MpidistError, ValueError):
 
 
 class SourceError(MpidistError):
-    """Nothing of a data source can be read any more, however often it is tried. Local."""
+    """Nothing of a data source can be read any more, however often it is tried."""
 
 
 class TooManyBadRecords(MpidistError):
@@ -116,14 +116,14 @@ class TooManyBadRecords(MpidistError):
 
 
 def in_one_line(text: str, longest: int = 200) -> str:
-    """Return `text` as one line that can be sent and printed, cut. Local."""
+    """Return `text` as one line that can be sent and printed, cut."""
     text = " ".join(text.split())
     text = text if len(text) <= longest else f"{text[:longest]}..."
     return text.encode(errors="backslashreplace").decode()
 
 
 def shown(value, longest: int = 200) -> str:
-    """Return ``repr(value)`` for a message: one line, cut, and never an exception. Local."""
+    """Return ``repr(value)`` for a message: one line, cut, and never an exception."""
     try:
         text = repr(value)
     except BaseException as error:
@@ -132,7 +132,7 @@ def shown(value, longest: int = 200) -> str:
 
 
 def nearest(given, known) -> str:
-    """Name the known key closest to `given`, as ``did you mean 'x'?``; "" for no text. Local."""
+    """Name the known key closest to `given`, as ``did you mean 'x'?``; "" for no text."""
     import difflib
 
     if not isinstance(given, str):
@@ -142,7 +142,7 @@ def nearest(given, known) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Name an exception in one line, also one whose text cannot be made. Local."""
+    """Describe an exception in one line, even if its own text cannot be made."""
     try:
         text = in_one_line(str(error), 300)
     except BaseException as other:

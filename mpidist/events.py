@@ -25,12 +25,12 @@ _PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 def is_ours(filename: str) -> bool:
-    """Whether code of this file is mpidist's, and not of a program beside it. Local."""
+    """Whether code of this file is mpidist's, and not of a program beside it."""
     return filename.startswith(_PACKAGE)
 
 
 def verbosity(environ: Mapping[str, str] = os.environ) -> int:
-    """Return what ``MPIDIST_VERBOSE`` says in `environ`. Local.
+    """Return what ``MPIDIST_VERBOSE`` says in `environ`.
 
     Raises
     ------
@@ -62,7 +62,7 @@ recent: deque[tuple[float, str, dict]] = deque(maxlen=256)
 
 @dataclass
 class Counters:
-    """Messages and bytes that one process sent, received and reduced. Local.
+    """Messages and bytes that one process sent, received and reduced.
 
     `shared_bytes` were written into memory that other ranks of the node see: no message.
     """
@@ -94,7 +94,7 @@ class Counters:
 
 
 class Runs:
-    """How often something ran that sends `counters` each time. Local.
+    """How often something ran that sends `counters` each time.
 
     A run adds one to `times` and counts nothing else: adding eight counts costs half a
     microsecond. What counts its runs itself gives a `reader` of their number. `numbers`: the runs
@@ -126,7 +126,7 @@ _who: dict = {}
 
 
 def open_log(path, **who) -> None:
-    """Append events to the JSON-lines file `path` from now on. Local.
+    """Append events to the JSON-lines file `path` from now on.
 
     `who` (rank, host, role, ...) is written into every line. The folder is made where missing.
     """
@@ -139,7 +139,7 @@ def open_log(path, **who) -> None:
 
 
 def close_log() -> None:
-    """Close the event log; a second call does nothing. Local."""
+    """Close the event log; a second call does nothing."""
     global _log
     if _log is not None:
         with suppress(OSError):  # as in `emit`
@@ -148,7 +148,7 @@ def close_log() -> None:
 
 
 def emit(kind: str, **details) -> None:
-    """Record one event: kept in `recent`, and written to the log where one is open. Local.
+    """Record one event: kept in `recent`, and written to the log where one is open.
 
     `details` must be JSON scalars or lists of them; anything else is written as its ``str``.
     """
@@ -164,7 +164,7 @@ def emit(kind: str, **details) -> None:
 
 
 class Operation(NamedTuple):
-    """Something asked of a peer, or done for one; `open` until it is answered, or done. Local."""
+    """Something asked of a peer, or done for one; `open` until it is answered, or done."""
 
     kind: str
     peer: int | None
@@ -223,7 +223,7 @@ spans: dict[str, list] = {}
 
 @contextmanager
 def span(name: str):
-    """Time a block; count and seconds are summed in `spans`. Local."""
+    """Time a block; count and seconds are summed in `spans`."""
     start = time.perf_counter()
     try:
         yield

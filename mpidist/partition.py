@@ -16,7 +16,7 @@ from typing import NamedTuple
 class BlockPartition(NamedTuple):
     """Cut `count` elements into `parts` contiguous blocks whose lengths differ by one at most.
 
-    Local. `count` may be smaller than `parts`; the last blocks are then empty.
+    `count` may be smaller than `parts`; the last blocks are then empty.
     """
 
     count: int  # type: ignore[assignment]  # tuple.count is not missed
@@ -58,14 +58,14 @@ class BlockPartition(NamedTuple):
 
 
 def bounds_of(counts: Sequence[int]) -> list[int]:
-    """Running sum of `counts`, beginning with 0: the bounds of uneven blocks. Local."""
+    """Running sum of `counts`, beginning with 0: the bounds of uneven blocks."""
     return list(itertools.accumulate(counts, initial=0))
 
 
 def overlaps(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
     """Yield (old block, new block, start, stop) of every non-empty overlap of two partitions.
 
-    Local. `old` and `new` are bounds of the same range, ascending; the cost is the number of
+    `old` and `new` are bounds of the same range, ascending; the cost is the number of
     blocks, not of elements.
     """
     i = j = 0
@@ -80,7 +80,7 @@ def overlaps(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int,
 
 
 def pieces(start: int, stop: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Cut a range into consecutive pieces of at most `limit` elements. Local."""
+    """Cut a range into consecutive pieces of at most `limit` elements."""
     while start < stop:
         end = min(start + limit, stop)
         yield start, end

@@ -13,7 +13,7 @@ from .errors import ConfigError, nearest, shown
 
 
 def choose(table: Mapping[str, Callable], name: str, kind: str) -> Callable:
-    """Return ``table[name]``. Local. Raises ConfigError that lists the names and the nearest."""
+    """Return ``table[name]``. Raises ConfigError that lists the names and the nearest."""
     if name in table:
         return table[name]
     known = ", ".join(repr(key) for key in table)
@@ -22,7 +22,7 @@ def choose(table: Mapping[str, Callable], name: str, kind: str) -> Callable:
 
 
 def build(table: Mapping[str, Callable], name: str, settings: Mapping, kind: str):
-    """Call ``table[name]`` with `settings` as keywords. Local.
+    """Call ``table[name]`` with `settings` as keywords.
 
     Raises ConfigError for an unknown name, an unknown setting (with the nearest known one) and
     a missing one, each before the function runs.

@@ -1,6 +1,6 @@
 """The only door to PyTorch: its dtypes, its modules, and tensors that NumPy has no type for.
 
-torch is imported by nobody here: who has a tensor has imported it. NumPy knows float8 and bfloat16
+mpidist never imports torch: whoever has a tensor has imported it. NumPy knows float8 and bfloat16
 by the package ml_dtypes alone, and neither DLPack nor the array protocol carries them between the
 two, so such tensors cross as integers of the same bits.
 """
@@ -16,7 +16,7 @@ from .errors import ConfigError
 
 
 def dtype_of(kind) -> np.dtype:
-    """Return the dtype that is meant: what NumPy takes, ``"bfloat16"``, ``torch.bfloat16``. Local.
+    """Return the dtype that is meant: what NumPy takes, ``"bfloat16"``, ``torch.bfloat16``.
 
     Raises
     ------
@@ -53,7 +53,7 @@ def extended_dtype(name: str) -> np.dtype | None:
 def shared_bits(x) -> np.ndarray | None:
     """Return a torch tensor of bfloat16 or float8 as an array over its memory; None for others.
 
-    Local. Not where torch itself would not share it: on a device, or when it requires a gradient.
+    Not where torch itself would not share it: on a device, or when it requires a gradient.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor) or x.requires_grad or not x.is_cpu:
@@ -66,7 +66,7 @@ def shared_bits(x) -> np.ndarray | None:
 
 
 def tensor_over(array):
-    """Return the torch tensor over the memory of an array, host or device. Local."""
+    """Return the torch tensor over the memory of an array, host or device."""
     torch = sys.modules["torch"]
     if array.dtype.kind != "V":
         return torch.from_dlpack(array)
@@ -75,12 +75,12 @@ def tensor_over(array):
 
 
 def is_module(x) -> bool:
-    """Whether `x` names parameters and buffers as a ``torch.nn.Module`` does. Local."""
+    """Whether `x` names parameters and buffers as a ``torch.nn.Module`` does."""
     return all(callable(getattr(x, f"named_{kind}", None)) for kind in ("parameters", "buffers"))
 
 
 def tensors_of(module, *, buffers: bool = True) -> dict[str, Any]:
-    """Return name -> tensor of all parameters and buffers, tied ones once, without history. Local.
+    """Return name -> tensor of all parameters and buffers, tied ones once, without history.
 
     Raises ConfigError for one that has no shape yet.
     """

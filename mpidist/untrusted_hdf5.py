@@ -1,4 +1,4 @@
-"""HDF5 files that somebody else made: opened so that a file can give away its own numbers only.
+"""Open HDF5 files from untrusted sources, so that a file can give only its own numbers.
 
 To HDF5 a name in a file may be a link to another file, the numbers of a dataset may lie in
 /etc/passwd, 1,400 bytes may declare 35 TB, and a type may hold pointers. None of that is needed
@@ -55,7 +55,7 @@ _PLUGIN = 1 << 20
 
 
 def open_untrusted(path, folder: int | None = None, *, follow: bool = False) -> h5py.File:
-    """Open an HDF5 file for reading. Local; the caller closes it.
+    """Open an HDF5 file for reading. The caller closes it.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def _open_regular(path, folder: int | None, follow: bool) -> int:
 
 
 def checked_dataset(file: h5py.File, name: str, *, plugins: bool = False) -> h5py.Dataset:
-    """Return a dataset whose numbers lie in `file`, as many as it declares. Local.
+    """Return a dataset whose numbers lie in `file`, as many as it declares.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def _walk(file: h5py.File, name: str) -> h5py.Dataset:
 
 
 def _ratio(found: h5py.Dataset, name: str, plugins: bool) -> int:
-    """Return what a stored byte can become at most. Local.
+    """Return what a stored byte can become at most.
 
     Raises ConfigError for a filter that is not here, or is not wanted.
     """
@@ -161,7 +161,7 @@ def _decodes(code: int) -> bool:
 
 
 def _objection(found: h5py.Dataset, size: int, ratio: int) -> str | None:
-    """Say what a dataset of a file of `size` bytes is, where it is not plain numbers. Local."""
+    """Say what a dataset of a file of `size` bytes is, where it is not plain numbers."""
     if found.is_virtual or found.external:
         return "lies in other files"
     if (
@@ -183,7 +183,7 @@ def _objection(found: h5py.Dataset, size: int, ratio: int) -> str | None:
 
 
 def known_holes() -> str | None:
-    """Say which holes the HDF5 library here has, or None. Local."""
+    """Say which holes the HDF5 library here has, or None."""
     if h5py.version.hdf5_version_tuple[:3] >= _MENDED:
         return None
     return (

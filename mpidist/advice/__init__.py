@@ -1,1 +1,1 @@
-"""What this cluster could do better, and why `auto` chose as it did: measured, then in words."""
+"""Advice for a cluster: faster settings of MPI, and why `auto` chose its algorithms."""

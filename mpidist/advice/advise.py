@@ -1,9 +1,9 @@
-"""`mpidist bench allreduce --advise`: does the site's MPI choose well, and what would make it.
+"""`mpidist bench allreduce --advise`: does the site's MPI choose well, and what helps.
 
-Each of MPI's own algorithms is measured by ranks started for it, since MPI settles its choice when
-it starts; `PASSES` times in turn with the default, and only what gained each time is taken. Then
-the default and the advised settings are measured in turn, and the gain reported is that of this
-second measurement. What it does not confirm is left as it was. One process: it starts the ranks
+Each of MPI's own algorithms is measured by newly started ranks, since MPI settles its choice when
+it starts. It alternates `PASSES` times with the default, and is kept only if it gained each time.
+Then the default and the advised settings are measured in turn, and the gain reported is that of
+this second measurement. A gain that is not confirmed is dropped. One process: it starts the ranks
 itself.
 """
 
@@ -36,7 +36,7 @@ RULES, VARIABLES = "allreduce.rules", "mpi.env"
 
 
 class Site:
-    """How ranks are started here, and what is measured on them. Local, all of it."""
+    """How ranks are started here, and what is measured on them."""
 
     def __init__(self, launcher: Sequence[str], options: Sequence[str], sizes: Sequence[int]):
         self.launcher, self.options, self.sizes = [*launcher], [*options], [*sizes]
@@ -85,7 +85,7 @@ class Site:
 
 
 def site(ranks: int | None, launcher: str | None, options: Sequence[str], sizes) -> Site:
-    """Return the site as the options describe it. Local."""
+    """Return the site as the options describe it."""
     if launcher:
         if ranks is not None:
             raise ConfigError(f"--ranks {ranks} and --launcher: give the ranks in --launcher")
@@ -97,7 +97,7 @@ def site(ranks: int | None, launcher: str | None, options: Sequence[str], sizes)
 
 
 def advise(there: Site, library: str, out: Path, say: Callable[[str], None]) -> list[dict]:
-    """Measure, write what helps into `out`, measure again; return a row per size. Local.
+    """Measure, write what helps into `out`, measure again; return a row per size.
 
     Rows: bytes, algorithm (advised), default_us, advised_us, ratio (median over the checks), tried
     (name -> microseconds of the last pass).
@@ -231,7 +231,7 @@ def _source(where: str) -> str:
 
 
 def lines(rows: Sequence[dict], out: Path, library: str):
-    """Print the rows, the gain, and how every program gets it. Local."""
+    """Print the rows, the gain, and how every program gets it."""
     names = ("Size", "default(us)", "advised(us)", "ratio")
     yield "# " + "".join(f"{name:>14}" for name in names)[2:] + "  advised"
     for row in rows:
@@ -255,7 +255,7 @@ def lines(rows: Sequence[dict], out: Path, library: str):
 
 
 def installed_mpi() -> str:
-    """Return name and version of this Python's MPI, which need not have begun. Local."""
+    """Return name and version of this Python's MPI, which need not have begun."""
     import mpi4py
 
     mpi4py.rc.initialize = False

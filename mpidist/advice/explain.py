@@ -20,7 +20,7 @@ from ..errors import ConfigError
 
 
 def saved_table(path: str | os.PathLike) -> dict[str, dict]:
-    """Return the choices that the newest good checkpoint in `path` has frozen. Local."""
+    """Return the choices that the newest good checkpoint in `path` has frozen."""
     path = path_of("path", path)
 
     def read(entry: steps.Entry) -> Manifest:
@@ -68,7 +68,7 @@ def _row(key: str, entry: dict) -> dict:
 
 
 def lines(rows: Sequence[dict]) -> Iterable[str]:
-    """Print rows as a table: what was chosen, by how much, from where, and all times. Local."""
+    """Print rows as a table: what was chosen, by how much, from where, and all times."""
     names = list(dict.fromkeys(name for row in rows for name in row["us"]))
     head = ("margin", "rounds won", "from", *(f"{name}(us)" for name in names))
     yield f"# {'Size':<10}" + "".join(f"{name:>14}" for name in ("chosen", *head))

@@ -72,7 +72,7 @@ def fit(comm, *, repeats: int = 5) -> dict[str, float]:
 
 
 def line(sizes, seconds) -> tuple[float, float]:
-    """Least squares of ``seconds = slope size + constant``, by relative error. Local.
+    """Least squares of ``seconds = slope size + constant``, by relative error.
 
     The slope is at least 0. Relative, since one long message would outweigh all short ones.
     """
@@ -83,7 +83,7 @@ def line(sizes, seconds) -> tuple[float, float]:
 
 
 def link(sizes: Sequence[int], seconds: Sequence[float], base: float) -> tuple[float, float, float]:
-    """Return (gap, burst, peak) of a link from the times of single messages. Local.
+    """Return (gap, burst, peak) of a link from the times of single messages.
 
     A link that a token bucket limits carries a message of b bytes in ``base + max(b peak, (b -
     burst) gap)`` seconds: `peak` and `gap` are seconds per byte within the burst and beyond it.
@@ -105,7 +105,7 @@ def link(sizes: Sequence[int], seconds: Sequence[float], base: float) -> tuple[f
 
 
 def crossing(sizes: Sequence[int], seconds: Sequence[float], network: Network) -> float:
-    """Return the share with which simulated exchanges of long messages take `seconds`. Local."""
+    """Return the share with which simulated exchanges of long messages take `seconds`."""
 
     def error(share: float) -> float:
         net = network._replace(crossing=share)

@@ -1,4 +1,4 @@
-"""The MPI library's own algorithms for allreduce: how each is forced, and how the best are kept.
+"""The MPI library's own allreduce algorithms: how to force one, and how to keep the best.
 
 Open MPI: variables force one algorithm for all sizes; a rules file of ``coll_tuned`` names one for
 each range of sizes. A file that it cannot read, or in which a communicator size has no rule for 0
@@ -59,7 +59,7 @@ DEFAULT = Setting("default", {})
 
 
 def base(nodes: int) -> Setting:
-    """Return what runs where a rules file leaves the choice to Open MPI. Local.
+    """Return what runs where a rules file leaves the choice to Open MPI.
 
     On one node that is its default. Between nodes it is not, for rules count only where coll_han is
     out of the way: what stays is coll_tuned's own choice.
@@ -68,7 +68,7 @@ def base(nodes: int) -> Setting:
 
 
 def open_mpi(ranks: int, nodes: int) -> list[Setting]:
-    """Return what to try with Open MPI. Local."""
+    """Return what to try with Open MPI."""
     found = [base(nodes)] if nodes > 1 else []
     for number, name, segment, low, high in _OPEN_MPI:
         variables = {
@@ -82,7 +82,7 @@ def open_mpi(ranks: int, nodes: int) -> list[Setting]:
 
 
 def dynamic(nodes: int) -> dict[str, str]:
-    """Return the variables that let rules and forced algorithms count at all. Local."""
+    """Return the variables that let rules and forced algorithms count at all."""
     variables = {f"{_TUNED}use_dynamic_rules": "1"}
     if nodes > 1:
         # Between nodes coll_han goes first, and it does not know these rules.
@@ -91,12 +91,12 @@ def dynamic(nodes: int) -> dict[str, str]:
 
 
 def with_rules(path: str, nodes: int) -> dict[str, str]:
-    """Return the variables that make Open MPI read a rules file. Local."""
+    """Return the variables that make Open MPI read a rules file."""
     return {**dynamic(nodes), f"{_TUNED}dynamic_rules_filename": path}
 
 
 def mpich() -> list[Setting]:
-    """Return what to try with MPICH. Local."""
+    """Return what to try with MPICH."""
     found = [
         Setting(
             name.replace("_", " "),
@@ -117,7 +117,7 @@ Passes = Mapping[str, Sequence[Mapping[int, float]]]
 
 
 def ratios(passes: Passes, name: str, nbytes: int, over: Setting = DEFAULT) -> list[float]:
-    """Return the time of `over` over that of setting `name`, pass by pass. Local."""
+    """Return the time of `over` over that of setting `name`, pass by pass."""
     pairs = zip(passes[over.name], passes.get(name, ()), strict=False)
     return [before[nbytes] / own[nbytes] for before, own in pairs if nbytes in own]
 
@@ -125,7 +125,7 @@ def ratios(passes: Passes, name: str, nbytes: int, over: Setting = DEFAULT) -> l
 def best_for(
     passes: Passes, settings: Sequence[Setting], nbytes: int, over: Setting = DEFAULT
 ) -> Setting:
-    """Return the setting for vectors of `nbytes`: `over`, unless each pass gained. Local."""
+    """Return the setting for vectors of `nbytes`: `over`, unless each pass gained."""
     best, gain = over, GAIN
     for setting in settings:
         found = ratios(passes, setting.name, nbytes, over)
@@ -135,7 +135,7 @@ def best_for(
 
 
 def best_for_all(passes: Passes, settings: Sequence[Setting], sizes: Sequence[int]) -> Setting:
-    """Return the setting that gains most over all sizes and loses at none; likewise. Local."""
+    """Return the setting that gains most over all sizes and loses at none."""
     best, gain = DEFAULT, GAIN
     for setting in settings:
         each = [ratios(passes, setting.name, nbytes) for nbytes in sizes]
@@ -148,12 +148,12 @@ def best_for_all(passes: Passes, settings: Sequence[Setting], sizes: Sequence[in
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Local."""
+    """Return the n-th root of the product of n values."""
     return float(np.exp(np.mean(np.log(values))))
 
 
 def rules_file(chosen: Mapping[int, Setting], ranks: int, nodes: int, source: str) -> str:
-    """Return a rules file of coll_tuned: bytes -> setting for `ranks` ranks, else MPI's own. Local.
+    """Return a rules file of coll_tuned: bytes -> setting for `ranks` ranks, else MPI's own.
 
     A rule holds from its size on, so between two measured sizes it changes at their geometric
     mean. Algorithm 0 leaves the choice to MPI; so it does below the smallest size, and for
@@ -182,6 +182,6 @@ def rules_file(chosen: Mapping[int, Setting], ranks: int, nodes: int, source: st
 
 
 def shell(variables: Mapping[str, str], source: str) -> str:
-    """Return a file for the shell that sets the variables. Local."""
+    """Return a file for the shell that sets the variables."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     return "\n".join([f"# {source}", *lines]) + "\n"

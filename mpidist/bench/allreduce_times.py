@@ -43,7 +43,7 @@ HEADERS = 66
 
 
 def sizes(low: int, high: int, step: int = 2) -> list[int]:
-    """Sizes from `low` to `high` bytes, each `step` times the last. Local."""
+    """Sizes from `low` to `high` bytes, each `step` times the last."""
     result = []
     size = low
     while size <= high:
@@ -71,12 +71,12 @@ def calls_per_round(comm, nbytes: int, call: Callable[[], object]) -> int:
 
 
 def pool_size(nbytes: int, cold: bool) -> int:
-    """How many vectors take turns: one, or `cold` twice the last-level cache full. Local."""
+    """How many vectors take turns: one, or `cold` twice the last-level cache full."""
     return max(2, ceil(2 * last_level_cache() / nbytes)) if cold else 1
 
 
 def check(forms: Sequence[str], low: int, cold: bool) -> None:
-    """Raise ConfigError for forms that there are not, or vectors too small to be cold. Local."""
+    """Raise ConfigError for forms that there are not, or vectors too small to be cold."""
     for form in forms:
         if form not in FORMS:
             raise ConfigError(f"--forms {form}: expected some of {', '.join(FORMS)}")
@@ -150,7 +150,7 @@ def measure(
 
 
 def label(name: str, form: str) -> str:
-    """Name of a row: the algorithm, and how it was called unless by `md.allreduce`. Local."""
+    """Name of a row: the algorithm, and how it was called unless by `md.allreduce`."""
     return name if form == "call" else f"{name} {form}"
 
 

@@ -37,7 +37,7 @@ _CALL = 8 << 20
 
 
 class State:
-    """A state of `nbytes`: one replicated array, and one of which this rank has a block. Local."""
+    """A state of `nbytes`: one replicated array, and one of which this rank has a block."""
 
     def __init__(self, comm, nbytes: int):
         half = max(1, nbytes // 2 // 4)

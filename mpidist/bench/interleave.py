@@ -45,7 +45,7 @@ class Candidate:
     turn: int = 0
 
     def next_inputs(self) -> list[np.ndarray]:
-        """Return all inputs, those first that the next calls take: the cache forgets them. Local.
+        """Return all inputs, those first that the next calls take: the cache forgets them.
 
         Whoever writes them in this order has the others in the cache when he is through.
         """
@@ -53,7 +53,7 @@ class Candidate:
         return [*self.inputs[start:], *self.inputs[:start]]
 
     def next_calls(self, repeat: int) -> list[Callable[[], object]]:
-        """Return the next `repeat` calls of the pool. Local."""
+        """Return the next `repeat` calls of the pool."""
         start = self.turn % len(self.calls)
         self.turn += repeat
         return list(islice(cycle(self.calls), start, start + repeat))
@@ -123,7 +123,7 @@ def _turn(comm, calls: list[Callable[[], object]], meter) -> tuple[float, np.nda
 
 
 class _Pattern:
-    """Small whole numbers, other ones at each place and rank, whose sums are exact. Local."""
+    """Small whole numbers, other ones at each place and rank, whose sums are exact."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self.rank, self.size = comm.rank, comm.size
@@ -151,7 +151,7 @@ class _Pattern:
 
 
 def last_level_cache() -> int:
-    """Bytes of the largest cache of processor 0. Local."""
+    """Bytes of the largest cache of processor 0."""
     sizes = []
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = file.read_text().strip()
@@ -161,7 +161,7 @@ def last_level_cache() -> int:
 
 
 def wire_meter(device: str) -> Callable[[], np.ndarray]:
-    """Return a meter of (bytes, packets) that this host has sent by `device`. Local."""
+    """Return a meter of (bytes, packets) that this host has sent by `device`."""
     folder = Path("/sys/class/net") / device / "statistics"
     files = [folder / "tx_bytes", folder / "tx_packets"]
     return partial(_read_numbers, files)

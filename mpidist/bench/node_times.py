@@ -65,7 +65,7 @@ class FakedNode:
 
 
 def measure(size: int, nbytes: int, rounds: int) -> dict:
-    """Return the row of one size, float32. Local.
+    """Return the row of one size, float32.
 
     Returns
     -------

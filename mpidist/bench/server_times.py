@@ -17,7 +17,7 @@ from ..servers.parameter_server import parameter_server
 
 
 def delays(workers: int, steps: int, unit: float, seed: int = 0) -> np.ndarray:
-    """Seconds of every step of every worker. Local."""
+    """Seconds of every step of every worker."""
     rng = np.random.default_rng(seed)
     return np.where(rng.random((workers, steps)) < 0.25, 5 * unit, unit)
 

@@ -18,7 +18,7 @@ BLOCK_BYTES = 8 << 20
 
 
 def calls(nbytes: int) -> int:
-    """Return how many calls make a block. Local."""
+    """Return how many calls make a block."""
     return max(2, BLOCK_BYTES // nbytes)
 
 

@@ -1,7 +1,7 @@
-"""`mpidist bench step`: a whole training step on all ranks, PyTorch's DDP over gloo beside it.
+"""`mpidist bench step`: a whole training step on all ranks, compared with PyTorch's DDP over gloo.
 
-Beside both PyTorch with `md.attach`, which is what DDP is to be compared with, and PyTorch without
-any exchange, which tells how fast that could be at best.
+Two more are measured: PyTorch with `md.attach`, which is the fair comparison for DDP, and PyTorch
+without any exchange, which is the lower limit.
 
 The same layers, the same initial weights, the same batches, SGD with momentum; one BLAS thread per
 rank for both. Steps of both take turns in blocks, the slowest rank's time counts, and the losses
@@ -107,7 +107,7 @@ def _attached(comm, model, x, y) -> tuple[Callable[[], float], Attached]:
 
 
 def _in_torch(model):
-    """Return the same model in PyTorch, with our weights. Local."""
+    """Return the same model in PyTorch, with our weights."""
     from torch import nn
 
     layers: list = []

@@ -14,7 +14,7 @@ from ..errors import MpidistError
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Add the command to the subparsers of ``mpidist``. Local."""
+    """Add the command to the subparsers of ``mpidist``."""
     parser = subparsers.add_parser(
         "checkpoint", help="list, show, verify, export or index checkpoints (no MPI needed)"
     )
@@ -41,7 +41,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the arguments say and return the exit code. Local."""
+    """Do what the arguments say and return the exit code."""
     from ..checkpoint.arguments import path_of, which
 
     try:
@@ -73,10 +73,7 @@ def _list(args) -> int:
 
 
 def _line(path: str, entry) -> tuple[str, bool]:
-    """Return what the list says of a step, nothing where it goes meanwhile; whether it is damaged.
-
-    Local.
-    """
+    """Return the line of a step (empty if it was removed meanwhile), and whether it is damaged."""
     from ..checkpoint import histories
     from ..checkpoint.format.manifest import Damaged
     from ..checkpoint.storage import steps

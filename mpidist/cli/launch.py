@@ -12,7 +12,7 @@ from ..errors import ConfigError
 
 
 def add_parser(commands) -> None:
-    """Add this command to the argument parser. Local."""
+    """Add this command to the argument parser."""
     parser = commands.add_parser(
         "launch", help="run an MPI program until it is done, whatever dies meanwhile",
         usage="mpidist launch -n N [options] -- PROGRAM [ARGUMENT ...]",
@@ -46,7 +46,7 @@ def add_parser(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Supervise. Local. Returns the program's exit code, 0 or 75 as it ends."""
+    """Supervise. Returns the program's exit code, 0 or 75 as it ends."""
     from ..supervisor import attempts, commands
     from ..supervisor.liveness import Limits
     from ..supervisor.policy import Policy

@@ -39,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code. Local, or collective, as the command is."""
+    """Run one command and return its exit code. Collective where the command is."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         return _run(argv)

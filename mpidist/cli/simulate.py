@@ -15,7 +15,7 @@ from ..launch import claims, start_checks
 
 
 def add_parser(commands) -> None:
-    """Add this command to the argument parser. Local."""
+    """Add this command to the argument parser."""
     parser = commands.add_parser("simulate", help="who sends what, and what it costs")
     what = parser.add_subparsers(dest="what", required=True, metavar="{allreduce,fit,measure}")
     one = what.add_parser("allreduce", help="the map and the cost of one algorithm; needs no MPI")
@@ -40,7 +40,7 @@ def add_parser(commands) -> None:
 
 
 def add_cases(parser) -> None:
-    """Add the options that say what is measured. Local."""
+    """Add the options that say what is measured."""
     sizes, names = "65536,262144,1048576,4194304,16777216", "ring,butterfly,double_tree"
     parser.add_argument("--sizes", default=sizes, help="bytes, comma-separated")
     parser.add_argument("--algorithms", default=names, help=f"comma-separated ({names})")
@@ -48,7 +48,7 @@ def add_cases(parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one of the three. Local, or collective over all ranks of the launch: fit, measure."""
+    """Run one of the three. Fit and measure are collective over the launch."""
     for name in ("ranks", "nodes", "bytes", "repeats", "alpha", "bandwidth", "reduction", "blocks"):
         value = getattr(args, name, None)
         if value is not None and value <= 0:
@@ -135,7 +135,7 @@ def _measure(args) -> int:
 
 
 def cases(args) -> tuple[list[int], list[str]]:
-    """Return the sizes and the algorithms that `add_cases` has read, checked. Local."""
+    """Return the sizes and the algorithms that `add_cases` has read, checked."""
     names = args.algorithms.split(",")
     for name in names:
         _named(name)
@@ -143,7 +143,7 @@ def cases(args) -> tuple[list[int], list[str]]:
 
 
 def numbers_of(text: str, separator: str, option: str) -> list[int]:
-    """Return the whole numbers above 0 of an option; ConfigError for anything else. Local."""
+    """Return the whole numbers above 0 of an option; ConfigError for anything else."""
     try:
         numbers = [int(word) for word in text.split(separator)]
     except ValueError:

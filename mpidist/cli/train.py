@@ -27,7 +27,7 @@ _LINE_EVERY = 2.0
 
 
 def add_parser(commands) -> None:
-    """Add this command to the argument parser. Local."""
+    """Add this command to the argument parser."""
     parser = commands.add_parser("train", help="train a model as a TOML job file says")
     parser.add_argument("job", metavar="JOB.toml", help="the job file")
     parser.add_argument(
@@ -262,7 +262,7 @@ class Reporter:
             self._file = (job.folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def __call__(self, step) -> None:
-        """Take note of one step. Local."""
+        """Take note of one step."""
         if not self.show:
             return
         if step.step % self.every == 0 or step.step == step.last:
@@ -289,7 +289,7 @@ class Reporter:
         self.bar.update(1)
 
     def close(self) -> None:
-        """Finish the bar and the file. Local."""
+        """Finish the bar and the file."""
         if self.bar is not None:
             self.bar.close()
         if self._file is not None:

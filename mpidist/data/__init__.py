@@ -61,7 +61,7 @@ __all__ = [
 
 
 def from_settings(name: str, settings: Mapping) -> tuple[Source, Source]:
-    """Return the (train, test) sources `name` as a job file describes them. Local.
+    """Return the (train, test) sources `name` as a job file describes them.
 
     Raises ConfigError for an unknown name or key (with the nearest one), for a missing one, and
     for data that cannot be read.

@@ -22,7 +22,7 @@ _MOST = 2048
 
 
 class Layouts:
-    """The layouts of messages that were met so far. Local.
+    """The layouts of messages that were met so far.
 
     Attributes
     ----------
@@ -100,7 +100,7 @@ class Layouts:
 
 
 def between(spans: Sequence[Span], stop: int) -> list[Span]:
-    """Return what lies before, between and behind `spans`; ValueError where they overlap. Local."""
+    """Return what lies before, between and behind `spans`; ValueError where they overlap."""
     gaps, at = [], 0
     for low, high in sorted([*spans, (stop, stop)]):
         if low < at and high > low:

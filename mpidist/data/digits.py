@@ -16,7 +16,7 @@ from .sources import ArraySource, Source
 def digits(
     seed: int = 0, test: int = 360, distort: Mapping | None = None
 ) -> tuple[Source, ArraySource]:
-    """Return (train, test): images float32 (n, 1, 8, 8) from 0 to 1, labels int64. Local.
+    """Return (train, test): images float32 (n, 1, 8, 8) from 0 to 1, labels int64.
 
     The split is stratified: each class gives the test set its share of `test`, rounded so that
     the shares add up. It is a pure function of `seed`; no seed of a training run should change
@@ -63,7 +63,7 @@ def _table() -> np.ndarray:
 
 
 def stratified(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Return `count` sorted indices in which each class has its share of `labels`. Local."""
+    """Return `count` sorted indices in which each class has its share of `labels`."""
     rng = np.random.default_rng(seed)
     classes, sizes = np.unique(labels, return_counts=True)
     # Largest remainder: round down, then one more for those who lost most, ties by class.

@@ -20,7 +20,7 @@ from .sources import Source
 
 
 class Distorted:
-    """`copies` distorted versions of every image of a source. Local.
+    """`copies` distorted versions of every image of a source.
 
     Parameters
     ----------
@@ -69,14 +69,14 @@ class Distorted:
 
 
 def distorted(source: Source, settings: Mapping | None) -> Source:
-    """Return `source`, or its distorted copies where `settings` has their keywords. Local."""
+    """Return `source`, or its distorted copies where `settings` has their keywords."""
     if not settings:
         return source
     return build({"distort": Distorted}, "distort", {"source": source, **settings}, "data option")
 
 
 def distort(images: np.ndarray, amounts: np.ndarray) -> np.ndarray:
-    """Return each image shifted (down, right), turned and scaled (height, width). Local.
+    """Return each image shifted (down, right), turned and scaled (height, width).
 
     A pixel of the result is read at its origin in the image, between the four pixels around it
     in proportion (bilinear), with zeros outside. Amounts of zero give the image back.

@@ -38,7 +38,7 @@ _PATIENCE = 300.0
 
 
 class Starved(Exception):
-    """The source did not give a batch in time; it is still asked for, so ask again. Local."""
+    """The source did not give a batch in time; it is still asked for, so ask again."""
 
     def __init__(self, seconds: float):
         super().__init__(f"no batch after {seconds:g} s")
@@ -47,7 +47,7 @@ class Starved(Exception):
 
 @dataclass(frozen=True)
 class Loading:
-    """How samples are brought in. Local.
+    """How samples are brought in.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ class _Entry(NamedTuple):
 
 
 class Loader:
-    """Batches of a source, read ahead as a plan says. Local. Close it, or use it with ``with``.
+    """Batches of a source, read ahead as a plan says. Close it, or use it with ``with``.
 
     Parameters
     ----------

@@ -28,7 +28,7 @@ _SMALL, _KEPT = 64 << 10, 64 << 20
 
 
 class Descriptors:
-    """Opens files when they are asked for, and keeps `most` of them open. Local; not locked.
+    """Opens files when they are asked for, and keeps `most` of them open. Not locked.
 
     A number that was given is good until the next call: that may close its file.
 
@@ -70,7 +70,7 @@ class Run(NamedTuple):
 
 
 class Runs:
-    """Reads runs of files, whose descriptors `descriptor(file)` returns. Local; not locked."""
+    """Reads runs of files, whose descriptors `descriptor(file)` returns. Not locked."""
 
     def __init__(self, descriptor):
         self._descriptor = descriptor
@@ -113,7 +113,7 @@ class Runs:
 
 
 def bytes_of(array: np.ndarray) -> memoryview:
-    """Return the bytes of an array whose elements lie one after the other. Local."""
+    """Return the bytes of an array whose elements lie one after the other."""
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
@@ -128,7 +128,7 @@ def _fill(descriptor: int, begin: int, target: memoryview) -> bool:
 
 
 class Rooms:
-    """Memory for large arrays, which the system would take back and give anew, page by page. Local.
+    """Memory for large arrays, which the system would take back and give anew, page by page.
 
     What an array of `empty` lies in is used again when that array, and all that was cut out of
     it, are gone, in whatever thread. `empty` is called by one thread at a time.

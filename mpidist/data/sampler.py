@@ -30,7 +30,7 @@ _WINDOW = 1 << 14
 
 
 class Position(NamedTuple):
-    """Where the data order stands: `offset` samples of epoch `epoch` are used up. Local."""
+    """Where the data order stands: `offset` samples of epoch `epoch` are used up."""
 
     epoch: int = 0
     offset: int = 0
@@ -46,7 +46,7 @@ class Position(NamedTuple):
 
 
 class Sampler:
-    """The data order of a training run. Local; all ranks hold equal ones.
+    """The data order of a training run. All ranks hold equal ones.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ class Sampler:
         )
 
     def set_shuffle(self, shuffle: str | bool) -> None:
-        """Choose another shuffle: the one that a checkpoint was made with. Local."""
+        """Choose another shuffle: the one that a checkpoint was made with."""
         if isinstance(shuffle, bool):
             large = self.count > PERMUTED
             shuffle = ("bijection" if large else "permutation") if shuffle else "none"
@@ -93,7 +93,7 @@ class Sampler:
         return -(-self.count // self.global_batch)
 
     def order(self, epoch: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return places `start` to `stop` of the order of `epoch`, read-only. Local.
+        """Return places `start` to `stop` of the order of `epoch`, read-only.
 
         A permutation is remembered whole, of a bijection the last few thousand places.
         """

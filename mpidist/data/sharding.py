@@ -31,7 +31,7 @@ _UNEVEN = 1.1
 
 
 class RankPart(NamedTuple):
-    """What one rank reads in one epoch: `records` in the order of use. Local."""
+    """What one rank reads in one epoch: `records` in the order of use."""
 
     mode: str
     why: str
@@ -49,7 +49,7 @@ def shard(
     epoch: int = 0,
     indexed: bool = True,
 ) -> RankPart:
-    """Return what `rank` reads in `epoch`. Local.
+    """Return what `rank` reads in `epoch`.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def shard(
 
 
 def choose(counts: Sequence[int], ranks_of_nodes: Sequence[int], indexed: bool) -> tuple[str, str]:
-    """Return (mode, why): by file where files are even enough, else by record, else grid. Local."""
+    """Return (mode, why): by file where files are even enough, else by record, else grid."""
     size = sum(ranks_of_nodes)
     dealt = deal(counts, [1] * size)
     most = max(sum(counts[f] for f in files) for files in dealt)
@@ -109,7 +109,7 @@ def choose(counts: Sequence[int], ranks_of_nodes: Sequence[int], indexed: bool) 
 
 
 def deal(counts: Sequence[int], shares: Sequence[int]) -> list[list[int]]:
-    """Deal files to owners in proportion to their `shares`, the largest first. Local.
+    """Deal files to owners in proportion to their `shares`, the largest first.
 
     The owner with the least load gets the next file (R. L. Graham, "Bounds on multiprocessing
     timing anomalies", 1969). Every file has one owner; an owner may have none.
@@ -162,7 +162,7 @@ _PARTS = {"file": _by_file, "record": _by_record, "grid": _grid, "independent": 
 
 
 class Coverage(NamedTuple):
-    """How a number of draws covers a data set. Local."""
+    """How a number of draws covers a data set."""
 
     draws: int
     seen: float  # share of the records that were used at least once
@@ -171,7 +171,7 @@ class Coverage(NamedTuple):
 
 
 def coverage(count: int, parts: Sequence[np.ndarray], draws: int | None = None) -> Coverage:
-    """Measure what `draws` records, dealt evenly over `parts`, cover of `count`. Local.
+    """Measure what `draws` records, dealt evenly over `parts`, cover of `count`.
 
     By default one epoch: as many draws as records. For independent shuffles that is the price of
     needing no index and no agreement: of p ranks each uses 1/p of its own order, so that about

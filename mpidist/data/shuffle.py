@@ -26,7 +26,7 @@ _MIX = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class Bijection:
-    """A one-to-one map of [0, count) onto itself, a pure function of `key`. Local.
+    """A one-to-one map of [0, count) onto itself, a pure function of `key`.
 
     Parameters
     ----------

@@ -32,7 +32,7 @@ TRIES, WAIT = 5, 1.0
 
 
 class Batch(NamedTuple):
-    """The good samples of those asked for. Local.
+    """The good samples of those asked for.
 
     `kept` are their places among the indices that were asked for, ascending; `bad` are the others.
     """
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 
 class BadRecordFilter:
-    """Takes what is good of a source. Local; one thread at a time.
+    """Takes what is good of a source. One thread at a time.
 
     Parameters
     ----------
@@ -194,7 +194,7 @@ def _root(error: BaseException) -> BaseException:
 
 
 def told(error: Exception) -> str:
-    """Return one line about an exception: its text, and where it was raised. Local."""
+    """Return one line about an exception: its text, and where it was raised."""
     if isinstance(error, BadRecord):
         return error.reason
     last = traceback.extract_tb(error.__traceback__)[-1:]

@@ -13,7 +13,7 @@ from ..errors import BadRecord, ConfigError
 
 @runtime_checkable
 class Source(Protocol):
-    """What training needs of a data set. Local; every rank holds one of the same length.
+    """What training needs of a data set. Every rank holds one of the same length.
 
     A record that cannot be used: raise ``BadRecord(index, reason)``. Some attributes may be there:
     ``name``, told where a record is bad; ``reads = True``, where reading ahead in a thread helps
@@ -32,7 +32,7 @@ class Source(Protocol):
 
 
 class ArraySource:
-    """Arrays in memory with equal first axis: ``ArraySource(images, labels)``. Local.
+    """Arrays in memory with equal first axis: ``ArraySource(images, labels)``.
 
     Raises ConfigError if the lengths differ or something is not an array.
     """
@@ -60,7 +60,7 @@ class ArraySource:
 
 
 class Part:
-    """Samples `start` to `stop` of another source. Local."""
+    """Samples `start` to `stop` of another source."""
 
     def __init__(self, source: Source, start: int, stop: int):
         self.source, self.start, self.stop = source, start, stop
@@ -76,7 +76,7 @@ class Part:
 
 
 class Derived:
-    """What `function` makes of the samples of a source: combined or computed features. Local (R14).
+    """What `function` makes of the samples of a source: combined or computed features (R14).
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ class Derived:
 
 
 class Items:
-    """A map-style data set: ``items[k]`` is one sample, an array or number or a tuple. Local."""
+    """A map-style data set: ``items[k]`` is one sample, an array or number or a tuple."""
 
     def __init__(self, items):
         self.items = items
@@ -134,7 +134,7 @@ class Items:
 
 
 class Stream:
-    """An iterable of samples, each a tuple, of which the first `count` are one epoch. Local.
+    """An iterable of samples, each a tuple, of which the first `count` are one epoch.
 
     An iterable can only be read in order. So each rank reads and drops the samples of the others,
     and a resumed run reads all samples again that were used before: use it with
@@ -182,7 +182,7 @@ class Stream:
 
 
 def as_source(data) -> Source:
-    """Return `data` as a Source. Local.
+    """Return `data` as a Source.
 
     A source already, a tuple or list of arrays, an array, or a map-style data set (`Items`).
     """
@@ -203,7 +203,7 @@ def as_source(data) -> Source:
 
 
 def check_split(kind: str, train, count: int, path) -> int:
-    """Return how many samples are for training; ConfigError where none is left. Local."""
+    """Return how many samples are for training; ConfigError where none is left."""
     if isinstance(train, bool) or not isinstance(train, int) or not 0 < train < count:
         raise ConfigError(
             f"{kind}: train is {train!r}, expected from 1 to {count - 1}: {path} has {count} "

@@ -55,7 +55,7 @@ def check_replicas(comm, params, *, step: int | None = None) -> None:
 
 
 def _facts(params, step) -> str:
-    """Return the step, and shape, dtype and CRC of each tensor, as one text. Local."""
+    """Return the step, and shape, dtype and CRC of each tensor, as one text."""
     try:
         number = None if step is None else operator.index(step)
     except TypeError:  # also of arrays, all of which have an __index__
@@ -74,7 +74,7 @@ def _facts(params, step) -> str:
 
 
 def checksum(x) -> int:
-    """Return the CRC-32 of the bytes of `x` in C order. Local."""
+    """Return the CRC-32 of the bytes of `x` in C order."""
     if is_device(x):
         host = host_empty(x.size, x.dtype, like=x)
         copy_into(host, x)

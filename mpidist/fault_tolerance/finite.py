@@ -9,7 +9,7 @@ from .. import arrays
 
 
 def is_finite(state) -> bool:
-    """Whether no array or number in nested dicts and lists is NaN or infinite. Local."""
+    """Whether no array or number in nested dicts and lists is NaN or infinite."""
     if isinstance(state, Mapping):
         return all(is_finite(value) for value in state.values())
     if isinstance(state, list | tuple):

@@ -154,7 +154,7 @@ class Guard:
         return self
 
     def _entering(self) -> float | None:
-        """Check that this rank can enter; rank 0 tells how long the allocation lasts. Local."""
+        """Check that this rank can enter; rank 0 tells how long the allocation lasts."""
         if threading.current_thread() is not threading.main_thread():
             raise ProtocolError("guard: enter it in the main thread; Python delivers signals there")
         asked = self._time_limit == "auto" and self._given.rank == 0
@@ -178,7 +178,7 @@ class Guard:
 
     @property
     def flag(self) -> int:
-        """1 if this rank wants to stop, else 0: for loops that reduce it with their own data.
+        """1 if this rank wants to stop, otherwise 0: for loops that reduce it with their data.
 
         To be asked once per step.
         """
@@ -197,7 +197,7 @@ class Guard:
         return not (self._agree(late) if comm is None else self._reduce(comm, (late,), wait))[0]
 
     def stop(self, reason: str | None = None) -> None:
-        """Ask for a stop at the next `should_stop`. Local: one rank's wish is enough."""
+        """Ask for a stop at the next `should_stop`. One rank's wish is enough."""
         self._asked = max(self._asked, _CODE)
         events.emit("stop_requested", reason=reason or "stop() was called")
 
@@ -229,7 +229,7 @@ class Guard:
         return bool(code)
 
     def computed(self) -> None:
-        """Say that this rank's work of a step is done, and what follows is exchange. Local.
+        """Say that this rank's work of a step is done, and what follows is exchange.
 
         So that a slow rank is found where the others wait for it in calls of MPI's own. Waits of
         mpidist's are known without.
@@ -237,7 +237,7 @@ class Guard:
         self._own.stop()
 
     def heard(self, flags: float) -> bool:
-        """Take the sum or the maximum of all ranks' `flag`; whether all ranks stop. Local.
+        """Take the sum or the maximum of all ranks' `flag`; whether all ranks stop.
 
         For a loop that lets the flag ride in a reduction of its own instead of `should_stop`.
         """

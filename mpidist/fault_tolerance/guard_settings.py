@@ -16,7 +16,7 @@ _NEVER = {signal.SIGKILL, signal.SIGSTOP}
 
 
 def settings_of(*, state, store, signals, time_limit, patience, every, deciders) -> dict[str, Any]:
-    """Check what a guard was given; return what must be equal on all ranks. Local.
+    """Check what a guard was given; return what must be equal on all ranks.
 
     Of the state, the store and the deciders only whether they are there: what is saved may be
     another part of the whole on each rank, and servers give COMM_NULL.
@@ -48,7 +48,7 @@ def settings_of(*, state, store, signals, time_limit, patience, every, deciders)
 
 
 def _numbers(signals: Iterable[int]) -> tuple[int, ...]:
-    """Return the numbers of signals that a process may handle. Local; raises ConfigError."""
+    """Return the numbers of signals that a process may handle. Raises ConfigError."""
     try:
         numbers = tuple(signal.Signals(operator.index(number)) for number in signals)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What is a hang, and how it is told: pure functions of what was seen of each rank."""
+"""How a hang is recognised and reported: pure functions of what each rank has shown."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Seen:
 
 
 def judge(peers: Sequence[Seen], seconds: float, now: float) -> Hang | None:
-    """Return the verdict on what was seen, or None while all may be well. Local.
+    """Return the verdict on what was seen, or None while all may be well.
 
     A rank that gives no sign for `seconds` is a hang. So is a job in which no rank moved for
     `seconds` while at least one waits: a rank that only waits cannot be what it waits for. Ranks
@@ -71,7 +71,7 @@ def judge(peers: Sequence[Seen], seconds: float, now: float) -> Hang | None:
 
 
 def suspects(peers: Sequence[Seen]) -> list[int]:
-    """Return the ranks that are not where the others wait: left, looping, or the fewest. Local."""
+    """Return the ranks that are not where the others wait: left, looping, or the fewest."""
     left = [peer.rank for peer in peers if peer.left]
     looping = [peer.rank for peer in peers if not peer.left and peer.state == "looping"]
     if looping or left:
@@ -92,7 +92,7 @@ def tell(
     now: float,
     condition: Callable[[Seen], str],
 ) -> str:
-    """Return the report: one line that names the rank and its host, then a line per rank. Local."""
+    """Return the report: one line that names the rank and its host, then a line per rank."""
     lines = [f"mpidist: watch: nothing moved for {seconds:g} s; {_accuse(peers, hang, condition)}"]
     lines[0] += "; the job ends with exit code 70"
     for peer in peers:

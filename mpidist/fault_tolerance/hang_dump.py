@@ -19,7 +19,7 @@ from ..runtime import context
 
 
 def operations() -> list[dict]:
-    """Return the newest operations on each communicator that mpidist serves here. Local.
+    """Return the newest operations on each communicator that mpidist serves here.
 
     `begun` is the number of the newest one; ranks that stand in the same operation have the same.
     """
@@ -37,7 +37,7 @@ def operations() -> list[dict]:
 
 
 def parameter_servers() -> list[dict]:
-    """Return the newest operations between parameter servers and workers here. Local.
+    """Return the newest operations between parameter servers and workers here.
 
     Each with the seconds since it began. ``waiting`` are those that nobody has answered yet; a
     server's ``clocks`` tell which worker it holds their pulls for.
@@ -60,7 +60,7 @@ def _waiting(each: events.Operation, now: float) -> dict:
 
 
 def stacks() -> dict[str, list[str]]:
-    """Return the stack of each thread of this process, the innermost line last. Local."""
+    """Return the stack of each thread of this process, the innermost line last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
         f"{names.get(ident, '?')} {ident}": traceback.format_stack(frame)
@@ -69,7 +69,7 @@ def stacks() -> dict[str, list[str]]:
 
 
 def write(folder: Path, rank: int, **about) -> Path:
-    """Write ``hang-RANK.json`` into `folder`, over an older one. Local. Raises OSError.
+    """Write ``hang-RANK.json`` into `folder`, over an older one. Raises OSError.
 
     No values of variables and none of the environment: only names, shapes and places.
     """

@@ -23,7 +23,7 @@ _OPEN_MPI, _READ_BY = ("prterun", "mpirun", "mpiexec", "orterun"), 0.02
 
 
 def say_last(text: str) -> None:
-    """Print a line on stderr, also where the launcher has stopped to read it. Local.
+    """Print a line on stderr, also where the launcher has stopped to read it.
 
     Open MPI's does so as soon as it gets Ctrl-C, half a second before it kills the ranks. What it
     writes to itself is still there: that of the rank it has started here.
@@ -39,7 +39,7 @@ def say_last(text: str) -> None:
 
 
 class Handlers:
-    """Handlers that note which signal came last, in `heard`. Local; for the main thread.
+    """Handlers that note which signal came last, in `heard`. For the main thread.
 
     SIGINT is noted once. The next one ends the process, whatever it waits for: that is the kernel's
     work, since a Python handler does not run while MPI blocks. Where the process was started to
@@ -62,7 +62,7 @@ class Handlers:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.numbers)
 
     def put_back(self) -> None:
-        """Leave the signals to whoever had them before. Twice is fine."""
+        """Restore the signal handlers that were installed before. Twice is fine."""
         for number, handler in self._former.items():
             # None: set by C code, which signal.signal cannot put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,4 +1,4 @@
-"""Which rank do the others wait for? From each rank's own time per step, told and not guessed.
+"""Which rank do the others wait for? Each rank reports its own time per step.
 
 Waiting is everybody's but the slow one's, so what counts is the time that a rank needs before it
 comes to the exchange: for its data and for its gradients. Every ten steps the ranks tell each other
@@ -99,7 +99,7 @@ def crowded_ranks(comm) -> frozenset[int]:
 
 
 class Window:
-    """Times of a rank's newest steps. Local."""
+    """Times of a rank's newest steps."""
 
     def __init__(self, phases: int = len(PHASES)):
         self._times = np.zeros((WINDOW, phases))
@@ -122,7 +122,7 @@ class Window:
 
 
 class Judge:
-    """Tells who is slow, once: when `AGAIN` looks in a row agree, until it is well again. Local."""
+    """Tells who is slow, once: when `AGAIN` looks in a row agree, until it is well again."""
 
     def __init__(self, phases: Sequence[str] = PHASES):
         self.phases = phases
@@ -139,13 +139,13 @@ class Judge:
 
 
 def record(one: Straggler) -> None:
-    """Write a straggler into the event log. Local."""
+    """Write a straggler into the event log."""
     lag = round(one.lag * 1e3, 1)
     events.emit("straggler", straggler=one.rank, phase=one.phase, lag_ms=lag)
 
 
 def tell(one: Straggler, who: str, needed: float) -> None:
-    """Say `who` is slow, who needs so many seconds a step. Local."""
+    """Report that rank `who` is slow and needs so many seconds a step."""
     if events.VERBOSITY:
         print(
             f"mpidist: note: {who}: it needs {needed * 1e3:.1f} ms a step, {one.lag * 1e3:.1f} ms "
@@ -200,7 +200,7 @@ class Stragglers:
 
 
 class OwnTime:
-    """Time that the main thread did not spend in waits of mpidist's. Local."""
+    """Time that the main thread did not spend waiting inside mpidist."""
 
     def __init__(self):
         self._mark = (0.0, 0.0)

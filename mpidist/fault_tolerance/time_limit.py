@@ -23,7 +23,7 @@ _DURATION = re.compile(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)")
 
 
 def seconds_left(environ: Mapping[str, str]) -> float | None:
-    """Return the seconds until the allocation ends, None where nobody says. Local.
+    """Return the seconds until the allocation ends, None if it is not known.
 
     From SLURM_JOB_END_TIME where Slurm sets it, else squeue is asked, for at most 20 s.
     """
@@ -52,14 +52,14 @@ def duration(text: str) -> float | None:
 
 
 def longest_save() -> float:
-    """Return the seconds of the longest save among the newest events of this process. Local."""
+    """Return the seconds of the longest save among the newest events of this process."""
     newest = list(events.recent)  # other threads may add to it meanwhile
     saves = (d.get("seconds", 0.0) for _, kind, d in newest if kind == "checkpoint_saved")
     return max(saves, default=0.0)
 
 
 class Allotment:
-    """What is left from `now` on, with `seconds` to go. Local; clocks are monotonic."""
+    """What is left from `now` on, with `seconds` to go. Clocks are monotonic."""
 
     def __init__(self, seconds: float, now: float):
         self.end = now + seconds

@@ -1,4 +1,4 @@
-"""No hang stays silent: who is missing, where everybody stands, and an end.
+"""Hangs are reported: which rank is missing and where each rank is. Then the job ends.
 
 A thread in each rank looks at the rank's main thread ten times per `seconds`, without any MPI call,
 and tells what it saw on a board that all ranks read. A main thread is
@@ -104,7 +104,7 @@ class Watch:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Stop watching; the other ranks see that this one left. Local. Twice is fine."""
+        """Stop watching; the other ranks see that this one left. Twice is fine."""
         # A process that this rank has forked does not leave in its name.
         if self._left or os.getpid() != self._identity["pid"]:
             return
@@ -265,7 +265,7 @@ class Watch:
 
 
 def _settings(seconds, dumps) -> dict[str, float]:
-    """Check what a watch was given; return what must be equal on all ranks. Local."""
+    """Check what a watch was given; return what must be equal on all ranks."""
     number = isinstance(seconds, int | float | np.number) and not isinstance(seconds, bool)
     if not (number and 0 < seconds <= sys.float_info.max):
         raise ConfigError(f"watch: seconds={shown(seconds)}; expected a number > 0")
@@ -358,7 +358,7 @@ def _variables(frame) -> dict:
 
 
 def place(frame) -> str:
-    """Say where a stack stands: the innermost line of the user's, and what it called of ours.
+    """Return where a stack is: the innermost line of the user's code, and what it called here.
 
     Equal for ranks that wait at the same place, so without our own line numbers.
     """

@@ -40,7 +40,7 @@ __all__ = [
 
 
 def from_settings(name: str, settings: Mapping) -> Network | Tagger:
-    """Make the model `name` as a job file describes it. Local.
+    """Make the model `name` as a job file describes it.
 
     Raises ConfigError for an unknown name or key (with the nearest one) and for a missing one.
     """

@@ -4,8 +4,9 @@
     y = (x - mean) / sqrt(variance + eps)
     dx = (dy - mean(dy) - y mean(dy y)) / sqrt(variance + eps)
 
-Each direction costs one allreduce of two numbers per channel and one. Local batches may be uneven
-or empty. Gain and shift, where they are wanted, are parameters of the model: ``gain * y + shift``.
+Each direction costs one allreduce of two numbers per channel and one more. The ranks'
+batches may be uneven or empty. Gain and shift, if you want them, are parameters of the
+model: ``gain * y + shift``.
 
 References: Ioffe and Szegedy, Batch Normalization, ICML 2015, arXiv:1502.03167. Sums of squares
 are put together as in Chan, Golub and LeVeque, Updating formulae, 1979.

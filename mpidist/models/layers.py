@@ -263,7 +263,7 @@ class Rows(NamedTuple):
 
 
 def softmax_cross_entropy(scores, labels):
-    """Return (mean loss of each piece, its gradient by `scores`). Local.
+    """Return (mean loss of each piece, its gradient by `scores`).
 
     `scores` are (pieces, samples, classes), `labels` (pieces, samples) integers from 0.
 

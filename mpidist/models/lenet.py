@@ -31,7 +31,7 @@ def lenet(
     channels: Sequence[int] = (6, 16),
     hidden: Sequence[int] = (120, 84),
 ) -> Network:
-    """LeNet-5 for images of any size from 4 x 4. Local.
+    """LeNet-5 for images of any size from 4 x 4.
 
     The kernels follow a rule: where the second one would find maps smaller than 8 x 8 (images
     smaller than 16 x 16), both are 3 x 3 with one row of zeros around; otherwise both are 5 x 5,

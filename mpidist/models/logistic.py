@@ -12,7 +12,7 @@ from .network import Network
 
 
 def logistic(inputs: int | Sequence[int], classes: int, seed: int = 0) -> Network:
-    """``scores = x @ weight + bias`` under softmax cross entropy. Local.
+    """``scores = x @ weight + bias`` under softmax cross entropy.
 
     Parameters
     ----------
@@ -29,14 +29,14 @@ def logistic(inputs: int | Sequence[int], classes: int, seed: int = 0) -> Networ
 
 
 def sample_shape(model: str, name: str, given) -> tuple[int, ...]:
-    """`given` as a shape of whole numbers from 1; one number is a shape of one. Local."""
+    """`given` as a shape of whole numbers from 1; one number is a shape of one."""
     if not isinstance(given, Sequence) or isinstance(given, str):
         given = (given,)
     return tuple(whole(model, name, size, 1) for size in given)
 
 
 def whole(model: str, name: str, value, low: int) -> int:
-    """`value` as an int of at least `low`, or ConfigError. Local."""
+    """`value` as an int of at least `low`, or ConfigError."""
     try:
         number = operator.index(value)
     except TypeError:

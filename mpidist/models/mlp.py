@@ -13,7 +13,7 @@ from .network import Network
 
 
 def mlp(sizes: Sequence, seed: int = 0) -> Network:
-    """Dense layers of `sizes`, a ReLU between each two. Local.
+    """Dense layers of `sizes`, a ReLU between each two.
 
     Parameters
     ----------

@@ -24,7 +24,7 @@ CHUNK = 128
 
 
 class Network:
-    """A classifier: layers, then softmax cross entropy. Local.
+    """A classifier: layers, then softmax cross entropy.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class Network:
     ) -> float:
         """Write the gradient of the mean loss over `batch` into `gradients`, return that mean.
 
-        Local. `batch` is (inputs, labels), labels being integers from 0. ``ready(name)`` is
+        `batch` is (inputs, labels), labels being integers from 0. ``ready(name)`` is
         called as soon as that gradient is final, last layer first. An empty batch has zero
         gradients and loss 0.0, so that a rank without samples can take part in a sum.
         """
@@ -69,7 +69,7 @@ class Network:
         return float(self._losses(x, labels, one, ready or (lambda name: None))[0])
 
     def piece_gradients(self, batch, gradients):
-        """The same for several pieces of equal size in one call; returns their mean losses. Local.
+        """The same for several pieces of equal size in one call; returns their mean losses.
 
         All arrays have a further first axis, that of the pieces: inputs and labels, and those of
         `gradients`. Each piece gets the bits that `loss_and_gradients` gives it alone.
@@ -104,7 +104,7 @@ class Network:
         return losses
 
     def predict(self, inputs):
-        """Return the scores, (samples, classes); the largest of a row is the answer. Local."""
+        """Return the scores, (samples, classes); the largest of a row is the answer."""
         chunks = [inputs[i : i + CHUNK] for i in range(0, max(len(inputs), 1), CHUNK)]
         scores = [self._scores(chunk) for chunk in chunks]
         return array_module(scores[0]).concatenate(scores)

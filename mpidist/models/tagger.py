@@ -20,7 +20,7 @@ from .logistic import whole
 
 
 class Tagger:
-    """Logistic regression per entity, or with one hidden layer that they share. Local.
+    """Logistic regression per entity, or with one hidden layer that they share.
 
     Parameters
     ----------
@@ -51,13 +51,13 @@ class Tagger:
             self.parameters[f"dense{k}.b"] = np.full(columns, -4.0 if last else 0.0, np.float32)
 
     def predict(self, inputs):
-        """Return the scores, (samples, classes); above 0 is more likely than not. Local."""
+        """Return the scores, (samples, classes); above 0 is more likely than not."""
         return self._forward(self._input(inputs))[-1]
 
     def loss_and_gradients(
         self, batch, gradients, ready: Callable[[str], None] | None = None
     ) -> float:
-        """Write the gradient of the mean loss over `batch`, return that mean. Local.
+        """Write the gradient of the mean loss over `batch`, return that mean.
 
         `batch` is (inputs, labels), labels (samples, classes) of 0 and 1.
         """
@@ -112,7 +112,7 @@ def _tell(ready, name: str) -> None:
 
 
 def tagger(inputs: int = 1152, classes: int = 3862, hidden: int = 0, seed: int = 0) -> Tagger:
-    """Make a `Tagger`; the defaults are those of YouTube-8M's videos. Local."""
+    """Make a `Tagger`; the defaults are those of YouTube-8M's videos."""
     return Tagger(
         whole("tagger", "inputs", inputs, 1),
         whole("tagger", "classes", classes, 1),
@@ -122,13 +122,13 @@ def tagger(inputs: int = 1152, classes: int = 3862, hidden: int = 0, seed: int =
 
 
 def hit_at_one(scores, labels) -> float:
-    """Return the share of samples of which the entity with the largest score is true. Local."""
+    """Return the share of samples of which the entity with the largest score is true."""
     best = np.asarray(scores).argmax(axis=1)
     return float(np.asarray(labels)[np.arange(len(best)), best].astype(bool).mean())
 
 
 def gap(scores, labels, top: int = 20) -> float:
-    """Return the global average precision over the `top` scores of every sample. Local.
+    """Return the global average precision over the `top` scores of every sample.
 
     All of them are ranked together; the precision at each true one is summed, over the number of
     all that are true (at most `top` of a sample). Abu-El-Haija et al., 2016, arXiv:1609.08675.

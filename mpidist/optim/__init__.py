@@ -38,7 +38,7 @@ __all__ = [
 
 
 def from_settings(name: str, settings: Mapping) -> Optimizer:
-    """Make the optimizer `name` as a job file describes it. Local.
+    """Make the optimizer `name` as a job file describes it.
 
     `settings` are the maker's keywords; ``lr`` may be a number or a table with the key
     ``schedule`` and that schedule's keywords, as in

@@ -17,7 +17,7 @@ def adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> Optimizer:
-    """Adam: a step of about `lr` per parameter, whatever the scale of its gradient. Local.
+    """Adam: a step of about `lr` per parameter, whatever the scale of its gradient.
 
     ::
 

@@ -25,7 +25,7 @@ from .optimizer import PIECE, Optimizer
 
 
 def clip_by_global_norm(gradients: Mapping, max_norm: float) -> float:
-    """Shorten `gradients` in place to a global norm of `max_norm`, if it is more. Local.
+    """Shorten `gradients` in place to a global norm of `max_norm`, if it is more.
 
     Returns the norm they had. After an allreduce, or before a push to servers, where it is the
     worker's own gradient that is clipped. One with a norm that is no number stays as it is: the
@@ -40,7 +40,7 @@ def clip_by_global_norm(gradients: Mapping, max_norm: float) -> float:
 
 
 def clipped(optimizer: Optimizer, max_norm: float) -> Optimizer:
-    """Return `optimizer` with its gradients clipped to a global norm of `max_norm`. Local.
+    """Return `optimizer` with its gradients clipped to a global norm of `max_norm`.
 
     For `md.train` with AllReduce, and for loops of your own; ``clip_norm = 1.0`` in a job file's
     optimizer table. Not elementwise, since a norm is a sum over all tensors: servers, each of
@@ -60,7 +60,7 @@ def clipped(optimizer: Optimizer, max_norm: float) -> Optimizer:
 
 
 def global_norm(gradients: Mapping) -> float:
-    """Return the root of the sum of squares over all `gradients`, in float64. Local."""
+    """Return the root of the sum of squares over all `gradients`, in float64."""
     return math.sqrt(math.fsum(_squares(gradient) for gradient in gradients.values()))
 
 

@@ -9,7 +9,7 @@ from .schedules import Rate
 
 
 def momentum(lr: Rate, beta: float = 0.9, weight_decay: float = 0.0) -> Optimizer:
-    """Heavy-ball momentum, ``v = beta * v + g;  p -= lr * v``. Local.
+    """Heavy-ball momentum, ``v = beta * v + g;  p -= lr * v``.
 
     A gradient moves the parameters by ``lr / (1 - beta)`` times itself in the end: at the same
     `lr`, beta=0.9 goes ten times as far as plain descent. Under asynchronous servers the decay

@@ -29,7 +29,7 @@ PIECE = 1 << 16
 
 @dataclass(frozen=True, repr=False)
 class Optimizer:
-    """A named (init, update) pair. Local; nothing here communicates.
+    """A named (init, update) pair. It communicates nothing.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ def elementwise(
     coefficients: Callable[[float, int], tuple],
     kernel: Callable[..., None],
 ) -> Optimizer:
-    """Make an elementwise optimizer from its arithmetic. Local.
+    """Make an elementwise optimizer from its arithmetic.
 
     Parameters
     ----------
@@ -118,14 +118,14 @@ def elementwise(
 
 
 def describe(schedule: Schedule) -> float | dict:
-    """A schedule as plain numbers: the rate itself if it is constant. Local."""
+    """A schedule as plain numbers: the rate itself if it is constant."""
     if schedule.name == "constant":
         return schedule.settings["lr"]
     return {"schedule": schedule.name, **schedule.settings}
 
 
 def check_range(optimizer: str, name: str, value: float, low: float, high: float) -> float:
-    """Return `value` as a float in [low, high), or raise ConfigError. Local."""
+    """Return `value` as a float in [low, high), or raise ConfigError."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise ConfigError(f"{optimizer}: {name} is {value!r}, expected a number")
     if not low <= value < high:

@@ -19,7 +19,7 @@ Rate = float | Callable[[float], float]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A callable ``step -> rate`` that can be described in plain numbers. Local."""
+    """A callable ``step -> rate`` that can be described in plain numbers."""
 
     name: str
     settings: dict
@@ -31,13 +31,13 @@ class Schedule:
 
 
 def constant(lr: float) -> Schedule:
-    """The same rate `lr` at every step. Local."""
+    """The same rate `lr` at every step."""
     lr = _rate("learning rate", "lr", lr)
     return Schedule("constant", {"lr": lr}, lambda step: lr)
 
 
 def cosine(lr: float, steps: int, warmup: int = 0, final: float = 0.0) -> Schedule:
-    """Half a cosine from `lr` down to `final` at step `steps`, after a linear warm-up. Local.
+    """Half a cosine from `lr` down to `final` at step `steps`, after a linear warm-up.
 
     Warm-up: ``lr * (step + 1) / warmup`` while ``step < warmup``, so the first update already
     moves. Beyond `steps` the rate stays `final`: training longer than planned with ``final=0``
@@ -64,7 +64,7 @@ def cosine(lr: float, steps: int, warmup: int = 0, final: float = 0.0) -> Schedu
 
 
 def step_decay(lr: float, every: int, factor: float = 0.1, warmup: int = 0) -> Schedule:
-    """``lr * factor ** floor(step / every)``, after a linear warm-up. Local.
+    """``lr * factor ** floor(step / every)``, after a linear warm-up.
 
     The warm-up is that of `cosine`; decay counts from step 0, not from its end.
     """
@@ -93,7 +93,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def as_schedule(lr: Rate) -> Schedule:
-    """Return `lr` as a Schedule: a number becomes constant, a callable keeps its name. Local."""
+    """Return `lr` as a Schedule: a number becomes constant, a callable keeps its name."""
     if isinstance(lr, Schedule):
         return lr
     if callable(lr):

@@ -9,7 +9,7 @@ from .schedules import Rate
 
 
 def sgd(lr: Rate, weight_decay: float = 0.0) -> Optimizer:
-    """Gradient descent, ``p -= lr * (g + weight_decay * p)``. Local.
+    """Gradient descent, ``p -= lr * (g + weight_decay * p)``.
 
     The update is linear in the gradient, so k pushes of weight 1/k at the same parameters equal
     one update with their mean: SSP(0) on a parameter server equals serial training.

@@ -25,7 +25,7 @@ from . import protocol
 from .layout.placement import Layout
 from .layout.routing import Part, data_bytes, encode, owned, route, views, whole
 from .layout.row_selection import Selection
-from .link import Call
+from .link import GroupCall
 from .protocol import HEADER_BYTES, Header
 
 _NOTHING = np.empty(0, np.int64)
@@ -54,7 +54,7 @@ class Client:
         self._link, self._servers, self._model = group.link, group.server_ranks, model
         calls = ("pull", "push", "clock of", "push_pull")
         self._pulling, self._pushing, self._ticking, self._fused = (
-            Call(group.link, f"{call} {name!r}") for call in calls
+            GroupCall(group.link, f"{call} {name!r}") for call in calls
         )
         self.versions = [0] * len(self._servers)
         self.finished = 0
@@ -72,7 +72,7 @@ class Client:
     # -- the four calls of the step loop ---------------------------------------------------
 
     def pull(self, what=None, *, out: Mapping | None = None) -> dict:
-        """Fetch parameters as they are allowed to be seen in this clock. Local.
+        """Fetch parameters as they are allowed to be seen in this clock.
 
         Waits as long as the model's consistency says. Each server's part is a whole number of
         updates old (`versions`).
@@ -97,7 +97,7 @@ class Client:
         return results
 
     def push(self, gradients: Mapping, *, samples: int | None = None) -> None:
-        """Send the mean gradient over `samples` samples to the servers. Local, once per clock.
+        """Send the mean gradient over `samples` samples to the servers. Once per clock.
 
         Returns when the gradients may be written again, usually before they have arrived.
 
@@ -121,7 +121,7 @@ class Client:
             self._link.background()
 
     def clock(self) -> None:
-        """Finish this clock. Local; does not wait, the next pull does."""
+        """Finish this clock. Does not wait; the next pull does."""
         self._open()
         with self._ticking:
             self._enter()
@@ -133,7 +133,7 @@ class Client:
     def push_pull(
         self, gradients: Mapping, *, out: Mapping | None = None, samples: int | None = None
     ) -> dict:
-        """``push``, ``clock`` and ``pull`` in one message per server and way. Local.
+        """``push``, ``clock`` and ``pull`` in one message per server and way.
 
         The parameters come back as the next clock may see them.
         """
@@ -149,14 +149,14 @@ class Client:
         return results
 
     def close(self) -> None:
-        """Leave the clocks: nobody waits for this worker any more. Local; twice is fine."""
+        """Leave the clocks: no worker waits for this one any more. Calling it twice is fine."""
         if not self.closed:
-            with Call(self._link, f"close of {self.name!r}"):
+            with GroupCall(self._link, f"close of {self.name!r}"):
                 self.leave()
                 self._link.background()
 
     def leave(self) -> None:
-        """Do what `close` does, from inside another call of the group. Local."""
+        """Do what `close` does, from inside another call of the group."""
         if not self.closed:
             for server in range(len(self._servers)):
                 self._post(server, protocol.LEAVE)
@@ -164,7 +164,7 @@ class Client:
 
     @property
     def stats(self) -> dict:
-        """What this worker has seen so far. Local.
+        """What this worker has seen so far.
 
         ``waits`` has the seconds spent waiting for servers to serve ("server") and for slower
         workers to catch up ("worker"); ``gaps``, ``staleness`` (updates by others between this

@@ -42,7 +42,7 @@ from ..errors import ConfigError, ProtocolError
 
 @dataclass(frozen=True)
 class Consistency:
-    """What the modes have in common. Local.
+    """What the modes have in common.
 
     Attributes
     ----------
@@ -61,12 +61,12 @@ class Consistency:
 
 @dataclass(frozen=True)
 class ASP(Consistency):
-    """Asynchronous: nobody ever waits, and every push is an update of its own. Local."""
+    """Asynchronous: no worker ever waits, and every push is an update of its own."""
 
 
 @dataclass(frozen=True)
 class BSP(Consistency):
-    """Bulk-synchronous: one update per clock, made of the pushes of all workers. Local."""
+    """Bulk-synchronous: one update per clock, made of the pushes of all workers."""
 
     bound = 0
     holds = True
@@ -75,7 +75,7 @@ class BSP(Consistency):
 
 @dataclass(frozen=True)
 class SSP(Consistency):
-    """Stale-synchronous: the fastest worker is at most `staleness` clocks ahead. Local.
+    """Stale-synchronous: the fastest worker is at most `staleness` clocks ahead.
 
     With ``staleness=0`` it follows the same path as BSP, a push at a time.
 
@@ -119,7 +119,7 @@ class Answer(NamedTuple):
 
 
 class ConsistencyGate:
-    """The clocks of one model on one server, and what they hold back. Local.
+    """The clocks of one model on one server, and what they hold back.
 
     Each event returns the actions that it sets free, to be carried out in order. Updates come
     before answers, so an answered worker sees all that its clock promises.
@@ -185,7 +185,7 @@ class ConsistencyGate:
         return self._answers()
 
     def leave(self, worker: int) -> list[Apply | Answer]:
-        """`worker` has finished or died: nobody waits for it from now on."""
+        """`worker` has finished or died: no other worker waits for it from now on."""
         self._present(worker, "leave")
         self.live[worker] = False
         return self._released()
@@ -235,7 +235,7 @@ def simulate(
 ) -> Simulation:
     """Run the clocks of `consistency` over given step times, without MPI and without waiting.
 
-    Local. What a run with these delays would take if messages and servers cost only `trip`.
+    What a run with these delays would take if messages and servers cost only `trip`.
 
     Parameters
     ----------

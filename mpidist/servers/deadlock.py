@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in different places: found, and told to all.
+"""Find ranks that wait for each other in different calls, and raise an error on all ranks.
 
     rank 0   client.pull() ....... waits for the answer of server 2
     rank 2   md.allreduce(comm) .. waits for rank 0
@@ -21,7 +21,7 @@ _ONE_SIDED = ("broadcast", "reduce", "gather", "scatter")
 
 
 def check_stuck(context: Context, trail: Trail, ranks: Sequence[int]) -> None:
-    """Raise MismatchError where one of `ranks`, which are waited for, cannot come. Local.
+    """Raise MismatchError where one of `ranks`, which are waited for, cannot come.
 
     All ranks of the communicator then get that error: none of them waits for ever.
     """

@@ -1,4 +1,4 @@
-"""Servers and workers out of one communicator: who is what, the models they share, begin and end.
+"""Servers and workers out of one communicator: which rank does what, their models, start and end.
 
 ranks        0  1  2  3  4  5            servers=2, dedicated: the last ranks serve only
 workers      0  1  2  3                  group.workers: a communicator of these
@@ -26,7 +26,7 @@ from .add_model import host_model
 from .client import Client
 from .consistency import BSP, Consistency
 from .layout.placement import Layout, choose_ranks, ranks_asked
-from .link import Call, Link, nothing
+from .link import GroupCall, Link, nothing
 from .model_facts import Request
 from .protocol import BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
 from .server import Hosted, Server, with_histograms
@@ -136,7 +136,7 @@ class ServerGroup:
         """
         self._open()
 
-        # Local: the servers have a message of this worker, so nobody waits for it in add.
+        # Nobody else needs to hear of it: the servers know that this worker has begun.
         if any(client.started for client in self._clients):
             raise ProtocolError(f"add {name!r}: add all models before the first pull or push")
 
@@ -145,7 +145,7 @@ class ServerGroup:
                 raise ConfigError(f"add {name!r}: this group has a model of that name")
 
         # A colocated server must not answer for a model whose values are still on their way.
-        with Call(self.link, "add"), self.link.quiet():
+        with GroupCall(self.link, "add"), self.link.quiet():
             mode = BSP() if consistency is None else consistency
             asked = Request(name, model, optimizer, mode, seed, global_batch)
             servers, workers = self.server_ranks, self.worker_ranks
@@ -160,7 +160,7 @@ class ServerGroup:
     # -- serving, pausing ------------------------------------------------------------------
 
     def serve(self, on_pause: Callable[[Any], None] | None = None) -> None:
-        """Serve until all workers have left. Local; on dedicated server ranks only.
+        """Serve until all workers have left. On dedicated server ranks only.
 
         Leaving the group does this by itself; call it to pass `on_pause`.
 
@@ -175,7 +175,7 @@ class ServerGroup:
             raise ProtocolError(f"serve: rank {self.comm.rank} works; it serves within its calls")
         check_function(on_pause)
         link, server, server.on_pause = self.link, self._server, on_pause
-        with Call(link, "serve"):
+        with GroupCall(link, "serve"):
             link.background = server.poll
             link.wait(lambda: server.done, server.present, "worker")
             link.background = nothing
@@ -183,11 +183,11 @@ class ServerGroup:
         self._served = True
 
     def progress(self) -> None:
-        """Serve what is waiting, where this worker is a server as well. Local, returns at once.
+        """Serve what is waiting, where this worker is a server as well. Returns at once.
 
         For a colocated worker that waits for something else than its client.
         """
-        with Call(self.link, "progress"):
+        with GroupCall(self.link, "progress"):
             self.link.background()
 
     def pause(self, tag: str | int) -> None:
@@ -201,7 +201,7 @@ class ServerGroup:
         if isinstance(tag, bool) or not isinstance(tag, str | int):
             raise ConfigError(f"pause: tag={shown(tag)}; expected a string or a whole number")
         link, replies = self.link, {}
-        with Call(link, "pause"):
+        with GroupCall(link, "pause"):
             operation = link.trail.begin("pause")
             for rank in self.server_ranks:
                 replies[rank] = link.receive(rank, TO_WORKER, HEADER_BYTES)
@@ -221,7 +221,7 @@ class ServerGroup:
         With colocated servers a barrier of MPI's own would not serve those that are not there yet.
         """
         workers = self._workers("barrier")
-        with Call(self.link, "barrier"):
+        with GroupCall(self.link, "barrier"):
             operation = self.link.trail.begin("barrier")
             self.link.touched = True
             self.link.wait(workers.Ibarrier().Test, peers="worker")
@@ -230,7 +230,7 @@ class ServerGroup:
     # -- shards ------------------------------------------------------------------------
 
     def shards(self, name: str) -> dict:
-        """What this server holds of a model. Local; on server ranks, not while they serve.
+        """What this server holds of a model. On server ranks, not while they serve.
 
         Returns
         -------
@@ -244,7 +244,7 @@ class ServerGroup:
         return {**hosted.shard.export(), "clock": min(hosted.gate.clocks, default=0)}
 
     def load_shards(self, name: str, saved: Mapping) -> None:
-        """Set parameters, optimizer state and version from what `shards` gave. Local.
+        """Set parameters, optimizer state and version from what `shards` gave.
 
         The pieces may have been cut for any number of servers, as long as they cover this
         server's ranges; clocks begin anew. On server ranks, before serving or in a pause.
@@ -264,7 +264,7 @@ class ServerGroup:
     # -- facts ------------------------------------------------------------------------
 
     def report(self) -> dict:
-        """Counts of all ranks once the group is closed, of this rank before. Local.
+        """Counts of all ranks once the group is closed, of this rank before.
 
         ``models`` has bytes per server and the imbalance factor (fullest over mean); ``ranks``
         one entry per rank, with ``server`` (queue lengths, and per model staleness of pushes,
@@ -302,7 +302,7 @@ class ServerGroup:
         if not self.is_worker and not self._served:
             self.serve()
         link, server = self.link, self._server
-        with Call(link, "close"):
+        with GroupCall(link, "close"):
             for client in self._clients:
                 client.leave()
             if self.is_worker:
@@ -361,6 +361,6 @@ class ServerGroup:
 
 
 def check_function(on_pause) -> None:
-    """Refuse an `on_pause` that cannot be called. Local."""
+    """Refuse an `on_pause` that cannot be called."""
     if on_pause is not None and not callable(on_pause):
         raise ConfigError(f"serve: on_pause={shown(on_pause)}; expected a function of the tag")

@@ -40,8 +40,8 @@ _GROUP, _VERDICT = b"g", b"v"  # what a notice ends
 _abandoned: list[Link] = []
 
 
-class Call:
-    """Lets one thread at a time into a call of the group, as a ``with`` block. Local.
+class GroupCall:
+    """Lets one thread at a time into a call of the group, as a ``with`` block.
 
     It is made once for a call of the step loop, and entered again and again.
     """
@@ -78,7 +78,7 @@ class Call:
 
 
 class Link:
-    """Sends, receives and waits of one rank. Local, except where said.
+    """Sends, receives and waits of one rank. Methods are collective only where said.
 
     Attributes
     ----------
@@ -129,7 +129,7 @@ class Link:
     # -- one call at a time ------------------------------------------------------------------
 
     def check_call(self, name: str) -> None:
-        """Raise what forbids a call on this rank, if anything does. Local."""
+        """Raise what forbids a call on this rank, if anything does."""
         if self.one_thread and not MPI.Is_thread_main():
             # The library may know nothing of other threads.
             raise ProtocolError(
@@ -141,7 +141,7 @@ class Link:
             raise self._ended(f"this server group failed earlier: {self.failed}")
 
     def broken(self, name: str, error: BaseException) -> None:
-        """Tell all ranks of a call that failed after its first message. Local, does not raise.
+        """Tell all ranks of a call that failed after its first message. Does not raise.
 
         Before its first message a call has changed nothing: it may be made again.
         """
@@ -387,5 +387,5 @@ class Link:
 
 
 def nothing() -> bool:
-    """Do nothing in the background. Local."""
+    """Do nothing in the background."""
     return False

@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import ConfigError, shown
 from ..tensors import dtype_of
 from .consistency import Consistency
-from .layout.row_selection import array_of
+from .layout.row_selection import checked_array
 from .shards import parse_init
 
 
@@ -41,7 +41,7 @@ class Spec(NamedTuple):
 
 
 def parse_model(asked: Request) -> Spec:
-    """Check a model given as arrays or as (shape, dtype, init). Local.
+    """Check a model given as arrays or as (shape, dtype, init).
 
     Raises
     ------
@@ -76,7 +76,7 @@ def parse_model(asked: Request) -> Spec:
         specs = {key: _described(name, key, value) for key, value in model.items()}
         inits = {key: parse_init(v[2] if len(v) > 2 else "zeros") for key, v in model.items()}
     else:
-        arrays = {key: array_of(f"model {name!r}: {key!r}", x) for key, x in model.items()}
+        arrays = {key: checked_array(f"model {name!r}: {key!r}", x) for key, x in model.items()}
         specs = {key: (tuple(a.shape), np.dtype(a.dtype)) for key, a in arrays.items()}
         inits = None
     for key, (_, dtype) in specs.items():
@@ -112,7 +112,7 @@ def _described(model: str, name: str, value) -> tuple[tuple[int, ...], np.dtype]
 
 
 def check_optimizer(name: str, optimizer) -> None:
-    """Refuse what a server cannot apply to pieces of tensors. Local."""
+    """Refuse what a server cannot apply to pieces of tensors."""
     if not (
         callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
     ):
@@ -126,7 +126,7 @@ def check_optimizer(name: str, optimizer) -> None:
 
 
 def optimizer_facts(optimizer) -> dict[str, Any]:
-    """Return what must be equal on all ranks of an optimizer, in plain values. Local.
+    """Return what must be equal on all ranks of an optimizer, in plain values.
 
     Its class, name and settings; of one that is not mpidist's its attributes. A schedule may be
     any function: what one update makes of a gradient of one, at the first step and later, tells

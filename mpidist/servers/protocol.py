@@ -51,7 +51,7 @@ _FIRST_TAG, _TAGS, _GROUPS = 16_384, 8, 2_000
 
 
 def first_tag(group: int) -> int:
-    """Return what is added to the tags of group number `group` of a communicator. Local."""
+    """Return what is added to the tags of group number `group` of a communicator."""
     return _FIRST_TAG + _TAGS * (group % _GROUPS)
 
 
@@ -83,7 +83,7 @@ class Header(NamedTuple):
 
 
 def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
-    """Parse the first `nbytes` received from `rank`. Local.
+    """Parse the first `nbytes` received from `rank`.
 
     Raises
     ------
@@ -107,7 +107,7 @@ def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
 
 
 class Pool:
-    """Byte buffers that are used again and again. Local."""
+    """Byte buffers that are used again and again."""
 
     def __init__(self, keep: int):
         self.keep = keep
@@ -128,7 +128,7 @@ class Pool:
 
 
 class Incoming:
-    """One message that is being received into a buffer of the pool. Local.
+    """One message that is being received into a buffer of the pool.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""The serving half of a rank: takes messages in turn, feeds the clocks, does what they set free.
+"""The serving half of a rank: takes messages in turn, updates the clocks, does what they allow.
 
     poll:  who has a message?   -> receive one from each, beginning after the last one served
            whose message is here? -> events on its model's ConsistencyGate -> updates, answers
@@ -92,7 +92,7 @@ class Hosted:
 
 
 class Server:
-    """All models on one server rank. Local; the owner calls `poll` until `done`.
+    """All models on one server rank. The owner calls `poll` until `done`.
 
     Parameters
     ----------
@@ -119,12 +119,12 @@ class Server:
         link.trail.about = self._clocks
 
     def present(self) -> list[int]:
-        """Return the ranks of the workers that have not said goodbye."""
+        """Return the ranks of the workers that have not left."""
         return [self.workers[worker] for worker in sorted(self._present)]
 
     @property
     def done(self) -> bool:
-        """Whether every worker has said goodbye and has its last answer."""
+        """Whether every worker has left and has its last answer."""
         return not self._present and not self._answers
 
     def poll(self) -> bool:
@@ -331,7 +331,7 @@ class Server:
 
 
 def with_histograms(facts):
-    """Return facts that came as JSON, the keys of their histograms numbers again. Local."""
+    """Return facts that came as JSON, the keys of their histograms numbers again."""
     if not isinstance(facts, dict):
         return facts
     return {

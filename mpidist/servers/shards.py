@@ -33,7 +33,7 @@ KINDS = {
 
 
 def parse_init(init) -> tuple[str, float]:
-    """Bring ``"normal"``, ``("normal", 0.1)``, ``0.5`` or ``"zeros"`` into (kind, scale). Local.
+    """Bring ``"normal"``, ``("normal", 0.1)``, ``0.5`` or ``"zeros"`` into (kind, scale).
 
     "normal" has mean zero and standard deviation `scale`, "uniform" lies in [-scale, scale);
     both have 0.05 where no scale is given.
@@ -55,7 +55,7 @@ def parse_init(init) -> tuple[str, float]:
 
 
 def initial(out: np.ndarray, name: str, start: int, init: tuple[str, float], seed: int) -> None:
-    """Fill `out` with elements `start` ... of tensor `name`. Local."""
+    """Fill `out` with elements `start` ... of tensor `name`."""
     kind, scale = init
     sampler = KINDS[kind][1]
     if sampler is None:
@@ -74,7 +74,7 @@ def initial(out: np.ndarray, name: str, start: int, init: tuple[str, float], see
 
 
 class ServerShard:
-    """Pieces of one model on one server. Local.
+    """Pieces of one model on one server.
 
     Attributes
     ----------
@@ -217,7 +217,7 @@ class ServerShard:
 
 
 def state_copies(optimizer) -> float:
-    """Bytes of optimizer state per byte of parameters, found by trying it on a tiny one. Local."""
+    """Bytes of optimizer state per byte of parameters, found by trying it on a tiny one."""
     probe = np.zeros(64, np.float32)
     state = optimizer.init({"x": probe})
     return (

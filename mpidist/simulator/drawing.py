@@ -20,7 +20,7 @@ _SEND, _REDUCE, _ARROW = "#4878a8", "#e08a3c", "#404040"
 
 
 def text(build: Callable, size: int, n: int, itemsize: int = 4) -> str:
-    """Draw who sends what to whom, a line per round: ``0 -[0:2]-> 1``. Local."""
+    """Draw who sends what to whom, a line per round: ``0 -[0:2]-> 1``."""
     plans = programs(lambda p, r, m: build(p, r, m, itemsize), size, n)
     rounds: dict[int, list[str]] = {}
     for rank, steps in enumerate(plans):
@@ -33,7 +33,7 @@ def text(build: Callable, size: int, n: int, itemsize: int = 4) -> str:
 
 
 def check_picture(file: str | Path, size: int) -> None:
-    """Raise ConfigError where `picture` could not draw so many ranks into this file. Local."""
+    """Raise ConfigError where `picture` could not draw so many ranks into this file."""
     if not 2 <= size <= MOST_RANKS:
         raise ConfigError(f"a picture shows 2 to {MOST_RANKS} ranks, given {size}")
     if Path(file).suffix not in (".png", ".svg", ".pdf"):
@@ -42,7 +42,7 @@ def check_picture(file: str | Path, size: int) -> None:
 
 
 def picture(file: str | Path, name: str, problem: Problem) -> None:
-    """Draw the simulated schedule over time: a line per rank, bars and arrows. Local.
+    """Draw the simulated schedule over time: a line per rank, bars and arrows.
 
     Blue: the rank's message is on the wire. Orange: it reduces. An arrow leads from where the first
     byte of a message leaves to where its last one is there.

@@ -78,13 +78,13 @@ class Problem(NamedTuple):
 
 
 def save(path, network: Network, **facts) -> None:
-    """Write parameters as JSON, with where they come from. Local."""
+    """Write parameters as JSON, with where they come from."""
     text = json.dumps({"parameters": network._asdict(), **facts}, indent=1)
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 def load(path) -> Network:
-    """Read parameters that `save` wrote. Local. ConfigError says what is wrong with the file."""
+    """Read parameters that `save` wrote. ConfigError says what is wrong with the file."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))["parameters"]
         items = dict(values).items()

@@ -16,7 +16,7 @@ MAX_STEPS = 1_000_000
 
 
 def predict(name: str, problem: Problem, *, fast: bool | None = None) -> Cost:
-    """Return the cost of an allreduce by its algorithm's name. Local.
+    """Return the cost of an allreduce by its algorithm's name.
 
     ``hierarchical`` is its lanes and, before each call, the time of its phases in memory.
     Up to 64 ranks every rank is simulated. Beyond, a ring is simulated on the ranks of one node,

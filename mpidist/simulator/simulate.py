@@ -47,7 +47,7 @@ class Reduced(NamedTuple):
 
 
 def simulate(build: Callable, problem: Problem, trace: list | None = None) -> Cost:
-    """Return the cost of an allreduce schedule ``build(size, rank, n, itemsize)``. Local.
+    """Return the cost of an allreduce schedule ``build(size, rank, n, itemsize)``.
 
     `trace` gets every `Sent` and `Reduced`.
     """
@@ -56,7 +56,7 @@ def simulate(build: Callable, problem: Problem, trace: list | None = None) -> Co
 
 
 def summary(plans: Sequence[list[Step]], itemsize: int, seconds: float) -> Cost:
-    """Return the cost: rounds, messages, bytes, sums, each of the rank that has most. Local."""
+    """Return the cost: rounds, messages, bytes, sums, each of the rank that has most."""
     sends = [[length(s.source) for s in steps if s.kind == SEND] for steps in plans]
     sums = [
         sum(length(s.target) for s in steps if s.kind in (REDUCE, REDUCE_LEFT)) for steps in plans
@@ -71,7 +71,7 @@ def summary(plans: Sequence[list[Step]], itemsize: int, seconds: float) -> Cost:
 
 
 def run(plans: Sequence[list[Step]], problem: Problem, trace: list | None = None) -> float:
-    """Return the seconds of one of the calls, until the last rank is done. Local.
+    """Return the seconds of one of the calls, until the last rank is done.
 
     `plans` may be those of the first ranks only, of one node or several, where all nodes do the
     same in a circle: what goes to rank r of another node then comes, from one as far away as the
@@ -108,7 +108,7 @@ class _Rank:
         self.needs = self.compiled.needs.copy()
 
     def take(self, i: int) -> float:
-        """Return when step i can begin; what follows it on the same channel may then as well."""
+        """Return when step i can begin, and let the next step of its channel begin then too."""
         if self.needs[i]:
             raise ScheduleError(f"{self.compiled.steps[i]} needs what a later step of it brings")
         for k in self.compiled.followers[i]:

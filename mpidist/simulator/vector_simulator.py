@@ -19,7 +19,7 @@ from .rank_classes import Class
 
 
 def run(classes: Sequence[Class], problem: Problem) -> float:
-    """Return the seconds of one of the calls, until the last rank is done. Local."""
+    """Return the seconds of one of the calls, until the last rank is done."""
     machine = _Machine(problem)
     groups = [_Group(each) for each in classes]
     rounds = sorted({step.round for each in classes for step in each.steps})

@@ -54,7 +54,7 @@ _HEARD = (*_ASK, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 def run(job: Job) -> int:
-    """Launch `job` until it is done or must not go on; return the exit code. Local."""
+    """Launch `job` until it is done or must not go on; return the exit code."""
     job.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     attempts = read_history(job.folder)
     number = next_attempt(job.folder, len(attempts))
@@ -277,7 +277,7 @@ def _note(folder: Path, kind: str, facts: dict) -> None:
 
 
 def next_attempt(folder: Path, known: int) -> int:
-    """Return the number of the next attempt, `known` being in the history. Local.
+    """Return the number of the next attempt, `known` being in the history.
 
     A launcher that was killed has left an attempt that is not there. It is over: a requeued job may
     come back on another host, where nobody can ask whether that launcher still runs.
@@ -303,7 +303,7 @@ def next_attempt(folder: Path, known: int) -> int:
 
 
 def remove(folder: Path) -> None:
-    """Remove what is ours of a control folder; all of it, where nothing else is in it. Local."""
+    """Remove what is ours of a control folder; all of it, where nothing else is in it."""
     for attempt in folder.glob("attempt-*"):
         if (attempt / _LAUNCHER).exists():
             shutil.rmtree(attempt, ignore_errors=True)
@@ -315,7 +315,7 @@ def remove(folder: Path) -> None:
 
 
 def read_history(folder: Path) -> list[Attempt]:
-    """Return the attempts of this job so far: of others than this process, after a requeue. Local.
+    """Return the attempts of this job so far: of others than this process, after a requeue.
 
     Raises
     ------

@@ -31,7 +31,7 @@ _WITHOUT_OFI = (
 
 
 def kind_of(words: Sequence[str]) -> str:
-    """Return "openmpi", "mpich", "srun" or "other" for a launcher's command line. Local."""
+    """Return "openmpi", "mpich", "srun" or "other" for a launcher's command line."""
     name = Path(words[0]).name
     if name == "srun":
         return "srun"
@@ -46,7 +46,7 @@ def command(
     hosts: Mapping[str, int] | None = None,
     restricted: bool = False,
 ) -> list[str]:
-    """Return the words before the program. Local.
+    """Return the words before the program.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def command(
 
 
 def again(ranks: int, started_by: str, library: str, crowded: bool) -> list[str]:
-    """Return the words by which a job like this one is started from a shell. Local.
+    """Return the words by which a job like this one is started from a shell.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def again(ranks: int, started_by: str, library: str, crowded: bool) -> list[str]
 
 
 def callable_as(program: str) -> str:
-    """Return how a shell in this folder finds a program that lies beside this Python. Local."""
+    """Return how a shell in this folder finds a program that lies beside this Python."""
     own = Path(sys.executable).with_name(program)
     found = shutil.which(program)
     if not own.exists() or (found and Path(found).resolve() == own.resolve()):
@@ -102,7 +102,7 @@ def callable_as(program: str) -> str:
 
 
 def quick_start(kind: str, launcher: str, environ: Mapping[str, str]) -> str:
-    """Return what a rank's shell is to do so that MPI_Init takes no longer than it must. Local.
+    """Return what a rank's shell is to do so that MPI_Init takes no longer than it must.
 
     Nothing where somebody has chosen the transports, by a variable, an option or a file.
     """
@@ -132,7 +132,7 @@ def _host_words(kind: str, hosts: Mapping[str, int]) -> list[str]:
 
 
 def parse_hosts(text: str) -> dict[str, int]:
-    """Read ``a:2,b:2`` into host and number of ranks; one rank where there is no number. Local."""
+    """Read ``a:2,b:2`` into host and number of ranks; one rank where there is no number."""
     hosts: dict[str, int] = {}
     for word in text.split(","):
         name, found, count = word.strip().partition(":")
@@ -153,7 +153,7 @@ def named_like(host: str, hosts: Collection[str]) -> str:
 
 
 def answers(host: str, words: Sequence[str], environ: Mapping[str, str], seconds: float) -> bool:
-    """Whether the launcher can start anything on a host. Local; blocks for at most `seconds`."""
+    """Whether the launcher can start anything on a host. Blocks for at most `seconds`."""
     probe = command(1, words, {host: 1}, restricted=True)
     try:
         # It leaves nothing behind of a launcher that still waits for the host.
@@ -166,7 +166,7 @@ def answers(host: str, words: Sequence[str], environ: Mapping[str, str], seconds
 
 
 def slurm_hosts(environ: Mapping[str, str]) -> dict[str, int] | None:
-    """Return the hosts of this allocation and the tasks of each; None outside of one. Local."""
+    """Return the hosts of this allocation and the tasks of each; None outside of one."""
     nodes = environ.get("SLURM_JOB_NODELIST")
     if "SLURM_JOB_ID" not in environ or not nodes:
         return None
@@ -177,7 +177,7 @@ def slurm_hosts(environ: Mapping[str, str]) -> dict[str, int] | None:
 
 
 def slurm_left(environ: Mapping[str, str]) -> list[str]:
-    """Return the hosts that the allocation has now: a node that went down leaves it. Local."""
+    """Return the hosts that the allocation has now: a node that went down leaves it."""
     nodes = _ask(["squeue", "-h", "-j", environ["SLURM_JOB_ID"], "-o", "%N"]).strip()
     return _ask(["scontrol", "show", "hostnames", nodes]).split()
 
@@ -203,7 +203,7 @@ def slurm_environ(
 
 
 def slurm_away(hosts: Sequence[str]) -> set[str]:
-    """Return those of the hosts on which Slurm starts nothing now. Local."""
+    """Return those of the hosts on which Slurm starts nothing now."""
     said = _ask(["sinfo", "-h", "-N", "-n", ",".join(hosts), "-o", "%N %T"])
     return {
         name

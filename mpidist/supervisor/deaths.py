@@ -20,7 +20,7 @@ from ..launch.process_table import born
 
 
 class Deaths:
-    """The ranks of this host, while they live and when they end. Local.
+    """The ranks of this host, while they live and when they end.
 
     The thread that makes it gets SIGCHLD at each end, as if they were its own children.
     """

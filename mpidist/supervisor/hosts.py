@@ -45,12 +45,12 @@ class Place(NamedTuple):
 
 
 def say(text: str) -> None:
-    """Print one line. Local."""
+    """Print one line."""
     print(f"mpidist launch: {text}", file=sys.stderr, flush=True)
 
 
 def usable(job: Job) -> Place:
-    """Return where the next attempt can run. Local."""
+    """Return where the next attempt can run."""
     if job.hosts is None or len(job.hosts) < 2:
         return Place(job.hosts)
     left = list(job.hosts)
@@ -76,7 +76,7 @@ def usable(job: Job) -> Place:
 
 
 def without_culprits(job: Job, attempts: Sequence[Attempt], place: Place) -> Place:
-    """Leave out hosts that are there, and on which the job fails again and again. Local."""
+    """Leave out hosts that are there, and on which the job fails again and again."""
     if not place.hosts:
         return place
     known = attempts, job.policy, job.ranks

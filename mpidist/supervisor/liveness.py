@@ -12,8 +12,9 @@ from ..launch.heartbeat import Sign
 class Limits(NamedTuple):
     """Seconds: without a beat, until all ranks begin, without a step, to save and leave.
 
-    `start` None: only once one rank has begun; `stall` None: for ever. `launcher`: until it has
-    started anything, and from the end of all ranks to its own; None is `LAUNCHER`.
+    With `start` None its limit counts only once one rank has begun. With `stall` None there is no
+    such limit. `launcher` limits two times: until it has started anything, and from the end of
+    all ranks to its own end; None is `LAUNCHER`.
     """
 
     heartbeat: float = 60.0
@@ -23,7 +24,7 @@ class Limits(NamedTuple):
     launcher: float | None = None
 
     def interval(self, ranks: int) -> float:
-        """Seconds between two looks at so many ranks' files."""
+        """Seconds between two checks of the files of so many ranks."""
         return min(0.5, self.heartbeat / 4) + ranks / 500
 
 
@@ -46,7 +47,7 @@ AT_WORK = Launcher()
 
 
 class Vigil:
-    """What was seen of one attempt's ranks. Local.
+    """What was seen of one attempt's ranks.
 
     A file that cannot be read for a while, as it happens on shared file systems, is no rank that is
     missing: what it told last stands. Silence is counted on this host's clock, from looks; a look
@@ -90,7 +91,7 @@ class Vigil:
         return [self._signs[rank] for rank in sorted(self._signs)]
 
     def culprit(self) -> str:
-        """Return the host whose ranks were the first to fail, "" where nobody can tell.
+        """Return the host whose ranks failed first; "" if that is not known.
 
         A rank with an error of its own says so, and one without a sign was seen. One that is killed
         tells nothing; but then the launcher asks the others to end, and they tell that they heard.

@@ -19,7 +19,7 @@ from ..launch.heartbeat import Sign
 
 
 class MemoryKills:
-    """What an attempt's ranks and control groups tell of memory. Local."""
+    """What an attempt's ranks and control groups tell of memory."""
 
     def __init__(self, order: Sequence[int], host: str | None = None, root: Path = Path("/")):
         self._host = socket.gethostname() if host is None else host

@@ -33,7 +33,7 @@ def watched(comm, seconds: float):
 
 
 class AbandonOnError:
-    """A ``with`` that tells the other ranks what has ended this rank's run. Local.
+    """A ``with`` that tells the other ranks what has ended this rank's run.
 
     Unless they have it too: all ranks stop together, and what is raised everywhere they know.
     """

@@ -1,4 +1,4 @@
-"""What can be said against the arguments of a run, by one rank alone and before it begins. Local.
+"""Checks of a run's arguments that one rank can make alone, before the run begins.
 
 Each check raises a ConfigError of one line: what was given, what is expected. None communicates:
 `settings.agree` runs all of them before anything else, so that what is wrong on one rank is told
@@ -84,7 +84,7 @@ def last_step(
 
 
 def check_whole(**values: int | None) -> None:
-    """Refuse a number of steps that is none; None is no number at all."""
+    """Refuse what is not a number of steps; None stands for no number."""
     for name, value in values.items():
         number = isinstance(value, Integral) and not isinstance(value, bool)
         if value is not None and not (number and value >= 1):
@@ -166,7 +166,7 @@ def check_replicated(strategy, **settings: int | None) -> None:
 
 
 def check_model(model, predicts: bool) -> None:
-    """Refuse what is no model, or one that cannot `predict` where it will be asked to."""
+    """Refuse what is not a model, or a model without `predict` if the run needs it."""
     if isinstance(model, type) or not hasattr(model, "parameters"):
         raise ConfigError(f"model is {shown(model)}; {_MODEL}")
     _, problem = named_arrays(model)
@@ -183,7 +183,7 @@ def check_model(model, predicts: bool) -> None:
 
 
 def check_optimizer(optimizer) -> None:
-    """Refuse what is no optimizer: a word, the maker of one, something else."""
+    """Refuse what is not an optimizer, such as a name or a function that makes one."""
     methods = (callable(getattr(optimizer, name, None)) for name in ("init", "update"))
     if not isinstance(optimizer, type) and all(methods):
         return

@@ -21,13 +21,13 @@ REJECTIONS = (ValueError, ArithmeticError, IndexError)
 
 
 def beside(batch: tuple, model) -> tuple:
-    """Return a batch of host arrays where the model's parameters are. Local."""
+    """Return a batch of host arrays where the model's parameters are."""
     xp = array_module(next(iter(model.parameters.values())))
     return batch if xp is np else tuple(xp.asarray(array) for array in batch)
 
 
 class Feed:
-    """Brings in one worker's samples, without the bad ones. Local.
+    """Brings in one worker's samples, without the bad ones.
 
     Parameters
     ----------

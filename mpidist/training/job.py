@@ -116,7 +116,7 @@ _WHOLE = (
 
 
 def read_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
-    """Read a job file and apply ``key=value`` settings on top. Local.
+    """Read a job file and apply ``key=value`` settings on top.
 
     Raises ConfigError: missing file, TOML that does not parse, unknown keys (with the nearest),
     values of the wrong kind.
@@ -161,7 +161,7 @@ def _apply(values: dict, text: str) -> None:
 
 
 def check(values: Mapping, where: str = "job") -> Job:
-    """Check keys and kinds and return the `Job`. Local."""
+    """Check keys and kinds and return the `Job`."""
     known = [f.name for f in fields(Job)]
     for key in values:
         if key not in known:
@@ -226,7 +226,7 @@ class Parts:
 
 
 def build(job: Job, ranks: int | None) -> Parts:
-    """Make data, model, optimizer and strategy; check them against `ranks`, if known. Local."""
+    """Make data, model, optimizer and strategy; check them against `ranks`, if known."""
     from .. import data, models, optim, registry
     from . import strategies
 

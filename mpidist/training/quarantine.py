@@ -40,7 +40,7 @@ class Verdict(NamedTuple):
 
 
 class Quarantine:
-    """The bad records of one run. Local unless it says so; equal on all workers.
+    """The bad records of one run. Equal on all workers.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """Have all ranks the same data? The form of a sample, and the bytes of the first and last good one.
 
-Reading two records tells a wrong file, an array in another order or a seed of its own. Of a source
+Two records are enough to detect a wrong file, another order, or another seed. Of a source
 that is a user's own the length alone is compared, unless it says ``remote = False``: its samples
 may be costly, or to be read in one thread only.
 """
@@ -33,7 +33,7 @@ class Content(NamedTuple):
 
 
 def content(source) -> Content:
-    """Look at the first and the last good record of `source`. Local."""
+    """Look at the first and the last good record of `source`."""
     if not readable(source):
         return Content()
     count = len(source)
@@ -47,7 +47,7 @@ def content(source) -> Content:
 
 
 def readable(source) -> bool:
-    """Whether a record may be looked at beforehand, of a source and of one that it wraps. Local.
+    """Whether a record may be looked at beforehand, of a source and of one that it wraps.
 
     A source says so itself (``remote``); if not, those of mpidist are, but for streams, which would
     be drawn to their end.
@@ -78,7 +78,7 @@ def _good(source, indices: Iterable[int]) -> tuple[int, tuple] | None:
 
 
 def digest_of(*arrays) -> str:
-    """Return a digest over dtypes, shapes and bytes. Local."""
+    """Return a digest over dtypes, shapes and bytes."""
     total = hashlib.blake2b(digest_size=8)
     for array in arrays:
         host: Any = array if array_module(array) is np else array.get()

@@ -23,7 +23,7 @@ _SEEN_TO = ("seed", "shuffle")
 
 
 def kept(words: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that a saved step keeps. Local.
+    """Return the settings that a saved step keeps.
 
     Without the model's arrays, which a checkpoint describes by itself.
     """
@@ -65,7 +65,7 @@ def _whole(words: Mapping[str, str], name: str) -> str:
 
 
 def tell(run, end: int) -> None:
-    """Say on rank 0 that `run` goes on, to step `end`, or is over. Local."""
+    """Say on rank 0 that `run` goes on, to step `end`, or is over."""
     if run.saved_step is None or run.comm.rank or not events.VERBOSITY:
         return
     ranks = "1 rank" if run.ranks_before == 1 else f"{run.ranks_before} ranks"

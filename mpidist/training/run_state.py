@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 
 class Progress:
-    """One run: step, data position, losses, and the checkpoint store. Local unless it says so."""
+    """One run: step, data position, losses, store. Methods that are collective say so."""
 
     def __init__(
         self, comm, model, exchange, store, sampler: Sampler, quarantine: Quarantine, words: Mapping
@@ -128,7 +128,7 @@ class Progress:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self, saving: bool = True) -> dict:
-        """The state of the run by its live arrays: what is saved, and what a restore fills."""
+        """The state of the run as live arrays: a save writes them, and a restore fills them."""
         facts: dict = {
             "step": self.step,
             **self.position.as_dict(),

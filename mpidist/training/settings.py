@@ -128,7 +128,7 @@ def checked(
     time_limit, patience, max_bad, retry_bad, quarantine, loading, callbacks, on_resize,
     watch_seconds,
 ) -> Settings:  # fmt: skip
-    """Return what is made of the arguments of `md.train` on `size` ranks. Local.
+    """Return what is made of the arguments of `md.train` on `size` ranks.
 
     Raises ConfigError for an invalid argument or combination of arguments.
     """
@@ -169,7 +169,7 @@ def _check_test_data(test_data) -> None:
 
 
 def described(found: Settings, given: Mapping[str, Any]) -> dict[str, str]:
-    """Return every setting that must be equal on all ranks, in words. Local."""
+    """Return every setting that must be equal on all ranks, in words."""
     words: dict[str, str] = {}
     for name, value in given.items():
         if name in PRESENCE:
@@ -322,7 +322,7 @@ def grouped(groups: Mapping[str, list[int]], text: Callable[[str], str] = str) -
 
 
 def cut(text: str) -> str:
-    """Return a value as it is told: no longer than a line has room for. Pure."""
+    """Return a value as text for a message, cut to the length of a line. Pure."""
     if len(text) <= _LONGEST:
         return text
     return f"{text[:_LONGEST]}... ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"

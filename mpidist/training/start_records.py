@@ -17,7 +17,7 @@ from typing import Any
 
 
 def keep(folder: Path, job_file: Path, facts: Mapping[str, Any]) -> None:
-    """Keep `facts` and a copy of `job_file` as one more start of the run in `folder`. Local.
+    """Keep `facts` and a copy of `job_file` as one more start of the run in `folder`.
 
     Raises OSError where that cannot be written.
     """

@@ -22,7 +22,7 @@ from .checks import whole
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Every rank holds the whole model and works; gradients are averaged by `md.allreduce`. Local.
+    """Every rank holds the whole model and works; gradients are averaged by `md.allreduce`.
 
     All ranks apply the same update to the same bits, so replicas stay equal (synchronous SGD).
 
@@ -61,7 +61,7 @@ class AllReduce:
         bucket_bytes(self.bucket_bytes, 0)
 
     def workers(self, size: int) -> int:
-        """Return how many of `size` ranks work. Local."""
+        """Return how many of `size` ranks work."""
         return size
 
     def open(self, comm, model, optimizer, *, microbatches: int | None = None, **settings):
@@ -81,7 +81,7 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class ParameterServer:
-    """Servers hold the parameters and apply the updates; workers push and pull. Local.
+    """Servers hold the parameters and apply the updates; workers push and pull.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ class ParameterServer:
     placement: str = "dedicated"
 
     def workers(self, size: int) -> int:
-        """Return how many of `size` ranks work; ConfigError where none is left. Local."""
+        """Return how many of `size` ranks work; ConfigError where none is left."""
         return len(choose_ranks(size, self.servers, self.placement)[1])
 
     def open(self, comm, model, optimizer, *, global_batch: int, seed: int):
@@ -131,13 +131,13 @@ STRATEGIES: dict[str, Callable] = {"allreduce": AllReduce, "parameter_server": _
 
 
 def from_settings(name: str, settings: Mapping):
-    """Make a strategy as a job file describes it; ConfigError for what it cannot be. Local."""
+    """Make a strategy as a job file describes it; ConfigError for what it cannot be."""
     choose(STRATEGIES, name, "strategy")
     return build(STRATEGIES, name, settings, "strategy")
 
 
 def as_strategy(given):
-    """Return what `md.train` was given as a strategy: None, a name of `STRATEGIES`, or one. Local.
+    """Return what `md.train` was given as a strategy: None, a name of `STRATEGIES`, or one.
 
     Raises ConfigError for what is none.
     """

@@ -100,7 +100,7 @@ def share(run: Progress, facts: dict | None) -> Summary:
 
 
 def six_digits(value: float) -> float:
-    """Round to six significant digits: short to read, and right for a run of 40 ms too. Local."""
+    """Round to six significant digits: short to read, and right for a run of 40 ms too."""
     return float(f"{value:.6g}")
 
 
@@ -134,7 +134,7 @@ def evaluate(comm, model, data) -> float:
 
 
 def digest(parameters: dict) -> str:
-    """Return the sha256 over names, dtypes, shapes and bytes of all parameters. Local."""
+    """Return the sha256 over names, dtypes, shapes and bytes of all parameters."""
     total = hashlib.sha256()
     for name in sorted(parameters):
         array = parameters[name]

@@ -33,7 +33,7 @@ _POSITIVE = (
 
 
 def add_parser(commands) -> None:
-    """Add this command to the argument parser. Local."""
+    """Add this command to the argument parser."""
     parser = commands.add_parser("bench", help="measure allreduce, servers or checkpoints")
     names = f"{{{','.join(_MODULES)}}}"
     what = parser.add_subparsers(dest="what", required=True, metavar=names)

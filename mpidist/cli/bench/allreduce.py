@@ -12,7 +12,7 @@ _COLUMNS = ("Latency(us)", "native(us)", "ratio", "low", "high", "limit", "algbw
 
 
 def add_parser(what):
-    """Add this command; return its parser. Local."""
+    """Add this command; return its parser."""
     parser = what.add_parser("allreduce", help="every algorithm against native, 8 B to 64 MiB")
     parser.add_argument("--min", type=int, dest="low", help="smallest size in bytes (8)")
     parser.add_argument("--max", type=int, default=64 << 20, dest="high", help="largest (64 MiB)")
@@ -40,7 +40,7 @@ def add_parser(what):
 
 
 def prepare(args) -> None:
-    """Check the names and set the thread level. Local, before MPI begins."""
+    """Check the names and set the thread level. Comes before MPI begins."""
     from ...collectives.schedules.algorithms import ALLREDUCE, check_name
 
     args.names, args.forms = _words(args.algorithms), _words(args.forms)

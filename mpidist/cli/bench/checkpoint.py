@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .common import check_folder, library, table
+from .common import check_folder, library, print_rows
 
 
 def add_parser(what):
-    """Add this command; return its parser. Local."""
+    """Add this command; return its parser."""
     parser = what.add_parser("checkpoint", help="save, stall and restore against plain files")
     parser.add_argument("--size", type=float, default=64, help="MiB that are stored (64)")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (5)")
@@ -29,5 +29,5 @@ def run(comm, args) -> list[dict]:
         ("what", "what", ""), ("seconds", "median_s", ".4f"), ("beside", "beside", ""),
         ("seconds", "plain_s", ".4f"), ("ratio", "ratio", ".2f"), ("MB/s", "mb_per_s", ".0f"),
     )  # fmt: skip
-    table(comm, title, columns, rows, width=14)
+    print_rows(comm, title, columns, rows, width=14)
     return rows

@@ -11,7 +11,7 @@ from .common import library, say
 
 
 def add_options(parser) -> None:
-    """Add both options and what belongs to them. Local."""
+    """Add both options and what belongs to them."""
     group = parser.add_argument_group("instead of the bench")
     group.add_argument("--explain", action="store_true", help="what auto chooses, and why")
     group.add_argument("--checkpoint", metavar="DIR", help="explain the table frozen in there")
@@ -47,7 +47,7 @@ def print_choices(comm, args) -> list[dict]:
 
 
 def print_advice(args, environ: Mapping[str, str]) -> list[dict]:
-    """Print what would make MPI's own allreduce faster here. Local: it starts the ranks itself."""
+    """Print what would make MPI's own allreduce faster here. It starts the ranks itself."""
     from ...advice import advise
     from ...bench.allreduce_times import sizes
 

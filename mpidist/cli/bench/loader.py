@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .common import check_folder, library, table
+from .common import check_folder, library, print_rows
 
 
 def add_parser(what):
-    """Add this command; return its parser. Local."""
+    """Add this command; return its parser."""
     parser = what.add_parser("loader", help="HDF5 and TFRecord against a plain sequential read")
     parser.add_argument("--size", type=float, default=64, help="MiB of each file (64)")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (9)")
@@ -31,5 +31,5 @@ def run(comm, args) -> list[dict]:
         ("ratio", "ratio", ".2f"), ("low", "low", ".2f"), ("high", "high", ".2f"),
         ("cpu us", "cpu_us", ".2f"), ("plain", "plain_cpu_us", ".2f"),
     )  # fmt: skip
-    table(comm, title, columns, rows, width=12)
+    print_rows(comm, title, columns, rows, width=12)
     return rows

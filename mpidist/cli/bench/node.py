@@ -6,7 +6,7 @@ from .common import head, say
 
 
 def add_parser(what):
-    """Add this command; return its parser. Local."""
+    """Add this command; return its parser."""
     parser = what.add_parser(
         "node", help="what one rank of a large node does itself; one process, the others faked"
     )
@@ -22,7 +22,7 @@ def add_parser(what):
 
 
 def run(comm, args) -> list[dict]:
-    """Measure and print. Local: rank 0 does it."""
+    """Measure and print. Rank 0 does it."""
     from ...bench.node_times import measure
 
     columns = ("Ranks", "size", "us", "staging(MiB)")

@@ -6,7 +6,7 @@ from .common import head, library, say
 
 
 def add_parser(what):
-    """Add this command; return its parser. Local."""
+    """Add this command; return its parser."""
     parser = what.add_parser("overlap", help="share of the exchange hidden behind backward")
     parser.add_argument("--size", type=int, default=16, help="MiB of gradients (16)")
     parser.add_argument("--layers", type=int, default=64, help="equal gradients (64)")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ...errors import ConfigError
-from .common import library, table
+from .common import library, print_rows
 
 
 def add_parser(what):
-    """Add this command; return its parser. Local."""
+    """Add this command; return its parser."""
     parser = what.add_parser("ps", help="speed-up of SSP and ASP over BSP with uneven steps")
     parser.add_argument("--servers", type=int, default=1, help="ranks that serve (1)")
     parser.add_argument("--staleness", type=int, default=4, help="clocks that SSP allows (4)")
@@ -40,5 +40,5 @@ def run(comm, args) -> list[dict]:
         ("mode", "mode", ""), ("seconds", "seconds", ".2f"), ("simulated", "simulated", ".2f"),
         ("speed-up", "speed_up", ".2f"), ("promised", "promised", ".2f"), ("share", "share", ".3f"),
     )  # fmt: skip
-    table(comm, title, columns, rows, width=11)
+    print_rows(comm, title, columns, rows, width=11)
     return rows

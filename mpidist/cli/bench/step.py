@@ -15,7 +15,7 @@ COLUMNS = (
 
 
 def add_parser(what):
-    """Add this command; return its parser. Local."""
+    """Add this command; return its parser."""
     parser = what.add_parser("step", help="training steps of LeNet and an MLP, against torch DDP")
     parser.add_argument("--rounds", type=int, default=21, help="blocks of 10 steps (21)")
     parser.add_argument("--torch", action="store_true", help="also torch DDP over gloo")

@@ -1,1 +1,1 @@
-"""One reader for each format: what is in a file, and each record checked as it is read."""
+"""A reader for each file format. Records are checked when they are read."""

@@ -27,7 +27,7 @@ _EITHER = 32 + zlib.MAX_WBITS
 
 
 def is_compressed(head: bytes) -> bool:
-    """Whether a file that begins like this may be gzip or zlib; others may, too. Local."""
+    """Whether a file with these first bytes may be gzip or zlib; some other files pass too."""
     zlib_head = len(head) > 1 and head[0] & 143 == 8 and int.from_bytes(head[:2], "big") % 31 == 0
     return head.startswith(b"\x1f\x8b") or zlib_head
 
@@ -46,7 +46,7 @@ class _Cursor:
         return other
 
     def take(self, count: int) -> bytes:
-        """Return the next bytes, up to so many; none at the end. EOFError where it is cut off."""
+        """Return up to so many bytes; none at the end. EOFError if the file is cut off."""
         while True:
             packed = self._pread(self._at, _CALL)
             if self._stream is None:
@@ -72,7 +72,7 @@ class _Cursor:
 
 
 class Kept:
-    """What is kept of several compressed files together. Local; not locked."""
+    """What is kept of several compressed files together. Not locked."""
 
     def __init__(self, files: int):
         self.points = max(1, _POINTS // files)
@@ -93,7 +93,7 @@ class Kept:
 
 
 class Compressed:
-    """One such file. Local; not locked. `pieces` has to be gone through before `read`.
+    """One such file. Not locked. `pieces` has to be gone through before `read`.
 
     Parameters
     ----------

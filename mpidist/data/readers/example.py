@@ -22,7 +22,7 @@ _BYTES, _FLOATS, _INTEGERS = 1, 2, 3
 
 
 def varint(data: bytes, at: int, stop: int) -> tuple[int, int]:
-    """Return (value, where it ends) of the varint at `at`. Local."""
+    """Return (value, where it ends) of the varint at `at`."""
     value = shift = 0
     while at < stop and shift < 70:
         byte = data[at]
@@ -34,7 +34,7 @@ def varint(data: bytes, at: int, stop: int) -> tuple[int, int]:
 
 
 def fields(data: bytes, span: Span) -> Iterator[tuple[int, int, Span]]:
-    """Yield (number, kind, where the value lies) of each field of a message. Local."""
+    """Yield (number, kind, where the value lies) of each field of a message."""
     at, stop = span
     while at < stop:
         key, at = varint(data, at, stop)
@@ -55,7 +55,7 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, int, Span]]:
 
 
 def layout(data: bytes) -> dict[str, tuple[int, list[tuple[int, Span]]]]:
-    """Return name -> (type of its list, its values as (kind, where they lie)). Local.
+    """Return name -> (type of its list, its values as (kind, where they lie)).
 
     Of a SequenceExample: of its context.
     """
@@ -68,12 +68,12 @@ def layout(data: bytes) -> dict[str, tuple[int, list[tuple[int, Span]]]]:
 
 
 def feature_lists(data: bytes) -> dict[str, Span]:
-    """Return name -> where its FeatureList lies, of a SequenceExample. Local."""
+    """Return name -> where its FeatureList lies, of a SequenceExample."""
     return dict(_entries(data, 2))
 
 
 def byte_rows(data: bytes, span: Span, width: int) -> np.ndarray:
-    """Return a FeatureList of Features of `width` bytes each, as uint8 (n, width). Local."""
+    """Return a FeatureList of Features of `width` bytes each, as uint8 (n, width)."""
     # As it is written everywhere, the same few bytes lie before each row.
     head = _field(1, _field(1, _field(1, bytes(width))))[:-width]
     flat = np.frombuffer(data, np.uint8)[slice(*span)]
@@ -109,7 +109,7 @@ def _of(data: bytes, span: Span, number: int, kind: int | None = 2):
 
 
 def values(data: bytes, kind_of_list: int, parts: list[tuple[int, Span]]):
-    """Return the values of a feature: list of bytes, or array of float32 or int64. Local."""
+    """Return the values of a feature: list of bytes, or array of float32 or int64."""
     if kind_of_list == _BYTES:
         return [data[slice(*span)] for _, span in parts]
     text = b"".join(data[slice(*span)] for _, span in parts)
@@ -121,7 +121,7 @@ def values(data: bytes, kind_of_list: int, parts: list[tuple[int, Span]]):
 
 
 def varints(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (values as int64, where each begins) of bytes full of varints. Local."""
+    """Return (values as int64, where each begins) of bytes full of varints."""
     ends = np.flatnonzero(flat < 128)
     if not len(flat):
         return np.empty(0, np.int64), ends
@@ -137,7 +137,7 @@ def varints(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def encode(features: dict) -> bytes:
-    """Return an Example of name -> list of bytes, float array or integer array. Local.
+    """Return an Example of name -> list of bytes, float array or integer array.
 
     For tests, and to prepare data.
     """

@@ -30,7 +30,7 @@ _GAP = 4096
 
 
 class HDF5:
-    """Named datasets of one file with equal first axis. Local; threads take turns.
+    """Named datasets of one file with equal first axis. Threads take turns.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ class HDF5:
 
 
 class _Rows:
-    """Rows that lie in the file as they are, one after the other or chunk by chunk. Local."""
+    """Rows that lie in the file as they are, one after the other or chunk by chunk."""
 
     def __init__(self, runs: Runs, rooms: Rooms, dataset):
         self._runs, self._rooms, self._dataset = runs, rooms, dataset
@@ -210,7 +210,7 @@ def _as_they_are(dataset) -> bool:
 
 
 class _Chunks:
-    """Rows of a dataset with filters, or with chunks of parts of rows. Local; keeps the newest."""
+    """Rows of a dataset with filters, or with chunks of parts of rows. Keeps the newest."""
 
     def __init__(self, rooms: Rooms, dataset, cache: int):
         self._rooms, self._dataset = rooms, dataset
@@ -261,7 +261,7 @@ def hdf5(
     train: int | None = None,
     test_path: str | os.PathLike | None = None,
 ) -> tuple[Source, Source]:
-    """Return (train, test): the first `train` samples and the others, or two files. Local.
+    """Return (train, test): the first `train` samples and the others, or two files.
 
     Raises ConfigError unless one of `train` and `test_path` is given.
     """
@@ -275,7 +275,7 @@ def hdf5(
 
 
 def write(path: str | os.PathLike, arrays: Mapping, chunks: int | None = None) -> None:
-    """Write arrays by name, in chunks of so many rows: for tests, and to prepare data. Local."""
+    """Write arrays by name, in chunks of so many rows: for tests, and to prepare data."""
     import h5py
 
     with h5py.File(path, "w") as file:

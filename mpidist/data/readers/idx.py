@@ -31,7 +31,7 @@ def idx(
     train: int = 8000,
     distort: Mapping | None = None,
 ) -> tuple[Source, ArraySource]:
-    """Return (train, test): the first `train` samples and the others. Local.
+    """Return (train, test): the first `train` samples and the others.
 
     Images are float32 (n, 1, height, width) from 0 to 1, labels int64. `distort` are keywords of
     `Distorted`, for the training images only.
@@ -63,7 +63,7 @@ def idx(
 
 
 def read_idx(path: str | os.PathLike, dimensions: int) -> np.ndarray:
-    """Return the unsigned bytes of an IDX file with that many dimensions, read-only. Local."""
+    """Return the unsigned bytes of an IDX file with that many dimensions, read-only."""
     data = _content(Path(path))
     header = 4 + 4 * dimensions
     if len(data) < header:

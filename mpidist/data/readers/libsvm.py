@@ -36,7 +36,7 @@ _ATOMS = bytes(set(range(256)) - set(b" \t\n\r\v\f:#"))
 
 
 class LibSVM:
-    """Records of a LibSVM file, in memory as compressed rows. Local.
+    """Records of a LibSVM file, in memory as compressed rows.
 
     Parameters
     ----------
@@ -296,7 +296,7 @@ def libsvm(
     zero_based: bool | str = "auto",
     multilabel: bool = False,
 ) -> tuple[Source, Source]:
-    """Return (train, test), dense, with classes in the order of the training labels. Local.
+    """Return (train, test), dense, with classes in the order of the training labels.
 
     With "auto", columns count from 1 where neither file has a column 0.
     """

@@ -82,7 +82,7 @@ def _copies(comm, urls, folder, ranks_per_node, *how) -> list[Path]:
 
 
 def is_remote(settings: Mapping) -> bool:
-    """Whether a value of a data table is a URL, or a list with one. Local."""
+    """Whether a value of a data table is a URL, or a list with one."""
     return any("://" in text for value in settings.values() for text in _texts(value))
 
 
@@ -153,14 +153,14 @@ def _make_own(folder: Path) -> None:
 
 
 def cached_name(url: str) -> str:
-    """Return the name of a copy: readable, and of its own for every URL. Local."""
+    """Return the name of a copy: readable, and of its own for every URL."""
     name = PurePosixPath(url.partition("?")[0]).name or "data"
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", name)[-100:]
     return f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{readable}"
 
 
 def shown(url: str) -> str:
-    """Return a URL without what may be a password or a key. Local."""
+    """Return a URL without what may be a password or a key."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
@@ -179,7 +179,7 @@ def _there(url: str, target: Path) -> bool:
 def fetch(
     url: str, target: Path, tries: int = 5, wait: float = 1.0, bandwidth: float | None = None
 ) -> None:
-    """Fetch `url` to `target`, which is whole or not there. Local."""
+    """Fetch `url` to `target`, which is whole or not there."""
     if tries < 1:
         raise ConfigError(f"remote: tries is {tries}, expected 1 or more")
     target.parent.mkdir(parents=True, exist_ok=True)

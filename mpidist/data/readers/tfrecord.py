@@ -46,12 +46,12 @@ def _checksum():
 
 
 def masked(crc):
-    """Return checksums as they are stored: rotated by 15 bits, plus a constant. Local."""
+    """Return checksums as they are stored: rotated by 15 bits, plus a constant."""
     return (crc >> 15 | crc << 17) + _DELTA & 0xFFFFFFFF
 
 
 class Laid(NamedTuple):
-    """Records that lie in one array of bytes: number k is ``data[starts[k] : stops[k]]``. Local."""
+    """Records that lie in one array of bytes: number k is ``data[starts[k] : stops[k]]``."""
 
     data: np.ndarray
     starts: np.ndarray
@@ -65,7 +65,7 @@ class Laid(NamedTuple):
 
 
 class TFRecords:
-    """Records of TFRecord files by number, through an index. Local; threads take turns.
+    """Records of TFRecord files by number, through an index. Threads take turns.
 
     Parameters
     ----------
@@ -251,7 +251,7 @@ def _reason(laid: Laid, place: int) -> str:
 
 
 def write(path: str | os.PathLike, records: Iterable[bytes]) -> None:
-    """Write a TFRecord file: for tests, and to prepare data. Local."""
+    """Write a TFRecord file: for tests, and to prepare data."""
     crc = _checksum()
     with open(path, "wb") as file:  # noqa: PTH123
         for data in records:

@@ -36,7 +36,7 @@ _STRIP = 192 << 10
 
 
 class Videos:
-    """What TFRecord files of videos have in common, whatever a record holds. Local."""
+    """What TFRecord files of videos have in common, whatever a record holds."""
 
     reads = finite = True
 
@@ -73,7 +73,7 @@ class Videos:
 
 
 class YouTube8M(Videos):
-    """Samples (features float32, entities uint8 of 0 and 1) of TFRecord files. Local.
+    """Samples (features float32, entities uint8 of 0 and 1) of TFRecord files.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ class YouTube8M(Videos):
 
 
 def mark_entities(records: Laid, spans: np.ndarray, indices, labels: np.ndarray) -> None:
-    """Set the entities of each record, whose varints lie in `spans`, to 1, all others to 0. Local.
+    """Set the entities of each record, whose varints lie in `spans`, to 1, all others to 0.
 
     Raises BadRecord for one that there is not.
     """
@@ -169,7 +169,7 @@ def mark_entities(records: Laid, spans: np.ndarray, indices, labels: np.ndarray)
 
 
 def packed(found: Mapping, name: str, kind: int) -> example.Span:
-    """Return where the values of a feature lie in one piece, or an empty span. Local.
+    """Return where the values of a feature lie in one piece, or an empty span.
 
     Raises ValueError where there is none of that name and kind.
     """
@@ -181,7 +181,7 @@ def packed(found: Mapping, name: str, kind: int) -> example.Span:
 
 
 def files(patterns: str | os.PathLike | Sequence) -> list[str]:
-    """Return the files of a pattern, or of several, sorted. Local.
+    """Return the files of a pattern, or of several, sorted.
 
     Raises ConfigError where a pattern matches nothing.
     """

@@ -27,7 +27,7 @@ _SCALE, _BIAS = 4 / 255, 4 / 512 - 2
 
 
 class YouTube8MFrames(Videos):
-    """Samples (frames uint8, counts, entities uint8 of 0 and 1) of TFRecord files. Local.
+    """Samples (frames uint8, counts, entities uint8 of 0 and 1) of TFRecord files.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ class YouTube8MFrames(Videos):
 
 
 def mean_frames(frames: np.ndarray, counts: np.ndarray, labels: np.ndarray) -> tuple:
-    """Return (mean over each video's frames, float32 (n, bytes), from -2 to 2; labels). Local.
+    """Return (mean over each video's frames, float32 (n, bytes), from -2 to 2; labels).
 
     For `Derived`: what the files of the video level have is such a mean.
     """
@@ -116,7 +116,7 @@ def youtube8m(
     classes: int = CLASSES,
     frames: int | None = None,
 ) -> tuple[Source, Source]:
-    """Return (train, test) of files, or patterns such as ``train*.tfrecord``. Local.
+    """Return (train, test) of files, or patterns such as ``train*.tfrecord``.
 
     With `frames` the files are of the frame level, and a sample is the mean over so many.
     """

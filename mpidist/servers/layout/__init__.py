@@ -1,1 +1,1 @@
-"""Where a model lies: what each server holds, what a message carries of it, and whether it fits."""
+"""The placement of a model on servers: what each holds, what messages carry, what fits."""

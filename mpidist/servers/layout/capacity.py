@@ -10,7 +10,7 @@ ROOM_BYTES = 64 << 20
 
 
 def needed(shard: int, copies: float, workers: int, consistency: Consistency) -> int:
-    """Bytes that a server allocates at most for its `shard` bytes of a model. Local.
+    """Bytes that a server allocates at most for its `shard` bytes of a model.
 
     Parameters and optimizer state, one sum of gradients, the pushes that the clocks hold (one
     per worker where they wait for each other), and the answers in flight.
@@ -21,7 +21,7 @@ def needed(shard: int, copies: float, workers: int, consistency: Consistency) ->
 
 
 def check_capacity(model: str, servers: list[tuple[int, str, int, int | None]]) -> None:
-    """Refuse a model that does not fit. Local; with equal input it refuses on all ranks.
+    """Refuse a model that does not fit. With equal input it refuses on all ranks.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def check_capacity(model: str, servers: list[tuple[int, str, int, int | None]]) 
 
 
 def size(nbytes: float) -> str:
-    """Write a byte count with its unit. Local."""
+    """Write a byte count with its unit."""
     units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while nbytes >= 1024 and len(units) > 1:
         nbytes /= 1024

@@ -90,7 +90,7 @@ class Layout(NamedTuple):
 def place(specs: Mapping[str, tuple[Sequence[int], Any]], servers: int) -> Layout:
     """Cut the tensors of a model into byte-balanced parts, one per server.
 
-    Local; the result depends on names, shapes, dtypes and `servers` only, not on their order.
+    The result depends on names, shapes, dtypes and `servers` only, not on their order.
 
     Parameters
     ----------
@@ -143,7 +143,7 @@ def _pour(large, loads: list[float], mean: float, pieces: list[list[Piece]]) -> 
 
 
 def ranks_asked(servers) -> int | list[int]:
-    """Return `servers` as a plain number, or a list of them. Local.
+    """Return `servers` as a plain number, or a list of them.
 
     Raises
     ------
@@ -163,7 +163,7 @@ def ranks_asked(servers) -> int | list[int]:
 
 
 def choose_ranks(size: int, servers, placement: str) -> tuple[list[int], list[int]]:
-    """Return (server ranks, worker ranks) of `size` ranks. Local.
+    """Return (server ranks, worker ranks) of `size` ranks.
 
     Raises
     ------

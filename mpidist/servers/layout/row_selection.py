@@ -13,7 +13,7 @@ from .placement import Layout, Tensor
 
 
 class Selection:
-    """The names of one model, and what may be asked of them. Local."""
+    """The names of one model, and what may be asked of them."""
 
     def __init__(self, model: str, layout: Layout):
         self.model, self.layout = model, layout
@@ -76,7 +76,7 @@ class Selection:
         given = None if out is None else out.get(name)
         if given is None:
             return np.empty(shape, tensor.dtype)
-        array = array_of(f"pull {name!r}: out", given)
+        array = checked_array(f"pull {name!r}: out", given)
         if array.shape != shape or not is_writable(array):
             lock = "" if is_writable(array) else " (read-only)"
             raise ConfigError(
@@ -144,7 +144,7 @@ def _shape(tensor: Tensor, rows) -> tuple[int, ...]:
     return tensor.shape if rows is None else (len(rows), *tensor.shape[1:])
 
 
-def array_of(what: str, x):
+def checked_array(what: str, x):
     """Return an array of any kind; what is none is a ConfigError that begins with `what`."""
     try:
         return as_array(x)
@@ -153,7 +153,7 @@ def array_of(what: str, x):
 
 
 def _host(what: str, x) -> np.ndarray:
-    array = array_of(what, x)
+    array = checked_array(what, x)
     if not is_device(array):
         return array
     staged = host_empty(array.size, array.dtype, like=array)

@@ -59,11 +59,11 @@ class Replicas:
             self._scratch, _ = flat_views(self.model.parameters)
 
     def part(self, count: int) -> tuple[int, int]:
-        """Return which samples of a global batch of `count` are this rank's. Local."""
+        """Return which samples of a global batch of `count` are this rank's."""
         return BlockPartition(count, self.comm.size).range(self.comm.rank)
 
     def compute(self, feed, indices) -> tuple[float, int]:
-        """Compute this rank's part of a global batch; returns (local mean loss, samples). Local.
+        """Compute this rank's part of a global batch; returns (local mean loss, samples).
 
         A rank without a good sample has zeros, and takes part in every exchange.
         """
@@ -110,7 +110,7 @@ class Replicas:
         return check_loss(self.model.loss_and_gradients(batch, gradients))
 
     def _add_up(self, batch, samples: int) -> float:
-        """Compute the local mean in `accumulate` parts, one after the other. Local.
+        """Compute the local mean in `accumulate` parts, one after the other.
 
         Nothing is exchanged before the last part; from then on a gradient is final, and told, as
         soon as that part's share is added.
@@ -149,7 +149,7 @@ class Replicas:
         return float(self.exchange.extras[0]), bool(self.exchange.extras[1] > 0)
 
     def rescale(self, factor: float) -> None:
-        """Multiply the reduced gradients, where samples turned out to be missing. Local.
+        """Multiply the reduced gradients, where samples turned out to be missing.
 
         To be called after every reduction whose flag is up and whose gradients are used.
         """
@@ -157,7 +157,7 @@ class Replicas:
             gradient *= factor
 
     def order(self) -> dict[str, int]:
-        """Return the place of every gradient where it has been learned: name -> number. Local."""
+        """Return the place of every gradient where it has been learned: name -> number."""
         return {name: k for k, name in enumerate(self.exchange.order or [])}
 
     def arrange(self, order: dict[str, int]) -> None:
@@ -166,15 +166,15 @@ class Replicas:
             self.exchange.arrange(sorted(order, key=order.__getitem__))
 
     def hidden(self) -> float | None:
-        """Share of the exchange that ran behind backward. Local."""
+        """Share of the exchange that ran behind backward."""
         return self.exchange.hidden()
 
     def update(self) -> None:
-        """Apply the reduced gradients. Local."""
+        """Apply the reduced gradients."""
         self.optimizer.update(self.gradients, self.optimizer_state, self.model.parameters)
 
     def state(self, saving: bool) -> dict:
-        """Return what a checkpoint holds, by live arrays. Local."""
+        """Return what a checkpoint holds, by live arrays."""
         return {"parameters": dict(self.model.parameters), "optimizer": self.optimizer_state}
 
     def begin(self) -> None:
@@ -196,7 +196,7 @@ class Replicas:
         self.exchange.close()
 
     def abandon(self, error: BaseException) -> None:
-        """Tell the other ranks, which wait for this one or will, why it does not come. Local."""
+        """Tell the other ranks, which wait for this one or will, why it does not come."""
         self._let_go()
         context = of(self.comm)
         if context.failed or context.closed or context.size == 1:
@@ -211,7 +211,7 @@ class Replicas:
 
 
 def check_in_place(gradients: dict, views: dict) -> None:
-    """Raise ConfigError where a model has put arrays of its own into `gradients`. Local.
+    """Raise ConfigError where a model has put arrays of its own into `gradients`.
 
     Nobody would send them: the replicas would drift apart without a word.
     """

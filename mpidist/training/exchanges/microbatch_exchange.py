@@ -85,12 +85,12 @@ class PieceReplicas(Replicas):
         return BlockPartition(count, self.pieces).bounds()[mine.start : mine.stop + 1]
 
     def part(self, count: int) -> tuple[int, int]:
-        """Return which samples of a global batch of `count` are this rank's. Local."""
+        """Return which samples of a global batch of `count` are this rank's."""
         bounds = self._bounds(count)
         return bounds[0], bounds[-1]
 
     def compute(self, feed, indices) -> tuple[float, int]:
-        """Compute and add this rank's pieces; returns (its share of the loss, samples). Local.
+        """Compute and add this rank's pieces; returns (its share of the loss, samples).
 
         The samples are taken at once and then cut: a source gives each of them as it is, whatever
         else is asked for. Pieces of no samples (a short last batch, bad records) are zero.
@@ -174,7 +174,7 @@ class PieceReplicas(Replicas):
         return loss, flag
 
     def rescale(self, factor: float) -> None:
-        """Multiply the reduced gradients, and the state that goes on. Local."""
+        """Multiply the reduced gradients, and the state that goes on."""
         super().rescale(factor)
         self._leave_state(factor)
 
@@ -221,7 +221,7 @@ class PieceReplicas(Replicas):
 
 
 def together(model, most: int) -> int:
-    """Return how many pieces one call computes, at most `most`. Local.
+    """Return how many pieces one call computes, at most `most`.
 
     One where the model has no call for several, or has state, which every piece finds as the step
     began; and on a device, whose library may take another kernel for several products than for one.
@@ -235,7 +235,7 @@ def together(model, most: int) -> int:
 
 
 def runs(bounds: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yield (samples, count) for neighbours of one size, at most `most` of them. Local."""
+    """Yield (samples, count) for neighbours of one size, at most `most` of them."""
     sizes = (stop - start for start, stop in itertools.pairwise(bounds))
     for samples, equal in itertools.groupby(sizes):
         for start, stop in partition.pieces(0, len(list(equal)), most):
@@ -243,7 +243,7 @@ def runs(bounds: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def checked_state(model) -> dict:
-    """Return the model's state; ConfigError where it has no mean over pieces. Local."""
+    """Return the model's state; ConfigError where it has no mean over pieces."""
     state = getattr(model, "state", {})
     for name, array in state.items():
         if array.dtype.kind != "f":

@@ -77,11 +77,11 @@ class Served:
         return self._serve()
 
     def part(self, count: int) -> tuple[int, int]:
-        """Return which samples of a global batch of `count` are this worker's. Local."""
+        """Return which samples of a global batch of `count` are this worker's."""
         return BlockPartition(count, self.workers.size).range(self.workers.rank)
 
     def compute(self, feed, indices) -> tuple[float, int]:
-        """Compute this worker's part of a global batch; returns (mean loss, samples). Local.
+        """Compute this worker's part of a global batch; returns (mean loss, samples).
 
         A source that does not answer is this worker's trouble alone: it waits, as long as it takes,
         and serves and listens to the others meanwhile.
@@ -104,17 +104,17 @@ class Served:
         return loss, samples
 
     def order(self) -> dict[str, int]:
-        """Return nothing: servers add gradients wherever they lie. Local."""
+        """Return nothing: servers add gradients wherever they lie."""
         return {}
 
     def arrange(self, order: dict[str, int]) -> None:
-        """Nothing to arrange. Local."""
+        """Nothing to arrange."""
 
     def hidden(self) -> None:
-        """Return None: what a push hides is in the servers' statistics. Local."""
+        """Return None: what a push hides is in the servers' statistics."""
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
-        """Take note of this step; returns (this worker's loss, whether all stop here). Local.
+        """Take note of this step; returns (this worker's loss, whether all stop here).
 
         A loss that is no number is not pushed: this worker asks for a stop instead, and pushes
         nothing until all have stopped.
@@ -128,11 +128,11 @@ class Served:
         return loss, self.agreement.at(self.client.finished + 1, bool(stop))
 
     def update(self) -> None:
-        """Push the gradients, finish the clock and pull what the next clock may see. Local."""
+        """Push the gradients, finish the clock and pull what the next clock may see."""
         self.client.push_pull(self.gradients, out=self.model.parameters, samples=self._samples)
 
     def state(self, saving: bool) -> dict:
-        """Return this rank's shards, as pieces of global arrays. Local; workers hold nothing.
+        """Return this rank's shards, as pieces of global arrays. Workers hold nothing.
 
         The counters of the optimizer are saved by the first server: asynchronous pushes are
         added up in another order on each, and so agree but for the last bit.
@@ -150,11 +150,11 @@ class Served:
         return {kind: entries for kind, entries in state.items() if entries}
 
     def begin(self) -> None:
-        """Pull the parameters that the first clock begins with. Local."""
+        """Pull the parameters that the first clock begins with."""
         self.client.pull(out=self.model.parameters)
 
     def check(self, step: int) -> None:
-        """Nothing to compare: servers hold each parameter once. Local."""
+        """Nothing to compare: servers hold each parameter once."""
 
     def save_point(self, step: int) -> None:
         """Pause the servers after the same clock of all workers. Collective over the workers."""
@@ -165,7 +165,7 @@ class Served:
         self.group.serve(on_pause)
 
     def wait(self, test: Callable[[], bool]) -> None:
-        """Wait among the workers, and serve meanwhile those that still need it. Local."""
+        """Wait among the workers, and serve meanwhile those that still need it."""
         self.agreement.wait(test)
 
     def finish(self) -> None:
@@ -184,7 +184,7 @@ class Served:
         self.group.close()
 
     def abandon(self, error: BaseException) -> None:
-        """Tell servers and workers, which wait for this rank or will, why it is gone. Local."""
+        """Tell servers and workers, which wait for this rank or will, why it is gone."""
         self.group.__exit__(type(error), error, error.__traceback__)
 
 
@@ -216,7 +216,7 @@ class Agreement:
         self._notes: list = []
 
     def at(self, clock: int, wish: bool) -> bool:
-        """Whether all workers stop after `clock`. Local; called once per clock."""
+        """Whether all workers stop after `clock`. Called once per clock."""
         self._reached = clock
         if self.clock is None:
             self.listen(wish)
@@ -228,7 +228,7 @@ class Agreement:
         return self.clock is not None and clock >= self.clock
 
     def listen(self, wish: bool = False) -> None:
-        """Name a clock if this worker or another one wishes to stop. Local, returns at once."""
+        """Name a clock if this worker or another one wishes to stop. Returns at once."""
         if self._named is None and (wish or self.comm.Iprobe(MPI.ANY_SOURCE, self._TAG)):
             others = (rank for rank in range(self.comm.size) if rank != self.comm.rank)
             self._notes = [self.comm.Isend([b"", MPI.BYTE], r, self._TAG) for r in others]

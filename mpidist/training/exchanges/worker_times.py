@@ -16,7 +16,7 @@ from ...fault_tolerance.stragglers import Judge, Window, record, tell
 
 
 class OwnTimes:
-    """A worker's times, told to the first server beside what is asked of it. Local."""
+    """A worker's times, sent to the first server together with requests."""
 
     def __init__(self, client):
         self.client, self._window = client, Window()
@@ -31,7 +31,7 @@ class OwnTimes:
 
 
 class Times:
-    """What the first server knows of the workers' times; it tells who is slow. Local.
+    """The workers' times as the first server knows them; it reports slow workers.
 
     `hosts` are those of all ranks, `crowded` the ranks that share cores, who are not named. It
     looks when each worker has told a new window: a slow one tells fewer than the others where
