@@ -163,8 +163,11 @@ soak-threads: $(VENV)/.test
 soak-recovery: $(VENV)/.test
 	$(BIN)/python tests/launch/programs/killed_often.py 100
 
-docs: $(VENV)/bin/python
-	$(BIN)/python -m pip install -q -e ".[$(MPI),docs]"
+$(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[$(MPI),docs]"
+	@touch $@
+
+docs: $(VENV)/.docs
 	$(BIN)/sphinx-build -W -q docs docs/_build
 
 clean:

@@ -24,7 +24,7 @@ CHOICES = {
     "strategy": strategies.STRATEGIES,
 }
 #: Keys of a table that belong to none of its choices.
-COMMON = {"optimizer": {"clip_norm": ""}}
+COMMON = {"data": {"cache": ""}, "optimizer": {"clip_norm": ""}}
 #: In place of a default: the key must be given.
 NEEDED = "needed"
 

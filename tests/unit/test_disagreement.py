@@ -1,0 +1,117 @@
+"""HOUSE rule 5: each public collective entry has a test that gives one rank a bad or another value.
+
+The entries are read from the code: what `md`, `md.models`, `md.data` and `md.optim` name, and the
+methods of the classes among them, whose docstrings say that they are collective.
+"""
+
+import ast
+import re
+
+import pytest
+from rooms import MODULES, ROOT, tree_of
+
+import mpidist as md
+from mpidist import data, models, optim
+
+COLLECTIVES = "test_disagreement_collectives.py::test_all_ranks_raise"
+STORES = "test_disagreement_stores.py"
+SETTINGS = "test_settings_agree.py"
+ARENAS = "test_arena_disagreement.py"
+METHODS = "test_disagreement_methods.py"
+GRADIENTS = "test_gradients_errors.py"
+STORE = {
+    "": "test_parameters_of_a_store", "save": "test_steps", "save_async": "test_steps",
+    "restore": "test_steps", "verify": "test_steps",
+}  # fmt: skip
+
+#: Entry -> the test of tests/mpi in which one rank gives something else.
+TESTS = {
+    **{
+        name: COLLECTIVES
+        for name in ("allreduce", "iallreduce", "plan", "reduce_scatter", "allgather",
+                     "broadcast", "reduce", "gather", "scatter")
+    },
+    **{
+        f"{store}.{method}".rstrip("."): f"{STORES}::{test}"
+        for store in ("CheckpointStore", "TieredStore")
+        for method, test in STORE.items()
+    },
+    **{
+        f"{store}.{method}": f"{METHODS}::test_delete_and_all_steps_of_a_store"
+        for store in ("CheckpointStore", "TieredStore")
+        for method in ("delete", "all_steps")
+    },
+    "broadcast_parameters": f"{STORES}::test_broadcast_parameters",
+    "Topology": f"{STORES}::test_ranks_per_node",
+    "node_once": f"{STORES}::test_ranks_per_node",
+    "Arena": f"{ARENAS}::test_a_spec_that_one_rank_alone_has",
+    "train": "test_train_disagreement.py::test_what_one_rank_is_given",
+    "Gradients": f"{GRADIENTS}::test_another_value_on_one_rank",
+    "Gradients.arrange": f"{GRADIENTS}::test_arrange_in_another_order_on_one_rank",
+    "Gradients.begin": f"{GRADIENTS}::test_a_wrong_call_on_one_rank_when_a_part_has_left",
+    "Gradients.reduce": f"{GRADIENTS}::test_another_number_of_extras_on_one_rank",
+    "attach": "test_attach.py::test_one_rank_with_another_module",
+    "ServerGroup": f"{SETTINGS}::test_server_group",
+    "ServerGroup.add": f"{SETTINGS}::test_add",
+    "ServerGroup.pause": f"{METHODS}::test_a_tag_that_is_none_on_one_worker",
+    "parameter_server": f"{SETTINGS}::test_parameter_server",
+    "guard": f"{SETTINGS}::test_guard",
+    "Guard.should_stop": f"{METHODS}::test_should_stop_and_leave_at_another_step",
+    "Guard.leave": f"{METHODS}::test_should_stop_and_leave_at_another_step",
+    "watch": f"{SETTINGS}::test_watch",
+    "check_replicas": f"{SETTINGS}::test_check_replicas",
+    **{
+        f"models.{name}": f"{METHODS}::test_a_batch_of_another_shape_in_batch_normalisation"
+        for name in ("sync_moments", "sync_batch_norm", "sync_batch_norm_backward")
+    },
+}  # fmt: skip
+
+#: Collective entries that take nothing which could differ, and why.
+WITHOUT_ARGUMENTS = {
+    "free", "Plan", "Handle.wait", "Topology.inter_comm", "Topology.close",
+    "ServerGroup.barrier", "ServerGroup.close",
+    *(f"{store}.{name}" for store in ("CheckpointStore", "TieredStore")
+      for name in ("latest_step", "wait", "close")),
+    "Guard.fits",  # a communicator and how to wait: for the trainers, which give neither by hand
+    "Guard.check_loss",  # takes the reduced loss, which has the same bits on all ranks
+    "AllReduce.open", "ParameterServer.open",  # `md.train` calls them, with what it has compared
+}  # fmt: skip
+
+
+def entries():
+    """The names under `md` that are collective, and how many arguments each takes."""
+    places = [("", name, f"mpidist.{home}") for name, home in md._HOME.items()]
+    for prefix, module in (("models.", models), ("data.", data), ("optim.", optim)):
+        for name in module.__all__:
+            home = getattr(getattr(module, name), "__module__", None)
+            places += [(prefix, name, home)] if home in MODULES else []
+    for prefix, name, home in places:
+        for node in tree_of(MODULES[home]).body:
+            if getattr(node, "name", None) != name:
+                continue
+            if says_so(node):
+                yield f"{prefix}{name}"
+            for method in node.body if isinstance(node, ast.ClassDef) else ():
+                public = isinstance(method, ast.FunctionDef) and method.name[0] != "_"
+                if public and says_so(method):
+                    yield f"{prefix}{name}.{method.name}"
+
+
+def says_so(node) -> bool:
+    return bool(re.search(r"\bcollective\b", ast.get_docstring(node) or "", re.IGNORECASE))
+
+
+def test_every_collective_entry_is_in_the_table():
+    found = set(entries())
+    assert len(found) > 50
+    assert found == set(TESTS) | WITHOUT_ARGUMENTS
+    assert not set(TESTS) & WITHOUT_ARGUMENTS
+
+
+@pytest.mark.parametrize("test", sorted(set(TESTS.values())))
+def test_its_test_exists_and_asks_one_rank(test):
+    """The test, or a helper of its file, gives rank 1 something else."""
+    file, _, name = test.partition("::")
+    text = (ROOT / "tests" / "mpi" / file).read_text(encoding="utf-8")
+    (node,) = (n for n in ast.parse(text).body if getattr(n, "name", None) == name)
+    assert re.search(r"comm\.rank|\bODD\b|odd\(", ast.unparse(node)), test
