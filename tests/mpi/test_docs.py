@@ -1,7 +1,7 @@
 """The Python blocks of docs/*.md run on two ranks as they stand, with what they take as given.
 
 README.md and docs/adoption.md are run by tests/launch/test_readme.py and test_adoption.py,
-docs/parameter_servers.md by test_parameter_server_docs.py. docs/one_box_clusters.md needs root;
+docs/parameter_servers.md by test_servers_docs.py. docs/one_box_clusters.md needs root;
 its blocks, and that of docs/api.md, are compiled and their imports looked up in
 tests/unit/test_docs.py.
 """

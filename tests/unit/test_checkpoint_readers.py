@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_solo import Solo, equal, resumed, state_of
-from test_checkpoint_cli import call  # noqa: F401
+from test_cli_checkpoint import call  # noqa: F401
 
 import mpidist as md
 from mpidist.checkpoint import histories, load

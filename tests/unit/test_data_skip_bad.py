@@ -54,7 +54,7 @@ def test_the_good_ones_are_taken(fail, bad):
             assert record.reason == "the checksum is wrong"
         else:
             assert record.reason.startswith("UnicodeDecodeError: 'ascii' codec can't decode")
-            assert "(test_data_careful.py:" in record.reason
+            assert "(test_data_skip_bad.py:" in record.reason
 
 
 def test_a_source_that_is_gone_after_a_while():
