@@ -276,7 +276,8 @@ def end_marked(mark: str, patience: float = 5, variable: str = MARK) -> None:
     """Kill every process that inherited `mark` and wait until all are gone."""
     deadline = time.monotonic() + patience
     while (pids := marked(mark, variable)) and time.monotonic() < deadline:
-        for pid in pids:
+        # The newest first: the kernel wakes a stopped rank whose launcher is gone, and it would work.
+        for pid in sorted(pids, reverse=True):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)

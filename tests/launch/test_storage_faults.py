@@ -40,7 +40,8 @@ def disk(tmp_path):
 def test_a_store_survives_its_folder(disk, ranks):
     """One error on all ranks, earlier steps whole, a later save works; each page of a full disk."""
     program = [sys.executable, str(PROGRAMS / "storage_faults.py"), str(disk)]
-    done = in_namespace(disk, [*launcher_command(ranks), *program], timeout=240).check()
+    env = {"PYTHONPATH": python_path()}
+    done = in_namespace(disk, [*launcher_command(ranks), *program], timeout=240, env=env).check()
     for kind in ("ReadOnly", "Renamed", "Unmounted", "Full"):
         assert f"save {kind}: " in done.stdout
         assert f"save_async {kind}: " in done.stdout

@@ -315,7 +315,8 @@ def break_bucket(gradients, monkeypatch, stage, error):
         act = raising(getattr(bucket, kind), lambda where: where == wanted, error)
         monkeypatch.setattr(bucket, kind, act)
     elif kind == "lane":
-        monkeypatch.setattr(bucket.program, "start", raising(None, lambda *_: True, error))
+        act = raising(fused_pieces.Run, lambda program, *_: program is bucket.program, error)
+        monkeypatch.setattr(fused_pieces, "Run", act)
     else:
         program = getattr(bucket, kind)
         monkeypatch.setattr(program, "compute", raising(None, lambda *_: True, error))

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+from until import wait_until
 
 import mpidist as md
 from mpidist.checkpoint.storage import lock
@@ -21,6 +22,11 @@ PAGE = 4096
 
 def mount(*words):
     subprocess.run(["mount", *map(str, words)], check=True)
+
+
+def try_mount(*words):
+    """Whether it could be mounted: what somebody writes to just now is busy."""
+    return subprocess.run(["mount", *map(str, words)], check=False).returncode == 0
 
 
 def unmount(folder):
@@ -48,7 +54,7 @@ class ReadOnly:
 
     def make(self):
         mount("--bind", self.folder, self.folder)
-        mount("-o", "remount,bind,ro", self.folder)
+        wait_until(lambda: try_mount("-o", "remount,bind,ro", self.folder), 20)
 
     def mend(self):
         unmount(self.folder)
