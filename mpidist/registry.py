@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from .errors import ConfigError, nearest, shown
 
 
-def choose(table: Mapping[str, Callable], name: str, kind: str) -> Callable:
+def look_up(table: Mapping[str, Callable], name: str, kind: str) -> Callable:
     """Return ``table[name]``. Raises ConfigError that lists the names and the nearest."""
     if name in table:
         return table[name]
@@ -27,7 +27,7 @@ def build(table: Mapping[str, Callable], name: str, settings: Mapping, kind: str
     Raises ConfigError for an unknown name, an unknown setting (with the nearest known one) and
     a missing one, each before the function runs.
     """
-    function = choose(table, name, kind)
+    function = look_up(table, name, kind)
     accepted = inspect.signature(function).parameters
     for key in settings:
         if key not in accepted:

@@ -230,7 +230,7 @@ def _source(where: str) -> str:
     return f"measured by mpidist bench allreduce --advise: {where}"
 
 
-def lines(rows: Sequence[dict], out: Path, library: str):
+def advice_lines(rows: Sequence[dict], out: Path, library: str):
     """Print the rows, the gain, and how every program gets it."""
     names = ("Size", "default(us)", "advised(us)", "ratio")
     yield "# " + "".join(f"{name:>14}" for name in names)[2:] + "  advised"

@@ -67,7 +67,7 @@ def _row(key: str, entry: dict) -> dict:
     }
 
 
-def lines(rows: Sequence[dict]) -> Iterable[str]:
+def explanation_lines(rows: Sequence[dict]) -> Iterable[str]:
     """Print rows as a table: what was chosen, by how much, from where, and all times."""
     names = list(dict.fromkeys(name for row in rows for name in row["us"]))
     head = ("margin", "rounds won", "from", *(f"{name}(us)" for name in names))

@@ -20,7 +20,7 @@ from ..collectives.schedules.schedule import Step, recv, send
 from ..errors import ConfigError
 from ..runtime.context import of
 from ..runtime.polling import wait_until
-from ..simulator.network_model import Network, Problem
+from ..simulator.network_model import NetworkModel, Problem
 from ..simulator.simulate import run
 
 #: Bytes of the messages that find the speed of the link, after a pause that fills its bucket.
@@ -55,7 +55,7 @@ def fit(comm, *, repeats: int = 5) -> dict[str, float]:
     if alike:
         return {"node_latency": latency, "node_gap": line(LINK_SIZES, times)[0]}
     gap, burst, peak = link(LINK_SIZES, times, 2 * chain)
-    network = Network(latency=latency, gap=gap, overhead=overhead, burst=burst, peak=peak)
+    network = NetworkModel(latency=latency, gap=gap, overhead=overhead, burst=burst, peak=peak)
     crossed = [timed(_exchanges(me, size), size, count=3) / 4 for size in CROSSING_SIZES]
     call = plan(comm, np.zeros(1, np.float32), algorithm="recursive_doubling")
     called = _median(comm, repeats, lambda: _time(lambda: [call() for _ in range(_CHAIN)]))
@@ -65,7 +65,7 @@ def fit(comm, *, repeats: int = 5) -> dict[str, float]:
         "overhead": overhead,
         "burst": burst,
         "peak": peak,
-        "crossing": crossing(CROSSING_SIZES, crossed, network),
+        "crossing": fit_crossing(CROSSING_SIZES, crossed, network),
         "reduction": _reduction(comm, repeats),
         "call": max(called / _CHAIN - chain, 0.0),
     }
@@ -104,7 +104,7 @@ def link(sizes: Sequence[int], seconds: Sequence[float], base: float) -> tuple[f
     return min(found)[1:]
 
 
-def crossing(sizes: Sequence[int], seconds: Sequence[float], network: Network) -> float:
+def fit_crossing(sizes: Sequence[int], seconds: Sequence[float], network: NetworkModel) -> float:
     """Return the share with which simulated exchanges of long messages take `seconds`."""
 
     def error(share: float) -> float:

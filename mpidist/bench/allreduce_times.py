@@ -42,7 +42,7 @@ LEAST_LIMITED = 128 << 10
 HEADERS = 66
 
 
-def sizes(low: int, high: int, step: int = 2) -> list[int]:
+def size_range(low: int, high: int, step: int = 2) -> list[int]:
     """Sizes from `low` to `high` bytes, each `step` times the last."""
     result = []
     size = low
@@ -75,7 +75,7 @@ def pool_size(nbytes: int, cold: bool) -> int:
     return max(2, ceil(2 * last_level_cache() / nbytes)) if cold else 1
 
 
-def check(forms: Sequence[str], low: int, cold: bool) -> None:
+def check_forms(forms: Sequence[str], low: int, cold: bool) -> None:
     """Raise ConfigError for forms that there are not, or vectors too small to be cold."""
     for form in forms:
         if form not in FORMS:

@@ -64,7 +64,7 @@ def _write(folder: Path, count: int) -> None:
 def _video(k: int, row: np.ndarray) -> bytes:
     labels = np.unique((k * np.array([7, 31, 113])[: k % 3 + 1]) % 3862)
     name = [f"{k:04x}".encode()[-4:]]
-    return example.encode(
+    return example.encode_example(
         {"id": name, "labels": labels, "mean_rgb": row[:1024], "mean_audio": row[1024:]}
     )
 

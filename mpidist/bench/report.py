@@ -23,14 +23,14 @@ def _means(rows) -> list[str]:
         text = (
             f"{name}: native over it, geometric mean over {_count(mine)} "
             f"{geometric_mean([row['ratio'] for row in mine]):.3f}, "
-            f"least {least['ratio']:.3f} at {size(least['bytes'])}"
+            f"least {least['ratio']:.3f} at {size_label(least['bytes'])}"
         )
         if limited := [row for row in mine if "limit" in row]:
             of_limit = geometric_mean([row["limit"] for row in limited])
             least = min(limited, key=lambda row: row["limit"])
             text += (
                 f"; of the memory limit over {_count(limited)} {of_limit:.3f}, "
-                f"least {least['limit']:.3f} at {size(least['bytes'])}"
+                f"least {least['limit']:.3f} at {size_label(least['bytes'])}"
             )
         told.append(text)
     return told
@@ -45,7 +45,8 @@ def _chosen(rows) -> list[str]:
             told.append(
                 f"{name} against the best that was chosen by hand: geometric mean over "
                 f"{_count(mine)} {geometric_mean([row['against_best'] for row in mine]):.3f}, "
-                f"least {worst['against_best']:.3f} at {size(worst['bytes'])} ({worst['best']})"
+                f"least {worst['against_best']:.3f} at {size_label(worst['bytes'])} "
+                f"({worst['best']})"
             )
     return told
 
@@ -53,8 +54,8 @@ def _chosen(rows) -> list[str]:
 def _guidelines(rows) -> list[str]:
     asked = [row for row in rows if "consistent" in row]
     broken = [
-        f"{row['algorithm']} at {size(row['bytes'])} takes {1 / row['consistent']:.2f} times the "
-        "best of all that adds"
+        f"{row['algorithm']} at {size_label(row['bytes'])} takes {1 / row['consistent']:.2f} times "
+        "the best of all that adds"
         for row in asked
         if row["consistent"] * TOLERANCE < 1
     ]
@@ -69,7 +70,7 @@ def _torch(rows) -> list[str]:
     return [
         f"{mine[0]['algorithm']} over arena: geometric mean over {_count(mine)} "
         f"{geometric_mean([row['over_arena'] for row in mine]):.2f}, "
-        f"least {least['over_arena']:.2f} at {size(least['bytes'])}"
+        f"least {least['over_arena']:.2f} at {size_label(least['bytes'])}"
     ]
 
 
@@ -80,7 +81,7 @@ def _losing(rows) -> list[str]:
     return [
         "losing cases (native is faster):",
         *(
-            f"  {size(row['bytes']):>8}  {row['algorithm']:<24}{row['ratio']:.3f} "
+            f"  {size_label(row['bytes']):>8}  {row['algorithm']:<24}{row['ratio']:.3f} "
             f"[{row['low']:.3f}, {row['high']:.3f}]"
             for row in sorted(lost, key=lambda row: (row["algorithm"], row["bytes"]))
         ),
@@ -98,7 +99,7 @@ def _count(rows) -> str:
     return "1 size" if len(rows) == 1 else f"{len(rows)} sizes"
 
 
-def size(nbytes: int) -> str:
+def size_label(nbytes: int) -> str:
     """Return 131072 as "128 KiB"; "96 B" where nothing rounder fits. Pure."""
     for power, unit in ((20, "MiB"), (10, "KiB")):
         if nbytes >= 1 << power and nbytes % (1 << power) == 0:

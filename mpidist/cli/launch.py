@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         hosts = commands.slurm_hosts(os.environ)
     # A requeued job keeps its id, and so its history: what it has spent of its budget.
     name = os.environ["SLURM_JOB_ID"] if in_slurm else uuid.uuid4().hex[:12]
-    job = attempts.Job(
+    job = attempts.LaunchedJob(
         program=tuple(args.program),
         ranks=args.n,
         folder=args.control or Path(f".mpidist-launch-{name}"),

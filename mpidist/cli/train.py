@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Train; collective over all ranks of the launch. Returns 0, or raises with its exit code."""
     from ..data.readers import remote
     from ..errors import MpidistError
-    from ..training.job import build, read_job
+    from ..training.job import build_run, read_job
 
     # A request to stop that comes while we still start waits until the guard can take it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         job = read_job(args.job, args.settings)
         claim = claims.claimed_size(os.environ)
         far = remote.is_remote(job.data)
-        parts = None if far else build(job, claim.size if claim else None)
+        parts = None if far else build_run(job, claim.size if claim else None)
         path = job.folder / "checkpoints"
         fresh = args.fresh and beginning(os.environ)
         # With copies on the nodes the newest step may be on them alone: the store knows, with MPI.
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if parts is None:  # one rank of each node fetches the data, and that takes MPI to know
             job.data = remote.brought_here(comm, job.data)
-            parts = build(job, comm.size)
+            parts = build_run(job, comm.size)
         _train(comm, job, parts, args, path, fresh)
     except MpidistError as error:
         if comm.size == 1:
@@ -115,7 +115,7 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
     from ..runtime.topology import Topology
     from ..training.train import train
 
-    crowded = binding.check(comm, os.environ)
+    crowded = binding.check_binding(comm, os.environ)
     if comm.rank == 0:
         try:
             job.folder.mkdir(parents=True, exist_ok=True)
@@ -184,7 +184,7 @@ def _to_device(model, local_rank: int) -> None:
 
 def _keep_start(job, args, per_host: Mapping[str, int]) -> None:
     """Keep in the run's folder what was started, by which software, and where."""
-    versions = start_checks.fingerprint()
+    versions = start_checks.versions_fingerprint()
     del versions["host"]
     facts = {
         "command": shlex.join(sys.argv), "working_directory": str(Path.cwd()),

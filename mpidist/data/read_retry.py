@@ -61,7 +61,7 @@ class Descriptors:
             os.close(self._open.popitem()[1])
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     """Bytes of a file that go to one place."""
 
     file: int
@@ -69,14 +69,14 @@ class Run(NamedTuple):
     target: memoryview
 
 
-class Runs:
+class RunReader:
     """Reads runs of files, whose descriptors `descriptor(file)` returns. Not locked."""
 
     def __init__(self, descriptor):
         self._descriptor = descriptor
         self._next, self._told = (-1, -1), 0
 
-    def read(self, runs: Sequence[Run]) -> int:
+    def read(self, runs: Sequence[ByteRun]) -> int:
         """Read all; returns how many were read whole before the first that is cut short.
 
         What a file has no bytes for, because it has become shorter, is zero.
@@ -94,7 +94,7 @@ class Runs:
             self._go_ahead(runs[0], runs[-1])
         return whole
 
-    def _go_ahead(self, first: Run, last: Run) -> None:
+    def _go_ahead(self, first: ByteRun, last: ByteRun) -> None:
         """Tell the system of what a reader in order will want next, in large pieces."""
         end = last.begin + len(last.target)
         if (first.file, first.begin) != self._next:

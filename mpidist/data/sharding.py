@@ -77,7 +77,7 @@ def shard(
         raise ConfigError(f"sharding: rank {rank} of {size} ranks, files of {list(counts)} records")
     why = "it was asked for"
     if mode == "auto":
-        mode, why = choose(counts, ranks_of_nodes, indexed)
+        mode, why = choose_sharding(counts, ranks_of_nodes, indexed)
         events.emit("sharding", mode=mode, why=why)
         if rank == 0 and events.VERBOSITY:
             print(f"mpidist: sharding by {mode}: {why}", file=sys.stderr, flush=True)
@@ -91,7 +91,9 @@ def shard(
     return RankPart(mode, why, files, records)
 
 
-def choose(counts: Sequence[int], ranks_of_nodes: Sequence[int], indexed: bool) -> tuple[str, str]:
+def choose_sharding(
+    counts: Sequence[int], ranks_of_nodes: Sequence[int], indexed: bool
+) -> tuple[str, str]:
     """Return (mode, why): by file where files are even enough, else by record, else grid."""
     size = sum(ranks_of_nodes)
     dealt = deal(counts, [1] * size)

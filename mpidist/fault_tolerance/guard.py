@@ -212,7 +212,7 @@ class Guard:
         MismatchError
             The ranks are at different steps. On all ranks.
         """
-        heartbeat.note(step)
+        heartbeat.note_steps(step)
         self._stragglers.window.note(self._own.stop())
         self._own.begin()
         if step % self.every:

@@ -85,7 +85,7 @@ def suspects(peers: Sequence[Seen]) -> list[int]:
     return sorted(rank for ranks in places.values() if len(ranks) == fewest for rank in ranks)
 
 
-def tell(
+def hang_report(
     peers: Sequence[Seen],
     hang: Hang,
     seconds: float,

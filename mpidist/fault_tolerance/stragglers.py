@@ -44,7 +44,7 @@ class Straggler(NamedTuple):
     lag: float
 
 
-def find(times: np.ndarray, phases: Sequence[str] = PHASES) -> list[Straggler]:
+def find_stragglers(times: np.ndarray, phases: Sequence[str] = PHASES) -> list[Straggler]:
     """Return the stragglers among the ranks of one window. Pure.
 
     Parameters
@@ -83,7 +83,7 @@ def crowded_ranks(comm) -> frozenset[int]:
     """Return the ranks of `comm` that share cores, the same on all of them. Collective."""
     if comm.size == 1:
         return frozenset()
-    place = binding.place({})
+    place = binding.rank_place({})
     mine = np.zeros(8 + _CORES // 8, np.uint8)
     mine[:8] = np.frombuffer(hashlib.sha256(place.machine.encode()).digest()[:8], np.uint8)
     bits = np.zeros(_CORES, np.uint8)
@@ -131,7 +131,7 @@ class Judge:
 
     def look(self, everyone: np.ndarray) -> list[Straggler]:
         """Take a window of all ranks; return what is new."""
-        found = find(everyone, self.phases)
+        found = find_stragglers(everyone, self.phases)
         self._seen = {one.rank: self._seen.get(one.rank, 0) + 1 for one in found}
         new = [one for one in found if self._seen[one.rank] == AGAIN]
         self.told += new
@@ -144,7 +144,7 @@ def record(one: Straggler) -> None:
     events.emit("straggler", straggler=one.rank, phase=one.phase, lag_ms=lag)
 
 
-def tell(one: Straggler, who: str, needed: float) -> None:
+def report_straggler(one: Straggler, who: str, needed: float) -> None:
     """Report that rank `who` is slow and needs so many seconds a step."""
     if events.VERBOSITY:
         print(
@@ -196,7 +196,7 @@ class Stragglers:
                 record(named)
             if self.comm.rank == slow:
                 who = f"the others wait for rank {named.rank} on {socket.gethostname()}"
-                tell(named, who, float(mine.sum()))
+                report_straggler(named, who, float(mine.sum()))
 
 
 class OwnTime:

@@ -41,7 +41,7 @@ from ..runtime.agreement.run_on_all import run_on_all, same_on_all
 from ..runtime.failure import unlink_segments, wait_for_the_reader
 from ..runtime.status_board import Board
 from . import hang_dump
-from .hang import Hang, Seen, judge, tell
+from .hang import Hang, Seen, hang_report, judge
 
 #: The exit code of a job that hung.
 HANG = 70
@@ -184,7 +184,7 @@ class Watch:
         living = [p.rank for p in self._peers if p.rank not in hang.absent and not p.left]
         # Not among the living? Then I was taken for absent myself, and others tell of it.
         if living and self.rank == living[0]:
-            _write(tell(self._peers, hang, self.seconds, now, self._condition))
+            _write(hang_report(self._peers, hang, self.seconds, now, self._condition))
         _write(self._stack())
         self._dump(hang)
         time.sleep(
@@ -308,7 +308,7 @@ class MainThread:
         came_back = self._ran == self._asked
         if came_back and ctypes.pythonapi.Py_AddPendingCall(self._callback, None) == 0:
             self._asked += 1
-        self.where = place(frame)
+        self.where = stack_place(frame)
         wait = _enclosing_wait(frame)
         values, signature = None, ()  # type: dict | None, tuple
         if wait is not None:
@@ -357,7 +357,7 @@ def _variables(frame) -> dict:
     return variables
 
 
-def place(frame) -> str:
+def stack_place(frame) -> str:
     """Return where a stack is: the innermost line of the user's code, and what it called here.
 
     Equal for ranks that wait at the same place, so without our own line numbers.

@@ -33,9 +33,9 @@ from ..runtime.agreement.run_on_all import same_on_all
 from ..runtime.arena import Arena
 from ..runtime.context import of, running
 from . import exchange_settings as arguments
-from .exchange_settings import Settings, check, check_order, facts_of, wrong_ready
+from .exchange_settings import Settings, check_order, check_settings, order_facts, wrong_ready
 from .flat_views import EXTRAS, allocate, with_extras
-from .gradient_buckets import bucket_bytes, cut
+from .gradient_buckets import bucket_bytes, cut_buckets
 from .progress_thread import Background
 
 
@@ -112,7 +112,7 @@ class Gradients:
         taken: list[Settings] = []
 
         def facts() -> dict:
-            taken[:] = [check(parameters, given)]
+            taken[:] = [check_settings(parameters, given)]
             return taken[0].facts
 
         same_on_all(comm, "Gradients", facts)
@@ -184,7 +184,9 @@ class Gradients:
         for k, vector in enumerate(self.vectors):
             mine = [name for name, (_, dtype) in spec.items() if dtype == vector.dtype]
             ends = np.cumsum([prod(spec[name][0]) for name in mine])
-            for first, last in cut([prod(spec[n][0]) * vector.itemsize for n in mine], limit):
+            for first, last in cut_buckets(
+                [prod(spec[n][0]) * vector.itemsize for n in mine], limit
+            ):
                 start, stop = int(ends[first - 1]) if first else 0, int(ends[last - 1])
                 members = mine[first:last]
                 found.append((max(rank[n] for n in members), k, start, stop, members))
@@ -200,7 +202,7 @@ class Gradients:
 
         def facts() -> dict:
             names[:] = check_order(order, self._shapes)
-            return facts_of(names)
+            return order_facts(names)
 
         same_on_all(self.comm, "Gradients.arrange", facts)
         with self.context.call("Gradients.arrange"):

@@ -24,7 +24,7 @@ class Settings(NamedTuple):
     facts: dict[str, Any]
 
 
-def check(parameters, given: Mapping) -> Settings:
+def check_settings(parameters, given: Mapping) -> Settings:
     """Return the `Settings` for the arguments of `Gradients`; ConfigError for bad ones."""
     shapes, xp = _shapes(parameters)
     check_name(given["algorithm"], ALLREDUCE)
@@ -48,7 +48,7 @@ def check(parameters, given: Mapping) -> Settings:
     }
     for k, (name, (shape, dtype)) in enumerate(shapes.items()):
         facts[f"parameter {k}"] = name, shape, element_name(dtype)
-    facts.update(facts_of(order) if order is not None else {"order": None})
+    facts.update(order_facts(order) if order is not None else {"order": None})
     return Settings(shapes, counts, order, facts["ranks_per_node"], xp, facts)
 
 
@@ -64,7 +64,7 @@ def check_order(order, shapes: Mapping) -> list[str]:
     return names
 
 
-def facts_of(order) -> dict[str, Any]:
+def order_facts(order) -> dict[str, Any]:
     """Return what must be equal on all ranks of an order."""
     return {f"order[{k}]": name for k, name in enumerate(order)}
 

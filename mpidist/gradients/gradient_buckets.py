@@ -27,7 +27,7 @@ def bucket_bytes(wanted: int | str, total: int) -> int:
     return wanted
 
 
-def cut(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
+def cut_buckets(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
     """Cut a sequence of tensors of `sizes` bytes into buckets: (first, last + 1) of each.
 
     A bucket is closed when it has reached `limit`; a tensor is never cut. The first and the last

@@ -23,7 +23,7 @@ _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_
 _CURE = "bind each to cores of its own: mpirun --bind-to core, srun --cpu-bind=cores"
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Where a rank is: its host, the cores it may use, all cores of the host, its BLAS threads."""
 
     host: str
@@ -33,11 +33,11 @@ class Place(NamedTuple):
     threads: int
 
 
-def place(environ: Mapping[str, str]) -> Place:
+def rank_place(environ: Mapping[str, str]) -> RankPlace:
     """Return where this process is."""
     cores = tuple(sorted(os.sched_getaffinity(0)))
     threads = blas_threads(environ, len(cores))
-    return Place(socket.gethostname(), _machine(), cores, os.cpu_count() or len(cores), threads)
+    return RankPlace(socket.gethostname(), _machine(), cores, os.cpu_count() or len(cores), threads)
 
 
 def _machine() -> str:
@@ -56,7 +56,7 @@ def blas_threads(environ: Mapping[str, str], cores: int) -> int:
     return cores
 
 
-def warning(places: Sequence[Place]) -> str | None:
+def warning(places: Sequence[RankPlace]) -> str | None:
     """Return one line about the worst that is wrong with `places` (rank -> place), or None.
 
     It says what to do; a host that is right is not mentioned.
@@ -71,7 +71,7 @@ def warning(places: Sequence[Place]) -> str | None:
     return None
 
 
-def _same_core(places: Sequence[Place], ranks: Sequence[int]) -> str | None:
+def _same_core(places: Sequence[RankPlace], ranks: Sequence[int]) -> str | None:
     bound: dict[int, list[int]] = {}
     for rank in ranks:
         if len(places[rank].cores) == 1:
@@ -89,7 +89,7 @@ def _same_core(places: Sequence[Place], ranks: Sequence[int]) -> str | None:
     return f"ranks {named} are bound to the same core {core} of {host}; {_CURE}"
 
 
-def _too_many_threads(places: Sequence[Place], ranks: Sequence[int]) -> str | None:
+def _too_many_threads(places: Sequence[RankPlace], ranks: Sequence[int]) -> str | None:
     host = places[ranks[0]].host
     cores = len({core for rank in ranks for core in places[rank].cores})
     threads = sum(places[rank].threads for rank in ranks)
@@ -105,15 +105,15 @@ def _too_many_threads(places: Sequence[Place], ranks: Sequence[int]) -> str | No
     )
 
 
-def check(comm, environ: Mapping[str, str]) -> bool:
+def check_binding(comm, environ: Mapping[str, str]) -> bool:
     """Warn on rank 0 of ranks in each other's way. Collective over `comm`.
 
     `environ` is ``os.environ``. One line on stderr; ``MPIDIST_VERBOSE=0`` silences it. Returns
     whether some host has more ranks than cores, so that a launcher must be told that this is meant.
     """
-    mine = place(environ)
+    mine = rank_place(environ)
     told = comm.allgather((tuple(mine), whole_cores(mine.cores)))
-    everyone = [Place(*fields) for fields, _ in told]
+    everyone = [RankPlace(*fields) for fields, _ in told]
     text = warning(everyone)
     if text:
         events.emit("binding", warning=text)

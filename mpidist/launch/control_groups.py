@@ -16,7 +16,7 @@ _FILES = (("memory.max", "memory.events"), ("memory.limit_in_bytes", "memory.oom
 _NO_LIMIT = 1 << 60
 
 
-class Group(NamedTuple):
+class ControlGroup(NamedTuple):
     """The memory control group of a process: its folder, and the top of the tree it is in."""
 
     folder: Path
@@ -44,7 +44,7 @@ class Group(NamedTuple):
             folder = folder.parent
 
 
-def group_of(pid: int | str = "self", root: Path = Path("/")) -> Group | None:
+def group_of(pid: int | str = "self", root: Path = Path("/")) -> ControlGroup | None:
     """Return the memory control group of a process, or None if none is visible."""
     for line in _text(root / f"proc/{pid}/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -55,7 +55,7 @@ def group_of(pid: int | str = "self", root: Path = Path("/")) -> Group | None:
         # In a container the path may be that of the host, and the folder seen as the top.
         for place in (folder, top):
             if any((place / name).exists() for names in _FILES for name in names):
-                return Group(place, top)
+                return ControlGroup(place, top)
     return None
 
 

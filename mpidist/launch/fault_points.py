@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 def _first(name: str, number: int | None, about: dict) -> None:
     global _act
-    from .faults import read  # what goes wrong is not loaded where nothing does
+    from .faults import read_faults  # what goes wrong is not loaded where nothing does
 
-    _act = read(os.environ)
+    _act = read_faults(os.environ)
     _act(name, number, about)
 
 

@@ -95,7 +95,7 @@ def _whole(text: str, name: str, value: str) -> int | None:
     return int(value)
 
 
-def read(environ: Mapping[str, str]) -> Injector:
+def read_faults(environ: Mapping[str, str]) -> Injector:
     """Return what acts in this process, as the environment says.
 
     Raises

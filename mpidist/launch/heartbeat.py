@@ -30,7 +30,7 @@ from typing import NamedTuple
 from .claims import rank_hint
 from .control_groups import group_of, peak_memory
 from .environment import ATTEMPT_FOLDER
-from .process_table import born, runs
+from .process_table import born, is_running
 
 #: Environment variables by which `mpidist launch` reaches its ranks: the folder of this attempt,
 #: its number (from 0), and ``HOST PID BORN`` of the process that launched it.
@@ -170,7 +170,7 @@ def _be_silent() -> None:
     _pulse = None
 
 
-def note(step: int) -> None:
+def note_steps(step: int) -> None:
     """Tell the number of steps that are done. Costs nothing without a launcher."""
     if _pulse is not None:
         _pulse.note(step)
@@ -203,7 +203,7 @@ def is_at_work(launcher: str, elsewhere: bool) -> bool:
     words = launcher.split()
     if len(words) != 3 or words[0] != socket.gethostname():
         return elsewhere
-    return runs(words[1]) and born(words[1]) == words[2]
+    return is_running(words[1]) and born(words[1]) == words[2]
 
 
 def has(folder: Path, name: str) -> bool:
@@ -211,7 +211,7 @@ def has(folder: Path, name: str) -> bool:
     return any(path.name == name for path in folder.iterdir())
 
 
-def read(folder: Path) -> list[Sign]:
+def read_heartbeats(folder: Path) -> list[Sign]:
     """Return what the ranks of an attempt have told so far, by rank."""
     signs = []
     for path in folder.glob("rank-*"):

@@ -19,7 +19,7 @@ def born(pid) -> str | None:
         return None
 
 
-def runs(pid) -> bool:
+def is_running(pid) -> bool:
     """Whether a process exists and is not a zombie."""
     try:
         return stat_of(pid)[0] not in "ZX"

@@ -26,7 +26,7 @@ _SHOULD_AGREE = ("CUDA driver", "CPU")
 _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "asimd", "sve")
 
 
-def fingerprint() -> dict[str, str]:
+def versions_fingerprint() -> dict[str, str]:
     """Return the versions of everything that must be the same on all ranks.
 
     cupy, HDF5 and the CUDA driver are in it only where this process has loaded them: loading
@@ -119,7 +119,7 @@ def check_launch(
     environ : mapping
         ``os.environ``.
     facts : mapping, optional
-        This rank's `fingerprint`, where the caller wants to add to it.
+        This rank's `versions_fingerprint`, where the caller wants to add to it.
     problem : str, optional
         Why this rank cannot go on. Rank 0 has said it already.
 
@@ -132,7 +132,7 @@ def check_launch(
 
     check_singletons(MPI.COMM_WORLD.size, environ, MPI.Get_library_version())
     # As text and not pickled: ranks whose Python or NumPy differ must still understand each other.
-    mine = json.dumps({**(facts or fingerprint()), "problem": problem}).encode()
+    mine = json.dumps({**(facts or versions_fingerprint()), "problem": problem}).encode()
     everyone = [json.loads(text) for text in comm.allgather(mine)]
     for rank, one in enumerate(everyone):
         if one["problem"] is not None:

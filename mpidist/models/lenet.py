@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError
 from .layers import Convolution, Dense, Features, Images, MaxPool, Relu
-from .logistic import sample_shape, whole
+from .logistic import checked_whole, sample_shape
 from .network import Network
 
 
@@ -71,7 +71,7 @@ def lenet(
         Relu(),
         Dense("dense2", wide, narrow),
         Relu(),
-        Dense("dense3", narrow, whole("lenet", "classes", classes, 2)),
+        Dense("dense3", narrow, checked_whole("lenet", "classes", classes, 2)),
     ]
     return Network(layers, shape, seed)
 

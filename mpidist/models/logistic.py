@@ -24,7 +24,7 @@ def logistic(inputs: int | Sequence[int], classes: int, seed: int = 0) -> Networ
         Seeds the weights.
     """
     shape = sample_shape("logistic", "inputs", inputs)
-    classes = whole("logistic", "classes", classes, 2)
+    classes = checked_whole("logistic", "classes", classes, 2)
     return Network([Rows(), Dense("dense", math.prod(shape), classes)], shape, seed)
 
 
@@ -32,10 +32,10 @@ def sample_shape(model: str, name: str, given) -> tuple[int, ...]:
     """`given` as a shape of whole numbers from 1; one number is a shape of one."""
     if not isinstance(given, Sequence) or isinstance(given, str):
         given = (given,)
-    return tuple(whole(model, name, size, 1) for size in given)
+    return tuple(checked_whole(model, name, size, 1) for size in given)
 
 
-def whole(model: str, name: str, value, low: int) -> int:
+def checked_whole(model: str, name: str, value, low: int) -> int:
     """`value` as an int of at least `low`, or ConfigError."""
     try:
         number = operator.index(value)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ..errors import ConfigError
 from .layers import Dense, Relu, Rows
-from .logistic import sample_shape, whole
+from .logistic import checked_whole, sample_shape
 from .network import Network
 
 
@@ -26,7 +26,7 @@ def mlp(sizes: Sequence, seed: int = 0) -> Network:
     if not isinstance(sizes, Sequence) or isinstance(sizes, str) or len(sizes) < 2:
         raise ConfigError(f"mlp: sizes is {sizes!r}, expected [inputs, hidden..., classes]")
     shape = sample_shape("mlp", "sizes", sizes[0])
-    widths = [math.prod(shape), *(whole("mlp", "sizes", size, 1) for size in sizes[1:])]
+    widths = [math.prod(shape), *(checked_whole("mlp", "sizes", size, 1) for size in sizes[1:])]
     layers: list = [Rows()]
     for i, (inputs, outputs) in enumerate(pairwise(widths), 1):
         layers += [Dense(f"dense{i}", inputs, outputs), Relu()]

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..arrays import array_module
 from ..errors import ConfigError
-from .logistic import whole
+from .logistic import checked_whole
 
 
 class Tagger:
@@ -114,9 +114,9 @@ def _tell(ready, name: str) -> None:
 def tagger(inputs: int = 1152, classes: int = 3862, hidden: int = 0, seed: int = 0) -> Tagger:
     """Make a `Tagger`; the defaults are those of YouTube-8M's videos."""
     return Tagger(
-        whole("tagger", "inputs", inputs, 1),
-        whole("tagger", "classes", classes, 1),
-        whole("tagger", "hidden", hidden, 0),
+        checked_whole("tagger", "inputs", inputs, 1),
+        checked_whole("tagger", "classes", classes, 1),
+        checked_whole("tagger", "hidden", hidden, 0),
         seed,
     )
 

@@ -114,10 +114,10 @@ def elementwise(
         state["step"][...] += 1
         state["progress"][...] += weight
 
-    return Optimizer(name, init, update, True, {**settings, "lr": describe(schedule)})
+    return Optimizer(name, init, update, True, {**settings, "lr": describe_schedule(schedule)})
 
 
-def describe(schedule: Schedule) -> float | dict:
+def describe_schedule(schedule: Schedule) -> float | dict:
     """A schedule as plain numbers: the rate itself if it is constant."""
     if schedule.name == "constant":
         return schedule.settings["lr"]

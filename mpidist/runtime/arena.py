@@ -174,7 +174,7 @@ class Arena(Mapping):
 
     def __init__(self, comm: MPI.Comm, spec: Mapping, *, ranks_per_node: int | None = None):
         context = of(comm)
-        layout: list[Group] = []
+        layout: list[DtypeGroup] = []
 
         def facts() -> dict:
             layout[:] = _layout(spec)
@@ -287,7 +287,7 @@ class Arena(Mapping):
         self.close()
 
 
-class Group(NamedTuple):
+class DtypeGroup(NamedTuple):
     """The tensors of one dtype: (place in the spec, name, shape, first element) of each."""
 
     dtype: np.dtype
@@ -295,14 +295,14 @@ class Group(NamedTuple):
     tensors: list[tuple[int, object, tuple[int, ...], int]]
 
 
-def _layout(spec) -> list[Group]:
+def _layout(spec) -> list[DtypeGroup]:
     """Return the tensors of each dtype. Pure."""
-    groups: dict[np.dtype, Group] = {}
+    groups: dict[np.dtype, DtypeGroup] = {}
     try:
         for place, (name, (shape, kind)) in enumerate(spec.items()):
             dtype = dtype_of(kind)
             shape = tuple(map(index, (shape,) if np.ndim(shape) == 0 else shape))
-            group = groups.get(dtype, Group(dtype, 0, []))
+            group = groups.get(dtype, DtypeGroup(dtype, 0, []))
             good = dtype.itemsize and not dtype.hasobject and min(shape, default=0) >= 0
             if not good or (group.elements + prod(shape)) * dtype.itemsize > _MOST:
                 raise ValueError
@@ -318,7 +318,7 @@ def _layout(spec) -> list[Group]:
     return list(groups.values())
 
 
-def _facts(layout: list[Group], ranks_per_node) -> dict:
+def _facts(layout: list[DtypeGroup], ranks_per_node) -> dict:
     """Return what must be equal on all ranks."""
     tensors = sorted((t[0], *t[1:3], group.dtype) for group in layout for t in group.tensors)
     facts: dict = {f"tensor {k}": (name, shape, str(kind)) for k, name, shape, kind in tensors}

@@ -13,11 +13,11 @@ from ..events import OPEN
 from ..launch.free_memory import available_memory
 from ..runtime.agreement.run_on_all import difference
 from .layout.capacity import check_capacity, needed
-from .layout.placement import Layout, place
-from .layout.routing import data_bytes, views, whole
+from .layout.placement import ServerLayout, place_tensors
+from .layout.routing import data_bytes, views, whole_parts
 from .layout.row_selection import Selection
 from .link import Link
-from .model_facts import Request, check_optimizer, optimizer_facts, parse_model
+from .model_facts import Request, check_server_optimizer, optimizer_facts, parse_model
 from .protocol import ADD, HEADER_BYTES, TO_SERVER, VALUES, Header
 from .server import Hosted, Server
 from .shards import ServerShard, state_copies
@@ -30,7 +30,7 @@ def host_model(
     workers: Sequence[int],
     check: Callable[[], None],
     asked: Request,
-) -> Layout:
+) -> ServerLayout:
     """Place one model and make `server` (this rank's, or None) ready. Collective over the link.
 
     `servers` and `workers` are ranks; `check` raises where this rank cannot add; the rest is
@@ -42,7 +42,7 @@ def host_model(
     def describe() -> dict:
         check()
         spec = parse_model(asked)
-        check_optimizer(asked.name, asked.optimizer)
+        check_server_optimizer(asked.name, asked.optimizer)
         return {
             "facts": {**spec.facts, "optimizer": optimizer_facts(asked.optimizer)},
             "inits": spec.inits,
@@ -59,7 +59,7 @@ def host_model(
         if differs is not None:
             raise MismatchError(f"{doing}: {differs}; all ranks must give the same")
         tensors = facts[0]["tensors"]
-        layout = place(tensors, len(servers))
+        layout = place_tensors(tensors, len(servers))
         copies, needs = everyone[0]["copies"], []
         for index, rank in enumerate(servers):
             host, free = everyone[rank]["node"]
@@ -70,7 +70,7 @@ def host_model(
 
     _announce(link, server, servers, workers)
     tensors, inits, as_arrays = link.run_on_all(doing, describe, decide)
-    layout = place(tensors, len(servers))
+    layout = place_tensors(tensors, len(servers))
 
     def allocate() -> Hosted | None:
         if server is None:
@@ -120,7 +120,7 @@ def _announce(link: Link, server: Server | None, servers, workers) -> None:
 
 def hand_out(
     link: Link,
-    layout: Layout,
+    layout: ServerLayout,
     servers: Sequence[int],
     *,
     source: int,
@@ -133,14 +133,14 @@ def hand_out(
     """
     incoming = None
     if shard is not None:
-        parts = whole(layout, shard.server)
+        parts = whole_parts(layout, shard.server)
         total = HEADER_BYTES + data_bytes(layout, parts)
         # Posted before anything is sent: the source may be a server, and sends to itself.
         incoming = link.receive(source, VALUES, total)
     if link.comm.rank == source:
         flat = Selection("", layout).split({t.name: arrays[t.name] for t in layout.tensors})
         for server, rank in enumerate(servers):
-            parts = whole(layout, server)
+            parts = whole_parts(layout, server)
             total = HEADER_BYTES + data_bytes(layout, parts)
             buffer = link.pool.take(total)
             Header(0, total=total).write(buffer)
@@ -156,5 +156,5 @@ def hand_out(
     )
     operation[OPEN] = False
     if shard is not None and incoming is not None:
-        shard.write(whole(layout, shard.server), incoming.buffer, HEADER_BYTES)
+        shard.write(whole_parts(layout, shard.server), incoming.buffer, HEADER_BYTES)
         link.pool.give(incoming.buffer)

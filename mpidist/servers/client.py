@@ -22,8 +22,8 @@ import numpy as np
 from ..errors import ClosedError, ConfigError, ProtocolError, shown
 from ..events import OPEN
 from . import protocol
-from .layout.placement import Layout
-from .layout.routing import Part, data_bytes, encode, owned, route, views, whole
+from .layout.placement import ServerLayout
+from .layout.routing import ShardPart, data_bytes, encode_parts, owned, route, views, whole_parts
 from .layout.row_selection import Selection
 from .link import GroupCall
 from .protocol import HEADER_BYTES, Header
@@ -49,7 +49,9 @@ class Client:
         Told to the first server beside the next request, once; zeros say nothing.
     """
 
-    def __init__(self, group, name: str, layout: Layout, model: int, global_batch: int | None):
+    def __init__(
+        self, group, name: str, layout: ServerLayout, model: int, global_batch: int | None
+    ):
         self.name, self.layout, self.group = name, layout, group
         self._link, self._servers, self._model = group.link, group.server_ranks, model
         calls = ("pull", "push", "clock of", "push_pull")
@@ -63,7 +65,7 @@ class Client:
         self.closed = self.started = False
         self._batch = global_batch
         self._names = Selection(name, layout)
-        self._whole = [whole(layout, server) for server in range(len(self._servers))]
+        self._whole = [whole_parts(layout, server) for server in range(len(self._servers))]
         self._entered = self._pushed = -1
         self._staleness: Counter[int] = Counter()
         self._queue: Counter[int] = Counter()
@@ -211,13 +213,13 @@ class Client:
             raise ConfigError(f"push to {self.name!r}: samples is {said}; expected 0 or more")
         return number
 
-    def _route(self, server: int, wanted: Mapping) -> tuple[list[Part], np.ndarray | None]:
+    def _route(self, server: int, wanted: Mapping) -> tuple[list[ShardPart], np.ndarray | None]:
         """Parts on one server and their selection words; everything needs no words."""
         if len(wanted) == len(self.layout.tensors) and all(r is None for r in wanted.values()):
             return self._whole[server], None
         number = self._names.number
         parts = route(self.layout, server, {number[n]: rows for n, rows in wanted.items()})
-        return parts, encode(parts)
+        return parts, encode_parts(parts)
 
     def _post(self, server: int, flags: int, *, pushes=None, samples=None, pull=_NOTHING) -> list:
         """Send one message: flags, a selection and data to push, a selection to pull.
@@ -260,7 +262,7 @@ class Client:
         self._link.reap()
         return operation
 
-    def _place(self, part: Part, rows, flat: np.ndarray) -> tuple[np.ndarray, Any]:
+    def _place(self, part: ShardPart, rows, flat: np.ndarray) -> tuple[np.ndarray, Any]:
         """Where one part lies in a flat array of all that is pushed or pulled: array and index."""
         if rows is None:
             return flat, slice(part.piece.start, part.piece.stop)

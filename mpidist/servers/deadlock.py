@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..events import Trail
-from ..runtime.agreement.mismatch import LEFT, WAITING, Status, decode, raised
+from ..runtime.agreement.mismatch import LEFT, WAITING, Status, decode_signature, raised
 from ..runtime.context import Context
 
 #: Operations that some ranks may leave before all have come: to wait in one says less.
@@ -39,7 +39,7 @@ def _cannot_come(status: Status, sequence: int) -> bool:
         return True
     if raised(status.signature):  # it had a bad argument, and went on
         return False
-    signature = decode(status.signature)
+    signature = decode_signature(status.signature)
     one_sided = signature.kind in _ONE_SIDED and not signature.extra
     return status.state == WAITING and status.sequence > sequence and not one_sided
 
@@ -49,7 +49,7 @@ def _text(context: Context, trail: Trail, status: Status) -> str:
     if status.state == LEFT:
         there = f"rank {status.rank} left ({where})"
     else:
-        what = decode(status.signature).text()
+        what = decode_signature(status.signature).text()
         there = f"rank {status.rank} is in {what} #{status.sequence} ({where})"
     waiting = [each for each in trail.operations() if each.open]
     here = waiting[-1].text() if waiting else "a call of a server group"

@@ -25,7 +25,7 @@ from ..runtime.context import free, of
 from .add_model import host_model
 from .client import Client
 from .consistency import BSP, Consistency
-from .layout.placement import Layout, choose_ranks, ranks_asked
+from .layout.placement import ServerLayout, choose_ranks, ranks_asked
 from .link import GroupCall, Link, nothing
 from .model_facts import Request
 from .protocol import BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
@@ -75,7 +75,7 @@ class ServerGroup:
         self.comm = comm
         self.link = Link(context, number)
         self._server: Server | None = None
-        self._layouts: dict[str, Layout] = {}
+        self._layouts: dict[str, ServerLayout] = {}
         self._clients: list[Client] = []
         self._everyone: list[dict] | None = None
         self._served = self.closed = False

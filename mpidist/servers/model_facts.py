@@ -111,7 +111,7 @@ def _described(model: str, name: str, value) -> tuple[tuple[int, ...], np.dtype]
     return shape, dtype
 
 
-def check_optimizer(name: str, optimizer) -> None:
+def check_server_optimizer(name: str, optimizer) -> None:
     """Refuse what a server cannot apply to pieces of tensors."""
     if not (
         callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))

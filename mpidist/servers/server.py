@@ -24,7 +24,7 @@ from ..events import OPEN
 from . import protocol
 from .consistency import Answer, Apply, Consistency, ConsistencyGate
 from .layout.capacity import ROOM_BYTES
-from .layout.routing import Part, data_bytes, decode, views, whole
+from .layout.routing import ShardPart, data_bytes, decode_parts, views, whole_parts
 from .link import Link
 from .protocol import HEADER_BYTES, Header, Incoming
 from .shards import ServerShard
@@ -42,7 +42,7 @@ class Push(NamedTuple):
 class Pull(NamedTuple):
     """A pull that waits for its clock."""
 
-    parts: Sequence[Part]
+    parts: Sequence[ShardPart]
     since: int  # nanoseconds
     queue: int
     operation: list
@@ -233,12 +233,14 @@ class Server:
             self._run(model, model.gate.leave(worker))
         return bool(header.flags & protocol.PUSH)
 
-    def _selection(self, model: Hosted, message, at: int, words: int) -> tuple[list[Part], int]:
+    def _selection(
+        self, model: Hosted, message, at: int, words: int
+    ) -> tuple[list[ShardPart], int]:
         layout = model.shard.layout
         if words == protocol.ALL:
-            return whole(layout, self.index), at
+            return whole_parts(layout, self.index), at
         stop = at + 8 * words
-        return decode(message[at:stop].view(np.int64), layout, self.index), stop
+        return decode_parts(message[at:stop].view(np.int64), layout, self.index), stop
 
     # -- what the clocks set free ----------------------------------------------------------
 

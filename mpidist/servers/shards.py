@@ -15,13 +15,13 @@ import numpy as np
 from ..arrays import work_dtype
 from ..errors import ConfigError, nearest, shown
 from ..partition import overlaps
-from .layout.placement import Layout
-from .layout.routing import Part, views
+from .layout.placement import ServerLayout
+from .layout.routing import ShardPart, views
 
 _TILE = 1 << 16
 
 #: Parts of one message with their data, as `routing.views` yields them.
-Parts = Sequence[tuple[Part, np.ndarray]]
+Parts = Sequence[tuple[ShardPart, np.ndarray]]
 
 #: kind -> (default scale, sampler of one tile)
 KINDS = {
@@ -86,7 +86,7 @@ class ServerShard:
         Updates applied so far.
     """
 
-    def __init__(self, layout: Layout, server: int, optimizer, inits: Mapping, seed: int):
+    def __init__(self, layout: ServerLayout, server: int, optimizer, inits: Mapping, seed: int):
         self.layout, self.server, self.optimizer = layout, server, optimizer
         self.version = 0
         self._arrays: dict[int, np.ndarray] = {}
@@ -104,7 +104,7 @@ class ServerShard:
         # gradient, which for plain descent is the same.
         self._weighs = "weight" in inspect.signature(optimizer.update).parameters
 
-    def read(self, parts: Sequence[Part], buffer: np.ndarray, offset: int) -> None:
+    def read(self, parts: Sequence[ShardPart], buffer: np.ndarray, offset: int) -> None:
         """Copy the values of `parts` into a message: between two updates, never within one."""
         for part, view in views(self.layout, parts, buffer, offset):
             array = self._arrays[part.piece.tensor]
@@ -115,7 +115,7 @@ class ServerShard:
                 rows = part.local_rows(self.layout)
                 np.take(array.reshape(-1, width), rows, axis=0, out=view.reshape(-1, width))
 
-    def write(self, parts: Sequence[Part], buffer: np.ndarray, offset: int) -> None:
+    def write(self, parts: Sequence[ShardPart], buffer: np.ndarray, offset: int) -> None:
         """Set the values of whole pieces from a message."""
         for part, view in views(self.layout, parts, buffer, offset):
             self._arrays[part.piece.tensor][...] = view

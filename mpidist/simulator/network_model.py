@@ -27,7 +27,7 @@ from typing import NamedTuple
 from ..errors import ConfigError, nearest
 
 
-class Network(NamedTuple):
+class NetworkModel(NamedTuple):
     """Seconds, seconds per byte, bytes (`burst`), a share (`crossing`)."""
 
     latency: float = 2e-6
@@ -45,7 +45,7 @@ class Network(NamedTuple):
 
 
 #: A cluster's 10 Gbit/s network, roughly.
-DEFAULT = Network()
+DEFAULT = NetworkModel()
 
 
 class Problem(NamedTuple):
@@ -58,7 +58,7 @@ class Problem(NamedTuple):
     size: int
     n: int
     itemsize: int = 4
-    network: Network = DEFAULT
+    network: NetworkModel = DEFAULT
     ranks_per_node: int = 1
     repeats: int = 1
 
@@ -77,13 +77,13 @@ class Problem(NamedTuple):
         return rank // self.ranks_per_node
 
 
-def save(path, network: Network, **facts) -> None:
+def save(path, network: NetworkModel, **facts) -> None:
     """Write parameters as JSON, with where they come from."""
     text = json.dumps({"parameters": network._asdict(), **facts}, indent=1)
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 
-def load(path) -> Network:
+def load(path) -> NetworkModel:
     """Read parameters that `save` wrote. ConfigError says what is wrong with the file."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))["parameters"]
@@ -93,13 +93,13 @@ def load(path) -> Network:
             f"{path}: no parameters of a network ({error}); `mpidist simulate fit` writes them"
         ) from None
     for name, value in items:
-        if name not in Network._fields:
-            known = ", ".join(Network._fields)
-            hint = nearest(name, Network._fields)
+        if name not in NetworkModel._fields:
+            known = ", ".join(NetworkModel._fields)
+            hint = nearest(name, NetworkModel._fields)
             raise ConfigError(f"{path}: unknown parameter {name!r}: expected {known}{hint}")
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ConfigError(f"{path}: {name} is {value!r}, expected a number of at least 0")
-    return Network(**values)
+    return NetworkModel(**values)
 
 
 class Cost(NamedTuple):

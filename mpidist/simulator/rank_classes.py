@@ -76,7 +76,7 @@ def of_double_tree(size: int, n: int, itemsize: int) -> list[Class]:
     """Ranks at the same depth with as many children, in both trees, are alike."""
     alike = defaultdict(list)
     for rank in range(size):
-        places = [double_tree.place(size, rank, k) for k in (0, 1)]
+        places = [double_tree.tree_place(size, rank, k) for k in (0, 1)]
         shape = tuple((here.parent is None, len(here.children), here.depth) for here in places)
         alike[shape].append((rank, places))
     result = []
@@ -90,7 +90,7 @@ def of_double_tree(size: int, n: int, itemsize: int) -> list[Class]:
         )
         columns = iter(range(table.shape[1]))
         stand_ins = [
-            double_tree.Place(
+            double_tree.TreePlace(
                 None if root else next(columns), tuple(next(columns) for _ in range(below)), depth
             )
             for root, below, depth in shape

@@ -33,7 +33,7 @@ from ..launch.process_table import stat_of
 from ..launch.processes import end_marked, forgotten_segments, marked, mpi_segments, remove_session
 from . import commands
 from .deaths import Deaths
-from .hosts import Job, Place, room, say, usable, without_culprits
+from .hosts import AttemptPlace, LaunchedJob, print_line, room, usable, without_culprits
 from .liveness import Launcher, Vigil
 from .memory_kills import MemoryKills
 from .policy import Action, Attempt, decide
@@ -53,12 +53,12 @@ _ASK = (signal.SIGUSR1, signal.SIGTERM)
 _HEARD = (*_ASK, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
-def run(job: Job) -> int:
+def run(job: LaunchedJob) -> int:
     """Launch `job` until it is done or must not go on; return the exit code."""
     job.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     attempts = read_history(job.folder)
     number = next_attempt(job.folder, len(attempts))
-    place = Place(job.hosts, tuple(job.hosts or ()), named=not job.slurm)
+    place = AttemptPlace(job.hosts, tuple(job.hosts or ()), named=not job.slurm)
     place = without_culprits(job, attempts, place)
     ranks = min(job.ranks, room(job, place.hosts))
     # Waited for and never handled: a handler could run between any two lines of this.
@@ -79,7 +79,7 @@ def run(job: Job) -> int:
                 attempts[-1] = attempts[-1]._replace(asked=True)
                 action = decide(attempts, job.policy, job.ranks, action.ranks)
                 _note(job.folder, "decision", action._asdict())
-                say(f"asked to stop before the next attempt; {action.reason}")
+                print_line(f"asked to stop before the next attempt; {action.reason}")
             if action.what != "relaunch":
                 return _finish(job, action)
             ranks = action.ranks
@@ -90,15 +90,17 @@ def run(job: Job) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _finish(job: Job, action: Action) -> int:
+def _finish(job: LaunchedJob, action: Action) -> int:
     if action.what == "requeue":
         done = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
         if done.returncode:
-            say("scontrol requeue failed; the exit code 75 says that the job is not finished")
+            print_line(
+                "scontrol requeue failed; the exit code 75 says that the job is not finished"
+            )
     if action.code == 0:
-        remove(job.folder)
+        remove_control_folder(job.folder)
     else:
-        say(f"what is known of this job is in {job.folder}")
+        print_line(f"what is known of this job is in {job.folder}")
     return action.code
 
 
@@ -114,7 +116,9 @@ class _Running:
     before it of which the launcher has started nothing: to the program it is the first.
     """
 
-    def __init__(self, job: Job, number: int, known_as: int, ranks: int, place: Place):
+    def __init__(
+        self, job: LaunchedJob, number: int, known_as: int, ranks: int, place: AttemptPlace
+    ):
         self.job, self.known_as, self.ranks = job, known_as, ranks
         self.folder = job.folder / f"attempt-{number}"
         self.folder.mkdir(mode=0o700)
@@ -166,7 +170,7 @@ class _Running:
             if number in (signal.SIGINT, signal.SIGHUP):
                 why, asked = "interrupted", True
             elif number in _ASK and not asked:
-                say(f"{signal.Signals(number).name}: the ranks are asked to save and leave")
+                print_line(f"{signal.Signals(number).name}: the ranks are asked to save and leave")
                 asked, deadline = True, now + self.job.limits.grace
                 with contextlib.suppress(ProcessLookupError):
                     self.process.send_signal(signal.SIGUSR1)
@@ -176,7 +180,7 @@ class _Running:
                 if now > deadline:
                     why = f"did not leave within {self.job.limits.grace:g} s"
             if why:
-                say(f"attempt {self.known_as} is ended: {why}")
+                print_line(f"attempt {self.known_as} is ended: {why}")
                 break
         self._end()
         self.deaths.close()
@@ -185,7 +189,7 @@ class _Running:
     def _look(self, now: float) -> str:
         """Return why this attempt must end, "" while all may be well."""
         ended = set(self.deaths.order)
-        signs = heartbeat.read(self.folder)
+        signs = heartbeat.read_heartbeats(self.folder)
         self.deaths.watch(signs)
         self.memory.see(signs)
         self.begun = self.begun or heartbeat.has(self.folder, heartbeat.BEGUN)
@@ -224,7 +228,7 @@ class _Running:
     def _result(self, asked: bool, why: str) -> Attempt:
         begun = True
         with contextlib.suppress(OSError):
-            self.vigil.note(heartbeat.read(self.folder))
+            self.vigil.note(heartbeat.read_heartbeats(self.folder))
             begun = self.begun or heartbeat.has(self.folder, heartbeat.BEGUN)
         signs = self.vigil.signs
         steps = [sign.step for sign in signs if sign.step is not None]
@@ -261,7 +265,7 @@ def _tell(known_as: int, attempts: Sequence[Attempt], action: Action) -> None:
     if action.what == "relaunch":
         pause = f" in {action.pause:g} s" if action.pause else ""
         then = f"again{pause} with {action.ranks} ranks, {action.reason}"
-    say(f"{what} ({last.seconds:g} s); {then}")
+    print_line(f"{what} ({last.seconds:g} s); {then}")
 
 
 def _note(folder: Path, kind: str, facts: dict) -> None:
@@ -273,7 +277,7 @@ def _note(folder: Path, kind: str, facts: dict) -> None:
             file.truncate(file.read().rfind(b"\n") + 1)
             file.write(line.encode())
     except OSError as error:  # a full disk must not be the end of a job that goes on without it
-        say(f"the history is not written: {error}")
+        print_line(f"the history is not written: {error}")
 
 
 def next_attempt(folder: Path, known: int) -> int:
@@ -302,7 +306,7 @@ def next_attempt(folder: Path, known: int) -> int:
     return number
 
 
-def remove(folder: Path) -> None:
+def remove_control_folder(folder: Path) -> None:
     """Remove what is ours of a control folder; all of it, where nothing else is in it."""
     for attempt in folder.glob("attempt-*"):
         if (attempt / _LAUNCHER).exists():

@@ -20,7 +20,7 @@ from .policy import Attempt, Policy, left_out
 PROBE = 20.0
 
 
-class Job(NamedTuple):
+class LaunchedJob(NamedTuple):
     """What to run, and how. `hosts`: host to ranks; `slurm`: they are those of an allocation."""
 
     program: tuple[str, ...]
@@ -33,7 +33,7 @@ class Job(NamedTuple):
     limits: Limits = Limits()
 
 
-class Place(NamedTuple):
+class AttemptPlace(NamedTuple):
     """Where an attempt runs: `hosts` to ranks, None where the launcher decides.
 
     `left` are the hosts of the allocation; `named`: some of them must not be used.
@@ -44,15 +44,15 @@ class Place(NamedTuple):
     named: bool = False
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print one line."""
     print(f"mpidist launch: {text}", file=sys.stderr, flush=True)
 
 
-def usable(job: Job) -> Place:
+def usable(job: LaunchedJob) -> AttemptPlace:
     """Return where the next attempt can run."""
     if job.hosts is None or len(job.hosts) < 2:
-        return Place(job.hosts)
+        return AttemptPlace(job.hosts)
     left = list(job.hosts)
     if job.slurm:
         try:
@@ -60,8 +60,8 @@ def usable(job: Job) -> Place:
             left = [host for host in left if host in still]
             away = commands.slurm_away(left) if left else set()
         except ConfigError as error:  # a controller that is busy: the hosts may well be there
-            say(f"Slurm does not say which nodes are left: {error}")
-            return Place(job.hosts, tuple(job.hosts))
+            print_line(f"Slurm does not say which nodes are left: {error}")
+            return AttemptPlace(job.hosts, tuple(job.hosts))
     else:
         environment = launch_environment()
         with ThreadPoolExecutor(16) as pool:
@@ -71,11 +71,13 @@ def usable(job: Job) -> Place:
             away = {host for host, well in zip(left, answers, strict=True) if not well}
     hosts = {host: job.hosts[host] for host in left if host not in away}
     if gone := [host for host in job.hosts if host not in hosts]:
-        say(f"not there: {', '.join(gone)}")
-    return Place(hosts, tuple(left), named=bool(away) or not job.slurm)
+        print_line(f"not there: {', '.join(gone)}")
+    return AttemptPlace(hosts, tuple(left), named=bool(away) or not job.slurm)
 
 
-def without_culprits(job: Job, attempts: Sequence[Attempt], place: Place) -> Place:
+def without_culprits(
+    job: LaunchedJob, attempts: Sequence[Attempt], place: AttemptPlace
+) -> AttemptPlace:
     """Leave out hosts that are there, and on which the job fails again and again."""
     if not place.hosts:
         return place
@@ -83,12 +85,14 @@ def without_culprits(job: Job, attempts: Sequence[Attempt], place: Place) -> Pla
     out = left_out(*known, job.hosts or {}, list(place.hosts), time.time())
     if not out:
         return place
-    say(f"left out, for ranks of this job failed there first, again and again: {', '.join(out)}")
+    print_line(
+        f"left out, for ranks of this job failed there first, again and again: {', '.join(out)}"
+    )
     hosts = {host: count for host, count in place.hosts.items() if host not in out}
     return place._replace(hosts=hosts, named=True)
 
 
-def room(job: Job, hosts: Mapping[str, int] | None) -> int:
+def room(job: LaunchedJob, hosts: Mapping[str, int] | None) -> int:
     """Return how many ranks hosts have room for, given that all have for all ranks. Pure."""
     if not job.hosts or hosts is None:
         return job.ranks

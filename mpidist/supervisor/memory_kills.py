@@ -14,7 +14,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..launch.control_groups import Group, group_of
+from ..launch.control_groups import ControlGroup, group_of
 from ..launch.heartbeat import Sign
 
 
@@ -25,7 +25,7 @@ class MemoryKills:
         self._host = socket.gethostname() if host is None else host
         self._root = root
         self._order = order  # of the processes that have ended
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, ControlGroup] = {}
         self._own = group_of("self", root)
         self._before = self._own.kills() if self._own else None
 

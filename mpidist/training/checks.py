@@ -1,8 +1,8 @@
 """Checks of a run's arguments that one rank can make alone, before the run begins.
 
 Each check raises a ConfigError of one line: what was given, what is expected. None communicates:
-`settings.agree` runs all of them before anything else, so that what is wrong on one rank is told
-to all of them.
+`settings.agree_on_settings` runs all of them before anything else, so that what is wrong on one
+rank is told to all of them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def shown(value, longest: int = 60) -> str:
 # ------------------------------------------------------------------------------------- numbers
 
 
-def whole(value) -> bool:
+def is_whole_number(value) -> bool:
     """Whether `value` is a whole number, and no bool."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
@@ -72,7 +72,7 @@ def last_step(
     if (epochs is None) == (steps is None):
         raise ConfigError(f"epochs={shown(epochs)}, steps={shown(steps)}: give one of the two")
     name, value = ("steps", steps) if epochs is None else ("epochs", epochs)
-    if value is None or not whole(value) or value < 1:
+    if value is None or not is_whole_number(value) or value < 1:
         raise ConfigError(f"{name}={shown(value)}: expected a whole number of 1 or more")
     if name == "steps":
         return int(value)

@@ -138,7 +138,7 @@ def read_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
         # Asking for steps on the command line replaces the epochs of the file, and vice versa.
         if asked in given and other not in given:
             values.pop(other, None)
-    return check(values, str(path))
+    return check_job(values, str(path))
 
 
 def _apply(values: dict, text: str) -> None:
@@ -160,7 +160,7 @@ def _apply(values: dict, text: str) -> None:
     values[last] = new
 
 
-def check(values: Mapping, where: str = "job") -> Job:
+def check_job(values: Mapping, where: str = "job") -> Job:
     """Check keys and kinds and return the `Job`."""
     known = [f.name for f in fields(Job)]
     for key in values:
@@ -225,7 +225,7 @@ class Parts:
     loading: Any
 
 
-def build(job: Job, ranks: int | None) -> Parts:
+def build_run(job: Job, ranks: int | None) -> Parts:
     """Make data, model, optimizer and strategy; check them against `ranks`, if known."""
     from .. import data, models, optim, registry
     from . import strategies

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 
 from .. import events
-from .settings import PRESENCE, cut
+from .settings import PRESENCE, shortened
 
 #: What belongs to one start and not to the run; and what a restore refuses, or keeps, by itself.
 _OF_THIS_START = (
@@ -61,10 +61,10 @@ def _whole(words: Mapping[str, str], name: str) -> str:
         inside = [key for key in words if key.startswith((f"{name}.", f"{name}["))]
         held = (f"{key.removeprefix(name).lstrip('.')} {words[key]}" for key in inside)
         value = "{" + ", ".join(held) + "}"
-    return cut(value)
+    return shortened(value)
 
 
-def tell(run, end: int) -> None:
+def tell_resume(run, end: int) -> None:
     """Say on rank 0 that `run` goes on, to step `end`, or is over."""
     if run.saved_step is None or run.comm.rank or not events.VERBOSITY:
         return

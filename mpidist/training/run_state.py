@@ -101,14 +101,14 @@ class Progress:
         """
         self.quarantine.skipped += samples - wanted
         self.step += 1
-        heartbeat.note(self.step)
+        heartbeat.note_steps(self.step)
         self.samples += wanted
         self.position = after
 
     def start_loop(self, last: int) -> None:
         """The clock of samples per second begins here."""
         self.last = last
-        heartbeat.note(self.step)
+        heartbeat.note_steps(self.step)
         self.loop_began = time.perf_counter()
 
     def end_loop(self) -> None:

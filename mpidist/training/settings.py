@@ -41,7 +41,7 @@ _SPECIAL = ("model", "data", "optimizer", "strategy", "checkpoint")
 _WITNESSES, _LONGEST = 8, 80
 
 
-class Settings(NamedTuple):
+class TrainSettings(NamedTuple):
     """What has come of the arguments. `watch`: whether this run is to be watched by one more.
 
     `words`: all settings that are equal on all ranks, as text.
@@ -57,7 +57,7 @@ class Settings(NamedTuple):
     words: Mapping[str, str] = {}
 
 
-def agree(comm, given: Mapping[str, Any]) -> Settings:
+def agree_on_settings(comm, given: Mapping[str, Any]) -> TrainSettings:
     """Check the arguments of `md.train` and compare them over all ranks. Collective over `comm`.
 
     Raises
@@ -75,7 +75,7 @@ def agree(comm, given: Mapping[str, Any]) -> Settings:
     def local():
         nonlocal found, content
         found = checked(comm.size, **given)
-        words.update(described(found, given))
+        words.update(settings_in_words(found, given))
         if comm.size > 1:
             content = records.content(found.source)
         return _digest(words), content, bool(watch.active)
@@ -99,7 +99,7 @@ def _tell(comm, words: dict[str, str], witness: bool) -> None:
     """Raise MismatchError with the first setting that differs. Collective."""
 
     def decide(everyone: list) -> None:
-        raise MismatchError(difference(everyone))
+        raise MismatchError(settings_difference(everyone))
 
     run_on_all(
         comm, "md.train: settings", lambda: (_digest(words), words if witness else None), decide
@@ -127,7 +127,7 @@ def checked(
     test_data, checkpoint, checkpoint_every, resume, stop_after, microbatches, check_replicas,
     time_limit, patience, max_bad, retry_bad, quarantine, loading, callbacks, on_resize,
     watch_seconds,
-) -> Settings:  # fmt: skip
+) -> TrainSettings:  # fmt: skip
     """Return what is made of the arguments of `md.train` on `size` ranks.
 
     Raises ConfigError for an invalid argument or combination of arguments.
@@ -155,7 +155,7 @@ def checked(
     checks.check_reading(loading, quarantine, retry_bad)
     checks.check_watch(watch_seconds)
     functions = checks.check_functions(callbacks, on_resize)
-    return Settings(strategy, source, sampler, last, pace, functions)
+    return TrainSettings(strategy, source, sampler, last, pace, functions)
 
 
 def _check_test_data(test_data) -> None:
@@ -168,7 +168,7 @@ def _check_test_data(test_data) -> None:
 # ------------------------------------------------------------------------------------- in words
 
 
-def described(found: Settings, given: Mapping[str, Any]) -> dict[str, str]:
+def settings_in_words(found: TrainSettings, given: Mapping[str, Any]) -> dict[str, str]:
     """Return every setting that must be equal on all ranks, in words."""
     words: dict[str, str] = {}
     for name, value in given.items():
@@ -289,7 +289,7 @@ def _digest(words: Mapping[str, str]) -> str:
     return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).hexdigest()
 
 
-def difference(everyone: Sequence[tuple[str, Mapping[str, str] | None]]) -> str:
+def settings_difference(everyone: Sequence[tuple[str, Mapping[str, str] | None]]) -> str:
     """Say who has what in the first setting that differs, from each rank's digest. Pure.
 
     Of the ranks that have the same words one gives them, the others None.
@@ -307,7 +307,7 @@ def difference(everyone: Sequence[tuple[str, Mapping[str, str] | None]]) -> str:
         if digest in kinds:
             groups.setdefault(kinds[digest].get(first, "none"), []).append(rank)
     return (
-        f"md.train: {first} differs: {grouped(groups, cut)}{_more(odd, first)}; give all "
+        f"md.train: {first} differs: {grouped(groups, shortened)}{_more(odd, first)}; give all "
         "ranks the same"
     )
 
@@ -321,7 +321,7 @@ def grouped(groups: Mapping[str, list[int]], text: Callable[[str], str] = str) -
     return ", ".join(said)
 
 
-def cut(text: str) -> str:
+def shortened(text: str) -> str:
     """Return a value as text for a message, cut to the length of a line. Pure."""
     if len(text) <= _LONGEST:
         return text

@@ -14,10 +14,10 @@ from typing import ClassVar
 from ..collectives.schedules.algorithms import chosen
 from ..errors import ConfigError, shown
 from ..gradients.gradient_buckets import bucket_bytes
-from ..registry import build, choose
+from ..registry import build, look_up
 from ..servers.consistency import ASP, BSP, SSP, Consistency
 from ..servers.layout.placement import choose_ranks, ranks_asked
-from .checks import whole
+from .checks import is_whole_number
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class AllReduce:
             raise ConfigError(f"overlap={shown(self.overlap)}: expected true or false")
         if not isinstance(self.progress, str) or self.progress not in ("hooks", "thread"):
             raise ConfigError(f"progress={shown(self.progress)}: expected 'hooks' or 'thread'")
-        if not whole(self.accumulate) or self.accumulate < 1:
+        if not is_whole_number(self.accumulate) or self.accumulate < 1:
             raise ConfigError(f"accumulate={shown(self.accumulate)}: expected 1 part or more")
         bucket_bytes(self.bucket_bytes, 0)
 
@@ -132,7 +132,7 @@ STRATEGIES: dict[str, Callable] = {"allreduce": AllReduce, "parameter_server": _
 
 def from_settings(name: str, settings: Mapping):
     """Make a strategy as a job file describes it; ConfigError for what it cannot be."""
-    choose(STRATEGIES, name, "strategy")
+    look_up(STRATEGIES, name, "strategy")
     return build(STRATEGIES, name, settings, "strategy")
 
 

@@ -80,7 +80,7 @@ def gather_facts(run: Progress, test_data) -> dict:
         "failed_saves": run.failed_saves,
         "resumed_at": run.first_step,
         "finished": run.step >= run.last,
-        "parameters_sha256": digest(run.model.parameters),
+        "parameters_sha256": parameters_digest(run.model.parameters),
         "ordered_sum_overhead": run.exchange.price,
         "overlap_fraction": run.exchange.hidden(),
     }
@@ -133,7 +133,7 @@ def evaluate(comm, model, data) -> float:
     return int(total[0]) / max(int(total[1]), 1)
 
 
-def digest(parameters: dict) -> str:
+def parameters_digest(parameters: dict) -> str:
     """Return the sha256 over names, dtypes, shapes and bytes of all parameters."""
     total = hashlib.sha256()
     for name in sorted(parameters):

@@ -16,7 +16,7 @@ from .checks import last_step
 from .feed import Feed
 from .quarantine import Quarantine
 from .run_state import Progress, Step
-from .settings import agree
+from .settings import agree_on_settings
 from .summary import Summary, gather_facts, share
 
 __all__ = ["Step", "Summary", "train"]
@@ -148,7 +148,7 @@ def train(
         been saved. If the allocation left no time for that, the newest good step remains.
     """
     given = {name: value for name, value in locals().items() if name != "comm"}
-    agreed = agree(comm, given)
+    agreed = agree_on_settings(comm, given)
     source, sampler, pace = agreed.source, agreed.sampler, agreed.pace
     settings: dict = {"global_batch": sampler.global_batch, "seed": sampler.seed}
     if microbatches is not None:
@@ -170,7 +170,7 @@ def train(
                 on_resize(run.ranks_before, comm.size, run)
             last = last_step(epochs, steps, sampler, run.step, run.position)
             end = last if stop_after is None else min(last, stop_after)
-            resume_report.tell(run, end)
+            resume_report.tell_resume(run, end)
             facts = None
             watching = guard(comm, run.state, store, time_limit=time_limit, patience=patience)
             with watching as watcher, ExitStack() as stack:

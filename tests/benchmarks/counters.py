@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from mpidist import events
-from mpidist.bench.allreduce_times import calls_per_round, sizes
+from mpidist.bench.allreduce_times import calls_per_round, size_range
 from mpidist.bench.interleave import Candidate, interleave
 from mpidist.cli.bench.common import head, library, say
 from mpidist.collectives.allreduce import plan
@@ -122,7 +122,7 @@ def main(words: list[str] | None = None) -> list[dict]:
     title = f"counters, {comm.size} ranks, {args.rounds} rounds, {library()}"
     head(comm, title, columns, width=13, last="form")
     rows = []
-    for size in sizes(args.low, args.high, args.step):
+    for size in size_range(args.low, args.high, args.step):
         for row in measure(comm, size, args.rounds):
             rows.append(row)
             say(

@@ -28,7 +28,7 @@ from mpidist.simulator.predict import predict as simulated
 
 
 def predict(
-    network: network_model.Network, size: int, ranks_per_node: int, nbytes: int, name: str
+    network: network_model.NetworkModel, size: int, ranks_per_node: int, nbytes: int, name: str
 ) -> float:
     """Return the simulated seconds of one call in a block of them. Local."""
     problem = Problem(size, nbytes // 4, 4, network, ranks_per_node, calls(nbytes))

@@ -54,7 +54,7 @@ def ranks(folder, attempt=0):
 
     def begun():
         signs = [s for f in folder.glob(f".mpidist-launch-*/attempt-{attempt}")
-                 for s in heartbeat.read(f)]  # fmt: skip
+                 for s in heartbeat.read_heartbeats(f)]  # fmt: skip
         return len(signs) == 2 and all(sign.step for sign in signs) and signs
 
     return wait_until(begun, otherwise="the ranks did not begin", every=0.005)

@@ -10,7 +10,7 @@ import pytest
 
 from mpidist.launch.launchers import launch, launch_environment
 from mpidist.launch.processes import run
-from mpidist.training.job import build, read_job
+from mpidist.training.job import build_run, read_job
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -88,7 +88,7 @@ def test_the_job_lines_are_jobs(monkeypatch):
             assert words[1].startswith("--mpi=")
             assert words[2:4] == ["mpidist", "train"]
             settings = [value for flag, value in pairwise(words) if flag == "--set"]
-            parts = build(read_job(words[4], settings), 8)
+            parts = build_run(read_job(words[4], settings), 8)
             assert parts.strategy.workers(8) in (8, 6)
             seen += 1
     assert seen == 2

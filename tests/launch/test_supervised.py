@@ -128,7 +128,9 @@ def preempted(folder):
     )  # fmt: skip
     wait_for_step(job, folder, 5)
     (control,) = folder.glob(".mpidist-launch-*")
-    signal_all([sign.pid for sign in heartbeat.read(control / "attempt-0")], signal.SIGUSR1)
+    signal_all(
+        [sign.pid for sign in heartbeat.read_heartbeats(control / "attempt-0")], signal.SIGUSR1
+    )
     return finish(job)
 
 
@@ -149,7 +151,7 @@ def server_is_killed(folder):
     job = supervised(folder, "-n", "3", fault="sleep@step:60,ms=100000")
     wait_for_step(job, folder, 59)
     (control,) = folder.glob(".mpidist-launch-*")
-    os.kill(heartbeat.read(control / "attempt-0")[2].pid, signal.SIGKILL)
+    os.kill(heartbeat.read_heartbeats(control / "attempt-0")[2].pid, signal.SIGKILL)
     return finish(job)
 
 
@@ -276,7 +278,7 @@ def test_the_same_failure_twice_is_the_last(scene):
     (kept,) = folder.glob(".mpidist-launch-*")
     history = [json.loads(line) for line in (kept / "history.jsonl").read_text().splitlines()]
     assert [line["event"] for line in history] == ["attempt", "decision"] * 2
-    assert [sign.failed for sign in heartbeat.read(kept / "attempt-1")] == [False, True]
+    assert [sign.failed for sign in heartbeat.read_heartbeats(kept / "attempt-1")] == [False, True]
 
 
 @plays("bad input")
@@ -327,7 +329,7 @@ def test_an_error_of_mpi_blames_nobody(tmp_path):
     )
     run(tmp_path, "-n", "2", "--max-restarts", "0", code=1, program=[sys.executable, "-c", program])
     (kept,) = tmp_path.glob(".mpidist-launch-*")
-    assert [sign.failed for sign in heartbeat.read(kept / "attempt-0")] == [False, False]
+    assert [sign.failed for sign in heartbeat.read_heartbeats(kept / "attempt-0")] == [False, False]
 
 
 def test_any_program(tmp_path):

@@ -216,7 +216,7 @@ def test_counters_equal_the_formulas(comm):
         expected["recursive_doubling"] = (k, k * size)
         expected["halving_doubling"] = (2 * k, 2 * (p - 1) * size // p)
     # One segment: half a vector up to each parent and half a vector down to each child.
-    places = [double_tree.place(p, comm.rank, tree) for tree in (0, 1)]
+    places = [double_tree.tree_place(p, comm.rank, tree) for tree in (0, 1)]
     links = sum((place.parent is not None) + len(place.children) for place in places)
     expected["double_tree"] = (links, links * size // 2)
     for name, (messages, nbytes) in expected.items():

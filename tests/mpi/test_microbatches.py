@@ -11,7 +11,7 @@ from mpidist.collectives.engines.piecewise import PieceSum
 from mpidist.errors import ConfigError, MpidistError
 from mpidist.gradients.flat_views import flat_views
 from mpidist.partition import BlockPartition
-from mpidist.training.summary import digest
+from mpidist.training.summary import parameters_digest
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def serial(pieces, epochs=3, batch=20):
             vectors.append(flat * np.float32(len(mine) / len(indices)))
         flat[...] = tree(vectors)
         optimizer.update(gradients, state, model.parameters)
-    return digest(model.parameters)
+    return parameters_digest(model.parameters)
 
 
 @pytest.mark.ranks(1, 2, 3, 4, 5, 6, 7, 8)
@@ -52,7 +52,7 @@ def test_any_number_of_ranks_gives_the_serial_bits(comm):
     """V of any kind, V < p, a last batch of 10 with fewer samples than pieces, equal losses."""
     for pieces in (1, 3, 16, 20):
         parameters, result = fit(comm, microbatches=pieces)
-        assert digest(parameters) == serial(pieces), pieces
+        assert parameters_digest(parameters) == serial(pieces), pieces
         assert comm.allgather(result) == [result] * comm.size
     _, alone = fit(MPI.COMM_SELF, microbatches=pieces)
     assert (result.parameters_sha256, result.train_loss) == (
@@ -89,7 +89,7 @@ def test_a_model_need_not_take_several_pieces(comm):
                     "mpidist.training.exchanges.microbatch_exchange.TOGETHER_BYTES", limit
                 )
             md.train(comm, model, TRAIN, microbatches=16, **settings)
-        assert digest(model.parameters) == expected, limit
+        assert parameters_digest(model.parameters) == expected, limit
 
 
 @pytest.mark.ranks(4)
@@ -154,7 +154,7 @@ def test_the_state_of_a_model_is_that_of_the_pieces(comm):
             group, model, TRAIN, optimizer=optim.sgd(0.1), global_batch=20, steps=12,
             microbatches=6,
         )  # fmt: skip
-        found.append(digest({**model.parameters, **model.state}))
+        found.append(parameters_digest({**model.parameters, **model.state}))
     md.free(MPI.COMM_SELF)
     assert len(set(found)) == 1
     assert len(set(comm.allgather(found[0]))) == 1

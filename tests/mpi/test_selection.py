@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.advice.explain import explain, lines, saved_table
+from mpidist.advice.explain import explain, explanation_lines, saved_table
 from mpidist.collectives import selection
 from mpidist.launch import environment
 
@@ -141,7 +141,7 @@ def test_explain_says_where_a_choice_is_from(comm, folder):
         "us": {"native": 9.0, "ring": 3.0},
     }  # fmt: skip
     assert seconds > 0
-    head, first, second = lines(rows)
+    head, first, second = explanation_lines(rows)
     assert head.split()[:5] == ["#", "Size", "chosen", "margin", "rounds"]
     assert first.split() == ["1024", "ring", "3.00", "100%", "checkpoint", "9.00", "3.00", "-"]
     assert second.split()[0] == "4096"

@@ -13,7 +13,7 @@ from mpidist.launch import claims, start_checks
 @pytest.mark.ranks(1)
 def test_fingerprint_of_this_process(comm):
     """R90: every fact is found, and a process agrees with itself."""
-    facts = start_checks.fingerprint()
+    facts = start_checks.versions_fingerprint()
     for key in ("host", "mpidist", "Python", "numpy", "mpi4py", "MPI", "h5py", "CPU"):
         assert facts[key]
         assert facts[key] != "none", key
@@ -31,7 +31,7 @@ def test_check_launch_passes_and_fails_on_all_ranks(comm):
     start_checks.check_launch(comm, {})
     if comm.size == 1:
         return
-    facts = start_checks.fingerprint()
+    facts = start_checks.versions_fingerprint()
     if comm.rank == comm.size - 1:
         facts.update(h5py="0.1", host="odd")
     with pytest.raises(ConfigError, match=r"but 0\.1 on odd") as error:

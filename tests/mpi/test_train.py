@@ -7,7 +7,7 @@ import mpidist as md
 from mpidist import data, models, optim
 from mpidist.errors import CheckpointError, ConfigError, MpidistError, NoCheckpoint
 from mpidist.runtime.context import of
-from mpidist.training.summary import digest
+from mpidist.training.summary import parameters_digest
 
 RNG = np.random.default_rng(3)
 INPUTS = RNG.standard_normal((210, 12)).astype(np.float32)
@@ -53,7 +53,7 @@ def test_p_ranks_equal_one(comm):
     assert result.steps == 24
     assert result.epochs == 3
     assert result.test_accuracy > 0.6
-    assert len(set(comm.allgather(digest(parameters)))) == 1
+    assert len(set(comm.allgather(parameters_digest(parameters)))) == 1
     assert comm.allgather(result) == [result] * comm.size
 
 
@@ -99,7 +99,7 @@ def test_asynchronous_servers_learn(comm):
         strategy = md.ParameterServer(1, consistency)
         parameters, result = fit(comm, optim.sgd(0.1), epochs=6, strategy=strategy, batch=25)
         assert result.test_accuracy > 0.55
-        workers = comm.allgather(digest(parameters))[:3]
+        workers = comm.allgather(parameters_digest(parameters))[:3]
         assert len(set(workers)) == 1
         if consistency == md.SSP(0) and comm.rank < 3:
             close(parameters, serial(optim.sgd(0.1), 6, 25), 1e-4)
@@ -133,7 +133,7 @@ def test_resume_is_bit_identical_on_the_same_ranks(comm, folder):
         assert result.resumed_at == 11
         assert result.finished
         if comm.rank < 2:
-            assert digest(again) == digest(whole), strategy
+            assert parameters_digest(again) == parameters_digest(whole), strategy
 
 
 @pytest.mark.ranks(4)

@@ -24,7 +24,7 @@ from mpidist.errors import ConfigError, MismatchError, MpidistError, ReplicaErro
 from mpidist.fault_tolerance.watch import active
 from mpidist.runtime.context import of
 from mpidist.training import records, settings
-from mpidist.training.settings import difference
+from mpidist.training.settings import settings_difference
 
 RNG = np.random.default_rng(5)
 INPUTS = RNG.standard_normal((40, 5)).astype(np.float32)
@@ -528,10 +528,10 @@ def test_who_differs_in_words():
     """Pure: the fewest ranks first, one setting with its values, the names of others."""
     a, b = {"seed": "0", "steps": "5"}, {"seed": "1", "steps": "6"}
     everyone = [("x", a), ("y", b), ("x", None), ("x", None)]
-    assert difference(everyone) == (
+    assert settings_difference(everyone) == (
         "md.train: seed differs: rank 1 has 1, ranks 0,2,3 have 0 (and so do steps); give all "
         "ranks the same"
     )
     long = [("x", {"path": "p" * 200}), ("y", {"path": "p" * 201})]
-    assert len(difference(long)) < 300
+    assert len(settings_difference(long)) < 300
     assert records.differing([records.Content(), records.Content("f")]) is None

@@ -14,7 +14,7 @@ from mpidist import models, optim
 from mpidist.checkpoint.interval import FIRST
 from mpidist.errors import ConfigError
 from mpidist.gradients.flat_views import flat_views
-from mpidist.training.summary import digest
+from mpidist.training.summary import parameters_digest
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_a_resumed_run_stops_where_it_was_to_stop(comm, folder):
     same, after = fit(comm, checkpoint=folder, stop_after=100)
     assert done.finished
     assert after.finished
-    assert digest(same) == digest(whole)
+    assert parameters_digest(same) == parameters_digest(whole)
     assert after.as_dict()["train_loss"] is None
     with pytest.raises(ConfigError, match="stop_after=0"):
         fit(comm, stop_after=0)
@@ -98,7 +98,7 @@ def test_state_is_averaged_with_and_without_checkpoints(comm, folder):
         model = Counting()
         md.train(comm, model, TRAIN, optimizer=optim.sgd(0.01), global_batch=30, epochs=1,
                  test_data=TEST, checkpoint=checkpoint)  # fmt: skip
-        assert len(set(comm.allgather(digest(model.state)))) == 1
+        assert len(set(comm.allgather(parameters_digest(model.state)))) == 1
         means.append(model.state["mean"])
     np.testing.assert_array_equal(*means)
 
@@ -125,7 +125,7 @@ def test_optimizers_without_state_are_saved_by_several_servers(comm, folder):
     parameters, result = fit(comm, optim.sgd(0.1), strategy=strategy, checkpoint=folder)
     assert result.resumed_at == 11
     if comm.rank < 2:
-        assert digest(parameters) == digest(whole)
+        assert parameters_digest(parameters) == parameters_digest(whole)
 
 
 @pytest.mark.ranks(2)
@@ -135,7 +135,7 @@ def test_parameters_of_several_dtypes(comm):
     md.train(comm, model, TRAIN, optimizer=optim.sgd(0.01), global_batch=30, epochs=1,
              callbacks=[lambda step: seen.append(step.loss)])  # fmt: skip
     assert max(seen) > 20_000
-    assert len(set(comm.allgather(digest(model.parameters)))) == 1
+    assert len(set(comm.allgather(parameters_digest(model.parameters)))) == 1
     gradients, vectors = flat_views({"h": np.zeros(3, np.float16)})
     assert [(v.dtype.name, v.size) for v in vectors] == [("float32", 2), ("float16", 3)]
     assert gradients["h"].dtype == np.float16

@@ -18,7 +18,7 @@ def video(k):
     rng = np.random.default_rng((7, k))
     labels = rng.choice(CLASSES, rng.integers(1, 4), replace=False)
     x = CENTRES[labels].sum(axis=0) + rng.standard_normal(1152).astype(np.float32)
-    return example.encode(
+    return example.encode_example(
         {"id": [b"%d" % k], "labels": labels, "mean_rgb": x[:1024], "mean_audio": x[1024:]}
     )
 
@@ -97,7 +97,7 @@ def frames(k):
         return example._field(1, example._field(1, name) + example._field(2, rows))
 
     lists = rows_of(b"rgb", rows[:, :1024]) + rows_of(b"audio", rows[:, 1024:])
-    return example.encode({"id": [b"%d" % k], "labels": labels}) + example._field(2, lists)
+    return example.encode_example({"id": [b"%d" % k], "labels": labels}) + example._field(2, lists)
 
 
 @pytest.mark.ranks(1, 3)

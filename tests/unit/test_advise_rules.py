@@ -81,7 +81,7 @@ def advised(tmp_path, times, library="Open MPI 5.0.11", hosts=("a", "a")):
     said = []
     rows = advise.advise(FakeSite(times, hosts), library, tmp_path / "out", said.append)
     files = {p.name: p.read_text() for p in (tmp_path / "out").glob("*")}
-    return rows, files, "\n".join([*said, *advise.lines(rows, tmp_path / "out", library)])
+    return rows, files, "\n".join([*said, *advise.advice_lines(rows, tmp_path / "out", library)])
 
 
 def test_a_gain_is_written_and_shown(tmp_path):

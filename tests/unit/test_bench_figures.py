@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpidist.bench.ratios import Measured, against_best, interval, ratio
-from mpidist.bench.report import lines, size
+from mpidist.bench.report import lines, size_label
 
 
 def measured(*seconds):
@@ -75,6 +75,6 @@ def test_summary_tells_where_auto_is_beaten_by_anything_that_adds():
 
 
 def test_sizes_are_readable():
-    assert [size(n) for n in (8, 1024, 96 << 10, 16 << 20, 1500)] == [
+    assert [size_label(n) for n in (8, 1024, 96 << 10, 16 << 20, 1500)] == [
         "8 B", "1 KiB", "96 KiB", "16 MiB", "1500 B"
     ]  # fmt: skip

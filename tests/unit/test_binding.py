@@ -5,11 +5,11 @@ import os
 import pytest
 
 from mpidist.launch import binding
-from mpidist.launch.binding import Place, blas_threads, warning
+from mpidist.launch.binding import RankPlace, blas_threads, warning
 
 
 def on(host, *masks, threads=1, host_cores=8):
-    return [Place(host, host, tuple(mask), host_cores, threads) for mask in masks]
+    return [RankPlace(host, host, tuple(mask), host_cores, threads) for mask in masks]
 
 
 EIGHT = range(8)
@@ -47,9 +47,9 @@ def test_what_is_said(places, words):
 
 def test_hosts_of_one_name_are_told_apart():
     """Virtual machines called `localhost` do not share a core; containers of one machine may."""
-    same_name = [Place("node", machine, (0,), 8, 1) for machine in ("one", "two")]
+    same_name = [RankPlace("node", machine, (0,), 8, 1) for machine in ("one", "two")]
     assert warning(same_name) is None
-    containers = [Place(name, "one", (0,), 8, 1) for name in ("c1", "c2")]
+    containers = [RankPlace(name, "one", (0,), 8, 1) for name in ("c1", "c2")]
     assert "bound to core 0" in warning(containers)
 
 
@@ -77,12 +77,12 @@ def test_whether_ranks_share_cores(monkeypatch):
     """Open MPI must then be told that this is meant; it counts cores and not their threads."""
     monkeypatch.setattr(binding.events, "VERBOSITY", 0)
     cores = len(binding.whole_cores(sorted(os.sched_getaffinity(0))))
-    assert not binding.check(Everyone(cores), {})
-    assert binding.check(Everyone(cores + 1), {})
+    assert not binding.check_binding(Everyone(cores), {})
+    assert binding.check_binding(Everyone(cores + 1), {})
 
 
 def test_this_process():
-    mine = binding.place({"OMP_NUM_THREADS": "1"})
+    mine = binding.rank_place({"OMP_NUM_THREADS": "1"})
     assert set(mine.cores) == os.sched_getaffinity(0)
     assert mine.host_cores >= len(mine.cores)
     assert mine.threads == 1

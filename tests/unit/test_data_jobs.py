@@ -12,7 +12,7 @@ def table(tmp_path):
         path = tmp_path / "data"
         path.write_text("\n".join(lines))
         data = {"name": "libsvm", "path": str(path), "test_path": str(path)}
-        return jobs.check(
+        return jobs.check_job(
             {
                 "epochs": 1,
                 "global_batch": 4,
@@ -27,12 +27,12 @@ def table(tmp_path):
 
 def test_the_first_records_may_be_bad(table):
     """Whether model and data fit is seen by the first record that can be read."""
-    parts = jobs.build(table(["torn", "1 9", *["1 4:1", "0 2:1"] * 5]), 2)
+    parts = jobs.build_run(table(["torn", "1 9", *["1 4:1", "0 2:1"] * 5]), 2)
     assert len(parts.train) == 12
     with pytest.raises(ConfigError, match=r"input has shape \(1, 9\), expected"):
-        jobs.build(table(["torn", *["1 9:1", "0 2:1"] * 5]), 2)
+        jobs.build_run(table(["torn", *["1 9:1", "0 2:1"] * 5]), 2)
 
 
 def test_no_record_can_be_read(table):
     with pytest.raises(ConfigError, match=r"no record can be read; the last one tried: record 15"):
-        jobs.build(table(["torn"] * 20), 2)
+        jobs.build_run(table(["torn"] * 20), 2)

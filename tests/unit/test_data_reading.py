@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpidist.data.dataset_layout import Layouts, between
-from mpidist.data.read_retry import Descriptors, Rooms, Run, Runs
+from mpidist.data.read_retry import ByteRun, Descriptors, Rooms, RunReader
 
 CONTENT = np.random.default_rng(0).bytes(200_000)
 
@@ -23,13 +23,13 @@ def file(tmp_path):
 
 def test_runs_in_any_order(file):
     """In order and not, more than are told at once, and read on from where the last ended."""
-    runs = Runs([file].__getitem__)
+    runs = RunReader([file].__getitem__)
     begins = [*range(0, 90_000, 1000), 5, 100_000, 101_000, 102_000, 7]
     for some in (begins, begins[::-1], begins[:1], begins[1:2], []):
         got = [bytearray(1000) for _ in some]
-        assert runs.read([Run(0, at, memoryview(b)) for at, b in zip(some, got, strict=True)]) == (
-            len(some)
-        )
+        assert runs.read(
+            [ByteRun(0, at, memoryview(b)) for at, b in zip(some, got, strict=True)]
+        ) == (len(some))
         assert [bytes(part) for part in got] == [CONTENT[at : at + 1000] for at in some]
 
 
@@ -37,8 +37,8 @@ def test_a_file_that_became_shorter(file):
     """What is not there is zero, never what lay in the memory before."""
     got = [bytearray(b"x" * 100) for _ in range(4)]
     begins = [0, 199_950, 300_000, 50]
-    runs = [Run(0, at, memoryview(part)) for at, part in zip(begins, got, strict=True)]
-    assert Runs([file].__getitem__).read(runs) == 1
+    runs = [ByteRun(0, at, memoryview(part)) for at, part in zip(begins, got, strict=True)]
+    assert RunReader([file].__getitem__).read(runs) == 1
     assert got[1] == CONTENT[199_950:] + bytes(50)
     assert got[2] == bytes(100)
     assert got[3] == CONTENT[50:150]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpidist import events
-from mpidist.data.sharding import MODES, choose, coverage, deal, shard
+from mpidist.data.sharding import MODES, choose_sharding, coverage, deal, shard
 from mpidist.errors import ConfigError
 
 SHAPES = [
@@ -100,7 +100,7 @@ def test_independent_shuffles_are_measured():
 )
 def test_auto_says_what_and_why(capsys, counts, nodes, indexed, mode, why):
     """R134: one line of rank 0, an event on each."""
-    assert choose(counts, nodes, indexed)[0] == mode
+    assert choose_sharding(counts, nodes, indexed)[0] == mode
     events.recent.clear()
     settings = {"indexed": indexed}
     if mode == "record" and not indexed:

@@ -26,7 +26,7 @@ def video(k, **changes):
     entries.update(changes)
     # A map has no order: files written by TensorFlow have any.
     names = [name for name in entries if entries[name] is not None]
-    return example.encode({name: entries[name] for name in np.roll(names, k % 3)})
+    return example.encode_example({name: entries[name] for name in np.roll(names, k % 3)})
 
 
 @pytest.fixture
@@ -172,8 +172,8 @@ def test_bytes_of_any_kind_are_decoded_or_refused():
 
 def test_values_packed_and_not():
     numbers = np.array([0, 1, 127, 128, 300, 2**40, -1])
-    found = example.layout(example.encode({"n": numbers, "f": RGB[0], "b": [b"x", b""]}))
-    text = example.encode({"n": numbers, "f": RGB[0], "b": [b"x", b""]})
+    found = example.layout(example.encode_example({"n": numbers, "f": RGB[0], "b": [b"x", b""]}))
+    text = example.encode_example({"n": numbers, "f": RGB[0], "b": [b"x", b""]})
     np.testing.assert_array_equal(example.values(text, *found["n"]), numbers)
     np.testing.assert_array_equal(example.values(text, *found["f"]), RGB[0])
     assert example.values(text, *found["b"]) == [b"x", b""]

@@ -50,11 +50,11 @@ def videos(draw):
     elif change == "negative":
         entries["labels"] = np.array([1, draw(st.sampled_from([-1, CLASSES, 2**40]))])
     order = draw(st.permutations(list(entries)))
-    record = example.encode({name: entries[name] for name in order})
+    record = example.encode_example({name: entries[name] for name in order})
     if change == "one-by-one":
         record += _entry("labels", 3, b"\x08\x05\x08\xac\x02")
     elif change == "twice":  # the last one counts, as in every map
-        record += example.encode({one: entries[one][::-1]})
+        record += example.encode_example({one: entries[one][::-1]})
     elif change == "endless":
         record += _entry("labels", 3, example._field(1, b"\x05\x85" * draw(st.integers(1, 12))))
     elif change == "flip":
@@ -136,7 +136,7 @@ def _check(batch, expected):
 
 def _twin(labels):
     entries = {"labels": labels, "rgb": np.ones(3, "<f4"), "audio": np.zeros(2, "<f4")}
-    return example.encode(entries), True
+    return example.encode_example(entries), True
 
 
 TWINS = [_twin(np.array([299])), _twin(np.array([1, 2]))]
@@ -195,7 +195,7 @@ def test_what_is_alike_is_decoded_once(path, monkeypatch):
         }
         for k in range(200)
     ]
-    tfrecord.write(path, [example.encode(video) for video in videos])
+    tfrecord.write(path, [example.encode_example(video) for video in videos])
     decoded, layout = [], example.layout
     monkeypatch.setattr(example, "layout", lambda record: decoded.append(1) or layout(record))
     inputs, labels = data.YouTube8M(path, CLASSES, FEATURES).take(np.arange(200))

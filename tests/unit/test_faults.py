@@ -51,8 +51,8 @@ def test_what_cannot_be_ordered(text, said):
 def test_refused_outside_tests():
     """A variable that was left behind must not break a run in earnest without a word."""
     with pytest.raises(ConfigError, match="set MPIDIST_TESTING=1"):
-        faults.read({"MPIDIST_FAULT": "kill@step"})
-    assert faults.read({"MPIDIST_FAULT": "kill@step", **TESTING}).faults
+        faults.read_faults({"MPIDIST_FAULT": "kill@step"})
+    assert faults.read_faults({"MPIDIST_FAULT": "kill@step", **TESTING}).faults
 
 
 def test_nothing_is_loaded_unless_asked_for():

@@ -7,7 +7,7 @@ import pytest
 
 from mpidist.advice import fit
 from mpidist.errors import ConfigError
-from mpidist.simulator.network_model import DEFAULT, Network, Problem, load, save
+from mpidist.simulator.network_model import DEFAULT, NetworkModel, Problem, load, save
 from mpidist.simulator.simulate import run
 
 RNG = np.random.default_rng(3)
@@ -55,13 +55,13 @@ def test_link_without_a_bucket():
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.8, 1.0])
 def test_crossing(share):
-    network = Network(latency=1e-5, gap=8e-9, burst=1e6, peak=5e-10)
+    network = NetworkModel(latency=1e-5, gap=8e-9, burst=1e6, peak=5e-10)
     true = network._replace(crossing=share)
     seconds = [
         run([fit._exchanges(r, size) for r in (0, 1)], Problem(2, size, 1, true)) / 4
         for size in fit.CROSSING_SIZES
     ]
-    assert fit.crossing(fit.CROSSING_SIZES, seconds, network) == pytest.approx(share, abs=0.03)
+    assert fit.fit_crossing(fit.CROSSING_SIZES, seconds, network) == pytest.approx(share, abs=0.03)
 
 
 def test_file_and_back(tmp_path):

@@ -74,7 +74,7 @@ def test_nobody_has_more_pieces_than_must_be():
             assert count <= max(1, 2 * (stop - start).bit_length() - 2)
             assert (
                 count
-                <= fixed_tree.depth(start, stop, pieces)
+                <= fixed_tree.vectors_held(start, stop, pieces)
                 <= (stop - start).bit_length() + 1 + count
             )
     assert fixed_tree.cuts(16, 3) == [0, 4, 10, 16]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpidist.fault_tolerance.hang import Hang, Seen, judge, tell
+from mpidist.fault_tolerance.hang import Hang, Seen, hang_report, judge
 
 
 def rank(number, state="moving", still=0.0, silent=0.0, left=False, where="a.py:1 in f"):
@@ -64,7 +64,9 @@ def test_a_new_record_is_a_sign_and_an_old_one_is_not():
 def test_the_first_line_names_rank_host_and_condition():
     """R97: rank, host and what is known of it, then one line per rank."""
     ranks = [rank(0, "blocked", 12), rank(1, "blocked", 12), rank(2, silent=11), rank(3, left=True)]
-    lines = tell(ranks, Hang([2], []), 10, 100.0, lambda peer: f"pid {peer.pid}").splitlines()
+    lines = hang_report(
+        ranks, Hang([2], []), 10, 100.0, lambda peer: f"pid {peer.pid}"
+    ).splitlines()
     assert lines[0] == (
         "mpidist: watch: nothing moved for 10 s; absent: rank 2 on n1 (pid 102); "
         "the job ends with exit code 70"
@@ -79,5 +81,7 @@ def test_the_first_line_names_rank_host_and_condition():
 
 def test_many_absent_ranks_are_counted():
     ranks = [rank(number, silent=11) for number in range(20)]
-    line = tell(ranks, Hang(list(range(20)), []), 10, 100.0, lambda peer: "?").splitlines()[0]
+    line = hang_report(ranks, Hang(list(range(20)), []), 10, 100.0, lambda peer: "?").splitlines()[
+        0
+    ]
     assert "rank 7 on n3 (?) and 12 more;" in line

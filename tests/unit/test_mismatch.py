@@ -6,13 +6,13 @@ from mpidist.runtime.agreement.mismatch import (
     Signature,
     Status,
     conflict,
-    encode,
+    encode_signature,
 )
 
 
 def status(rank, extra):
     signature = Signature("allgather", "float32", "(*, ())", "", "ring", extra)
-    sent = Status(rank, WAITING, 7, encode(signature), f"n{rank:04d}", "train.py:31")
+    sent = Status(rank, WAITING, 7, encode_signature(signature), f"n{rank:04d}", "train.py:31")
     return Status.unpack(sent.pack()), sent
 
 

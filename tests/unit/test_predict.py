@@ -6,17 +6,17 @@ import pytest
 
 from mpidist.collectives.schedules.algorithms import ALLREDUCE
 from mpidist.errors import ConfigError
-from mpidist.simulator.network_model import Network, Problem
+from mpidist.simulator.network_model import NetworkModel, Problem
 from mpidist.simulator.predict import ENUMERATED, predict
 from mpidist.simulator.rank_classes import CLASSES
 
 #: Every parameter counts in the first network; the second is that of textbooks.
 NETWORKS = [
-    Network(
+    NetworkModel(
         latency=40e-6, gap=8e-9, reduction=3e-10, overhead=6e-6, call=3e-5, burst=1 << 18,
         peak=5e-10, crossing=0.8, incoming=False, node_latency=2e-6, node_gap=1e-10,
     ),
-    Network(overhead=1e-6),
+    NetworkModel(overhead=1e-6),
 ]  # fmt: skip
 FAST = ["ring", *CLASSES]
 
@@ -103,7 +103,7 @@ def test_hierarchical_is_lanes_and_memory(per_node):
         cost = predict("hierarchical", Problem(p, n, ranks_per_node=per_node))
         wire = 2 * (nodes - 1) * 4 * n // nodes
         assert cost.bytes * per_node == wire
-        assert cost.seconds > wire * Network().gap
+        assert cost.seconds > wire * NetworkModel().gap
         flat = predict("butterfly", Problem(4 * per_node, 1 << 22, ranks_per_node=per_node))
         lanes = predict("hierarchical", Problem(4 * per_node, 1 << 22, ranks_per_node=per_node))
         assert per_node == 1 or lanes.seconds < 0.75 * flat.seconds

@@ -30,9 +30,9 @@ def test_one_line_makes_it_known_to_job_files(monkeypatch, table, part, like):
     """R149: models, sources, optimizers."""
     values = {**JOB, part: {**JOB[part], "name": "brand_new"}}
     with pytest.raises(ConfigError, match="unknown .*'brand_new'.*'" + like):
-        job.build(job.check(values), None)
+        job.build_run(job.check_job(values), None)
     monkeypatch.setitem(table, "brand_new", table[like])
-    parts = job.build(job.check(values), None)
+    parts = job.build_run(job.check_job(values), None)
     assert len(parts.train) == 1437
 
 

@@ -36,7 +36,7 @@ GIVEN = {
 def words(**changed):
     """What a saved step keeps of these arguments of `md.train`."""
     given = {**GIVEN, **changed}
-    return kept(settings.described(settings.checked(2, **given), given))
+    return kept(settings.settings_in_words(settings.checked(2, **given), given))
 
 
 COSINE = {"lr": optim.cosine(0.1, steps=100)}

@@ -120,7 +120,7 @@ def test_tree_depth_is_logarithmic():
 def test_double_tree_shares_the_work():
     """Issue 3, point 2: inner in one tree at most, whole trees, the depth and bytes promised."""
     for p in range(1, 200):
-        places = [[double_tree.place(p, r, k) for r in range(p)] for k in (0, 1)]
+        places = [[double_tree.tree_place(p, r, k) for r in range(p)] for k in (0, 1)]
         assert all(not a.children or not b.children for a, b in zip(*places, strict=True))
         for side in places:
             assert [r for r in range(p) if side[r].parent is None] == [

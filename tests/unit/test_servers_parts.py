@@ -9,10 +9,10 @@ from mpidist import optim
 from mpidist.errors import ConfigError, ProtocolError
 from mpidist.launch.free_memory import available_memory
 from mpidist.servers.consistency import ASP, BSP
-from mpidist.servers.layout.capacity import check_capacity, needed, size
-from mpidist.servers.layout.placement import choose_ranks, place
-from mpidist.servers.layout.routing import data_bytes, decode, encode, route, views
-from mpidist.servers.model_facts import Request, check_optimizer, parse_model
+from mpidist.servers.layout.capacity import bytes_text, check_capacity, needed
+from mpidist.servers.layout.placement import choose_ranks, place_tensors
+from mpidist.servers.layout.routing import data_bytes, decode_parts, encode_parts, route, views
+from mpidist.servers.model_facts import Request, check_server_optimizer, parse_model
 from mpidist.servers.shards import ServerShard, initial, state_copies
 
 
@@ -63,12 +63,12 @@ def test_bad_models(model):
 
 def test_optimizers_that_do_not_fit():
     with pytest.raises(ConfigError, match="has no init and update"):
-        check_optimizer("m", None)
+        check_server_optimizer("m", None)
     whole = type("Lamb", (), {"init": dict, "update": dict, "elementwise": False})()
     with pytest.raises(ConfigError, match="Lamb needs whole tensors"):
-        check_optimizer("m", whole)
+        check_server_optimizer("m", whole)
     for make in optim.OPTIMIZERS.values():
-        check_optimizer("m", make(0.1))
+        check_server_optimizer("m", make(0.1))
 
 
 @given(st.integers(0, 200_000), st.integers(0, 3000), st.sampled_from(["normal", "uniform"]))
@@ -120,12 +120,12 @@ def test_capacity_counts_servers_of_a_node_together():
     check_capacity("m", [(1, "a", 60, 100), (2, "b", 60, 100), (3, "c", 10**9, None)])
     with pytest.raises(ConfigError, match=r"server ranks 1, 2 on a need 120 B .* 100 B are avail"):
         check_capacity("m", [(1, "a", 60, 100), (2, "a", 60, 110)])
-    assert size(3 * 2**40) == "3 TiB"
+    assert bytes_text(3 * 2**40) == "3 TiB"
     assert [state_copies(make(0.1)) for make in optim.OPTIMIZERS.values()] == [0, 1, 2]
 
 
 def test_held_pushes_are_counted():
-    layout = place({"x": ((1 << 26,), "f4")}, 1)
+    layout = place_tensors({"x": ((1 << 26,), "f4")}, 1)
     shard = 1 << 28
     held = needed(layout.bytes_of(0), 2, 8, BSP())
     free = needed(layout.bytes_of(0), 2, 8, ASP())
@@ -139,14 +139,14 @@ MODEL = {"e": ((30, 4), "f4"), "b": ((5,), "f8"), "s": ((), "f4")}
 @given(st.integers(1, 4), st.lists(st.integers(0, 29), max_size=9), st.sets(st.sampled_from("bs")))
 def test_selections_survive_the_wire(servers, rows, names):
     """R6: what is wanted is cut among the servers, each part once, in order."""
-    layout = place(MODEL, servers)
+    layout = place_tensors(MODEL, servers)
     index = {t.name: i for i, t in enumerate(layout.tensors)}
     rows = np.array(rows, np.int64)
     wanted = {index["e"]: rows, **{index[name]: None for name in names}}
     found = []
     for server in range(servers):
         parts = route(layout, server, wanted)
-        again = decode(encode(parts), layout, server)
+        again = decode_parts(encode_parts(parts), layout, server)
         assert [(p.piece, None if p.rows is None else p.rows.tolist()) for p in parts] == [
             (p.piece, None if p.rows is None else p.rows.tolist()) for p in again
         ]
@@ -161,9 +161,9 @@ def test_selections_survive_the_wire(servers, rows, names):
 
 @pytest.mark.parametrize("words", [[7, -1], [0], [0, 3, 1], [0, -2], [0, 1, 99], [1, -1]])
 def test_selections_of_something_else_are_refused(words):
-    layout = place({"a": ((6,), "f4"), "b": ((6,), "f4")}, 2)
+    layout = place_tensors({"a": ((6,), "f4"), "b": ((6,), "f4")}, 2)
     with pytest.raises(ProtocolError, match="parameter server 0: selection"):
-        decode(np.array(words, np.int64), layout, 0)
+        decode_parts(np.array(words, np.int64), layout, 0)
 
 
 def test_a_shard_of_every_cut_moves_alike():
@@ -177,7 +177,7 @@ def test_a_shard_of_every_cut_moves_alike():
     }
 
     def shards(servers):
-        layout = place(specs, servers)
+        layout = place_tensors(specs, servers)
         return [ServerShard(layout, s, optimizer, inits, 0) for s in range(servers)]
 
     def step(every):

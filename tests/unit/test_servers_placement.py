@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidist.servers.layout.placement import place
+from mpidist.servers.layout.placement import place_tensors
 
 LENET = {
     "conv1.w": ((6, 1, 5, 5), "f4"),
@@ -51,7 +51,7 @@ def covered(layout):
 @pytest.mark.parametrize("model", [LENET, MLP, TOP_HEAVY, EVEN], ids=["lenet", "mlp", "2/3", "48"])
 def test_imbalance(model, servers):
     """R22: at most 1.1 times the mean on real models; R5: large cut, small packed."""
-    layout = place(model, servers)
+    layout = place_tensors(model, servers)
     covered(layout)
     assert layout.imbalance <= 1.1
     biases = [i for i, t in enumerate(layout.tensors) if len(t.shape) == 1]
@@ -60,7 +60,7 @@ def test_imbalance(model, servers):
 
 
 def test_cuts_are_between_rows_where_that_is_free():
-    layout = place({"embedding": ((1000, 64), "f4"), "b": ((64,), "f4")}, 3)
+    layout = place_tensors({"embedding": ((1000, 64), "f4"), "b": ((64,), "f4")}, 3)
     for pieces in layout.pieces:
         for piece in pieces:
             assert piece.start % 64 == 0
@@ -69,17 +69,17 @@ def test_cuts_are_between_rows_where_that_is_free():
 
 
 def test_few_huge_rows_are_cut_anywhere():
-    layout = place({"w": ((10, 100_000), "f4")}, 4)
+    layout = place_tensors({"w": ((10, 100_000), "f4")}, 4)
     assert not layout.tensors[0].by_rows
     assert layout.imbalance < 1.01
 
 
 def test_order_of_names_does_not_matter():
-    assert place(LENET, 3) == place(dict(reversed(LENET.items())), 3)
+    assert place_tensors(LENET, 3) == place_tensors(dict(reversed(LENET.items())), 3)
 
 
 def test_keys_name_the_piece():
-    layout = place({"w": ((100, 10), "f4"), "b": ((10,), "f4")}, 2)
+    layout = place_tensors({"w": ((100, 10), "f4"), "b": ((10,), "f4")}, 2)
     keys = [layout.key(p) for pieces in layout.pieces for p in pieces]
     assert "b" in keys
     assert "w@0" in keys
@@ -96,7 +96,7 @@ def test_keys_name_the_piece():
 )
 def test_any_model_is_covered(specs, servers):
     """Scalars, empty tensors, more servers than elements."""
-    layout = place(specs, servers)
+    layout = place_tensors(specs, servers)
     covered(layout)
     assert sum(layout.bytes_of(s) for s in range(servers)) == sum(
         int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in specs.values()

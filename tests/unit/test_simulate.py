@@ -6,9 +6,9 @@ from mpidist.collectives.schedules import butterfly, check, direct, double_tree,
 from mpidist.collectives.schedules.protocol_limits import LONG
 from mpidist.collectives.schedules.schedule import REDUCE, Step, recv, send
 from mpidist.simulator import simulate
-from mpidist.simulator.network_model import Network, Problem
+from mpidist.simulator.network_model import NetworkModel, Problem
 
-NET = Network(latency=1e-5, gap=1e-9, reduction=3e-10)
+NET = NetworkModel(latency=1e-5, gap=1e-9, reduction=3e-10)
 
 
 def plain(build):
@@ -74,7 +74,7 @@ def one_way(*pairs, nbytes=100):
     return plans
 
 
-SLOW = Network(latency=7, gap=1, reduction=2, overhead=3, node_latency=5, node_gap=0.5)
+SLOW = NetworkModel(latency=7, gap=1, reduction=2, overhead=3, node_latency=5, node_gap=0.5)
 
 
 def test_one_message_by_hand():
@@ -108,7 +108,7 @@ def test_ranks_of_a_node_share_its_link_by_hand():
 
 def test_a_bucket_lets_through_what_it_has_saved_by_hand():
     """After 50 seconds of rest a bucket of 30 has 30, after 10 it has 10."""
-    bucket = Network(latency=0, gap=1, reduction=1, overhead=50, burst=30)
+    bucket = NetworkModel(latency=0, gap=1, reduction=1, overhead=50, burst=30)
     assert times(one_way((0, 1)), bucket) == 50 + 70 + 50
     assert times(one_way((0, 1)), bucket._replace(overhead=10)) == 10 + 90 + 10
     assert times(one_way((0, 1)), bucket._replace(peak=0.9)) == 50 + 90 + 50
@@ -119,7 +119,7 @@ def test_a_bucket_lets_through_what_it_has_saved_by_hand():
 
 def test_long_messages_that_cross_by_hand():
     both = one_way((0, 1), (1, 0), nbytes=LONG + 1)
-    net = Network(latency=0, gap=1, reduction=1, crossing=0.5)
+    net = NetworkModel(latency=0, gap=1, reduction=1, crossing=0.5)
     assert times(both, net) == 1.5 * (LONG + 1)
     assert times(one_way((0, 1), (1, 0), nbytes=LONG), net) == LONG
 

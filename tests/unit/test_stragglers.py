@@ -15,7 +15,7 @@ from mpidist.fault_tolerance.stragglers import (
     Straggler,
     Stragglers,
     crowded_ranks,
-    find,
+    find_stragglers,
     sharing,
 )
 from mpidist.runtime import polling
@@ -26,18 +26,18 @@ RNG = np.random.default_rng(0)
 
 def test_rank_phase_and_lag():
     quiet = np.full((4, 2), [0.0, 0.004])
-    assert find(quiet) == []
+    assert find_stragglers(quiet) == []
     slow = quiet.copy()
     slow[2, 1] = 0.054
-    assert find(slow) == [Straggler(2, "gradients", pytest.approx(0.05))]
+    assert find_stragglers(slow) == [Straggler(2, "gradients", pytest.approx(0.05))]
     slow[2] = 0.03, 0.004
-    assert find(slow) == [Straggler(2, "data", pytest.approx(0.03))]
+    assert find_stragglers(slow) == [Straggler(2, "data", pytest.approx(0.03))]
 
 
 def test_little_is_not_told():
     """Three times as long may be microseconds; 5 ms more may be a fifth of a step."""
-    assert find(np.array([[0, 1e-4], [0, 2e-3], [0, 1e-4]])) == []
-    assert find(np.array([[0, 0.1], [0, 0.12], [0, 0.11]])) == []
+    assert find_stragglers(np.array([[0, 1e-4], [0, 2e-3], [0, 1e-4]])) == []
+    assert find_stragglers(np.array([[0, 0.1], [0, 0.12], [0, 0.11]])) == []
 
 
 class World:
@@ -83,7 +83,7 @@ def test_ranks_that_take_turns_are_not_accused():
             window = 0.001 + 0.004 * RNG.poisson(share, (4, WINDOW))
             everyone = np.zeros((4, 2))
             everyone[:, 1] = np.sort(window, axis=1)[:, 2]
-            assert find(everyone) == []
+            assert find_stragglers(everyone) == []
 
 
 CORES = {name: frozenset(cores) for name, cores in {

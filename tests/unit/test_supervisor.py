@@ -453,19 +453,19 @@ def test_slurm_variables_of_the_nodes_that_are_left():
 
 
 def test_a_rank_tells_and_is_read(tmp_path):
-    assert heartbeat.read(tmp_path) == []
+    assert heartbeat.read_heartbeats(tmp_path) == []
     one = heartbeat.Pulse(tmp_path, 3)
-    assert heartbeat.read(tmp_path)[0][:5] == (3, 0, None, None, False)
+    assert heartbeat.read_heartbeats(tmp_path)[0][:5] == (3, 0, None, None, False)
     one.note(0)
     one.note(1)
     (tmp_path / "rank-4").write_bytes(b"torn")
-    (told,) = heartbeat.read(tmp_path)
+    (told,) = heartbeat.read_heartbeats(tmp_path)
     assert (told.step, told.first, told.pid, told.host) == (1, 0, os.getpid(), os.uname().nodename)
     assert (told.heard, told.failed) == (False, False)
     one.hear()
     one.fail()
     one.leave()
-    (told,) = heartbeat.read(tmp_path)
+    (told,) = heartbeat.read_heartbeats(tmp_path)
     assert (told.left, told.heard, told.failed) == (True, True, True)
     with pytest.raises(FileExistsError):
         heartbeat.Pulse(tmp_path, 3)
@@ -474,7 +474,7 @@ def test_a_rank_tells_and_is_read(tmp_path):
 def test_without_a_launcher_nothing_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "_pulse", None)
     heartbeat.join({})
-    heartbeat.note(3)
+    heartbeat.note_steps(3)
     assert heartbeat._pulse is None
     # A helper that a rank has started is not that rank.
     (tmp_path / "rank-0").write_bytes(b"")
@@ -514,7 +514,7 @@ def test_a_control_folder_of_the_users_keeps_what_is_not_ours(tmp_path):
     folder = tmp_path / "everything"
     (folder / "attempt-7").mkdir(parents=True)
     (folder / "results").touch()
-    job = supervise.Job(("true",), 1, folder, words=(str(launcher),))
+    job = supervise.LaunchedJob(("true",), 1, folder, words=(str(launcher),))
     assert supervise.run(job) == 0
     assert sorted(path.name for path in folder.iterdir()) == ["attempt-7", "results"]
     job = job._replace(folder=tmp_path / "own")
@@ -529,7 +529,7 @@ def test_a_launcher_that_starts_nothing_for_once(tmp_path, capfd):
     launcher.write_text(f'#!/bin/sh\n{once}\nshift 2\nexec "$@"\n')
     launcher.chmod(0o755)
     told = ("sh", "-c", f"echo $MPIDIST_ATTEMPT > {tmp_path}/attempt")
-    job = supervise.Job(told, 1, tmp_path / "own", words=(str(launcher),), policy=Policy(0))
+    job = supervise.LaunchedJob(told, 1, tmp_path / "own", words=(str(launcher),), policy=Policy(0))
     assert supervise.run(job) == 0
     assert (tmp_path / "attempt").read_text() == "0\n"
     said = [line for line in capfd.readouterr().err.splitlines() if "started nothing" in line]
@@ -543,9 +543,9 @@ def test_a_launcher_that_starts_nothing_for_once(tmp_path, capfd):
 
 
 def test_hosts_are_left_out_of_the_next_attempt(tmp_path, capsys):
-    job = supervise.Job(("true",), 4, tmp_path, hosts=HOSTS)
+    job = supervise.LaunchedJob(("true",), 4, tmp_path, hosts=HOSTS)
     attempts = [attempt(1, 20, culprit="b", ended=time.time())] * 2
-    whole = places.Place(HOSTS, tuple(HOSTS))
+    whole = places.AttemptPlace(HOSTS, tuple(HOSTS))
     assert places.without_culprits(job, attempts[:1], whole) is whole
     place = places.without_culprits(job, attempts, whole)
     assert (list(place.hosts), place.left, place.named) == (
@@ -558,7 +558,7 @@ def test_hosts_are_left_out_of_the_next_attempt(tmp_path, capsys):
     assert said.count("\n") == 1
     assert "left out" in said
     assert said.endswith(": b\n")
-    nowhere = places.Place(None)
+    nowhere = places.AttemptPlace(None)
     assert places.without_culprits(job, attempts, nowhere) is nowhere
     yesterday = [one._replace(ended=one.ended - 86400) for one in attempts]
     assert places.without_culprits(job, yesterday, whole) is whole
@@ -581,6 +581,6 @@ def test_a_launcher_that_was_killed_keeps_nobody_out(tmp_path):
 def test_room_on_hosts():
     """Twice as many ranks as the hosts have slots is twice as many on those that are left, too."""
     for wanted, names in itertools.product((2, 4, 8), (["a"], ["a", "b"])):
-        job = supervise.Job(("true",), wanted, folder=None, hosts={"a": 2, "b": 2})
+        job = supervise.LaunchedJob(("true",), wanted, folder=None, hosts={"a": 2, "b": 2})
         assert places.room(job, dict.fromkeys(names, 2)) == wanted * len(names) // 2
-    assert places.room(supervise.Job(("true",), 4, folder=None), None) == 4
+    assert places.room(supervise.LaunchedJob(("true",), 4, folder=None), None) == 4

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpidist.launch.process_table import runs
+from mpidist.launch.process_table import is_running
 from mpidist.launch.processes import forgotten_segments
 from mpidist.supervisor import attempts, commands
 from mpidist.supervisor.policy import Policy
@@ -36,7 +36,7 @@ def test_the_program_has_the_whole_environment(tmp_path, launcher, monkeypatch, 
     program.write_text("import json, os, sys\nprint(json.dumps([dict(os.environ), sys.argv[1:]]))")
     words = ["*", "a  b", "$HOME", ""]
     control = tmp_path / "a folder's"
-    job = attempts.Job((sys.executable, str(program), *words), 1, control, words=launcher)
+    job = attempts.LaunchedJob((sys.executable, str(program), *words), 1, control, words=launcher)
     assert attempts.run(job) == 0
     environ, given = json.loads(capfd.readouterr().out)
     assert [environ[name] for name in names] == values
@@ -64,7 +64,7 @@ def test_asked_between_two_attempts(tmp_path, launcher, monkeypatch, capsys):
     monkeypatch.setattr(attempts, "_asked_within", asked)
     monkeypatch.setattr(attempts, "_finish", asked_once_more)
     policy = Policy(preempted="requeue")
-    job = attempts.Job(("false",), 1, tmp_path / "own", words=launcher, policy=policy)
+    job = attempts.LaunchedJob(("false",), 1, tmp_path / "own", words=launcher, policy=policy)
     assert attempts.run(job) == 75
     assert (tmp_path / "asked").read_text() == "requeue 17\n"
     assert "asked to stop before the next attempt; stopped as asked" in capsys.readouterr().err
@@ -120,7 +120,7 @@ def test_a_history_that_cannot_be_written(tmp_path, launcher, capsys):
     control = tmp_path / "own"
     history = control / "history.jsonl"
     words = f"rm -f {history}; mkdir -p {history}; exit $((1 - MPIDIST_ATTEMPT))"
-    job = attempts.Job(("sh", "-c", words), 1, control, words=launcher)
+    job = attempts.LaunchedJob(("sh", "-c", words), 1, control, words=launcher)
     assert attempts.run(job) == 0
     said = capsys.readouterr().err
     assert said.count("the history is not written: ") == 4
@@ -139,7 +139,7 @@ def test_a_probe_leaves_nothing_behind(tmp_path):
         if started := pids.read_text().split() if pids.exists() else []:
             break
     assert len(started) == 2
-    assert not any(runs(pid) for pid in started)
+    assert not any(is_running(pid) for pid in started)
     launcher.write_text(f"#!/bin/sh\n{version}\nexit 0\n")
     assert commands.answers("near", [str(launcher)], os.environ, 60.0)
     assert not commands.answers("near", ["srun-that-is-not-there/srun"], os.environ, 60.0)

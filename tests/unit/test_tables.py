@@ -3,7 +3,7 @@
 import pytest
 
 from mpidist.errors import ConfigError
-from mpidist.registry import build, choose
+from mpidist.registry import build, look_up
 
 
 def thing(a, b=2):
@@ -13,7 +13,7 @@ def thing(a, b=2):
 def test_build():
     """R149: what a job file may say follows from the table and the signatures."""
     assert build({"thing": thing}, "thing", {"a": 1}, "gadget") == (1, 2)
-    assert choose({"thing": thing}, "thing", "gadget") is thing
+    assert look_up({"thing": thing}, "thing", "gadget") is thing
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         comm = start_checks.initialize(os.environ).COMM_WORLD
         start_checks.check_launch(comm, os.environ)
-        binding.check(comm, os.environ)
+        binding.check_binding(comm, os.environ)
         rows, first = module.run(comm, args), comm.rank == 0
     if args.json and first:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

@@ -67,11 +67,11 @@ def run(comm, args) -> list[dict]:
     if args.explain:
         return choices.print_choices(comm, args)
     from ...bench import report
-    from ...bench.allreduce_times import check, measure, sizes
+    from ...bench.allreduce_times import check_forms, measure, size_range
     from ...collectives import selection
 
     selection.remember_in(comm, None)  # auto shows what it can do, not what it once saw
-    check(args.forms, args.low, args.cold)
+    check_forms(args.forms, args.low, args.cold)
     with ExitStack() as stack:
         version, torch = _torch(comm, stack) if args.torch else ("", None)
         facts = {
@@ -88,7 +88,7 @@ def run(comm, args) -> list[dict]:
             f"# {'Size':<10}" + "".join(f"{name:>12}" for name in _COLUMNS) + "  algorithm",
         )
         rows: list[dict] = []
-        for size in sizes(args.low, args.high, args.step):
+        for size in size_range(args.low, args.high, args.step):
             for row in measure(
                 comm,
                 size,

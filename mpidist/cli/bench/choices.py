@@ -26,11 +26,13 @@ def add_options(parser) -> None:
 def print_choices(comm, args) -> list[dict]:
     """Print what ``auto`` chooses. Collective over `comm`."""
     from ...advice import explain
-    from ...bench.allreduce_times import sizes
+    from ...bench.allreduce_times import size_range
     from ...collectives import selection
 
     saved = explain.saved_table(args.checkpoint) if args.checkpoint else None
-    rows, seconds = explain.explain(comm, sizes(args.low, args.high, args.step), args.dtype, saved)
+    rows, seconds = explain.explain(
+        comm, size_range(args.low, args.high, args.step), args.dtype, saved
+    )
     cache = selection.remembered(comm)
     fresh = sum(row["from"] == "measured" for row in rows)
     say(
@@ -39,7 +41,7 @@ def print_choices(comm, args) -> list[dict]:
         f"thread level {args.thread_level}",
         f"# cluster {cache.fingerprint}, remembered {f'in {cache.path}' if cache.path else 'not'}; "
         f"{fresh} of {len(rows)} classes measured now, in {seconds:.2f} s",
-        *explain.lines(rows),
+        *explain.explanation_lines(rows),
         f"# table {selection.fingerprint(selection.table(comm))}: where it is equal, auto adds in "
         "the same order",
     )
@@ -49,7 +51,7 @@ def print_choices(comm, args) -> list[dict]:
 def print_advice(args, environ: Mapping[str, str]) -> list[dict]:
     """Print what would make MPI's own allreduce faster here. It starts the ranks itself."""
     from ...advice import advise
-    from ...bench.allreduce_times import sizes
+    from ...bench.allreduce_times import size_range
 
     if claim := claims.claimed_size(environ):
         raise ConfigError(
@@ -57,8 +59,10 @@ def print_advice(args, environ: Mapping[str, str]) -> list[dict]:
         )
     options = ["--step", str(args.step), "--rounds", str(args.rounds), "--dtype", args.dtype]
     options += ["--thread-level", args.thread_level]
-    there = advise.site(args.ranks, args.launcher, options, sizes(args.low, args.high, args.step))
+    there = advise.site(
+        args.ranks, args.launcher, options, size_range(args.low, args.high, args.step)
+    )
     library, out = advise.installed_mpi(), Path(args.out)
     rows = advise.advise(there, library, out, lambda line: print(line, flush=True))
-    print("\n".join(advise.lines(rows, out, library)), flush=True)
+    print("\n".join(advise.advice_lines(rows, out, library)), flush=True)
     return rows

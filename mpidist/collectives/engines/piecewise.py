@@ -75,7 +75,7 @@ class PieceSum:
             slots = self._slots() if xp is np else None
         self._plan: CachedPlan | None = None  # where the rows lie in the node's memory
         if slots is None:
-            self.rows = xp.zeros((fixed_tree.depth(start, stop, pieces), n), self.dtype)
+            self.rows = xp.zeros((fixed_tree.vectors_held(start, stop, pieces), n), self.dtype)
         else:
             self._plan = CachedPlan(self.context, self._signature, self._on_slots(slots))
             self.rows = slots[self.context.rank].reshape(-1, n)
@@ -93,7 +93,9 @@ class PieceSum:
         if memory.reason is not None or memory.topology.nodes > 1:
             return None
         bounds = fixed_tree.cuts(self.pieces, context.size)
-        depths = (fixed_tree.depth(*span, self.pieces) for span in itertools.pairwise(bounds))
+        depths = (
+            fixed_tree.vectors_held(*span, self.pieces) for span in itertools.pairwise(bounds)
+        )
         nbytes = max(depths) * self.n * self.dtype.itemsize
         try:
             parts = Segment(memory.topology.intra_comm, nbytes, context.wait).parts

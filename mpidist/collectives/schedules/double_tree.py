@@ -28,7 +28,7 @@ from typing import NamedTuple
 from .schedule import REDUCE, Range, Step, cut, length, recv, send
 
 
-class Place(NamedTuple):
+class TreePlace(NamedTuple):
     """Where a rank stands in one tree: ranks above (None at the root) and below, and its depth."""
 
     parent: int | None
@@ -41,11 +41,11 @@ def depth(size: int) -> int:
     return size.bit_length() - 1
 
 
-def place(size: int, rank: int, tree: int) -> Place:
+def tree_place(size: int, rank: int, tree: int) -> TreePlace:
     """Return the place of `rank` in tree 0 or 1."""
     x = _number(size, rank, tree)
     above = [y for y in _ancestors(x, size) if y <= size]
-    return Place(
+    return TreePlace(
         _rank(size, above[0], tree) if above else None,
         tuple(_rank(size, y, tree) for y in _children(x, size)),
         len(above),
@@ -89,10 +89,10 @@ def _children(x: int, size: int) -> list[int]:
 
 def allreduce(size: int, rank: int, n: int, *, segments: int = 1) -> list[Step]:
     """Reduce each half up its tree and send it down again, in `segments` segments."""
-    return steps(size, [place(size, rank, tree) for tree in (0, 1)], n, segments)
+    return steps(size, [tree_place(size, rank, tree) for tree in (0, 1)], n, segments)
 
 
-def steps(size: int, places: Sequence[Place], n: int, segments: int) -> list[Step]:
+def steps(size: int, places: Sequence[TreePlace], n: int, segments: int) -> list[Step]:
     """Return the steps of a rank that has these places in the two trees."""
     result: list[Step] = []
     scratch = n

@@ -94,7 +94,7 @@ def partials(start: int, stop: int, pieces: int) -> list[Range]:
     return stack
 
 
-def depth(start: int, stop: int, pieces: int) -> int:
+def vectors_held(start: int, stop: int, pieces: int) -> int:
     """Return how many vectors such a rank holds at most while it adds them up; 1 for none."""
     stack: list[Range] = []
     most = 1

@@ -136,7 +136,7 @@ def varints(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.bitwise_or.reduceat(bits, starts).astype(np.int64), starts
 
 
-def encode(features: dict) -> bytes:
+def encode_example(features: dict) -> bytes:
     """Return an Example of name -> list of bytes, float array or integer array.
 
     For tests, and to prepare data.

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ...errors import BadRecord, ClosedError, ConfigError
-from ..read_retry import Rooms, Run, Runs, bytes_of
+from ..read_retry import ByteRun, Rooms, RunReader, bytes_of
 from ..sources import Part, Source, check_split
 
 #: Bytes of chunks that are kept, for a batch has several rows of one, and so has the next batch.
@@ -77,7 +77,7 @@ class HDF5:
         if not dataset.shape:
             raise ConfigError(f"hdf5: {self.name}: dataset {name!r} is one number, not samples")
         if _as_they_are(dataset):
-            return _Rows(Runs([self._raw].__getitem__), self._rooms, dataset)
+            return _Rows(RunReader([self._raw].__getitem__), self._rooms, dataset)
         return _Chunks(self._rooms, dataset, cache)
 
     def __len__(self) -> int:
@@ -120,7 +120,7 @@ class HDF5:
 class _Rows:
     """Rows that lie in the file as they are, one after the other or chunk by chunk."""
 
-    def __init__(self, runs: Runs, rooms: Rooms, dataset):
+    def __init__(self, runs: RunReader, rooms: Rooms, dataset):
         self._runs, self._rooms, self._dataset = runs, rooms, dataset
         self.count, self._shape, self._dtype = dataset.shape[0], dataset.shape[1:], dataset.dtype
         self._nbytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
@@ -142,7 +142,7 @@ class _Rows:
         firsts, begins = firsts[[0, *cuts]], begins[[0, *cuts]]
         bounds = ((firsts - low) * self._nbytes).tolist()
         runs = [
-            Run(0, begin, room[start:stop])
+            ByteRun(0, begin, room[start:stop])
             for begin, (start, stop) in zip(
                 begins.tolist(), itertools.pairwise([*bounds, len(room)]), strict=True
             )
@@ -164,11 +164,11 @@ class _Rows:
             low, high = int(begins[first]), int(begins[last - 1]) + width
             if last == first + 1:
                 at = int(places[first]) * width
-                runs.append(Run(0, low, room[at : at + width]))
+                runs.append(ByteRun(0, low, room[at : at + width]))
             else:
                 apart = np.empty(high - low, np.uint8)
                 strewn.append((apart, slice(first, last), low))
-                runs.append(Run(0, low, bytes_of(apart)))
+                runs.append(ByteRun(0, low, bytes_of(apart)))
         self._fill(runs, [rows[first] for first in bounds[:-1]])
         row = np.dtype((np.void, width))
         for apart, some, low in strewn:
@@ -176,7 +176,7 @@ class _Rows:
             np.frombuffer(room, row)[places[some]] = any_row[begins[some] - low]
         return out
 
-    def _fill(self, runs: list[Run], rows) -> None:
+    def _fill(self, runs: list[ByteRun], rows) -> None:
         """Read the runs, which begin with these rows."""
         whole = self._runs.read(runs)
         if whole < len(runs):

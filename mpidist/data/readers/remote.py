@@ -121,7 +121,7 @@ def _listed(table: Mapping) -> tuple[dict[str, list[str]], str | None]:
             try:
                 found[key] += _matching(text) if "://" in text else [text]
             except Exception as error:  # on one rank only: all must hear of it
-                return {}, f"data: {key}: cannot look up {shown(text)}: {error}"
+                return {}, f"data: {key}: cannot look up {without_secrets(text)}: {error}"
     return found, None
 
 
@@ -159,7 +159,7 @@ def cached_name(url: str) -> str:
     return f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{readable}"
 
 
-def shown(url: str) -> str:
+def without_secrets(url: str) -> str:
     """Return a URL without what may be a password or a key."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
@@ -194,12 +194,12 @@ def fetch(
                 raise
             except Exception as error:
                 said = " ".join(f"{type(error).__name__}: {error}".split())
-                said = said.replace(url, shown(url))
-                events.emit("fetch_failed", url=shown(url), number=number, error=said)
+                said = said.replace(url, without_secrets(url))
+                events.emit("fetch_failed", url=without_secrets(url), number=number, error=said)
                 if number == tries or _hopeless(error):
                     times = "once" if number == 1 else f"{number} times"
                     raise MpidistError(
-                        f"cannot fetch {shown(url)}: {said}; tried {times}"
+                        f"cannot fetch {without_secrets(url)}: {said}; tried {times}"
                     ) from error
                 time.sleep(wait * 2 ** (number - 1))
         partial.replace(target)
@@ -225,7 +225,7 @@ def _copy(url: str, partial: Path, bandwidth: float | None) -> None:
     if expected is not None and expected != total:
         raise OSError(f"{total} bytes came, expected {expected}")
     seconds = round(time.monotonic() - began, 3)
-    events.emit("fetched", url=shown(url), bytes=total, seconds=seconds)
+    events.emit("fetched", url=without_secrets(url), bytes=total, seconds=seconds)
 
 
 @contextmanager

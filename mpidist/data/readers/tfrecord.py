@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import BadRecord, ConfigError
-from ..read_retry import Descriptors, Run, Runs, bytes_of
+from ..read_retry import ByteRun, Descriptors, RunReader, bytes_of
 from .compression import Compressed, Kept, is_compressed
 
 _HEAD, _FOOT = 12, 4
@@ -85,7 +85,7 @@ class TFRecords:
         self._crc = _checksum()
         self._lock = threading.Lock()
         self._files = Descriptors(lambda number: os.open(paths[number], os.O_RDONLY))
-        self._runs = Runs(self._files.__getitem__)
+        self._runs = RunReader(self._files.__getitem__)
         self._packed: dict[int, Compressed] = {}
         self._kept = Kept(len(self.paths))
         try:
@@ -190,7 +190,7 @@ class TFRecords:
         view = bytes_of(data)
         lows = [*bounds[firsts].tolist(), len(data)]
         where = zip(files[firsts].tolist(), begins[firsts].tolist(), lows, lows[1:], strict=False)
-        runs = [Run(file, at, view[low:high]) for file, at, low, high in where]
+        runs = [ByteRun(file, at, view[low:high]) for file, at, low, high in where]
         with self._lock:
             self._runs.read([run for run in runs if run.file not in self._packed])
             for run in runs:

@@ -135,11 +135,11 @@ class YouTube8M(Videos):
         found = example.layout(data)
         spans = []
         for name, width in self.features.items():
-            span = packed(found, name, 2)
+            span = packed_span(found, name, 2)
             if span[1] - span[0] != 4 * width:
                 raise ValueError(f"{name} has {(span[1] - span[0]) // 4} numbers, not {width}")
             spans.append(span)
-        spans.append(packed(found, "labels", 3))
+        spans.append(packed_span(found, "labels", 3))
         names = [span for kind, parts in found.values() if kind == 1 for _, span in parts]
         return spans, [*spans, *names]
 
@@ -168,7 +168,7 @@ def mark_entities(records: Laid, spans: np.ndarray, indices, labels: np.ndarray)
     labels[owners, numbers] = 1
 
 
-def packed(found: Mapping, name: str, kind: int) -> example.Span:
+def packed_span(found: Mapping, name: str, kind: int) -> example.Span:
     """Return where the values of a feature lie in one piece, or an empty span.
 
     Raises ValueError where there is none of that name and kind.

@@ -18,7 +18,7 @@ import numpy as np
 from ...errors import BadRecord, ConfigError, shown
 from ..sources import Derived, Source
 from . import example
-from .youtube8m import CLASSES, Videos, YouTube8M, files, mark_entities, packed
+from .youtube8m import CLASSES, Videos, YouTube8M, files, mark_entities, packed_span
 
 #: Names and bytes of what a frame has, in the order of a sample.
 FRAME = {"rgb": 1024, "audio": 128}
@@ -72,7 +72,7 @@ class YouTube8MFrames(Videos):
         for k, (start, stop) in enumerate(zip(records.starts, records.stops, strict=True)):
             data = records.data[start:stop].tobytes()
             try:
-                spans[k] = packed(example.layout(data), "labels", 3)
+                spans[k] = packed_span(example.layout(data), "labels", 3)
                 counts[k] = self._frames(data, inputs[k])
             except ValueError as error:
                 raise BadRecord(int(indices[k]), f"no frames of a video: {error}") from None

@@ -77,7 +77,7 @@ class Status(NamedTuple):
         return cls(rank, state, sequence, signature, host, site)
 
 
-def encode(signature: Signature) -> str:
+def encode_signature(signature: Signature) -> str:
     """Write a signature as the text that a `Status` carries, equal only for equal ones.
 
     A long one (the counts of a hundred ranks) is cut, with its key in place of the rest: what a
@@ -90,14 +90,14 @@ def encode(signature: Signature) -> str:
     return f"{data[:_TEXT_BYTES].decode(errors='ignore')}... ({signature.key:x})"
 
 
-def decode(text: str) -> Signature:
-    """Read back what `encode` wrote."""
+def decode_signature(text: str) -> Signature:
+    """Read back what `encode_signature` wrote."""
     parts = [*text.split("\x1e"), *[""] * 6]
     return Signature(*parts[:6])
 
 
 def raised(text: str) -> bool:
-    """Whether a signature, as `encode` wrote it, stands for a call that ended by an exception."""
+    """Whether a text of `encode_signature` stands for a call that ended by an exception."""
     return text.startswith(RAISED + "\x1e")
 
 
@@ -130,7 +130,7 @@ def conflict(statuses: Iterable[Status]) -> str | None:
     if len(groups) < 2 and not (gone and here):
         return None
     sequence = max(s.sequence for s in here)
-    signatures = [decode(text) for text in groups]
+    signatures = [decode_signature(text) for text in groups]
     differing = [
         field for field in Signature._fields if len({getattr(s, field) for s in signatures}) > 1
     ]
@@ -138,7 +138,7 @@ def conflict(statuses: Iterable[Status]) -> str | None:
         differing = ["kind"]
     parts = []
     for text, members in sorted(groups.items(), key=lambda g: (len(g[1]), g[1][0].rank)):
-        signature = decode(text)
+        signature = decode_signature(text)
         what = (
             signature.text()
             if "kind" in differing

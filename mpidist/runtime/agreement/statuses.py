@@ -39,7 +39,7 @@ from .mismatch import (
     WAITING,
     Status,
     conflict,
-    encode,
+    encode_signature,
     raised,
 )
 
@@ -196,7 +196,12 @@ class Statuses:
         """Tell the neighbours that this rank raised in place of operation `number`."""
         signature = self.context.operation(number)
         status = Status(
-            self.context.rank, WAITING, number, encode(signature), self.context.host, call_site()
+            self.context.rank,
+            WAITING,
+            number,
+            encode_signature(signature),
+            self.context.host,
+            call_site(),
         )
         self._tell(status, self.neighbours)
 
@@ -216,7 +221,7 @@ class Statuses:
     def _status(self, state: int) -> Status:
         number = self.context.sequence if state == LEFT else self.current
         signature = self.context.operation(number)
-        text = encode(signature) if signature is not None else ""
+        text = encode_signature(signature) if signature is not None else ""
         return Status(self.context.rank, state, number, text, self.context.host, call_site())
 
     def _tell(self, status: Status, ranks) -> None:
@@ -300,11 +305,11 @@ class Statuses:
                     return [*same, self._status(WAITING)]
                 continue
             mine = self.context.operation(other.sequence)
-            if mine is None or encode(mine) == other.signature:
+            if mine is None or encode_signature(mine) == other.signature:
                 continue
-            if raised(other.signature) and raised(encode(mine)):
+            if raised(other.signature) and raised(encode_signature(mine)):
                 continue  # both were told at once what is wrong
-            return self._group(other.sequence, encode(mine))
+            return self._group(other.sequence, encode_signature(mine))
         return []
 
     def _group(self, number: int, mine: str) -> list[Status]:
@@ -350,8 +355,10 @@ class Statuses:
         """Raise MismatchError where a rank raised in place of an operation of this one."""
         for other in self._raised.values():
             mine = self.context.operation(other.sequence)
-            if mine is not None and not raised(encode(mine)):
-                self._disagreeing(self._group(other.sequence, encode(mine)), other.signature)
+            if mine is not None and not raised(encode_signature(mine)):
+                self._disagreeing(
+                    self._group(other.sequence, encode_signature(mine)), other.signature
+                )
 
 
 def call_site() -> str:

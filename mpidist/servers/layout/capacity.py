@@ -41,13 +41,13 @@ def check_capacity(model: str, servers: list[tuple[int, str, int, int | None]]) 
         if free is not None and need > free:
             ranks = ", ".join(str(entry[0]) for entry in here)
             raise ConfigError(
-                f"model {model!r} does not fit: server ranks {ranks} on {host} need {size(need)} "
-                f"with optimizer state and buffers, {size(free)} are available; use more servers "
-                "on other nodes, or a smaller model"
+                f"model {model!r} does not fit: server ranks {ranks} on {host} need "
+                f"{bytes_text(need)} with optimizer state and buffers, {bytes_text(free)} are "
+                "available; use more servers on other nodes, or a smaller model"
             )
 
 
-def size(nbytes: float) -> str:
+def bytes_text(nbytes: float) -> str:
     """Write a byte count with its unit."""
     units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while nbytes >= 1024 and len(units) > 1:

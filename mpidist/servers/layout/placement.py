@@ -61,7 +61,7 @@ class Tensor(NamedTuple):
         return prod(self.shape[1:])
 
 
-class Layout(NamedTuple):
+class ServerLayout(NamedTuple):
     """The tensors of a model and the pieces that each server holds, in tensor order."""
 
     tensors: tuple[Tensor, ...]
@@ -87,7 +87,7 @@ class Layout(NamedTuple):
         return tensor.name if whole else f"{tensor.name}@{piece.start}"
 
 
-def place(specs: Mapping[str, tuple[Sequence[int], Any]], servers: int) -> Layout:
+def place_tensors(specs: Mapping[str, tuple[Sequence[int], Any]], servers: int) -> ServerLayout:
     """Cut the tensors of a model into byte-balanced parts, one per server.
 
     The result depends on names, shapes, dtypes and `servers` only, not on their order.
@@ -114,7 +114,7 @@ def place(specs: Mapping[str, tuple[Sequence[int], Any]], servers: int) -> Layou
         loads[server] += tensors[i].nbytes
     large = [(i, t) for i, t in enumerate(tensors) if t.nbytes > LARGE * mean]
     _pour(large, loads, mean, pieces)
-    return Layout(tensors, tuple(tuple(sorted(p)) for p in pieces))
+    return ServerLayout(tensors, tuple(tuple(sorted(p)) for p in pieces))
 
 
 def _cut_by_rows(tensor: Tensor, servers: int, mean: float) -> bool:

@@ -13,35 +13,37 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import ProtocolError
-from .placement import Layout, Piece
+from .placement import Piece, ServerLayout
 
 _ALIGN = 8
 
 
-class Part(NamedTuple):
+class ShardPart(NamedTuple):
     """A whole piece (`rows` is None), or these rows of it, by their index in the tensor."""
 
     piece: Piece
     rows: np.ndarray | None = None
 
-    def elements(self, layout: Layout) -> int:
+    def elements(self, layout: ServerLayout) -> int:
         """Number of elements."""
         if self.rows is None:
             return self.piece.stop - self.piece.start
         return len(self.rows) * layout.tensors[self.piece.tensor].width
 
-    def local_rows(self, layout: Layout) -> np.ndarray:
+    def local_rows(self, layout: ServerLayout) -> np.ndarray:
         """Rows counted from the start of the piece; only for a part that has rows."""
         width = max(1, layout.tensors[self.piece.tensor].width)
         return np.asarray(self.rows) - self.piece.start // width
 
 
-def whole(layout: Layout, server: int) -> list[Part]:
+def whole_parts(layout: ServerLayout, server: int) -> list[ShardPart]:
     """Everything that `server` holds."""
-    return [Part(piece) for piece in layout.pieces[server]]
+    return [ShardPart(piece) for piece in layout.pieces[server]]
 
 
-def route(layout: Layout, server: int, wanted: Mapping[int, np.ndarray | None]) -> list[Part]:
+def route(
+    layout: ServerLayout, server: int, wanted: Mapping[int, np.ndarray | None]
+) -> list[ShardPart]:
     """Return the parts of `wanted` (tensor number to rows, or None for all) on `server`.
 
     Rows keep their order. Cuts of a tensor whose rows are asked for must be between rows.
@@ -52,19 +54,19 @@ def route(layout: Layout, server: int, wanted: Mapping[int, np.ndarray | None]) 
             continue
         rows = wanted[piece.tensor]
         if rows is None:
-            parts.append(Part(piece))
+            parts.append(ShardPart(piece))
         elif (here := rows[owned(layout, piece, rows)]).size:
-            parts.append(Part(piece, here))
+            parts.append(ShardPart(piece, here))
     return parts
 
 
-def owned(layout: Layout, piece: Piece, rows: np.ndarray) -> np.ndarray:
+def owned(layout: ServerLayout, piece: Piece, rows: np.ndarray) -> np.ndarray:
     """Mask of the rows that `piece` holds."""
     width = max(1, layout.tensors[piece.tensor].width)
     return (rows >= piece.start // width) & (rows < piece.stop // width)
 
 
-def encode(parts: Sequence[Part]) -> np.ndarray:
+def encode_parts(parts: Sequence[ShardPart]) -> np.ndarray:
     """Selection words of `parts`."""
     words: list[np.ndarray] = []
     for part in parts:
@@ -75,7 +77,7 @@ def encode(parts: Sequence[Part]) -> np.ndarray:
     return np.concatenate(words) if words else np.empty(0, np.int64)
 
 
-def decode(words: np.ndarray, layout: Layout, server: int) -> list[Part]:
+def decode_parts(words: np.ndarray, layout: ServerLayout, server: int) -> list[ShardPart]:
     """Parts that selection words mean on `server`; rows are copied out of the message.
 
     Raises
@@ -94,19 +96,19 @@ def decode(words: np.ndarray, layout: Layout, server: int) -> list[Part]:
             raise ProtocolError(f"parameter server {server}: selection asks for tensor {tensor}")
         if rows is not None and not owned(layout, here[tensor], rows).all():
             raise ProtocolError(f"parameter server {server}: selection asks for rows not held here")
-        parts.append(Part(here[tensor], rows))
+        parts.append(ShardPart(here[tensor], rows))
         at += 2 + max(count, 0)
     return parts
 
 
-def data_bytes(layout: Layout, parts: Sequence[Part]) -> int:
+def data_bytes(layout: ServerLayout, parts: Sequence[ShardPart]) -> int:
     """Bytes that the data of `parts` take in a message."""
     return sum(_room(layout, part) for part in parts)
 
 
 def views(
-    layout: Layout, parts: Sequence[Part], buffer: np.ndarray, offset: int
-) -> Iterator[tuple[Part, np.ndarray]]:
+    layout: ServerLayout, parts: Sequence[ShardPart], buffer: np.ndarray, offset: int
+) -> Iterator[tuple[ShardPart, np.ndarray]]:
     """Yield each part with its data in `buffer`, from byte `offset` on, as a 1-D view."""
     for part in parts:
         dtype = layout.tensors[part.piece.tensor].dtype
@@ -117,6 +119,6 @@ def views(
         offset += _room(layout, part)
 
 
-def _room(layout: Layout, part: Part) -> int:
+def _room(layout: ServerLayout, part: ShardPart) -> int:
     nbytes = part.elements(layout) * layout.tensors[part.piece.tensor].dtype.itemsize
     return -(-nbytes // _ALIGN) * _ALIGN

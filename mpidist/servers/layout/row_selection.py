@@ -9,13 +9,13 @@ import numpy as np
 
 from ...arrays import as_array, copy_into, host_empty, is_device, is_writable
 from ...errors import ConfigError, nearest, shown
-from .placement import Layout, Tensor
+from .placement import ServerLayout, Tensor
 
 
 class Selection:
     """The names of one model, and what may be asked of them."""
 
-    def __init__(self, model: str, layout: Layout):
+    def __init__(self, model: str, layout: ServerLayout):
         self.model, self.layout = model, layout
         self.number = {tensor.name: i for i, tensor in enumerate(layout.tensors)}
 

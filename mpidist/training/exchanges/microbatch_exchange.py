@@ -107,7 +107,7 @@ class PieceReplicas(Replicas):
         bounds = np.searchsorted(taken.kept, np.array(bounds) - bounds[0]).tolist()
         self._before = {name: array.copy() for name, array in self._state.items()}
         total, start, used = 0.0, 0, 0
-        for samples, count in runs(bounds, self._together):
+        for samples, count in equal_runs(bounds, self._together):
             stop = start + count * samples
             part, of = tuple(array[start:stop] for array in batch), mine[start:stop]
             if not samples:
@@ -234,7 +234,7 @@ def together(model, most: int) -> int:
     return max(1, min(most, TOGETHER_BYTES // sum(array.nbytes for array in parameters)))
 
 
-def runs(bounds: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+def equal_runs(bounds: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
     """Yield (samples, count) for neighbours of one size, at most `most` of them."""
     sizes = (stop - start for start, stop in itertools.pairwise(bounds))
     for samples, equal in itertools.groupby(sizes):

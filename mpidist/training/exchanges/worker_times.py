@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ...fault_tolerance.stragglers import Judge, Window, record, tell
+from ...fault_tolerance.stragglers import Judge, Window, record, report_straggler
 
 
 class OwnTimes:
@@ -56,4 +56,4 @@ class Times:
                 continue
             record(named)
             who = f"rank {named.rank} on {self.hosts[named.rank]} is slower than the other workers"
-            tell(named, who, float(everyone[one.rank].sum()))
+            report_straggler(named, who, float(everyone[one.rank].sum()))
