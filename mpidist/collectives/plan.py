@@ -35,7 +35,7 @@ class CachedPlan:
         self.context, self.signature = context, signature
         self.engine: Any = engine  # an `executor.Engine`; None on one rank
         self.key = signature.key
-        self.place: tuple = ()  # in the context's plans
+        self.place: tuple = ()  # in the context's plans; those of an arena are in no cache
         kind = engine or Engine()
         self.runs = runs or context.count(kind.counters, numbers=not kind.tagged)
 
@@ -65,8 +65,12 @@ class CachedPlan:
         """Let go of a plan that is `owned`; the last one drops it. All ranks must do it."""
         self.owners -= 1
         # What a failed communicator has begun never ends and cannot be freed.
-        if not self.owners and not (self.context.failed or self.context.closed):
+        if self.owners or self.context.failed or self.context.closed:
+            return
+        if self.place:
             self.context.drop(self.place)
+        else:
+            self.close()
 
     def close(self) -> None:
         """Free what the plan made."""
@@ -180,23 +184,19 @@ class AllreducePlan(CachedPlan):
         self.short = self.engine = None
 
 
-def find(
-    context: Context, x, op, algorithm: str, *, agreed: bool = True, extra: str = "", slots=None
-) -> AllreducePlan:
+def find(context: Context, x, op, algorithm: str, *, agreed: bool = True) -> AllreducePlan:
     """Return the plan for `x`, making it when it is not there yet. Collective when made.
 
     Not `agreed`: made without a word to the others, which a schedule allows, for its messages say
-    what they belong to. A plan with an `extra`, a part of its signature, is for those
-    who give the same. `slots`: see `AllreducePlan`.
+    what they belong to.
     """
     dtype = x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
-    place = ("allreduce", op, algorithm, dtype, x.shape, *([extra] if extra else ()))
+    place = ("allreduce", op, algorithm, dtype, x.shape)
     plan = context.plans.get(place)
     if plan is None:
-        plan = make(context, dtype, x.shape, op, algorithm, agreed, extra, slots)
+        plan = make(context, x, op, algorithm, agreed=agreed)
         remember(context, place, plan)
-        if not extra:
-            context.quick[place[1:]] = plan if plan.short is None else plan.short.run
+        context.quick[place[1:]] = plan if plan.short is None else plan.short.run
     return plan
 
 
@@ -220,9 +220,16 @@ def remember(context: Context, place: tuple, plan: CachedPlan) -> None:
 
 
 def make(
-    context: Context, dtype: np.dtype, shape, op, algorithm: str, agreed: bool, extra: str, slots
+    context: Context, x, op, algorithm: str, extra: str = "", slots=None, *, agreed: bool = True
 ) -> AllreducePlan:
-    """Return a new plan; see `find`. Collective."""
+    """Return a new plan for `x`, in no cache; see `find`. Collective.
+
+    That of an arena, or of gradients, has an `extra`, a part of its signature that nobody else has.
+    It goes with its owner, also where that is forgotten and not closed. `slots`: see
+    `AllreducePlan`.
+    """
+    dtype = x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
+    shape = x.shape
     algorithms.check_name(algorithm, algorithms.ALLREDUCE)
     reduction = resolve(op, dtype)
     signature = Signature(

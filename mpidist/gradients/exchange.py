@@ -25,7 +25,7 @@ from ..arrays import work_dtype
 from ..collectives.engines import arena_sum
 from ..collectives.engines.fused_pieces import bucket, can_overlap
 from ..collectives.engines.node_barrier import faked_nodes
-from ..collectives.plan import AllreducePlan, find
+from ..collectives.plan import AllreducePlan, make
 from ..collectives.schedules.algorithms import MEASURED
 from ..errors import MpidistError, ProtocolError
 from ..runtime.agreement.mismatch import Signature
@@ -159,7 +159,7 @@ class Gradients:
             views, self.vectors = allocate(spec, self._xp)
             for k, vector in enumerate(self.vectors):
                 label = f"{self._label} vector {k}"
-                plan = find(self.context, vector, "sum", self.algorithm, extra=label)
+                plan = make(self.context, vector, "sum", self.algorithm, label)
                 self._plans.append(plan.owned())
         #: Half precision is scaled in single, as it is added, and rounded once.
         self._half = [vector.dtype != work_dtype(vector.dtype) for vector in self.vectors]

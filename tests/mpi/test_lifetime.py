@@ -1,5 +1,6 @@
 """What outlives a call: handles, bound plans, statuses, failed communicators."""
 
+import gc
 import resource
 import time
 from pathlib import Path
@@ -163,6 +164,31 @@ def test_closed_arenas_leave_no_plan_behind(comm):
     assert (set(context.of(comm).plans), len(context.of(comm).runs)) == before
     x[:] = 1
     assert own()[0] == comm.size
+
+
+@pytest.mark.ranks(2)
+def test_the_memory_of_a_forgotten_arena_is_given_back(comm):
+    """R41: one that nobody closed goes with its last view; no plan holds it."""
+    mine = comm.Dup()
+
+    def shared():
+        gc.collect()
+        return Path("/proc/self/maps").read_text(encoding="ascii").count("/dev/shm/mpidist-")
+
+    def sum_of_ones(algorithm):
+        arena = md.Arena(mine, {"w": (30_000, "f4"), "b": (7, "f8")})
+        for name in arena:
+            arena[name][...] = 1
+        md.allreduce(mine, arena, algorithm=algorithm)
+        assert arena["w"][-1] == arena["b"][-1] == comm.size
+
+    sum_of_ones("auto")
+    before = shared()
+    for algorithm in ("auto", "native", "ring", "node"):
+        sum_of_ones(algorithm)
+    assert shared() == before
+    md.free(mine)
+    mine.Free()
 
 
 def resident():

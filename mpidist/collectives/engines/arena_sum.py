@@ -6,7 +6,7 @@ from ...errors import ConfigError
 from ...runtime.agreement.mismatch import Signature
 from ...runtime.arena import Arena
 from ...runtime.context import Context
-from ..plan import AllreducePlan, find
+from ..plan import AllreducePlan, make
 from ..schedules import algorithms
 from . import programs
 from .node_barrier import memory_of
@@ -42,7 +42,7 @@ def plans_of(context: Context, arena: Arena, op, algorithm: str) -> list[Allredu
         lies = name in algorithms.NODE and reduction.work == vector.dtype and not small
         slots = arena.slots[k] if lies else None
         label = f"{arena.label} vector {k}"
-        plans.append(find(context, vector, op, name, extra=label, slots=slots).owned())
+        plans.append(make(context, vector, op, name, label, slots).owned())
     arena.plans[op, algorithm] = plans
     return plans
 

@@ -21,7 +21,7 @@ from ...runtime.agreement.mismatch import Signature
 from ...runtime.arena import Arena
 from ...runtime.context import Context, of, running
 from ..allreduce import TWO_HOP_RANKS, Handle, nonblocking
-from ..plan import find
+from ..plan import make
 from ..schedules.algorithms import MEASURED, NATIVE, NODE
 from .executor import Program, Run, heading
 from .hierarchical import lane_steps, lanes_of, total_of
@@ -59,7 +59,7 @@ def bucket(arena: Arena, k: int, start: int, stop: int, algorithm: str = MEASURE
     if algorithm in (MEASURED, NATIVE, *NODE):
         algorithm = nonblocking(arena.comm.size)
     name = f"{arena.label} bucket {start}:{stop} of vector {k}"
-    plan = find(context, part, "sum", algorithm, extra=name).owned()
+    plan = make(context, part, "sum", algorithm, name).owned()
     arena.plans[name] = [plan]
     return lambda weight=None: Handle(context, plan, part, part, weight)
 
