@@ -36,6 +36,15 @@ def call(comm, kind: str):
     return context.of(comm).call(kind)
 
 
+def all_come(comm) -> None:
+    """Say that all ranks come to the next round, which so need not begin with an agreement.
+
+    What is raised before breaks it off: a rank that went on would meet, in its next operation, the
+    messages of those that are in the round.
+    """
+    context.of(comm).under_way = True
+
+
 @contextmanager
 def operation(comm, kind: str) -> Iterator[tuple[context.Context, int]]:
     """Send data inside of the block: its context and a tag. Collective over `comm`.

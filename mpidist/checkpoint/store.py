@@ -15,7 +15,7 @@ from ..errors import CheckpointError, ClosedError
 from ..runtime.topology import topology_of
 from . import histories, load, node_copies
 from .arguments import of_store, wanted, which, yes_or_no
-from .control import by_rank_0, call, run_on_all, same_on_all
+from .control import all_come, by_rank_0, call, run_on_all, same_on_all
 from .histories import Line
 from .read.restore import restore
 from .storage import files, retention
@@ -154,7 +154,9 @@ class CheckpointStore(Scoped):
             When a leaf cannot be saved.
         """
         with events.span("checkpoint.save"), self._call("save"):
-            self._begin(step, state).write()
+            save = self._begin(step, state)
+            all_come(self._comm)
+            save.write()
             self._finish(at_once=True)
 
     def save_async(self, step: int, state: Mapping) -> None:

@@ -5,6 +5,8 @@ import pytest
 from mpi4py import MPI
 
 import mpidist as md
+from mpidist.checkpoint.write.save import Save
+from mpidist.errors import MismatchError
 from mpidist.runtime.context import of
 
 #: What all ranks call together on a communicator of control.
@@ -124,3 +126,23 @@ def test_a_store_for_which_nodes_hold_nothing(comm, folder, calls):
         taken(calls)
         assert store.restore(replicated(comm, 0.0))[0] == 1
         assert taken(calls) == ["Iallreduce", "Iallreduce", "Ibcast", "Iallreduce"]
+
+
+@pytest.mark.ranks(3, 4)
+def test_a_rank_that_leaves_a_save_is_named_whatever_it_does_next(comm, folder, monkeypatch):
+    """The others wait in a round without an agreement, which its next operation must not meet."""
+    mine = comm.Dup()
+    write = Save.write
+
+    def interrupted(save):
+        if mine.rank == 0:
+            raise KeyboardInterrupt("stopped by the test")
+        write(save)
+
+    store = md.CheckpointStore(mine, folder)
+    monkeypatch.setattr(Save, "write", interrupted)
+    with pytest.raises((KeyboardInterrupt, MismatchError), match="stopped by the test"):
+        store.save(1, replicated(mine, 1.0))
+    with pytest.raises(MismatchError, match="KeyboardInterrupt: stopped by the test"):
+        md.allreduce(mine, np.ones(3))
+    store._abandon()
