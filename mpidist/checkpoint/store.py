@@ -17,14 +17,15 @@ from . import histories, load, node_copies
 from .arguments import of_store, wanted, which, yes_or_no
 from .control import all_come, by_rank_0, call, run_on_all, same_on_all
 from .histories import Line
-from .read.restore import restore
+from .place import Place, WriteOptions
+from .read.restore import Restore
 from .storage import files, retention
 from .storage.lock import RunLock
 from .storage.retention import Keep
 from .storage.steps import Entry
 from .write.planner import Planner
-from .write.save import Place, Save, begin
-from .write.shard_writer import Memory, WriteBuffers, WriteOptions
+from .write.save import Save, begin
+from .write.shard_writer import Memory, WriteBuffers
 from .write.write_plan import writers_of
 
 
@@ -110,9 +111,9 @@ class CheckpointStore(Scoped):
         self._keep = Keep(given["keep"], given["keep_every"])
         self._lock = RunLock(self.path)
         self._line = Line(self.path, given["fresh"])
-        self._place = Place(self.path, self._keep, self._lock, self._line)
+        how = WriteOptions(given["direct"], given["sha256"])
+        self._place = Place(self.path, self._keep, self._lock, self._line, how)
         self._buffers = WriteBuffers(Memory(), Memory())
-        self._how = WriteOptions(given["direct"], given["sha256"])
         self._writers = given["writers"]
         self._planner: Planner | None = None
 
@@ -214,15 +215,7 @@ class CheckpointStore(Scoped):
                 return {**which(step, history), "verify": yes_or_no("verify", verify)}
 
             with events.span("checkpoint.restore"):
-                entry, state = restore(
-                    self._comm,
-                    self.path,
-                    like,
-                    check,
-                    self._line.first,
-                    self._keep.bad,
-                    self._how.direct,
-                )
+                entry, state = Restore(self._comm, self._place, like, check).run()
             self._keep.verified = entry
             self._line.stand(entry)
             return entry.step, state
@@ -349,7 +342,6 @@ class CheckpointStore(Scoped):
             self._place,
             self._planner,
             self._buffers,
-            self._how,
             partial(wanted, step, needed=True),
             state,
             copy,

@@ -544,9 +544,9 @@ def test_a_step_that_another_job_removes_while_it_is_restored(comm, folder, monk
     other = CheckpointStore(MPI.COMM_SELF, folder, keep=1) if comm.rank == 0 else None
     if other:
         other.save(1, state_of(1))
-    left, real = [2], restore._fill
+    left, real = [2], restore.Restore._fill
 
-    def attempt(comm, path, answer, *rest):
+    def attempt(self, answer, *rest):
         step = answer.entry.step + 1
         comm.Barrier()
         if other and left[0]:
@@ -554,9 +554,9 @@ def test_a_step_that_another_job_removes_while_it_is_restored(comm, folder, monk
             other.save(step, state_of(step))
             other.wait()
         comm.Barrier()
-        return real(comm, path, answer, *rest)
+        return real(self, answer, *rest)
 
-    monkeypatch.setattr(restore, "_fill", attempt)
+    monkeypatch.setattr(restore.Restore, "_fill", attempt)
     comm.Barrier()
     with CheckpointStore(comm, folder) as store:
         step, state = store.restore(blank())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.checkpoint.write.shard_writer import WriteOptions
+from mpidist.checkpoint.place import WriteOptions
 from mpidist.errors import ConfigError
 
 
@@ -40,7 +40,7 @@ def test_a_tiered_store_writes_and_reads_its_shared_folder_as_asked(comm, folder
         with md.TieredStore(
             comm, path, local=folder / "node", sha256=sha256, direct=False
         ) as store:
-            assert store.shared._how == WriteOptions(direct=False, sha256=sha256)
+            assert store.shared._place.how == WriteOptions(direct=False, sha256=sha256)
             store.save(1, state)
         tables = list(path.glob("step-*/*.table"))
         assert tables

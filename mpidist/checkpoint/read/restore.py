@@ -43,6 +43,7 @@ from ..format.state import (
     tree,
 )
 from ..load import Search
+from ..place import Place
 from ..storage import steps
 from ..storage.steps import Entry
 from ..storage.worker_thread import Beside
@@ -100,87 +101,134 @@ class FoundStep(NamedTuple):
     found: Layout | None
 
 
-class _Leader:
-    """What rank 0 keeps of a restore: where it looks, and the manifest that it has read."""
+class Restore:
+    """One restore, done by `run`. Only rank 0 searches, and keeps the manifest that it has read.
 
-    def __init__(self, path: str, first: Callable[..., Entry | None], bad: set[Entry]):
-        self._path, self._first, self._bad = path, first, bad
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm
+    place : Place
+        Rank 0 asks its line for the entry to try, and adds to its damaged ones.
+    like : dict or None
+    check : callable
+        Returns the arguments step, history and verify, or raises.
+    """
+
+    manifest: Manifest
+
+    def __init__(self, comm, place: Place, like: Mapping | None, check: Callable[[], dict]) -> None:
+        self._comm, self._place, self._like, self._check = comm, place, like, check
+        self._given: dict[str, Any] = {}
+        self._items: list | None = None
         self._search: Search | None = None
-        self.manifest: Manifest
 
-    def answer(self, given: Mapping, reason: str | None, wishes: Sequence[Wish]) -> FoundStep:
-        """Return the next step to try, `reason` being what was wrong with the one before."""
+    def run(self) -> tuple[Entry, dict]:
+        """Return (entry, state); see `CheckpointStore.restore`. Collective."""
+        spoils = False  # parts of a step may be in the caller's arrays
+        reason: str | None = None
+        try:
+            while True:
+                decide = partial(self._next, reason)
+                answer = run_on_all(self._comm, "restore", self._ask, decide, room=_ROOM)
+                items = self._items
+                if items is None:  # new arrays: nothing of anybody's is changed
+                    items = run_on_all(self._comm, "restore", partial(_fresh, answer.tensors))
+                else:
+                    spoils = True
+                found = answer.found or shard_layouts.wanted(
+                    self._comm, self, answer.tensors, items
+                )
+                found = found._replace(tensors=answer.tensors)
+                arrays: dict[Path, Any] = {}
+                for start, end in pairwise([0, *answer.ends]):
+                    reason = self._fill(answer, found, range(start, end), items, arrays)
+                    if reason is not None:
+                        break
+                else:
+                    step, ranks = answer.entry.step, self._comm.size
+                    path = self._place.path
+                    events.emit("checkpoint_restored", path=path, step=step, ranks=ranks)
+                    return answer.entry, _state(answer.extras, items, arrays)
+        except MpidistError as error:
+            if spoils:
+                raise spoiled(error) from error
+            raise
+
+    def _ask(self) -> Wish:
+        """Say what this rank wants, or raise."""
+        if not self._given:
+            self._given = self._check()
+            self._items = None if self._like is None else _wanted(self._like)
+        given = {name: repr(value) for name, value in self._given.items()}
+        return Wish(given, _described(self._items))
+
+    def _next(self, reason: str | None, wishes: Sequence[Wish]) -> FoundStep:
+        """Rank 0: return the next step to try, `reason` being what was wrong with the last one."""
+        path, line = self._place.path, self._place.line
         if self._search is None:
             _check_same(wishes)
-            step, history = given["step"], given["history"]
-            self._search = Search(self._path, step, history, self._first, self._bad)
+            step, history = self._given["step"], self._given["history"]
+            self._search = Search(path, step, history, line.first, self._place.keep.bad)
         while True:
             if reason is not None:
                 self._search.pass_over(reason)
             entry = self._search.next()
             try:
-                self.manifest = steps.read_manifest(self._path, entry)
+                self.manifest = steps.read_manifest(path, entry)
             except Damaged as damage:
                 reason = str(damage)
             else:
-                return _answer(f"{self._path}/{entry.name}", entry, self.manifest, wishes)
+                return _answer(f"{path}/{entry.name}", entry, self.manifest, wishes)
 
+    def _fill(
+        self, answer: FoundStep, found: Layout, batch: range, items: list, filled: dict
+    ) -> str | None:
+        """Fill the leaves of `items` in a batch, and put them into `filled`; why not, if not.
 
-def restore(
-    comm,
-    path: str,
-    like: Mapping | None,
-    check: Callable[[], dict],
-    first: Callable[..., Entry | None],
-    bad: set[Entry],
-    direct: bool,
-):
-    """Return (entry, state); see `CheckpointStore.restore`. Collective over `comm`.
+        Collective. Damage is an answer, on which all ranks go on to an older step; any other error
+        ends the restore on all ranks.
+        """
+        comm = self._comm
+        names = {found.tensors[number].path for number in batch}
+        some = [(name, leaf) for name, leaf in items if name in names]
+        common = {found.tensors[number].path for number in answer.common if number in batch}
+        common = common if comm.size > 1 else set()
+        filling: Any = partial(Filling, found, some, common, comm.rank, comm.size)
+        filling = run_on_all(comm, "restore", filling) if answer.staged else filling()
+        direct = self._place.how.direct and _is_alone(comm.size, answer, items)
 
-    `check` returns the arguments step, history and verify, or raises. Rank 0 asks `first` for the
-    entry to try, giving those that were; it adds to `bad` what is found damaged. `direct`: whether
-    what nobody else reads passes the system's cache by.
-    """
-    given: dict[str, Any] = {}
-    items: list | None = None
-    leader = _Leader(path, first, bad)
-    reason: str | None = None
+        def read() -> None:
+            with opened(
+                self._place.path, answer.entry, found, self._given["verify"], direct
+            ) as reader:
+                reader.read(filling.wants, wanted=lambda: not reading.abandoned)
 
-    def ask() -> Wish:
-        nonlocal items
-        if not given:
-            given.update(check())
-            items = None if like is None else _wanted(like)
-        return Wish({name: repr(value) for name, value in given.items()}, _described(items))
-
-    filled: list[Entry] = []  # parts of these may be in the caller's arrays
-    try:
-        while True:
-            decide = partial(leader.answer, given, reason)
-            answer = run_on_all(comm, "restore", ask, decide, room=_ROOM)
-            mine = items
-            if mine is None:  # new arrays: nothing of anybody's is changed
-                mine = run_on_all(comm, "restore", partial(_fresh, answer.tensors))
+        # What one rank reads for all goes round while the rest is read. Damage is found on the
+        # way: the others then have got it as well, and an older step fills all that it has changed.
+        reading = Beside(read, "mpidist-restore")
+        error: Exception | None = None
+        try:
+            if common:
+                with reading:
+                    filling.shared.exchange(comm, reading.over)
+                reading.result()
             else:
-                filled.append(answer.entry)
-            found = answer.found or shard_layouts.wanted(comm, leader, answer.tensors, mine)
-            found = found._replace(tensors=answer.tensors)
-            how = given["verify"], direct and _is_alone(comm.size, answer, mine)
-            state = dict(answer.extras)
-            arrays: dict[Path, Any] = {}
-            for start, end in pairwise([0, *answer.ends]):
-                reason = _fill(comm, path, answer, found, range(start, end), mine, how, arrays)
-                if reason is not None:
-                    break
-            else:
-                events.emit(
-                    "checkpoint_restored", path=path, step=answer.entry.step, ranks=comm.size
-                )
-                return answer.entry, _state(state, mine, arrays)
-    except MpidistError as error:
-        if filled:
-            raise spoiled(error) from error
-        raise
+                read()
+        except Exception as raised:
+            error = raised
+
+        def outcome() -> str | None:
+            if isinstance(error, Damaged):
+                return f"rank {comm.rank}: {error}"
+            if error is not None:
+                raise error
+            filled.update(filling.finish())
+            return None
+
+        def damage(reasons: list) -> str | None:
+            return next((text for text in reasons if text), None)
+
+        return run_on_all(comm, "restore", outcome, damage, if_differs=True)
 
 
 def spoiled(error: MpidistError) -> MpidistError:
@@ -228,53 +276,6 @@ def _is_alone(size: int, answer: FoundStep, items: list) -> bool:
     own = sum(array_of(x).nbytes for path, x in items if is_filled(x) and path not in common)
     shared = sum(answer.tensors[number].nbytes for number in answer.common)
     return shared + own * size <= _MOSTLY * sum(tensor.nbytes for tensor in answer.tensors)
-
-
-def _fill(
-    comm, path: str, answer: FoundStep, found: Layout, batch: range, items, how: tuple, filled: dict
-) -> str | None:
-    """Fill the leaves of `items` in a batch, and put them into `filled`; why not, if not.
-
-    Collective. Damage is an answer, on which all ranks go on to an older step; any other error
-    ends the restore on all ranks.
-    """
-    names = {found.tensors[number].path for number in batch}
-    some = [(name, leaf) for name, leaf in items if name in names]
-    common = {found.tensors[number].path for number in answer.common if number in batch}
-    common = common if comm.size > 1 else set()
-    filling: Any = partial(Filling, found, some, common, comm.rank, comm.size)
-    filling = run_on_all(comm, "restore", filling) if answer.staged else filling()
-
-    def read() -> None:
-        with opened(path, answer.entry, found, *how) as reader:
-            reader.read(filling.wants, wanted=lambda: not reading.abandoned)
-
-    # What one rank reads for all goes round while the rest is read. Damage is found on the way:
-    # the others then have got it as well, and an older step fills all that it has changed.
-    reading = Beside(read, "mpidist-restore")
-    error: Exception | None = None
-    try:
-        if common:
-            with reading:
-                filling.shared.exchange(comm, reading.over)
-            reading.result()
-        else:
-            read()
-    except Exception as raised:
-        error = raised
-
-    def outcome() -> str | None:
-        if isinstance(error, Damaged):
-            return f"rank {comm.rank}: {error}"
-        if error is not None:
-            raise error
-        filled.update(filling.finish())
-        return None
-
-    def damage(reasons: list) -> str | None:
-        return next((text for text in reasons if text), None)
-
-    return run_on_all(comm, "restore", outcome, damage, if_differs=True)
 
 
 # ------------------------------------------------------------------------------ the same model

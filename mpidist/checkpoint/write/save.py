@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -35,9 +35,9 @@ from ... import __version__, events
 from ...errors import CheckpointError, StorageError
 from ..control import run_on_all
 from ..format import manifest
-from ..histories import Line, publish
+from ..histories import publish
+from ..place import Place
 from ..storage import files, retention
-from ..storage.lock import RunLock
 from ..storage.steps import Entry
 from ..storage.worker_thread import Worker
 from . import shard_writer
@@ -58,20 +58,6 @@ class _Folder:
     resources: ExitStack
 
 
-class Place(NamedTuple):
-    """Where a store saves, and what rank 0 asks about it.
-
-    keep : what to remove after a commit.
-    lock : taken by rank 0.
-    line : where the store stands: which history a save is of.
-    """
-
-    path: str
-    keep: retention.Keep
-    lock: RunLock
-    line: Line
-
-
 class Save:
     """One save: begun (collective), written (local, in any thread), then finished (collective).
 
@@ -80,8 +66,8 @@ class Save:
 
     _begun: Begun
 
-    def __init__(self, comm, place: Place, how: shard_writer.WriteOptions):
-        self.comm, self.path, self._place, self._how = comm, place.path, place, how
+    def __init__(self, comm, place: Place):
+        self.comm, self.path, self._place = comm, place.path, place
         self._began, self._ended = time.perf_counter(), 0.0
         self._outcome: bytes | Exception | None = None  # the head of this rank's table, or an error
         self._committed: int | Exception | None = None  # bytes of the state, on rank 0
@@ -94,7 +80,7 @@ class Save:
 
     def _open(self, nonce: int, step: int) -> None:
         """Rank 0: make the temporary folder."""
-        path, keep, lock, line = self._place
+        path, keep, lock, line, _ = self._place
         lock.prepare()
         with ExitStack() as stack:
             root = stack.enter_context(files.folder(path))
@@ -117,7 +103,7 @@ class Save:
             if self._outcome is None:
                 with files.folder(self.path) as root, files.folder(self.name, root) as folder:
                     self._outcome = shard_writer.write(
-                        folder, self.comm.rank, self._begun.work, self._data, self._how
+                        folder, self.comm.rank, self._begun.work, self._data, self._place.how
                     )
         except Exception as error:
             self._outcome = error
@@ -284,7 +270,6 @@ def begin(
     place: Place,
     planner: Planner,
     memory: shard_writer.WriteBuffers,
-    how: shard_writer.WriteOptions,
     check: Callable[[], Any],
     state: Mapping,
     copy: bool,
@@ -293,7 +278,7 @@ def begin(
 
     With `copy` this rank's part of the state is copied now, so that it may change at once.
     """
-    save, nonce = Save(comm, place, how), secrets.randbits(63)
+    save, nonce = Save(comm, place), secrets.randbits(63)
     try:
         begun = planner.begin(comm, check, state, nonce, partial(save._open, nonce))
         save.step, work = begun.step, begun.work

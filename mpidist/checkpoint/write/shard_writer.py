@@ -20,6 +20,7 @@ from ...errors import CheckpointError, StorageError
 from ..control import operation
 from ..format import manifest
 from ..format.state import array_of
+from ..place import WriteOptions
 from ..storage import files
 from . import checksummed_write
 from .work import Work
@@ -58,13 +59,6 @@ class Memory:
         return [
             self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
         ]
-
-
-class WriteOptions(NamedTuple):
-    """How shards are written: past the system's cache where it can be; with a SHA-256 of each."""
-
-    direct: bool = True
-    sha256: bool = False
 
 
 class WriteBuffers(NamedTuple):
