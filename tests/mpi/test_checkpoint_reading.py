@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.checkpoint.read import fill, read_once
+from mpidist.checkpoint.read import fill, read_once, restore
 from mpidist.checkpoint.read.reader import Reader
 from mpidist.checkpoint.storage import files
 from mpidist.errors import CheckpointError, StorageError
@@ -189,6 +189,33 @@ def test_a_rank_that_cannot_read(comm, folder, monkeypatch, error):
                 store.restore(state_of(comm, blank=True))
         assert len(set(comm.allgather(str(caught.value)))) == 1
         check(store.restore(state_of(comm, blank=True))[1], comm)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("where", ["Filling", "message_room"])
+@pytest.mark.parametrize("few", [0, 2048])
+def test_a_rank_without_memory_for_its_plan(comm, folder, monkeypatch, where, few):
+    """All learn of it, with the outcome or before, and the store goes on."""
+    monkeypatch.setattr(restore, "_FEW", few)
+
+    def fail(*_):
+        raise MemoryError("no room for a plan")
+
+    with md.CheckpointStore(comm, folder) as store:
+        state = state_of(comm)
+        if few and where == "Filling":  # a small plan of whole arrays takes next to nothing
+            del state["parameters"]
+        like = {name: state_of(comm, blank=True)[name] for name in state}
+        store.save(1, state)
+        with monkeypatch.context() as patch:
+            if comm.rank == 1:
+                patch.setattr(restore, where, fail)
+            with pytest.raises(StorageError, match=r"rank 1 of .*no room for a plan") as caught:
+                store.restore(like)
+        assert len(set(comm.allgather(str(caught.value)))) == 1
+        store.save(2, state)
+        got = store.restore(like)[1]
+        np.testing.assert_array_equal(got["momentum"]["w"].array, state["momentum"]["w"].array)
 
 
 @pytest.mark.ranks(2, 3)

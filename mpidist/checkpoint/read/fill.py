@@ -66,6 +66,8 @@ class Filling:
     common : collection of Path
         Leaves that `is_whole` on all ranks: each of them reads a part.
     rank, ranks : int
+    room : array, optional
+        As in `ReadAndBroadcast`.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Filling:
         common: Collection[Path] = (),
         rank: int = 0,
         ranks: int = 1,
+        room: np.ndarray | None = None,
     ):
         places = Places(found)
         number = {tensor.path: n for n, tensor in enumerate(found.tensors)}
@@ -91,7 +94,7 @@ class Filling:
             wants = shared if path in common else own
             wants += places.wants(number[path], region_of(leaf), host)
         #: What is passed on to other ranks, and all that this one reads.
-        self.shared = ReadAndBroadcast(shared, found.block, rank, ranks)
+        self.shared = ReadAndBroadcast(shared, found.block, rank, ranks, room)
         self.wants = [*own, *self.shared.mine]
 
     def finish(self) -> dict[Path, Any]:

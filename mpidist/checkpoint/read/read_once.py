@@ -69,13 +69,26 @@ def _parts(want: ReadItem, cuts: Sequence[int], block: int) -> Iterator[ReadItem
 Part = tuple[ReadItem, np.ndarray]
 
 
+def message_room() -> np.ndarray:
+    """Return room for any message of small targets, unless blocks are larger than `_LARGE`."""
+    return np.empty(2 * _LARGE, np.uint8)
+
+
 class ReadAndBroadcast:
     """The data that all ranks need, and the part of them that this rank reads.
 
-    Only `exchange` is collective. Every rank gives equal `wants`, for contiguous arrays.
+    Only `exchange` is collective. Every rank gives equal `wants`, for contiguous arrays. `room` is
+    for messages; made here where it is too small, or none.
     """
 
-    def __init__(self, wants: Sequence[ReadItem], block: int, rank: int, ranks: int):
+    def __init__(
+        self,
+        wants: Sequence[ReadItem],
+        block: int,
+        rank: int,
+        ranks: int,
+        room: np.ndarray | None = None,
+    ):
         dealt = partition_reads(wants, block, ranks)
         self.mine = dealt[rank]
         given = [[(want, want.target) for want in one if want.target is not None] for one in dealt]
@@ -88,9 +101,8 @@ class ReadAndBroadcast:
             for root, one in enumerate(given)
             for message in _joined([part for part in one if not _is_large(part[1])])
         ]
-        # Taken here, where a rank without memory can still tell the others.
         most = max((_bytes(message) for _, message in self._small), default=0)
-        self._room = np.empty(most, np.uint8)
+        self._room = np.empty(most, np.uint8) if room is None or len(room) < most else room
 
     def exchange(self, comm, over: Callable[[], bool]) -> None:
         """Bring every target to all ranks from the one that reads it, as it comes. Collective.

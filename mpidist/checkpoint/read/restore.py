@@ -49,6 +49,7 @@ from ..storage.steps import Entry
 from ..storage.worker_thread import Beside
 from . import fill
 from .fill import Filling, is_filled, is_whole, staged_bytes
+from .read_once import message_room
 from .reader import opened
 
 _LISTED = 8
@@ -88,7 +89,7 @@ class FoundStep(NamedTuple):
     tensors, extras : what the step holds.
     common : numbers of the tensors that all ranks want whole, so that each of them reads a part.
     ends : behind which tensors a batch ends, where not all are filled at once.
-    staged : whether some rank needs much memory of its own for what it reads.
+    large : whether some rank needs much memory of its own for what it reads, or to plan that.
     found : where all pieces lie; None where each rank asks for what it wants.
     """
 
@@ -97,7 +98,7 @@ class FoundStep(NamedTuple):
     extras: tuple
     common: list[int]
     ends: list[int]
-    staged: bool
+    large: bool
     found: Layout | None
 
 
@@ -121,6 +122,7 @@ class Restore:
         self._given: dict[str, Any] = {}
         self._items: list | None = None
         self._search: Search | None = None
+        self._room = np.empty(0, np.uint8)
 
     def run(self) -> tuple[Entry, dict]:
         """Return (entry, state); see `CheckpointStore.restore`. Collective."""
@@ -159,6 +161,8 @@ class Restore:
         if not self._given:
             self._given = self._check()
             self._items = None if self._like is None else _wanted(self._like)
+            if self._comm.size > 1:
+                self._room = message_room()  # here a rank without memory can tell the others
         given = {name: repr(value) for name, value in self._given.items()}
         return Wish(given, _described(self._items))
 
@@ -193,8 +197,12 @@ class Restore:
         some = [(name, leaf) for name, leaf in items if name in names]
         common = {found.tensors[number].path for number in answer.common if number in batch}
         common = common if comm.size > 1 else set()
-        filling: Any = partial(Filling, found, some, common, comm.rank, comm.size)
-        filling = run_on_all(comm, "restore", filling) if answer.staged else filling()
+        plan = partial(Filling, found, some, common, comm.rank, comm.size, self._room)
+        filling: Any = None
+        if answer.large:
+            filling = run_on_all(comm, "restore", plan)
+        elif common:
+            filling = plan()  # a small one, for which the room is there
         direct = self._place.how.direct and _is_alone(comm.size, answer, items)
 
         def read() -> None:
@@ -208,6 +216,8 @@ class Restore:
         reading = Beside(read, "mpidist-restore")
         error: Exception | None = None
         try:
+            if filling is None:  # nobody waits for this rank: what fails is told with the outcome
+                filling = plan()
             if common:
                 with reading:
                     filling.shared.exchange(comm, reading.over)
@@ -338,7 +348,7 @@ def _answer(name: str, entry: Entry, manifest: Manifest, wishes: Sequence[Wish])
         manifest.extras,
         np.flatnonzero(takers == len(wishes)).tolist(),
         fill.batches(most.tolist()),
-        any(leaf.staged and leaf.shape for leaf in every),
+        len(manifest.rows) > _FEW or any(leaf.staged and leaf.shape for leaf in every),
         found if few else None,
     )
 
