@@ -143,7 +143,9 @@ class Search:
         Gets the damaged ones.
     """
 
-    def __init__(self, path: str, step: int | None, history: int | None, first=None, bad=None):
+    def __init__(
+        self, path: str, step: int | None, history: int | None = None, first=None, bad=None
+    ):
         self._path, self._step, self._history = path, step, history
         self._first = first or partial(histories.first, path)
         self._bad = set() if bad is None else bad
@@ -155,17 +157,19 @@ class Search:
         """Return the newest entry that was not passed over. Raises where there is none left."""
         entry = self._first(self._step, self._history, self._tried)
         if entry is None:
-            raise failure(self._path, self._step, list(self._tried.values()))
+            raise _failure(self._path, self._step, list(self._tried.values()))
         self._entry = entry
         return entry
 
-    def pass_over(self, reason: str) -> None:
-        """Say that the entry is damaged, unless a running job has removed it."""
+    def pass_over(self, reason: str, said: bool = False) -> None:
+        """Say that the entry is damaged, unless a running job has removed it, or it is `said`."""
         if histories.is_gone(self._path, self._entry):
             self._removed = count_removed(self._path, self._removed)
         else:
             self._bad.add(self._entry)
-            self._tried[self._entry] = note(self._path, self._entry, reason)
+            self._tried[self._entry] = f"{self._entry.name}: {reason}"
+            if not said:
+                _note(self._path, self._entry, reason)
 
 
 def count_removed(path: str, removed: int) -> int:
@@ -178,15 +182,14 @@ def count_removed(path: str, removed: int) -> int:
     return removed + 1
 
 
-def note(path: str, entry: Entry, reason: str) -> str:
+def _note(path: str, entry: Entry, reason: str) -> None:
     """Say once, on stderr and in the event log, that a step is passed over."""
-    text = f"{entry.name}: {reason}"
     events.emit("checkpoint_damaged", path=path, step=entry.step, reason=reason)
-    print(f"mpidist: damaged checkpoint passed over: {path}/{text}", file=sys.stderr, flush=True)
-    return text
+    text = f"mpidist: damaged checkpoint passed over: {path}/{entry.name}: {reason}"
+    print(text, file=sys.stderr, flush=True)
 
 
-def failure(path: str, step: int | None, tried: list[str]) -> CheckpointError:
+def _failure(path: str, step: int | None, tried: list[str]) -> CheckpointError:
     """Return the error for a store in which nothing that was tried is good."""
     what = "; ".join(tried[:8]) + (f"; and {len(tried) - 8} more" if len(tried) > 8 else "")
     if step is not None:

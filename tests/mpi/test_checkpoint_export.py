@@ -13,6 +13,7 @@ import pytest
 import mpidist as md
 from mpidist import events
 from mpidist.checkpoint.export import export_store, parallel_hdf5, plain_file
+from mpidist.checkpoint.format.state import leaves
 from mpidist.checkpoint.read import restore
 from mpidist.errors import ConfigError, StorageError
 
@@ -238,3 +239,28 @@ def test_without_parallel_hdf5_rank_0_writes(comm, folder, capfd, monkeypatch):
     comm.Barrier()
     if comm.rank == 0:
         assert content(folder / "one.h5")["few"] == ((2,), "f8", np.arange(2.0).tobytes())
+
+
+@pytest.mark.ranks(1, 3)
+def test_all_ranks_read_the_newest_good_step(comm, folder, capfd):
+    """What parallel HDF5 then writes; reading needs none. Damage is passed over, and said once."""
+    with md.CheckpointStore(comm, folder) as store:
+        for step in (1, 2, 3):
+            store.save(step, state_of(comm, step))
+    if comm.rank == 0:
+        (folder / "step-000000000003" / "MANIFEST.json").write_bytes(b"no manifest")
+        (folder / "step-000000000002" / "shard-00000.h5").unlink()
+    comm.Barrier()
+    step, tensors, state = parallel_hdf5._read(comm, str(folder), None)
+    assert step == 1
+    assert {tensor.path for tensor in tensors} <= {path for path, _ in leaves(state)} or comm.rank
+    said = capfd.readouterr().err
+    for number in (2, 3):
+        assert said.count(f"step-00000000000{number}: ") == (comm.rank == 0)
+    with pytest.raises(md.CheckpointError, match=r"step 3 in .* is damaged"):
+        parallel_hdf5._read(comm, str(folder), 3)
+    if comm.rank == 0:
+        (folder / "step-000000000001" / "shard-00000.h5").unlink()
+    comm.Barrier()
+    with pytest.raises(md.NoCheckpoint, match=r"no good .*; tried step-.*3.*step-.*1"):
+        parallel_hdf5._read(comm, str(folder), None)

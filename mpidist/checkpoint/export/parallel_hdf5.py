@@ -16,12 +16,11 @@ import numpy as np
 
 from ...errors import CheckpointError, StorageError
 from ...partition import BlockPartition
-from .. import histories, load
+from .. import load
 from ..control import by_rank_0, run_on_all
 from ..format.manifest import Damaged
 from ..format.state import Fact, Shard, Unreadable, dtype_of, leaves, show, to_json, tree
 from ..storage import steps
-from ..storage.steps import Entry
 from ..store import CheckpointStore
 from .plain_file import extras_text, name_of, named, put_extras
 
@@ -92,33 +91,22 @@ def _write(data_set, array: np.ndarray, start) -> None:
 
 def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Fact, ...], dict]:
     """Read this rank's rows of the newest good step: (step, all arrays, state). Collective."""
-    tried: dict[Entry, str] = {}
-    removed = 0
-
-    def following() -> Entry | None:
-        return histories.first(path, step, None, tried)
-
+    search = load.Search(path, step)
     with CheckpointStore(comm, path) as store:
-        while (entry := by_rank_0(comm, "export", following)) is not None:
+        while True:
+            entry = by_rank_0(comm, "export", search.next)
             try:
                 look = partial(steps.read_manifest, path, entry)
                 tensors = by_rank_0(comm, "export", lambda: look().tensors)  # noqa: B023
                 rows = _rows(comm, tensors)
-                return (
-                    entry.step,
-                    tensors,
-                    store.restore(rows, entry.step, history=entry.history)[1],
-                )
+                _, state = store.restore(rows, entry.step, history=entry.history)
+                return entry.step, tensors, state
             except (StorageError, Unreadable):
                 raise  # whole as far as anybody knows: no older step in its place
             except CheckpointError as damage:
-                if by_rank_0(comm, "export", partial(histories.is_gone, path, entry)):
-                    removed = load.count_removed(path, removed)
-                    continue
-                if isinstance(damage, Damaged) and comm.rank == 0:  # else `restore` has said it
-                    load.note(path, entry, str(damage))
-                tried[entry] = f"{entry.name}: {damage}"
-    raise load.failure(path, step, list(tried.values()))
+                # What is no `Damaged` here `restore` has said.
+                said = not isinstance(damage, Damaged)
+                by_rank_0(comm, "export", partial(search.pass_over, str(damage), said))
 
 
 def _rows(comm, tensors: tuple[Fact, ...]) -> dict:
