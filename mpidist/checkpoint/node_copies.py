@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, NoCheckpoint
 from . import histories
-from .format.state import Shard, array_of, dtype_name, is_array, leaves, plain, shape_of, tree
+from .format.state import Shard, array_of, dtype_name, has_array, leaves, plain, shape_of, tree
 from .storage import files, retention, steps
 
 ID = ".local"
@@ -86,14 +86,14 @@ def arrays(state: Mapping, rank: int) -> dict:
     for path, leaf in leaves(state):
         if isinstance(leaf, Shard):
             found.append((("pieces", str(rank), *path), leaf.array))
-        elif is_array(leaf):
+        elif has_array(leaf):
             found.append((("arrays", *path), leaf))
     return tree(iter(found))
 
 
 def extras(state: Mapping) -> list:
     """Return the leaves that are not arrays, as (path, value) pairs."""
-    return [(path, plain(leaf, path)) for path, leaf in leaves(state) if not _is_array(leaf)]
+    return [(path, plain(leaf, path)) for path, leaf in leaves(state) if not has_array(leaf)]
 
 
 def union(answers: list[list]) -> list:
@@ -172,15 +172,11 @@ def _is_in(path: str, entry: steps.Entry, newest: tuple[int, int]) -> bool:
         return True
 
 
-def _is_array(leaf) -> bool:
-    return isinstance(leaf, Shard) or is_array(leaf)
-
-
 def _layout(state: Mapping) -> str:
     """Return a digest of what a rank holds, without the numbers."""
     facts = [
         (path, dtype_name(array_of(leaf).dtype), shape_of(leaf), getattr(leaf, "region", None))
         for path, leaf in leaves(state)
-        if _is_array(leaf)
+        if has_array(leaf)
     ]
     return hashlib.sha256(repr(facts).encode()).hexdigest()

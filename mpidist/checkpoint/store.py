@@ -29,8 +29,11 @@ from .write.shard_writer import Memory, WriteBuffers
 from .write.write_plan import writers_of
 
 
-class Scoped(ABC):
-    """``with`` for stores: `close` at the end, `_abandon` after an exception."""
+class Store(ABC):
+    """What stores share: ``with`` ends in `close`, after an exception in `_abandon`."""
+
+    def __init__(self, comm):
+        self._comm, self._closed = comm, False
 
     def __enter__(self):
         return self
@@ -41,6 +44,10 @@ class Scoped(ABC):
         else:
             self._abandon()
 
+    def _call(self, method: str):
+        """Return the ``with`` of a public method: what it raises here the other ranks hear."""
+        return call(self._comm, f"{type(self).__name__}.{method}")
+
     @abstractmethod
     def close(self) -> None:
         """End together with the other ranks. Collective."""
@@ -50,7 +57,7 @@ class Scoped(ABC):
         """Leave without a word to the other ranks."""
 
 
-class CheckpointStore(Scoped):
+class CheckpointStore(Store):
     """Checkpoints of one job in one folder. Collective over `comm`.
 
     Parameters
@@ -106,7 +113,7 @@ class CheckpointStore(Scoped):
             lambda: of_store(path, keep, keep_every, writers, direct, sha256, fresh),
         )
         self._given, self.path = given, given["path"]
-        self._comm, self._closed = comm, False
+        super().__init__(comm)
         self._pending: Save | None = None
         self._keep = Keep(given["keep"], given["keep_every"])
         self._lock = RunLock(self.path)
@@ -327,10 +334,6 @@ class CheckpointStore(Scoped):
         self._keep.settle()
         self._lock.release()
         self._closed = True
-
-    def _call(self, method: str):
-        """Return the ``with`` of a public method: what it raises here the other ranks hear."""
-        return call(self._comm, f"CheckpointStore.{method}")
 
     def _begin(self, step, state: Mapping, copy: bool = False, alone: bool = True) -> Save:
         """Begin a save; of one that is `alone` the nodes hold nothing. Collective."""

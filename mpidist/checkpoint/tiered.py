@@ -29,11 +29,11 @@ from .control import by_rank_0, call, run_on_all, same_on_all
 from .format.state import Shard, leaves, tree
 from .read.restore import spoiled
 from .storage.steps import Entry
-from .store import CheckpointStore, Scoped
+from .store import CheckpointStore, Store
 from .write.save import Save
 
 
-class TieredStore(Scoped):
+class TieredStore(Store):
     """Checkpoints in a folder of each node, copied to a shared one. Collective over `comm`.
 
     Parameters
@@ -87,7 +87,7 @@ class TieredStore(Scoped):
                 sha256=sha256, fresh=fresh,
             )  # fmt: skip
             self.path = self.shared.path
-            self._comm, self._closed = comm, False
+            super().__init__(comm)
             here = (topology_of(comm).node, str(self._folder))
             places = run_on_all(comm, "TieredStore", lambda: here, lambda all: all)
             # All ranks are here: they have just agreed.
@@ -223,10 +223,6 @@ class TieredStore(Scoped):
         if self._local is not None:
             self._local._abandon()
         self._closed = True
-
-    def _call(self, method: str):
-        """Return the ``with`` of a public method: what it raises here the other ranks hear."""
-        return call(self._comm, f"TieredStore.{method}")
 
     # ---------------------------------------------------------------------------- on the nodes
 

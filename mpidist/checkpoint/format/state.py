@@ -107,6 +107,11 @@ def is_array(leaf) -> bool:
     return isinstance(leaf, (np.ndarray, np.generic)) or is_device(leaf) or _is_tensor(leaf)
 
 
+def has_array(leaf) -> bool:
+    """Whether a leaf has numbers: an array or a shard. All others are extras."""
+    return isinstance(leaf, Shard) or is_array(leaf)
+
+
 def _is_tensor(leaf) -> bool:
     return hasattr(leaf, "__dlpack__") and hasattr(leaf, "__dlpack_device__")
 
@@ -236,7 +241,7 @@ def to_json(value, path: Path = ()):
     """
     if isinstance(value, np.generic):
         value = value.item()
-    elif isinstance(value, Shard) or is_array(value):
+    elif has_array(value):
         raise ConfigError(f"{show(path)}: an array inside a list cannot be saved; use a dict")
     if value is None or isinstance(value, bool):
         return value

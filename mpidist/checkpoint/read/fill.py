@@ -12,17 +12,12 @@ from typing import Any
 import numpy as np
 
 from ...arrays import copy_into, host_empty, is_device
-from ..format.state import Path, Shard, array_of, is_array, region_of
+from ..format.state import Path, Shard, array_of, has_array, is_array, region_of
 from .read_once import ReadAndBroadcast
 from .read_plan import Places, ReadItem
 
 #: Bytes that come to host memory first at once, where they are more.
 STAGED = 256 << 20
-
-
-def is_filled(leaf) -> bool:
-    """Whether a leaf takes numbers of a checkpoint: an array or a shard."""
-    return isinstance(leaf, Shard) or is_array(leaf)
 
 
 def is_whole(leaf) -> bool:
@@ -38,7 +33,7 @@ def _is_staged(leaf) -> bool:
 
 def staged_bytes(leaf) -> int:
     """Return what a leaf takes of host memory until its numbers are there."""
-    return array_of(leaf).nbytes if is_filled(leaf) and _is_staged(leaf) else 0
+    return array_of(leaf).nbytes if has_array(leaf) and _is_staged(leaf) else 0
 
 
 def batches(sizes: Sequence[int]) -> list[int]:
@@ -85,7 +80,7 @@ class Filling:
         shared: list[ReadItem] = []
         self._leaves: list[tuple[Path, Any, np.ndarray]] = []
         for path, leaf in items:
-            if not is_filled(leaf):
+            if not has_array(leaf):
                 continue
             host = array = array_of(leaf)
             if _is_staged(leaf):

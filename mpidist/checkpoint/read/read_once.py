@@ -81,14 +81,7 @@ class ReadAndBroadcast:
     for messages; made here where it is too small, or none.
     """
 
-    def __init__(
-        self,
-        wants: Sequence[ReadItem],
-        block: int,
-        rank: int,
-        ranks: int,
-        room: np.ndarray | None = None,
-    ):
+    def __init__(self, wants: Sequence[ReadItem], block: int, rank: int, ranks: int, room=None):
         dealt = partition_reads(wants, block, ranks)
         self.mine = dealt[rank]
         given = [[(want, want.target) for want in one if want.target is not None] for one in dealt]

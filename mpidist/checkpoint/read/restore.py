@@ -37,6 +37,7 @@ from ..format.state import (
     array_of,
     dtype_name,
     dtype_of,
+    has_array,
     leaves,
     shape_of,
     show,
@@ -48,7 +49,7 @@ from ..storage import steps
 from ..storage.steps import Entry
 from ..storage.worker_thread import Beside
 from . import fill
-from .fill import Filling, is_filled, is_whole, staged_bytes
+from .fill import Filling, is_whole, staged_bytes
 from .read_once import message_room
 from .reader import opened
 
@@ -256,7 +257,7 @@ def _wanted(like: Mapping) -> list:
     """Return the leaves to fill; raises CheckpointError for what cannot be."""
     items = list(leaves(like))
     for path, leaf in items:
-        if is_filled(leaf):
+        if has_array(leaf):
             array = array_of(leaf)
             if not isinstance(leaf, np.generic) and not is_writable(array):
                 raise CheckpointError(
@@ -271,7 +272,7 @@ def _described(items: list | None) -> tuple[Leaf, ...] | None:
         return None
     told = []
     for path, leaf in items:
-        if is_filled(leaf):
+        if has_array(leaf):
             dtype, sharded = dtype_name(array_of(leaf).dtype), isinstance(leaf, Shard)
             shape, size = shape_of(leaf), staged_bytes(leaf)
             told.append(Leaf(path, dtype, shape, sharded, is_whole(leaf), size))
@@ -283,7 +284,7 @@ def _described(items: list | None) -> tuple[Leaf, ...] | None:
 def _is_alone(size: int, answer: FoundStep, items: list) -> bool:
     """Whether hardly any byte is read by two ranks, if the others hold about as much."""
     common = {answer.tensors[number].path for number in answer.common}
-    own = sum(array_of(x).nbytes for path, x in items if is_filled(x) and path not in common)
+    own = sum(array_of(x).nbytes for path, x in items if has_array(x) and path not in common)
     shared = sum(answer.tensors[number].nbytes for number in answer.common)
     return shared + own * size <= _MOSTLY * sum(tensor.nbytes for tensor in answer.tensors)
 
