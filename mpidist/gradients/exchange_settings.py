@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..arrays import array_module, as_array, element_name
 from ..collectives.schedules.algorithms import ALLREDUCE, check_name
 from ..errors import ClosedError, ConfigError, MpidistError, ProtocolError, nearest, shown
-from ..runtime.arena import whole_nodes
+from ..runtime.topology import whole_nodes
 from .gradient_buckets import bucket_bytes as bytes_of
 
 

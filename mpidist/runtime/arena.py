@@ -29,7 +29,7 @@ from ..tensors import dtype_of
 from .agreement.mismatch import Signature
 from .agreement.run_on_all import run_on_all, same_on_all
 from .context import Context, of
-from .topology import topology_of
+from .topology import topology_of, whole_nodes
 
 _FOLDER = Path("/dev/shm")
 _HEAD = mmap.PAGESIZE
@@ -324,16 +324,3 @@ def _facts(layout: list[DtypeGroup], ranks_per_node) -> dict:
     facts: dict = {f"tensor {k}": (name, shape, str(kind)) for k, name, shape, kind in tensors}
     facts["ranks_per_node"] = whole_nodes(ranks_per_node)
     return facts
-
-
-def whole_nodes(ranks_per_node) -> int | None:
-    """Return `ranks_per_node` as a plain number; ConfigError unless it is one, or None."""
-    if ranks_per_node is None:
-        return None
-    try:
-        number = index(ranks_per_node)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ConfigError(f"ranks_per_node={shown(ranks_per_node)}; expected a whole number >= 1")
-    return number

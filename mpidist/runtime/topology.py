@@ -152,20 +152,21 @@ def topology_of(where: MPI.Comm | Context, ranks_per_node: int | None = None) ->
 
 def _agreed(comm, doing: str, ranks_per_node) -> int | None:
     """Check `ranks_per_node` on all ranks together, so that nobody is left alone in a split."""
+    facts = same_on_all(comm, doing, lambda: {"ranks_per_node": whole_nodes(ranks_per_node)})
+    return facts["ranks_per_node"]
 
-    def number() -> int | None:
-        if ranks_per_node is None:
-            return None
-        try:
-            given = operator.index(ranks_per_node)
-        except TypeError:
-            given = 0
-        if given < 1:
-            given_as = shown(ranks_per_node)
-            raise ConfigError(f"ranks_per_node={given_as}; expected a whole number >= 1")
-        return given
 
-    return same_on_all(comm, doing, lambda: {"ranks_per_node": number()})["ranks_per_node"]
+def whole_nodes(ranks_per_node) -> int | None:
+    """Return `ranks_per_node` as a plain number; ConfigError unless it is one, or None."""
+    if ranks_per_node is None:
+        return None
+    try:
+        number = operator.index(ranks_per_node)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ConfigError(f"ranks_per_node={shown(ranks_per_node)}; expected a whole number >= 1")
+    return number
 
 
 def _leader(comm: MPI.Comm, intra_comm: MPI.Comm) -> int:
