@@ -21,7 +21,7 @@ PURE = {"", "errors", "partition", "registry"}
 #: Files in one folder, `__init__` counted.
 FILES_IN_A_FOLDER = 14
 #: Lines of code, see `rooms.lines_of_code`.
-CORE_LINES, WHEEL_LINES = 13_540, 25_500
+CORE_LINES, WHEEL_LINES = 13_530, 25_480
 
 
 MODULES = {module: file.relative_to(ROOT).as_posix() for module, file in rooms.MODULES.items()}
@@ -200,8 +200,8 @@ ONE_MEANING = {
 }  # fmt: skip
 #: Public names with several meanings today: each is to get a name of its own. None is added.
 SEVERAL_MEANINGS = {
-    "Flat", "Place", "Step", "dtype_of", "fingerprint", "in_place", "make", "opened",
-    "path_of", "region_of", "remove", "set_direct", "shown", "wanted",
+    "Flat", "Place", "Step", "dtype_of", "fingerprint", "in_place", "make", "opened", "path_of",
+    "region_of", "remove", "set_direct", "shown", "wanted",
 }  # fmt: skip
 
 
