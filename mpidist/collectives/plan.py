@@ -65,12 +65,8 @@ class CachedPlan:
         """Let go of a plan that is `owned`; the last one drops it. All ranks must do it."""
         self.owners -= 1
         # What a failed communicator has begun never ends and cannot be freed.
-        if self.owners or self.context.failed or self.context.closed:
-            return
-        if self.place:
-            self.context.drop(self.place)
-        else:
-            self.close()
+        if not (self.owners or self.context.failed or self.context.closed):
+            self.context.drop(self.place) if self.place else self.close()
 
     def close(self) -> None:
         """Free what the plan made."""
@@ -228,8 +224,7 @@ def make(
     It goes with its owner, also where that is forgotten and not closed. `slots`: see
     `AllreducePlan`.
     """
-    dtype = x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
-    shape = x.shape
+    shape, dtype = x.shape, x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
     algorithms.check_name(algorithm, algorithms.ALLREDUCE)
     reduction = resolve(op, dtype)
     signature = Signature(

@@ -276,7 +276,7 @@ def end_marked(mark: str, patience: float = 5, variable: str = MARK) -> None:
     """Kill every process that inherited `mark` and wait until all are gone."""
     deadline = time.monotonic() + patience
     while (pids := marked(mark, variable)) and time.monotonic() < deadline:
-        # The newest first: the kernel wakes a stopped rank whose launcher is gone, and it would work.
+        # The newest first: the kernel continues a stopped rank whose launcher is gone.
         for pid in sorted(pids, reverse=True):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
