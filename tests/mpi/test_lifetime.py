@@ -2,6 +2,7 @@
 
 import gc
 import resource
+import signal
 import time
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from mpi4py import MPI
 
 import mpidist as md
 from mpidist.collectives import selection
+from mpidist.collectives.engines import native
 from mpidist.errors import MismatchError
-from mpidist.runtime import context
+from mpidist.runtime import context, polling
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -147,6 +149,29 @@ def test_a_plan_that_runs_stays_and_one_that_does_not_goes(comm, monkeypatch):
     assert context.of(mine).operation(33) is None
     md.free(mine)
     mine.Free()
+
+
+@pytest.mark.ranks(3, 4)
+def test_who_comes_after_the_others_have_left_makes_no_blocking_call(comm, monkeypatch):
+    """The handshake of MPI's own allreduce would tell it that all are here: they have begun it."""
+    monkeypatch.setattr(native, "GRACE", 0.2)
+    monkeypatch.setattr(polling, "PATIENCE", 0.2)
+    mine = comm.Dup()
+    md.allreduce(mine, np.ones(3000), algorithm="native")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt("stopped by the test")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        if comm.rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+        if comm.rank == 1:
+            time.sleep(1.5)
+        with pytest.raises((KeyboardInterrupt, MismatchError), match="stopped by the test"):
+            md.allreduce(mine, np.ones(3000), algorithm="native")
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.ranks(2)

@@ -231,7 +231,9 @@ class Handshake:
         """
         now = time.monotonic()
         if now - self.last > GRACE / 2:
-            self.context.statuses.listen()
+            # A look brings in a message or two, and others may have come before that word.
+            for _ in range(SPINS):
+                self.context.statuses.listen()
         held: BaseException | None = None
         begun = False
         try:
