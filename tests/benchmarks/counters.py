@@ -76,16 +76,17 @@ def _counting_alone(call: Callable[[], object]) -> float:
     call()
     emitted = len(events.recent)
     events.recent = kept
-    # An arena has runs for each vector, None for a short one, whose plan counts for itself.
-    counted = sum(_counted(runs) for runs in np.atleast_1d(call.plan.runs))  # type: ignore
+    plans: Any = call.plan  # type: ignore[attr-defined]
+    # An arena has one for each vector.
+    counted = sum(_counted(each.runs) for each in (plans if isinstance(plans, list) else [plans]))
     emit = _slower(lambda: events.emit("x"), lambda: None) if emitted else 0.0
     return counted + emitted * emit
 
 
-def _counted(runs: Runs | None) -> float:
+def _counted(runs: Runs) -> float:
     """Seconds by which an operation begins later because `runs` count it. Local."""
     begun: Any = SimpleNamespace(stopped=False, begun=0, history=deque(maxlen=HISTORY))
-    if runs is not None and runs.reader is None:
+    if runs.reader is None:
         copy = Runs(runs.counters, numbers=runs.numbers)
         return _slower(lambda: Context.begin(begun, _ANY, copy), lambda: Context.begin(begun, _ANY))
     calls = 0
