@@ -109,10 +109,10 @@ def test_a_child_tells_mpidist_launch_nothing(tmp_path):
         "heartbeat.join()\n"
         "pid = os.fork()\n"
         "if not pid:\n"
-        "    heartbeat.note(5), heartbeat.hear(), heartbeat.fail()\n"
+        "    heartbeat.note_steps(5), heartbeat.hear(), heartbeat.fail()\n"
         "    sys.exit(0)\n"
         "os.waitpid(pid, 0)\n"
-        "(sign,) = heartbeat.read(Path(os.environ[heartbeat.FOLDER]))\n"
+        "(sign,) = heartbeat.read_heartbeats(Path(os.environ[heartbeat.FOLDER]))\n"
         "print(sign.step, sign.left, sign.heard, sign.failed)\n"
     )
     done = subprocess.run(

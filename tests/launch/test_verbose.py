@@ -15,8 +15,8 @@ from mpidist.launch import binding, start_checks, start_report
 
 comm = MPI.COMM_WORLD
 md.allreduce(comm, np.ones(10))
-binding.check(comm, {"OMP_NUM_THREADS": "9999"})
-facts = start_checks.fingerprint()
+binding.check_binding(comm, {"OMP_NUM_THREADS": "9999"})
+facts = start_checks.versions_fingerprint()
 start_checks.check_launch(comm, {}, {**facts, "CPU": f"number {comm.rank}"})
 with md.Topology(comm) as topology:
     line = start_report.startup_line(comm, topology, {})

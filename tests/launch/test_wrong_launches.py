@@ -23,7 +23,7 @@ from mpidist.runtime.failure import install_hook
 import mpidist as md
 comm = MPI.COMM_WORLD
 install_hook(comm)
-facts = start_checks.fingerprint()
+facts = start_checks.versions_fingerprint()
 if "old-numpy" in sys.argv and comm.rank == 1:
     facts.update(numpy="1.26.4", host="n2")
 if "old-cpu" in sys.argv and comm.rank == 1:
