@@ -1,7 +1,7 @@
-"""mpidist: plain NumPy and CuPy models trained on an MPI job.
+"""mpidist: training of plain NumPy and CuPy models in an MPI job.
 
-Importing this package neither initialises MPI nor imports cupy; each public name is imported
-from its module when it is first used.
+Importing this package neither initialises MPI nor imports cupy. Each public name is imported from
+its module when a program first uses the name.
 """
 
 from __future__ import annotations

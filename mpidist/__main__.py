@@ -1,4 +1,4 @@
-"""``python -m mpidist`` is ``mpidist``."""
+"""``python -m mpidist`` runs the command ``mpidist``."""
 
 import sys
 

@@ -1,12 +1,13 @@
-"""The only door to cupy: which arrays we take, where they live, and how they reach MPI.
+"""The only module that uses cupy: it converts and allocates arrays, and passes them to MPI.
 
-NumPy arrays are taken as they are. CuPy arrays too, and whatever speaks DLPack (torch, JAX, ...)
-becomes a NumPy or CuPy array over the same memory. cupy is imported by nobody here unless a
-device array is already at hand, so a host without a GPU never pays for it and never needs it.
+NumPy and CuPy arrays are used without a conversion. A tensor with DLPack (torch, JAX, ...) becomes
+a NumPy or CuPy array over the same memory. cupy is imported only when the program already has a
+device array, so a host without a GPU does not need cupy.
 
-Device memory reaches MPI through pinned host buffers. It is handed to MPI directly only where the
-user or the MPI library says that this works *and* a proof agrees (see `mpi_direct`): a library
-that is wrong about it does not raise, it segfaults.
+Data of a GPU are copied to pinned host buffers, which are passed to MPI. MPI gets device memory
+directly only if the user or the MPI library asks for it *and* a test on this host has succeeded
+before (see `mpi_direct`). An MPI library that cannot read device memory ends the process and raises
+no error, so a test is necessary.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 from .errors import ConfigError
 from .tensors import is_module, shared_bits, tensors_of
 
-_CUDA, _CUDA_MANAGED, _ROCM = 2, 13, 10  # DLPack's device types whose memory only a device reads
+_CUDA, _CUDA_MANAGED, _ROCM = 2, 13, 10  # the device types of DLPack for GPU memory
 _FLOAT32 = np.dtype(np.float32)
 
 
@@ -34,33 +35,34 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def is_device(x) -> bool:
-    """Whether `x` is a CuPy array."""
+    """Return whether `x` is a CuPy array."""
     if isinstance(x, np.ndarray):
         return False
-    # An array of cupy can exist only where cupy has been imported: by its owner, not by us.
+    # A CuPy array can exist only if the program has imported cupy.
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(x, cupy.ndarray)
 
 
 def array_module(x):
-    """Return the namespace of `x`: ``numpy``, or ``cupy`` for a device array."""
+    """Return the module ``numpy``, or ``cupy`` if `x` is a device array."""
     return sys.modules["cupy"] if is_device(x) else np
 
 
 def as_array(x):
-    """Return `x` as a NumPy or CuPy array; what is writable shares its memory.
+    """Return `x` as a NumPy or CuPy array. If the result is writable, it shares the memory of `x`.
 
     Parameters
     ----------
     x : numpy.ndarray, cupy.ndarray or an object with ``__dlpack__``
-        Arrays come back as they are (subclasses as their plain base); tensors of other libraries
-        as a view, writable where the exporter allows it.
+        An array is returned as it is. An object of a subclass of ndarray is returned as a plain
+        array. A tensor of another library is returned as a view, which is writable if that library
+        allows it.
 
     Raises
     ------
     ConfigError
-        For lists, scalars and everything else that has no memory to share, for masked arrays,
-        and for tensors whose library refuses to share them.
+        For lists, scalars and other objects without memory to share, for masked arrays, and for
+        tensors whose library does not share them.
     """
     if type(x) is np.ndarray:
         return x
@@ -83,7 +85,7 @@ def _from_dlpack(x):
     device = int(x.__dlpack_device__()[0])
     try:
         if device in (_CUDA, _CUDA_MANAGED, _ROCM):
-            import cupy  # a device tensor is at hand
+            import cupy  # the program has a device tensor
 
             return cupy.from_dlpack(x)
         array = np.from_dlpack(x)
@@ -92,7 +94,7 @@ def _from_dlpack(x):
             f"{name} lives on a GPU, and sharing it needs cupy, which is not installed here; "
             "install mpidist[cuda12] or mpidist[cuda13]"
         ) from error
-    except Exception as error:  # each library refuses in its own way: BufferError, TypeError, ...
+    except Exception as error:  # each library raises another class: BufferError, TypeError, ...
         for other_way in (shared_bits, _readable):
             if (found := other_way(x)) is not None:
                 return found
@@ -100,8 +102,8 @@ def _from_dlpack(x):
         raise ConfigError(f"{name} cannot be shared as an array: {reason}") from error
     if array.flags.writeable:
         return array
-    # DLPack before version 1 cannot say "writable", and NumPy then assumes read-only. Where the
-    # array protocol gives the very same memory as writable, that answer is the better one.
+    # DLPack before version 1 has no flag for writable memory, so NumPy makes a read-only array. If
+    # the array protocol returns a writable array over the same memory, that array is used.
     other = np.asarray(x) if hasattr(x, "__array__") else array
     same = other.shape == array.shape and other.dtype == array.dtype
     same = same and other.__array_interface__["data"][0] == array.__array_interface__["data"][0]
@@ -109,25 +111,26 @@ def _from_dlpack(x):
 
 
 def _readable(x) -> np.ndarray | None:
-    """Return what the array protocol gives where DLPack does not know the dtype (bfloat16 of JAX).
+    """Return `x` as a read-only array, for a dtype that DLPack does not support (bfloat16 of JAX).
 
-    It may be a copy, so it is not writable: nothing may be lost by writing into it.
+    The result may be a copy of `x`. The result is read-only, because values written into a copy
+    would be lost.
     """
     try:
         array = x.__array__().view()
-    except Exception:  # it refuses here too, or has no such protocol; DLPack's reason is told
+    except Exception:  # the caller then raises an error with DLPack's reason
         return None
     array.flags.writeable = False
     return array
 
 
 def load_cupy():
-    """Import and return cupy, for those who make device arrays.
+    """Import the package cupy and return it.
 
     Raises
     ------
     ConfigError
-        cupy is not installed, or finds no device.
+        If cupy is not installed or finds no device.
     """
     try:
         import cupy
@@ -135,16 +138,17 @@ def load_cupy():
         if cupy.cuda.runtime.getDeviceCount() > 0:
             return cupy
         reason = "no device"
-    except Exception as error:  # a broken driver has many names
+    except Exception as error:  # a broken driver raises errors of many classes
         reason = " ".join(f"{type(error).__name__}: {error}".split())
     raise ConfigError(f"no GPU to work on ({reason}); install mpidist[cuda12] or use NumPy arrays")
 
 
 def to_device(x, local_rank: int):
-    """Return a copy of a host array on this rank's GPU: local rank modulo the GPUs it sees.
+    """Return a copy of a host array in the memory of this rank's GPU.
 
-    Right both where the batch system shows each rank its own GPU and where all see all of them.
-    Raises ConfigError without cupy or without a GPU.
+    The number of the GPU is `local_rank` modulo the number of GPUs that this rank sees. The batch
+    system may show each rank only its own GPU, or all GPUs of the node. Raises ConfigError without
+    cupy or without a GPU.
     """
     cupy = load_cupy()
     cupy.cuda.Device(local_rank % cupy.cuda.runtime.getDeviceCount()).use()
@@ -152,16 +156,17 @@ def to_device(x, local_rank: int):
 
 
 def is_writable(x) -> bool:
-    """Whether the memory of `x` may be written; device memory always may."""
+    """Return whether the memory of `x` is writable; device memory always is."""
     return x.flags.writeable if isinstance(x, np.ndarray) else True
 
 
-@lru_cache(maxsize=256)  # a dtype builds its name anew each time it is asked: 2 us
+@lru_cache(maxsize=256)  # reading the name of a dtype takes 2 us
 def work_dtype(dtype) -> np.dtype:
-    """Return the dtype in which values of `dtype` are added up.
+    """Return the dtype in which values of `dtype` are added.
 
-    float32 for float16 and bfloat16, whose sums would lose bits at every step; otherwise the
-    dtype itself in native byte order. bfloat16 is known by its name: no import of ml_dtypes.
+    The result is float32 for float16 and bfloat16, whose sums would lose bits at every addition.
+    For other dtypes the result is `dtype` itself in native byte order. bfloat16 is recognised by
+    its name, so ml_dtypes need not be imported.
     """
     dtype = np.dtype(dtype)
     if dtype.name in ("float16", "bfloat16"):
@@ -170,10 +175,10 @@ def work_dtype(dtype) -> np.dtype:
 
 
 def element_name(dtype: np.dtype) -> str:
-    """Name elements whose bytes travel as they are, for a signature.
+    """Return a name for a dtype; before arrays are sent as bytes, ranks compare these names.
 
-    Swapped bytes are part of the name: the receiver would read other numbers. References to
-    Python objects mean nothing in another process: ConfigError.
+    The name includes the byte order, because a receiver with another byte order would read other
+    numbers. Raises ConfigError for Python objects, which cannot be sent as bytes.
     """
     if dtype.hasobject:
         raise ConfigError(f"elements of dtype {dtype} are Python objects; convert them to numbers")
@@ -181,9 +186,9 @@ def element_name(dtype: np.dtype) -> str:
 
 
 def named_arrays(params) -> tuple[list[tuple[str, Any]], str | None]:
-    """Return (name, array) in the order of the names, and what is wrong with them.
+    """Return a list of the (name, array) pairs of a model or mapping, and an error text or None.
 
-    Sorted, since dicts may have been filled in another order on another rank.
+    The list is sorted by name, because a dict may have another order on another rank.
     """
     tree = params
     if is_module(params):
@@ -215,30 +220,34 @@ def named_arrays(params) -> tuple[list[tuple[str, Any]], str | None]:
 
 
 def synchronize(x) -> None:
-    """Wait until the current stream has produced `x`; nothing to do for host arrays."""
+    """Wait until all work of the current CUDA stream, which computes `x`, is done.
+
+    Does nothing for host arrays.
+    """
     if is_device(x):
         with x.device:
             sys.modules["cupy"].cuda.get_current_stream().synchronize()
 
 
 def host_empty(count: int, dtype, like=None) -> np.ndarray:
-    """Return a flat NumPy buffer, in pinned memory where `like` is a device array.
+    """Return a one-dimensional NumPy buffer, in pinned memory if `like` is a device array.
 
-    Pinned memory is what a GPU copies to and from at full speed; it is freed with the buffer.
+    A GPU copies to and from pinned memory at full speed. The pinned memory is freed when Python
+    deletes the buffer.
     """
     dtype = np.dtype(dtype)
     nbytes = count * dtype.itemsize
     if nbytes == 0 or not is_device(like):
         return np.empty(count, dtype)
     memory = sys.modules["cupy"].cuda.alloc_pinned_memory(nbytes)
-    # The allocator rounds up, so the length is ours to give; the buffer keeps `memory` alive.
+    # The allocator rounds the length up, so the view needs its length. It keeps `memory` alive.
     return np.frombuffer(memory, np.uint8, nbytes).view(dtype)
 
 
 def mpi_empty(count: int, dtype, like=None):
-    """Return a flat buffer that MPI can be given for the values of `like`.
+    """Return a one-dimensional buffer for MPI with room for the values of `like`.
 
-    On the device where `mpi_direct` holds for `like`, otherwise as `host_empty`.
+    The buffer is in device memory if `mpi_direct` is true for `like`, otherwise in host memory.
     """
     if is_device(like) and mpi_direct(like):
         with like.device:
@@ -247,11 +256,11 @@ def mpi_empty(count: int, dtype, like=None):
 
 
 def copy_into(destination, source) -> None:
-    """Copy `source` into `destination`, host or device, contiguous or not.
+    """Copy an array into another; each may be a host or device array, contiguous or not.
 
-    Both have the same size, and either the same shape or one of them is flat, in C order.
-    Values are cast to the destination's dtype. The data is there when the call returns, and
-    everything queued before on the current stream has been waited for.
+    Both arrays have the same number of elements. Either their shapes are equal, or one of them is
+    one-dimensional with its values in C order. Values are cast to the dtype of `destination`. When
+    the call returns, the data are copied, and all earlier work of the current stream is done.
     """
     if destination.shape != source.shape and 1 not in (destination.ndim, source.ndim):
         raise ConfigError(f"cannot copy shape {source.shape} into shape {destination.shape}")
@@ -267,19 +276,19 @@ def copy_into(destination, source) -> None:
 
 
 def _assign(destination, source) -> None:
-    """Copy inside one memory space."""
+    """Copy between two host arrays or between two device arrays."""
     if destination.shape == source.shape:
         destination[...] = source
     elif destination.flags.c_contiguous:
-        # Only the side that is certain to reshape without a copy may be the written one.
+        # Reshaping a contiguous array makes no copy, so the values reach `destination`.
         destination.reshape(source.shape)[...] = source
     else:
         destination[...] = source.reshape(destination.shape)
 
 
 def _download(destination: np.ndarray, source) -> None:
-    # Pack and cast on the device: fewer bytes cross the bus, in one piece. `get` is ordered after
-    # the current stream's work and waits for the copy.
+    # Packing and casting on the device saves bytes on the bus, which go in one piece. `get` runs
+    # after the work of the current stream, and waits for the copy.
     flat = source.reshape(-1)
     if flat.dtype != destination.dtype:
         flat = flat.astype(destination.dtype)
@@ -303,21 +312,22 @@ def _upload(destination, source: np.ndarray) -> None:
 
 # ------------------------------------------------------------------------- device memory and MPI
 
-_wanted: bool | None = None  # what the user said; None: ask the MPI library
-_answer: bool | None = None  # what was found out, once per process
+_wanted: bool | None = None  # the wish of the user; None: ask the MPI library
+_answer: bool | None = None  # the result of `mpi_direct`, found once per process
 
 
 def set_direct(wanted: bool | None) -> None:
-    """Say whether MPI may be given device memory: True, False, or None to ask MPI.
+    """Set whether MPI gets device memory; None means yes if the MPI library says it supports GPUs.
 
-    True alone is not enough: a proof must agree, see `mpi_direct`.
+    In any case MPI gets device memory only if a test on this host has succeeded before (see
+    `mpi_direct`).
     """
     global _wanted, _answer
     _wanted, _answer = wanted, None
 
 
 def direct_wanted(environ: Mapping[str, str]) -> bool | None:
-    """Return what ``MPIDIST_GPU_DIRECT`` or Cray's MPI says in `environ`, or None."""
+    """Return the value of ``MPIDIST_GPU_DIRECT`` or of Cray MPI's variable; None if unset."""
     said = environ.get("MPIDIST_GPU_DIRECT", "").strip()
     if said not in ("", "0", "1"):
         raise ConfigError(f"MPIDIST_GPU_DIRECT={said!r}: expected 0 (staged) or 1 (direct)")
@@ -327,11 +337,12 @@ def direct_wanted(environ: Mapping[str, str]) -> bool | None:
 
 
 def mpi_direct(x) -> bool:
-    """Whether the memory of `x` may be handed to MPI as it is.
+    """Return whether MPI may use the memory of `x` directly.
 
-    Always true for host arrays. For device arrays only if the user (`set_direct`) or the MPI
-    library says so, and ``mpiexec -n 2 python -m mpidist.gpu_direct`` has proved it on this
-    host with this MPI, this cupy and this driver. Otherwise they are staged.
+    The result is always true for host arrays. For a device array the result is true only if the
+    user or the MPI library asks for direct use, and if the test ``mpiexec -n 2 python -m
+    mpidist.gpu_direct`` has succeeded on this host with the same MPI, cupy and driver. If the
+    result is false, mpidist copies device arrays to host buffers for MPI.
     """
     global _answer
     if isinstance(x, np.ndarray):
@@ -343,7 +354,10 @@ def mpi_direct(x) -> bool:
 
 
 def proof_path() -> Path:
-    """Return where the proof for this host, MPI, cupy and driver lies. Needs MPI."""
+    """Return the path of the GPU test's result file for this host, MPI, cupy and driver.
+
+    Needs MPI.
+    """
     from mpi4py import MPI
 
     cupy = sys.modules["cupy"]
@@ -361,11 +375,11 @@ def _proved(path: Path) -> bool:
     try:
         return json.loads(path.read_text(encoding="utf-8")).get("direct") is True
     except (OSError, ValueError, AttributeError):
-        return False  # no proof, or not one of ours: staging always works
+        return False  # there is no valid proof; host buffers always work
 
 
 def _mpi_says() -> bool:
-    """Ask the MPI library that is loaded: Open MPI and MPICH export the same two names."""
+    """Return whether the loaded MPI library (Open MPI or MPICH) says that it supports GPUs."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,36 +1,36 @@
-"""Every error that mpidist raises by name, and the exit code each one stands for.
+"""The error classes of mpidist and their exit codes.
 
-A message is one line: what happened, what was given, what was expected, where (rank, host,
-operation), what to do. An error whose ``everywhere`` is true has been raised on all ranks
-together, so one rank speaks for all of them.
+The text of an error is one line: what happened, the value that was given, the value that was
+expected, the rank, host and operation, and the cure. If the attribute ``everywhere`` of an error is
+true, all ranks have raised the error together, and only one rank prints the error.
 """
 
 
 class MpidistError(Exception):
-    """Base of all errors raised by mpidist."""
+    """The base class of all errors that mpidist raises."""
 
     exit_code = 1
     everywhere = False
-    #: It only reports another rank's exception, so the rank that knows the cause speaks first.
+    #: True if the error only reports another rank's exception. The rank with the cause prints it.
     secondary = False
-    #: Another process tells the same; this one keeps silent.
+    #: True if another process prints the same error, so this process prints nothing.
     quiet = False
-    #: It came on the way to MPI, where ranks without it wait for this one.
+    #: True if it was raised before an MPI call in which ranks without the error wait for this rank.
     awaited = False
 
 
 class ConfigError(MpidistError, ValueError):
-    """Bad input: an argument, a job file, a launch that cannot work."""
+    """An input is wrong: an argument, a job file, or a launch."""
 
     exit_code = 2
 
 
 class ProtocolError(MpidistError, RuntimeError):
-    """A call in the wrong order or on a closed object, or a message that cannot be read."""
+    """Calls are made in a wrong order, an object is closed, or a message cannot be read."""
 
 
 class ClosedError(ProtocolError):
-    """Something was used after it was closed."""
+    """An object is used after it was closed."""
 
     exit_code = 2
 
@@ -39,15 +39,16 @@ class MismatchError(MpidistError):
     """The ranks of a communicator do not agree on what they are doing. Raised on all ranks."""
 
     everywhere = True
-    #: Ranks wait for each other on two communicators, and neither can go on.
+    #: True if ranks wait for each other on two communicators.
     crossed = False
 
 
 class ReplicaError(MpidistError):
-    """Replicas that must be equal to the last bit are not. Raised on all ranks.
+    """The replicas of a model on several ranks differ, although they must be equal to the last bit.
+    Raised on all ranks.
 
-    ``ranks`` are those that differ from the most, empty where no side has more; ``tensors`` are
-    the names of what differs.
+    The list ``ranks`` has the ranks that differ from most ranks; it is empty if there is no
+    majority. ``tensors`` are the names of the tensors that differ.
     """
 
     everywhere = True
@@ -58,7 +59,7 @@ class ReplicaError(MpidistError):
 
 
 class RankFailure(MpidistError):
-    """A rank died or did not answer before its deadline. Raised on the living ranks."""
+    """A rank has died or has not answered before the deadline. Raised on the living ranks."""
 
     exit_code = 70
 
@@ -68,30 +69,31 @@ class RankFailure(MpidistError):
 
 
 class CheckpointError(MpidistError):
-    """A checkpoint could not be written, or what was read is damaged or foreign."""
+    """A checkpoint cannot be written or read, or it is damaged, or it belongs to another model."""
 
 
 class StorageError(CheckpointError):
-    """A checkpoint could not be written or read for want of space, memory, or a folder.
+    """A checkpoint cannot be written or read, because space, memory, or a folder is missing.
 
-    The same call may work later: `md.train` says so and goes on.
+    A call that raised this error may succeed later. `md.train` prints the error and continues to
+    train.
     """
 
 
 class ForeignCheckpoint(CheckpointError):
-    """A checkpoint is good, but of another model than the one it is restored to."""
+    """A checkpoint is not damaged, but belongs to another model than the given state."""
 
     exit_code = 2
 
 
 class NoCheckpoint(CheckpointError):
-    """There is no good checkpoint where one was asked for."""
+    """There is no usable checkpoint in the given folder."""
 
     exit_code = 2
 
 
 class BadRecord(MpidistError, ValueError):
-    """One record of a data source cannot be used. A source raises it; training skips the record."""
+    """One record of a data source cannot be used. Training skips the record."""
 
     def __init__(self, index: int, reason: str):
         super().__init__(f"record {index}: {reason}")
@@ -99,13 +101,14 @@ class BadRecord(MpidistError, ValueError):
 
 
 class SourceError(MpidistError):
-    """Nothing of a data source can be read any more, however often it is tried."""
+    """A data source can no longer be read, even after several attempts."""
 
 
 class TooManyBadRecords(MpidistError):
-    """More records are bad than the run was allowed to skip. Raised on all ranks.
+    """A data source has more bad records than the run may skip. Raised on all ranks.
 
-    ``records`` are all (index, reason); a server, which reads no data, has none of them.
+    The attribute ``records`` lists (index, reason) of all bad records. On parameter servers, which
+    read no data, the list ``records`` is empty.
     """
 
     everywhere = True
@@ -116,14 +119,14 @@ class TooManyBadRecords(MpidistError):
 
 
 def in_one_line(text: str, longest: int = 200) -> str:
-    """Return `text` as one line that can be sent and printed, cut."""
+    """Return `text` as one line that can be sent and printed; a long text is cut."""
     text = " ".join(text.split())
     text = text if len(text) <= longest else f"{text[:longest]}..."
     return text.encode(errors="backslashreplace").decode()
 
 
 def shown(value, longest: int = 200) -> str:
-    """Return ``repr(value)`` for a message: one line, cut, and never an exception."""
+    """Return ``repr(value)`` as one line for an error text. Never raises."""
     try:
         text = repr(value)
     except BaseException as error:
@@ -132,7 +135,7 @@ def shown(value, longest: int = 200) -> str:
 
 
 def nearest(given, known) -> str:
-    """Name the known key closest to `given`, as ``did you mean 'x'?``; "" for no text."""
+    """Return the text ``; did you mean 'x'?`` with the known key nearest to `given`, or ""."""
     import difflib
 
     if not isinstance(given, str):
@@ -141,10 +144,14 @@ def nearest(given, known) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def described(error: BaseException) -> str:
-    """Describe an exception in one line, even if its own text cannot be made."""
+def described(error: BaseException, longest: int = 300, *, named: bool = True) -> str:
+    """Return the text of an exception in one line, even if its own ``str`` raises.
+
+    If `named` is true, the text begins with the name of the exception's class.
+    """
     try:
-        text = in_one_line(str(error), 300)
+        text = in_one_line(str(error), longest)
     except BaseException as other:
         text = f"(its text raises {type(other).__name__})"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    name = type(error).__name__
+    return text if not named else f"{name}: {text}" if text else name

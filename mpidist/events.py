@@ -1,8 +1,8 @@
-"""What happened, how often and how long: counters, spans and a JSON-lines event log.
+"""Counters, time spans, and a log of events in JSON lines.
 
-Everything here is local to a process and free of MPI. An operation only counts that it ran (a plan
-knows its messages and bytes beforehand), so counting costs nothing per message.
-The newest events stay in memory, so that a hang report can say where this rank stands.
+This module uses no MPI. The number of messages and bytes of an operation is known before the
+operation runs. To count messages, an operation such as an allreduce therefore only counts its runs,
+which costs no time per message. The newest events stay in memory for the report of a hang.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 def is_ours(filename: str) -> bool:
-    """Whether code of this file is mpidist's, and not of a program beside it."""
+    """Return whether a Python file belongs to the package mpidist."""
     return filename.startswith(_PACKAGE)
 
 
 def verbosity(environ: Mapping[str, str] = os.environ) -> int:
-    """Return what ``MPIDIST_VERBOSE`` says in `environ`.
+    """Return the number in the variable ``MPIDIST_VERBOSE`` of `environ`; 1 if it is not set.
 
     Raises
     ------
     ConfigError
-        For another word than 0, 1 and 2.
+        If the value is not 0, 1 or 2.
     """
     said = environ.get("MPIDIST_VERBOSE", "").strip()
     if said not in ("", "0", "1", "2"):
@@ -46,25 +46,25 @@ def verbosity(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def _verbosity_or_notes() -> int:
-    # An import is no place for an error: whoever begins to work asks `verbosity` and raises.
+    # An import must not raise. The first call of a program calls `verbosity` again, which raises.
     try:
         return verbosity()
     except ConfigError:
         return 1
 
 
-#: The one verbosity variable: 0 errors only, 1 notes on rank 0 (default), 2 a line per operation.
+#: The verbosity: 0 prints errors only, 1 notes on rank 0 (default), 2 a line per operation.
 VERBOSITY = _verbosity_or_notes()
 
-#: Newest (seconds since the epoch, kind, fields) of this process.
+#: The newest events of this process: (seconds since the epoch, kind, fields).
 recent: deque[tuple[float, str, dict]] = deque(maxlen=256)
 
 
 @dataclass
 class Counters:
-    """Messages and bytes that one process sent, received and reduced.
+    """The messages and bytes that one process has sent, received and reduced.
 
-    `shared_bytes` were written into memory that other ranks of the node see: no message.
+    `shared_bytes` are the bytes written into shared memory of the node, without a message.
     """
 
     messages_sent: int = 0
@@ -77,11 +77,10 @@ class Counters:
     native_bytes: int = 0
 
     def add(self, other: Counters, times: int = 1) -> None:
-        """Add every field of `other`, so many times, to this one."""
+        """Add each count of `other`, multiplied by `times`, to the same count of this object."""
         for field in fields(self):
-            setattr(
-                self, field.name, getattr(self, field.name) + times * getattr(other, field.name)
-            )
+            more = times * getattr(other, field.name)
+            setattr(self, field.name, getattr(self, field.name) + more)
 
     def snapshot(self) -> dict[str, int]:
         """Return the counts as a plain dict."""
@@ -94,11 +93,12 @@ class Counters:
 
 
 class Runs:
-    """How often something ran that sends `counters` each time.
+    """Counts the runs of an operation; `counters` has the messages and bytes of one run.
 
-    A run adds one to `times` and counts nothing else: adding eight counts costs half a
-    microsecond. What counts its runs itself gives a `reader` of their number. `numbers`: the runs
-    are not counted anywhere else, see `Context.sequence`.
+    Each run only adds one to `times`, because adding the eight fields of `counters` would cost half
+    a microsecond. An operation that counts its runs itself passes `reader`, a function that returns
+    the number of runs. If `numbers` is true, `Context.sequence`, the number of operations on a
+    communicator, includes these runs.
     """
 
     def __init__(
@@ -108,17 +108,17 @@ class Runs:
         self.times = self._taken = 0
 
     def number(self) -> int:
-        """Return how often it ran so far."""
+        """Return the number of runs so far."""
         return self.times if self.reader is None else self.reader()
 
     def take(self, into: Counters) -> None:
-        """Add to `into` what was sent since the last call."""
+        """Add to `into` the messages and bytes of all runs since the last call of this method."""
         number = self.number()
         into.add(self.counters, number - self._taken)
         self._taken = number
 
 
-#: Everything this process has sent and received, over all communicators.
+#: The counts of this process over all communicators.
 total = Counters()
 
 _log = None
@@ -128,7 +128,7 @@ _who: dict = {}
 def open_log(path, **who) -> None:
     """Append events to the JSON-lines file `path` from now on.
 
-    `who` (rank, host, role, ...) is written into every line. The folder is made where missing.
+    Every line contains the fields in `who` (rank, host, role, ...). A missing folder is created.
     """
     global _log
     close_log()
@@ -148,15 +148,15 @@ def close_log() -> None:
 
 
 def emit(kind: str, **details) -> None:
-    """Record one event: kept in `recent`, and written to the log where one is open.
+    """Add one event to `recent`, the newest events, and write it to the log if a log is open.
 
-    `details` must be JSON scalars or lists of them; anything else is written as its ``str``.
+    `details` should be JSON scalars or lists of scalars; other values are written as their ``str``.
     """
     now = time.time()
     recent.append((now, kind, details))
     if _log is not None:
         line = {"time": round(now, 6), **_who, "event": kind, **details}
-        with suppress(OSError):  # a full disk: no log is worth a run, and lines wait for space
+        with suppress(OSError):  # a full disk must not end the run
             _log.write(json.dumps(line, default=str) + "\n")
     if VERBOSITY >= 2:
         text = " ".join(f"{key}={value}" for key, value in details.items())
@@ -164,7 +164,7 @@ def emit(kind: str, **details) -> None:
 
 
 class Operation(NamedTuple):
-    """Something asked of a peer, or done for one; `open` until it is answered, or done."""
+    """A request between a worker and a parameter server; `open` is true until the request ends."""
 
     kind: str
     peer: int | None
@@ -174,56 +174,58 @@ class Operation(NamedTuple):
     open: bool
 
     def text(self) -> str:
-        """Describe it: ``push+clock+pull of 'mlp', clock 7, rank 2``."""
+        """Return text such as ``push+clock+pull of 'mlp', clock 7, rank 2``; clock 7 is step 7."""
         of = f" of {self.model!r}, clock {self.clock}" if self.model else ""
         return f"{self.kind}{of}, {'all' if self.peer is None else f'rank {self.peer}'}"
 
 
-#: Where an operation that `Trail.begin` returned says whether it is open.
+#: The index of the field `open` in an operation that `Trail.begin` has returned.
 OPEN = Operation._fields.index("open")
 
 
 class Trail:
-    """The newest operations of a rank that talks to one peer at a time, for a report on a hang.
+    """The newest requests that one rank has sent or served, for the report of a hang.
 
-    Where all ranks do the same things in the same order numbers tell where each of them stands
-    (`Context.history`). Servers and workers do not: here stands who was asked for what, and when.
-    Peers are ranks of the communicator whose `rank` and `size` are given.
+    Workers send requests, and parameter servers serve them. A trail records the other rank, the
+    kind and the time of each request. Collective operations are not in a trail; they are listed in
+    `Context.history`, in the same order on all ranks. `rank` is the rank of this process in the
+    communicator, and `size` is the size of the communicator.
     """
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
-        self.about: Callable[[], dict] | None = None  # more for the report; must not wait
+        self.about: Callable[[], dict] | None = None  # more facts for the report; it must not wait
         self._newest: deque[list] = deque(maxlen=256)
         trails.add(self)
 
     def begin(
         self, kind: str, peer: int | None = None, model: str = "", clock: int = 0, open: bool = True
     ) -> list:
-        """Take note of an operation; its end is told by ``operation[OPEN] = False``.
+        """Record a request and return it; the caller marks its end by ``operation[OPEN] = False``.
 
-        A list of what an `Operation` has, for it costs half as much: 0.2 us.
+        The result is a list of the fields of `Operation`. A list takes 0.2 us to make, which is
+        half as long as an `Operation` takes.
         """
         operation = [kind, peer, model, clock, time.monotonic(), open]
         self._newest.append(operation)
         return operation
 
     def operations(self) -> list[Operation]:
-        """Return the newest ones, the oldest first."""
+        """Return the newest operations, in the order in which they began."""
         return [Operation(*each) for each in list(self._newest)]
 
 
-#: Those of this process.
+#: The trails of this process.
 trails: WeakSet[Trail] = WeakSet()
 
 
-#: name -> [count, seconds] of every span that ended in this process.
+#: The spans that have ended in this process: name -> [count, seconds].
 spans: dict[str, list] = {}
 
 
 @contextmanager
 def span(name: str):
-    """Time a block; count and seconds are summed in `spans`."""
+    """Measure the time of a ``with`` block, and add it to the entry `name` of the dict `spans`."""
     start = time.perf_counter()
     try:
         yield

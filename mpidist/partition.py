@@ -1,9 +1,9 @@
-"""Who owns which part: pure arithmetic, no MPI.
+"""Partitions of an index range into contiguous blocks, computed without MPI.
 
     elements 0 1 2 3 4 5 6 7 8 9      BlockPartition(10, 4)
     block    |  0  |  1  | 2 | 3 |    bounds 0 3 6 8 10
 
-The first ``count % parts`` blocks are one element longer, so blocks differ by one at most.
+The first ``count % parts`` blocks are one element longer, so lengths differ by at most one.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from typing import NamedTuple
 
 
 class BlockPartition(NamedTuple):
-    """Cut `count` elements into `parts` contiguous blocks whose lengths differ by one at most.
+    """A partition of `count` elements into `parts` contiguous blocks of nearly equal length.
 
-    `count` may be smaller than `parts`; the last blocks are then empty.
+    The lengths differ by at most one. If `count` is less than `parts`, the last blocks are empty.
     """
 
-    count: int  # type: ignore[assignment]  # tuple.count is not missed
+    count: int  # type: ignore[assignment]  # hides the method tuple.count
     parts: int
 
     def start(self, part: int) -> int:
-        """First element of block `part`; ``start(parts)`` is `count`."""
+        """Return the index of the first element of block `part`; ``start(parts)`` is `count`."""
         base, extra = divmod(self.count, self.parts)
         return part * base + min(part, extra)
 
     def size(self, part: int) -> int:
-        """Number of elements of block `part`."""
+        """Return the number of elements of block `part`."""
         return self.start(part + 1) - self.start(part)
 
     def range(self, part: int) -> tuple[int, int]:
-        """(start, stop) of block `part`."""
+        """Return (start, stop) of block `part`."""
         return self.start(part), self.start(part + 1)
 
     def bounds(self) -> list[int]:
-        """All ``parts + 1`` block bounds."""
+        """Return the ``parts + 1`` bounds: the start of each block, and the end of the last."""
         base, extra = divmod(self.count, self.parts)
         long = extra * (base + 1)
-        # Both kinds of blocks are strides; those of no elements all begin, and end, at `count`.
+        # The bounds of blocks of one length are a range. All empty blocks begin and end at `count`.
         rest = range(long, self.count + 1, base) if base else [long] * (self.parts - extra + 1)
         return [*range(0, long, base + 1), *rest]
 
     def counts(self) -> list[int]:
-        """All block lengths."""
+        """Return the lengths of all blocks."""
         base, extra = divmod(self.count, self.parts)
         return [base + 1] * extra + [base] * (self.parts - extra)
 
     def owner(self, element: int) -> int:
-        """Block that holds `element`."""
+        """Return the number of the block that contains the element with index `element`."""
         base, extra = divmod(self.count, self.parts)
         long = extra * (base + 1)
         if element < long:
@@ -58,15 +58,15 @@ class BlockPartition(NamedTuple):
 
 
 def bounds_of(counts: Sequence[int]) -> list[int]:
-    """Running sum of `counts`, beginning with 0: the bounds of uneven blocks."""
-    return list(itertools.accumulate(counts, initial=0))
+    """Return the bounds of blocks with the lengths `counts`: running sums that begin with 0."""
+    return list(itertools.accumulate(map(int, counts), initial=0))  # int32 would overflow
 
 
 def overlaps(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
     """Yield (old block, new block, start, stop) of every non-empty overlap of two partitions.
 
-    `old` and `new` are bounds of the same range, ascending; the cost is the number of
-    blocks, not of elements.
+    `old` and `new` are the ascending block bounds of two partitions of one index range. The run
+    time is proportional to the number of blocks, not to the number of elements.
     """
     i = j = 0
     while i < len(old) - 1 and j < len(new) - 1:
@@ -80,7 +80,7 @@ def overlaps(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int,
 
 
 def pieces(start: int, stop: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Cut a range into consecutive pieces of at most `limit` elements."""
+    """Yield (start, stop) of consecutive pieces of a range, each of at most `limit` elements."""
     while start < stop:
         end = min(start + limit, stop)
         yield start, end

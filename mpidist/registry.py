@@ -1,19 +1,22 @@
-"""Choices by name: one table per kind of thing, one error when the name or a setting is wrong.
+"""Choose objects by name from tables (optimizers, models, ...); raise an error for a wrong name.
 
-A table maps a name to the function that makes the thing; the keys that a job file may give are
-that function's parameters, so a new optimizer, model or source needs one line in its table.
+A table maps a name in a job file to the function that makes the object of that name. The other keys
+beside that name in the job file are the parameters of the function. To add an optimizer, model or
+data source, add one line to the table of that kind.
 """
 
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from .errors import ConfigError, nearest, shown
 
 
 def look_up(table: Mapping[str, Callable], name: str, kind: str) -> Callable:
-    """Return ``table[name]``. Raises ConfigError that lists the names and the nearest."""
+    """Return ``table[name]``; for an unknown name, raise ConfigError with all known names."""
     if name in table:
         return table[name]
     known = ", ".join(repr(key) for key in table)
@@ -24,8 +27,8 @@ def look_up(table: Mapping[str, Callable], name: str, kind: str) -> Callable:
 def build(table: Mapping[str, Callable], name: str, settings: Mapping, kind: str):
     """Call ``table[name]`` with `settings` as keywords.
 
-    Raises ConfigError for an unknown name, an unknown setting (with the nearest known one) and
-    a missing one, each before the function runs.
+    Raises ConfigError, before the function runs, for an unknown name, for an unknown setting (with
+    the nearest known setting), and for a missing setting.
     """
     function = look_up(table, name, kind)
     accepted = inspect.signature(function).parameters
@@ -44,3 +47,12 @@ def build(table: Mapping[str, Callable], name: str, settings: Mapping, kind: str
     if missing:
         raise ConfigError(f"{kind} {name!r}: setting {missing[0]!r} is missing; please give it")
     return function(**settings)
+
+
+def checked_whole(name: str, value, low: int, hint: str = "") -> int:
+    """Return the setting `value` as an int of at least `low`, or raise ConfigError."""
+    with suppress(TypeError):
+        number = operator.index(value)
+        if number >= low and not isinstance(value, bool):
+            return number
+    raise ConfigError(f"{name} is {shown(value)}, expected a whole number of at least {low}{hint}")

@@ -1,8 +1,9 @@
-"""The only door to PyTorch: its dtypes, its modules, and tensors that NumPy has no type for.
+"""The only module that uses PyTorch: its dtypes, its modules, and its bfloat16 and float8 tensors.
 
-mpidist never imports torch: whoever has a tensor has imported it. NumPy knows float8 and bfloat16
-by the package ml_dtypes alone, and neither DLPack nor the array protocol carries them between the
-two, so such tensors cross as integers of the same bits.
+mpidist never imports torch: a program that passes a torch tensor has imported torch itself. NumPy
+has float8 and bfloat16 only with the package ml_dtypes, and neither DLPack nor the array protocol
+exchanges them between NumPy and torch. Therefore bfloat16 and float8 tensors are exchanged as
+arrays of integers with the same bits.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from .errors import ConfigError
 
 
 def dtype_of(kind) -> np.dtype:
-    """Return the dtype that is meant: what NumPy takes, ``"bfloat16"``, ``torch.bfloat16``.
+    """Return the NumPy dtype for a dtype of NumPy or torch, or for a name such as "bfloat16".
 
     Raises
     ------
     TypeError
-        What names no dtype.
+        If `kind` is not the name of a dtype.
     ConfigError
-        A type beyond NumPy's, where ml_dtypes is not installed.
+        If the dtype needs the package ml_dtypes, which is not installed.
     """
     try:
         return np.dtype(kind)
@@ -39,21 +40,21 @@ def dtype_of(kind) -> np.dtype:
 
 
 def extended_dtype(name: str) -> np.dtype | None:
-    """Return a dtype of ml_dtypes by its name, or None; imported only when a name is asked for."""
+    """Return a dtype of the package ml_dtypes by its name, or None if there is none."""
     try:
         import ml_dtypes
     except ImportError:
         return None
     kind = getattr(ml_dtypes, name, None)
-    if not isinstance(kind, type) or not issubclass(kind, np.generic):
-        return None
-    return np.dtype(kind)
+    known = isinstance(kind, type) and issubclass(kind, np.generic)
+    return np.dtype(kind) if known else None
 
 
 def shared_bits(x) -> np.ndarray | None:
-    """Return a torch tensor of bfloat16 or float8 as an array over its memory; None for others.
+    """Return an array that shares the memory of a bfloat16 or float8 torch tensor, or None.
 
-    Not where torch itself would not share it: on a device, or when it requires a gradient.
+    The result is None for other dtypes, for a tensor on a device, and for a tensor that requires a
+    gradient, because torch does not share the latter two with NumPy.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor) or x.requires_grad or not x.is_cpu:
@@ -66,7 +67,7 @@ def shared_bits(x) -> np.ndarray | None:
 
 
 def tensor_over(array):
-    """Return the torch tensor over the memory of an array, host or device."""
+    """Return a torch tensor that shares the memory of a host or device array."""
     torch = sys.modules["torch"]
     if array.dtype.kind != "V":
         return torch.from_dlpack(array)
@@ -75,14 +76,15 @@ def tensor_over(array):
 
 
 def is_module(x) -> bool:
-    """Whether `x` names parameters and buffers as a ``torch.nn.Module`` does."""
+    """Return whether `x` has the methods of a ``torch.nn.Module`` for parameters and buffers."""
     return all(callable(getattr(x, f"named_{kind}", None)) for kind in ("parameters", "buffers"))
 
 
 def tensors_of(module, *, buffers: bool = True) -> dict[str, Any]:
-    """Return name -> tensor of all parameters and buffers, tied ones once, without history.
+    """Return a dict with the name and the detached tensor of each parameter and buffer of a module.
 
-    Raises ConfigError for one that has no shape yet.
+    A tensor that has several names appears once. Raises ConfigError for a tensor of a lazy layer,
+    which has no shape yet.
     """
     tensors = {}
     for name, x in (*module.named_parameters(), *(module.named_buffers() if buffers else ())):

@@ -1,15 +1,17 @@
-"""Open HDF5 files from untrusted sources, so that a file can give only its own numbers.
+"""Open untrusted HDF5 files so that a program reads only numbers that are in the file itself.
 
-To HDF5 a name in a file may be a link to another file, the numbers of a dataset may lie in
-/etc/passwd, 1,400 bytes may declare 35 TB, and a type may hold pointers. None of that is needed
-to hold an array, so none of it is followed:
+In HDF5, a name in a file may be a link to another file, and the data of a dataset may lie in
+another file such as /etc/passwd. A file of 1,400 bytes can declare a dataset of 35 TB, and a data
+type can contain pointers. Arrays of numbers need none of these features (links, data in other
+files, pointers, sizes larger than the stored data), so this module refuses them:
 
     with untrusted_hdf5.open_untrusted(path) as file:
-        images = untrusted_hdf5.checked_dataset(file, "train/images")    ConfigError, or its numbers
+        images = untrusted_hdf5.checked_dataset(file, "train/images")    raises ConfigError
 
-Nothing is read and nothing allocated by these checks but what HDF5 itself needs to parse the
-file. That parser has known holes of its own (`known_holes`), against which only a digest from
-somebody you trust helps.
+The checks of this module read and allocate no more than HDF5 itself needs to parse the file. The
+parser of HDF5 has known vulnerabilities (`known_holes`). The only protection against these
+vulnerabilities is to compare a digest (such as SHA-256) of the file, before you open it, with a
+digest from a source that you trust.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ import h5py
 from . import events
 from .errors import ConfigError
 
-#: Published ways to make HDF5 itself write where it must not, and the version without them.
+#: Published vulnerabilities by which a file makes HDF5 overwrite memory, and the version that
+#: mends them.
 _HOLES = (
     "CVE-2025-2308",
     "CVE-2025-2309",
@@ -38,7 +41,7 @@ _HOLES = (
 )
 _MENDED = (2, 2, 0)
 
-#: Filters of HDF5 and h5py, and what a byte of each can become at most.
+#: Filters of HDF5 and h5py, and the most bytes that each can unpack from one stored byte.
 _FILTERS = {
     h5py.h5z.FILTER_DEFLATE: 1032,
     h5py.h5z.FILTER_SHUFFLE: 1,
@@ -46,7 +49,7 @@ _FILTERS = {
     h5py.h5z.FILTER_SZIP: 1 << 14,
     h5py.h5z.FILTER_LZF: 88,
 }
-#: Filters of hdf5plugin: code of others, which bounds nothing so well.
+#: Filters of hdf5plugin, for which no smaller bound than `_PLUGIN` is known.
 _PLUGINS = {
     307: "bzip2", 32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd",
     32017: "sz", 32018: "fcidecomp", 32024: "sz3", 32026: "blosc2", 32028: "sperr", 32033: "htj2k",
@@ -55,25 +58,26 @@ _PLUGIN = 1 << 20
 
 
 def open_untrusted(path, folder: int | None = None, *, follow: bool = False) -> h5py.File:
-    """Open an HDF5 file for reading. The caller closes it.
+    """Open an HDF5 file for reading. The caller must close the file.
 
     Parameters
     ----------
     path : path-like
     folder : int, optional
-        An open folder that `path` is in.
+        The descriptor of an open folder, to which `path` is relative.
     follow : bool
-        Whether `path` itself may be a link, as where a user has named it.
+        Whether `path` itself may be a symbolic link, as is useful for a path that the user has
+        given.
 
-    Raises ConfigError where it is not a regular file or no HDF5.
+    Raises ConfigError if `path` is not a regular file, or not an HDF5 file.
     """
-    _tell_holes()
+    _report_holes()
     try:
         descriptor = _open_regular(path, folder, follow)
     except OSError as error:
         raise ConfigError(f"{path} cannot be opened: {error.strerror}") from None
     try:
-        # By its number: what has been looked at is what HDF5 gets, whatever has its name now.
+        # By the descriptor: HDF5 opens the file that was checked, even if it was replaced by now.
         return h5py.File(f"/dev/fd/{descriptor}", "r", locking=False)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{path} is not an HDF5 file that can be read: {error}") from None
@@ -92,17 +96,18 @@ def _open_regular(path, folder: int | None, follow: bool) -> int:
 
 
 def checked_dataset(file: h5py.File, name: str, *, plugins: bool = False) -> h5py.Dataset:
-    """Return a dataset whose numbers lie in `file`, as many as it declares.
+    """Return the dataset `name` after a check that all its numbers are in `file` itself.
 
     Parameters
     ----------
     file : h5py.File
     name : str
     plugins : bool
-        Whether filters of hdf5plugin, where that is installed, may unpack it, as where a user has
-        named the file.
+        Whether filters of the package hdf5plugin, if installed, may decompress the dataset. Pass
+        True only for a file that the user of the program has chosen.
 
-    Raises ConfigError, which says what else it is, or which filter is not here.
+    Raises ConfigError if some numbers of the dataset are in another file, or if a filter of the
+    dataset is missing.
     """
     try:
         found = _walk(file, name)
@@ -118,6 +123,10 @@ def checked_dataset(file: h5py.File, name: str, *, plugins: bool = False) -> h5p
 
 
 def _walk(file: h5py.File, name: str) -> h5py.Dataset:
+    """Open the dataset `name` of a file without following soft or external links.
+
+    Raises ConfigError if the dataset, or a group in its path, is a soft or external link.
+    """
     place = file
     for key in name.strip("/").split("/"):
         named = isinstance(place, h5py.Group) and key not in ("", ".")
@@ -133,9 +142,9 @@ def _walk(file: h5py.File, name: str) -> h5py.Dataset:
 
 
 def _ratio(found: h5py.Dataset, name: str, plugins: bool) -> int:
-    """Return what a stored byte can become at most.
+    """Return the most bytes that the filters of a dataset can decompress from one stored byte.
 
-    Raises ConfigError for a filter that is not here, or is not wanted.
+    Raises ConfigError if a filter is not installed or not allowed.
     """
     settings, ratio = found.id.get_create_plist(), 1
     for number in range(settings.get_nfilters()):
@@ -152,7 +161,10 @@ def _ratio(found: h5py.Dataset, name: str, plugins: bool) -> int:
 
 
 def _decodes(code: int) -> bool:
-    """Whether a filter is here, where need be after a look at hdf5plugin."""
+    """Whether the filter `code` can decompress data in this process.
+
+    If the filter is one of the package hdf5plugin, this package is imported.
+    """
     if code in _PLUGINS and not h5py.h5z.filter_avail(code):
         with suppress(ImportError):
             importlib.import_module("hdf5plugin")
@@ -161,16 +173,16 @@ def _decodes(code: int) -> bool:
 
 
 def _objection(found: h5py.Dataset, size: int, ratio: int) -> str | None:
-    """Say what a dataset of a file of `size` bytes is, where it is not plain numbers."""
+    """Return a text that says why a dataset is refused, or None if it is accepted.
+
+    A dataset is accepted if it consists of plain numbers that lie inside its file of `size` bytes.
+    """
     if found.is_virtual or found.external:
         return "lies in other files"
-    if (
-        found.shape is None
-        or found.dtype.kind not in "biufcS"
-        or h5py.check_enum_dtype(found.dtype)
-    ):
+    plain = found.dtype.kind in "biufcS" and not h5py.check_enum_dtype(found.dtype)
+    if found.shape is None or not plain:
         return f"is of type {found.dtype}"
-    # Chunks are whole in memory, also where the array ends inside one.
+    # HDF5 unpacks whole chunks, also the chunks that reach over the end of the array.
     chunks = found.chunks or (1,) * len(found.shape)
     whole = [-(-n // chunk) * chunk for n, chunk in zip(found.shape, chunks, strict=True)]
     declared = prod(whole) * found.id.get_type().get_size()
@@ -183,7 +195,7 @@ def _objection(found: h5py.Dataset, size: int, ratio: int) -> str | None:
 
 
 def known_holes() -> str | None:
-    """Say which holes the HDF5 library here has, or None."""
+    """Return a text with the known vulnerabilities of this HDF5 library, or None if it has none."""
     if h5py.version.hdf5_version_tuple[:3] >= _MENDED:
         return None
     return (
@@ -194,7 +206,7 @@ def known_holes() -> str | None:
 
 
 @cache
-def _tell_holes() -> None:
-    """Write the holes to the event log, once in a process."""
+def _report_holes() -> None:
+    """Write the known vulnerabilities to the event log, once in each process."""
     if known_holes():
         events.emit("hdf5_known_holes", version=h5py.version.hdf5_version, holes=list(_HOLES))

@@ -1,1 +1,1 @@
-"""Advice for a cluster: faster settings of MPI, and why `auto` chose its algorithms."""
+"""Advice for a cluster: faster settings of MPI, and the reasons for the algorithms of `auto`."""

@@ -1,10 +1,11 @@
-"""`mpidist bench allreduce --advise`: does the site's MPI choose well, and what helps.
+"""`mpidist bench allreduce --advise`: find settings with which the allreduce of MPI is faster.
 
-Each of MPI's own algorithms is measured by newly started ranks, since MPI settles its choice when
-it starts. It alternates `PASSES` times with the default, and is kept only if it gained each time.
-Then the default and the advised settings are measured in turn, and the gain reported is that of
-this second measurement. A gain that is not confirmed is dropped. One process: it starts the ranks
-itself.
+MPI chooses its algorithms when it starts, so the ranks are started anew for each algorithm of MPI.
+There are `PASSES` passes; each pass times the default and all other algorithms. An algorithm is
+kept only if it was faster than the default in every pass. A second measurement times the default
+and the best of the kept algorithms in turn. The reported gain is that of the second measurement. If
+the second measurement does not confirm the gain of an algorithm, this algorithm is not advised. The
+command itself is one process without MPI, which starts the ranks as separate programs.
 """
 
 from __future__ import annotations
@@ -23,39 +24,34 @@ import numpy as np
 from ..errors import ConfigError, MpidistError
 from ..launch import claims
 from ..launch.launchers import launch_environment, launcher_command
-from ..launch.processes import Finished, Started
+from ..launch.processes import Started
 from . import mpi_algorithms as mpi
 from .mpi_algorithms import DEFAULT, Passes, Setting
 
 PASSES, CHECKS = 2, 3
 
-#: Seconds for one start with one setting; some algorithms do not end in sensible time.
+#: The most seconds for one start with one setting, since some algorithms are extremely slow.
 PATIENCE = 600
 
 RULES, VARIABLES = "allreduce.rules", "mpi.env"
 
 
 class Site:
-    """How ranks are started here, and what is measured on them."""
+    """The command that starts the ranks, and the options and vector sizes of the measurement."""
 
     def __init__(self, launcher: Sequence[str], options: Sequence[str], sizes: Sequence[int]):
         self.launcher, self.options, self.sizes = [*launcher], [*options], [*sizes]
         self.environment = launch_environment()
 
-    def run(self, words: Sequence[str], variables: Mapping[str, str]) -> Finished:
-        """Run a program on all ranks to its end."""
+    def output(self, words: Sequence[str], variables: Mapping[str, str]) -> str:
+        """Run a program on all ranks and return its output; raise MpidistError if it fails."""
         command = [*self.launcher, *words]
         try:
-            return Started(command, env={**self.environment, **variables}).finish(PATIENCE)
+            done = Started(command, env={**self.environment, **variables}).finish(PATIENCE)
         except OSError as error:
-            raise ConfigError(
-                f"cannot start {command[0]}: {error.strerror}; see --launcher"
-            ) from None
-
-    def output(self, words: Sequence[str], variables: Mapping[str, str]) -> str:
-        """Run a program on all ranks and return its output; MpidistError if it fails."""
-        done = self.run(words, variables)
-        # Open MPI says that it does not know an algorithm, and goes on with its default.
+            why = f"cannot start {command[0]}: {error.strerror}"
+            raise ConfigError(f"{why}; see --launcher") from None
+        # Open MPI prints a warning for an unknown algorithm, and continues with its default.
         if done.returncode or "invalid value" in done.stderr:
             said = [line for line in done.stderr.splitlines() if line.strip(" -=")]
             why = " ".join(" ".join(said[:4]).split())
@@ -69,7 +65,10 @@ class Site:
         return [line.split()[1] for line in said if line.startswith("host ")]
 
     def times(self, setting: Setting) -> dict[int, float]:
-        """Return microseconds of MPI's allreduce by bytes, in the better of its two forms."""
+        """Measure MPI's allreduce with `setting`; return a dict: bytes of a vector -> microseconds.
+
+        MPI_Allreduce is timed in place and not in place, and the faster form counts.
+        """
         wanted = [n for n in self.sizes if setting.low <= n <= (setting.high or n)]
         if not wanted:
             return {}
@@ -85,7 +84,7 @@ class Site:
 
 
 def site(ranks: int | None, launcher: str | None, options: Sequence[str], sizes) -> Site:
-    """Return the site as the options describe it."""
+    """Return the `Site` (launch command, options, sizes) that the command-line options describe."""
     if launcher:
         if ranks is not None:
             raise ConfigError(f"--ranks {ranks} and --launcher: give the ranks in --launcher")
@@ -97,10 +96,13 @@ def site(ranks: int | None, launcher: str | None, options: Sequence[str], sizes)
 
 
 def advise(there: Site, library: str, out: Path, say: Callable[[str], None]) -> list[dict]:
-    """Measure, write what helps into `out`, measure again; return a row per size.
+    """Write settings that make MPI's allreduce faster to the folder `out`; return a row per size.
 
-    Rows: bytes, algorithm (advised), default_us, advised_us, ratio (median over the checks), tried
-    (name -> microseconds of the last pass).
+    All algorithms of MPI are measured, and the settings in `out` are measured a second time.
+
+    A row has the keys bytes, algorithm (the advised one), default_us, advised_us, ratio (default_us
+    divided by advised_us, as a median over the second measurements), and tried (a dict: name of
+    each algorithm -> its microseconds in the last pass).
     """
     hosts = there.hosts()
     ranks, nodes = len(hosts), len(set(hosts))
@@ -113,14 +115,12 @@ def advise(there: Site, library: str, out: Path, say: Callable[[str], None]) -> 
     passes = _measure(there, settings, say)
     if is_open_mpi:
         chosen = {n: mpi.best_for(passes, settings, n, mpi.base(nodes)) for n in there.sizes}
-        write = partial(_write_rules, out, ranks, nodes, where)
     else:
-        one = mpi.best_for_all(passes, settings, there.sizes)
-        chosen = dict.fromkeys(there.sizes, one)
-        write = partial(_write_variables, out, where)
+        chosen = dict.fromkeys(there.sizes, mpi.best_for_all(passes, settings, there.sizes))
+    write = partial(_write, out, where, (ranks, nodes) if is_open_mpi else None)
     rows = [_row(passes, n, chosen[n]) for n in there.sizes]
     if all(setting == DEFAULT for setting in chosen.values()):
-        what = "" if is_open_mpi else " and lost at no size (--min and --max set the sizes)"
+        what = "" if is_open_mpi else " and lost little at all sizes (--min, --max)"
         say(f"# nothing gained {mpi.GAIN} times in each pass{what}: MPI chooses well here")
         return rows
     again = _check(there, write(chosen), say)
@@ -136,7 +136,7 @@ def advise(there: Site, library: str, out: Path, say: Callable[[str], None]) -> 
 def _measure(there: Site, settings: Sequence[Setting], say) -> Passes:
     passes: dict[str, list] = {DEFAULT.name: []}
     for k in range(PASSES):
-        # There and back: what drifts with time favours nobody.
+        # Every second pass runs backwards, so that a drift with time favours no setting.
         for setting in [DEFAULT, *(settings if k % 2 == 0 else reversed(settings))]:
             if k and setting.name not in passes:
                 continue
@@ -173,9 +173,10 @@ def _row(passes: Passes, nbytes: int, setting: Setting) -> dict:
 
 
 def _keep_what_holds(rows, chosen: dict[int, Setting], write, per_size: bool, out, say) -> None:
-    """Take back what the second look has not confirmed, and write the files for good.
+    """Drop the settings whose gain the second measurement has not confirmed; write the final files.
 
-    Size by size where the default can be had for some sizes alone, else all or nothing.
+    If `per_size` is true, a setting can be dropped for one vector size alone. If `per_size` is
+    false, the settings of all sizes are kept or dropped together.
     """
     if per_size:
         for row in rows:
@@ -199,39 +200,28 @@ def _take_back(row: dict) -> None:
     row.update(algorithm=DEFAULT.name, advised_us=row["default_us"], ratio=1.0)
 
 
-def _write_rules(out: Path, ranks: int, nodes: int, where: str, chosen) -> dict[str, str]:
-    _make(out)
-    path = out.absolute() / RULES
-    path.write_text(mpi.rules_file(chosen, ranks, nodes, _source(where)), encoding="utf-8")
-    variables = mpi.with_rules(str(path), nodes)
-    _shell(out, variables, where)
-    return variables
+def _write(out: Path, where: str, job: tuple[int, int] | None, chosen) -> dict[str, str]:
+    """Write the files with the advised settings; return the environment variables that select them.
 
-
-def _write_variables(out: Path, where: str, chosen) -> dict[str, str]:
-    _make(out)
-    variables = next(iter(chosen.values())).variables
-    _shell(out, variables, where)
-    return variables
-
-
-def _make(out: Path) -> None:
+    For Open MPI, `job` is (ranks, nodes), and a rules file is written. For MPICH, `job` is None,
+    and only a file with the environment variables is written.
+    """
+    source = f"measured by mpidist bench allreduce --advise: {where}"
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}; give a folder to write to") from None
-
-
-def _shell(out: Path, variables: Mapping[str, str], where: str) -> None:
-    (out / VARIABLES).write_text(mpi.shell(variables, _source(where)), encoding="utf-8")
-
-
-def _source(where: str) -> str:
-    return f"measured by mpidist bench allreduce --advise: {where}"
+    variables = next(iter(chosen.values())).variables
+    if job:
+        path = out.absolute() / RULES
+        path.write_text(mpi.rules_file(chosen, *job, source), encoding="utf-8")
+        variables = mpi.with_rules(str(path), job[1])
+    (out / VARIABLES).write_text(mpi.shell(variables, source), encoding="utf-8")
+    return variables
 
 
 def advice_lines(rows: Sequence[dict], out: Path, library: str):
-    """Print the rows, the gain, and how every program gets it."""
+    """Yield the lines of a report: the table `rows`, the mean gain, and how to use the settings."""
     names = ("Size", "default(us)", "advised(us)", "ratio")
     yield "# " + "".join(f"{name:>14}" for name in names)[2:] + "  advised"
     for row in rows:
@@ -255,7 +245,7 @@ def advice_lines(rows: Sequence[dict], out: Path, library: str):
 
 
 def installed_mpi() -> str:
-    """Return name and version of this Python's MPI, which need not have begun."""
+    """Return the name and version of this Python's MPI library, without a call of MPI_Init."""
     import mpi4py
 
     mpi4py.rc.initialize = False

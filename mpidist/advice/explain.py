@@ -1,16 +1,16 @@
-"""`mpidist bench allreduce --explain`: what ``auto`` chooses for each size, why, and since when."""
+"""`mpidist bench allreduce --explain`: which algorithm ``auto`` chooses for each size, and why."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
 from ..checkpoint import load
-from ..checkpoint.arguments import path_of
-from ..checkpoint.format.manifest import Manifest
+from ..checkpoint.arguments import checked_path
 from ..checkpoint.format.state import tree
 from ..checkpoint.storage import steps
 from ..collectives import selection
@@ -20,28 +20,30 @@ from ..errors import ConfigError
 
 
 def saved_table(path: str | os.PathLike) -> dict[str, dict]:
-    """Return the choices that the newest good checkpoint in `path` has frozen."""
-    path = path_of("path", path)
-
-    def read(entry: steps.Entry) -> Manifest:
-        return steps.read_manifest(path, entry)
-
-    _, manifest = load.newest_good(path, None, None, read)
+    """Return the choices of ``auto`` that the newest good checkpoint in `path` contains."""
+    path = checked_path("path", path)
+    _, manifest = load.newest_good(path, None, None, partial(steps.read_manifest, path))
     return tree(iter(manifest.extras)).get("run", {}).get("selection", {})
 
 
 def explain(
     comm, sizes: Sequence[int], dtype="f4", saved: dict[str, dict] | None = None
 ) -> tuple[list[dict], float]:
-    """Let ``auto`` choose for vectors of `sizes` bytes. Collective over `comm`.
+    """Let ``auto`` choose an algorithm for vectors of each of `sizes` bytes.
+
+    Collective over `comm`. The choices in `saved` are restored first, as in a resumed run.
 
     Returns
     -------
     list of dict
-        bytes, algorithm, from ("measured", "cache" or "checkpoint"), won, margin (second best over
-        chosen), us (candidate -> microseconds). `saved` is put back first, as a resume does.
+        A row per size class (all sizes for which ``auto`` makes one common choice), with the keys
+        bytes, algorithm, from, won, margin and us. The key from is the origin of the choice, which
+        is "measured", "cache" or "checkpoint". The key won is the share of the rounds in which the
+        chosen algorithm was fastest. The key margin is the time of the second best algorithm
+        divided by the time of the chosen one. The key us is a dict, name of each algorithm -> its
+        microseconds.
     float
-        Seconds that it took.
+        The seconds that all choices took together.
     """
     if comm.size == 1:
         raise ConfigError("--explain on 1 rank: there is nothing to choose; start it on more")
@@ -68,16 +70,16 @@ def _row(key: str, entry: dict) -> dict:
 
 
 def explanation_lines(rows: Sequence[dict]) -> Iterable[str]:
-    """Print rows as a table: what was chosen, by how much, from where, and all times."""
+    """Yield the lines of a table of `rows`, with the columns that `explain` describes."""
     names = list(dict.fromkeys(name for row in rows for name in row["us"]))
     head = ("margin", "rounds won", "from", *(f"{name}(us)" for name in names))
     yield f"# {'Size':<10}" + "".join(f"{name:>14}" for name in ("chosen", *head))
     for row in rows:
         cells = [
+            row["algorithm"],
             "-" if row["margin"] is None else f"{row['margin']:.2f}",
             "-" if row["won"] is None else f"{row['won']:.0%}",
             row["from"],
             *(f"{row['us'][name]:.2f}" if name in row["us"] else "-" for name in names),
         ]
-        cells = [row["algorithm"], *cells]
         yield f"{row['bytes']:<12}" + "".join(f"{cell:>14}" for cell in cells)

@@ -1,8 +1,9 @@
-"""The simulator's parameters from two ranks: what is measured, and how it becomes parameters.
+"""Measure, with two ranks, the parameters of a machine that the simulator needs.
 
-Everything is run by the executor itself, so Python's share is in the figures. Medians over repeats
-throw out what other work on the machine has done. One pair of ranks on two nodes gives the
-network's parameters, one on a single node those of its shared memory.
+The messages are sent by the code that runs mpidist's collectives, so the measured times include the
+time that Python needs. Each figure is a median over repetitions, which removes the effect of other
+work on the machine. On two nodes, the two ranks measure the parameters of the network. On one node,
+the two ranks measure the parameters of its shared memory.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ from ..runtime.polling import wait_until
 from ..simulator.network_model import NetworkModel, Problem
 from ..simulator.simulate import run
 
-#: Bytes of the messages that find the speed of the link, after a pause that fills its bucket.
+#: Bytes of the messages that measure the link. A pause before each refills its token bucket.
 LINK_SIZES = tuple(1 << k for k in range(12, 25))
 PAUSE = 0.08
-#: Bytes of the long messages that cross each other.
+#: Bytes of the long messages that both ranks send at the same time.
 CROSSING_SIZES = (4 << 20, 8 << 20)
 _CHAIN = 50
 
 
 def fit(comm, *, repeats: int = 5) -> dict[str, float]:
-    """Measure this network, or this node, and return its parameters by name.
+    """Measure the network between two ranks, or their common node; return the parameters by name.
 
-    Collective over `comm`, which has two ranks: on different nodes for the network's parameters,
-    on one node for `node_latency` and `node_gap`.
+    Collective over `comm`, which must have two ranks. If the ranks are on different nodes, the
+    result has the parameters of the network. If both ranks are on one node, the result has
+    `node_latency` and `node_gap`: the seconds per message and per byte between ranks of a node.
     """
     if comm.size != 2:
         raise ConfigError(f"fit runs on 2 ranks, given {comm.size}; use mpirun -n 2")
@@ -48,7 +50,7 @@ def fit(comm, *, repeats: int = 5) -> dict[str, float]:
         return _median(comm, count, partial(_run, comm, steps, size, pause))
 
     chain = timed(_alternate(me, _CHAIN), 8) / _CHAIN
-    # In a flood one Python thread sends a message and receives one, in turns.
+    # While both ranks send many messages, a thread sends and receives one message in turn.
     overhead = min(timed(_both_ways(me, _CHAIN), 8) / _CHAIN, chain) / 2
     latency = chain - 2 * overhead
     times = [timed(_answered(me, size), size, pause) for size in LINK_SIZES]
@@ -72,9 +74,10 @@ def fit(comm, *, repeats: int = 5) -> dict[str, float]:
 
 
 def line(sizes, seconds) -> tuple[float, float]:
-    """Least squares of ``seconds = slope size + constant``, by relative error.
+    """Return (slope, constant) of ``seconds = slope size + constant`` by least squares.
 
-    The slope is at least 0. Relative, since one long message would outweigh all short ones.
+    The slope is at least 0. The sum of the squares of relative errors is minimised, because with
+    absolute errors one long message would outweigh all short ones.
     """
     weight = 1 / np.asarray(seconds)
     columns = np.column_stack([sizes, np.ones(len(sizes))])
@@ -85,11 +88,13 @@ def line(sizes, seconds) -> tuple[float, float]:
 def link(sizes: Sequence[int], seconds: Sequence[float], base: float) -> tuple[float, float, float]:
     """Return (gap, burst, peak) of a link from the times of single messages.
 
-    A link that a token bucket limits carries a message of b bytes in ``base + max(b peak, (b -
-    burst) gap)`` seconds: `peak` and `gap` are seconds per byte within the burst and beyond it.
-    Every burst is tried, also none, with the medians of the slopes that it implies; the one that
-    misses least counts. A few messages that other work has held up change neither medians nor much
-    of the sum.
+    A token bucket lets the first `burst` bytes of a message pass faster than the others. A link
+    with a token bucket carries a message of b bytes in ``base + max(b peak, (b - burst) gap)``
+    seconds. In this formula, `peak` is the seconds per byte within the burst, and `gap` the seconds
+    per byte beyond the burst. The function tries 0 and many other values of `burst`. For each value
+    of `burst`, `gap` and `peak` are medians over the messages. The function returns the (gap,
+    burst, peak) with the smallest sum of errors. If other work of the machine delays a few
+    messages, the medians and the sum of errors hardly change.
     """
     x, y = np.asarray(sizes, float), np.asarray(seconds, float)
     beyond = np.maximum(y - base, 1e-9)
@@ -98,22 +103,29 @@ def link(sizes: Sequence[int], seconds: Sequence[float], base: float) -> tuple[f
     for burst in (0.0, *np.geomspace(x[-1] / 64, x[-1] / 9, 100)):
         gap = float(np.median(beyond[long] / (x[long] - burst)))
         inside = (x <= burst / 2) & (x >= burst / 32)
+        if burst and not inside.any():
+            continue  # no message shows the speed within this burst
         peak = min(float(np.median(beyond[inside] / x[inside])), gap) if burst else 0.0
-        told = base + np.maximum(x * peak, (x - burst) * gap)
-        found.append((float(np.abs(np.log(told / y)).sum()), gap, float(burst), peak))
+        fitted = base + np.maximum(x * peak, (x - burst) * gap)
+        found.append((float(np.abs(np.log(fitted / y)).sum()), gap, float(burst), peak))
     return min(found)[1:]
 
 
 def fit_crossing(sizes: Sequence[int], seconds: Sequence[float], network: NetworkModel) -> float:
-    """Return the share with which simulated exchanges of long messages take `seconds`."""
+    """Return the value of `crossing` for which simulated exchanges take the measured `seconds`.
+
+    In each exchange, two ranks send each other a message of one of the `sizes`. The parameter
+    `crossing` is the fraction of the transfer time of a long message during which a message in the
+    other direction must wait.
+    """
 
     def error(share: float) -> float:
         net = network._replace(crossing=share)
-        told = [
+        simulated = [
             run([_exchanges(0, size), _exchanges(1, size)], Problem(2, size, 1, net)) / 4
             for size in sizes
         ]
-        return float(np.square(np.divide(told, seconds) - 1).sum())
+        return float(np.square(np.divide(simulated, seconds) - 1).sum())
 
     return min((k / 50 for k in range(51)), key=error)
 
@@ -140,7 +152,7 @@ def _answered(rank: int, size: int) -> list[Step]:
 
 
 def _exchanges(rank: int, size: int) -> list[Step]:
-    # Each needs what the one before it has brought, as the steps of an algorithm do.
+    # Each exchange needs the data of the exchange before it, as the steps of an algorithm do.
     halves = [(0, size), (size, 2 * size)]
     return [
         step
@@ -164,17 +176,16 @@ def _time(call: Callable[[], object]) -> float:
 
 
 def _median(comm, repeats: int, measure: Callable[[], float]) -> float:
-    """Return the median of rank 0's times; both ranks get the same. Collective over `comm`."""
+    """Return the median of the times that rank 0 has measured. Collective over `comm`."""
     measure()
     return comm.bcast(float(np.median([measure() for _ in range(repeats)])))
 
 
 def _reduction(comm, repeats: int) -> float:
-    # Both ranks add at the same time, as they do in a collective.
-    sizes = [1 << 20, 4 << 20, 16 << 20]
+    """Return the seconds per byte of adding two vectors, while both ranks add at the same time."""
     times = []
-    for size in sizes:
-        a, b = np.ones(size // 4, np.float32), np.ones(size // 4, np.float32)
+    for size in (1 << 20, 4 << 20, 16 << 20):
+        a, b = np.ones((2, size // 4), np.float32)
         add = partial(np.add, a, b, out=a)
-        times.append(_median(comm, repeats, partial(_time, add)))
-    return float(np.median(np.divide(times, sizes)))
+        times.append(_median(comm, repeats, partial(_time, add)) / size)
+    return float(np.median(times))

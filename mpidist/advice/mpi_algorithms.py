@@ -1,11 +1,13 @@
-"""The MPI library's own allreduce algorithms: how to force one, and how to keep the best.
+"""The MPI library's own allreduce algorithms: force one, or set the best ones permanently.
 
-Open MPI: variables force one algorithm for all sizes; a rules file of ``coll_tuned`` names one for
-each range of sizes. A file that it cannot read, or in which a communicator size has no rule for 0
-bytes, is ignored without a word (seen with 5.0.11, which reads the files of all versions), so what
-is advised is always run. MPICH: variables only, one algorithm for all sizes.
+In Open MPI, environment variables force one algorithm for all vector sizes. A rules file for Open
+MPI's component ``coll_tuned`` gives an algorithm for each range of sizes. Open MPI ignores, without
+a message, a rules file that it cannot read or that has no rule for 0 bytes (seen with Open MPI
+5.0.11, which reads the file formats of all versions). Because a rules file may be ignored, the
+advised settings are measured a second time, with their rules file. MPICH has only environment
+variables, which force one algorithm for all sizes.
 
-Pure: nothing is read, run or written here.
+The functions are pure: they read and write no files, and run no programs.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: A setting is advised where it was faster by this factor in each pass.
+#: A setting is advised if it was faster by this factor in each pass.
 GAIN = 1.05
-#: One that holds for all sizes may not cost any of them more than this.
+#: The least ratio at any size for a setting that holds for all sizes.
 LOSS = 0.95
 
 _TUNED = "OMPI_MCA_coll_tuned_"
@@ -34,7 +36,7 @@ _OPEN_MPI = (
     (6, "Rabenseifner", 0, 0, None),
     (7, "allgather + reduce", 0, 0, 64 << 10),
 )
-#: Algorithms that cut the vector: shorter than an element per rank they become another, slower one.
+#: Algorithms that cut the vector. With less than an element per rank they use a slower algorithm.
 _CUTTING, _LARGEST_ELEMENT = (4, 5, 6), 16
 
 _ALLREDUCE = 2  # its number in a rules file
@@ -46,7 +48,12 @@ _MPICH = (
 
 
 class Setting(NamedTuple):
-    """One way to run MPI's allreduce. `high` None: any size; `rule`: number and segment."""
+    """Environment variables with which MPI's allreduce uses one algorithm.
+
+    The setting is tried for vectors of `low` to `high` bytes; there is no upper limit if `high` is
+    None. `rule` has the two numbers that a rules file contains: the number of the algorithm, and
+    the bytes of a segment, the part of a vector that the algorithm sends at once.
+    """
 
     name: str
     variables: dict[str, str]
@@ -59,16 +66,17 @@ DEFAULT = Setting("default", {})
 
 
 def base(nodes: int) -> Setting:
-    """Return what runs where a rules file leaves the choice to Open MPI.
+    """Return the setting that is in effect where a rules file leaves the choice to Open MPI.
 
-    On one node that is its default. Between nodes it is not, for rules count only where coll_han is
-    out of the way: what stays is coll_tuned's own choice.
+    On one node, the result is Open MPI's default. On several nodes, Open MPI's component coll_tuned
+    makes the choice, because Open MPI uses rules only if its other component, coll_han, is switched
+    off.
     """
     return DEFAULT if nodes == 1 else Setting("coll_tuned's own choice", dynamic(nodes))
 
 
 def open_mpi(ranks: int, nodes: int) -> list[Setting]:
-    """Return what to try with Open MPI."""
+    """Return the settings to try with Open MPI."""
     found = [base(nodes)] if nodes > 1 else []
     for number, name, segment, low, high in _OPEN_MPI:
         variables = {
@@ -82,27 +90,27 @@ def open_mpi(ranks: int, nodes: int) -> list[Setting]:
 
 
 def dynamic(nodes: int) -> dict[str, str]:
-    """Return the variables that let rules and forced algorithms count at all."""
+    """Return the environment variables that make Open MPI respect rules and forced algorithms."""
     variables = {f"{_TUNED}use_dynamic_rules": "1"}
     if nodes > 1:
-        # Between nodes coll_han goes first, and it does not know these rules.
+        # Between nodes coll_han comes first, and it ignores these rules.
         variables["OMPI_MCA_coll_han_priority"] = "0"
     return variables
 
 
 def with_rules(path: str, nodes: int) -> dict[str, str]:
-    """Return the variables that make Open MPI read a rules file."""
+    """Return the environment variables that make Open MPI read the rules file `path`."""
     return {**dynamic(nodes), f"{_TUNED}dynamic_rules_filename": path}
 
 
 def mpich() -> list[Setting]:
-    """Return what to try with MPICH."""
+    """Return the settings to try with MPICH."""
     found = [
         Setting(
             name.replace("_", " "),
             {
                 "MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": name,
-                # The device's own algorithm inside a node would go before it.
+                # Inside a node the device's own algorithm would come first.
                 "MPIR_CVAR_ALLREDUCE_POSIX_INTRA_ALGORITHM": "mpir",
             },
         )
@@ -112,12 +120,12 @@ def mpich() -> list[Setting]:
     return [*found, Setting("release gather", shared)]
 
 
-#: What was measured: setting -> a pass each -> bytes -> microseconds.
+#: Measured times: name of a setting -> one mapping per pass -> bytes -> microseconds.
 Passes = Mapping[str, Sequence[Mapping[int, float]]]
 
 
 def ratios(passes: Passes, name: str, nbytes: int, over: Setting = DEFAULT) -> list[float]:
-    """Return the time of `over` over that of setting `name`, pass by pass."""
+    """Return, for each measuring pass, the time of `over` divided by that of setting `name`."""
     pairs = zip(passes[over.name], passes.get(name, ()), strict=False)
     return [before[nbytes] / own[nbytes] for before, own in pairs if nbytes in own]
 
@@ -125,7 +133,11 @@ def ratios(passes: Passes, name: str, nbytes: int, over: Setting = DEFAULT) -> l
 def best_for(
     passes: Passes, settings: Sequence[Setting], nbytes: int, over: Setting = DEFAULT
 ) -> Setting:
-    """Return the setting for vectors of `nbytes`: `over`, unless each pass gained."""
+    """Return the best setting for `nbytes` bytes.
+
+    The result is `over` (by default MPI's own choice), unless another setting was faster than
+    `over` by the factor `GAIN` in every measuring pass.
+    """
     best, gain = over, GAIN
     for setting in settings:
         found = ratios(passes, setting.name, nbytes, over)
@@ -135,7 +147,12 @@ def best_for(
 
 
 def best_for_all(passes: Passes, settings: Sequence[Setting], sizes: Sequence[int]) -> Setting:
-    """Return the setting that gains most over all sizes and loses at none."""
+    """Return the setting with the largest mean gain over all `sizes`.
+
+    A setting is excluded if the median of its `ratios` (MPI's default time divided by the setting's
+    time) at any size is below `LOSS`. If no setting has a mean gain of `GAIN` or more in every
+    pass, the result is the default.
+    """
     best, gain = DEFAULT, GAIN
     for setting in settings:
         each = [ratios(passes, setting.name, nbytes) for nbytes in sizes]
@@ -153,19 +170,20 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def rules_file(chosen: Mapping[int, Setting], ranks: int, nodes: int, source: str) -> str:
-    """Return a rules file of coll_tuned: bytes -> setting for `ranks` ranks, else MPI's own.
+    """Return the text of a rules file for coll_tuned; `chosen` maps bytes of a vector to settings.
 
-    A rule holds from its size on, so between two measured sizes it changes at their geometric
-    mean. Algorithm 0 leaves the choice to MPI; so it does below the smallest size, and for
-    communicators of other sizes: a rule for n ranks holds for all larger ones, until the next.
+    A rule is valid from its number of bytes up to that of the next rule. Between two measured
+    sizes, the rule changes at the geometric mean of the sizes. In a rules file, algorithm 0 leaves
+    the choice to MPI. The file uses algorithm 0 below the smallest measured size, and for
+    communicators of more than `ranks` ranks. Larger communicators need a rule of their own, because
+    the rules for `ranks` ranks would otherwise be valid for them too.
     """
     own = base(nodes)
     lines: list[tuple[int, Setting]] = [(0, own)]
     sizes = sorted(chosen)
-    for before, nbytes in zip([None, *sizes], sizes, strict=False):
+    for before, nbytes in zip([sizes[0], *sizes], sizes, strict=False):
         if chosen[nbytes] != lines[-1][1]:
-            start = nbytes if before is None else isqrt(before * nbytes)
-            lines.append((start, chosen[nbytes]))
+            lines.append((isqrt(before * nbytes), chosen[nbytes]))
     text = [
         f"# {source}",
         "1 # one collective",
@@ -182,6 +200,6 @@ def rules_file(chosen: Mapping[int, Setting], ranks: int, nodes: int, source: st
 
 
 def shell(variables: Mapping[str, str], source: str) -> str:
-    """Return a file for the shell that sets the variables."""
+    """Return the text of a shell script that sets the variables."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     return "\n".join([f"# {source}", *lines]) + "\n"

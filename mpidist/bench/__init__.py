@@ -1,5 +1,6 @@
-"""Benchmarks for a user's own cluster. Each alternates with the reference it is compared to.
+"""Benchmarks for a user's own cluster, each with a reference that is timed in the same run.
 
-A file is one measurement; `interleave`, `ratios` and `report` are what all of them need. The
-commands are in `cli/bench/`.
+Each file contains one benchmark, except that `bench_folder`, `interleave`, `ratios`, `report` and
+`torch_yardstick` contain functions that the benchmarks use. The commands that run the benchmarks
+are in `cli/bench/`.
 """

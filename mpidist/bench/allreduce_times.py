@@ -1,18 +1,22 @@
-"""`mpidist bench allreduce`: every algorithm against the MPI library's own, in one run.
+"""`mpidist bench allreduce`: compare algorithms with the MPI library's own allreduce, in one run.
 
-`interleave.py` says how it is measured. Native is taken in its better form (in place or not). The
-*memory limit* is the time in which all ranks copy N bytes at once, in the same rounds. A copy
-moves 2N bytes, one read and one written: C libraries copy long vectors with stores that do not
-read first. What lies in an arena moves 2N as well, and so do private vectors at the least (2-3N:
-the staging stays in the cache, the rest is reading before writing). So the limit's time for both
-is that of the copy, and ``limit`` is copy over ours.
+`interleave.py` describes how calls are timed. MPI's own allreduce is timed in place and not in
+place, and the faster form counts. On one node, no allreduce of N bytes per rank should be faster
+than the *memory limit*: the time in which all ranks copy N bytes at once, measured in the same
+rounds. A copy of N bytes moves 2N bytes between a rank and the main memory: it reads N bytes and
+writes N bytes. (To copy long vectors, C libraries use store instructions that do not first read the
+old content of the memory.) An allreduce of an arena, which is memory that all ranks of the node
+share, also moves 2N bytes. An allreduce of private vectors moves 2N to 3N bytes, because its stores
+may first read the N old bytes of the result. An allreduce of private vectors also copies through
+shared memory, but this memory stays in the cache and does not count. The key ``limit`` of a row is
+the time of the memory copy divided by the time of the allreduce.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from math import ceil
 
 import numpy as np
@@ -23,27 +27,28 @@ from ..collectives.schedules.algorithms import MEASURED, NATIVE, NODE
 from ..errors import ConfigError
 from ..partition import BlockPartition
 from ..runtime.arena import Arena
+from ..runtime.topology import topology_of
 from .interleave import Candidate, interleave, last_level_cache, wire_meter
 from .ratios import Measured, against_best, ratio
 
-#: How the vectors reach an algorithm: by `md.allreduce`, by `md.plan` on private arrays, by
-#: `md.plan` on an arena, by `md.iallreduce`.
+#: How an algorithm is called: by `md.allreduce`, by `md.plan` on private arrays, by `md.plan` on an
+#: arena, by `md.iallreduce`.
 FORMS = ("call", "plan", "arena", "nonblocking")
-#: What native is, with the yardstick of the nonblocking form.
+#: Names of MPI's own allreduce, and of the reference for the nonblocking form.
 NATIVE_FORMS, NATIVE_NONBLOCKING = ("native", "native in place"), "native nonblocking"
 COPY, TORCH = "memory copy", "torch gloo"
-#: Most vectors in a pool. Each is an arena too, and an arena has communicators of its own.
+#: Most vectors in a pool. Each vector is an arena too, and an arena has its own communicators.
 MAX_POOL = 512
-#: Seconds that the calls which are timed together take at most.
+#: Upper limit in seconds for the calls that are timed together.
 TURN = 0.01
-#: Below, a call is latency and not memory traffic: no limit is told.
+#: Shorter vectors get no memory limit, because latency dominates their time.
 LEAST_LIMITED = 128 << 10
-#: Bytes of an Ethernet, IP and TCP header with time stamps: what a packet carries besides data.
+#: Bytes of the Ethernet, IP and TCP headers of a packet, with time stamps.
 HEADERS = 66
 
 
 def size_range(low: int, high: int, step: int = 2) -> list[int]:
-    """Sizes from `low` to `high` bytes, each `step` times the last."""
+    """Return the sizes `low`, `low` times `step`, and so on, up to `high` bytes."""
     result = []
     size = low
     while size <= high:
@@ -53,10 +58,10 @@ def size_range(low: int, high: int, step: int = 2) -> list[int]:
 
 
 def calls_per_round(comm, nbytes: int, call: Callable[[], object]) -> int:
-    """How many calls are timed together: many quick ones, one slow one. Collective.
+    """Return how many allreduces are timed together. Collective over `comm`.
 
-    The more the shorter the vector, but no more than `call` makes in `TURN` seconds: where each
-    message takes long, a few are enough.
+    The number is larger for shorter vectors. The allreduces together take at most `TURN` seconds,
+    because a few allreduces are enough on a slow network.
     """
     most = 200 if nbytes <= 4096 else 20 if nbytes <= 128 << 10 else 3 if nbytes <= 2 << 20 else 1
     if most == 1:
@@ -71,12 +76,19 @@ def calls_per_round(comm, nbytes: int, call: Callable[[], object]) -> int:
 
 
 def pool_size(nbytes: int, cold: bool) -> int:
-    """How many vectors take turns: one, or `cold` twice the last-level cache full."""
+    """Return how many vectors the timed allreduces use in turn.
+
+    The number is 1 if `cold` is false. If `cold` is true, the number is so large that the vectors
+    fill the last-level cache twice.
+    """
     return max(2, ceil(2 * last_level_cache() / nbytes)) if cold else 1
 
 
 def check_forms(forms: Sequence[str], low: int, cold: bool) -> None:
-    """Raise ConfigError for forms that there are not, or vectors too small to be cold."""
+    """Raise ConfigError for forms that are not in `FORMS`, or if `cold` needs too many vectors.
+
+    If `cold` is true, the limit is `MAX_POOL` vectors of `low` bytes, the smallest size.
+    """
     for form in forms:
         if form not in FORMS:
             raise ConfigError(f"--forms {form}: expected some of {', '.join(FORMS)}")
@@ -100,31 +112,43 @@ def measure(
     torch: Callable | None = None,
     device: str | None = None,
 ) -> list[dict]:
-    """Return a row per algorithm and form for vectors of `nbytes`. Collective over `comm`.
+    """Return a row per algorithm and form of call (see `forms`), for vectors of `nbytes` bytes.
+
+    Collective over `comm`.
 
     Parameters
     ----------
     forms : sequence of str
-        Some of `FORMS`. Only what uses the node's memory has an arena row.
+        The ways to call an algorithm, some of `FORMS`: a function, a plan that is made once, or a
+        plan for an arena (memory that all ranks of a node share). Only algorithms that use the
+        shared memory of a node are timed with an arena.
     cold : bool
-        Each call finds a vector that the cache does not hold.
+        Whether each call uses a vector that is not in the cache.
     consistency : bool
-        Also MPI's reduce + broadcast and reduce-scatter + allgather, which no allreduce should
-        lose to.
+        Whether to time also MPI's reduce followed by a broadcast, and its reduce-scatter followed
+        by an allgather. No allreduce should be slower than either of these two pairs of calls.
     torch : callable, optional
-        ``torch(vector)`` returns a call that reduces it; see `torch_yardstick`.
+        ``torch(vector)`` returns a function that sums the vector over all ranks; see
+        `torch_yardstick`.
     device : str, optional
-        Network device whose sent bytes are counted.
+        Network device, such as eth0, whose sent bytes are counted.
 
     Returns
     -------
     list of dict
-        bytes, algorithm, ranks, median_us, native_us, extra_us, ratio (native over ours, median of
-        the rounds) with its 95 % interval (low, high), algbw and busbw (GB/s, as nccl-tests define
-        them: bytes / time, and that times 2(p-1)/p), on one node and from 128 KiB limit; and where
-        asked for
-        wire_bytes and wire_payload (sent by a host per call), over_arena (of torch), best and
-        against_best (of auto, among the algorithms given), consistent (likewise, among all).
+        A row has the keys bytes, algorithm and ranks. The keys median_us and native_us are the
+        median microseconds of this call and of MPI's own call, and extra_us is the median of their
+        difference. The key ratio is the time of MPI's call divided by the time of this call, as the
+        median over the rounds; low and high are the ends of its 95 % interval. Two bandwidths in
+        GB/s are defined as by nccl-tests: algbw is bytes / time, and busbw is algbw times 2(p-1)/p
+        on p ranks. On one node, rows of 128 KiB and more also have limit, the time of a memory copy
+        divided by the time of the call. With `device`, rows have wire_bytes and wire_payload, the
+        bytes that a host sends per call with and without packet headers. With `torch`, the row of
+        PyTorch has over_arena, the time of PyTorch's call divided by the time of "auto" on an
+        arena. Rows of "auto" have best, the name of the fastest of `algorithms`, and against_best,
+        the time of this fastest algorithm divided by that of "auto". With `consistency`, rows of
+        "auto" also have consistent, the time of the fastest of all candidates divided by that of
+        "auto".
     """
     pool = _Pool(comm, nbytes, np.dtype(dtype), pool_size(nbytes, cold))
     candidates = _native(comm, pool, forms, consistency)
@@ -133,29 +157,27 @@ def measure(
         for form in forms:
             if form != "arena" or name in (MEASURED, *NODE):
                 candidates[label(name, form)] = _own(comm, pool, name, form)
-    if pool.nbytes >= LEAST_LIMITED and _on_one_node(comm):
+    if pool.nbytes >= LEAST_LIMITED and topology_of(comm).nodes == 1:
         calls = [partial(np.copyto, out, x) for x, out in zip(pool.x, pool.out, strict=True)]
         candidates[COPY] = Candidate(calls, pool.x, pool.out, summed=False)
     if torch is not None:
         candidates[TORCH] = Candidate([torch(x) for x in pool.x], pool.x, pool.x)
-    times = interleave(
-        comm,
-        candidates,
-        rounds=rounds,
-        repeat=min(repeat, pool.count) if cold else repeat,
-        meter=wire_meter(device) if device else None,
-    )
+    repeat = min(repeat, pool.count) if cold else repeat
+    meter = wire_meter(device) if device else None
+    times = interleave(comm, candidates, rounds=rounds, repeat=repeat, meter=meter)
     pool.close()
-    return [_row(comm, name, pool.nbytes, times, algorithms) for name in _shown(times)]
+    # The two forms of native become one row.
+    names = ["native", *(name for name in times if name not in NATIVE_FORMS)]
+    return [_row(comm, name, pool.nbytes, times, algorithms) for name in names]
 
 
 def label(name: str, form: str) -> str:
-    """Name of a row: the algorithm, and how it was called unless by `md.allreduce`."""
+    """Return the name of a row: the algorithm, followed by the form unless the form is "call"."""
     return name if form == "call" else f"{name} {form}"
 
 
 class _Pool:
-    """The vectors that take turns: private ones, others for results, and arenas as needed."""
+    """The vectors that the calls use in turn: inputs, results, and arenas (shared memory)."""
 
     def __init__(self, comm, nbytes: int, dtype: np.dtype, count: int):
         self.comm, self.dtype, self.count = comm, dtype, count
@@ -163,34 +185,28 @@ class _Pool:
         self.nbytes = self.n * dtype.itemsize
         self.x = [np.zeros(self.n, dtype) for _ in range(count)]
         self.out = [np.zeros(self.n, dtype) for _ in range(count)]
-        self._arenas: list[Arena] = []
 
-    @property
+    @cached_property
     def arenas(self) -> list[Arena]:
-        """As many arenas of one vector each. Collective on first use."""
-        if not self._arenas:
-            spec = {"x": ((self.n,), self.dtype)}
-            self._arenas = [Arena(self.comm, spec) for _ in range(self.count)]
-        return self._arenas
+        """The vectors in shared memory (arenas). Collective over `comm` on first use."""
+        spec = {"x": ((self.n,), self.dtype)}
+        return [Arena(self.comm, spec) for _ in range(self.count)]
 
     def close(self) -> None:
-        for arena in self._arenas:
+        for arena in self.__dict__.get("arenas", ()):  # if they were made
             arena.close()
 
 
 def _own(comm, pool: _Pool, name: str, form: str) -> Candidate:
-    if form == "arena":
-        vectors = [arena.flat for arena in pool.arenas]
-        return Candidate(
-            [plan(comm, arena, algorithm=name) for arena in pool.arenas], vectors, vectors
-        )
+    vectors = [arena.flat for arena in pool.arenas] if form == "arena" else pool.x
     calls: list[Callable[[], object]]
-    if form == "plan":
-        calls = [plan(comm, x, algorithm=name) for x in pool.x]
+    if form in ("plan", "arena"):
+        targets: list = pool.arenas if form == "arena" else pool.x
+        calls = [plan(comm, target, algorithm=name) for target in targets]
     else:
         function = allreduce if form == "call" else _begin_and_wait
         calls = [partial(function, comm, x, algorithm=name) for x in pool.x]
-    return Candidate(calls, pool.x, pool.x)
+    return Candidate(calls, vectors, vectors)
 
 
 def _begin_and_wait(comm, x, algorithm: str) -> None:
@@ -202,26 +218,22 @@ def _native_begin_and_wait(comm, x) -> None:
 
 
 def _native(comm, pool: _Pool, forms, consistency: bool) -> dict[str, Candidate]:
-    pairs = list(zip(pool.x, pool.out, strict=True))
+    def in_place(call: Callable) -> Candidate:
+        return Candidate([partial(call, x) for x in pool.x], pool.x, pool.x)
+
+    def out_of_place(call: Callable) -> Candidate:
+        calls = [partial(call, x, out) for x, out in zip(pool.x, pool.out, strict=True)]
+        return Candidate(calls, pool.x, pool.out)
+
     made = {
-        "native": Candidate(
-            [partial(comm.Allreduce, x, out) for x, out in pairs], pool.x, pool.out
-        ),
-        "native in place": Candidate(
-            [partial(comm.Allreduce, MPI.IN_PLACE, x) for x in pool.x], pool.x, pool.x
-        ),
+        "native": out_of_place(comm.Allreduce),
+        "native in place": in_place(partial(comm.Allreduce, MPI.IN_PLACE)),
     }
     if "nonblocking" in forms:
-        made[NATIVE_NONBLOCKING] = Candidate(
-            [partial(_native_begin_and_wait, comm, x) for x in pool.x], pool.x, pool.x
-        )
+        made[NATIVE_NONBLOCKING] = in_place(partial(_native_begin_and_wait, comm))
     if consistency:
-        made["native reduce+broadcast"] = Candidate(
-            [partial(_reduce_broadcast, comm, x, out) for x, out in pairs], pool.x, pool.out
-        )
-        made["native reduce_scatter+allgather"] = Candidate(
-            [partial(_scatter_gather, comm, x, out) for x, out in pairs], pool.x, pool.out
-        )
+        made["native reduce+broadcast"] = out_of_place(partial(_reduce_broadcast, comm))
+        made["native reduce_scatter+allgather"] = out_of_place(partial(_scatter_gather, comm))
     return made
 
 
@@ -235,18 +247,6 @@ def _scatter_gather(comm, x, out) -> None:
     start, stop = parts.range(comm.rank)
     comm.Reduce_scatter(x, out[start:stop], parts.counts())
     comm.Allgatherv(MPI.IN_PLACE, [out, parts.counts()])
-
-
-def _on_one_node(comm) -> bool:
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    same = node.size == comm.size
-    node.Free()
-    return same
-
-
-def _shown(times: dict[str, Measured]) -> list[str]:
-    """Rows in order; the two forms of native become one."""
-    return ["native", *[name for name in times if name not in NATIVE_FORMS]]
 
 
 def _row(comm, name: str, nbytes: int, times: dict[str, Measured], algorithms) -> dict:
@@ -289,7 +289,12 @@ def _digits(value: float) -> float:
 
 
 def _compare(row: dict, mine: Measured, times: dict[str, Measured], chosen: list[str]) -> None:
-    """Hold auto against what could have been chosen by hand, and against everything that adds."""
+    """Add to the row of "auto" its speed relative to the fastest other algorithms.
+
+    The key against_best compares with the fastest of `chosen`. If pairs of MPI calls were timed
+    (see `consistency` in `measure`), the key consistent compares with the fastest of `chosen`, of
+    MPI's own allreduce and of these pairs.
+    """
     if chosen:
         row["best"], value = against_best(mine, {name: times[name] for name in chosen})
         row["against_best"] = _digits(value)

@@ -1,11 +1,15 @@
-"""`mpidist bench checkpoint`: saving and restoring, against plain files of equal bytes.
+"""`mpidist bench checkpoint`: saving and restoring, compared with plain files of the same size.
 
-The state is half replicated (parameters, equal on all ranks and stored once) and half sharded
-(momentum, a block per rank), so `nbytes` are stored in all. Beside it every rank writes its equal
-share with os.write and fsync, and reads what a restore has to bring it: all that is replicated,
-and its own block. Candidates take turns inside each round, in an order that changes from round to
-round; the time is that of the slowest rank, from a barrier; the ratio is the median of the rounds'
-ratios. Before anything is read, the system is told to forget the pages of the files.
+Each save stores a simulated training state of `nbytes` bytes. One half of the state is replicated:
+parameters, which are equal on all ranks and stored once. The other half is sharded: the momentum,
+of which each rank has a block. As the reference for saving, every rank writes an equal share of the
+bytes to a plain file and syncs the file. As the reference for restoring, every rank reads from
+plain files as many bytes as it gets in a restore: the replicated half of the state, and its own
+block of the other half. In each round every candidate (an operation of mpidist or a reference) is
+timed once, in an order that changes from round to round. Each time is that of the slowest rank,
+counted from a barrier. The ratio in a result row is the time of the reference divided by the time
+of the operation, as the median over all rounds. Before each timing, all files are removed from the
+page cache of the system.
 """
 
 from __future__ import annotations
@@ -26,18 +30,18 @@ from ..partition import BlockPartition
 from .bench_folder import bench_folder, forget_pages
 from .torch_yardstick import checkpointer, leave
 
-#: Seconds of a step that waits for its device.
+#: Seconds of a simulated training step, which waits for its device.
 _STEP = 10e-3
-#: Less than this is not told apart from nothing.
+#: Least difference in seconds that the benchmark can measure.
 _RESOLUTION = 1e-4
-#: Elements that are made at once.
+#: Elements of the state that are computed at once.
 _PART = 1 << 16
-#: Bytes per system call of the plain files.
+#: Bytes per system call on the plain files.
 _CALL = 8 << 20
 
 
 class State:
-    """A state of `nbytes`: one replicated array, and one of which this rank has a block."""
+    """A state of `nbytes` bytes: a replicated array, and this rank's block of a sharded array."""
 
     def __init__(self, comm, nbytes: int):
         half = max(1, nbytes // 2 // 4)
@@ -51,17 +55,17 @@ class State:
         }
 
     def fill(self, step: int) -> None:
-        """Write the values of `step`."""
+        """Write the test values for step number `step` into both arrays of the state."""
         for part, values in self._parts(step):
             part[:] = values
 
     def check(self, step: int) -> None:
-        """Raise MpidistError where the values are not those of `step`."""
+        """Raise MpidistError if the state's arrays do not have the test values for this step."""
         if not all(np.array_equal(part, values) for part, values in self._parts(step)):
             raise MpidistError(f"bench: the restored state is not that of step {step}")
 
     def _parts(self, step: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield parts of both arrays, small enough for a cache, with the values of `step`."""
+        """Yield small parts of the state's arrays, each with its test values for this step."""
         for array, low, sign in ((self.whole, 0, 1), (self.block, self.low, -1)):
             for start in range(0, len(array), _PART):
                 part = array[start : start + _PART]
@@ -70,14 +74,19 @@ class State:
 
 
 def measure(comm, nbytes: int, rounds: int, folder: str, torch: bool = False) -> list[dict]:
-    """Return the rows for a state of `nbytes`, stored in `folder`. Collective over `comm`.
+    """Return result rows for a state of `nbytes` bytes, saved in `folder`. Collective over `comm`.
 
-    Rows: what (save, stall, async, restore, unchecked), beside (write, read, copy; with `torch`
-    also "torch save" and "torch restore"), bytes, ranks, median_s, plain_s, ratio (plain over
-    ours), mb_per_s. "unchecked" is a restore that compares no checksums of numbers. The stall is
-    the time until `save_async` returns; save and restore end when all is done. "async": by how
-    much steps that wait for a device take longer, together, until a save in the background is
-    committed; a copy is that of each rank's part of the state in memory.
+    Each row compares an operation of mpidist with a reference: ``row["what"]`` is the name of the
+    operation, ``row["beside"]`` is the name of the reference. The other keys of a row are bytes,
+    ranks, median_s (seconds of the operation), plain_s (seconds of the reference), ratio (plain_s
+    divided by median_s, as the median over the rounds), and mb_per_s.
+
+    The operations "save" and "restore" are timed until the method of that name returns. The
+    operation "unchecked" is a restore that compares no checksums of arrays. The operation "stall"
+    is a call of `save_async`, timed until it returns. The time of "async" is how much longer
+    simulated training steps take while a save runs in the background. The references are "write"
+    and "read" of plain files, and "copy", which copies this rank's share of the state in memory.
+    With `torch`, the references "torch save" and "torch restore" use torch.distributed.checkpoint.
     """
     state = State(comm, nbytes)
     with bench_folder(comm, folder) as made:
@@ -85,8 +94,8 @@ def measure(comm, nbytes: int, rounds: int, folder: str, torch: bool = False) ->
     pairs = [("save", "write"), ("stall", "write"), ("async", "copy")]
     pairs += [("restore", "read"), ("unchecked", "read")]
     if torch:
-        pairs += [("save", "torch save")]
-        pairs += [("restore", "torch restore"), ("unchecked", "torch restore")]
+        beside = ("save", "save"), ("restore", "restore"), ("unchecked", "restore")
+        pairs += [(what, f"torch {plain}") for what, plain in beside]
     rows = []
     for what, plain in pairs:
         median = float(np.median(seconds[what]))
@@ -106,53 +115,48 @@ def measure(comm, nbytes: int, rounds: int, folder: str, torch: bool = False) ->
 
 
 def _measure(comm, state: State, rounds: int, folder: Path, torch) -> dict[str, np.ndarray]:
-    """Seconds of each candidate in each round, those of the slowest rank."""
-    share = [np.ones(n, np.uint8) for n in BlockPartition(state.nbytes, comm.size).counts()]
+    """Return, for each candidate, the seconds on the slowest rank in each round."""
+    share = np.ones(BlockPartition(state.nbytes, comm.size).size(comm.rank), np.uint8)
+    target = np.ones_like(share)
     plain = folder / f"plain-{comm.rank}"
     inbox = np.empty(state.whole.nbytes + state.block.nbytes, np.uint8)
-    names = ["write", "save", "stall", "async", "copy", "read", "restore", "unchecked"]
-    source, target = np.ones_like(share[comm.rank]), np.ones_like(share[comm.rank])
-    seconds = {name: np.empty(rounds) for name in names}
     rng = np.random.default_rng(0)
     with CheckpointStore(comm, folder / "store", keep=1) as store:
         run: dict[str, Callable[[int], object]] = {
-            "write": lambda step: _write(plain, share[comm.rank]),
+            "write": lambda step: _write(plain, share),
             "save": lambda step: store.save(step, state.tree),
             "stall": lambda step: store.save_async(step, state.tree),
+            "async": lambda step: _steps_beside(comm, store, step, state.tree),
+            "copy": lambda step: np.copyto(target, share),
             "read": lambda step: _read(folder, comm.size, inbox),
             "restore": lambda step: store.restore(state.tree),
             "unchecked": lambda step: store.restore(state.tree, verify=False),
-            "async": lambda step: _steps_beside(comm, store, step, state.tree),
-            "copy": lambda step: np.copyto(target, source),
         }
         if torch:
-            _, save, load = checkpointer(comm, state.whole, state.block, folder)
+            save, load = checkpointer(comm, state.whole, state.block, folder)
             run |= {"torch save": lambda step: save(), "torch restore": lambda step: load()}
-            names += ["torch save", "torch restore"]
-            seconds |= {name: np.empty(rounds) for name in names[-2:]}
-        step = ours = of_torch = 0
+        seconds = {name: np.empty(rounds) for name in run}
+        step, saved = 0, {}  # the step that our files hold, and the step that PyTorch's hold
         for k in range(-1, rounds):  # round -1 warms up
-            # In the first round in this order: what is read was written before.
-            order = rng.permutation(names) if k >= 0 else names
-            for name in order:
+            # The warm-up goes in the order of the table, which writes files before it reads them.
+            for name in rng.permutation(list(run)) if k >= 0 else run:
+                by_torch = name.startswith("torch")
+                restores = name.endswith("restore") or name == "unchecked"
                 if name in ("save", "stall", "async", "torch save"):
                     step += 1
                     state.fill(step)
-                    of_torch = step if name == "torch save" else of_torch
-                    ours = step if name != "torch save" else ours
+                    saved[by_torch] = step
                 elif name == "write":
                     plain.unlink(missing_ok=True)
-                elif name in ("restore", "unchecked", "torch restore"):
+                elif restores:
                     state.fill(-1)
                 forget_pages(comm, folder)
                 elapsed = _time(comm, partial(run[name], step))
                 if k >= 0:
                     seconds[name][k] = elapsed
-                store.wait()  # what `save_async` has begun, off the clock
-                if name in ("restore", "unchecked"):
-                    state.check(ours)
-                elif name == "torch restore":
-                    state.check(of_torch)
+                store.wait()  # for the end of a save in the background, which is not timed
+                if restores:
+                    state.check(saved[by_torch])
     if torch:
         leave()
     for times in seconds.values():
@@ -161,17 +165,17 @@ def _measure(comm, state: State, rounds: int, folder: Path, torch) -> dict[str, 
 
 
 def _time(comm, call: Callable[[], object]) -> float:
-    """Return the seconds of a call, or those that it returns itself."""
+    """Return the seconds that `call` took; if `call` returns a float, return that instead."""
     comm.Barrier()
     start = time.perf_counter()
-    told = call()
+    returned = call()
     elapsed = time.perf_counter() - start
-    comm.Barrier()  # nobody removes or rewrites what another still reads
-    return told if isinstance(told, float) else elapsed
+    comm.Barrier()  # no rank removes or rewrites a file that another rank still reads
+    return returned if isinstance(returned, float) else elapsed
 
 
 def _steps_beside(comm, store: CheckpointStore, step: int, tree) -> float:
-    """Return by how much a loop of waiting steps lasts longer until a save is committed."""
+    """Return how many seconds simulated training steps lose while a save runs in the background."""
     manifest = Path(store.path) / f"step-{step:012d}" / "MANIFEST.json"
     start, steps = time.perf_counter(), 0
     store.save_async(step, tree)
@@ -188,19 +192,15 @@ def _steps_beside(comm, store: CheckpointStore, step: int, tree) -> float:
 
 
 def _write(path: Path, data: np.ndarray) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    try:
-        for start in range(0, data.nbytes, _CALL):
-            piece = data[start : start + _CALL].data
-            while piece:
-                piece = piece[os.write(file, piece) :]
-        os.fsync(file)
-    finally:
-        os.close(file)
+    with path.open("wb", buffering=0) as file:
+        left = data.data
+        while left:
+            left = left[file.write(left[:_CALL]) :]
+        os.fsync(file.fileno())
 
 
 def _read(folder: Path, size: int, inbox: np.ndarray) -> None:
-    """Fill `inbox` from the plain files, beginning with the first."""
+    """Fill the buffer `inbox` from the plain files of the ranks, beginning with that of rank 0."""
     view = inbox.data
     for rank in range(size):
         with (folder / f"plain-{rank}").open("rb", buffering=0) as file:

@@ -1,8 +1,10 @@
-"""Measuring several candidates fairly: rounds in one run, in which each takes its turn.
+"""Fair timing of several candidates: in each of many rounds, every candidate is timed once.
 
-The order changes from round to round. The time of a turn is that of the slowest rank, from a
-barrier. Inputs are written anew before each turn and a result is checked after it, both off the
-clock. `ratios.py` makes figures of the rounds.
+The order of the candidates changes from round to round. A turn is the timing of one candidate in
+one round. A turn makes one or more calls, and its result is the seconds per call of the slowest
+rank, from a barrier to the end of the calls.
+Before each turn new inputs are written, and after it one result is checked; neither is timed.
+`ratios.py` computes medians and ratios from the times of all rounds.
 
 Hunold, Carpen-Amarie, "MPI Benchmarking Revisited: Experimental Design and Reproducibility",
 arXiv:1505.07734, 2015.
@@ -14,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -24,17 +25,19 @@ from mpi4py import MPI
 from ..errors import MpidistError
 from .ratios import Measured
 
-#: Last-level cache where the system does not tell.
+#: Bytes of the last-level cache where the system does not report its size.
 _USUAL_CACHE = 32 << 20
 
 
 @dataclass
 class Candidate:
-    """Something to time: ``calls[k]()`` turns ``inputs[k]`` into ``results[k]``.
+    """A candidate to be timed, whose ``calls[k]()`` computes ``results[k]`` from ``inputs[k]``.
 
-    The calls follow each other through the pool, so one with more bytes than the cache never finds
-    its vector there. `summed` says that the result is the sum over the ranks; `around` is entered
-    for each turn, off the clock.
+    The calls of a candidate are made one after the other, each on its own input vector. If all
+    vectors together are larger than the cache, no call finds its vector in the cache. If `summed`
+    is true, one result per turn is checked: it must be the sum of the inputs of all ranks. `around`
+    makes a context manager that is entered before each turn and left after the turn, both outside
+    the measured time.
     """
 
     calls: Sequence[Callable[[], object]]
@@ -45,15 +48,16 @@ class Candidate:
     turn: int = 0
 
     def next_inputs(self) -> list[np.ndarray]:
-        """Return all inputs, those first that the next calls take: the cache forgets them.
+        """Return all inputs in the order in which the next calls use them.
 
-        Whoever writes them in this order has the others in the cache when he is through.
+        If the caller writes the inputs in the returned order, the cache then contains the inputs
+        that the calls use last, and not those that they use first.
         """
         start = self.turn % len(self.calls)
         return [*self.inputs[start:], *self.inputs[:start]]
 
     def next_calls(self, repeat: int) -> list[Callable[[], object]]:
-        """Return the next `repeat` calls of the pool."""
+        """Return the next `repeat` calls; after the last of `calls`, the first follows again."""
         start = self.turn % len(self.calls)
         self.turn += repeat
         return list(islice(cycle(self.calls), start, start + repeat))
@@ -67,18 +71,18 @@ def interleave(
     repeat: int = 1,
     meter: Callable[[], np.ndarray] | None = None,
 ) -> dict[str, Measured]:
-    """Time all candidates in `rounds` rounds of `repeat` calls each. Collective over `comm`.
+    """Time `repeat` calls of every candidate in each of `rounds` rounds. Collective over `comm`.
 
     Parameters
     ----------
     meter : callable, optional
-        Returns running counts (float64) of this rank; what they grew by is taken per call, the
-        most of all ranks.
+        Returns counters of this rank, such as sent bytes, as a float64 array. The result has the
+        increase of each counter per call, as the maximum over all ranks.
 
     Raises
     ------
     MpidistError
-        A candidate gave a wrong sum.
+        A candidate computes a wrong sum.
     """
     names = list(candidates)
     size = meter().size if meter else 0
@@ -89,7 +93,7 @@ def interleave(
     for k in range(-1, rounds):  # round -1 warms up
         for index in rng.permutation(len(names)):
             candidate = candidates[names[index]]
-            # A vector that one turn sums twice must hold zeros, which stay zeros.
+            # A vector that one turn sums twice must contain zeros, because sums of sums grow.
             once = repeat <= len(candidate.calls)
             for vector in candidate.next_inputs():
                 pattern.write(vector) if once else vector.fill(0)
@@ -118,12 +122,12 @@ def _turn(comm, calls: list[Callable[[], object]], meter) -> tuple[float, np.nda
     elapsed = time.perf_counter() - start
     if meter is None:
         return elapsed / len(calls), 0.0
-    comm.Barrier()  # what this rank still had to send on others' behalf has been sent
+    comm.Barrier()  # this rank has now sent all messages that it forwards for other ranks
     return elapsed / len(calls), (meter() - before) / len(calls)
 
 
 class _Pattern:
-    """Small whole numbers, other ones at each place and rank, whose sums are exact."""
+    """Test values for vectors: small whole numbers whose sums over the ranks are exact."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self.rank, self.size = comm.rank, comm.size
@@ -151,7 +155,7 @@ class _Pattern:
 
 
 def last_level_cache() -> int:
-    """Bytes of the largest cache of processor 0."""
+    """Return the size in bytes of the largest cache of processor 0."""
     sizes = []
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = file.read_text().strip()
@@ -161,11 +165,7 @@ def last_level_cache() -> int:
 
 
 def wire_meter(device: str) -> Callable[[], np.ndarray]:
-    """Return a meter of (bytes, packets) that this host has sent by `device`."""
+    """Return a function that returns how many (bytes, packets) the network `device` has sent."""
     folder = Path("/sys/class/net") / device / "statistics"
     files = [folder / "tx_bytes", folder / "tx_packets"]
-    return partial(_read_numbers, files)
-
-
-def _read_numbers(files: Sequence[Path]) -> np.ndarray:
-    return np.array([float(file.read_text()) for file in files])
+    return lambda: np.array([float(file.read_text()) for file in files])

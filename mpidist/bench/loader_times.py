@@ -1,13 +1,16 @@
-"""`mpidist bench loader`: samples per second of file sources, over a plain read of the same bytes.
+"""`mpidist bench loader`: samples read per second from files, compared with a plain read.
 
-Files of videos as in YouTube-8M (1,152 float32 and a few labels each) are written once. Every rank
-then brings in its block of the records, batch by batch, through a `Loader` as a run would, and
-beside it reads its share of the same file's bytes, as they are stored, with os.preadv into one and
-the same 8 MiB: nothing is looked at and nothing kept. What a loader gives are arrays of their own,
-checked and decoded, of every sample. Candidates take turns inside each round, in an order that
-changes from round to round; the time is that of the slowest rank, from a barrier; the ratio is the
-median of the rounds' ratios. "cold": the system was told to forget the file's pages before; "warm":
-they lie in memory. CPU time is that of all threads, which a busy machine changes less.
+The benchmark first writes files with records like those of YouTube-8M: 1,152 float32 values and a
+few labels each. Every rank then reads its block of the records, batch by batch, with a `Loader`, as
+a training run does. A loader checks and decodes the samples, and returns them in new arrays. As the
+reference, every rank reads its share of the stored bytes with os.preadv into one buffer of 8 MiB,
+and does not decode them. In each round every candidate (a loader or the plain read) is timed once,
+in an order that changes from round to round. Each time is that of the slowest rank, counted from a
+barrier. The ratio in a result row is the time of the plain read divided by the time of the loader,
+as the median over all rounds. "cold" means that the files were removed from the page cache of the
+system before each read, "warm" that they are in the page cache. CPU time is the sum over all
+threads of all ranks. If the machine does other work at the same time, CPU time changes less than
+elapsed time.
 """
 
 from __future__ import annotations
@@ -34,10 +37,12 @@ _RECORD = 4 * sum(_WIDTHS.values())
 
 
 def measure(comm, nbytes: int, rounds: int, folder: str, batch: int) -> list[dict]:
-    """Return the rows for files of about `nbytes` in `folder`. Collective over `comm`.
+    """Return result rows for files of about `nbytes` bytes in `folder`. Collective over `comm`.
 
-    Rows: source, order, pages, ranks, bytes, samples_per_s, plain_samples_per_s, ratio, low, high,
-    cpu_us and plain_cpu_us of a sample.
+    A row has the keys source, order ("in order" or "shuffled"), pages ("cold" or "warm"), ranks,
+    bytes, samples_per_s, plain_samples_per_s (of the plain read), ratio (time of the plain read
+    divided by the time of the loader) with its 95 % interval (low, high), and cpu_us and
+    plain_cpu_us, the CPU times per sample of the loader and of the plain read.
     """
     count = max(batch * comm.size, nbytes // _RECORD)
     rows = []
@@ -58,7 +63,7 @@ def _write(folder: Path, count: int) -> None:
     hdf5.write(folder / "hdf5", arrays)
     hdf5.write(folder / "hdf5 chunks", arrays, chunks=128)
     tfrecord.write(folder / "tfrecord", (_video(k, row) for k, row in enumerate(inputs)))
-    os.sync()  # pages that are not on disk yet cannot be forgotten
+    os.sync()  # pages that are not on the disk yet cannot be removed from the cache
 
 
 def _video(k: int, row: np.ndarray) -> bytes:
@@ -71,16 +76,15 @@ def _video(k: int, row: np.ndarray) -> bytes:
 
 def _measure(comm, folder, source, pages, count, batch, rounds) -> list[dict]:
     path = folder / source
-    nbytes = path.stat().st_size  # now: rank 0 removes it while others still make their rows
+    nbytes = path.stat().st_size  # here, because rank 0 removes the file before the rows are made
     start, stop = BlockPartition(count, comm.size).range(comm.rank)
     opened = YouTube8M(path) if source == "tfrecord" else HDF5(path, ["inputs", "labels"])
     order = Bijection(count, (0, 0))(np.arange(count))
     candidates: dict[str, Callable[[], None]] = {
         "plain": partial(_plain, path, comm.rank, comm.size, memoryview(bytearray(_CALL))),
         "in order": partial(_load, opened, partial(_batches, start, stop, batch, None)),
+        "shuffled": partial(_load, opened, partial(_batches, start, stop, batch, order)),
     }
-    shuffled = partial(_batches, start, stop, batch, order)
-    candidates["shuffled"] = partial(_load, opened, shuffled)
     seconds = {name: np.empty(rounds) for name in candidates}
     cpu = {name: np.empty(rounds) for name in candidates}
     rng = np.random.default_rng(0)
@@ -91,12 +95,10 @@ def _measure(comm, folder, source, pages, count, batch, rounds) -> list[dict]:
             comm.Barrier()
             began, worked = time.perf_counter(), time.process_time()
             candidates[name]()
-            elapsed = np.array([time.perf_counter() - began])
-            used = np.array([time.process_time() - worked])
-            comm.Allreduce(MPI.IN_PLACE, elapsed, MPI.MAX)
-            comm.Allreduce(MPI.IN_PLACE, used)
+            elapsed, used = time.perf_counter() - began, time.process_time() - worked
+            elapsed, used = comm.allreduce(elapsed, MPI.MAX), comm.allreduce(used)
             if k >= 0:
-                seconds[name][k], cpu[name][k] = elapsed[0], used[0]
+                seconds[name][k], cpu[name][k] = elapsed, used
     opened.close()
     rows = []
     for name in list(candidates)[1:]:
@@ -134,11 +136,8 @@ def _load(source, plan: Callable[[], Iterator[np.ndarray]]) -> None:
 
 
 def _plain(path: Path, rank: int, size: int, inbox: memoryview) -> None:
-    """Read this rank's share of a file, whatever is in it."""
+    """Read this rank's share of the bytes of the file `path` into the buffer `inbox`."""
     start, stop = BlockPartition(path.stat().st_size, size).range(rank)
-    file = os.open(path, os.O_RDONLY)
-    try:
+    with path.open("rb", buffering=0) as file:
         while start < stop:
-            start += os.preadv(file, [inbox[: stop - start]], start)
-    finally:
-        os.close(file)
+            start += os.preadv(file.fileno(), [inbox[: stop - start]], start)

@@ -1,9 +1,12 @@
-"""`mpidist bench node`: what one rank of a large node does itself, without waiting for anybody.
+"""`mpidist bench node`: the work of one rank on a node with many ranks, without waiting for others.
 
-One process is one rank; of the others it sees what they would have left in the shared memory:
-counters far ahead, the key of the operation, their slots. So the figure is Python's part and this
-rank's copies and sums: a lower bound of a call on as many cores, and what more ranks per node cost
-each of them. On this machine's caches, of which the others take nothing.
+One process acts as one rank of an allreduce, and the other ranks do not exist. Before the
+measurement, the process writes to its memory what the other ranks would write to shared memory:
+their values, the key that identifies the operation, and counters so large that this rank never
+waits. The measured time is the time of this rank's Python code, copies and additions. The measured
+time is a lower bound for the time of a real allreduce on a node with a core for each rank, and
+shows how the work of a rank grows with the number of ranks on the node. On a real node the ranks
+also compete for the caches, which this measurement leaves out.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ _AHEAD = 1 << 60
 
 
 class FakedNode:
-    """A node of `size` ranks of which only `rank` is there; the others are always ahead."""
+    """A simulated node of `size` ranks; only the rank `rank` exists, and it never waits."""
 
     def __init__(self, size: int, rank: int):
         self.size, self.rank = size, rank
@@ -47,14 +50,18 @@ class FakedNode:
         self.lines = np.frombuffer(lines, np.int64).reshape(size, LINE)
 
     def allreduce(self, n: int, dtype: str = "f4", op: str = "sum"):
-        """Return ``run(x)`` for vectors of `n` elements, and what it is: "flat" or "staged"."""
+        """Return (run, form): ``run(x)`` reduces a vector of `n` elements by the algorithm `form`.
+
+        The form "flat" is for short vectors: each rank adds the vectors of all ranks. The form
+        "staged" is for long vectors: each rank adds one block of the vectors of all ranks.
+        """
         reduction = resolve(op, np.dtype(dtype))
         signature = Signature("allreduce", reduction.dtype.name, f"({n})", op, "node")
         others = np.arange(self.size) != self.rank
         self.lines[others, 0] = _AHEAD
         self.lines[others, KEYS : KEYS + 2] = signature.key
         if node_short.can_run(self.memory, reduction, n):
-            self.flat = node_short.Flat(self.context, signature, reduction, (n,), self.memory)
+            self.flat = node_short.NodeShort(signature, reduction, (n,), self.memory)
             return self.flat.run, "flat"
         program = StagedProgram(
             self.memory.gate, STAGED, self.size, self.rank, n, self.size, self.memory.staging,
@@ -65,12 +72,13 @@ class FakedNode:
 
 
 def measure(size: int, nbytes: int, rounds: int) -> dict:
-    """Return the row of one size, float32.
+    """Time an allreduce of `nbytes` bytes on a simulated node of `size` ranks; return a row.
 
     Returns
     -------
     dict
-        ranks, bytes, form, us (the least of `rounds`), staging_bytes (of the node).
+        The keys are ranks, bytes, form, us (microseconds of a call, the shortest of all `rounds`),
+        and staging_bytes (the bytes of the node's shared memory for long vectors).
     """
     faked = FakedNode(size, size // 2)
     x = np.zeros(max(1, nbytes // 4), np.float32)

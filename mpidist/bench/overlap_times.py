@@ -1,8 +1,9 @@
-"""`mpidist bench overlap`: how much of the gradient exchange hides behind backward.
+"""`mpidist bench overlap`: how much of the gradient exchange runs during the backward pass.
 
-Backward is a wait of the length of the exchange itself, cut in layers: it stands for a processor of
-its own per rank, for several ranks that share a core would measure the scheduler. The step without
-exchange, the exchange alone and both together take turns in one run.
+The backward pass is simulated: the rank sleeps once for each layer, and all sleeps together take as
+long as the exchange of gradients. With real computing, ranks that share a core would wait for each
+other, which would falsify the times. In each round, the exchange alone is timed, and then a step
+with both the backward pass and the exchange.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from ..gradients.exchange import Gradients
 
 
 def measure(comm, *, nbytes: int, layers: int = 32, rounds: int = 9, **settings) -> dict:
-    """Return a row: milliseconds of exchange, backward and step, and the share that was hidden.
+    """Measure which share of the gradient exchange runs during a backward pass; return a row.
 
-    Collective over `comm`. `settings` go to `Gradients`. hidden = 1 - (step - backward) / exchange,
-    the median over rounds; None where nothing travels.
+    Collective over `comm`. `settings` are passed to `Gradients`. The value of hidden in the row is
+    the share of the exchange that runs during the backward pass: 1 - (step - backward) / exchange,
+    as the median over the rounds. The value of hidden is None if no message is sent before the
+    backward pass ends.
     """
     each = max(1, nbytes // layers // 4)
     shapes = {f"layer{k}": np.empty(each, np.float32) for k in range(layers)}
@@ -28,7 +31,7 @@ def measure(comm, *, nbytes: int, layers: int = 32, rounds: int = 9, **settings)
     order = list(reversed(shapes))
 
     def step(seconds: float) -> float:
-        """One backward of that length with its exchange; returns how long it took."""
+        """Run a backward pass of `seconds` and exchange gradients; return the time of both."""
         comm.Barrier()
         gradients.begin(1 / comm.size)
         began = time.perf_counter()

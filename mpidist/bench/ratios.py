@@ -1,7 +1,9 @@
-"""Figures from interleaved rounds: ratios round by round, their median, and how sure it is.
+"""Compute the ratio of two times in each round of a benchmark, and the median of the ratios.
 
-A machine that is busy for a while slows down both sides of a ratio of one round; the ratio of two
-medians would not know. All functions here are pure.
+A ratio is computed for each round, and the result is the median of these ratios with its 95 %
+interval. If the machine is busy during a round, both times of the round grow, and their ratio
+hardly changes. The ratio of two medians over all rounds would change more when the machine is busy.
+All functions here are pure.
 """
 
 from __future__ import annotations
@@ -14,35 +16,42 @@ import numpy as np
 
 @dataclass
 class Measured:
-    """Seconds of a call for each round, the slowest rank's, and what `meter` counted for it."""
+    """For each round of a candidate: seconds per call, and counts per call (such as sent bytes).
+
+    Each value is the largest of all ranks.
+    """
 
     seconds: np.ndarray
     metered: np.ndarray
 
     @property
     def median(self) -> float:
-        """Median seconds."""
+        """The median of the seconds over all rounds."""
         return float(np.median(self.seconds))
 
 
 def ratio(over: Measured, under: Measured) -> tuple[float, float, float]:
-    """Median of the rounds' ratios and its 95 % interval."""
+    """Return the median over the rounds of time `over` divided by time `under`.
+
+    The second and third returned values are the ends of the 95 % interval of this median.
+    """
     values = over.seconds / under.seconds
     return (float(np.median(values)), *interval(values))
 
 
 def interval(values: np.ndarray, resamples: int = 1000) -> tuple[float, float]:
-    """95 % interval of the median, by bootstrap."""
+    """Return the 95 % interval of the median of `values`, by bootstrap."""
     drawn = np.random.default_rng(0).choice(values, (resamples, len(values)))
     low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
     return float(low), float(high)
 
 
 def against_best(mine: Measured, others: Mapping[str, Measured]) -> tuple[str, float]:
-    """Return the best of `others` and the median ratio of its time to mine.
+    """Return the name of the fastest of `others`, and the median of its time divided by `mine`.
 
-    Even rounds tell which is best and odd rounds how it compares: the least of many noisy medians
-    would win by luck over an equal one, were the same rounds asked twice.
+    The fastest one is chosen by its times in the even rounds, and compared with `mine` in the odd
+    rounds. If the same rounds were used for the choice and the comparison, the smallest of many
+    noisy medians would be too small by luck.
     """
     best = min(others, key=lambda name: float(np.median(others[name].seconds[::2])))
     rest = slice(1, None, 2) if len(mine.seconds) > 1 else slice(None)

@@ -1,54 +1,40 @@
-"""What the rows of `mpidist bench allreduce` say together: means over sizes, and where we lose."""
+"""The summary of `mpidist bench allreduce`: means over all sizes, and cases where MPI is faster."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import geometric_mean
 
-#: By how much auto may lose to anything else that adds, before that is told.
+#: How much slower than the fastest candidate "auto" may be before the summary reports the case.
 TOLERANCE = 1.05
 
 
 def lines(rows: Sequence[dict]) -> list[str]:
-    """Return the lines under the table: means, comparisons, and losing cases. Pure."""
-    told = [*_means(rows), *_chosen(rows), *_guidelines(rows), *_torch(rows)]
-    return [*told, *_losing(rows)]
-
-
-def _means(rows) -> list[str]:
-    told = []
+    """Return the lines of the summary: means, comparisons, and cases where MPI is faster. Pure."""
+    means, chosen = [], []
     for name in _names(rows):
         mine = [row for row in rows if row["algorithm"] == name]
-        least = min(mine, key=lambda row: row["ratio"])
-        text = (
-            f"{name}: native over it, geometric mean over {_count(mine)} "
-            f"{geometric_mean([row['ratio'] for row in mine]):.3f}, "
-            f"least {least['ratio']:.3f} at {size_label(least['bytes'])}"
-        )
-        if limited := [row for row in mine if "limit" in row]:
-            of_limit = geometric_mean([row["limit"] for row in limited])
-            least = min(limited, key=lambda row: row["limit"])
-            text += (
-                f"; of the memory limit over {_count(limited)} {of_limit:.3f}, "
-                f"least {least['limit']:.3f} at {size_label(least['bytes'])}"
-            )
-        told.append(text)
-    return told
+        limit = _mean(mine, "limit", "; of the memory limit over")
+        means.append(f"{name}: native over it, {_mean(mine, 'ratio')}{limit}")
+        if best := _mean(mine, "against_best"):
+            worst = min(mine, key=lambda row: row.get("against_best", math.inf))
+            best = f"{best} ({worst['best']})"
+            chosen.append(f"{name} against the best that was chosen by hand: {best}")
+    return [*means, *chosen, *_guidelines(rows), *_torch(rows), *_losing(rows)]
 
 
-def _chosen(rows) -> list[str]:
-    told = []
-    for name in _names(rows):
-        mine = [row for row in rows if row["algorithm"] == name and "against_best" in row]
-        if mine:
-            worst = min(mine, key=lambda row: row["against_best"])
-            told.append(
-                f"{name} against the best that was chosen by hand: geometric mean over "
-                f"{_count(mine)} {geometric_mean([row['against_best'] for row in mine]):.3f}, "
-                f"least {worst['against_best']:.3f} at {size_label(worst['bytes'])} "
-                f"({worst['best']})"
-            )
-    return told
+def _mean(rows, key: str, words: str = "geometric mean over", digits: int = 3) -> str:
+    """Return a text with the mean and the least value of `key` in `rows`; "" if no row has it."""
+    rows = [row for row in rows if key in row]
+    if not rows:
+        return ""
+    least = min(rows, key=lambda row: row[key])
+    sizes = "1 size" if len(rows) == 1 else f"{len(rows)} sizes"
+    return (
+        f"{words} {sizes} {geometric_mean([row[key] for row in rows]):.{digits}f}, "
+        f"least {least[key]:.{digits}f} at {size_label(least['bytes'])}"
+    )
 
 
 def _guidelines(rows) -> list[str]:
@@ -63,15 +49,8 @@ def _guidelines(rows) -> list[str]:
 
 
 def _torch(rows) -> list[str]:
-    mine = [row for row in rows if "over_arena" in row]
-    if not mine:
-        return []
-    least = min(mine, key=lambda row: row["over_arena"])
-    return [
-        f"{mine[0]['algorithm']} over arena: geometric mean over {_count(mine)} "
-        f"{geometric_mean([row['over_arena'] for row in mine]):.2f}, "
-        f"least {least['over_arena']:.2f} at {size_label(least['bytes'])}"
-    ]
+    names = [row["algorithm"] for row in rows if "over_arena" in row]
+    return [f"{name} over arena: {_mean(rows, 'over_arena', digits=2)}" for name in names[:1]]
 
 
 def _losing(rows) -> list[str]:
@@ -89,18 +68,14 @@ def _losing(rows) -> list[str]:
 
 
 def _names(rows) -> list[str]:
-    """Ours: what is neither native, nor a yardstick."""
+    """Return the names of mpidist's own algorithms in `rows`, without those of the references."""
     names = dict.fromkeys(row["algorithm"] for row in rows)
     yardsticks = ("memory copy", "torch gloo")
     return [n for n in names if not n.startswith("native") and n not in yardsticks]
 
 
-def _count(rows) -> str:
-    return "1 size" if len(rows) == 1 else f"{len(rows)} sizes"
-
-
 def size_label(nbytes: int) -> str:
-    """Return 131072 as "128 KiB"; "96 B" where nothing rounder fits. Pure."""
+    """Return a size as text, such as "128 KiB"; in bytes if it is no multiple of 1 KiB. Pure."""
     for power, unit in ((20, "MiB"), (10, "KiB")):
         if nbytes >= 1 << power and nbytes % (1 << power) == 0:
             return f"{nbytes >> power} {unit}"

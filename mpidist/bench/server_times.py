@@ -1,8 +1,9 @@
-"""`mpidist bench ps`: what asynchrony is worth when steps take uneven time.
+"""`mpidist bench ps`: how much faster asynchronous workers are when steps take uneven time.
 
-Each step of each worker takes t, or five t with probability 1/4 (it sleeps, so cores do not
-matter). The speed-up of a mode over BSP is set against what a simulation of the same delays
-promises when messages cost nothing.
+A step of a worker takes t seconds, or 5 t with probability 1/4. Workers sleep for the time of a
+step instead of computing, so the number of cores does not matter. The modes are BSP
+(bulk-synchronous), SSP (bounded staleness) and ASP (asynchronous). The speed-up of SSP and ASP over
+BSP is compared with a simulation of the same steps in which messages take no time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..servers.parameter_server import parameter_server
 
 
 def delays(workers: int, steps: int, unit: float, seed: int = 0) -> np.ndarray:
-    """Seconds of every step of every worker."""
+    """Return the seconds of each step of each worker, as an array of shape (workers, steps)."""
     rng = np.random.default_rng(seed)
     return np.where(rng.random((workers, steps)) < 0.25, 5 * unit, unit)
 
@@ -25,7 +26,11 @@ def delays(workers: int, steps: int, unit: float, seed: int = 0) -> np.ndarray:
 def measure(
     comm, *, steps: int, unit: float, servers: int, staleness: int, seed: int
 ) -> list[dict]:
-    """Return a row per mode: seconds, speed-up over BSP, the promised one. Collective."""
+    """Return a row for each mode: its seconds, and its speed-up over BSP. Collective over `comm`.
+
+    A row has the keys mode, seconds, simulated (seconds in the simulation), speed_up, promised (the
+    speed-up in the simulation) and share (speed_up divided by promised).
+    """
     workers = comm.size - servers
     sleep = delays(workers, steps, unit, seed)
     modes = {"BSP": BSP(), f"SSP({staleness})": SSP(staleness), "ASP": ASP()}
@@ -45,7 +50,6 @@ def _run(comm, servers: int, mode, sleep: np.ndarray) -> float:
     parameters = {"w": np.zeros(1000, np.float32)}
     gradients = {"w": np.ones(1000, np.float32)}
     comm.Barrier()
-    start = time.perf_counter()
     took = 0.0
     with parameter_server(
         comm, parameters, servers=servers, consistency=mode, optimizer=sgd(1e-3)

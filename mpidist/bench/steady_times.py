@@ -1,7 +1,9 @@
-"""`mpidist simulate measure`: calls one after the other, as the simulator predicts them.
+"""`mpidist simulate measure`: the time of successive allreduces, to compare with a simulated time.
 
-A block of calls is timed as a whole, until a token bucket of a shaped network has long been
-emptied: the steady state. The slowest rank's time counts, and of several blocks the median.
+A block of successive allreduce calls is timed as a whole. Some networks limit the bandwidth by a
+token bucket, which lets the first bytes pass faster. A block of calls is long enough to empty the
+token bucket of a network, so its time is that of the steady state. The time of a block is that of
+the slowest rank, and the result is the median over several blocks.
 """
 
 from __future__ import annotations
@@ -13,23 +15,23 @@ from mpi4py import MPI
 
 from ..collectives.allreduce import plan
 
-#: Bytes that a block of calls reduces at least: many times what a bucket holds.
+#: Least number of bytes that a block of calls reduces: many times the size of a token bucket.
 BLOCK_BYTES = 8 << 20
 
 
 def calls(nbytes: int) -> int:
-    """Return how many calls make a block."""
+    """Return how many successive calls, each on `nbytes` bytes, are timed as one block."""
     return max(2, BLOCK_BYTES // nbytes)
 
 
 def measure(comm, nbytes: int, name: str, *, blocks: int = 3) -> float:
-    """Return the seconds of one call in a block of them; float32, in place, from a plan.
+    """Return the seconds of an in-place allreduce of `nbytes` float32 bytes by algorithm `name`.
 
     Collective over `comm`.
     """
     call = plan(comm, np.zeros(nbytes // 4, np.float32), algorithm=name)
     times = []
-    # The first block makes connections and empties the buckets.
+    # The first block opens connections and empties the token buckets.
     for _ in range(blocks + 1):
         comm.Barrier()
         start = time.perf_counter()

@@ -1,11 +1,13 @@
-"""`mpidist bench step`: a whole training step on all ranks, compared with PyTorch's DDP over gloo.
+"""`mpidist bench step`: the time of a training step, compared with PyTorch's DDP over gloo.
 
-Two more are measured: PyTorch with `md.attach`, which is the fair comparison for DDP, and PyTorch
-without any exchange, which is the lower limit.
+DDP is PyTorch's DistributedDataParallel. Two more candidates (ways to run a step) are timed, both
+of them in PyTorch. PyTorch with `md.attach` differs from DDP only in the exchange of gradients.
+PyTorch without any exchange shows the shortest time that a step in PyTorch could have.
 
-The same layers, the same initial weights, the same batches, SGD with momentum; one BLAS thread per
-rank for both. Steps of both take turns in blocks, the slowest rank's time counts, and the losses
-of both must agree, or the two would not do the same work.
+All candidates have the same layers, initial weights and batches. All candidates use SGD with
+momentum, and one BLAS thread per rank. Each candidate in turn runs a block of steps, and the time
+of the slowest rank counts. The benchmark fails if the losses of the candidates that exchange
+gradients differ, which would mean that they do not do the same work.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from mpi4py import MPI
 
 from ..errors import MpidistError
 from ..gradients.exchange import Gradients
-from ..gradients.torch_module import Attached, attach
+from ..gradients.torch_module import attach
 from ..models import lenet, mlp
 from ..optim import momentum
 
-#: name -> (model of ours, shape of a sample, samples of all ranks)
+#: name -> (function that makes our model, shape of a sample, samples of all ranks)
 MODELS: dict[str, tuple[Callable, tuple[int, ...], int]] = {
     "lenet 8x8": (lambda: lenet([1, 8, 8], channels=[32, 64]), (1, 8, 8), 64),
     "lenet 28x28": (lambda: lenet([1, 28, 28]), (1, 28, 28), 64),
@@ -34,7 +36,10 @@ BLOCK = 10
 
 
 def measure(comm, name: str, *, rounds: int, torch: bool) -> dict:
-    """Return a row for one model: microseconds per step of each. Collective."""
+    """Time a training step of the model `name`; return a row with times in microseconds.
+
+    Collective over `comm`.
+    """
     make, shape, batch = MODELS[name]
     local = max(1, batch // comm.size)
     rng = np.random.default_rng((0, comm.rank))
@@ -43,13 +48,17 @@ def measure(comm, name: str, *, rounds: int, torch: bool) -> dict:
     model = make()
     steps = {"ours": _ours(comm, model, (x, y))}
     if torch:
-        steps["torch"] = _ddp(model, x, y)
-        steps["alone"] = _steps(_in_torch(model), x, y, lambda: None)
-        steps["attached"], attached = _attached(comm, model, x, y)
+        from torch.nn.parallel import DistributedDataParallel
+
+        wrapped, module = DistributedDataParallel(_in_torch(model)), _in_torch(model)
+        attached = attach(comm, module)
+        steps["torch"] = _steps(wrapped, x, y)
+        steps["alone"] = _steps(_in_torch(model), x, y)
+        steps["attached"] = _steps(module, x, y, attached.average)
     seconds = {who: np.empty(rounds) for who in steps}
     losses = {who: [step() for _ in range(3)] for who, step in steps.items()}
-    for who, told in losses.items():
-        if who != "alone" and not np.allclose(losses["ours"], told, rtol=1e-3):
+    for who, values in losses.items():
+        if who != "alone" and not np.allclose(losses["ours"], values, rtol=1e-3):
             raise MpidistError(f"bench step: {name}: the losses differ: {losses}")
     for k in range(rounds):
         for who, step in steps.items() if k % 2 else reversed(steps.items()):
@@ -60,18 +69,13 @@ def measure(comm, name: str, *, rounds: int, torch: bool) -> dict:
             seconds[who][k] = (time.perf_counter() - start) / BLOCK
     for each in seconds.values():
         comm.Allreduce(MPI.IN_PLACE, each, MPI.MAX)
-    row = {
-        "model": name,
-        "ranks": comm.size,
-        "global_batch": local * comm.size,
-        "step_us": round(float(np.median(seconds["ours"])) * 1e6, 1),
-    }
+    row = {"model": name, "ranks": comm.size, "global_batch": local * comm.size}
+    for who, each in seconds.items():
+        key = "step_us" if who == "ours" else f"{who}_us"
+        row[key] = round(float(np.median(each)) * 1e6, 1)
     if torch:
-        row["torch_us"] = round(float(np.median(seconds["torch"])) * 1e6, 1)
         row["ratio"] = round(float(np.median(seconds["torch"] / seconds["ours"])), 3)
-        row["attached_us"] = round(float(np.median(seconds["attached"])) * 1e6, 1)
         row["over_attached"] = round(float(np.median(seconds["torch"] / seconds["attached"])), 3)
-        row["alone_us"] = round(float(np.median(seconds["alone"])) * 1e6, 1)
         attached.close()
     return row
 
@@ -91,48 +95,37 @@ def _ours(comm, model, batch) -> Callable[[], float]:
     return step
 
 
-def _ddp(model, x, y) -> Callable[[], float]:
-    """Steps of the same model in PyTorch, wrapped in DDP. Collective."""
-    from torch import nn
-
-    wrapped = nn.parallel.DistributedDataParallel(_in_torch(model))
-    return _steps(wrapped, x, y, lambda: None)
-
-
-def _attached(comm, model, x, y) -> tuple[Callable[[], float], Attached]:
-    """Steps of the same model in PyTorch, averaged by us. Collective."""
-    module = _in_torch(model)
-    attached = attach(comm, module)
-    return _steps(module, x, y, attached.average), attached
-
-
 def _in_torch(model):
-    """Return the same model in PyTorch, with our weights."""
+    """Return a PyTorch model with the same layers and weights as `model`."""
+    import torch
     from torch import nn
 
+    makers: dict[str, Callable] = {
+        "Convolution": lambda layer: nn.Conv2d(
+            layer.inputs, layer.outputs, layer.kernel, padding=layer.pad
+        ),
+        "Dense": lambda layer: nn.Linear(layer.inputs, layer.outputs),
+        "MaxPool": lambda layer: nn.MaxPool2d(2),
+        "Relu": lambda layer: nn.ReLU(),
+        "Features": lambda layer: nn.Flatten(),
+        "Rows": lambda layer: nn.Flatten(),
+    }
     layers: list = []
     for layer in model.layers:
         kind = type(layer).__name__
-        if kind == "Convolution":
-            weight = model.parameters[f"{layer.name}.weight"]
-            made = nn.Conv2d(weight.shape[1], weight.shape[0], layer.kernel, padding=layer.pad)
-            _set(made, weight, model.parameters[f"{layer.name}.bias"])
-            layers.append(made)
-        elif kind == "Dense":
-            weight = model.parameters[f"{layer.name}.weight"]
-            made = nn.Linear(*weight.shape)
-            _set(made, weight.T, model.parameters[f"{layer.name}.bias"])
-            layers.append(made)
-        elif kind == "MaxPool":
-            layers.append(nn.MaxPool2d(2))
-        elif kind == "Relu":
-            layers.append(nn.ReLU())
-        elif kind in ("Features", "Rows"):
-            layers.append(nn.Flatten())
+        if kind in makers:  # PyTorch needs no counterpart of Images
+            layers.append(makers[kind](layer))
+        with torch.no_grad():
+            for name in layer.shapes():
+                ours = model.parameters[name]
+                theirs = getattr(layers[-1], name.rpartition(".")[2])
+                ours = ours.T if kind == "Dense" else ours
+                theirs.copy_(torch.from_numpy(np.ascontiguousarray(ours)))
     return nn.Sequential(*layers)
 
 
-def _steps(module, x, y, average: Callable[[], None]) -> Callable[[], float]:
+def _steps(module, x, y, average: Callable[[], None] = lambda: None) -> Callable[[], float]:
+    """Return a function that runs a PyTorch step; it calls `average` before the weights change."""
     import torch
 
     optimizer = torch.optim.SGD(module.parameters(), RATE, MOMENTUM)
@@ -148,11 +141,3 @@ def _steps(module, x, y, average: Callable[[], None]) -> Callable[[], float]:
         return float(loss.detach())
 
     return step
-
-
-def _set(made, weight, bias) -> None:
-    import torch
-
-    with torch.no_grad():
-        made.weight.copy_(torch.from_numpy(np.ascontiguousarray(weight)))
-        made.bias.copy_(torch.from_numpy(np.ascontiguousarray(bias)))

@@ -1,7 +1,7 @@
-"""PyTorch's `all_reduce` over gloo, and its checkpoints, on the same ranks, in the same rounds.
+"""Run PyTorch for comparison, on the same ranks: `all_reduce` over gloo, and checkpoints.
 
-PyTorch is no dependency: install it into an environment of your own. Its processes find each other
-by a TCP store that rank 0 opens and whose address MPI hands on.
+PyTorch is not a dependency of mpidist: install both into an environment of your own. PyTorch's
+processes find each other through a TCP store on rank 0. MPI broadcasts the port of this store.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,23 @@ from ..errors import ConfigError
 
 
 def reducer(comm) -> tuple[str, Callable[[np.ndarray], Callable[[], object]]]:
-    """Return the version and ``make(vector)``, which returns a call. Collective over `comm`.
+    """Return the version of PyTorch and the function ``make(vector)``. Collective over `comm`.
 
-    The call sums `vector` over all ranks in place, by gloo. Raises ConfigError, on all ranks, where
-    one of them has no PyTorch.
+    ``make(vector)`` returns a function that sums `vector` over all ranks in place, by gloo. Raises
+    ConfigError on all ranks if one of them has no PyTorch.
     """
     torch = enter(comm)
-    import torch.distributed as distributed
 
     def make(vector: np.ndarray) -> Callable[[], object]:
-        tensor = torch.from_numpy(vector)
-        return lambda: distributed.all_reduce(tensor)
+        return partial(torch.distributed.all_reduce, torch.from_numpy(vector))
 
     return torch.__version__, make
 
 
 def enter(comm) -> Any:
-    """Make gloo's process group of these ranks; return the module torch. Collective over `comm`.
+    """Make gloo's process group of all ranks; return the module torch. Collective over `comm`.
 
-    Raises ConfigError, on all ranks, where one of them has no PyTorch.
+    Raises ConfigError on all ranks if one of them has no PyTorch.
     """
     try:
         import torch
@@ -50,9 +49,10 @@ def enter(comm) -> Any:
         )
     torch.set_num_threads(1)
     hosts = comm.allgather(socket.gethostname())
-    host = hosts[0] if len(set(hosts)) > 1 else "127.0.0.1"
+    host = hosts[0]
     if len(set(hosts)) == 1:
-        # Gloo looks its own host name up, which many machines cannot.
+        # Otherwise gloo resolves the name of its own host, which fails on many machines.
+        host = "127.0.0.1"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = None
     if comm.rank == 0:
@@ -65,10 +65,11 @@ def enter(comm) -> Any:
 
 
 def checkpointer(comm, whole: np.ndarray, block: np.ndarray, folder: Path):
-    """Return (version, save, load) of torch.distributed.checkpoint. Collective over `comm`.
+    """Return functions (save, load) that use torch.distributed.checkpoint. Collective over `comm`.
 
-    `whole` is replicated, `block` this rank's part of a vector; both are shared with PyTorch, not
-    copied. ``save()`` puts them on the disk below `folder`, ``load()`` fills them.
+    `whole` is equal on all ranks, and `block` is this rank's part of a distributed vector. PyTorch
+    uses the memory of both arrays without a copy. ``save()`` writes both arrays to a folder in
+    `folder`, and ``load()`` reads both back.
     """
     torch = enter(comm)
     from torch.distributed import checkpoint
@@ -93,11 +94,11 @@ def checkpointer(comm, whole: np.ndarray, block: np.ndarray, folder: Path):
     def load() -> None:
         checkpoint.load(state, storage_reader=checkpoint.FileSystemReader(path))
 
-    return torch.__version__, save, load
+    return save, load
 
 
 def leave() -> None:
-    """Take the process group down. Collective."""
+    """Destroy PyTorch's process group. All ranks of the group must make this call."""
     import torch.distributed as distributed
 
     distributed.destroy_process_group()

@@ -1,6 +1,10 @@
-"""A checkpoint store. A step is complete or absent, and restarts on any number of ranks.
+"""A checkpoint store. Save and load checkpoints; a saved step is complete or absent.
 
-`store` is the public class and `tiered` the one that keeps copies on nodes first; `load` reads
-without a job. A save runs through `write/`, a restore through `read/`; both speak of the files in
-`format/` and touch the disk through `storage/` alone.
+Any number of ranks can load a step.
+
+Module `store` has the public class `CheckpointStore`. Module `tiered` has `TieredStore`, which
+saves a copy on each node before it saves to the shared folder. Module `load` reads a checkpoint in
+a process without MPI. The code in `write/` saves a step, the code in `read/` restores one, and the
+code in `export/` writes one in other formats. The format of the files is in `format/`, and all
+system calls that change the disk are in `storage/`.
 """

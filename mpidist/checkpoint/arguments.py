@@ -1,24 +1,30 @@
-"""Arguments of stores, checked: each comes back in a plain form, or is a ConfigError that names it.
+"""Check the arguments that a caller gives to a checkpoint store.
 
-Pure: nothing here looks at a disk.
+Each function returns the checked argument as a plain Python value, or raises a ConfigError that
+names the argument. No function here reads files.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ConfigError, shown
 from .storage.steps import MAX_STEP
 
-#: Also what is left of it when a path is made of an address: ``s3:/bucket``.
+#: The scheme of a URL. `Path` turns ``s3://bucket`` into ``s3:/bucket``, so one slash is enough.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/", re.ASCII)
 
 
-def path_of(name: str, given) -> str:
-    """Return a path as text. A URL is refused: it would become a local folder. Pure."""
+def checked_path(name: str, given) -> str:
+    """Return the argument `given` as a string; raise ConfigError if it is not a path.
+
+    A URL is refused, since `Path` would treat it as a relative path.
+    """
     try:
         path = os.fsdecode(given)
     except TypeError:
@@ -33,43 +39,40 @@ def path_of(name: str, given) -> str:
     return path
 
 
-def is_integer(value) -> bool:
-    """Whether `value` is a whole number of any type, but not a bool. Pure."""
-    if isinstance(value, bool):
-        return False
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
+def checked_number(
+    name: str, value, least: int, expected: str, most: float = math.inf, optional: bool = False
+) -> int | None:
+    """Return `value` as an int; raise ConfigError unless it is from `least` to `most`.
 
+    `value` may have any integer type, but not bool. `name` is the argument's name in the error
+    text.
 
-def wanted(step, needed: bool = False, name: str = "step") -> int | None:
-    """Return a step that is possible, or None where none is `needed`. Pure."""
-    if step is None and not needed:
+    If `optional` is true, `value` may also be None, for which None is returned.
+    """
+    if value is None and optional:
         return None
-    if not is_integer(step) or not 0 <= operator.index(step) <= MAX_STEP:
-        raise ConfigError(f"{name}={shown(step)}; expected an integer from 0 to {MAX_STEP}")
-    return operator.index(step)
+    with suppress(TypeError):
+        if least <= (number := operator.index(value)) <= most and not isinstance(value, bool):
+            return number
+    raise ConfigError(f"{name}={shown(value)}; expected {expected}")
+
+
+def checked_step(step, needed: bool = False, name: str = "step") -> int | None:
+    """Return a step number as an int; raise ConfigError if it is not valid.
+
+    If `needed` is false, `step` may also be None, for which None is returned.
+    """
+    expected = f"an integer from 0 to {MAX_STEP}"
+    return checked_number(name, step, 0, expected, MAX_STEP, optional=not needed)
 
 
 def which(step, history, needed: bool = False) -> dict:
-    """Return the step and the history that are asked for. Pure."""
-    return {"step": wanted(step, needed), "history": wanted(history, name="history")}
-
-
-def steps_to_keep(name: str, value, or_none: bool = True) -> int | None:
-    """Return a number of steps. Pure."""
-    if value is None and or_none:
-        return None
-    if not is_integer(value) or operator.index(value) < 1:
-        none = ", or None" if or_none else ""
-        raise ConfigError(f"{name}={shown(value)}; expected a number of steps of 1 or more{none}")
-    return operator.index(value)
+    """Check the arguments `step` and `history`, and return them in a dict with these two keys."""
+    return {"step": checked_step(step, needed), "history": checked_step(history, name="history")}
 
 
 def yes_or_no(name: str, value) -> bool:
-    """Return a truth value. Pure."""
+    """Return an argument as a bool; raise ConfigError if it has no truth value."""
     try:
         return bool(value)
     except Exception:
@@ -77,16 +80,14 @@ def yes_or_no(name: str, value) -> bool:
 
 
 def of_store(path, keep, keep_every, writers, direct, sha256, fresh) -> dict:
-    """Return the arguments of a store, by name. Pure."""
+    """Check the arguments of a new store, and return them in a dict whose keys are their names."""
     if not (isinstance(writers, str) and writers in ("all", "node")):
-        if not is_integer(writers) or operator.index(writers) < 1:
-            given = shown(writers)
-            raise ConfigError(f"writers={given}; expected 'all', 'node' or a number from 1")
-        writers = operator.index(writers)
+        writers = checked_number("writers", writers, 1, "'all', 'node' or a number from 1")
+    steps = "a number of steps of 1 or more, or None"
     return {
-        "path": str(Path(path_of("path", path)).absolute()),
-        "keep": steps_to_keep("keep", keep),
-        "keep_every": steps_to_keep("keep_every", keep_every),
+        "path": str(Path(checked_path("path", path)).absolute()),
+        "keep": checked_number("keep", keep, 1, steps, optional=True),
+        "keep_every": checked_number("keep_every", keep_every, 1, steps, optional=True),
         "writers": writers,
         "direct": yes_or_no("direct", direct),
         "sha256": yes_or_no("sha256", sha256),

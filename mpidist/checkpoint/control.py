@@ -1,7 +1,10 @@
-"""The rounds of a store: `run_on_all`, with what files and memory refuse as StorageError.
+"""Do work on each rank of a store, and raise an error of one rank on all ranks.
 
-After a StorageError the same call may work later, so it must be one on all ranks alike; any other
-exception of a store's local work is a CheckpointError.
+The functions `run_on_all` and `same_on_all` are those of `runtime.agreement`, with one argument
+set: the function `fault`, which chooses the class of the exception that all ranks raise. If one
+rank has an error of the file system or lacks memory, all ranks raise a StorageError, which says
+that the same call may succeed later. Any other exception that is not an error of mpidist becomes a
+CheckpointError.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from ..runtime.agreement.mismatch import Signature
 
 
 def fault(error: Exception) -> type[MpidistError]:
-    """Return the class that an exception is raised as on all ranks. Pure."""
+    """Return the class of the exception that all ranks raise if one rank has raised `error`."""
     return StorageError if isinstance(error, OSError | MemoryError) else CheckpointError
 
 
@@ -27,29 +30,31 @@ same_on_all = partial(rounds.same_on_all, fault=fault)
 
 
 def by_rank_0(comm, doing: str, work: Callable[[], Any]) -> Any:
-    """Return what rank 0 finds, on all ranks; so for what it raises. Collective over `comm`."""
+    """Call `work` on rank 0; return its result, or raise its error, on all ranks. Collective."""
     return run_on_all(comm, doing, lambda: None, lambda _: work())
 
 
 def call(comm, kind: str):
-    """Return a ``with`` for a public call; what is raised inside the other ranks hear."""
+    """Return a context manager for a public method; it tells other ranks if the method raises."""
     return context.of(comm).call(kind)
 
 
 def all_come(comm) -> None:
-    """Say that all ranks come to the next round, which so need not begin with an agreement.
+    """Record that all ranks will make the next collective call; they need not agree on it first.
 
-    What is raised before breaks it off: a rank that went on would meet, in its next operation, the
-    messages of those that are in the round.
+    If this rank raises an exception before the next collective call, the other ranks learn of the
+    exception and abort that call. If the others did not abort the call that this rank has missed,
+    this rank would receive their messages in its own next operation.
     """
     context.of(comm).under_way = True
 
 
 @contextmanager
 def operation(comm, kind: str) -> Iterator[tuple[context.Context, int]]:
-    """Send data inside of the block: its context and a tag. Collective over `comm`.
+    """Yield the `Context` (state) of `comm`, and an MPI tag for messages of the ``with`` block.
 
-    All ranks are known to come to it. What is raised inside breaks it off for all.
+    Collective over `comm`. All ranks must enter the ``with`` block; this function does not check
+    that they do. An exception in the block on one rank ends the block on all ranks.
     """
     own = context.of(comm)
     tag = own.tag(own.begin(Signature(kind, "", "")))

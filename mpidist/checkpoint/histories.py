@@ -1,29 +1,38 @@
-r"""Histories: which step goes on from which, and which of them is the newest.
+r"""Histories (branches) of a store: which step continues which, and which history is the newest.
 
     save 800 900 1000     restore(step=900), save 950 960     fresh=True, save 10
 
-    history 0    800 -- 900 -- 1000           (left)
+    history 0    800 -- 900 -- 1000           (left at step 900)
     history 1              \\-- 950 -- 960     (set aside)
     history 2    10                           the newest: `restore`, retention and readers follow it
 
-Each save names the step that it continues, the one that its store restored or saved last. While
-that is the newest of all, the save is of the same history. Where it is not (the run went back), or
-the numbers go down, the save begins a branch: the next number, after that step of that history.
-Where it continues nothing, the folder must hold nothing good, or what it holds be set aside.
-The line of a history is its own steps, and those of the ones that it continues up to where it
-left them: numbers ascend along it. The newest history is the one of the highest number that has a
-committed step. Only that one grows, so what is newest is never a question of step numbers.
+A save continues the step that its store restored or saved last. If a save continues the newest step
+of the newest history, it belongs to that history. A save begins a new history in two cases: the run
+went back, so that the save continues a step that is not the newest one; or the new step has a lower
+number than the step that the save continues. A new history gets the next free number. A new history
+branches off at the step that its first save continues. If the new step's number is not higher than
+that of the continued step, the history branches off just before the new step's number. A save that
+continues no step is allowed only if the folder holds no good step, or if the store ignores the
+steps in it (``fresh=True``). The line of a history is the whole sequence of steps that led to its
+last step. A line begins with steps of the older histories that this history continues, each up to
+the step where the next one branches off, and ends with the history's own steps. In the line of a
+history, the step numbers increase. The newest history is the one with the highest number that has a
+committed step. Saves add steps only to the newest history. The last step of the newest history is
+called the newest step of the store, even if another step has a higher number.
 
-All of it is in names, read with one look at the store's folder, however many steps it holds:
+The names of folders and files show which steps and histories exist, so one listing of the store's
+folder is enough to find them:
 
     PATH/step-000000000950-h1             a step of history 1; without -h, of history 0
-    PATH/history-1-after-0-step-900       its mark, an empty file: where it begins
-    PATH/history-2                        a history that continues nothing
+    PATH/history-1-after-0-step-900       the mark of history 1, an empty file: where it begins
+    PATH/history-2                        the mark of a history that continues no step
 
-A mark is on stable storage before the first step of its history is renamed into place, and stays
-as long as a step needs it. One that has no step yet is nobody's newest history: a kill at any
-moment leaves the newest of before, or the new one. Only who holds the store's lock makes marks.
-A store without marks and -h, of whatever age, is history 0.
+A mark, the file that says where a history begins, is on stable storage before the first step of the
+history is renamed to its final name. The mark stays while the store has a step of this history, or
+of one that continues it. A history without a committed step is never the newest. If the process is
+killed while it begins a history, the newest history is either the former newest one or the new one.
+Only the process that holds the store's lock creates marks. In a store without marks, all steps
+belong to history 0.
 """
 
 from __future__ import annotations
@@ -49,9 +58,10 @@ _MARK = re.compile(
 
 
 class Mark(NamedTuple):
-    """Where a history begins: after a step of another one, or of nothing.
+    """The file that says where a history begins: after which step of which older history.
 
-    `beginning`: the digest of the name under which it was begun, for `fresh`; often none.
+    If a history continues no other history, `after` is None. `beginning` is a digest of the text
+    that the user gave as the option `fresh`, or empty if there was no text.
     """
 
     number: int
@@ -61,12 +71,13 @@ class Mark(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the file."""
+        """Name of the file of the mark."""
         after = "" if self.after is None else f"-after-{self.after}-step-{self.step}"
         return f"history-{self.number}{after}{self.beginning and f'-of-{self.beginning}'}"
 
 
 def _mark_of(name: str) -> Mark | None:
+    """Return the mark that the file name `name` describes, or None if the file is not a mark."""
     match = _MARK.fullmatch(name)
     if match is None or (match[2] and int(match[2]) >= int(match[1])):
         return None  # a history continues an older one
@@ -75,14 +86,14 @@ def _mark_of(name: str) -> Mark | None:
 
 
 class Histories:
-    """What the names in an open folder say, at one moment.
+    """The histories of a store, read from one listing of its open folder.
 
     Attributes
     ----------
     own : dict
-        By history, its step folders by name, newest first, committed or not.
+        The step folders (entries) of each history, newest first, committed or not.
     marks : dict
-        By history, its mark.
+        The mark of each history that has one.
     """
 
     def __init__(self, root: int):
@@ -95,9 +106,10 @@ class Histories:
         self.marks = {mark.number: mark for mark in filter(None, map(_mark_of, others))}
 
     def is_committed(self, entry: Entry) -> bool:
-        """Whether a step folder holds a manifest. Opens it, once.
+        """Whether a step folder holds a manifest. The answer is cached for the next call.
 
-        One without is what an interrupted removal leaves: no checkpoint, and no damage.
+        An interrupted removal leaves a step folder without a manifest; such a folder counts as
+        removed.
         """
         if entry not in self._committed:
             self._committed[entry] = False
@@ -107,52 +119,58 @@ class Histories:
         return self._committed[entry]
 
     def committed(self, entries: Iterable[Entry]) -> Iterator[Entry]:
-        """Yield those that are committed; each folder is opened when it is its turn."""
+        """Yield the committed step folders of `entries`; look into each folder only when needed."""
         return filter(self.is_committed, entries)
 
     def numbers(self) -> Iterator[int]:
-        """Yield the histories that have a committed step, newest first."""
-        for number in sorted(self.own, reverse=True):
-            if next(self.committed(self.own[number]), None):
-                yield number
+        """Return the numbers of the histories that have a committed step, newest first."""
+        numbers = sorted(self.own, reverse=True)
+        return (number for number in numbers if any(self.committed(self.own[number])))
 
     def newest(self) -> int | None:
-        """Return the newest history, or None where nothing is committed."""
+        """Return the number of the newest history, or None where no step is committed."""
         return next(self.numbers(), None)
 
-    def parts(self, number: int) -> Iterator[tuple[int, int]]:
-        """Yield of which histories the line of one is made, newest first, and up to which step."""
-        at: int | None = number
-        below = MAX_STEP
-        while at is not None:
-            yield at, below
-            mark = self.marks.get(at, Mark(at))
-            at, below = mark.after, min(below, mark.step)
+    def parts(self, number: int | None) -> Iterator[tuple[int, int]]:
+        """Yield history `number` and the older histories that it continues, newest first.
 
-    def line(self, number: int | None) -> list[Entry]:
-        """Return the steps of a history and of those that it continues, newest first."""
+        Each history is yielded as a tuple of its own number and a step number. Steps of the yielded
+        history with higher numbers did not lead to the last step of history `number`.
+        """
+        last = MAX_STEP
+        while number is not None:
+            yield number, last
+            mark = self.marks.get(number, Mark(number))
+            number, last = mark.after, min(last, mark.step)
+
+    def line(self, number: int | None = None) -> list[Entry]:
+        """Return the step folders that led to the last step of a history, newest first.
+
+        The default is the newest history.
+        """
         return [
             entry
-            for history, below in (() if number is None else self.parts(number))
+            for history, last in self.parts(self.newest() if number is None else number)
             for entry in self.own.get(history, ())
-            if entry.step <= below
+            if entry.step <= last
         ]
 
     def everything(self) -> list[Entry]:
-        """Return all step folders, newest first."""
+        """Return the step folders of all histories, newest first."""
         return sorted((entry for own in self.own.values() for entry in own), reverse=True)
 
     def beginning(self, number: int) -> str:
-        """Say where a history begins."""
+        """Return a text for error messages that says after which step a history begins."""
         mark = self.marks.get(number, Mark(number))
         if mark.after is None:
             return f"history {number}"
         return f"history {number}, after step {mark.step} of history {mark.after}"
 
     def next_mark(self, after: int | None = None, step: int = 0, beginning: str = "") -> Mark:
-        """Return the mark of a history that is begun now.
+        """Return the mark of a new history, which is the file that says where the history begins.
 
-        One that was begun alike, and whose first save has failed, is it.
+        If the first save of the most recent history has failed, and the new history begins at the
+        same step, the mark of that failed history is used again.
         """
         last = max([*self.own, *self.marks], default=-1)
         mark = Mark(last, after, step, beginning)
@@ -161,28 +179,31 @@ class Histories:
         return mark._replace(number=last + 1)
 
     def idle_marks(self, newest: int) -> list[Mark]:
-        """Return the marks of histories before the `newest` that no step needs any more."""
+        """Return the marks of histories older than `newest` that led to no step in the store."""
         needed = {part for number in self.own for part, _ in self.parts(number)}
         return [m for m in self.marks.values() if m.number < newest and m.number not in needed]
 
 
 @contextmanager
 def opened(path: str) -> Iterator[tuple[int, Histories]]:
-    """Hold a store's folder open, for what its names say. NoCheckpoint where it is none."""
+    """Keep a store's folder open during the block, and yield it with its histories.
+
+    Raises NoCheckpoint.
+    """
     try:
         with files.folder(path) as root:
             yield root, Histories(root)
-    except FileNotFoundError:
-        raise NoCheckpoint(f"no checkpoint: {path} does not exist") from None
-    except NotADirectoryError:
-        raise NoCheckpoint(f"no checkpoint: {path} is not a folder") from None
+    except (FileNotFoundError, NotADirectoryError) as error:
+        reason = "is not a folder" if isinstance(error, NotADirectoryError) else "does not exist"
+        raise NoCheckpoint(f"no checkpoint: {path} {reason}") from None
 
 
 def _found(path: str, pick: Callable[[Histories], T]) -> tuple[T, Histories]:
-    """Return what `pick` finds in a store's folder, and in which listing.
+    """List the folder of a store; return what `pick` finds in the listing, and the listing.
 
-    A saver may be at work: a name that comes or goes while a folder is listed may be missed with
-    the one that it replaces. So that nothing is there is believed when two listings are the same.
+    While a folder is listed, a job may rename a new step into place and remove an old one, and the
+    listing may contain neither of the two. A listing may thus miss steps, so `pick` is called again
+    with new listings until it finds something, or until two successive listings are equal.
     """
     with opened(path) as (root, listed):
         seen: frozenset[str] | None = None
@@ -194,14 +215,16 @@ def _found(path: str, pick: Callable[[Histories], T]) -> tuple[T, Histories]:
 def first(
     path: str, step: int | None = None, history: int | None = None, passed: Collection = ()
 ) -> Entry | None:
-    """Return the newest committed entry that is asked for and none of `passed`.
+    """Return the newest committed step folder of a history, but none of those in `passed`.
 
-    None where all of them are passed. Raises NoCheckpoint where there is none, naming what is
-    there.
+    Step folders of the older histories that this history continues count too. If `history` is None,
+    the newest history is meant. With `step`, only folders of this step count. Returns None if all
+    step folders that fit `step` and `history` are in `passed`. Raises NoCheckpoint if no step
+    folder fits; the message lists the steps or histories that exist.
     """
 
     def pick(listed: Histories) -> Entry | None:
-        line = listed.line(listed.newest() if history is None else history)
+        line = listed.line(history)
         asked = (e for e in line if step in (None, e.step) and e not in passed)
         return next(listed.committed(asked), None)
 
@@ -212,14 +235,14 @@ def first(
 
 
 def _missing(path: str, step: int | None, history: int | None) -> NoCheckpoint:
+    """Return the exception for a store that does not have the requested step or history."""
     with opened(path) as (_, listed):
         numbers = sorted(listed.numbers())
         if not numbers:
             return NoCheckpoint(f"no checkpoint: {path} holds no step-* folder with a {NAME}")
         if history is not None and history not in numbers:
             return NoCheckpoint(f"no history {history} in {path}; histories there: {numbers}")
-        line = listed.line(numbers[-1] if history is None else history)
-        there = sorted({entry.step for entry in listed.committed(line)})
+        there = sorted({entry.step for entry in listed.committed(listed.line(history))})
         same = (entry for entry in listed.everything() if entry.step == step)
         other = next(listed.committed(same), None)
         hint = f"; history={other.history} has it" if other else ""
@@ -227,32 +250,27 @@ def _missing(path: str, step: int | None, history: int | None) -> NoCheckpoint:
 
 
 def all_steps(path: str, history: int | None = None) -> list[int]:
-    """Return the committed steps of a history, ascending; empty where there is no store.
+    """Return the numbers of the committed steps that led to a history's last step, ascending.
 
-    Raises NoCheckpoint where `history` is given and is not there.
+    The default is the newest history. If there is no store, the list is empty. Raises NoCheckpoint
+    if `history` is given and does not exist.
     """
-
-    def pick(listed: Histories) -> set[int]:
-        line = listed.line(listed.newest() if history is None else history)
-        return {entry.step for entry in listed.committed(line)}
-
-    try:
-        found, _ = _found(path, pick)
-    except NoCheckpoint:
-        if history is None:
-            return []
-        raise
-    if history is not None and not found:
+    with suppress(*([NoCheckpoint] if history is None else [])):
+        found, _ = _found(path, lambda at: {e.step for e in at.committed(at.line(history))})
+        if found or history is None:
+            return sorted(found)
         raise _missing(path, None, history)
-    return sorted(found)
+    return []
 
 
 def everything(
     path: str, step: int | None = None, history: int | None = None
 ) -> tuple[list[Entry], Histories]:
-    """Return the committed entries of all histories, or of the line of one, newest first.
+    """Return the committed step folders of all histories, newest first, and the folder's listing.
 
-    And the listing. Raises NoCheckpoint where there is none.
+    With `history`, return only the step folders of this history and those of the older histories
+    that it continues. With `step`, return only folders of this step. Raises NoCheckpoint if no step
+    folder fits `step` and `history`.
     """
 
     def pick(listed: Histories) -> list[Entry]:
@@ -266,9 +284,9 @@ def everything(
 
 
 def is_gone(path: str, entry: Entry) -> bool:
-    """Whether a step that could not be read was removed by its job, which still runs.
+    """Whether a step that could not be read was removed meanwhile by the job that saves.
 
-    Removal deletes the manifest first. So a step that has its manifest and lacks another file is
+    A removal deletes the manifest first, so a step that has a manifest but lacks another file is
     damaged, not removed.
     """
     with suppress(NoCheckpoint), opened(path) as (_, listed):
@@ -277,32 +295,33 @@ def is_gone(path: str, entry: Entry) -> bool:
 
 
 def publish(name: str, history: int, step: int, root: int) -> Entry:
-    """Rename a complete folder to the next free name of its step."""
+    """Rename a complete temporary folder to the next free name for its step.
+
+    Returns an `Entry`, which has the numbers in the new name.
+    """
     own = Histories(root).own.get(history, ())
-    generation = max((entry.generation for entry in own if entry.step == step), default=-1) + 1
+    generation = max((entry.generation for entry in own if entry.step == step), default=-1)
     while True:
+        generation += 1
         entry = Entry(history, step, generation)
         try:
             files.rename(name, entry.name, root)
-        except FileExistsError:
-            generation += 1
-        except OSError as error:
-            if not files.is_folder(entry.name, root):
-                raise StorageError(f"cannot commit {entry.name}: {error}") from error
-            generation += 1
-        else:
             return entry
+        except OSError as error:
+            if not isinstance(error, FileExistsError) and not files.is_folder(entry.name, root):
+                raise StorageError(f"cannot commit {entry.name}: {error}") from error
 
 
 class Line:
-    """Where a store stands: what its next save continues. For rank 0.
+    """The step that the next save of a store continues. Only rank 0 uses this class.
 
     Parameters
     ----------
     path : str
     fresh : bool or str
-        Whether what is there is set aside, until this store has saved. A text names the beginning:
-        whoever comes with the same one again goes on with what was begun under it.
+        Whether the steps that the folder already holds are ignored until this store has saved. If
+        `fresh` is a text, a later store with the same text continues the history that this store
+        begins.
     """
 
     def __init__(self, path: str, fresh: bool | str):
@@ -312,21 +331,25 @@ class Line:
         self._at: Entry | None = None
 
     def stand(self, entry: Entry) -> None:
-        """Take note of what was restored or saved."""
+        """Record that `entry` was restored or saved, so that the next save continues it."""
         self._at, self._fresh = entry, False
 
     def is_fresh(self) -> bool:
-        """Whether the steps in the folder are set aside."""
+        """Whether this store still ignores the steps that the folder held before (`fresh`)."""
         if self._fresh and self._beginning:
             with suppress(NoCheckpoint), opened(self._path) as (_, listed):
-                begun = (listed.marks.get(number, Mark(number)) for number in listed.numbers())
-                self._fresh = self._beginning not in [mark.beginning for mark in begun]
+                begun = {n for n, m in listed.marks.items() if m.beginning == self._beginning}
+                self._fresh = begun.isdisjoint(listed.numbers())
         return self._fresh
 
     def first(
         self, step: int | None = None, history: int | None = None, passed: Collection = ()
     ) -> Entry | None:
-        """Do as `first`, for this store: what it has set aside must be asked for."""
+        """Return the newest committed step folder, as the function `first` of this module does.
+
+        Raises NoCheckpoint if `fresh` makes the store ignore the steps in the folder and `history`
+        is not given.
+        """
         if history is None and self.is_fresh():
             raise NoCheckpoint(
                 f"no checkpoint: fresh=True sets aside what {self._path} holds; history= takes it"
@@ -334,35 +357,46 @@ class Line:
         return first(self._path, step, history, passed)
 
     def latest(self) -> Entry | None:
-        """Return the newest entry of the newest history, or None."""
+        """Return the newest committed step folder of the newest history, or None."""
         with suppress(NoCheckpoint):
             return self.first()
         return None
 
     def all_steps(self, history: int | None = None) -> list[int]:
-        """Do as `all_steps`, for this store."""
+        """Return the committed steps' numbers, as the function `all_steps` of this module does.
+
+        The list is empty if `fresh` makes the store ignore the steps in the folder and `history` is
+        not given.
+        """
         return [] if history is None and self.is_fresh() else all_steps(self._path, history)
 
     def is_next(self, history: int, step: int) -> bool:
-        """Whether a step that is kept elsewhere is not older than the newest here."""
+        """Whether a step copied to a node is at least as new as the newest step of this store."""
         latest = self.latest()
         return not self.is_fresh() if latest is None else (history, step) >= latest[:2]
 
     def is_of(self, history: int, step: int) -> bool:
-        """Whether such a step is of the newest history's line, or could be its next."""
+        """Whether a step copied to a node is of the newest history, or is newer than its steps.
+
+        Steps of the older histories that the newest history continues count too.
+        """
         latest = self.latest()
         if latest is None or self.is_next(history, step):
             return not self.is_fresh()
         with opened(self._path) as (_, listed):
-            return any(part == history and step <= b for part, b in listed.parts(latest.history))
+            parts = listed.parts(latest.history)
+            return any(part == history and step <= last for part, last in parts)
 
     def begin(self, root: int, step: int, is_good: Callable[[Entry], bool]) -> int:
-        """Return the history that a save of `step` is of; its mark is made where it is new.
+        """Return the number of the history to which a save of `step` belongs.
 
-        Raises CheckpointError where it would continue nothing while good steps are there.
+        If the history is new, create its mark, the file that says where it begins.
+
+        Raises CheckpointError if the save would continue no step although the folder holds good
+        steps that the store does not ignore.
         """
         listed, fresh = Histories(root), self.is_fresh()
-        line = [] if fresh else listed.line(listed.newest())
+        line = [] if fresh else listed.line()
         tip = next(listed.committed(line), None)
         if self._at is not None:
             history, last, _ = self._at
@@ -372,8 +406,7 @@ class Line:
         elif tip is None and not fresh:
             return 0
         else:
-            good = next(filter(is_good, listed.committed(line)), None)
-            if good is not None:
+            if good := next(filter(is_good, listed.committed(line)), None):
                 raise CheckpointError(
                     f"{self._path} holds good steps up to {good.step}, which step {step} would not "
                     "continue; call restore() first, or set them aside with fresh=True"

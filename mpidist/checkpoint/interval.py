@@ -1,9 +1,10 @@
-"""How often to save: often enough to lose little, seldom enough to cost little.
+"""Choose the interval between saves so that saves and failures together cost the least time.
 
-With a save of C seconds and a failure every M seconds on average, saving every T seconds costs
-C / T of the time, and a failure costs T / 2 of work. The sum is least at T = sqrt(2 C M): Young,
-"A first order approximation to the optimum checkpoint interval", CACM 17 (1974); Daly's
-refinement (FGCS 22, 2006) matters only where C is a large part of M.
+Let a save take C seconds, and let a failure come every M seconds on average. If the job saves every
+T seconds, saves take the fraction C / T of the time. Each failure loses T / 2 seconds of work on
+average, so failures take the fraction T / (2 M) of the time. The sum of these two fractions is
+least at T = sqrt(2 C M): Young, "A first order approximation to the optimum checkpoint interval",
+CACM 17 (1974). Daly's refinement (FGCS 22, 2006) matters only if C is a large part of M.
 """
 
 from __future__ import annotations
@@ -12,13 +13,11 @@ import re
 import time
 from math import ceil, sqrt
 
-import numpy as np
-
 from ..errors import ConfigError
 
-#: Steps before the first save where it is seconds that count: they measure a step.
+#: Steps before the first save if the interval is a time; they measure the time of a step.
 FIRST = 10
-#: Mean time between failures of a job, in seconds, where "auto" is not told another.
+#: Default for the mean time between failures of a job, in seconds.
 FAILURE_SECONDS = 86_400.0
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -26,21 +25,22 @@ _DURATION = re.compile(r"([0-9]*\.?[0-9]+) *([smhd])")
 
 
 def best_interval(save_seconds: float, failure_seconds: float, most: float = 0.03) -> float:
-    """Return the seconds of work between two saves that lose the least time.
+    """Return how many seconds to work between two saves, so that a job loses the least time.
 
     Parameters
     ----------
     save_seconds : float
-        What a save costs the job, as measured (``mpidist.events.spans``).
+        The time that a save costs the job, as measured, for example with ``mpidist.events.spans``.
     failure_seconds : float
-        Mean time between failures of the whole job: that of one node over the number of nodes.
+        Mean time between failures of the whole job, which is that of one node divided by the number
+        of nodes.
     most : float
-        The share of the time that saving may cost; never more often than this allows.
+        The largest fraction of the run time that saves may take, from 0 to 1.
 
     Raises
     ------
     ConfigError
-        When a number is not positive.
+        When a number is not positive, or `most` is larger than 1.
     """
     if not (save_seconds > 0 and failure_seconds > 0 and 0 < most <= 1):
         raise ConfigError(
@@ -51,28 +51,30 @@ def best_interval(save_seconds: float, failure_seconds: float, most: float = 0.0
 
 
 def seconds_of(text: str) -> float | None:
-    """Return the seconds that "90s", "10m", "2h" or "1d" means; None for other words."""
+    """Convert a text like "90s", "10m", "2h" or "1d" to seconds; return None for other texts."""
     match = _DURATION.fullmatch(text.strip())
     return None if match is None else float(match[1]) * _UNITS[match[2]]
 
 
 class SaveInterval:
-    """Which steps of a loop to save. Only `saved` is collective.
+    """Chooses which steps of a training loop to save. Of the methods, only `saved` is collective.
 
     Parameters
     ----------
     every : int or str
-        A number of steps; a time ("10m"); or "auto", the interval that loses the least time to
-        saves and to failures of the job, once a day on average; "auto 6h": every six hours.
+        A number of steps, or a time such as "10m", or "auto": the interval at which saves and
+        failures together cost the least time. "auto" assumes one failure of the job a day on
+        average, and "auto 6h" one failure every six hours.
 
-    A time becomes a number of steps that all ranks agree on after each save, from the slowest
-    rank's mean step since the one before: ranks never ask a clock whether to save.
+    If `every` is a time or "auto", all ranks agree after each save on how many steps fit into the
+    interval. To compute the number of steps between two saves, the ranks use the mean time of a
+    step since the previous save, on the slowest rank. Because all ranks agree, they save at the
+    same step, and no rank decides by its own clock.
     """
 
     def __init__(self, every: int | str):
         self.steps: int | None = None
         self.seconds: float | None = None
-        self.failure_seconds = FAILURE_SECONDS
         if isinstance(every, str):
             text = every.strip()
             auto, rest = text.startswith("auto"), text.removeprefix("auto").strip()
@@ -82,10 +84,7 @@ class SaveInterval:
                     f"checkpoint_every={every!r}; expected a number of steps, a time like '90s', "
                     "'10m' or '2h', or 'auto', 'auto 6h' (the mean time between failures)"
                 )
-            if auto:
-                self.failure_seconds = found
-            else:
-                self.seconds = found
+            self.seconds, self.failure_seconds = (None, found) if auto else (found, FAILURE_SECONDS)
         elif isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigError(
                 f"checkpoint_every={every!r}: expected a whole number of 1 or more, or a time"
@@ -96,21 +95,23 @@ class SaveInterval:
         self._since = 0.0
 
     def begin(self, step: int) -> None:
-        """Begin to count at `step`."""
+        """Begin to count steps and time at `step`, for the choice of the next step to save."""
         self._at, self._since, self.next = step, time.monotonic(), step + FIRST
 
     def due(self, step: int) -> bool:
-        """Whether `step` is to be saved: the same answer on all ranks."""
+        """Return whether to save `step`; the answer is the same on all ranks."""
         return step >= self.next if self.steps is None else step % self.steps == 0
 
     def saved(self, comm, step: int, save_seconds: float) -> None:
-        """Choose the next step to save, `step` having taken `save_seconds`. Collective."""
+        """Choose the next step to save, after a save of `step` that took `save_seconds`.
+
+        Collective.
+        """
         if self.steps is not None or step <= self._at:
             return
-        now = time.monotonic()
-        slowest = np.array([(now - self._since - save_seconds) / (step - self._at), save_seconds])
-        slowest = np.max(comm.allgather(slowest), axis=0)
-        each, cost = float(max(slowest[0], 1e-9)), float(max(slowest[1], 1e-9))
+        seconds = time.monotonic() - self._since - save_seconds
+        all_ranks = comm.allgather((seconds / (step - self._at), save_seconds))
+        each, cost = (max(1e-9, *of_ranks) for of_ranks in zip(*all_ranks, strict=True))
         seconds = self.seconds or best_interval(cost, self.failure_seconds)
         self.begin(step)
         self.next = step + max(1, ceil(seconds / each))

@@ -1,6 +1,6 @@
-"""Read a checkpoint without MPI: ``mpidist.load(path)``, and the checks of ``verify``.
+"""Read and verify a checkpoint without MPI: ``mpidist.load(path)``.
 
-Works where mpi4py is not installed: in a notebook, on a login node, in an evaluation job.
+A checkpoint can be read even if mpi4py is not installed, for example on a login node.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import numpy as np
 from .. import events
 from ..errors import CheckpointError, NoCheckpoint
 from . import histories
-from .arguments import path_of, wanted, which
-from .format.manifest import Damaged, Manifest
+from .arguments import checked_path, checked_step, which
+from .format.manifest import Damaged
 from .format.regions import whole
-from .format.state import dtype_of, tree
+from .format.state import named_dtype, tree
 from .read.read_plan import Places, ReadItem
-from .read.reader import opened
+from .read.reader import open_reader
 from .storage import steps
 from .storage.steps import Entry
 
 T = TypeVar("T")
 
-#: So many steps may be removed by a running job before a reader has one. Each is the newest then.
+#: A reader gives up after this many steps that a running job has removed while they were read.
 _MOST_REMOVED = 100
-#: Seconds between two looks of `wait_for_step`: the first ones, and the later ones.
+#: Seconds that `wait_for_step` waits before it lists the folder again: at first, and at most.
 _PAUSES = 0.02, 1.0
 
 
@@ -43,37 +43,38 @@ def load(path, step: int | None = None, *, history: int | None = None) -> dict:
     path : path-like
         Folder of a `CheckpointStore`.
     step : int, optional
-        The step to read; None is the newest good one. Damaged ones are said on stderr and
-        passed over.
+        The step to read; None means the newest good step. Damaged steps are reported on stderr and
+        skipped.
     history : int, optional
-        Its number, for one that a run has left or set aside; None is the newest.
+        The number of a history (branch) of the store, for example one that the run has left; None
+        is the newest history.
 
     Raises
     ------
     NoCheckpoint
-        When there is no checkpoint, or none that is good; says what was tried.
+        When no step can be read; the message names the steps that were tried.
     CheckpointError
         When `step` was given and is damaged.
 
     Notes
     -----
-    The job that saves may go on. A step that it removes meanwhile is not damaged: the one that is
-    newest by then is read.
+    This function may be called while the job that saves is still running. If a running job removes
+    a step while this function reads it, the function reads the newest step that is left.
     """
     return load_step(path, step, history)[1]
 
 
 def load_step(path, step: int | None = None, history: int | None = None) -> tuple[int, dict]:
-    """Do as `load`, and return the step with the state."""
-    path = path_of("path", path)
+    """Read a checkpoint as `load` does, and return the tuple (step number, state)."""
+    path = checked_path("path", path)
     entry, state = newest_good(path, **which(step, history), read=partial(_whole_state, path))
     return entry.step, state
 
 
 def wait_for_step(path, after: int | None = None, *, timeout: float | None = None) -> int:
-    """Wait until a running job has saved another step, and return its number.
+    """Wait until a running job has saved another step, and return the number of this step.
 
-    For evaluators, without MPI::
+    An evaluation program without MPI can call this function in a loop::
 
         step = None
         while True:
@@ -83,23 +84,25 @@ def wait_for_step(path, after: int | None = None, *, timeout: float | None = Non
     Parameters
     ----------
     path : path-like
-        Folder of a `CheckpointStore`; it need not be there yet.
+        Folder of a `CheckpointStore`, which need not exist yet.
     after : int, optional
-        The step that is known: the newest one is returned as soon as it is not this one. It is
-        lower where the run went back. None takes what is there.
+        The step that the caller knows. The function returns as soon as the newest step is not
+        `after`. The newest step has a lower number than `after` if the run went back to an older
+        step. If `after` is None, the function returns the newest step as soon as there is one.
     timeout : float, optional
         Seconds to wait; None waits for ever.
 
     Raises
     ------
     NoCheckpoint
-        When there is none within `timeout`.
+        When there is no other step within `timeout`.
 
     Notes
     -----
-    A job with ``keep=1`` may remove the step before it is loaded, which is then NoCheckpoint.
+    A job with ``keep=1`` may remove the step before `load` reads it; `load` then raises
+    NoCheckpoint.
     """
-    path, after = path_of("path", path), wanted(after, name="after")
+    path, after = checked_path("path", path), checked_step(after, name="after")
     end = math.inf if timeout is None else time.monotonic() + timeout
     pause, longest = _PAUSES
     while True:
@@ -117,9 +120,10 @@ def wait_for_step(path, after: int | None = None, *, timeout: float | None = Non
 def newest_good(
     path: str, step: int | None, history: int | None, read: Callable[[Entry], T]
 ) -> tuple[Entry, T]:
-    """Return the newest entry that `read` can read, and what it returned.
+    """Return the newest step folder that `read` finds undamaged, and the result of `read`.
 
-    Damaged ones are said and passed over; what a running job removes meanwhile is none of those.
+    Damaged steps are reported and skipped. A step that a running job has removed meanwhile does not
+    count as damaged.
     """
     search = Search(path, step, history)
     while True:
@@ -131,21 +135,19 @@ def newest_good(
 
 
 class Search:
-    """The way from the newest step to the newest good one.
+    """The search for the newest good step, which begins with the newest step folder.
 
     Parameters
     ----------
     path : str
     step, history : int or None
     first : callable, optional
-        As `histories.first` of the path: the newest entry that is none of those passed.
+        A function to call instead of `histories.first`.
     bad : set of Entry, optional
-        Gets the damaged ones.
+        The search adds the damaged step folders to this set.
     """
 
-    def __init__(
-        self, path: str, step: int | None, history: int | None = None, first=None, bad=None
-    ):
+    def __init__(self, path: str, step: int | None, history=None, first=None, bad=None):
         self._path, self._step, self._history = path, step, history
         self._first = first or partial(histories.first, path)
         self._bad = set() if bad is None else bad
@@ -154,7 +156,10 @@ class Search:
         self._entry: Entry
 
     def next(self) -> Entry:
-        """Return the newest entry that was not passed over. Raises where there is none left."""
+        """Return the newest step folder that this search has not yet skipped.
+
+        Raises CheckpointError if no step folder is left.
+        """
         entry = self._first(self._step, self._history, self._tried)
         if entry is None:
             raise _failure(self._path, self._step, list(self._tried.values()))
@@ -162,18 +167,30 @@ class Search:
         return entry
 
     def pass_over(self, reason: str, said: bool = False) -> None:
-        """Say that the entry is damaged, unless a running job has removed it, or it is `said`."""
-        if histories.is_gone(self._path, self._entry):
-            self._removed = count_removed(self._path, self._removed)
-        else:
-            self._bad.add(self._entry)
-            self._tried[self._entry] = f"{self._entry.name}: {reason}"
-            if not said:
-                _note(self._path, self._entry, reason)
+        """Skip the step folder that `next` returned last, since it is damaged.
+
+        If a running job has removed the folder meanwhile, it does not count as damaged.
+
+        The damage is reported on stderr and in the event log, unless `said` is true, which means
+        that it is already reported.
+        """
+        path, entry = self._path, self._entry
+        if histories.is_gone(path, entry):
+            self._removed = count_removed(path, self._removed)
+            return
+        self._bad.add(entry)
+        self._tried[entry] = f"{entry.name}: {reason}"
+        if not said:
+            events.emit("checkpoint_damaged", path=path, step=entry.step, reason=reason)
+            text = f"mpidist: damaged checkpoint passed over: {path}/{entry.name}: {reason}"
+            print(text, file=sys.stderr, flush=True)
 
 
 def count_removed(path: str, removed: int) -> int:
-    """Return one more; raise CheckpointError where a reader never comes in time."""
+    """Return `removed` + 1, the number of steps that vanished while they were read.
+
+    Raises CheckpointError if this number is too high.
+    """
     if removed == _MOST_REMOVED:
         raise CheckpointError(
             f"{removed} steps in {path} were removed while they were read; let the job that saves "
@@ -182,15 +199,8 @@ def count_removed(path: str, removed: int) -> int:
     return removed + 1
 
 
-def _note(path: str, entry: Entry, reason: str) -> None:
-    """Say once, on stderr and in the event log, that a step is passed over."""
-    events.emit("checkpoint_damaged", path=path, step=entry.step, reason=reason)
-    text = f"mpidist: damaged checkpoint passed over: {path}/{entry.name}: {reason}"
-    print(text, file=sys.stderr, flush=True)
-
-
 def _failure(path: str, step: int | None, tried: list[str]) -> CheckpointError:
-    """Return the error for a store in which nothing that was tried is good."""
+    """Return the error for a store in which all steps that were tried are damaged."""
     what = "; ".join(tried[:8]) + (f"; and {len(tried) - 8} more" if len(tried) > 8 else "")
     if step is not None:
         return CheckpointError(f"checkpoint of step {step} in {path} is damaged: {what}")
@@ -198,28 +208,26 @@ def _failure(path: str, step: int | None, tried: list[str]) -> CheckpointError:
 
 
 def _whole_state(path: str, entry: Entry) -> dict:
+    """Read a step folder and return its state with whole arrays; raise Damaged if it is damaged."""
     manifest = steps.read_manifest(path, entry)
-    return tree(iter([*whole_arrays(path, entry, manifest), *manifest.extras]))
-
-
-def whole_arrays(path: str, entry: Entry, manifest: Manifest) -> list[tuple[tuple, np.ndarray]]:
-    """Read every array whole: (path of keys, array) pairs. Raises Damaged."""
-    found: list[tuple[tuple, np.ndarray]] = []
+    arrays: dict[tuple, np.ndarray] = {}
     wants: list[ReadItem] = []
     places = Places(manifest)
     for number, tensor in enumerate(manifest.tensors):
-        array = np.empty(tensor.shape, dtype_of(tensor.dtype))
-        found.append((tensor.path, array))
+        array = arrays[tensor.path] = np.empty(tensor.shape, named_dtype(tensor.dtype))
         wants += places.wants(number, whole(tensor.shape), array)
-    with opened(path, entry, manifest) as reader:
+    with open_reader(path, entry, manifest) as reader:
         reader.read(wants)
-    return found
+    return tree(iter([*arrays.items(), *manifest.extras]))
 
 
 def damages(path: str, entry: Entry, part: int = 0, parts: int = 1) -> tuple[list[str], int]:
-    """Check all bytes of an entry: its damages, and the bytes looked at.
+    """Check all bytes of a step folder.
 
-    With `parts`, each file but the manifest is checked by one of them only.
+    Returns texts that describe the damage, and the number of bytes that were checked.
+
+    If `parts` is larger than 1, the call checks only every `parts`-th shard file, beginning with
+    shard file number `part`.
     """
     try:
         manifest = steps.read_manifest(path, entry)
@@ -228,8 +236,8 @@ def damages(path: str, entry: Entry, part: int = 0, parts: int = 1) -> tuple[lis
     found, looked_at = [], 0
     for number in range(part, len(manifest.files), parts):
         try:
-            # From the disk: what the system still holds says nothing about that.
-            with opened(path, entry, manifest, direct=True) as reader:
+            # A direct read: the system's cache could hold good bytes of a bad disk.
+            with open_reader(path, entry, manifest, direct=True) as reader:
                 reader.check_file(number)
         except Damaged as damage:
             found.append(str(damage))

@@ -1,14 +1,17 @@
-"""What a node holds of a checkpoint, and the identity by which a run knows its own. See `tiered`.
+"""The copy of a checkpoint that a node keeps, and the identity of the run that made it.
 
-A node's copy is a checkpoint of a state of its own:
+The copy of a checkpoint on a node (see `tiered`) is itself a checkpoint, of a state with these
+entries:
 
-    arrays     what the node's ranks have whole
-    pieces     by rank, the arrays of its shards
-    extras     those of all ranks
-    mark       which save it is of, of how many ranks, and what each rank had
+    arrays     the arrays that the ranks of the node hold whole
+    pieces     for each rank, the arrays of its shards
+    extras     the plain values of all ranks
+    mark       the save that the copy belongs to, the number of ranks, and a digest for each rank
+               of the arrays that it held
 
-The identity is drawn when the shared folder is first used, and written into it as ``.local``: what
-another run has left in a node's memory is never taken for this one's.
+A run draws a random identity when it first uses the shared folder, and writes it into that folder
+as the file ``.local``. From the identity, a run recognises its own copies, so that it never uses
+those of another run.
 """
 
 from __future__ import annotations
@@ -24,13 +27,17 @@ from ..errors import CheckpointError, NoCheckpoint
 from . import histories
 from .format.state import Shard, array_of, dtype_name, has_array, leaves, plain, shape_of, tree
 from .storage import files, retention, steps
+from .write.shard_writer import put
 
 ID = ".local"
 _ID = re.compile(rb"[0-9a-f]{32}\n")
 
 
 def identity(path: str, make: bool) -> str | None:
-    """Return the identity of a shared folder; one that has none gets it, or None."""
+    """Return the run's identity from a shared folder.
+
+    If the folder has no identity, draw and write one if `make` is true; otherwise return None.
+    """
     if not make and not Path(path).is_dir():
         return None
     with files.folder(path) as root:
@@ -47,16 +54,17 @@ def identity(path: str, make: bool) -> str | None:
 
 
 def rotate_id(path: str) -> None:
-    """Give a shared folder another identity, with the next save."""
+    """Remove the run's identity from a shared folder, so that the next save draws another one."""
     with files.folder(path) as root:
         files.remove_file(ID, root)
         files.sync(root)
 
 
 def invalidate(path: str) -> None:
-    """Forget what nodes hold for a shared folder that a run saves to without them.
+    """Invalidate the copies on nodes when a run saves to the shared folder without making copies.
 
-    Its steps are of another history, whose number a copy may have or exceed.
+    If an old copy stayed valid, it could later seem to be newer than the steps of the run that
+    makes no copies, since the history number of the copy may be the same or higher.
     """
     with suppress(OSError):
         if (Path(path) / ID).exists():
@@ -64,23 +72,21 @@ def invalidate(path: str) -> None:
 
 
 def _write(root: int) -> None:
-    descriptor = files.create(partial := f"{ID}-{secrets.token_hex(4)}", root)
+    partial = f"{ID}-{secrets.token_hex(4)}"
     try:
-        files.write_at(descriptor, secrets.token_hex(16).encode() + b"\n", 0)
-        files.sync(descriptor)
+        put(root, partial, secrets.token_hex(16).encode() + b"\n")
         files.rename(partial, ID, root)
         files.sync(root)
     except BaseException:
         files.remove_file(partial, root)
         raise
-    finally:
-        files.close(descriptor)
 
 
 def arrays(state: Mapping, rank: int) -> dict:
-    """Return the arrays that a rank holds: whole ones, and its pieces by its number.
+    """Return the whole arrays of `state`, and the arrays of its shards on `rank`, in nested dicts.
 
-    What it has none of is not named: that would be an empty dict where other ranks have arrays.
+    A rank without whole arrays has no entry "arrays", and a rank without shards has no entry
+    "pieces", since an empty dict would collide with the arrays of other ranks.
     """
     found = []
     for path, leaf in leaves(state):
@@ -92,70 +98,72 @@ def arrays(state: Mapping, rank: int) -> dict:
 
 
 def extras(state: Mapping) -> list:
-    """Return the leaves that are not arrays, as (path, value) pairs."""
+    """Return the leaves of a state that are not arrays, as (path, value) pairs."""
     return [(path, plain(leaf, path)) for path, leaf in leaves(state) if not has_array(leaf)]
 
 
-def union(answers: list[list]) -> list:
-    """Return the extras of all ranks: equal where several have one, as the shared save saw."""
-    return list({path: leaf for one in answers for path, leaf in one}.items())
+def copy_record(comm, state: Mapping, extras: Mapping, name: str, history: int) -> dict:
+    """Return what this rank saves on its node, in nested dicts.
+
+    The dicts have the arrays of `state`, the `extras`, and a mark that says to which save the copy
+    belongs.
+
+    `extras` has the extras (leaves that are not arrays) of all ranks, by path. (If several ranks
+    have the same extra, the save to the shared folder has checked that the values are equal.)
+    `comm` is used only for the rank and the number of ranks.
+    """
+    layout = {str(comm.rank): _layout(state)}
+    mark = {"name": name, "history": history, "ranks": comm.size, "layout": layout}
+    return {**arrays(state, comm.rank), "extras": tree(iter(extras.items())), "mark": mark}
 
 
-def copy_record(state: Mapping, rank: int, name: str, history: int, ranks: int) -> dict:
-    """Return the facts by which a copy is found again."""
-    return {
-        "name": name,
-        "history": history,
-        "ranks": ranks,
-        "layout": {str(rank): _layout(state)},
-    }
+def usable_steps(comm, path: str, step: int | None, like: Mapping) -> dict[int, tuple[int, str]]:
+    """Return the steps in a node's folder that hold all arrays of `like` for this rank.
 
+    The keys of the returned dict are step numbers.
 
-def usable_steps(
-    path: str, step: int | None, like: Mapping, rank: int, ranks: int
-) -> dict[int, tuple[int, str]]:
-    """Return the steps of a node's folder that have all of `like` for this rank.
-
-    With their history in the shared folder, and the name of their save. Of a step that is there
-    twice only the newest counts.
+    The value for a step is a tuple: its history number in the shared folder, and the name of the
+    temporary folder of its save there. If there are two copies of a step, only the newer copy
+    counts.
     """
     layout = _layout(like)
     marks: dict[int, tuple[int, str]] = {}
-    try:
+    with suppress(NoCheckpoint):
         newest = histories.first(path)
         assert newest is not None
         entries, _ = histories.everything(path, step, newest.history)
-    except NoCheckpoint:
-        return {}
-    for entry in reversed(entries):
-        marks.pop(entry.step, None)
-        with suppress(CheckpointError):  # damaged
-            facts = _facts(path, entry)
-            same = facts.get(("mark", "layout", str(rank))) == layout
-            if same and facts.get(("mark", "ranks")) == ranks:
-                marks[entry.step] = _history(facts), str(facts.get(("mark", "name")))
+        for entry in reversed(entries):
+            marks.pop(entry.step, None)
+            with suppress(CheckpointError):  # damaged
+                history, mark = _mark(path, entry)
+                same = mark.get(("mark", "layout", str(comm.rank))) == layout
+                if same and mark.get(("mark", "ranks")) == comm.size:
+                    marks[entry.step] = history, str(mark.get(("mark", "name")))
     return marks
 
 
-def _facts(path: str, entry: steps.Entry) -> dict:
-    return dict(steps.read_manifest(path, entry).extras)
+def _mark(path: str, entry: steps.Entry) -> tuple[int, dict]:
+    """Return the number of the history to which a copy belongs, and the copy's extras by path.
+
+    The history is that of the shared folder, not that of the node's folder.
+    """
+    mark = dict(steps.read_manifest(path, entry).extras)
+    history = mark.get(("mark", "history"), 0)
+    return history if isinstance(history, int) else 0, mark
 
 
-def _history(facts: Mapping) -> int:
-    """Return the history of the shared folder that a copy is of."""
-    history = facts.get(("mark", "history"), 0)
-    return history if isinstance(history, int) else 0
+def remove_copies(path: str, newest: tuple[float, ...]) -> None:
+    """Remove a node's copies that are not newer than `newest`, a tuple (history, step).
 
-
-def remove(path: str, newest: tuple[int, int] | None = None) -> None:
-    """Remove a node's steps, and its folder if nothing is left.
-
-    Up to the (history, step) that is the `newest` in the shared folder, where that is given.
+    If no copy is left, remove the folder of the copies too.
     """
     with suppress(OSError):
         with files.folder(path) as root:
             for entry in histories.Histories(root).everything():
-                if newest is None or _is_in(path, entry, newest):
+                is_old = True  # a damaged copy counts as old
+                with suppress(CheckpointError):
+                    is_old = (_mark(path, entry)[0], entry.step) <= newest
+                if is_old:
                     retention.remove(entry.name, root)
             retention.remove_dead(root)
             left = histories.Histories(root)
@@ -164,16 +172,8 @@ def remove(path: str, newest: tuple[int, int] | None = None) -> None:
         Path(path).rmdir()
 
 
-def _is_in(path: str, entry: steps.Entry, newest: tuple[int, int]) -> bool:
-    """Whether a copy is not newer than what the shared folder holds; nor a damaged one."""
-    try:
-        return (_history(_facts(path, entry)), entry.step) <= newest
-    except CheckpointError:
-        return True
-
-
 def _layout(state: Mapping) -> str:
-    """Return a digest of what a rank holds, without the numbers."""
+    """Return a SHA-256 of the names, dtypes, shapes and regions of the arrays of a rank."""
     facts = [
         (path, dtype_name(array_of(leaf).dtype), shape_of(leaf), getattr(leaf, "region", None))
         for path, leaf in leaves(state)

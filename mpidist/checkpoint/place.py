@@ -1,4 +1,4 @@
-"""Where a store saves and restores, and how: what it keeps for as long as it is open."""
+"""The folder of a store, and the objects that the open store needs to save and restore there."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from typing import NamedTuple
 from .histories import Line
 from .storage.lock import RunLock
 from .storage.retention import Keep
-
-
-class WriteOptions(NamedTuple):
-    """How shards are written: past the system's cache where it can be; with a SHA-256 of each."""
-
-    direct: bool = True
-    sha256: bool = False
+from .write.shard_writer import Memory, WriteOptions
 
 
 class Place(NamedTuple):
-    """The folder of a store, and what rank 0 asks about it.
+    """The folder of a store, and the objects that saves and restores use with this folder.
 
-    keep : what to remove after a commit.
-    lock : taken by rank 0.
-    line : where the store stands: which history a save is of.
+    Only rank 0 uses `keep`, `lock` and `line`.
+
+    keep : which steps stay after a new step is committed.
+    lock : the lock of the folder.
+    line : the step that the next save continues.
+    how : the options with which each rank writes its shard.
+    copies : memory for copies of the state.
+    inbox : memory for the data that other ranks send to this rank, which writes them to its shard.
     """
 
     path: str
@@ -29,3 +28,5 @@ class Place(NamedTuple):
     lock: RunLock
     line: Line
     how: WriteOptions
+    copies: Memory
+    inbox: Memory

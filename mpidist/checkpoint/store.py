@@ -1,23 +1,24 @@
 """`CheckpointStore`: save and restore the state of a job, on any number of ranks.
 
-A thin face: `save.py` is how a step is written and committed, `restore.py` how the newest good
-one is found and read, `load.py` the same without MPI.
+`save.py` writes and commits a step, `restore.py` finds and reads the newest good step, and
+`load.py` reads a step without MPI.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 
 from .. import events
 from ..errors import CheckpointError, ClosedError
 from ..runtime.topology import topology_of
 from . import histories, load, node_copies
-from .arguments import of_store, wanted, which, yes_or_no
+from .arguments import checked_step, of_store, which, yes_or_no
 from .control import all_come, by_rank_0, call, run_on_all, same_on_all
 from .histories import Line
-from .place import Place, WriteOptions
+from .place import Place
 from .read.restore import Restore
 from .storage import files, retention
 from .storage.lock import RunLock
@@ -25,18 +26,18 @@ from .storage.retention import Keep
 from .storage.steps import Entry
 from .write.planner import Planner
 from .write.save import Save, begin
-from .write.shard_writer import Memory, WriteBuffers
+from .write.shard_writer import Memory, WriteOptions
 from .write.write_plan import writers_of
 
 
-class Store(ABC):
-    """What stores share: ``with`` ends in `close`, after an exception in `_abandon`."""
+class Store(AbstractContextManager):
+    """Base of stores.
+
+    A ``with`` block calls `close` at its end, or `_abandon` if an exception ends the block.
+    """
 
     def __init__(self, comm):
         self._comm, self._closed = comm, False
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, *_):
         if kind is None:
@@ -45,16 +46,16 @@ class Store(ABC):
             self._abandon()
 
     def _call(self, method: str):
-        """Return the ``with`` of a public method: what it raises here the other ranks hear."""
+        """Return a context manager that tells other ranks of an error in a public method."""
         return call(self._comm, f"{type(self).__name__}.{method}")
 
     @abstractmethod
     def close(self) -> None:
-        """End together with the other ranks. Collective."""
+        """Wait for saves that are still running, and close the store. Collective."""
 
     @abstractmethod
     def _abandon(self) -> None:
-        """Leave without a word to the other ranks."""
+        """Close the store on this rank alone, without messages to other ranks."""
 
 
 class CheckpointStore(Store):
@@ -63,36 +64,43 @@ class CheckpointStore(Store):
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
-        Its ranks save and restore together. It must live as long as the store is open.
+        The communicator whose ranks save and restore. The communicator must not be freed while the
+        store is open.
     path : path-like
-        Folder that all ranks can reach; made at the first save. The same on all ranks.
+        A folder that all ranks can reach, the same on all ranks. The first save creates the folder.
     keep : int or None
-        How many good steps of the newest history to keep; None keeps all.
+        How many good steps of the newest history (branch) to keep; None keeps all.
     keep_every : int, optional
-        Keep the steps whose number is a multiple of this as well. The newest step that was
-        verified or restored is never removed.
+        Keep also the steps whose number is a multiple of `keep_every`. The newest step that was
+        verified or restored is never removed, whatever `keep` and `keep_every` are.
     writers : "all", "node" or int
-        Who writes files: every rank, one rank of each node, or so many ranks. The others send
-        what only they hold to a writer, which needs the memory for it.
+        The ranks that write files: every rank, one rank of each node, or this number of ranks. A
+        rank that does not write files sends data that no writing rank holds to a writing rank,
+        which needs memory for that data.
     direct : bool
-        Write past the system's cache where the file system can: no copy there, and no wait for it
-        to be written out at the end.
+        Whether writes bypass the cache of the operating system, where the file system allows that.
+        With direct writes, the data are not copied into the cache, and a save does not wait at its
+        end until the cache is written to the disk.
     sha256 : bool
-        Keep a SHA-256 of each shard, which `verify` checks, beside the CRC-32 of each block.
+        Whether each shard file gets a SHA-256, which `verify` checks. With or without SHA-256, each
+        block of a file gets a CRC-32.
     fresh : bool or str
-        Begin anew: what the folder holds is set aside. It stays, and is what `history` numbers;
-        without that, this store has nothing until it has saved. A program that is started again
-        gives True to its first attempt alone, or to all the same text, which names the run: the
-        later ones then go on with what was begun under it.
+        Whether to set aside (ignore) the steps that the folder already holds. The files of ignored
+        steps stay, and a method can still read these steps if its argument `history` selects their
+        history. With `fresh`, methods without `history` find no step until the first save of this
+        store. A program that may be restarted should pass True in its first attempt only, or the
+        same text in every attempt. A text given as `fresh` names the run: a later attempt goes on
+        from the steps that were saved with the same text.
 
     Notes
     -----
-    A save continues the step that this store has restored or saved last. Where newer ones are
-    there, as after ``restore(step=900)``, it begins a branch: `restore`, `keep` and readers follow
-    that from then on, and the steps that it has left stay, as another history.
+    A save continues the step that this store restored or saved last. If the folder holds newer
+    steps, for example after ``restore(step=900)``, the save begins a branch. After a save that
+    begins a branch, `restore`, `keep` and programs that load use the steps of the branch. The steps
+    that the branch does not continue stay on the disk, as another history.
 
-    Every method is called by all ranks, and what goes wrong on one is raised on all. Use it with
-    ``with``, or call `close`.
+    All ranks call every method, and an error on one rank is raised on all ranks. Use the store in a
+    ``with`` block, or call `close`.
     """
 
     def __init__(
@@ -107,11 +115,8 @@ class CheckpointStore(Store):
         sha256: bool = False,
         fresh: bool | str = False,
     ):
-        given = same_on_all(
-            comm,
-            "CheckpointStore",
-            lambda: of_store(path, keep, keep_every, writers, direct, sha256, fresh),
-        )
+        check = partial(of_store, path, keep, keep_every, writers, direct, sha256, fresh)
+        given = same_on_all(comm, "CheckpointStore", check)
         self._given, self.path = given, given["path"]
         super().__init__(comm)
         self._pending: Save | None = None
@@ -119,43 +124,45 @@ class CheckpointStore(Store):
         self._lock = RunLock(self.path)
         self._line = Line(self.path, given["fresh"])
         how = WriteOptions(given["direct"], given["sha256"])
-        self._place = Place(self.path, self._keep, self._lock, self._line, how)
-        self._buffers = WriteBuffers(Memory(), Memory())
-        self._writers = given["writers"]
+        self._place = Place(self.path, self._keep, self._lock, self._line, how, Memory(), Memory())
         self._planner: Planner | None = None
 
     def __repr__(self):
         return f"<CheckpointStore {self.path!r}: {self._summary()}>"
 
     def _summary(self) -> str:
-        """Say in one line what this store was given, and what it is doing."""
+        """Return a text: the arguments of this store, and whether it is saving or closed."""
         settings = ", ".join(f"{k}={v!r}" for k, v in self._given.items() if k != "path")
         if self._pending is not None:
             return f"{settings}; saving step {self._pending.step}"
         return f"{settings}; closed" if self._closed else settings
 
     def save(self, step: int, state: Mapping) -> None:
-        """Save `state` as `step` and return when it is committed. Collective.
+        """Save `state` as step number `step`, and return when it is committed. Collective.
 
         Parameters
         ----------
         step : int
-            The same on all ranks. Saving the last step again replaces it, without a moment in
-            which neither is there; a lower number than the last one's begins a branch.
+            The number of the step, the same on all ranks. Saving the last step again replaces that
+            step; at every moment the old or the new version is on the disk. A number lower than
+            that of the last step begins a branch.
         state : dict
-            Nested dicts with string keys. Arrays are replicated state: equal on the ranks that
-            have them, written once. Each of those ranks writes a part, and their values are not
-            compared, which would take longer than the save: where they differ, parts of several
-            are saved. `md.check_replicas` finds out; `md.train` calls it before each save.
-            Shards are pieces, which must tile their global array.
-            JSON values (extras) must be equal on the ranks that have them.
+            Nested dicts with string keys. An array that is not a `Shard` is replicated: it must be
+            equal on all ranks that have it. A replicated array is written only once: each of the
+            ranks that have the array writes a part of it. The ranks do not compare the values of a
+            replicated array, since this would take longer than the save. If the values differ, the
+            saved array mixes parts from several ranks. `md.check_replicas` finds replicated arrays
+            whose values differ, and `md.train` calls this function before each save. The `Shard`
+            objects of all ranks must tile their global array. JSON values (extras) must be equal on
+            the ranks that have them.
 
         Raises
         ------
         CheckpointError
-            When a rank cannot write (a full disk, ...), or shards overlap or leave a hole; when the
-            folder holds good steps, and this store has neither restored one nor been told that it
-            begins anew (`fresh`). Nothing of the step remains, earlier steps are as they were.
+            When a rank cannot write, for example because the disk is full, or when shards overlap
+            or leave a hole. CheckpointError is also raised if the folder holds good steps, but
+            `fresh` is not set and this store has restored none of these steps. After a failed save
+            nothing of the new step remains, and earlier steps are unchanged.
         MismatchError
             When the ranks disagree on the step, a name, a shape, a dtype or an extra.
         ConfigError
@@ -168,12 +175,13 @@ class CheckpointStore(Store):
             self._finish(at_once=True)
 
     def save_async(self, step: int, state: Mapping) -> None:
-        """Copy what this rank writes of `state`, save it in the background. Collective.
+        """Copy this rank's part of `state`, and save the copy in the background. Collective.
 
-        The state may be changed when this returns. The step is committed as soon as all ranks
-        have written their parts, whatever they do meanwhile, by threads that make no MPI calls.
-        The next `save`, `save_async`, `restore`, `wait` or `close` waits for that, and raises
-        what went wrong.
+        The caller may change the state when this method returns. On each rank a thread, which makes
+        no MPI calls, writes the rank's part. The step is committed as soon as all ranks have
+        written their parts, whatever the main threads do meanwhile. The next call of `save`,
+        `save_async`, `restore`, `wait` or `close` waits for the commit, and raises the error if the
+        background save has failed.
         """
         with events.span("checkpoint.save_async"), self._call("save_async"):
             self._begin(step, state, copy=True).start()
@@ -186,32 +194,36 @@ class CheckpointStore(Store):
         history: int | None = None,
         verify: bool = True,
     ):
-        """Return (step, state) of a step, by default the newest good one. Collective.
+        """Restore a step, by default the newest good one, and return (step, state). Collective.
 
         Parameters
         ----------
         like : dict, optional
-            A state of this model on these ranks, in any layout: its arrays, and those of its
-            shards, are filled in place and returned in new dicts, with the extras that were
-            saved. Extras that the checkpoint does not have keep their value. None gives every
-            rank every array whole.
+            A state of the same model. `like` may be divided into shards in another way, and over
+            another number of ranks, than the saved state. The arrays of `like`, and the arrays of
+            its shards, are filled in place, and are returned in new dicts with the extras that were
+            saved. If `like` has extras that the checkpoint does not have, they are returned
+            unchanged. If `like` is None, every rank gets every array whole.
         step : int, optional
-            None takes the newest step that every rank can read; damaged ones are passed over,
-            which is said once on stderr.
+            The number of the step to restore. None means the newest step that every rank can read:
+            damaged steps are skipped, and each is reported once on stderr.
         history : int, optional
-            Its number, for one that was left or set aside; None is the newest.
+            The number of a history (branch), for example one that the run has left; None is the
+            newest.
         verify : bool
-            Whether numbers are compared with their checksums. False trusts the disk with them;
-            what lies where is still read from digested tables, and sizes are compared.
+            Whether the data are compared with their checksums. Even if `verify` is False, the
+            restore checks the tables that describe the data, and the sizes of the files.
 
         Raises
         ------
         NoCheckpoint
-            When there is none, or none that is good; `like` is then unchanged.
+            When the folder holds no step, or no good one. After a NoCheckpoint, the arrays of
+            `like` are unchanged.
         CheckpointError
-            When `step` was given and is damaged, or `like` is of another model: the message
-            names what differs. Where arrays may have been filled in part by then, since numbers
-            failed their checksums on the way, or memory, the message says so: set them anew.
+            When the given `step` is damaged, or when `like` belongs to another model; the message
+            then names the differences. If a wrong checksum or a lack of memory ends the restore
+            late, the arrays of `like` may hold parts of the step. If the arrays may hold parts of
+            the step, the message says this, and the caller must set the values of the arrays again.
         MismatchError
             When `like` is None on some ranks only.
         """
@@ -228,20 +240,23 @@ class CheckpointStore(Store):
             return entry.step, state
 
     def latest_step(self) -> int | None:
-        """Return the newest committed step, or None; its data are not checked. Collective."""
+        """Return the number of the newest committed step, or None.
+
+        The data of the step are not checked. Collective.
+        """
         with self._call("latest_step"):
             self._settle()
-            entry = self._latest()
+            entry: Entry | None = by_rank_0(self._comm, "latest_step", self._line.latest)
             return entry and entry.step
 
-    def _latest(self) -> Entry | None:
-        return by_rank_0(self._comm, "latest_step", self._line.latest)
-
     def all_steps(self, *, history: int | None = None) -> list[int]:
-        """Return the committed steps of a history, ascending. Collective.
+        """Return the committed steps of a history (branch), ascending. Collective.
 
-        By default the newest; those that it continues are among them, a save under way is not.
-        Raises NoCheckpoint where `history` is given and is not there; it names those that are.
+        A history is a sequence of saved steps, each computed from the one before; None means the
+        newest history. The returned list includes the steps of older histories that the chosen
+        history continues. The step of a save that is still running is not in the list. Raises
+        NoCheckpoint when the given `history` does not exist; the message lists the histories that
+        exist.
         """
         with self._call("all_steps"):
             self._settle()
@@ -249,14 +264,14 @@ class CheckpointStore(Store):
             return by_rank_0(self._comm, "all_steps", partial(self._line.all_steps, number))
 
     def delete(self, step: int, *, history: int | None = None) -> None:
-        """Remove a step, by default of the newest history. Collective.
+        """Remove a step, by default of the newest history (branch). Collective.
 
-        Where it was the last step of that history, the one before is the newest again. Raises
-        NoCheckpoint where there is no such step, CheckpointError where another job saves here.
+        If the step was the last one of its history (branch), the step before it becomes the last
+        one. Raises NoCheckpoint if the step does not exist, and CheckpointError if another job
+        saves to the folder.
         """
         with self._call("delete"):
             self._finish()
-
             given = same_on_all(self._comm, "delete", lambda: which(step, history, needed=True))
             by_rank_0(self._comm, "delete", partial(self._delete, **given))
 
@@ -271,24 +286,25 @@ class CheckpointStore(Store):
             files.sync(root)
 
     def verify(self, step: int | None = None) -> int:
-        """Check every byte of a step, by default the newest. Collective.
+        """Check every byte of a step, by default of the newest one. Collective.
 
-        Each rank reads some of the files. Returns the bytes looked at; raises CheckpointError
-        that names the damage, NoCheckpoint where there is no such step.
+        The files of the step are divided among the ranks for reading. Returns the total number of
+        bytes that were checked. If a file is damaged, raises a CheckpointError that describes the
+        damage. If the step does not exist, raises NoCheckpoint.
         """
         with self._call("verify"):
             self._settle()
-            step = same_on_all(self._comm, "verify", lambda: {"step": wanted(step)})["step"]
-            looked_at, removed = None, 0
-            while looked_at is None:
-                entry, looked_at = self._verify(step)
-                if looked_at is None:  # on all ranks alike
-                    removed = load.count_removed(self.path, removed)
-            self._keep.verified = max(entry, self._keep.verified or entry)
-            return looked_at
+            step = same_on_all(self._comm, "verify", lambda: {"step": checked_step(step)})["step"]
+            removed = 0
+            while (checked := self._verify(step)) is None:
+                removed = load.count_removed(self.path, removed)
+            return checked
 
-    def _verify(self, step: int | None) -> tuple[Entry, int | None]:
-        """Return the entry that was checked, and how many bytes, or None if it was removed."""
+    def _verify(self, step: int | None) -> int | None:
+        """Check every byte of a step, and return their number.
+
+        Return None if another job removed the step meanwhile.
+        """
         comm = self._comm
         entry = by_rank_0(comm, "verify", partial(self._line.first, step))
 
@@ -300,17 +316,22 @@ class CheckpointStore(Store):
                 raise CheckpointError(f"{self.path}/{entry.name} is damaged: {'; '.join(found)}")
             return sum(count for _, count in answers)
 
-        return entry, run_on_all(
-            comm, "verify", lambda: load.damages(self.path, entry, comm.rank, comm.size), total
-        )
+        look = partial(load.damages, self.path, entry, comm.rank, comm.size)
+        checked = run_on_all(comm, "verify", look, total)
+        if checked is not None:
+            self._keep.verified = max(entry, self._keep.verified or entry)
+        return checked
 
     def wait(self) -> None:
-        """Wait until the save that is under way is committed, if there is one. Collective."""
+        """Wait until the save that is still running, if any, is committed. Collective."""
         with self._call("wait"):
             self._finish()
 
     def close(self) -> None:
-        """Wait for the save that is under way. Collective; a second call does nothing."""
+        """Wait for a save that is still running, and close the store.
+
+        Collective; a second call does nothing.
+        """
         if self._closed:
             return
         try:
@@ -321,9 +342,9 @@ class CheckpointStore(Store):
             self._leave()
 
     def _abandon(self) -> None:
-        """Leave without a word to the other ranks: an exception may be on this rank alone.
+        """Close the store on this rank alone, since other ranks may not have raised an exception.
 
-        A save under way is given up, unless it is committed already.
+        A save that is still running is abandoned, unless it is already committed.
         """
         if self._pending is not None:
             save, self._pending = self._pending, None
@@ -336,28 +357,22 @@ class CheckpointStore(Store):
         self._closed = True
 
     def _begin(self, step, state: Mapping, copy: bool = False, alone: bool = True) -> Save:
-        """Begin a save; of one that is `alone` the nodes hold nothing. Collective."""
+        """Begin a save of `state`.
+
+        If `alone` is true, no copies of the step are saved on the nodes, and the older copies there
+        become invalid. Collective.
+        """
         self._finish()
+        comm = self._comm
         if self._planner is None:
-            self._planner = Planner(writers_of(self._writers, self._nodes()))
-        self._pending = begin(
-            self._comm,
-            self._place,
-            self._planner,
-            self._buffers,
-            partial(wanted, step, needed=True),
-            state,
-            copy,
-        )
-        if alone and self._comm.rank == 0:
+            writers = self._given["writers"]
+            nodes = topology_of(comm).node_of if writers == "node" else [0] * comm.size
+            self._planner = Planner(writers_of(writers, list(nodes)))
+        check = partial(checked_step, step, needed=True)
+        self._pending = begin(comm, self._place, self._planner, check, state, copy)
+        if alone and comm.rank == 0:
             node_copies.invalidate(self.path)
         return self._pending
-
-    def _nodes(self) -> list[int]:
-        """Return the node of each rank. Collective where that matters."""
-        if self._writers != "node":
-            return [0] * self._comm.size
-        return list(topology_of(self._comm).node_of)
 
     def _finish(self, at_once: bool = False) -> None:
         self._settle()
@@ -366,7 +381,10 @@ class CheckpointStore(Store):
             save.finish(at_once)
 
     def _settle(self) -> None:
-        """Raise if the store is closed; let nothing of a save before be going on."""
+        """Wait until no thread removes old steps.
+
+        Raise ClosedError if the store is closed.
+        """
         if self._closed:
             raise ClosedError(f"the checkpoint store of {self.path} is closed")
         self._keep.settle()

@@ -1,30 +1,33 @@
-"""`TieredStore`: each step first into memory or a disk of every node, then into the shared folder.
+"""`TieredStore`: save each step to memory or a disk of every node, then to the shared folder.
 
-    rank 0  rank 1 | rank 2  rank 3     LOCAL/ID, on each node: what its ranks hold, arrays whole
-    LOCAL/ID       | LOCAL/ID           and each rank's pieces by its number; then
+    rank 0  rank 1 | rank 2  rank 3     LOCAL/ID on each node: whole arrays of its ranks, and the
+    LOCAL/ID       | LOCAL/ID           pieces of each rank under the number of the rank
           PATH/step-...                 the shared folder, as `CheckpointStore` writes it
 
-Two stores, one beside the other: a `CheckpointStore` of the ranks of a node, in a folder that only
-they see, and the one of all ranks. A job that dies and comes back to its nodes goes on from the
-newest step that all of them hold, which may be newer than any in the shared folder. Where a node
-was lost, a copy is damaged or the ranks are others, it goes on from the shared folder, as if there
-were no copies; and as what they hold is then of another history, its first save removes them.
+A tiered store uses two `CheckpointStore` objects: one for the ranks of a node, in a folder of that
+node, and one for all ranks, in the shared folder. A job that is restarted on the same nodes goes on
+from the newest step that all nodes hold, which may be newer than any step in the shared folder. If
+a node is lost, a copy is damaged, or the number of ranks or the arrays of a rank have changed, the
+job goes on from the shared folder. When a job goes on from the shared folder, its next steps are
+not computed from the copies on the nodes, so its first save removes these copies.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from .. import events
 from ..errors import ConfigError, MpidistError, NoCheckpoint, shown
 from ..runtime.context import free
 from ..runtime.topology import topology_of
 from . import node_copies
-from .arguments import path_of, steps_to_keep, which, yes_or_no
+from .arguments import checked_number, checked_path, which, yes_or_no
 from .control import by_rank_0, call, run_on_all, same_on_all
 from .format.state import Shard, leaves, tree
 from .read.restore import spoiled
@@ -34,7 +37,7 @@ from .write.save import Save
 
 
 class TieredStore(Store):
-    """Checkpoints in a folder of each node, copied to a shared one. Collective over `comm`.
+    """Checkpoints in a folder of each node and in a shared folder. Collective over `comm`.
 
     Parameters
     ----------
@@ -42,17 +45,17 @@ class TieredStore(Store):
     path : path-like
         The shared folder.
     keep, keep_every, writers, direct, sha256, fresh
-        Of the shared folder, as in `CheckpointStore`.
+        Arguments for the shared folder, as in `CheckpointStore`.
     local : path-like
-        Folder of a node: memory (``/dev/shm/...``) or a disk of its own. Ranks of one node that
-        give different folders count as nodes of their own.
+        A folder of the node, in memory (``/dev/shm/...``) or on a disk of the node. If two ranks of
+        one node give different folders, they count as ranks of different nodes.
     local_keep : int
         How many steps a node keeps.
 
     Notes
     -----
-    The methods are those of `CheckpointStore`. A node that cannot keep a copy is no error: that
-    is said on stderr, and the step is saved in the shared folder alone.
+    The methods are those of `CheckpointStore`. If a node cannot keep a copy, no error is raised:
+    the store reports the reason on stderr, and saves the step only in the shared folder.
     """
 
     def __init__(
@@ -69,19 +72,17 @@ class TieredStore(Store):
         sha256: bool = False,
         fresh: bool | str = False,
     ):
-        folders: list[Path] = []
-
         def check() -> dict:
-            folders.append(Path(path_of("local", local)).absolute())
-            if folders[0] == Path(path_of("path", path)).absolute():
+            self._folder = Path(checked_path("local", local)).absolute()
+            if self._folder == Path(checked_path("path", path)).absolute():
                 raise ConfigError(
                     f"local={shown(local)} is the shared folder; give one of the node"
                 )
-            return {"local_keep": steps_to_keep("local_keep", local_keep, or_none=False)}
+            expected = "a number of steps of 1 or more"
+            return {"local_keep": checked_number("local_keep", local_keep, 1, expected)}
 
         with call(comm, "TieredStore"):
             self._keep = same_on_all(comm, "TieredStore", check)["local_keep"]
-            self._folder = folders[0]
             self.shared = CheckpointStore(
                 comm, path, keep, keep_every=keep_every, writers=writers, direct=direct,
                 sha256=sha256, fresh=fresh,
@@ -92,18 +93,19 @@ class TieredStore(Store):
             places = run_on_all(comm, "TieredStore", lambda: here, lambda all: all)
             # All ranks are here: they have just agreed.
             self._node = comm.Split(places.index(here), comm.rank)
-        self._local: CheckpointStore | None = None
-        self._ours = False  # whether what the nodes hold is of the history that this run goes on
+        self._local: Any = None  # a CheckpointStore, once the shared folder has an identity
+        self._ours = False  # whether this run continues the history of the nodes' copies
 
     def __repr__(self):
         local = f"local={str(self._folder)!r}, local_keep={self._keep}"
         return f"<TieredStore {self.path!r}: {local}, {self.shared._summary()}>"
 
     def save(self, step: int, state: Mapping) -> None:
-        """Save `state` and return when all nodes hold it; it is then copied. Collective.
+        """Save `state` on the nodes, and begin the save to the shared folder. Collective.
 
-        Where a node cannot hold it, this returns when it is committed in the shared folder. What
-        goes wrong there is raised by the next call, or by `wait`.
+        This method returns when all nodes hold the step. If a node cannot hold the step, this
+        method returns when the step is committed in the shared folder. If the save to the shared
+        folder fails, the next call of the store, for example `wait`, raises the error.
         """
         with events.span("tiers.save"), self._call("save"):
             copying = self.shared._begin(step, state, copy=True, alone=False)
@@ -113,7 +115,10 @@ class TieredStore(Store):
                 self.shared.wait()
 
     def save_async(self, step: int, state: Mapping) -> None:
-        """Copy what this rank writes, save it in the background to both. Collective."""
+        """Copy this rank's part of `state`; save the copy in the background. Collective.
+
+        In the background, the step is saved on the nodes and in the shared folder.
+        """
         with events.span("tiers.save_async"), self._call("save_async"):
             copying = self.shared._begin(step, state, copy=True, alone=False)
             self._hold(copying, state, CheckpointStore.save_async)
@@ -127,31 +132,30 @@ class TieredStore(Store):
         history: int | None = None,
         verify: bool = True,
     ):
-        """Return (step, state), from the nodes where all hold the newest step. Collective.
+        """Restore a step and return (step, state), as `CheckpointStore.restore` does. Collective.
 
-        As `CheckpointStore.restore`. Nodes are asked where `like` is given, and every rank has in
-        it what it had at the save, on the same node, and no `history`. Each byte is checked on all
-        nodes before any array is filled, also without `verify`: that is of the shared folder, and
-        where a copy is damaged there is still that to go on from.
+        The state is read from the nodes' copies, and not from the shared folder, if three things
+        are true. All nodes hold a copy of the wanted step (by default the newest); no `history` (a
+        branch) is named; each rank runs where it saved, and `like` names the arrays it saved. Every
+        byte of the nodes' copies is checked before any array is filled, so that the step can be
+        read from the shared folder if a copy is damaged. The argument `verify` applies only to data
+        from the shared folder.
         """
         with self._call("restore"):
             self.wait()
 
-            def check() -> dict:  # here, for the nodes are asked before the shared folder
-                given = "none" if like is None else "a state"
-                sure = yes_or_no("verify", verify)
-                return {**which(step, history), "like": given, "verify": sure}
+            def check() -> dict:  # the shared store checks later, after the look at the nodes
+                given = {"like": "none" if like is None else "a state"}
+                return {**which(step, history), **given, "verify": yes_or_no("verify", verify)}
 
-            def are_there() -> int:
-                return int(node_copies.identity(self.path, make=False) is not None)
-
-            given, there = same_on_all(self._comm, "restore", check, number=are_there)
+            look = partial(node_copies.identity, self.path, make=False)
+            given, there = same_on_all(self._comm, "restore", check, number=lambda: bool(look()))
             step, history = given["step"], given["history"]
             if there:
                 self._open(make=False)
             if self._local is not None and like is not None and history is None:
                 for of, number in self._common(like, step):
-                    if self._tried(lambda: self._verify(number)):  # noqa: B023
+                    if self._is_good(number):
                         state = self._from_nodes(like, number)
                         self._ours = True
                         self.shared._line.stand(Entry(of, number, 0))
@@ -162,25 +166,30 @@ class TieredStore(Store):
             return result
 
     def latest_step(self) -> int | None:
-        """Return the newest step in the shared folder, or None. Collective."""
+        """Return the newest committed step in the shared folder, or None. Collective."""
         return self.shared.latest_step()
 
     def all_steps(self, *, history: int | None = None) -> list[int]:
-        """Return the steps of a history in the shared folder, ascending. Collective."""
+        """Return the committed steps of a history (branch) in the shared folder, ascending.
+
+        Collective.
+        """
         return self.shared.all_steps(history=history)
 
     def delete(self, step: int, *, history: int | None = None) -> None:
-        """Do as `CheckpointStore.delete`; without `history` copies go as well. Collective."""
+        """Remove a step from the shared folder, as `CheckpointStore.delete` does. Collective.
+
+        The nodes' copies of the step are removed too, unless a `history` (a branch) is named.
+        """
         with self._call("delete"):
             self.wait()
             given = same_on_all(self._comm, "delete", lambda: which(step, history, needed=True))
             self._open(make=False)
-            local = self._local
-            if local is not None and given["history"] is None:
+            if self._local is not None and given["history"] is None:
 
                 def remove() -> None:
                     with suppress(NoCheckpoint):
-                        local.delete(given["step"])
+                        self._local.delete(given["step"])
 
                 run_on_all(self._comm, "delete on the nodes", remove)
             self.shared.delete(**given)
@@ -190,15 +199,18 @@ class TieredStore(Store):
         return self.shared.verify(step)
 
     def wait(self) -> None:
-        """Wait until what is being saved is in the shared folder as well. Collective."""
+        """Wait until a running save is committed in the shared folder. Collective."""
         with self._call("wait"):
-            self._settle()
+            if self._local is not None:
+                with self._reported():
+                    run_on_all(self._comm, "copy on the nodes", self._local.wait)
             self.shared.wait()
 
     def close(self) -> None:
-        """Wait for the copy, then remove what the nodes hold, and free all. Collective.
+        """Wait for running saves, remove the nodes' copies, and close the store. Collective.
 
-        What is newer than the shared folder stays. A second call does nothing.
+        A node's copy that is newer than the newest step in the shared folder is not removed. A
+        second call of `close` does nothing.
         """
         if self._closed:
             return
@@ -206,19 +218,16 @@ class TieredStore(Store):
         with self._call("close"):
             try:
                 self.wait()
-                newest = self.shared._latest()
+                newest = by_rank_0(self._comm, "close", self.shared._line.latest)
             finally:
                 self.shared.close()
-                if newest is None:
-                    self._close_nodes()
-                else:
-                    self._close_nodes(partial(node_copies.remove, newest=newest[:2]))
+                self._close_nodes(newest and newest[:2])
                 self._closed = True
                 free(self._node)
                 self._node.Free()
 
     def _abandon(self) -> None:
-        """Leave without a word to the other ranks: an exception may be on this rank alone."""
+        """Close the store on this rank alone, since other ranks may have no exception."""
         self.shared._abandon()
         if self._local is not None:
             self._local._abandon()
@@ -227,80 +236,76 @@ class TieredStore(Store):
     # ---------------------------------------------------------------------------- on the nodes
 
     def _hold(self, copying: Save, state: Mapping, save: Callable) -> bool:
-        """Save on every node what its ranks hold; whether all did. Collective.
+        """Save on every node the state of the node's ranks; return whether all nodes succeeded.
 
-        The name that the shared save has until it is committed is the mark by which copies on
-        several nodes are known to be of one save.
+        Collective. Each copy is marked with the name of the temporary folder of the save to the
+        shared folder. From these marks, a restore finds out which copies on several nodes belong to
+        the same save.
         """
-        doing, rank = f"copy of step {copying.step} on the nodes", self._comm.rank
+        comm, doing = self._comm, f"copy of step {copying.step} on the nodes"
 
         def begin() -> tuple[str, list]:
             problem = ""
-            if self._local is not None:
-                try:
+            try:
+                if self._local is not None:
                     self._local.wait()
-                except MpidistError as error:
-                    problem = f"copy on the nodes: rank {rank}: {error}"
+            except MpidistError as error:
+                problem = f"copy on the nodes: rank {comm.rank}: {error}"
             return problem, node_copies.extras(state)
 
-        def told(answers: list[tuple[str, list]]) -> tuple[list, int]:
+        def decide(answers: list[tuple[str, list]]) -> tuple[dict, int]:
             problems, extras = zip(*answers, strict=True)
             if any(problems):
                 _say(next(filter(None, problems)))
-            return node_copies.union(extras), copying.history
+            return {path: leaf for one in extras for path, leaf in one}, copying.history
 
-        def work():
+        with self._reported():
             if not self._ours:
                 self._forget()
                 self._ours = True
             self._open(make=True)
-            extras, history = run_on_all(self._comm, doing, begin, told)
-            size = self._comm.size
-            mark = node_copies.copy_record(state, rank, copying.name, history, size)
-            content = {
-                **node_copies.arrays(state, rank),
-                "extras": tree(iter(extras)),
-                "mark": mark,
-            }
-            run_on_all(self._comm, doing, lambda: save(self._local, copying.step, content))
+            extras, history = run_on_all(comm, doing, begin, decide)
+            copy = node_copies.copy_record(comm, state, extras, copying.name, history)
+            run_on_all(comm, doing, lambda: save(self._local, copying.step, copy))
+            return True
+        return False
 
-        return self._tried(work)
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Report an error in the ``with`` block on stderr, and suppress it.
 
-    def _settle(self) -> None:
-        """Wait until the nodes hold what they are to hold, or cannot. Collective."""
-        local = self._local
-        if local is not None:
-            self._tried(lambda: run_on_all(self._comm, "copy on the nodes", local.wait))
-
-    def _tried(self, work: Callable[[], object]) -> bool:
-        """Do `work`, collective over all ranks; what fails is said and no error. Collective.
-
-        What a node does in it goes through `run_on_all`: its ranks know of each other only.
+        All ranks must enter the block. Ranks of one node learn of errors on other nodes only from a
+        call of `run_on_all` over all ranks, so the block must do the work of each node inside such
+        a call.
         """
         try:
-            work()
+            yield
         except MpidistError as error:
             if self._comm.rank == 0:
                 _say(str(error))
-            return False
-        return True
 
     def _open(self, make: bool) -> None:
-        """Open the nodes' stores, once the shared folder has an identity. Collective."""
+        """Open the stores of the nodes.
+
+        If the shared folder does not hold the identity of a run (a random name) yet, write one if
+        `make` is true, and else open no stores. Collective.
+        """
         if self._local is None:
             look = partial(node_copies.identity, self.path, make)
             identity = by_rank_0(self._comm, "copies on the nodes", look)
             if identity is not None:
                 self._local = CheckpointStore(self._node, self._folder / identity, keep=self._keep)
-                # What a run has left is in the shared folder, and a node's memory is dear.
+                # A node has little memory, and the shared folder has the steps of other histories.
                 self._local._keep.others = False
 
     def _common(self, like: Mapping, step: int | None) -> list[tuple[int, int]]:
-        """Return what all nodes hold of one save, and is not older than the shared folder's newest.
+        """Return the steps of which all nodes hold copies, newest first, as (history, step).
 
-        As (history, step), newest first; with `step`, what is of the newest history. Collective.
+        If `step` is None, return only steps that are not older than the newest step of the shared
+        folder. If a `step` is given, return only this step, and only if it belongs to the newest
+        history of the shared folder or is newer than the newest step there. Collective.
         """
-        path, comm, line = self._local.path, self._comm, self.shared._line  # type: ignore[union-attr]
+        comm, line = self._comm, self.shared._line
         fits = line.is_next if step is None else line.is_of
 
         def both(answers: list[dict[int, tuple[int, str]]]) -> list[tuple[int, int]]:
@@ -308,33 +313,31 @@ class TieredStore(Store):
             copies = sorted(((history, number) for number, (history, _) in same), reverse=True)
             return [] if line.is_fresh() else [copy for copy in copies if fits(*copy)]
 
-        def look() -> dict[int, tuple[int, str]]:
-            return node_copies.usable_steps(path, step, like, comm.rank, comm.size)
+        with self._reported():
+            look = partial(node_copies.usable_steps, comm, self._local.path, step, like)
+            return run_on_all(comm, "copies on the nodes", look, both)
+        return []
 
-        steps: list[tuple[int, int]] = []
-        self._tried(lambda: steps.extend(run_on_all(comm, "copies on the nodes", look, both)))
-        return steps
-
-    def _verify(self, step: int) -> None:
-        """Check every byte that the nodes hold of a step. Collective."""
-        local = self._local
-        assert local is not None
-        run_on_all(self._comm, f"good copy of step {step} on the nodes", lambda: local.verify(step))
+    def _is_good(self, step: int) -> bool:
+        """Whether the nodes' copies of a step are undamaged; every byte is checked. Collective."""
+        with self._reported():
+            doing = f"good copy of step {step} on the nodes"
+            run_on_all(self._comm, doing, lambda: self._local.verify(step))
+            return True
+        return False
 
     def _from_nodes(self, like: Mapping, step: int) -> dict:
-        """Fill the arrays of `like` from a step that is verified. Collective.
+        """Fill the arrays of `like` from the nodes' copies of a step, which are verified already.
 
-        What fails here is an error: arrays of other ranks are overwritten already.
+        Collective. If a rank fails, all ranks raise an error, since arrays of other ranks may
+        already have new contents.
         """
-        local = self._local
-        assert local is not None
 
         def fill() -> dict:
             extras = tree(iter(node_copies.extras(like)))
-            _, state = local.restore(
-                {**node_copies.arrays(like, self._comm.rank), "extras": extras}, step
-            )
-            local._keep.verified = None  # which stays for ever, beside what a node is to keep
+            arrays = node_copies.arrays(like, self._comm.rank)
+            _, state = self._local.restore({**arrays, "extras": extras}, step)
+            self._local._keep.verified = None  # or the node would keep this step for ever
             pieces = [(path, leaf) for path, leaf in leaves(like) if isinstance(leaf, Shard)]
             whole = leaves(state.get("arrays", {}))
             return tree(iter([*whole, *leaves(state["extras"]), *pieces]))
@@ -345,27 +348,33 @@ class TieredStore(Store):
             raise spoiled(error) from error
 
     def _forget(self) -> None:
-        """Remove what the nodes hold: this run does not go on from it. Collective.
+        """Remove the copies on all nodes, since this run did not go on from them. Collective.
 
-        Only before it saves, when it has the shared folder's lock: whoever restores may only look.
+        Only a save may call this method, since a save holds the lock of the shared folder, and a
+        restore does not.
         """
         self._open(make=False)
         if self._local is not None:
-            self._close_nodes(node_copies.remove)
-            # Nodes that are not with us now keep theirs, under a name that is nobody's any more.
+            self._close_nodes((math.inf,))
+            # Nodes that are not part of this job keep their copies, under an identity of no run.
             rotate = partial(node_copies.rotate_id, self.path)
             by_rank_0(self._comm, "new name for copies", rotate)
 
-    def _close_nodes(self, remove: Callable[[str], None] = lambda path: None) -> None:
-        """Close the nodes' stores, then `remove` what is to go of their folders. Collective."""
+    def _close_nodes(self, newest: tuple[float, ...] | None) -> None:
+        """Close the stores of the nodes, and remove copies that are not newer than `newest`.
+
+        `newest` is a tuple (history, step).
+
+        Collective.
+        """
         if self._local is not None:
             local, self._local = self._local, None
             local.close()
-            if self._node.rank == 0:
-                remove(local.path)
+            if self._node.rank == 0 and newest is not None:
+                node_copies.remove_copies(local.path, newest)
 
 
 def _say(reason: str) -> None:
-    """Say once that the nodes do not hold a copy; that is no error."""
+    """Report on stderr, and in the event log, why the nodes do not hold a copy of a step."""
     events.emit("checkpoint_not_held", reason=reason)
     print(f"mpidist: no {reason}", file=sys.stderr, flush=True)

@@ -1,13 +1,15 @@
-"""``mpidist checkpoint list | show | verify | export | index``: look at a store without MPI.
+"""``mpidist checkpoint list | show | verify | export | index``: read checkpoints without MPI.
 
-Made for login nodes: neither mpi4py nor a GPU is needed. Exit codes: 0 good, 1 something is
-damaged, 2 there is nothing to look at or the arguments cannot work.
+The command runs on login nodes: it needs neither mpi4py nor a GPU. The exit code of the command is
+0 if no checkpoint is damaged, and 1 if one is damaged. The exit code is 2 if there is no
+checkpoint, or if an argument is invalid.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 from ..errors import MpidistError
@@ -41,11 +43,11 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the arguments say and return the exit code."""
-    from ..checkpoint.arguments import path_of, which
+    """Run the action that the arguments select, and return the exit code."""
+    from ..checkpoint.arguments import checked_path, which
 
     try:
-        args.path = path_of("path", args.path)
+        args.path = checked_path("path", args.path)
         if args.action != "list":
             which(args.step, args.history)
         return _ACTIONS[args.action](args)
@@ -62,7 +64,7 @@ def _list(args) -> int:
     newest, begun, bad = entries[0].history, None, 0
     print(f"{'step':>12}  {'arrays':>7}  {'bytes':>15}  {'writers':>7}  state")
     for entry in reversed(entries):
-        if entry.history != begun and newest:  # a single one needs no name
+        if entry.history != begun and newest:  # a single history needs no name
             begun = entry.history
             print(f"{listed.beginning(begun)}{', the newest' if begun == newest else ''}:")
         line, damaged = _line(args.path, entry)
@@ -73,7 +75,7 @@ def _list(args) -> int:
 
 
 def _line(path: str, entry) -> tuple[str, bool]:
-    """Return the line of a step (empty if it was removed meanwhile), and whether it is damaged."""
+    """Return a line about a saved step (empty if it was removed), and whether it is damaged."""
     from ..checkpoint import histories
     from ..checkpoint.format.manifest import Damaged
     from ..checkpoint.storage import steps
@@ -93,9 +95,12 @@ def _line(path: str, entry) -> tuple[str, bool]:
 def _show(args) -> int:
     import numpy as np
 
+    from ..checkpoint import load
     from ..checkpoint.format.state import show
+    from ..checkpoint.storage import steps
 
-    entry, found = _chosen(args)
+    read = partial(steps.read_manifest, args.path)
+    entry, found = load.newest_good(args.path, args.step, args.history, read)
     software = " ".join(f"{name} {version}" for name, version in found.software.items())
     print(f"step {found.step}  {args.path}/{entry.name}")
     print(f"written by {found.writers} ranks  {found.nbytes:,} bytes of arrays  ({software})")
@@ -121,7 +126,7 @@ def _verify(args) -> int:
     for entry in reversed(entries):
         found, looked_at = load.damages(args.path, entry)
         if found and histories.is_gone(args.path, entry):
-            continue  # the job that saves there has removed it meanwhile
+            continue  # the job that saves there has removed this step meanwhile
         bad += bool(found)
         verdict = f"damaged: {'; '.join(found)}" if found else f"good, {looked_at:,} bytes"
         of = f" of history {entry.history}" if entries[0].history else ""
@@ -132,10 +137,8 @@ def _verify(args) -> int:
 def _export(args) -> int:
     from ..checkpoint.export.plain_file import export_step
 
-    out = Path(args.out)
-    step = export_step(args.path, out, step=args.step, history=args.history)
-    print(f"step {step} of {args.path} -> {out} ({out.stat().st_size:,} bytes)")
-    return 0
+    step = export_step(args.path, Path(args.out), step=args.step, history=args.history)
+    return _print_written(args.path, step, Path(args.out))
 
 
 def _index(args) -> int:
@@ -144,26 +147,12 @@ def _index(args) -> int:
 
     if holes := untrusted_hdf5.known_holes():
         print(f"mpidist: {holes}", file=sys.stderr)
-    step, out = index(args.path, args.step, args.history)
-    print(f"step {step} of {args.path} -> {out} ({out.stat().st_size:,} bytes)")
+    return _print_written(args.path, *index(args.path, args.step, args.history))
+
+
+def _print_written(path: str, step: int, out: Path) -> int:
+    print(f"step {step} of {path} -> {out} ({out.stat().st_size:,} bytes)")
     return 0
 
 
-def _chosen(args):
-    """Return (entry, manifest) of ``--step``, or of the newest whose manifest is good."""
-    from ..checkpoint import load
-    from ..checkpoint.storage import steps
-
-    def read(entry):
-        return steps.read_manifest(args.path, entry)
-
-    return load.newest_good(args.path, args.step, args.history, read)
-
-
-_ACTIONS = {
-    "list": _list,
-    "show": _show,
-    "verify": _verify,
-    "export": _export,
-    "index": _index,
-}
+_ACTIONS = {"list": _list, "show": _show, "verify": _verify, "export": _export, "index": _index}

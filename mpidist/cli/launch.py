@@ -1,4 +1,7 @@
-"""``mpidist launch -n N -- PROGRAM``: an MPI program that comes back by itself; needs no MPI."""
+"""``mpidist launch -n N -- PROGRAM``: run an MPI program and restart it after a failure.
+
+The process of this command does not use MPI.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 import os
 import shlex
 import uuid
+from functools import partial
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -13,40 +17,39 @@ from ..errors import ConfigError
 
 def add_parser(commands) -> None:
     """Add this command to the argument parser."""
-    parser = commands.add_parser(
-        "launch", help="run an MPI program until it is done, whatever dies meanwhile",
-        usage="mpidist launch -n N [options] -- PROGRAM [ARGUMENT ...]",
-    )  # fmt: skip
-    add = parser.add_argument
-    add("-n", type=int, required=True, metavar="N", help="ranks")
-    add("--max-restarts", type=int, default=3, metavar="R", help="after failures, within an hour")
-    add("--min-ranks", type=int, metavar="M",
-        help="the least to go on with, and to begin with where not all come")  # fmt: skip
+    usage = "mpidist launch -n N [options] -- PROGRAM [ARGUMENT ...]"
+    about = "run an MPI program until it is done, and start it again after a failure"
+    add = commands.add_parser("launch", help=about, usage=usage).add_argument
+    add("-n", type=int, required=True, metavar="N", help="number of ranks")
+    add("--max-restarts", type=int, default=3, metavar="R", help="restarts per hour after failures")
+    add("--min-ranks", type=int, metavar="M", help="least number of ranks for an attempt")
     add("--launcher", default="", metavar="WORDS",
-        help="e.g. 'mpirun --with-ft ulfm' or 'srun --mpi=pmix'; default: the mpiexec of this "
-        "Python")  # fmt: skip
-    add("--hosts", metavar="A:2,B:2", help="hosts and their ranks; Slurm's are known")
+        help="command that starts ranks, e.g. 'mpirun --with-ft ulfm' or 'srun --mpi=pmix'; "
+        "default: the mpiexec of this Python")  # fmt: skip
+    add("--hosts", metavar="A:2,B:2", help="hosts and their ranks; default: the hosts of Slurm")
     add("--preempted", choices=("leave", "relaunch", "requeue"), default="leave",
-        help="what follows a run that saved and left: exit code 75, another attempt, or "
-        "scontrol requeue")  # fmt: skip
+        help="what to do after a run that saved and left: exit with code 75, start another "
+        "attempt, or call scontrol requeue")  # fmt: skip
     add("--max-preemptions", type=int, metavar="P",
-        help="how often in all it comes back from that; default: as often as it takes")  # fmt: skip
-    add("--heartbeat", type=float, default=60.0, metavar="S",
-        help="end the attempt when a rank gives no sign for so long")  # fmt: skip
-    add("--launcher-timeout", type=float, metavar="S",
-        help="for a launcher that starts nothing, or does not end after its ranks; default: 30, "
-        "and for srun no limit at its start")  # fmt: skip
-    add("--start-timeout", type=float, metavar="S", help="until all ranks have begun")
-    add("--stall-timeout", type=float, metavar="S", help="without a completed step")
-    add("--grace", type=float, default=300.0, metavar="S",
-        help="to save and leave, after SIGUSR1 or SIGTERM")  # fmt: skip
-    add("--control", type=Path, metavar="DIR",
-        help="a folder that all hosts see, for signs of life and the history")  # fmt: skip
-    add("program", nargs="+", metavar="-- PROGRAM", help="what every rank runs")
+        help="how many runs may save and leave before the end; default: no limit")  # fmt: skip
+    seconds = partial(add, type=float, metavar="S")
+    seconds("--heartbeat", default=60.0, help="end an attempt if a rank is silent for this time")
+    seconds("--launcher-timeout",
+        help="end a launcher that starts no rank, or does not end after its ranks, within this "
+        "time; default: 30, and for srun no limit at its start")  # fmt: skip
+    seconds("--start-timeout", help="end an attempt if not all ranks begin within this time")
+    seconds("--stall-timeout", help="end an attempt if no step is completed in this time")
+    seconds("--grace", default=300.0, help="time to save and leave after SIGUSR1 or SIGTERM")
+    add("--control", type=Path, metavar="DIR", help="shared folder for heartbeats and the history")
+    add("program", nargs="+", metavar="-- PROGRAM", help="the program that every rank runs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Supervise. Returns the program's exit code, 0 or 75 as it ends."""
+    """Run the program until it is done; return the exit code.
+
+    The exit code is 0 if the program is done, and 75 if the program has saved a checkpoint and must
+    be continued later. In all other cases, the exit code is that of the program's last failure.
+    """
     from ..supervisor import attempts, commands
     from ..supervisor.liveness import Limits
     from ..supervisor.policy import Policy
@@ -61,10 +64,11 @@ def run(args: argparse.Namespace) -> int:
     in_slurm = "SLURM_JOB_ID" in os.environ
     if args.preempted == "requeue" and not in_slurm:
         raise ConfigError("--preempted requeue: this is no Slurm job; use leave or relaunch")
-    hosts = commands.parse_hosts(args.hosts) if args.hosts else None
-    if hosts is None:
-        hosts = commands.slurm_hosts(os.environ)
-    # A requeued job keeps its id, and so its history: what it has spent of its budget.
+    hosts = commands.parse_hosts(args.hosts) if args.hosts else commands.slurm_hosts(os.environ)
+    limits = Limits(
+        args.heartbeat, args.start_timeout, args.stall_timeout, args.grace, args.launcher_timeout
+    )
+    # A requeued job keeps its id, and with it the history of its failures and preemptions.
     name = os.environ["SLURM_JOB_ID"] if in_slurm else uuid.uuid4().hex[:12]
     job = attempts.LaunchedJob(
         program=tuple(args.program),
@@ -74,13 +78,7 @@ def run(args: argparse.Namespace) -> int:
         hosts=hosts,
         slurm=in_slurm and not args.hosts,
         policy=Policy(args.max_restarts, args.min_ranks, args.preempted, args.max_preemptions),
-        limits=Limits(
-            args.heartbeat,
-            args.start_timeout,
-            args.stall_timeout,
-            args.grace,
-            args.launcher_timeout,
-        ),
+        limits=limits,
     )
     try:
         return attempts.run(job)

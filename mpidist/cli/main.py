@@ -1,7 +1,7 @@
-"""``mpidist`` and ``python -m mpidist``: find the command, run it, turn errors into exit codes.
+"""``mpidist`` and ``python -m mpidist``: run the wanted command, and turn errors into exit codes.
 
-Commands are imported only when called, so ``mpidist --help`` and ``mpidist checkpoint show`` work
-on a login node without MPI.
+The module of a command is imported only when the command is used. For this reason, ``mpidist
+--help`` and ``mpidist checkpoint show`` work on a login node without MPI.
 """
 
 from __future__ import annotations
@@ -16,37 +16,40 @@ from contextlib import suppress
 from .. import __version__, events
 from ..errors import ConfigError, MpidistError, nearest
 
-#: command -> one line of help. The module of the same name has add_parser and run.
+#: Commands and their help. The module of the same name has `add_parser` and `run`.
 COMMANDS = {
-    "train": "train a model as a TOML job file says (under mpirun or srun)",
-    "bench": "measure allreduce, parameter servers or checkpoints against what is there",
-    "launch": "run an MPI program until it is done, whatever dies meanwhile; needs no MPI",
-    "simulate": "who sends what, and what it costs, for any number of ranks; needs no MPI",
+    "train": "train the model of a TOML job file (under mpirun or srun)",
+    "bench": "measure allreduce, parameter servers or checkpoints against references",
+    "launch": "run an MPI program until it is done, also after failures; needs no MPI",
+    "simulate": "messages and costs of an algorithm, for any number of ranks; needs no MPI",
     "checkpoint": "list, show, verify, export or index checkpoints; needs no MPI",
 }
 
 
-#: Seconds that a rank which says nothing waits for the one that speaks; the longer ones where the
-#: launcher ends all ranks as soon as that one has left.
+#: Seconds that a silent rank waits before it exits, while another rank prints the error. The longer
+#: time is for launchers that end all ranks as soon as one has failed.
 HOLD_BACK, HOLD_BACK_LONG = 3.0, 10.0
 
 
 class _Parser(argparse.ArgumentParser):
-    """Bad arguments are a ConfigError like any other bad input: one line, exit code 2."""
+    """A parser that raises ConfigError for invalid arguments, instead of exiting."""
 
     def error(self, message: str):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code. Collective where the command is."""
+    """Run one command and return its exit code.
+
+    Collective over all ranks of the launch if the command is collective.
+    """
     argv = sys.argv[1:] if argv is None else argv
     try:
         return _run(argv)
     except MpidistError as error:
         return _report(error)
     except BrokenPipeError:
-        # `mpidist checkpoint list | head`: the reader has seen enough.
+        # The reader has closed the pipe, as in `mpidist checkpoint list | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -61,10 +64,8 @@ def _run(argv: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     wanted = next((word for word in argv if not word.startswith("-")), None)
     if wanted is not None and wanted not in COMMANDS:
-        raise ConfigError(
-            f"unknown command {wanted!r}; expected one of {', '.join(COMMANDS)}"
-            + nearest(wanted, COMMANDS)
-        )
+        known = f"{', '.join(COMMANDS)}{nearest(wanted, COMMANDS)}"
+        raise ConfigError(f"unknown command {wanted!r}; expected one of {known}")
     module = None
     for name, text in COMMANDS.items():
         if name == wanted:
@@ -80,7 +81,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _report(error: MpidistError) -> int:
-    """Say what is wrong in one line, once per job, and return the exit code."""
+    """Print the error in one line, on one rank of the job, and return the exit code."""
     from ..launch import claims
 
     text = " ".join(str(error).split())
@@ -88,19 +89,27 @@ def _report(error: MpidistError) -> int:
     if speaks:
         print(f"mpidist: error: {text}", file=sys.stderr, flush=True)
     claim = claims.claimed_size(os.environ)
-    if not _met(error, text, claim) and not speaks:
-        # Open MPI's launcher ends the whole job when the first process of it has failed, and that
-        # must not be one that says nothing: rank 0 may still be on its way to this line.
+    if _met(error, text, claim):
+        from ..runtime import failure
+
+        if claims.rank_hint(os.environ):
+            failure.let_first_leave()
+    elif not speaks:
+        # Open MPI's launcher ends the whole job when its first process has failed. That process
+        # must not be a silent one, for rank 0 may not have printed its line yet.
         ends_all = claim is not None and claim.launcher.startswith("Open MPI")
         time.sleep(HOLD_BACK_LONG if ends_all else HOLD_BACK)
     return error.exit_code
 
 
 def _met(error: MpidistError, text: str, claim) -> bool:
-    """Whether all ranks know that they end. Collective where `error` came on the way to MPI.
+    """Report `error` to ranks in MPI_Init; return whether all ranks know that the job ends.
 
-    Ranks that have no such error, whose host has the file that this one lacks, would wait in
-    MPI_Init for ever: they are met in `check_launch`, which is the first that they do there.
+    Collective if `error` came before MPI_Init.
+
+    An error may come on one rank only, for instance because a file is missing on its host. If this
+    rank did nothing, the other ranks would wait in MPI_Init for ever. The rank with the error
+    therefore initializes MPI too, and reports the error to the other ranks in `check_launch`.
     """
     from ..launch import start_checks
 
@@ -112,7 +121,7 @@ def _met(error: MpidistError, text: str, claim) -> bool:
         return False
     try:
         comm = start_checks.initialize(os.environ).COMM_WORLD
-    except (ImportError, RuntimeError, MpidistError):  # no MPI, or not that of the launcher
+    except (ImportError, RuntimeError, MpidistError):  # no MPI, or another than the launcher's
         return False
     with suppress(MpidistError):
         start_checks.check_launch(comm, os.environ, problem=text)

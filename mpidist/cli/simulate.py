@@ -1,7 +1,8 @@
-"""``mpidist simulate {allreduce,fit,measure}``: what an algorithm sends and costs.
+"""``mpidist simulate {allreduce,fit,measure}``: the messages and the time of an algorithm.
 
-``allreduce`` needs no MPI; ``fit`` runs on two ranks and writes the parameters that ``allreduce
---parameters`` reads; ``measure`` times what was predicted.
+``allreduce`` needs no MPI. ``fit`` runs on two ranks and writes the network parameters that
+``allreduce --parameters`` reads. ``measure`` runs the algorithms with MPI, to compare their times
+with the predictions of ``allreduce``.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import os
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..launch import claims, start_checks
+from ..launch import start_checks
 
 
 def add_parser(commands) -> None:
     """Add this command to the argument parser."""
-    parser = commands.add_parser("simulate", help="who sends what, and what it costs")
+    parser = commands.add_parser("simulate", help="messages and costs of an algorithm")
     what = parser.add_subparsers(dest="what", required=True, metavar="{allreduce,fit,measure}")
     one = what.add_parser("allreduce", help="the map and the cost of one algorithm; needs no MPI")
     one.add_argument("--algorithm", default="ring", help="ring, tree, butterfly, ... (ring)")
@@ -28,27 +29,25 @@ def add_parser(commands) -> None:
     one.add_argument("--alpha", type=float, help="latency in us (2)")
     one.add_argument("--bandwidth", type=float, help="GB/s of a link (1)")
     one.add_argument("--reduction", type=float, help="GB/s of adding (5)")
-    one.add_argument("--picture", metavar="FILE.png", help="draw ranks over time")
-    fit = what.add_parser("fit", help="parameters from 2 ranks, on two nodes or on one")
+    one.add_argument("--picture", metavar="FILE.png", help="draw the messages over time")
+    fit = what.add_parser("fit", help="measure the parameters on 2 ranks, on two nodes or on one")
     fit.add_argument("--json", metavar="FILE", required=True, help="file to write or to complete")
-    fit.add_argument(
-        "--sending-only", action="store_true", help="the link is limited out of a node, not into it"
-    )
+    fit.add_argument("--sending-only", action="store_true", help="a link limits only what is sent")
     measure = what.add_parser("measure", help="milliseconds of calls one after the other")
     add_cases(measure)
     parser.set_defaults(command="simulate")
 
 
 def add_cases(parser) -> None:
-    """Add the options that say what is measured."""
+    """Add the options for the sizes and algorithms that are measured."""
     sizes, names = "65536,262144,1048576,4194304,16777216", "ring,butterfly,double_tree"
-    parser.add_argument("--sizes", default=sizes, help="bytes, comma-separated")
+    parser.add_argument("--sizes", default=sizes, help="sizes in bytes, comma-separated")
     parser.add_argument("--algorithms", default=names, help=f"comma-separated ({names})")
-    parser.add_argument("--blocks", type=int, default=3, help="blocks of calls (3)")
+    parser.add_argument("--blocks", type=int, default=3, help="blocks of calls that are timed (3)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one of the three. Fit and measure are collective over the launch."""
+    """Run the wanted sub-command; ``fit`` and ``measure`` are collective over the launch."""
     for name in ("ranks", "nodes", "bytes", "repeats", "alpha", "bandwidth", "reduction", "blocks"):
         value = getattr(args, name, None)
         if value is not None and value <= 0:
@@ -62,7 +61,7 @@ def _allreduce(args) -> int:
     from ..simulator.predict import predict
     from ..simulator.two_levels import builder
 
-    _named(args.algorithm)
+    _check_scheduled(args.algorithm)
     nodes = args.nodes or args.ranks
     if args.ranks % nodes:
         raise ConfigError(f"--ranks {args.ranks} on --nodes {nodes}: expected a multiple of it")
@@ -93,12 +92,13 @@ def _network(args: argparse.Namespace):
     from ..simulator.network_model import DEFAULT, load
 
     network = load(args.parameters) if args.parameters else DEFAULT
-    given: dict = {
-        "latency": args.alpha and args.alpha * 1e-6,
-        "gap": args.bandwidth and 1e-9 / args.bandwidth,
-        "reduction": args.reduction and 1e-9 / args.reduction,
-    }
-    return network._replace(**{name: value for name, value in given.items() if value})
+    if args.alpha:
+        network = network._replace(latency=args.alpha * 1e-6)
+    if args.bandwidth:
+        network = network._replace(gap=1e-9 / args.bandwidth)
+    if args.reduction:
+        network = network._replace(reduction=1e-9 / args.reduction)
+    return network
 
 
 def _fit(args) -> int:
@@ -112,10 +112,9 @@ def _fit(args) -> int:
     if "gap" in found:
         found["incoming"] = not args.sending_only
     if comm.rank == 0:
-        from mpi4py import MPI
+        from .bench.common import library
 
-        network = network._replace(**found)
-        network_model.save(args.json, network, mpi=claims.mpi_name(MPI.Get_library_version()))
+        network_model.save(args.json, network._replace(**found), mpi=library())
         for name, value in found.items():
             print(f"{name:>12} {value:.4g}")
     return 0
@@ -135,15 +134,15 @@ def _measure(args) -> int:
 
 
 def cases(args) -> tuple[list[int], list[str]]:
-    """Return the sizes and the algorithms that `add_cases` has read, checked."""
+    """Check the options that `add_cases` has added; return their sizes and algorithms."""
     names = args.algorithms.split(",")
     for name in names:
-        _named(name)
+        _check_scheduled(name)
     return numbers_of(args.sizes, ",", "--sizes"), names
 
 
 def numbers_of(text: str, separator: str, option: str) -> list[int]:
-    """Return the whole numbers above 0 of an option; ConfigError for anything else."""
+    """Return the whole numbers in the text of an option; raise ConfigError for any other text."""
     try:
         numbers = [int(word) for word in text.split(separator)]
     except ValueError:
@@ -153,7 +152,8 @@ def numbers_of(text: str, separator: str, option: str) -> list[int]:
     return numbers
 
 
-def _named(name: str) -> None:
+def _check_scheduled(name: str) -> None:
+    """Raise ConfigError if the simulator does not know the messages of the algorithm `name`."""
     from ..collectives.schedules.algorithms import ALLREDUCE, check_name
     from ..simulator.two_levels import HIERARCHICAL
 

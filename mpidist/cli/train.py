@@ -1,4 +1,4 @@
-"""``mpidist train JOB.toml``: a whole run, under mpirun or srun, or alone."""
+"""``mpidist train JOB.toml``: a whole training run, under mpirun or srun, or on one rank alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +23,36 @@ from ..launch.fault_points import fault_point
 from ..supervisor import commands
 from ..training import start_records
 
-#: Seconds between progress lines where no terminal is at the other end (mpirun hides it).
+#: Seconds between progress lines if stderr is not a terminal, as under mpirun.
 _LINE_EVERY = 2.0
+#: Keys of a job file that are arguments of `md.train`.
+_SAME_IN_TRAIN = (
+    "global_batch", "epochs", "steps", "seed", "shuffle", "checkpoint_every", "stop_after",
+    "microbatches", "check_replicas", "time_limit", "patience", "max_bad", "retry_bad",
+)  # fmt: skip
 
 
 def add_parser(commands) -> None:
     """Add this command to the argument parser."""
-    parser = commands.add_parser("train", help="train a model as a TOML job file says")
+    parser = commands.add_parser("train", help="train the model of a TOML job file")
     parser.add_argument("job", metavar="JOB.toml", help="the job file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
         help="change a key of the job file, e.g. --set optimizer.lr=0.1 --set out=runs/a",
     )  # fmt: skip
-    resume = parser.add_mutually_exclusive_group()
-    resume.add_argument("--resume", action="store_true", help="fail where there is no checkpoint")
-    resume.add_argument("--no-resume", action="store_true", help="fail where there is one")
-    resume.add_argument(
-        "--fresh", action="store_true", help="begin anew, and set aside the checkpoints of before"
-    )
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--resume", action="store_true", help="resume; fail if there is no checkpoint")
+    add("--no-resume", action="store_true", help="begin anew; fail if there is a checkpoint")
+    add("--fresh", action="store_true", help="begin anew, and set the old checkpoints aside")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; collective over all ranks of the launch. Returns 0, or raises with its exit code."""
+    """Train, and return 0. Collective over all ranks of the launch."""
     from ..data.readers import remote
     from ..errors import MpidistError
     from ..training.job import build_run, read_job
 
-    # A request to stop that comes while we still start waits until the guard can take it.
+    # A request to stop that comes during the start stays pending until the guard handles it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     heartbeat.join()
     fault_point("start")
@@ -59,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         parts = None if far else build_run(job, claim.size if claim else None)
         path = job.folder / "checkpoints"
         fresh = args.fresh and beginning(os.environ)
-        # With copies on the nodes the newest step may be on them alone: the store knows, with MPI.
+        # With job.local the newest checkpoint may be on the nodes only, which the store finds out.
         if args.resume and not job.local and not any(path.glob("step-*")):
             raise ConfigError(f"--resume: no checkpoint in {path}; leave --resume out to begin")
     except MpidistError as error:
@@ -71,31 +75,34 @@ def run(args: argparse.Namespace) -> int:
 
     install_hook(comm)
     try:
-        if parts is None:  # one rank of each node fetches the data, and that takes MPI to know
+        if parts is None:  # MPI tells which rank of each node must fetch the data
             job.data = remote.brought_here(comm, job.data)
             parts = build_run(job, comm.size)
         _train(comm, job, parts, args, path, fresh)
     except MpidistError as error:
         if comm.size == 1:
             raise
-        # The hook knows which rank speaks and how the job ends. Errors with a name of ours are
-        # told in one line on the command line, without a traceback.
+        # The exception hook decides which rank prints the error, and ends the job. It prints an
+        # error of mpidist in one line, without a traceback.
         error.everywhere = True
         sys.excepthook(type(error), error, error.__traceback__)
     return 0
 
 
 def beginning(environ: Mapping[str, str]) -> bool | str:
-    """Return what names this start to its later attempts: those go on with what it begins. Pure.
+    """Return a name of this job, which is the same in all attempts to run the job. Pure.
 
-    True where there will be none. Raises ConfigError where nothing tells the first of them.
+    ``--fresh`` needs this name: the first attempt sets the old checkpoints aside, and a later
+    attempt with the same name must not do so again. Returns True instead of a name if the job has
+    one attempt only. Raises ConfigError if a first attempt cannot be distinguished from a later
+    one.
     """
     requeued = environ.get("SLURM_RESTART_COUNT", "0") != "0"
     launcher = environ.get(heartbeat.LAUNCHER)
     if launcher and not requeued:
         return launcher
     step = environ.get("SLURM_STEP_ID", "")
-    # Slurm counts from 0 again when it requeues a job; those of shells have numbers above all.
+    # Slurm numbers the steps of a requeued job from 0 again; steps of shells have larger numbers.
     if not launcher and "SLURM_JOB_ID" in environ and step.isdecimal() and int(step) < 1 << 31:
         return f"{environ['SLURM_JOB_ID']}.{step}"
     if requeued:
@@ -136,45 +143,33 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
         print(line, flush=True)
         _keep_start(job, args, per_host)
     events.open_log(job.folder / "events" / f"rank-{comm.rank}.jsonl", rank=comm.rank, host=host)
-    watcher = None
-    if job.watch_seconds:
-        watcher = watch(comm, seconds=job.watch_seconds, dumps=job.folder / "hang")
-    reporter = Reporter(job, show=comm.rank == 0)
     resume = True if args.resume else False if args.no_resume else "auto"
-    try:
-        store: CheckpointStore | TieredStore
-        if job.local:
-            store = TieredStore(comm, store_path, keep=job.keep, local=job.local, fresh=fresh)
-        else:
-            store = CheckpointStore(comm, store_path, keep=job.keep, fresh=fresh)
-        with store:
-            summary = train(
-                comm, parts.model, parts.train, optimizer=parts.optimizer,
-                global_batch=job.global_batch, epochs=job.epochs, steps=job.steps, seed=job.seed,
-                shuffle=job.shuffle,
-                strategy=parts.strategy, test_data=parts.test, checkpoint=store,
-                checkpoint_every=job.checkpoint_every, resume=resume, stop_after=job.stop_after,
-                microbatches=job.microbatches, check_replicas=job.check_replicas,
-                time_limit=job.time_limit, patience=job.patience,
-                max_bad=job.max_bad, retry_bad=job.retry_bad, loading=parts.loading,
-                quarantine=job.folder / "quarantine.jsonl",
-                callbacks=[reporter], watch_seconds=0,  # this command's own has a folder for dumps
-            )  # fmt: skip
-    except Stopped:
-        if comm.rank == 0 and events.VERBOSITY:
-            say_last(f"mpidist: go on with: {_again(args, comm.size, crowded)}")
-        raise
-    finally:
-        reporter.close()
-        if watcher is not None:
-            watcher.stop()
-        events.close_log()
+    make: Any = partial(TieredStore, local=job.local) if job.local else CheckpointStore
+    with ExitStack() as stack:
+        stack.callback(events.close_log)
+        if job.watch_seconds:
+            stack.enter_context(watch(comm, seconds=job.watch_seconds, dumps=job.folder / "hang"))
+        reporters = [stack.enter_context(closing(Reporter(job)))] if comm.rank == 0 else []
+        try:
+            with make(comm, store_path, keep=job.keep, fresh=fresh) as store:
+                summary = train(
+                    comm, parts.model, parts.train, optimizer=parts.optimizer,
+                    strategy=parts.strategy, test_data=parts.test, loading=parts.loading,
+                    checkpoint=store, resume=resume, callbacks=reporters,
+                    quarantine=job.folder / "quarantine.jsonl",
+                    watch_seconds=0,  # the watch of this command has a folder for dumps
+                    **{name: getattr(job, name) for name in _SAME_IN_TRAIN},
+                )  # fmt: skip
+        except Stopped:
+            if comm.rank == 0 and events.VERBOSITY:
+                say_last(f"mpidist: go on with: {_again(args, comm.size, crowded)}")
+            raise
     if comm.rank == 0:
         _report(job, summary, _again(args, comm.size, crowded))
 
 
 def _to_device(model, local_rank: int) -> None:
-    """Move the model's arrays to this rank's GPU: local rank modulo the devices it can see."""
+    """Move the model's arrays to the GPU whose number is `local_rank` modulo the number of GPUs."""
     from ..arrays import to_device
 
     for arrays in (model.parameters, getattr(model, "state", {})):
@@ -183,7 +178,7 @@ def _to_device(model, local_rank: int) -> None:
 
 
 def _keep_start(job, args, per_host: Mapping[str, int]) -> None:
-    """Keep in the run's folder what was started, by which software, and where."""
+    """Write the command, software versions and hosts of this start into the folder of the run."""
     versions = start_checks.versions_fingerprint()
     del versions["host"]
     facts = {
@@ -192,26 +187,24 @@ def _keep_start(job, args, per_host: Mapping[str, int]) -> None:
     }  # fmt: skip
     try:
         start_records.keep(job.folder, Path(args.job), facts)
-    except OSError as error:  # as with `events.emit`: no reason not to train
+    except OSError as error:  # a run without this record is still a good run
         print(f"mpidist: this start is not kept in {job.folder}: {error}", file=sys.stderr)
 
 
 def _again(args, ranks: int, crowded: bool) -> str:
-    """Return the line that starts this run again, or goes on with it, from a shell."""
+    """Return the shell command that starts this run again, or resumes it."""
     from mpi4py import MPI
 
     claim = claims.claimed_size(os.environ)
     library = claims.mpi_name(MPI.Get_library_version())
     words = commands.again(ranks, claim.launcher if claim else "", library, crowded)
     words += [commands.callable_as("mpidist"), "train", args.job]
-    for setting in args.settings:
-        words += ["--set", setting]
-    return shlex.join(words)
+    return shlex.join(words + [word for each in args.settings for word in ("--set", each)])
 
 
 def _report(job, summary, again: str) -> None:
     if summary.resumed_at == summary.steps and _is_told(job, summary):
-        return  # nothing was to do, which has been said
+        return  # nothing was to do, and the start of the run has printed this
     facts = summary.as_dict()
     text = json.dumps(facts, indent=2)
     partial = job.folder / "summary.json.part"
@@ -242,7 +235,10 @@ def _report(job, summary, again: str) -> None:
 
 
 def _is_told(job, summary) -> bool:
-    """Whether ``summary.json`` is that of these parameters: a run may be killed before it is."""
+    """Return whether ``summary.json`` exists and has the same checksum of parameters as `summary`.
+
+    The file ``summary.json`` is missing if a run was killed before it had written the file.
+    """
     try:
         told = json.loads((job.folder / "summary.json").read_text(encoding="utf-8"))
         return told["parameters_sha256"] == summary.parameters_sha256
@@ -251,25 +247,20 @@ def _is_told(job, summary) -> bool:
 
 
 class Reporter:
-    """Callback of rank 0: metrics.jsonl, and a progress bar or a line now and then."""
+    """Callback on rank 0 that writes metrics.jsonl, and shows a progress bar or progress lines."""
 
-    def __init__(self, job, show: bool):
-        self.every, self.show = job.log_every, show
-        self.bar: Any = None
+    def __init__(self, job):
+        self.every, self.bar = job.log_every, None
         self._next_line = time.monotonic() + _LINE_EVERY
-        self._file: Any = None
-        if show:
-            self._file = (job.folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._file = (job.folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def __call__(self, step) -> None:
-        """Take note of one step."""
-        if not self.show:
-            return
+        """Write and show the measurements of one step."""
         if step.step % self.every == 0 or step.step == step.last:
-            # Six digits, wherever the point is: losses may be small, and steps short.
+            # Six significant digits, for losses may be small and steps short.
             facts = {key: float(f"{v:.6g}") if isinstance(v, float) else v
                      for key, v in step._asdict().items()}  # fmt: skip
-            with suppress(OSError):  # as in `events.emit`
+            with suppress(OSError):  # a full disk does not end the run
                 self._file.write(json.dumps({"time": round(time.time(), 3), **facts}) + "\n")
         if sys.stderr.isatty():
             self._draw(step)
@@ -289,12 +280,11 @@ class Reporter:
         self.bar.update(1)
 
     def close(self) -> None:
-        """Finish the bar and the file."""
+        """Close the progress bar and the file."""
         if self.bar is not None:
             self.bar.close()
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
+        with suppress(OSError):
+            self._file.close()
 
 
 def _bar(step) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType
 
 import numpy as np
 
@@ -16,43 +15,48 @@ from ..runtime.context import Context, of, running
 from .engines import arena_sum
 from .engines.executor import Program, Run, heading, hear_first
 from .engines.reductions import known, total_weight, weight_sums
+from .engines.transfer import check_out
 from .plan import AllreducePlan, find
 from .schedules import algorithms
 
 _ndarray = np.ndarray
 
-#: Nonblocking: up to so many ranks everyone may write to everyone at once.
+#: On up to so many ranks a nonblocking sum is `two_hop`, in which every rank sends to every other.
 TWO_HOP_RANKS = 16
 
 
 def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, reproducible=False):
-    """Combine `x` over all ranks; every rank gets the same bits.
+    """Combine the arrays `x` of all ranks elementwise; every rank gets the same bits.
 
-    Collective over `comm`. In place unless `out` is given; returns the array that holds the result.
+    Collective over `comm`. The result replaces the values of `x`, unless `out` is given. Returns
+    the array that holds the result.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
     x : array
         NumPy, CuPy or DLPack array of the same shape and dtype on every rank; any layout, any
-        length (also zero). float16 and bfloat16 are summed in float32 and rounded once.
-        Or an `Arena`: all of it, with no copy inside a node.
+        length (also zero). float16 and bfloat16 are summed in float32 and rounded once. `x` may
+        also be an `Arena` (tensors in shared memory); all its tensors are then reduced, and inside
+        a node they are not copied.
     op : str or ufunc
         "sum", "mean" (or "average"), "min", "max", "prod", MPI's SUM, PROD, MIN, MAX, or a binary
         ufunc that keeps its dtype and is associative and commutative. NaN propagates.
     out : array, optional
-        Where the result goes; same shape and dtype as `x`, which then stays as it is.
+        The array that receives the result, of the shape and dtype of `x`. If `out` is given, `x`
+        does not change.
     algorithm : str
-        "auto" (measured once per size class), "native" (MPI's own), "node" (memory
-        that the ranks of one node share), "single_copy" (their private memory, by the kernel),
+        "auto" (measured once per size class), "native" (MPI's own), "node" (memory that the ranks
+        of one node share), "single_copy" (the kernel copies between their private memories),
         "hierarchical" ("node", and lanes between nodes), "ring", "tree", "double_tree",
         "butterfly", "recursive_doubling", "halving_doubling", "direct", "two_hop", "ordered",
         "naive".
     weight : float, optional
         With op="mean": the weight of this rank's array, e.g. its number of samples.
     reproducible : bool
-        The same bits for every `algorithm`, MPI library and layout of nodes: the sum in the one
-        tree over the ranks that ``schedules/fixed_tree.py`` describes; `algorithm` is only checked.
+        Return the same bits for every `algorithm`, MPI library and layout of nodes: the sum over
+        the tree of ranks that ``schedules/fixed_tree.py`` describes. With ``reproducible=True``,
+        `algorithm` is checked but not used.
 
     Raises
     ------
@@ -60,21 +64,22 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
         For an unknown op or algorithm, a read-only array, the mean of integers, a weight below 0
         or not finite (on all ranks), weights that add up to zero.
     MismatchError
-        On all ranks, when they differ in shape, dtype, op, algorithm or order of calls.
+        On all ranks, if they differ in shape, dtype, op, algorithm or order of calls.
 
     Notes
     -----
-    The cost of each algorithm stands in its module; Thakur, Rabenseifner, Gropp, "Optimization of
-    Collective Communication Operations in MPICH", IJHPCA 19(1), 2005, compares them.
+    The docstring of each algorithm's module gives its cost. Thakur, Rabenseifner, Gropp,
+    "Optimization of Collective Communication Operations in MPICH", IJHPCA 19(1), 2005, compare
+    these algorithms.
     """
     try:
         target = x if out is None else out
         if weight is None and type(target) is _ndarray and target.flags.writeable:
-            # The short way, for a plan that is there already: nothing is looked up but the plan.
+            # The short path for a plan that exists already looks up nothing but the plan.
             name = algorithms.chosen(algorithm, True) if reproducible is True else algorithm
             try:
                 run = contexts[comm.handle].quick.get((op, name, x.dtype, x.shape))
-            except (KeyError, AttributeError, TypeError):  # a first call, or refused below
+            except (KeyError, AttributeError, TypeError):  # a first call, or a bad argument
                 run = None
             if run is not None and (reproducible is True or reproducible is False):
                 if out is None:
@@ -91,7 +96,7 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
                 for plan, vector in zip(plans, x.vectors, strict=True):
                     plan(vector)
                 return x
-        context = of(comm)  # first: with it comes the hook that ends the job where a check fails
+        context = of(comm)  # before all checks, for it installs the hook that ends a failed job
         with context.call("allreduce"):
             op, algorithm = known(op), algorithms.chosen(algorithm, reproducible)
             plans, vectors, total = _prepare(context, x, op, out, algorithm, weight)
@@ -106,7 +111,7 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
 def _prepare(
     context: Context, x, op, out, algorithm: str, weight
 ) -> tuple[list, list, float | None]:
-    """Return plans, the vector of each, and the sum of all weights. Collective."""
+    """Return the prepared operations to run, their vectors, and the sum of weights. Collective."""
     if not isinstance(x, Arena):
         target = _target(x, out)
         total = sum_of_weights(context, op, weight, algorithm)
@@ -118,17 +123,17 @@ def _prepare(
 
 
 class Handle:
-    """An allreduce under way. `test` makes progress; `wait` returns the result.
+    """A running nonblocking allreduce with the methods `test`, for progress, and `wait`.
 
-    Used by the thread that began it; `test` of another thread makes progress too, but while one
-    thread is in it the other is told that it is not done.
+    Only the thread that began the operation may call `wait`. Any thread may call `test`, which
+    returns False while another thread is in `test`.
     """
 
     def __init__(
         self, context: Context, plan: AllreducePlan, target, result, weight=None, weights=None
     ):
         self.context, self.plan, self.target, self.result = context, plan, target, result
-        self.weights: Handle | None = weights  # the sum of all ranks' weights, under way as well
+        self.weights: Handle | None = weights  # the sum of all ranks' weights, also under way
         self.done = self._inside = False
         self.error: Exception | None = None
         number = context.begin(plan.signature, plan.runs)
@@ -145,7 +150,7 @@ class Handle:
         running.append(self)
 
     def test(self) -> bool:
-        """Make progress; true when the operation is done, or failed (then `wait` raises)."""
+        """Make progress; return whether the operation has ended, with a result or an error."""
         if self.done or self._inside:
             return self.done
         self._inside = True
@@ -166,7 +171,7 @@ class Handle:
             if self.context.size > 1:
                 self.plan.store(self.target, self.work, total, in_place=self.in_place)
         except Exception as error:
-            # Told by `wait`: this may be called by the wait for another operation.
+            # `wait` raises the error, for the wait of another operation may have called this.
             self.error = error
         self.done = True
 
@@ -184,7 +189,7 @@ class Handle:
 
 
 def nonblocking(size: int) -> str:
-    """Return the algorithm of a nonblocking sum that may choose: few rounds. Pure."""
+    """Return the algorithm that "auto" means for nonblocking sums on `size` ranks."""
     return "two_hop" if size <= TWO_HOP_RANKS else "butterfly"
 
 
@@ -192,50 +197,51 @@ def nonblocking(size: int) -> str:
 def iallreduce(
     comm, x, op="sum", *, out=None, algorithm="auto", weight=None, reproducible=False
 ) -> Handle:
-    """Begin an allreduce and return a `Handle`; `x` must not be touched until it is done.
+    """Begin an allreduce and return a `Handle`; do not use `x` before the operation has ended.
 
-    Collective over `comm`, in the same order on all ranks. Returns at once, whether or not the
-    other ranks are there; but for the first call of all on `comm`. Parameters as for `allreduce`.
-    Progress happens in ``handle.test()`` and in every wait of a collective of mpidist in this
-    thread, so handles may be waited for in any order; MPI's own calls make none. "auto" and
-    "native" are two_hop here, on many ranks the butterfly: few rounds, for progress is rare. MPI's
-    own nonblocking allreduce is slower for long vectors, and only an own schedule can be left when
-    the ranks disagree. What concerns the values, such as weights that add up to zero, is raised by
+    Collective over `comm`, in the same order on all ranks. The parameters are those of `allreduce`.
+    The function returns at once, even if other ranks are late; only the first call on `comm` waits
+    for the other ranks.
+
+    ``handle.test()`` makes progress for the operation, and so does every collective of mpidist that
+    waits in this thread. A program may therefore wait for its handles in any order. MPI calls that
+    the program makes itself do not make progress for the operation.
+
+    For `iallreduce`, the algorithms "auto" and "native" mean "two_hop" on up to 16 ranks, and
+    "butterfly" on more ranks. Both "two_hop" and "butterfly" have few rounds of messages, which
+    helps if the program calls ``test`` rarely. MPI's own nonblocking allreduce is not used, because
+    it is slower for long vectors, and because a rank could not leave it if other ranks made a
+    different call. Errors in the values, such as weights that add up to zero, are raised by
     ``handle.wait()``.
     """
-    context = of(comm)  # first: with it comes the hook that ends the job where a check fails
+    context = of(comm)  # before all checks, for it installs the hook that ends a failed job
     with context.call("iallreduce"):
-        op = known(op)
-        algorithm = algorithms.chosen(algorithm, reproducible)
+        op, algorithm = known(op), algorithms.chosen(algorithm, reproducible)
         target = _target(x, out)
         if algorithm in (algorithms.MEASURED, algorithms.NATIVE, *algorithms.NODE):
             algorithm = nonblocking(comm.size)
         weights = None
         if weight is not None:
-            _check_weighted(op, weight)
-            sums = weight_sums(weight, context.rank)
+            sums = _weight_sums(context, op, weight)
             weight = float(sums[0])
-            weights = Handle(context, _schedule(context, sums, "sum", algorithm), sums, sums)
-        plan = _schedule(context, target, op, algorithm)
+            plan = find(context, sums, "sum", algorithm, agreed=False)
+            weights = Handle(context, plan, sums, sums)
+        plan = find(context, target, op, algorithm, agreed=False)
         return Handle(context, plan, target, x if out is None else out, weight, weights)
 
 
-def _schedule(context: Context, x, op, algorithm: str) -> AllreducePlan:
-    """Return the plan of a schedule, made without waiting for anybody."""
-    return find(context, x, op, algorithm, agreed=False)
-
-
 class Plan(partial):
-    """What `md.plan` returns: call it to run the allreduce. Every call is collective.
+    """An allreduce that `md.plan` has prepared; calling the object runs it. Collective.
 
-    A `partial`, since calling one costs 40 ns less than a method.
+    The class derives from `functools.partial`, because a call of a partial object takes 40 ns less
+    than a call of a method.
 
     Attributes
     ----------
     algorithm : str
-        The one that runs, also where "auto" was asked for.
+        The algorithm that runs, even if the caller has asked for "auto".
     plan : object
-        What it runs; a list, one for each vector, where that is an arena.
+        The internal plan; for an arena a list of plans, one for each vector.
     """
 
     algorithm: str
@@ -243,10 +249,13 @@ class Plan(partial):
     context: Context
 
     def close(self) -> None:
-        """Give back what the plan keeps; no call after this. Idempotent; all ranks must do it."""
+        """Free the memory of the plan; a later call of the plan raises. All ranks must call it.
+
+        A second call of ``close`` does nothing.
+        """
         release = self.__dict__.pop("release", None)
         if release is not None:
-            # The one way to make a partial call something else.
+            # No other method of a partial replaces the function that it calls.
             self.__setstate__((_closed, (self.context,), {}, self.__dict__))  # type: ignore[attr-defined]
             release()
 
@@ -258,7 +267,7 @@ class Plan(partial):
 
 
 def _closed(context: Context):
-    with context.call("plan"):  # the other ranks may wait for this one
+    with context.call("plan"):  # sends the error to the other ranks, which may wait for this one
         raise ClosedError("this plan was closed; make a new one with md.plan")
 
 
@@ -270,10 +279,11 @@ def _bound(context: Context, run: Callable, algorithm: str, plan, release: Calla
 
 @tells
 def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> Plan:
-    """Prepare an allreduce of `x` in place; calling the result runs it and returns `x`.
+    """Prepare an in-place allreduce of `x`; calling the result runs it and returns `x`.
 
-    Collective over `comm`, here and at each call. Parameters and errors as for `allreduce`. What it
-    keeps is kept until ``close()``, or the end of a ``with``, on all ranks.
+    Collective over `comm`. Each call of the returned plan is collective as well. Parameters and
+    errors are those of `allreduce`. The plan keeps its memory until all ranks call ``close()``, or
+    leave the ``with`` block of the plan.
 
     >>> with md.plan(comm, gradient, "mean") as reduce:
     ...     for batch in batches:
@@ -282,8 +292,7 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> Plan:
     """
     context = of(comm)
     with context.call("plan"):
-        op = known(op)
-        algorithm = algorithms.chosen(algorithm, reproducible)
+        op, algorithm = known(op), algorithms.chosen(algorithm, reproducible)
         if isinstance(x, Arena):
             plans = arena_sum.plans_of(context, x, op, algorithm)
 
@@ -293,30 +302,32 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> Plan:
                     for each, vector in zip(plans, x.vectors, strict=True):
                         each(vector)
                     return x
-                except BaseException as error:  # also between two vectors
+                except BaseException as error:  # also one that is raised between two vectors
                     context.escaped(error)
                     raise
 
-            # They go with their arena.
+            # These plans are closed with their arena.
             return _bound(context, reduce_arena, plans[0].algorithm, plans, lambda: None)
         target = _target(x, None)
         made = find(context, target, op, algorithm).owned()
         if made.short is not None and type(target) is np.ndarray:
             reduce = made.short.bind(target)
         else:
-            reduce = partial(made, target)
+
+            def reduce():
+                return made(target)
 
         def run():
             reduce()
             return x
 
-        # Where the array is its own target, nothing has to be wrapped: one function call less.
-        call = reduce if target is x and isinstance(reduce, FunctionType) else run
+        # Both return the target, so an array that is its own target needs no call of `run`.
+        call = reduce if target is x else run
         return _bound(context, call, made.algorithm, made, made.release)
 
 
 def _target(x, out):
-    """Return the array that is reduced in place: `x`, or `out` after it has taken the values."""
+    """Return the array to reduce in place, which is `x`, or `out` with a copy of `x`."""
     x = as_array(x)
     if out is None:
         if not is_writable(x):
@@ -325,30 +336,26 @@ def _target(x, out):
                 "pass out=, or a writable copy"
             )
         return x
+    check_out(out, x.dtype, x.shape)
     out = as_array(out)
-    if out.shape != x.shape or out.dtype != x.dtype:
-        raise ConfigError(
-            f"out has shape {out.shape} and dtype {out.dtype}, expected {x.shape} and {x.dtype}"
-        )
-    if not is_writable(out):
-        raise ConfigError(f"out of shape {out.shape} is read-only; pass a writable array")
     out[...] = x
     return out
 
 
-def _check_weighted(op, weight) -> None:
+def _weight_sums(context: Context, op, weight):
+    """Return `weight` as four numbers to sum over ranks (`weight_sums`); `op` must be "mean"."""
     if op != "mean":
         raise ConfigError(f"weight={shown(weight)} needs op='mean', got op={shown(op)}")
+    return weight_sums(weight, context.rank)
 
 
 def sum_of_weights(context: Context, op, weight, algorithm: str) -> float | None:
-    """Sum of all ranks' weights, or None without weights. Collective when `weight` is given."""
+    """Return the sum of all ranks' weights, or None if `weight` is None. Collective otherwise."""
     if weight is None:
         return None
-    _check_weighted(op, weight)
-    sums = weight_sums(weight, context.rank)
-    # The total divides, so its bits are the result's: in order where the sum is.
+    sums = _weight_sums(context, op, weight)
+    # The mean is divided by this sum, so this sum is "ordered" if the mean is.
     in_order = algorithm == algorithms.ORDERED
     find(context, sums, "sum", algorithms.ORDERED if in_order else algorithms.NATIVE)(sums)
-    context.under_way = False  # the sum is over; what is wrong with it all ranks raise alike
+    context.under_way = False  # the sum has ended; all ranks raise the same error about its value
     return total_weight(sums)

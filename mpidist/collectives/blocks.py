@@ -1,29 +1,22 @@
-"""Blocks of rows: what a rank holds of a whole, and how it is handed to the caller."""
+"""Helpers for blocks of rows: a block is the part of an array that one rank sends or receives."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import (
-    array_module,
-    as_array,
-    copy_into,
-    mpi_direct,
-    mpi_empty,
-    synchronize,
-)
+from ..arrays import array_module, as_array, copy_into, mpi_direct, mpi_empty, synchronize
 from ..errors import ConfigError
 
 
 def rows_of(x) -> tuple[int, int]:
-    """Return the length of the first axis, and elements per row."""
+    """Return two numbers: the length of the first axis of `x`, and the elements per row."""
     if x.ndim == 0:
         raise ConfigError("a 0-d array has no first axis to cut blocks from; use x.reshape(1)")
     return x.shape[0], int(np.prod(x.shape[1:], dtype=np.int64))
 
 
 def deliver(block, like, out, shape):
-    """Put a block where the caller wants it: into `out`, or a new array beside `like`."""
+    """Return a received block in `out` if given, else in an array of the same library as `like`."""
     if out is None:
         if isinstance(like, np.ndarray):
             return block if block.dtype == like.dtype else block.astype(like.dtype)
@@ -34,7 +27,7 @@ def deliver(block, like, out, shape):
 
 
 def packed(x):
-    """Return `x` as a flat vector in C order that MPI takes: a view where it can be one."""
+    """Return `x` as a 1-D vector in C order that MPI can send: a view if possible, else a copy."""
     if x.flags.c_contiguous and mpi_direct(x):
         synchronize(x)
         return x.reshape(-1)
@@ -44,7 +37,7 @@ def packed(x):
 
 
 class BlockVector:
-    """A vector of which this rank holds one block: what a leaf of gather or scatter touches."""
+    """A vector of which this rank keeps only one block in memory; the root has the whole vector."""
 
     def __init__(self, start: int, block: np.ndarray):
         self.start, self.block = start, block

@@ -1,16 +1,15 @@
 """``md.broadcast_parameters``: every rank begins with the root's values of a whole model.
 
     description of rank 0:  w (784, 128) float32, b (128,) float32, ...
-    agreement               one small allreduce of its digest; who differs is named
+    agreement               one small allreduce of its digest; the error names a rank that differs
     messages                [ b | b2 | scale | ... ]  small tensors packed, up to PACK bytes
-                            [ w ]                     large ones where they lie
+                            [ w ]                     large tensors without a copy
 
-What is wrong on one rank (another shape, an array that cannot be written) is raised on all.
+An error on one rank (another shape, an array that cannot be written) is raised on all ranks.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from ..arrays import copy_into, element_name, is_writable, named_arrays
-from ..errors import ConfigError, MismatchError, shown
+from ..errors import ConfigError, MismatchError
+from ..partition import bounds_of
 from ..runtime.agreement.mismatch import rank_list
 from ..runtime.agreement.run_on_all import run_on_all
 from ..runtime.agreement.tell_others import tells
@@ -26,41 +26,38 @@ from ..runtime.context import of
 from .broadcast import broadcast
 from .engines.transfer import check_root
 
-#: Bytes of a message that small tensors are packed into, and from which on a tensor is large.
+#: Most bytes of a message of packed tensors. Tensors of so many bytes or more are sent alone.
 PACK = 4 << 20
 
-_ALIGN = 64  # in a pack every tensor begins on a line of its own, whatever its dtype
+_ALIGN = 64  # bytes: in a pack every tensor begins at a cache line, whatever its dtype
 
 
 @tells
 def broadcast_parameters(comm, params, *, root=0):
     """Give every rank the root's values of all `params`, in place; returns `params`.
 
-    Collective over `comm`. In few messages: small tensors travel together.
+    Collective over `comm`. Small tensors are packed into few messages.
 
     Parameters
     ----------
     params : mapping of name -> array, or a model
-        NumPy, CuPy or DLPack arrays, host and device mixed as they come. Of an object with
-        ``parameters`` (and ``state``) those are taken, of a torch module parameters and buffers.
+        NumPy, CuPy or DLPack arrays, on the host or a device. A model is an object with
+        ``parameters`` (and ``state``), or a torch module, of which parameters and buffers are sent.
     root : int
-        The rank whose values all get.
+        The rank whose values all ranks get.
 
     Raises
     ------
     ConfigError
-        On all ranks: what is no mapping of arrays, or cannot be written; the message names the
-        tensor and the rank.
+        On all ranks, if `params` is not a mapping of arrays, or an array cannot be written; the
+        message names the tensor and the rank.
     MismatchError
-        On all ranks, when they differ in names, shapes or dtypes; the message says in which.
+        On all ranks, if they differ in names, shapes or dtypes; the message names the tensor.
     """
     named: list[tuple[str, Any]] = []
 
     def describe() -> list[str]:
-        try:
-            check_root(operator.index(root), comm.size)
-        except TypeError:
-            raise ConfigError(f"root={shown(root)}; expected a rank") from None
+        check_root(root, comm.size)
         found, problem = named_arrays(params)
         for name, x in found:
             if not is_writable(x):
@@ -85,7 +82,7 @@ def broadcast_parameters(comm, params, *, root=0):
 
 
 def _difference(everyone: list[list[str]], root: int) -> str | None:
-    """Say in words what the first rank that differs has, and what the root has. Pure."""
+    """Return a text that says which rank differs from the root, and how; None if all agree."""
     other = next((lines for lines in everyone if lines != everyone[root]), None)
     if other is None:
         return None
@@ -100,7 +97,7 @@ def _difference(everyone: list[list[str]], root: int) -> str | None:
 
 
 def _packs(arrays: list) -> Iterator[list]:
-    """Group arrays in order: large ones alone, others up to `PACK` bytes. Pure."""
+    """Group arrays into messages: large arrays alone, small arrays together up to `PACK` bytes."""
     group: list = []
     room = PACK
     for x in arrays:
@@ -111,23 +108,24 @@ def _packs(arrays: list) -> Iterator[list]:
             yield group
             group, room = [], PACK
         group.append(x)
-        room -= math.ceil(x.nbytes / _ALIGN) * _ALIGN
+        room -= _padded(x)
     if group:
         yield group
+
+
+def _padded(x) -> int:
+    """Return how many bytes, with padding, `x` takes in a message of several arrays."""
+    return -(-x.nbytes // _ALIGN) * _ALIGN
 
 
 def _broadcast_group(comm, group: list, root: int) -> None:
     if len(group) == 1:
         broadcast(comm, group[0], root=root)
         return
-    starts = [0]
-    for x in group:
-        starts.append(starts[-1] + math.ceil(x.nbytes / _ALIGN) * _ALIGN)
-    pack = np.empty(starts[-1], np.uint8)
-    views = [
-        pack[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
-        for start, x in zip(starts, group, strict=False)
-    ]
+    *starts, size = bounds_of([_padded(x) for x in group])
+    pack = np.empty(size, np.uint8)
+    spans = [pack[start : start + x.nbytes] for start, x in zip(starts, group, strict=True)]
+    views = [span.view(x.dtype).reshape(x.shape) for span, x in zip(spans, group, strict=True)]
     if comm.rank == root:
         for view, x in zip(views, group, strict=True):
             copy_into(view, x)

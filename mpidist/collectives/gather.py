@@ -5,45 +5,33 @@ from __future__ import annotations
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import (
-    as_array,
-    copy_into,
-    element_name,
-    mpi_empty,
-)
+from ..arrays import as_array, copy_into, element_name, mpi_empty
 from ..runtime.agreement.mismatch import Signature
 from ..runtime.agreement.tell_others import tells
 from ..runtime.context import of
 from .blocks import BlockVector, deliver, packed, rows_of
 from .engines.native import run_native
-from .engines.transfer import (
-    block_lengths,
-    bounds_at,
-    check_out,
-    check_root,
-    counts_text,
-    prepared,
-)
+from .engines.transfer import block_lengths, bounds_at, check_out, check_root, counts_text, prepared
 from .schedules import algorithms
 
 
 @tells
 def gather(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
-    """Give the root the blocks of all ranks, one after the other; the others get None.
+    """Give the root the blocks of all ranks, one after the other; returns None on other ranks.
 
-    Collective over `comm`. Parameters and errors as for `allgather`, and `root`. R74: a gather is a
-    reduce whose operation is concatenation. algorithm: "auto" (direct), "direct", "native".
+    Collective over `comm`. Parameters and errors are those of `allgather`. In addition, `root` is
+    the rank that gets the blocks. The algorithms of `gather` are "auto" (the same as "direct"),
+    "direct" and "native".
     """
     context = of(comm)
     with context.call("gather"):
         x = as_array(x)
-        algorithms.check_name(algorithm, algorithms.GATHER, "gather")
+        name = algorithms.chosen(algorithm, False, algorithms.GATHER, "gather")
         root = check_root(root, comm.size)
         rows, width = rows_of(x)
         at_root = comm.rank == root
         if at_root:
             check_out(out, x.dtype)
-        name = "direct" if algorithm == algorithms.MEASURED else algorithm
         dtype = element_name(x.dtype)
         signature = Signature("gather", dtype, f"(*, {x.shape[1:]})", "", name, f"root={root}")
         lengths = block_lengths(context, signature, counts, rows)
@@ -66,11 +54,8 @@ def gather(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
                 buffers = (MPI.IN_PLACE, [whole.view(np.uint8), nbytes, None, MPI.BYTE])
             run_native(context, signature, x.nbytes, (context.data.Gatherv, (*buffers, root)))
         else:
-            build, agreed = algorithms.GATHER[name], counts is None
-            plan = prepared(
-                context, signature, build, elements, x.dtype, np.add, agreed=agreed, root=root
-            )
-            plan.run(vector)
+            build, options = algorithms.GATHER[name], {"agreed": counts is None, "root": root}
+            prepared(context, signature, build, elements, x.dtype, **options).run(vector)
         if not at_root:
             return None
         return deliver(whole.reshape(shape), x, out, shape)

@@ -1,9 +1,10 @@
-"""Plans: operations made ready to run many times, and the one cache that holds them.
+"""Plans: operations that are prepared once and can run many times, and the cache of plans.
 
-Making a plan is collective: the ranks prove to each other that they begin the same operation, then
-choose, build and allocate. Running it looks nothing up. Plans live in the communicator's context,
-at most `context.MAX_PLANS` of them beside those that somebody owns; one that has not run lately
-goes first.
+Making a plan is collective: the ranks check that they begin the same operation, choose an
+algorithm, build its steps and allocate memory. When a plan (a prepared operation) runs, it repeats
+none of the preparation. Each communicator has a cache of plans. The cache keeps all plans that have
+an owner (an object that uses the plan), and at most `context.MAX_PLANS` other plans. To add one
+more plan without an owner, the cache drops one that has not run lately.
 """
 
 from __future__ import annotations
@@ -24,90 +25,97 @@ from .schedules import algorithms
 
 
 class CachedPlan:
-    """One operation on a flat vector, ready to run again: its engine, and how often that ran."""
+    """One prepared operation on a 1-D vector: the engine that runs it, and a count of its runs."""
 
-    #: How many own it, for `md.plan`, an arena or gradients: they run it at any time.
+    #: The number of owners (`md.plan`, arenas, gradients), which may run the plan at any time.
     owners = 0
-    #: Runs when `remember` last looked; the one that it is made for does not count.
+    #: The runs that `remember` has seen; the run that a plan is made for does not count.
     seen = 1
 
     def __init__(self, context: Context, signature: Signature, engine, runs=None):
         self.context, self.signature = context, signature
         self.engine: Any = engine  # an `executor.Engine`; None on one rank
         self.key = signature.key
-        self.place: tuple = ()  # in the context's plans; those of an arena are in no cache
+        self.place: tuple = ()  # the key in the context's plans; () for plans of an arena
         kind = engine or Engine()
         self.runs = runs or context.count(kind.counters, numbers=not kind.tagged)
 
     def run(self, vector) -> None:
-        """Run it on a flat vector, in place, and wait. Collective.
+        """Run the operation on a 1-D vector, in place, and wait for its end. Collective.
 
-        For the operations in which not every rank waits for all: rooted ones, and blocks.
+        This method is for all operations but allreduce: those with a root, and those on blocks. The
+        method returns when this rank's part is done: in a broadcast, for example, other ranks may
+        still be waiting for data.
         """
         context = self.context
         number = context.begin(self.signature, self.runs)
         if context.size > 1:
-            # A root that only sends waits for nobody, so it would not hear that others have failed.
+            # A root that only sends waits for no rank, so it looks for failed ranks here.
             context.statuses.listen()
             context.statuses.check_raised()
-        # Nor would anybody hear of two roots that sent at once. What every rank remembers of such
-        # operations is compared by the next one that is waited for, and at the end.
+        # Two roots that send at once would not notice each other. So each rank keeps a hash of such
+        # operations, which the next operation with a wait compares, and the end of the job too.
         context.chain = (context.chain * 0x9E3779B1 + self.key) % (1 << 40)
         self.engine.run(vector, self.key, number)
         context.under_way = False
 
     def owned(self):
-        """Return the plan, which stays now until `release`. All ranks must do it."""
+        """Return the plan, and count one more owner (an object that uses the plan).
+
+        The plan is kept until each owner has called `release`. All ranks must call this method.
+        """
         self.owners += 1
         return self
 
     def release(self) -> None:
-        """Let go of a plan that is `owned`; the last one drops it. All ranks must do it."""
+        """Remove an owner; close the plan if it has no other owner. All ranks must call this."""
         self.owners -= 1
-        # What a failed communicator has begun never ends and cannot be freed.
+        # Operations of a failed communicator never end, so their memory cannot be freed.
         if not (self.owners or self.context.failed or self.context.closed):
             self.context.drop(self.place) if self.place else self.close()
 
     def close(self) -> None:
-        """Free what the plan made."""
+        """Free the memory and requests of the plan."""
         if self.engine is not None:
             self.engine.close()
         self.context.uncount(self.runs)
 
 
 class AllreducePlan(CachedPlan):
-    """One allreduce, ready to run on any array of its shape and dtype.
+    """One prepared allreduce, which can run on any array of its shape and dtype.
 
-    With `slots` the array is this rank's vector in an arena, see `programs.make`.
+    If `slots` is given, the array lies in an arena (shared memory), and `slots` is the list of the
+    vectors of all ranks of this node.
     """
 
     def __init__(
         self, context: Context, signature: Signature, reduction: Reduction, shape, name, slots=None
     ):
-        self.short, engine = programs.make(context, signature, reduction, shape, name, slots)
+        self.short, engine = programs.make_engine(context, signature, reduction, shape, name, slots)
         super().__init__(context, signature, engine, self.short and self.short.runs)
         self.reduction = reduction
         self.shape, self.n, self.algorithm = shape, prod(shape), name
         native = name == algorithms.NATIVE
         self._device_safe = name not in algorithms.NODE and device_safe(reduction, native)
-        # Kept here, for a plan may be dropped while a `Handle` of it is under way.
+        # Copied from the engine, for a plan may be closed while its `Handle` is under way.
         self.divides = engine is not None and engine.divides and reduction.mean
 
-    def __call__(self, x, weight=None, total=None) -> None:
-        """Reduce `x` in place as the next operation of the communicator. Collective."""
+    def __call__(self, x, weight=None, total=None):
+        """Run the allreduce on `x`, in place; return `x`. Collective."""
         context, engine = self.context, self.engine
         try:
             if total is None:
                 total = context.size
             if self.short is not None:
                 if weight is None and type(x) is np.ndarray:
-                    self.short.run(x, total)
-                else:
-                    self._run_staged(x, weight, total)
-                return
+                    return self.short.run(x, total)
+                # A device array, or one with a weight, is reduced in a vector of the host.
+                shaped = self.load(x, weight, in_place=False, pooled=False).reshape(self.shape)
+                copy_into(x, self.short.run(shaped, total))
+                return x
             if engine is None:  # one rank
                 context.begin(self.signature, self.runs)
-                return
+                return x
             with context.call(self.signature.kind):
                 number = context.begin(self.signature, self.runs)
                 in_place = self.in_place(x)
@@ -122,29 +130,23 @@ class AllreducePlan(CachedPlan):
                 self.store(x, work, total, in_place=in_place)
                 if not in_place:
                     context.pool.give(work, x)
+                return x
         except BaseException as error:
             context.escaped(error)
             raise
 
-    def _run_staged(self, x, weight, total) -> None:
-        """Run a short engine on a device array, or with a weight: through a host vector."""
-        shaped = self.load(x, weight, in_place=False, pooled=False).reshape(self.shape)
-        self.short.run(shaped, total)
-        copy_into(x, shaped)
-
     def load(self, x, weight=None, *, in_place: bool, pooled: bool = True):
-        """Return `x` as a flat vector of the work dtype for MPI: itself if `in_place`.
+        """Return `x` as a 1-D vector of the dtype of additions: a view if `in_place`, else a copy.
 
-        Otherwise packed in C order into host memory, so ranks may hold the same array in different
-        memory orders. `pooled`: that memory belongs to the context's pool.
+        The copy is in C order on every rank, so `x` itself may be in C order on one rank and in
+        Fortran order on another. If `pooled` is true, the memory of the copy comes from a pool of
+        buffers for reuse.
         """
         if in_place:
             work = x.reshape(-1)
         else:
-            if pooled:
-                work = self.context.pool.take(self.n, self.reduction.work, like=x)
-            else:
-                work = host_empty(self.n, self.reduction.work, like=x)
+            take = self.context.pool.take if pooled else host_empty
+            work = take(self.n, self.reduction.work, like=x)
             copy_into(work.reshape(self.shape), x)
         if weight is not None:
             np.multiply(work, work.dtype.type(weight), out=work)
@@ -152,9 +154,10 @@ class AllreducePlan(CachedPlan):
         return work
 
     def in_place(self, x) -> bool:
-        """Whether `x` can be reduced where it lies: C order, the work dtype, MPI takes it.
+        """Whether `x` can be reduced without a copy.
 
-        Ranks need not answer alike: the messages are the same from host and device memory.
+        MPI must accept the memory of `x`, which must be in C order and have the dtype of the
+        additions. The result may be true on some ranks and false on others.
         """
         flags = x.flags
         if not (flags.c_contiguous and x.dtype == self.reduction.work):
@@ -164,7 +167,7 @@ class AllreducePlan(CachedPlan):
         return not is_device(x) or (self._device_safe and mpi_direct(x))
 
     def store(self, x, work, total, *, in_place: bool) -> None:
-        """Divide a mean and put the result into `x`, rounding once."""
+        """Copy a run's result to `x`, rounded once to `x`'s dtype; for a mean, divide it first."""
         if not self.divides:
             finish_mean(self.reduction, work, total)
         if in_place:
@@ -173,7 +176,7 @@ class AllreducePlan(CachedPlan):
             copy_into(x, work.reshape(self.shape))
 
     def close(self) -> None:
-        """Free what the plan made."""
+        """Free the memory and requests of the plan."""
         if self.short is not None:
             self.short.close()
         super().close()
@@ -181,31 +184,36 @@ class AllreducePlan(CachedPlan):
 
 
 def find(context: Context, x, op, algorithm: str, *, agreed: bool = True) -> AllreducePlan:
-    """Return the plan for `x`, making it when it is not there yet. Collective when made.
+    """Return the cached plan (prepared allreduce) for `x`; collective if the plan must be made.
 
-    Not `agreed`: made without a word to the others, which a schedule allows, for its messages say
-    what they belong to.
+    When the ranks make a plan, they normally check by messages that they run the same operation.
+    With ``agreed=False`` the ranks do not check that they run the same operation. The value
+    ``agreed=False`` is allowed only for algorithms whose messages follow a schedule (a list of
+    steps), because each of these messages identifies the operation.
     """
     dtype = x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
     place = ("allreduce", op, algorithm, dtype, x.shape)
     plan = context.plans.get(place)
     if plan is None:
-        plan = make(context, x, op, algorithm, agreed=agreed)
+        plan = make_plan(context, x, op, algorithm, agreed=agreed)
         remember(context, place, plan)
         context.quick[place[1:]] = plan if plan.short is None else plan.short.run
     return plan
 
 
 def remember(context: Context, place: tuple, plan: CachedPlan) -> None:
-    """Keep a plan; where there are too many, drop one that has not run lately.
+    """Put a plan into the cache; if the cache is full, drop a plan that has not run lately.
 
-    The plans stand in a line. One that ran since the last look goes to its end, the first that did
-    not is dropped (the "clock" of page caches): runs are counted anyway, a time of each run is not.
+    The cache chooses the plan to drop by the "clock" algorithm, which is known from page caches.
+    The clock algorithm looks at the plans in the order of a queue, until it finds one to drop. A
+    plan that has run since the algorithm last looked at it moves to the end of the queue. The first
+    plan that has not run since the algorithm last looked at it is dropped. The clock algorithm
+    needs only the number of each plan's runs, not the time of its last run.
     """
     loose = [key for key, kept in context.plans.items() if not kept.owners]
     if len(loose) >= MAX_PLANS:
         # Every rank has run the same operations, so every rank drops the same plan.
-        for key in (*loose, *loose[:1]):  # when all ran, the first comes round again
+        for key in (*loose, *loose[:1]):  # if all have run, the first one is dropped
             kept, runs = context.plans[key], context.plans[key].runs.number()
             if runs <= kept.seen:
                 context.drop(key)
@@ -215,14 +223,15 @@ def remember(context: Context, place: tuple, plan: CachedPlan) -> None:
     context.plans[place], plan.place = plan, place
 
 
-def make(
+def make_plan(
     context: Context, x, op, algorithm: str, extra: str = "", slots=None, *, agreed: bool = True
 ) -> AllreducePlan:
-    """Return a new plan for `x`, in no cache; see `find`. Collective.
+    """Return a new plan for `x` that is not in the cache (see `find`). Collective.
 
-    That of an arena, or of gradients, has an `extra`, a part of its signature that nobody else has.
-    It goes with its owner, also where that is forgotten and not closed. `slots`: see
-    `AllreducePlan`.
+    For the plan of an arena or of gradients, the text `extra` makes the signature (the description
+    of the operation, which the ranks compare) unique. A plan that is not in the cache is freed with
+    its owner (the object that uses the plan), even if nobody closed the owner. The docstring of
+    `AllreducePlan` explains `slots`.
     """
     shape, dtype = x.shape, x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
     algorithms.check_name(algorithm, algorithms.ALLREDUCE)

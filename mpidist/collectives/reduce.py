@@ -5,10 +5,7 @@ from __future__ import annotations
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import (
-    as_array,
-    synchronize,
-)
+from ..arrays import as_array, synchronize
 from ..runtime.agreement.mismatch import Signature
 from ..runtime.agreement.tell_others import tells
 from ..runtime.context import of
@@ -16,12 +13,7 @@ from .allreduce import sum_of_weights
 from .blocks import deliver
 from .engines.native import run_native
 from .engines.reductions import finish_mean, known, native_op, resolve
-from .engines.transfer import (
-    check_out,
-    check_root,
-    packed_copy,
-    prepared,
-)
+from .engines.transfer import check_out, check_root, packed_copy, prepared
 from .schedules import algorithms
 
 
@@ -29,9 +21,10 @@ from .schedules import algorithms
 def reduce(
     comm, x, op="sum", *, root=0, out=None, algorithm="auto", weight=None, reproducible=False
 ):
-    """Combine `x` over all ranks; the root gets the result, the others None.
+    """Combine the arrays `x` of all ranks; returns the result on the root, None on other ranks.
 
-    Collective over `comm`. `x` stays as it is; the root's result is new unless `out` is given.
+    Collective over `comm`. `x` does not change. On the root, the function returns `out` if given,
+    and otherwise a new array.
 
     Parameters
     ----------
@@ -42,15 +35,15 @@ def reduce(
     root : int
         The rank that gets the result.
     out : array, optional
-        Takes the result on the root.
+        The array that receives the result, on the root.
     algorithm : str
         "auto" (the tree), "tree", "direct", "ordered", "native".
     weight : float, optional
-        With op="mean": the weight of this rank's array, as for `allreduce`. All ranks give one,
-        or none does.
+        With op="mean": the weight of this rank's array, as for `allreduce`. Either all ranks
+        pass a weight, or none does.
     reproducible : bool
-        The bits of ``allreduce(..., reproducible=True)``, whichever rank is the root; `algorithm`
-        is only checked.
+        Return the bits of ``allreduce(..., reproducible=True)``, whichever rank is the root. With
+        ``reproducible=True``, `algorithm` is checked but not used.
 
     Raises
     ------
@@ -60,35 +53,30 @@ def reduce(
     context = of(comm)
     with context.call("reduce"):
         x = as_array(x)
-        algorithm = algorithms.chosen(algorithm, reproducible, algorithms.REDUCE, "reduce")
+        name = algorithms.chosen(algorithm, reproducible, algorithms.REDUCE, "reduce")
         root = check_root(root, comm.size)
         op = known(op)
         reduction = resolve(op, x.dtype)
-        algorithms.check_scratch(algorithm, comm.size, x.size, reduction.work.itemsize)
+        algorithms.check_scratch(name, comm.size, x.size, reduction.work.itemsize)
         if comm.rank == root:
             check_out(out, x.dtype, x.shape)
-        name = "tree" if algorithm == algorithms.MEASURED else algorithm
-        signature = Signature(
-            "reduce", x.dtype.name, str(x.shape), reduction.name, name, f"root={root}"
-        )
-        total = sum_of_weights(context, op, weight, algorithm)
+        facts = x.dtype.name, str(x.shape), reduction.name, name, f"root={root}"
+        signature = Signature("reduce", *facts)
+        total = sum_of_weights(context, op, weight, name)
         work = packed_copy(x, reduction, name == algorithms.NATIVE)
-        if comm.size == 1:
-            total = None  # not weighted, and not rounded by that: the bits of `allreduce`
-        if total is not None:
+        if total is not None and comm.size > 1:
             np.multiply(work, work.dtype.type(weight), out=work)
             synchronize(work)
         if comm.size == 1:
+            total = None  # a weight would be rounded, which `allreduce` on one rank does not do
             context.begin(signature)
         elif name == algorithms.NATIVE:
             buffers = (MPI.IN_PLACE, work) if comm.rank == root else (work, None)
             call = (context.data.Reduce, (*buffers, native_op(reduction), root))
             run_native(context, signature, work.nbytes, call)
         else:
-            build = algorithms.REDUCE[name]
-            plan = prepared(
-                context, signature, build, work.size, reduction.work, reduction.ufunc, root=root
-            )
+            build, ufunc = algorithms.REDUCE[name], reduction.ufunc
+            plan = prepared(context, signature, build, work.size, work.dtype, ufunc, root=root)
             plan.run(work)
         if comm.rank != root:
             return None

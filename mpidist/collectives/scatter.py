@@ -5,12 +5,7 @@ from __future__ import annotations
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import (
-    array_module,
-    as_array,
-    copy_into,
-    element_name,
-)
+from ..arrays import array_module, as_array, element_name
 from ..errors import ConfigError
 from ..runtime.agreement.mismatch import Signature
 from ..runtime.agreement.tell_others import tells
@@ -18,39 +13,31 @@ from ..runtime.context import Context, of
 from ..tensors import dtype_of
 from .blocks import BlockVector, deliver, packed, rows_of
 from .engines.native import run_native
-from .engines.transfer import (
-    bounds_at,
-    check_counts,
-    check_out,
-    check_root,
-    counts_text,
-    equal_counts,
-    from_root,
-    prepared,
-)
+from .engines.transfer import bounds_at, check_counts, check_out, check_root, counts_text, prepared
 from .schedules import algorithms
 
 _CODES = (*"?bBhHiIlLqQefdgFDG", "bfloat16")
 _MOST_AXES = 64
-_TEXT_BYTES = 8 * (_MOST_AXES + 1)
 
 
 @tells
 def scatter(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
-    """Give rank r block r of the root's array, cut along the first axis.
+    """Give each rank r the block r of the root's array, which is cut along the first axis.
 
-    Collective over `comm`. Returns the block, a new array unless `out` is given. Ranks other than
-    the root may pass None for `x`: shape and dtype travel ahead (a few integers).
+    Collective over `comm`. The function returns `out` if given, otherwise a new array. Ranks other
+    than the root may pass None for `x`, because the root sends shape and dtype first (a few
+    integers).
 
     Parameters
     ----------
     x : array
-        The whole, on the root.
+        The array to cut, on the root.
     root : int
     counts : sequence of int, optional
-        Rows of every rank's block, needed on the root only. Default: as equal as possible.
+        Rows of every rank's block; only the value that the root passes is used. By default blocks
+        are as equal as possible.
     out : array, optional
-        Takes the block; a device array where the block shall be on the device.
+        The array that receives this rank's block; a device array keeps the block on the device.
     algorithm : str
         "auto" (direct), "direct", "native".
 
@@ -61,9 +48,8 @@ def scatter(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
     """
     context = of(comm)
     with context.call("scatter"):
-        algorithms.check_name(algorithm, algorithms.SCATTER, "scatter")
+        name = algorithms.chosen(algorithm, False, algorithms.SCATTER, "scatter")
         root = check_root(root, comm.size)
-        name = "direct" if algorithm == algorithms.MEASURED else algorithm
         signature = Signature("scatter", "", "", "", name, f"root={root}")
         dtype, shape, lengths, x = _announce(context, signature, x, counts, root)
         elements = lengths * int(np.prod(shape[1:], dtype=np.int64))
@@ -88,27 +74,26 @@ def scatter(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
             run_native(context, signature, block.nbytes, (context.data.Scatterv, (*buffers, root)))
         else:
             build = algorithms.SCATTER[name]
-            # The root waits for nobody, so ranks whose `out` is bad must be heard before it sends.
+            # The root waits for no rank, so a rank whose `out` is bad must raise before it sends.
             context.begin_agreed(signature, "checked")
-            plan = prepared(
-                context, signature, build, elements, dtype, np.add, agreed=True, root=root
-            )
+            plan = prepared(context, signature, build, elements, dtype, agreed=True, root=root)
             plan.run(vector)
         block = block.reshape(block_shape)
         if comm.rank == root and out is None:
-            result = array_module(x).empty(block_shape, dtype)
-            copy_into(result, block)
-            return result
+            out = array_module(x).empty(block_shape, dtype)  # a view would keep all of `x`
         return deliver(block, block, out, block_shape)
 
 
 def _announce(context: Context, signature: Signature, x, counts, root: int):
-    """Tell all ranks dtype, shape and counts of the root's array. Collective.
+    """Send the root's dtype, shape and counts (lengths of blocks) to all ranks. Collective.
 
-    Returns them, and on the root the array. What is wrong with them is raised by all ranks.
+    Returns dtype, shape, counts and, on the root, the array. All ranks raise an error if dtype,
+    shape or counts are invalid.
     """
     size = context.size
+    # A code, the byte order, the number of axes, the axes, the counts; or -1, a length, a text.
     facts = np.full(3 + _MOST_AXES + size, -1, np.int64)
+    room = facts[2 : 3 + _MOST_AXES].view(np.uint8)
     problem = None
     if context.rank == root:
         try:
@@ -118,21 +103,20 @@ def _announce(context: Context, signature: Signature, x, counts, root: int):
             code = x.dtype.name if x.dtype.name in _CODES else x.dtype.char
             if code not in _CODES:
                 raise ConfigError(f"cannot scatter elements of dtype {x.dtype}")
-            facts[3 + _MOST_AXES :] = (
-                equal_counts(rows, size) if counts is None else check_counts(counts, rows, size)
-            )
+            facts[3 + _MOST_AXES :] = check_counts(counts, rows, size)
             facts[1 : 3 + x.ndim] = [x.dtype.isnative, x.ndim, *x.shape]
             facts[0] = _CODES.index(code)
         except Exception as error:
             problem = error
             text = f"rank {root} ({context.host}) has no array to scatter: {error}"
-            data = np.frombuffer(text.encode()[:_TEXT_BYTES], np.uint8)
-            facts[2 : 3 + _MOST_AXES].view(np.uint8)[: len(data)] = data
+            data = np.frombuffer(text.encode()[: room.size], np.uint8)
+            room[: len(data)] = data
             facts[1] = len(data)
-    from_root(context, signature, facts, root)
+    context.begin_agreed(signature, "facts")
+    if size > 1:
+        context.wait(context.control.Ibcast([facts, MPI.INT64_T], root).Test)
     if facts[0] < 0:
-        data = facts[2 : 3 + _MOST_AXES].view(np.uint8)[: facts[1]]
-        raise problem or ConfigError(data.tobytes().decode(errors="ignore"))
+        raise problem or ConfigError(room[: facts[1]].tobytes().decode(errors="ignore"))
     dtype = dtype_of(_CODES[int(facts[0])])
     shape = tuple(int(n) for n in facts[3 : 3 + int(facts[2])])
     dtype = dtype if facts[1] else dtype.newbyteorder()

@@ -1,10 +1,12 @@
-"""``algorithm="auto"``: measured once per communicator and size class, then frozen.
+"""``algorithm="auto"``: choose an algorithm once per communicator and size class, by measuring.
 
-A size class is a power of two of bytes. The first call of a class times the candidates on this
-communicator, interleaved, on a vector of its own length; every rank takes the slowest rank's
-figures, so all choose alike. The table can be printed, stored in a checkpoint and put back, so
-that a resumed run adds in the same order as the one that it continues. What was clear is
-remembered for the next run on the like of this cluster (`selection_cache`).
+Vectors whose bytes round up to the same power of two are in the same size class. The first
+allreduce of a size class measures the candidate algorithms in turn, on this communicator and on a
+vector as long as the user's (up to a limit). The time of a candidate is the time of the slowest
+rank, so all ranks make the same choice. The table of choices can be printed, stored in a checkpoint
+and restored, so that a resumed run adds in the same order as the run that wrote the checkpoint.
+Choices whose winner was clearly the fastest are stored in a file, for later runs on the same kind
+of cluster (`selection_cache`).
 """
 
 from __future__ import annotations
@@ -27,50 +29,50 @@ from . import selection_cache
 from .engines.node_barrier import memory_of
 from .engines.reductions import Reduction, native_op
 from .schedules import algorithms
-from .selection_cache import Remembered
 
-#: Seconds that the rounds of one size class may take, and how many there are at least and at most.
+#: Seconds that the rounds of one size class may take, and the least and the most rounds.
 BUDGET, LEAST_ROUNDS, ROUNDS = 0.1, 5, 41
 
-#: Calls are timed together until they last so long: less is mostly how ranks leave a barrier.
+#: Seconds of the calls that are timed together, so that the barrier before them matters little.
 TIMING, MOST_CALLS = 300e-6, 200
 
-#: Of two that are equal but for noise, MPI's own is taken, for it needs no Python, and a butterfly
-#: before a ring, for it needs fewer messages: 2 log p for 2(p-1).
+#: Two algorithms count as equal within this factor. Then MPI's own is chosen, which needs no
+#: Python, and a butterfly instead of a ring, which needs more messages: 2(p-1) instead of 2 log p.
 _TIE, _BEFORE = 1.03, {"ring": ("native", "butterfly")}
 
-#: Vectors up to so many bytes are short: the rough timing that comes first may be repeated.
+#: Vectors up to so many bytes are short; their first, rough timing is repeated.
 _SHORT = 64 << 10
 
-#: Vectors are measured up to this size; longer ones are taken to behave alike.
+#: Vectors are measured up to this size; all longer vectors are in one class.
 _LARGEST = 64 << 20
 
 
 def size_class(nbytes: int) -> int:
-    """Class of a vector: log2 of its bytes, rounded up; 3 for eight bytes and fewer."""
+    """Return the size class of a vector: log2 of its bytes, rounded up, but from 3 to 26."""
     return min(max((nbytes - 1).bit_length(), 3) if nbytes else 3, _LARGEST.bit_length() - 1)
 
 
 def table(comm: MPI.Comm) -> dict[str, dict]:
-    """Return what has been measured and chosen: class -> algorithm and microseconds.
+    """Return all choices and measurements of this communicator so far, as a dict for JSON.
 
-    JSON-ready: ``{"1048576": {"algorithm": "ring", "ranks": 4, "from": "measured",
-    "won": 1.0, "us": {"native": 812.0, "ring": 640.5}}}``; the key is the largest size of the
-    class in bytes, ``won`` the share of the rounds that it won, ``from`` is "measured", "cache" or
-    "checkpoint".
+    For example ``{"1048576": {"algorithm": "ring", "ranks": 4, "from": "measured",
+    "won": 1.0, "us": {"native": 812.0, "ring": 640.5}}}``. The key is the largest number of bytes
+    in the size class. ``won`` is the fraction of the measured rounds in which the algorithm was the
+    fastest, ``us`` are microseconds per call, and ``from`` is "measured", "cache" or "checkpoint".
     """
     return dict(_chosen(of(comm)))
 
 
-def fingerprint(table: dict[str, dict]) -> str:
-    """Return sixteen hexadecimal digits that stand for the choices of a table."""
+def table_fingerprint(table: dict[str, dict]) -> str:
+    """Return a digest of the chosen algorithms in `table`, as sixteen hexadecimal digits."""
     return selection_cache.fingerprint({key: e["algorithm"] for key, e in table.items()})
 
 
 def restore(comm: MPI.Comm, saved: dict[str, dict]) -> None:
-    """Put a table back, as `table` returned it. Every rank must pass the same one.
+    """Restore the chosen algorithms from a result of `table`. Every rank must pass the same table.
 
-    Entries measured with another number of ranks are ignored: they are measured anew.
+    Choices that were measured with another number of ranks are ignored. For the size classes of
+    ignored choices, the algorithms are measured again.
     """
     context = of(comm)
     for key, entry in saved.items():
@@ -79,25 +81,22 @@ def restore(comm: MPI.Comm, saved: dict[str, dict]) -> None:
             raise ConfigError(f"selection table names unknown algorithm {entry.get('algorithm')!r}")
         if entry.get("ranks") == context.size:
             _chosen(context)[key] = {**entry, "from": "checkpoint"}
-    # Plans that were chosen by the former table would go on adding in another order.
+    # Plans with an algorithm of the former table would add in another order.
     for key, plan in list(context.plans.items()):
         if key[0] == "allreduce" and key[2] == algorithms.MEASURED and not plan.owners:
             context.drop(key)
 
 
 def remember_in(comm: MPI.Comm, folder: Path | None) -> None:
-    """Remember choices in `folder`, or nowhere (None), from now on. All ranks do the same.
+    """Store new choices of algorithms in `folder`, unless it is None. All ranks must call this.
 
-    What is chosen already stays. The default is the folder of ``MPIDIST_SELECTION_CACHE``.
+    Choices that were made before this call do not change. If `remember_in` is never called, the
+    folder is ``$XDG_CACHE_HOME/mpidist`` (by default ``~/.cache/mpidist``); with the environment
+    variable ``MPIDIST_SELECTION_CACHE=0`` it is None.
     """
     context = of(comm)
     context.store["selection folder"] = folder
     context.store.pop("remembered", None)
-
-
-def remembered(comm: MPI.Comm) -> Remembered:
-    """Return fingerprint and file of this communicator, on rank 0. Collective on first use."""
-    return _remembered(of(comm))
 
 
 def _chosen(context: Context) -> dict[str, dict]:
@@ -105,10 +104,11 @@ def _chosen(context: Context) -> dict[str, dict]:
 
 
 def candidates(context: Context) -> tuple[str, ...]:
-    """Return what is worth measuring where these ranks are. Collective on first use.
+    """Return the algorithms worth measuring on the nodes of these ranks. Collective on first use.
 
-    Where all ranks are on one node, messages are a detour around its memory; where each is on a
-    node of its own, there is nothing to share.
+    If all ranks are on one node, mpidist's algorithms that send messages are left out, because
+    shared memory is faster. If each rank is alone on its node, algorithms that need shared memory
+    are left out.
     """
     memory = memory_of(context)
     nodes = memory.topology.nodes
@@ -120,21 +120,21 @@ def candidates(context: Context) -> tuple[str, ...]:
 
 
 def choose(context: Context, signature: Signature, reduction: Reduction, shape, make) -> str:
-    """Return the algorithm for this problem, measuring its class first if needed. Collective."""
+    """Return the algorithm for a vector; measure first if its size class is new. Collective."""
     if context.size == 1:
         return algorithms.NATIVE
     n = int(np.prod(shape, dtype=np.int64))
     nbytes = n * reduction.work.itemsize
     key = str(1 << size_class(nbytes))
     names = candidates(context)
-    if nbytes <= _SHORT:  # a system call takes longer
+    if nbytes <= _SHORT:  # a system call would take more time than the copy
         names = tuple(name for name in names if name != algorithms.SINGLE_COPY)
     if not native_op(reduction).is_predefined:
-        # MPI would call back into Python for every piece; our own do the same sum without that.
+        # MPI would call back into Python for every piece; these algorithms call the ufunc directly.
         return names[1] if names[1] in algorithms.NODE else "butterfly"
-    cache, chosen = _remembered(context), _chosen(context)
+    cache, chosen = remembered(context.comm), _chosen(context)
     known = chosen[key]["algorithm"] if key in chosen else None
-    # A table from another layout of nodes may name what cannot run here.
+    # A table from another layout of nodes may name an algorithm that cannot run here.
     if known is None or (known in algorithms.NODE and known not in names):
         length = min(n, _LARGEST // reduction.work.itemsize)
         entry = _measure(context, signature, reduction, length, make, names)
@@ -148,64 +148,66 @@ def choose(context: Context, signature: Signature, reduction: Reduction, shape, 
     return chosen[key]["algorithm"]
 
 
-def _remembered(context: Context) -> Remembered:
-    """Return the cache, of rank 0 alone, its entries taken over. Collective on first use."""
+def remembered(comm: MPI.Comm) -> selection_cache.Remembered:
+    """Return this communicator's file of choices, which only rank 0 uses. Collective on first use.
+
+    On the first call, rank 0 reads the file, and the choices in the file are put into the tables of
+    all ranks.
+    """
+    context = of(comm)
     if "remembered" not in context.store:
-        cache = attempts = Remembered({}, None)
+        cache = attempts = selection_cache.Remembered({}, None)
         mine: dict[str, dict] = {}
         if context.rank == 0:
             folder = context.store.get("selection folder", cache_folder())
             node_of = memory_of(context).topology.node_of
-            facts = selection_cache.facts_of(node_of, _mpi())
-            cache = Remembered(facts, folder)
-            # Another attempt at the same job goes on as it began, and measures nothing again.
-            attempts = Remembered(facts, job_folder() if folder else None, all_choices=True)
+            mpi = {
+                "library": MPI.Get_library_version().strip("\0 \n"),
+                "thread_level": MPI.Query_thread(),
+                "mpi4py": mpi4py.__version__,
+                "settings": mpi_settings(),
+            }
+            facts = selection_cache.facts_of(node_of, mpi)
+            cache = selection_cache.Remembered(facts, folder)
+            # Another attempt at the same job makes the same choices, and measures nothing again.
+            job = job_folder() if folder else None
+            attempts = selection_cache.Remembered(facts, job, all_choices=True)
             mine = cache.read(time.time()) | attempts.read(time.time())
         context.store["remembered"], context.store["attempts"] = cache, attempts
-        # All ranks take what rank 0 finds, also nothing: their homes may differ, choices may not.
+        # All ranks use the entries of rank 0, for other ranks may have other home folders.
         for key, entry in json.loads(_from_rank_0(context, json.dumps(mine).encode())).items():
             if entry["algorithm"] in candidates(context) and entry.get("ranks") == context.size:
                 _chosen(context).setdefault(key, {**entry, "from": "cache"})
     return context.store["remembered"]
 
 
-def _mpi() -> dict[str, object]:
-    return {
-        "library": MPI.Get_library_version().strip("\0 \n"),
-        "thread_level": MPI.Query_thread(),
-        "mpi4py": mpi4py.__version__,
-        "settings": mpi_settings(),
-    }
-
-
 def _from_rank_0(context: Context, data: bytes) -> bytes:
+    """Broadcast `data` of rank 0. Collective."""
     length = np.array([len(data)], np.int64)
     context.wait(context.control.Ibcast(length, root=0).Test)
-    buffer = np.empty(length[0], np.uint8)
-    if context.rank == 0:
-        buffer[:] = np.frombuffer(data, np.uint8)
+    buffer = np.frombuffer(bytearray(data if context.rank == 0 else length[0]), np.uint8)
     context.wait(context.control.Ibcast(buffer, root=0).Test)
     return buffer.tobytes()
 
 
 def _measure(context: Context, signature: Signature, reduction, n: int, make, names) -> dict:
-    """Return the fastest, the share of rounds it won, and microseconds of a call of each."""
+    """Return the fastest of the algorithms `names`, its share of rounds won, and all times."""
     probe = signature._replace(kind="selection", shape=f"({n})")
     plans = [make(context, probe, reduction, (n,), name) for name in names]
     data = np.zeros(n, reduction.work)
-    # Short ones bound to the vector, as by `md.plan`: who counts microseconds calls them so.
+    # Short engines are bound to the vector, as `md.plan` binds them.
     runs = [partial(p, data) if p.short is None else p.short.bind(data) for p in plans]
     for run in runs:
-        run()  # pays for connections and pages
+        run()  # opens connections and allocates pages, which takes time
     once, repeat = (8, 3) if data.nbytes <= _SHORT else (1, 1)
-    # All ranks know the slowest one's seconds, so they go on with the same numbers.
+    # All ranks have the seconds of the slowest rank, so they compute the same numbers.
     rough = _rounds(context, runs, [once] * len(runs), repeat).min(axis=0)
     calls = np.clip(TIMING / rough, 1, MOST_CALLS).astype(int).tolist()
     rounds = int(np.clip(BUDGET / (rough * calls).sum(), LEAST_ROUNDS, ROUNDS))
     seconds = _rounds(context, runs, calls, rounds)
     for plan in plans:
         plan.close()
-    # The lower quartile: whatever else happens on the machine can only make a round longer.
+    # The lower quartile, for other programs on the machine can only make a round longer.
     typical = np.quantile(seconds, 0.25, axis=0)
     best = _fastest(names, typical)
     return {
@@ -216,7 +218,7 @@ def _measure(context: Context, signature: Signature, reduction, n: int, make, na
 
 
 def _fastest(names, typical: np.ndarray) -> int:
-    """Return which of `names` is the fastest, by its seconds; see `_TIE`."""
+    """Return the index of the fastest of `names`, or of a preferred one that is nearly as fast."""
     best = int(typical.argmin())
     for other in _BEFORE.get(names[best], ("native",)):
         if other in names and typical[names.index(other)] <= _TIE * typical[best]:
@@ -225,9 +227,9 @@ def _fastest(names, typical: np.ndarray) -> int:
 
 
 def _rounds(context: Context, runs: list, calls: list[int], rounds: int) -> np.ndarray:
-    """Return seconds per call, of the slowest rank: a row per round, a column per candidate.
+    """Return the slowest rank's seconds per call: an array with shape (rounds, candidates).
 
-    Collective. Who is first changes from round to round.
+    Collective. The order in which the candidates run changes from round to round.
     """
     seconds = np.empty((rounds, len(runs)))
     for k in range(rounds):

@@ -1,14 +1,17 @@
-"""What ``auto`` has measured, remembered from run to run: one file for each kind of launch.
+"""The measurements of ``algorithm="auto"``, in one file for each kind of machine and launch.
 
-The name of the file is a fingerprint of all that decides which algorithm is the fastest: versions
-(also of our own code), the MPI library and how it is tuned, thread level, ranks and their places,
-processor, network. Another cluster, another launch: another file.
+The name of the file is a fingerprint of everything that decides which algorithm is the fastest:
+versions (also of mpidist's code), the MPI library and its tuning, the thread level, the number of
+ranks on each node, the processor, the network. Another cluster, or a launch with another number of
+ranks, therefore has another file.
 
-A noisy measurement must not stay for ever. A choice is remembered only where the winner was ahead
-by `MARGIN`, won most rounds, and nobody else worked on the machine (`busy`): what is close or was
-disturbed is measured in every run. And for `DAYS` days, then it is measured anew. The attempts of
-one job under `mpidist launch` are one run: they keep all choices, in the job's own folder.
-Everything here is local and called on rank 0 alone; nothing here raises because of a file.
+A choice from a noisy measurement may be wrong, and must not be used in all later runs. A choice is
+stored only if the second-best algorithm took at least `MARGIN` times as long, the best one won most
+rounds, and no other program worked on the machine (`busy`). A choice that is not stored is measured
+in every run, and a stored choice is measured again after `DAYS` days. When `mpidist launch` starts
+a job again after a failure, the job must choose the same algorithms as before. All choices of a job
+that `mpidist launch` runs are therefore stored in the folder of the job. Only rank 0 reads and
+writes the file of choices. A file of choices that cannot be read or written is not an error.
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ _MOST_BYTES = 1 << 20  # a table has some twenty entries of a hundred bytes
 
 
 class Remembered:
-    """The file of one fingerprint; `folder` None: nothing is read or kept.
+    """The file of stored choices for one kind of cluster; without a `folder` nothing is stored.
 
-    `all_choices`: also what is not clear.
+    With `all_choices` the file also stores choices for which no algorithm was clearly the fastest.
     """
 
     def __init__(self, facts: dict, folder: Path | None, all_choices: bool = False):
@@ -44,33 +47,34 @@ class Remembered:
         self.path = folder / f"selection-{self.fingerprint}.json" if folder else None
 
     def read(self, now: float) -> dict[str, dict]:
-        """Return what may be believed at the time `now`; a damaged file is no file."""
+        """Return the stored choices that are valid at time `now`; {} if the file is damaged."""
         if self.path is None:
             return {}
         try:
             with self.path.open("rb") as file:
                 content = json.loads(file.read(_MOST_BYTES))
             entries = content["entries"] if content["format"] == _FORMAT else {}
-            return {key: e for key, e in entries.items() if _believable(key, e, now)}
+            return {key: e for key, e in entries.items() if _valid(key, e, now)}
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return {}
 
     def keep(self, key: str, entry: dict, now: float) -> None:
-        """Add a fresh entry to the file, if it is clear enough."""
+        """Add a choice to the file if it was clearly the fastest, or if `all_choices` is set."""
         clear = margin(entry["us"]) >= MARGIN and entry["won"] >= WON
         if self.path is None or not (clear or self.all_choices):
             return
         entries = {**self.read(now), key: {**entry, "time": int(now)}}
         content = {"format": _FORMAT, "facts": self.facts, "entries": entries}
-        # A home that is full, read-only or not there costs the next run a measurement, no more.
+        # If the home is full, read-only or missing, the next run measures again.
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, json.dumps(content, indent=1) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that others see whole or not at all."""
-    # Two jobs may write at once, perhaps on two hosts: names of their own, the last one stays.
+    """Write a file in such a way that readers see either all of it or none of it."""
+    # Two jobs may write at once, perhaps on two hosts. Each writes a temporary file of its own, and
+    # the last one to rename its file wins.
     handle, part = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -82,7 +86,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def busy(ranks: int) -> bool:
-    """Whether this machine runs more than the `ranks` ranks of this job."""
+    """Whether programs other than this job's `ranks` ranks are working on this machine."""
     try:
         return os.getloadavg()[0] > ranks + 1
     except OSError:
@@ -90,20 +94,20 @@ def busy(ranks: int) -> bool:
 
 
 def margin(us: dict[str, float]) -> float:
-    """How many times as long the second best takes as the best; inf without a second."""
+    """Return the ratio of the second-best time to the best time; infinity for a single time."""
     times = sorted(us.values())
     return times[1] / times[0] if len(times) > 1 and times[0] > 0 else math.inf
 
 
 def fingerprint(facts: dict) -> str:
-    """Return sixteen hexadecimal digits that stand for `facts`."""
+    """Return a digest of the description `facts`, as sixteen hexadecimal digits."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def facts_of(node_of: Sequence[int], mpi: Mapping[str, object]) -> dict:
-    """Return what decides which algorithm is the fastest for ranks on these nodes.
+    """Return a description of all that decides which algorithm is fastest on these nodes.
 
-    `node_of` is rank -> node; `mpi` says which MPI it is, and how it is tuned.
+    `node_of` maps each rank to its node; `mpi` describes the MPI library and its tuning.
     """
     return {
         "mpidist": __version__,
@@ -118,10 +122,11 @@ def facts_of(node_of: Sequence[int], mpi: Mapping[str, object]) -> dict:
     }
 
 
-def _believable(key: str, entry: dict, now: float) -> bool:
+def _valid(key: str, entry: dict, now: float) -> bool:
     us = entry["us"]
     numbers = all(isinstance(t, int | float) and 0 < t < math.inf for t in us.values())
-    # Another host's clock may be a little ahead; far ahead it would make an entry eternal.
+    # The clock of another host may be a little ahead. If it is far ahead, the entry is not valid,
+    # for it would never become too old.
     fresh = -3600 <= now - entry["time"] < DAYS * 86400
     return key.isdecimal() and numbers and entry["algorithm"] in us and fresh
 
@@ -133,17 +138,17 @@ def _digest(parts: Iterable[bytes]) -> str:
 def _cpu() -> str:
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        # Arm has no name there; its part number tells as much.
+        # On Arm this file has no name of the processor, but its part number.
         if found := re.search(r"^(?:model name|CPU part)\s*:\s*(.*)$", text, re.MULTILINE):
             return found[1]
     return ""
 
 
 def _network(root: Path = Path("/sys/class")) -> list[str]:
-    """Names and speeds of the real network devices of this host."""
+    """Return names and speeds of the real network devices of this host."""
     found = []
     speeds = [p / "speed" for p in root.glob("net/*") if (p / "device").exists()]
     for path in sorted([*speeds, *root.glob("infiniband/*/ports/*/rate")]):
-        with contextlib.suppress(OSError):  # an interface that is down does not tell its speed
+        with contextlib.suppress(OSError):  # the speed of an interface that is down
             found.append(f"{path.relative_to(root)} {path.read_text().strip()}")
     return found

@@ -1,6 +1,8 @@
-"""Data sources, and the order in which a run goes through them.
+"""Data sources, and the order in which a run uses their samples.
 
-Nothing here knows about MPI: every rank holds the same `Sampler` and takes its own part.
+Every rank has an equal `Sampler`, which computes the order of the samples, and takes its own part
+of each global batch. In this package, only the module `readers/remote.py` communicates between
+ranks.
 """
 
 from __future__ import annotations
@@ -61,10 +63,10 @@ __all__ = [
 
 
 def from_settings(name: str, settings: Mapping) -> tuple[Source, Source]:
-    """Return the (train, test) sources `name` as a job file describes them.
+    """Return the train and test source of the data set `name`, with the settings of a job file.
 
-    Raises ConfigError for an unknown name or key (with the nearest one), for a missing one, and
-    for data that cannot be read.
+    Raises ConfigError for an unknown name or key (the message suggests the nearest known one), for
+    a missing key, and for data that cannot be read.
     """
     return build(SOURCES, name, settings, "data source")
 

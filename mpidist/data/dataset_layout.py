@@ -1,11 +1,12 @@
-"""How messages of one kind lie in memory: decoded once, and then known by what never differs.
+"""Remember where Protocol Buffers messages have values, so that similar ones need no decoding.
 
     message    | key "rgb" length | values ... | key "labels" length | values |
-    frame        ^^^^^^^^^^^^^^^^^               ^^^^^^^^^^^^^^^^^^^^     equal: values as before
+    frame        ^^^^^^^^^^^^^^^^^               ^^^^^^^^^^^^^^^^^^^^     equal bytes: known layout
 
-Where two messages have the same length and the same bytes between their values, keys and lengths
-among them, their values lie at the same places. That is compared for a whole batch at once, eight
-bytes at a time.
+A message is a record in the Protocol Buffers format. The frame of a message is all its bytes that
+are not values: the keys and lengths of its fields. If two messages have the same length and equal
+frames, their values are at the same positions: they have the same layout. The frames of a whole
+batch of messages are compared at once, eight bytes at a time.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ import numpy as np
 
 from .readers.example import Span
 
-#: Layouts that are remembered; files of more would only look for them.
+#: Most layouts that are remembered. Files with more layouts would only make the search slow.
 _MOST = 2048
 
 
 class Layouts:
-    """The layouts of messages that were met so far.
+    """The layouts of messages seen so far; a layout says where a message has its `count` values.
 
     Attributes
     ----------
     latest : dict
-        Length of a message -> number of the layout that one so long had last.
+        Length of a message -> number of the layout of the last message of that length.
     spans : array (layouts, count, 2)
-        Where the values begin and end. Layout 0 is none.
+        Begin and end of each value in a message, for each layout. Layout 0 means an unknown layout.
     """
 
     def __init__(self, count: int):
@@ -40,29 +41,34 @@ class Layouts:
         self.latest: dict[int, int] = {}
         self._of_length: dict[int, list[int]] = {}
         self.spans = np.zeros((1, self._count, 2), np.int64)
-        # Eight bytes before a message there are always, and no word is 1 where nothing counts.
+        # Layout 0 matches no message: a word with mask 0 is 0, and its expected value is 1. Eight
+        # bytes before each message can always be read.
         self._words = np.full((1, 1), -8)
         self._masks, self._frame = np.zeros((1, 1), "<u8"), np.ones((1, 1), "<u8")
 
     def kinds(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the number of the layout that a message of each length had last, or 0."""
+        """Return the layout number of the last message of each of the `lengths`; 0 if unknown."""
         numbers = map(self.latest.get, lengths.tolist(), itertools.repeat(0))
         return np.fromiter(numbers, np.int64, len(lengths))
 
     def unlike(self, gather: Callable, starts: np.ndarray, kinds: np.ndarray) -> np.ndarray:
-        """Return which of the messages at `starts` are not of the layout with that number.
+        """Return the indices of the messages that do not have the layouts numbered `kinds`.
 
-        ``gather(dtype, places)`` returns a value from each byte place; there are at least eight
-        bytes before each message.
+        `starts` has the byte position at which each message begins in a buffer. ``gather(dtype,
+        places)`` must return a value of `dtype` from each of the byte positions `places` of the
+        buffer of messages. The buffer must have at least eight bytes before each message, because
+        the first word that `unlike` compares may begin there.
         """
         words = gather("<u8", starts[:, None] + self._words.take(kinds, axis=0))
         words &= self._masks.take(kinds, axis=0)
         return np.flatnonzero((words != self._frame.take(kinds, axis=0)).any(axis=1))
 
     def of(self, data: bytes, decoded: Callable[[bytes], tuple]) -> np.ndarray:
-        """Return the spans of one message: of another layout of its length, or as `decoded` says.
+        """Return where the values lie in the serialised record `data`, as spans (begin, end).
 
-        ``decoded(data)`` returns (spans of the values, spans of all that may differ).
+        If no known layout fits the record, ``decoded(data)`` is called. The function `decoded`
+        must return two lists of spans: those of the values, and those of all bytes that may differ
+        between records of the same layout.
         """
         padded = np.frombuffer(bytes(8) + data, np.uint8)
 
@@ -80,9 +86,9 @@ class Layouts:
         return self.spans[-1]
 
     def _add(self, data: bytes, spans: Sequence[Span], loose: Sequence[Span]) -> None:
-        words, masks, frame = [-8], [0], [0]  # there may be nothing between the values
+        words, masks, frame = [-8], [0], [0]  # one word at least, which always matches
         for low, high in between(loose, len(data)):
-            # From the end backwards, so that no word ends beyond the message.
+            # From the end backwards, so that no word ends behind the message.
             for stop in range(high, low, -8):
                 text = data[max(low, stop - 8) : stop]
                 words.append(stop - 8)
@@ -100,7 +106,10 @@ class Layouts:
 
 
 def between(spans: Sequence[Span], stop: int) -> list[Span]:
-    """Return what lies before, between and behind `spans`; ValueError where they overlap."""
+    """Return the ranges (begin, end) between 0 and `stop` that none of `spans` covers.
+
+    Raises ValueError if spans overlap.
+    """
     gaps, at = [], 0
     for low, high in sorted([*spans, (stop, stop)]):
         if low < at and high > low:
@@ -112,7 +121,7 @@ def between(spans: Sequence[Span], stop: int) -> list[Span]:
 
 
 def _under(rows: np.ndarray, row: np.ndarray) -> np.ndarray:
-    """Return the rows with one more, all as long as the longest: their last is said again."""
+    """Append a row to a matrix; the narrower of the two is widened by repeating its last column."""
     width = max(rows.shape[1], len(row))
     padded = [np.pad(r, ((0, 0), (0, width - r.shape[1])), "edge") for r in (rows, row[None])]
     return np.concatenate(padded)

@@ -1,4 +1,4 @@
-"""Handwritten digits that need no network: the 1,797 images of 8 x 8 bundled with scikit-learn."""
+"""Handwritten digits without a download: the 1,797 images of 8 x 8 bundled with scikit-learn."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from .sources import ArraySource, Source
 def digits(
     seed: int = 0, test: int = 360, distort: Mapping | None = None
 ) -> tuple[Source, ArraySource]:
-    """Return (train, test): images float32 (n, 1, 8, 8) from 0 to 1, labels int64.
+    """Return (train, test) sources: images as float32 (n, 1, 8, 8) from 0 to 1, labels as int64.
 
-    The split is stratified: each class gives the test set its share of `test`, rounded so that
-    the shares add up. It is a pure function of `seed`; no seed of a training run should change
-    it. `distort` are keywords of `Distorted`, for the training images only:
+    The test set has `test` samples. Each class has the same share of the test set as of the whole
+    data set, up to rounding. Which samples are in the test set depends only on `seed`, which should
+    not be the seed of a training run. `distort` has keyword arguments for `Distorted`, which makes
+    distorted copies of the training images, such as
     ``{"copies": 20, "shift": 0.5, "turn": 10, "scale": 0.1}``.
 
     Raises
     ------
     ConfigError
-        If scikit-learn is not installed.
+        When scikit-learn is not installed, or `test` is out of range.
 
     References
     ----------
@@ -45,14 +46,14 @@ def digits(
 
 
 def _table() -> np.ndarray:
-    """The bundled table: a row per image, 64 pixels from 0 to 16 and the label."""
+    """Return scikit-learn's table: a row per image, with 64 pixels from 0 to 16 and the label."""
     found = importlib.util.find_spec("sklearn")
     if found is None or not found.submodule_search_locations:
         raise ConfigError(
             "the digits data set comes with scikit-learn, which is not installed here: "
             'pip install "mpidist[examples]"'
         )
-    # Importing scikit-learn takes a second of every rank, reading its file a tenth of that.
+    # Importing scikit-learn takes each rank a second; reading the file takes a tenth of that.
     path = Path(found.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
     if path.is_file():
         return np.loadtxt(path, delimiter=",")
@@ -63,10 +64,10 @@ def _table() -> np.ndarray:
 
 
 def stratified(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Return `count` sorted indices in which each class has its share of `labels`."""
+    """Return `count` sorted random indices of `labels`; each class keeps its share of the whole."""
     rng = np.random.default_rng(seed)
     classes, sizes = np.unique(labels, return_counts=True)
-    # Largest remainder: round down, then one more for those who lost most, ties by class.
+    # Largest remainder: round down, then add one to the shares that lost most, ties by class.
     exact = sizes * count / len(labels)
     shares = np.floor(exact).astype(int)
     lost = np.argsort(shares - exact, kind="stable")

@@ -1,61 +1,64 @@
-"""Distorted copies of images, as a source: augmentation that no change of ranks can change.
+"""A data source of distorted copies of images, which are the same for any number of ranks.
 
     index of a sample      0 ... n-1   n ... 2n-1   2n ... 3n-1
-    what it is             copy 0      copy 1       copy 2        (n images in the source)
+    sample                 copy 0      copy 1       copy 2        (n images in the source)
 
-Each index stands for one image turned, scaled and shifted by amounts that follow from (seed,
-index) alone. So the data order stays what the sampler promises, and an epoch is one pass over
-all copies: training 5 epochs on 8 copies costs what 40 epochs on the images would.
+Each index stands for one image that is turned, scaled and shifted by amounts that depend only on
+(seed, index), whichever rank takes it. An epoch is one pass over all copies, so 5 epochs on 8
+copies cost as much as 40 epochs on the original images.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..errors import ConfigError
-from ..registry import build
+from ..registry import build, checked_whole
 from .sources import Source
 
 
+@dataclass(eq=False, repr=False)
 class Distorted:
-    """`copies` distorted versions of every image of a source.
+    """A source that has several distorted versions of every image of another source.
 
     Parameters
     ----------
     source : Source
-        The first array of its samples is images (n, channels, height, width), NumPy, floating
-        point; the others, labels for instance, are passed on as they are.
+        The source of the images. The first array of its samples must be images as a NumPy array (n,
+        channels, height, width) of a floating-point dtype. The other arrays, for instance labels,
+        are not changed.
     copies : int
-        How many versions of every image, at least 1.
+        Number of versions of every image, at least 1.
     shift : float
-        Largest shift in pixels, each way.
+        Largest shift in pixels, in each direction.
     turn : float
-        Largest turn in degrees, each way.
+        Largest rotation in degrees, in each direction.
     scale : float
-        Largest change of height and width, each by itself, as a share: 0.1 is 0.9 to 1.1.
+        Largest relative change of the height and of the width: 0.1 means 0.9 to 1.1.
     seed : int
-        Seeds the amounts; no seed of a training run changes them.
+        Seed for the random amounts of shift, turn and scale, which do not depend on the seed of a
+        training run.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        copies: int,
-        shift: float = 0.0,
-        turn: float = 0.0,
-        scale: float = 0.0,
-        seed: int = 0,
-    ):
-        if isinstance(copies, bool) or not hasattr(copies, "__index__") or copies < 1:
-            raise ConfigError(f"distortion: copies is {copies!r}, expected a whole number from 1")
-        for name, value, limit in (("shift", shift, 1e3), ("turn", turn, 180), ("scale", scale, 1)):
+    source: Source
+    copies: int
+    shift: float = 0.0
+    turn: float = 0.0
+    scale: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self):
+        checked_whole("distortion: copies", self.copies, 1)
+        for name, limit in (("shift", 1e3), ("turn", 180), ("scale", 1)):
+            value = getattr(self, name)
             if not 0 <= value < limit:
                 raise ConfigError(f"distortion: {name} is {value}, expected 0 <= {name} < {limit}")
-        self.source, self.copies = source, int(copies)
-        largest = np.array([shift, shift, np.deg2rad(turn), scale, scale], np.float32)
-        rng = np.random.default_rng(seed)
+        turn = np.deg2rad(self.turn)
+        largest = np.array([self.shift, self.shift, turn, self.scale, self.scale], np.float32)
+        rng = np.random.default_rng(self.seed)
         self._amounts = rng.uniform(-1, 1, (len(self), 5)).astype(np.float32) * largest
 
     def __len__(self) -> int:
@@ -69,17 +72,18 @@ class Distorted:
 
 
 def distorted(source: Source, settings: Mapping | None) -> Source:
-    """Return `source`, or its distorted copies where `settings` has their keywords."""
+    """Return a source of distorted images, or `source` itself if `settings` is empty."""
     if not settings:
         return source
     return build({"distort": Distorted}, "distort", {"source": source, **settings}, "data option")
 
 
 def distort(images: np.ndarray, amounts: np.ndarray) -> np.ndarray:
-    """Return each image shifted (down, right), turned and scaled (height, width).
+    """Return each image shifted, turned and scaled by its row of `amounts`.
 
-    A pixel of the result is read at its origin in the image, between the four pixels around it
-    in proportion (bilinear), with zeros outside. Amounts of zero give the image back.
+    A row of `amounts` has the shift down and right in pixels, the turn in radians, and the relative
+    change of height and width. Each pixel of the result is interpolated (bilinear) from four pixels
+    of the image, with zeros outside of the image. If all amounts are zero, the image is unchanged.
     """
     samples, channels, height, width = images.shape
     down, right, turn, tall, broad = (column[:, None, None] for column in amounts.T)
@@ -87,7 +91,8 @@ def distort(images: np.ndarray, amounts: np.ndarray) -> np.ndarray:
     y = np.arange(height, dtype=np.float32)[:, None] - (height - 1) / 2 - down
     x = np.arange(width, dtype=np.float32)[None, :] - (width - 1) / 2 - right
     cos, sin = np.cos(turn), np.sin(turn)
-    # One frame of zeros around, two on the far sides, for the neighbours of the last pixel.
+    # Zeros around the image: one row or column, and two on the far sides, because the last pixel
+    # reads its neighbours.
     top = np.clip((cos * y - sin * x) / (1 + tall) + (height + 1) / 2, 0, height + 1)
     left = np.clip((sin * y + cos * x) / (1 + broad) + (width + 1) / 2, 0, width + 1)
     framed = np.zeros((samples, channels, height + 3, width + 3), images.dtype)

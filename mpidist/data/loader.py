@@ -1,11 +1,11 @@
-"""Read ahead: a thread takes the next batches from a source while the model computes.
+"""Read ahead: a thread takes the next batches from a data source while the model computes.
 
     loop    compute 0 | compute 1 | compute 2 |          takes batch k when it needs it
     thread  1     2   |    3      |  (full)  4            as many ahead as fit into `prefetch` bytes
 
-It is a thread and never a process: a fork after MPI has started is not safe. It makes no MPI
-calls. Sources that read or decompress let other Python code run meanwhile; for arrays in memory
-there is nothing to hide, and no thread.
+A thread is used and not a process, because to fork a process after MPI has started is not safe. The
+thread makes no MPI calls. While a source reads or decompresses data, other Python threads can run.
+A source of arrays in memory gets no thread, because a thread would save no time.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from ..errors import ConfigError
 from .skip_bad import BadRecordFilter, Batch
 from .sources import Source
 
-#: Bytes that are read ahead where nothing else is said.
+#: Bytes that are read ahead by default.
 PREFETCH = 64 << 20
-#: Batches that are read ahead at most, however small.
+#: Most batches that are read ahead.
 _MOST = 64
-#: Seconds between two calls of what is done while a batch is waited for.
+#: Seconds between two calls of `meanwhile` while the loop waits for a batch.
 _LOOK = 0.001
-#: Bytes, and seconds by the last ones, of batches that are taken at once: a call and a change of
-#: threads cost as much as many small samples.
+#: Most bytes, and most expected seconds, of the batches that the thread takes in one call. A call
+#: and a change of threads cost as much as many small samples.
 _AT_ONCE, _BRIEF = 4 << 20, 0.004
-#: The patience of a starved loader grows up to this many seconds.
+#: The wait before the next `Starved` doubles up to this many seconds.
 _PATIENCE = 300.0
 
 
 class Starved(Exception):
-    """The source did not give a batch in time; it is still asked for, so ask again."""
+    """The source did not return a batch in time.
+
+    The thread that reads ahead still waits for the batch, so call `Loader.take` again.
+    """
 
     def __init__(self, seconds: float):
         super().__init__(f"no batch after {seconds:g} s")
@@ -47,22 +50,23 @@ class Starved(Exception):
 
 @dataclass(frozen=True)
 class Loading:
-    """How samples are brought in.
+    """Settings for loading samples.
 
     Parameters
     ----------
     prefetch : "auto", bool or int
-        Bytes that each rank reads ahead in a thread; True is 64 MiB, False none. "auto": 64 MiB
-        where the source says that it reads (an attribute ``reads`` that is true), else none.
+        How many bytes each rank reads ahead in a thread. True means 64 MiB, and False means no
+        thread. "auto" means True if the source has an attribute ``reads`` that is true, else False.
     bandwidth : float, optional
-        Most bytes per second that each rank takes from the source: what the gradients need of a
-        network that they share.
+        The largest number of bytes per second that each rank takes from the source. The limit is
+        useful if data and gradients share a network.
     starved_after : float
-        Seconds after which a batch that has not come makes the run save a checkpoint and say so,
-        before it waits on (twice as long each time, up to 5 minutes). With prefetch only.
+        How many seconds to wait for a batch before the run saves a checkpoint and prints a message.
+        After the message, the run waits again, each time twice as long, up to 5 minutes. The option
+        `starved_after` has an effect only if a thread reads ahead.
     finite : bool
-        Whether a sample with a number that is not finite is a bad record. False for models that
-        know what to do with it.
+        Whether a sample with a NaN or an infinity counts as a bad record, which is skipped. Set
+        `finite` to False for models that can use such numbers.
     """
 
     prefetch: str | bool | int = "auto"
@@ -82,7 +86,7 @@ class Loading:
             raise ConfigError(f"loading: prefetch is {value!r}, expected 'auto', true or bytes")
 
     def ahead(self, source: Source) -> int:
-        """Return how many bytes are read ahead of `source`; 0 is no thread."""
+        """Return how many bytes of `source` are read ahead; 0 means that no thread is used."""
         if self.prefetch == "auto":
             return PREFETCH if getattr(source, "reads", False) else 0
         return PREFETCH if self.prefetch is True else int(self.prefetch)
@@ -96,20 +100,23 @@ class _Entry(NamedTuple):
 
 
 class Loader:
-    """Batches of a source, read ahead as a plan says. Close it, or use it with ``with``.
+    """Batches of a source, read ahead in a planned order.
+
+    Call `close` at the end, or use a ``with`` statement.
 
     Parameters
     ----------
     source : Source
     plan : callable
-        Returns an iterator over the indices of the batches to come, beginning with the one that
-        will be taken next. What the iterator does happens in the thread.
+        A function that returns an iterator over the next batches, as arrays of indices, beginning
+        with the batch that will be taken next. The iterator runs in the thread that reads ahead.
     loading : Loading
 
     Attributes
     ----------
     nbytes, seconds, waited : number
-        What was taken from the source, how long it worked, and how long `take` waited for it.
+        The number of bytes taken from the source, the seconds that the source took for them, and
+        the seconds that `take` waited.
     """
 
     def __init__(
@@ -129,9 +136,10 @@ class Loader:
         self._thread: threading.Thread | None = None
 
     def take(self, indices: np.ndarray, meanwhile: Callable[[], object] | None = None) -> Batch:
-        """Return the good samples at `indices`; raises Starved, or what the source raised.
+        """Return the samples at `indices`, without bad records.
 
-        `meanwhile` is called again and again while the thread is waited for.
+        Raises `Starved` if no batch comes in time, or the exception that the source raised.
+        `meanwhile` is called repeatedly while `take` waits for the thread.
         """
         began = time.perf_counter()
         try:
@@ -145,9 +153,9 @@ class Loader:
         return entry.taken
 
     def _next(self, indices: np.ndarray, meanwhile: Callable[[], object] | None) -> _Entry:
-        """Wait for the thread; tell it to begin anew where it follows another plan than ours."""
+        """Return the batch of `indices`; restart the thread if its next batch has other samples."""
         if self._thread is None:
-            # A daemon: a source that never answers must not keep the process alive.
+            # A daemon, because a source that never returns must not keep the process alive.
             self._thread = threading.Thread(target=self._run, name="mpidist-loader", daemon=True)
             self._begin(indices)
             self._thread.start()
@@ -167,7 +175,7 @@ class Loader:
                 meanwhile()
 
     def _pop(self, seconds: float) -> _Entry | None:
-        """Return the next batch that the thread has read, waiting so long at most."""
+        """Return the next batch of the thread, or None if there is none within `seconds`."""
         with self._changed:
             if not self._ready:
                 self._changed.wait(seconds)
@@ -179,7 +187,7 @@ class Loader:
             return entry
 
     def _begin(self, indices: np.ndarray) -> None:
-        """Follow the plan from here on: `indices` first, whatever it says of them."""
+        """Make the thread load the samples at `indices`, and then the next planned batches."""
         with self._changed:
             self._ready.clear()
             self._held = 0
@@ -200,7 +208,7 @@ class Loader:
             entries = self._load_some(parts)
             with self._changed:
                 if number != self._round:
-                    continue  # they belong to a plan that was given up
+                    continue  # these batches belong to an old plan
                 if not entries:
                     self._iterator = None
                     continue
@@ -210,13 +218,13 @@ class Loader:
                 self._changed.notify_all()
 
     def _room(self) -> bool:
-        """Whether the next batch fits; one is always read, however large."""
+        """Return whether one more batch may be read ahead; the first batch is always allowed."""
         if self._iterator is None or len(self._ready) >= _MOST:
             return False
         return not self._ready or self._held + self._last <= self._limit
 
     def _share(self) -> int:
-        """How many batches are taken from the source at once, where they are small and quick."""
+        """Return how many batches to take from the source in one call; more if they are small."""
         if self._last == 0 or self._loading.bandwidth is not None:
             return 1
         fitting = min(self._limit - self._held, _AT_ONCE) // self._last
@@ -224,7 +232,7 @@ class Loader:
         return max(1, min(fitting, quick, _MOST - len(self._ready)))
 
     def _load_some(self, parts: list[np.ndarray]) -> list[_Entry]:
-        """Take these batches; where that does not go well together, one by one."""
+        """Load the batches `parts` in one call of the source, or one by one if that call fails."""
         began = time.perf_counter()
         several = len(parts) > 1
         batch = self._careful.together(np.concatenate(parts)) if several else None
@@ -234,24 +242,24 @@ class Loader:
             for part in parts:
                 entries.append(self._load(part))
                 if entries[-1].error is not None or self._closed:
-                    break  # the others may have to wait long for the same, and nobody for them
+                    break  # the other batches may fail as slowly, and are not needed yet
             return entries
         self.seconds += time.perf_counter() - began
         self.nbytes += sum(array.nbytes for array in batch)
-        ends = itertools.accumulate(map(len, parts))
-        cuts = [slice(stop - len(part), stop) for part, stop in zip(parts, ends, strict=True)]
-        batches = [tuple(array[cut] for array in batch) for cut in cuts]
-        return [
-            _Entry(part, Batch(own, np.arange(len(part))), None, sum(a.nbytes for a in own))
-            for part, own in zip(parts, batches, strict=True)
-        ]
+        entries, start = [], 0
+        for part in parts:
+            own = tuple(array[start : start + len(part)] for array in batch)
+            taken = Batch(own, np.arange(len(part)))
+            entries.append(_Entry(part, taken, None, sum(array.nbytes for array in own)))
+            start += len(part)
+        return entries
 
     def _load(self, indices: np.ndarray) -> _Entry:
         began = time.perf_counter()
         taken, error = None, None
         try:
             taken = self._careful.take(indices)
-        except BaseException as caught:  # it is raised where the batch is asked for
+        except BaseException as caught:  # `take` raises it
             error = caught
         nbytes = sum(array.nbytes for array in taken.batch) if taken else 0
         self._pace = time.perf_counter() - began
@@ -261,7 +269,7 @@ class Loader:
         return _Entry(indices, taken, error, nbytes)
 
     def _pay(self, nbytes: int) -> None:
-        """Sleep until so many bytes are due: a bucket of tokens that holds a second's worth."""
+        """Sleep to limit the bandwidth, by a token bucket whose size is the bytes of one second."""
         if self._loading.bandwidth is None:
             return
         now = time.monotonic()
@@ -270,7 +278,10 @@ class Loader:
             time.sleep(self._bucket - now)
 
     def close(self) -> None:
-        """End the thread; a batch that it still waits for is not waited for."""
+        """End the thread.
+
+        Wait at most 1 s for the thread, because a call of the source may never return.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()

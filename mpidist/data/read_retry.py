@@ -1,9 +1,9 @@
-"""Runs of bytes out of files, few of which are open, into memory that is used again.
+"""Read ranges ("runs") of bytes from files, with few files open at a time, into reused memory.
 
-runs         5 | 9..12 | 40    the system is told of the next ones before they are read
-in order     9..12 | 13..16    the disk goes on while what came is decoded
+    runs         5 | 9..12 | 40    the system is asked to read the next runs ahead
+    in order     9..12 | 13..16    the disk reads ahead while the last bytes are decoded
 
-Nothing here knows what the bytes mean.
+The code in this module works for any file format.
 """
 
 from __future__ import annotations
@@ -13,56 +13,66 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-#: Files that are open at a time, of a data set that may have thousands.
-_OPEN = 32
-#: Runs that the system is told of before they are read.
-_TOLD = _OPEN - 1
-#: Bytes that a reader in order is ahead of itself.
+#: Most files that are open at a time; a data set may have thousands.
+OPEN_FILES = 32
+#: Number of runs that the system reads ahead.
+_TOLD = OPEN_FILES - 1
+#: Bytes that the system reads ahead of a reader that reads a file in order.
 _AHEAD = 4 << 20
-#: Arrays below this are left to malloc; and what is kept of larger ones.
+#: Smaller arrays come from malloc; and the most bytes of free memory that `Rooms` keeps.
 _SMALL, _KEPT = 64 << 10, 64 << 20
 
 
-class Descriptors:
-    """Opens files when they are asked for, and keeps `most` of them open. Not locked.
+class LRUCache:
+    """A cache of at most `most` values by key, which drops the least recently used value.
 
-    A number that was given is good until the next call: that may close its file.
+    A value is made on its first use. The value is valid until the next use of the cache, which may
+    drop the value. Only one thread at a time may use a cache.
 
     Parameters
     ----------
-    opening : callable
-        Returns the descriptor of the file of a key; what it raises goes up.
+    make : callable
+        ``make(key)`` returns the value of a key.
     most : int
+    dispose : callable, optional
+        Called with each value that is dropped.
     """
 
-    def __init__(self, opening: Callable[..., int], most: int = _OPEN):
-        self._opening, self._most = opening, most
-        self._open: OrderedDict[Hashable, int] = OrderedDict()
+    def __init__(self, make: Callable, most: int, dispose: Callable = lambda value: None):
+        self._make, self._most, self._dispose = make, most, dispose
+        self._values: OrderedDict[Hashable, Any] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._values)
 
-    def __getitem__(self, key: Hashable) -> int:
-        if key in self._open:
-            self._open.move_to_end(key)
-            return self._open[key]
-        if len(self._open) >= self._most:
-            os.close(self._open.popitem(last=False)[1])
-        self._open[key] = self._opening(key)
-        return self._open[key]
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._values
+
+    def __getitem__(self, key: Hashable):
+        if key in self._values:
+            self._values.move_to_end(key)
+            return self._values[key]
+        if len(self._values) >= self._most:
+            self._dispose(self._values.popitem(last=False)[1])
+        self._values[key] = self._make(key)
+        return self._values[key]
+
+    def drop(self, key: Hashable) -> None:
+        """Drop the value of `key`; the value is made again when it is needed."""
+        self._dispose(self._values.pop(key))
 
     def close(self) -> None:
-        """Close all; they are opened again when they are asked for."""
-        while self._open:
-            os.close(self._open.popitem()[1])
+        """Drop all values; a value is made again when it is needed."""
+        while self._values:
+            self._dispose(self._values.popitem()[1])
 
 
 class ByteRun(NamedTuple):
-    """Bytes of a file that go to one place."""
+    """A range of bytes of a file, which begins at `begin`, and the memory into which it is read."""
 
     file: int
     begin: int
@@ -70,20 +80,25 @@ class ByteRun(NamedTuple):
 
 
 class RunReader:
-    """Reads runs of files, whose descriptors `descriptor(file)` returns. Not locked."""
+    """Reads runs (ranges of bytes) of files; ``descriptor(k)`` is the descriptor of file k.
+
+    Only one thread at a time may use a reader.
+    """
 
     def __init__(self, descriptor):
         self._descriptor = descriptor
         self._next, self._told = (-1, -1), 0
 
     def read(self, runs: Sequence[ByteRun]) -> int:
-        """Read all; returns how many were read whole before the first that is cut short.
+        """Read all `runs` (byte ranges of files); return how many precede the first incomplete one.
 
-        What a file has no bytes for, because it has become shorter, is zero.
+        A run (a range of bytes) is incomplete if the file ends before the end of the run, for
+        example because the file has become shorter. The missing bytes of an incomplete run are set
+        to zero.
         """
         whole = len(runs)
         for number, run in enumerate(runs):
-            # As many as this are always on their way, and the next one is the oldest of them.
+            # So the system always reads `_TOLD` runs ahead.
             for soon in (
                 runs[number + _TOLD : number + _TOLD + 1] if number else runs[1 : 1 + _TOLD]
             ):
@@ -95,7 +110,7 @@ class RunReader:
         return whole
 
     def _go_ahead(self, first: ByteRun, last: ByteRun) -> None:
-        """Tell the system of what a reader in order will want next, in large pieces."""
+        """If run `first` begins where the last `read` ended, ask the system to read far ahead."""
         end = last.begin + len(last.target)
         if (first.file, first.begin) != self._next:
             self._told = 0
@@ -108,12 +123,12 @@ class RunReader:
     def _expect(self, file: int, begin: int, count: int) -> None:
         descriptor = self._descriptor(file)
         if hasattr(os, "posix_fadvise"):
-            with suppress(OSError):  # advice only: reading will tell what is wrong
+            with suppress(OSError):  # this is only advice; the read itself reports errors
                 os.posix_fadvise(descriptor, begin, count, os.POSIX_FADV_WILLNEED)
 
 
 def bytes_of(array: np.ndarray) -> memoryview:
-    """Return the bytes of an array whose elements lie one after the other."""
+    """Return the bytes of a contiguous array, without a copy."""
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
@@ -128,10 +143,10 @@ def _fill(descriptor: int, begin: int, target: memoryview) -> bool:
 
 
 class Rooms:
-    """Memory for large arrays, which the system would take back and give anew, page by page.
+    """Memory for large arrays that is used again, because new memory would cost page faults.
 
-    What an array of `empty` lies in is used again when that array, and all that was cut out of
-    it, are gone, in whatever thread. `empty` is called by one thread at a time.
+    The memory of an array from `empty` can be used again when the array and all its views no longer
+    exist in any thread. Only one thread at a time may call `empty`.
     """
 
     def __init__(self) -> None:
@@ -140,7 +155,7 @@ class Rooms:
         self._free: list[np.ndarray] = []
 
     def empty(self, shape: tuple[int, ...], dtype) -> np.ndarray:
-        """Return an array of anything."""
+        """Return an uninitialised array."""
         dtype = np.dtype(dtype)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if nbytes < _SMALL:
@@ -151,13 +166,13 @@ class Rooms:
             self._free.pop(0)
         fitting = [k for k, room in enumerate(self._free) if nbytes <= len(room) <= 2 * nbytes]
         room = self._free.pop(fitting[-1]) if fitting else np.empty(nbytes, np.uint8)
-        # Every array that is cut out of `seen` holds on to it: NumPy does not look behind a
-        # memoryview for whose the memory is.
+        # Every view of `seen` keeps `seen` alive: NumPy stops at a memoryview when it looks for
+        # the owner of the memory.
         seen = np.frombuffer(bytes_of(room), dtype, nbytes // dtype.itemsize)
         reference = weakref.ref(seen, self._back)
         self._lent[id(reference)] = reference, room
         return seen.reshape(shape)
 
     def _back(self, seen: weakref.ref) -> None:
-        # In the thread that let go last, and maybe amid `empty`: two steps that nothing can part.
+        # May run in any thread, and in the middle of `empty`; both steps are atomic.
         self._returned.append(self._lent.pop(id(seen))[1])

@@ -1,17 +1,18 @@
-"""Which samples each step uses: a pure function of (seed, epoch, position), never of the ranks.
+"""Choose the samples of each step as a function of seed, epoch and position, not of the ranks.
 
     epoch 3, 10 samples:   shuffled by (seed, 3)         7 2 9 0 | 4 1 8 3 | 6 5
     global batch 4:                                      step 0    step 1    step 2 (short)
     3 ranks in step 0:                                   7 2 | 9 | 0
 
-The position (epoch, offset) says how many samples of an epoch are used up. It knows nothing of
-ranks or of the batch size, so either may change in the middle of an epoch and every sample is
-still used exactly once. No batch reaches over the end of an epoch; the last may be short.
+The position of a run in the data is (epoch, offset), where the offset counts the samples that were
+used in this epoch. The position does not depend on the number of ranks or on the batch size. The
+number of ranks and the batch size may therefore change in the middle of an epoch, and every sample
+is still used exactly once. No batch goes beyond the end of an epoch, so the last batch of an epoch
+may be short.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -19,66 +20,67 @@ import numpy as np
 
 from ..errors import ConfigError, shown
 from ..partition import BlockPartition
+from ..registry import checked_whole
 from .shuffle import Bijection
 
-#: How an epoch is shuffled; which of them is part of what a checkpoint's position means.
+#: The kinds of shuffles. A checkpoint saves the kind with the position.
 SHUFFLES = ("permutation", "bijection", "none")
-#: A larger data set is shuffled by a bijection: its permutation would take 32 MiB of every rank.
+#: A larger data set is shuffled by a bijection: its permutation would take 32 MiB on every rank.
 PERMUTED = 1 << 22
-#: Places of a bijection that are computed at once, since a call for a single batch costs as much.
+#: Places of a bijection that are computed at once, because a single batch takes as long.
 _WINDOW = 1 << 14
 
 
 class Position(NamedTuple):
-    """Where the data order stands: `offset` samples of epoch `epoch` are used up."""
+    """A position in the data order, where `offset` samples of epoch `epoch` have been used."""
 
     epoch: int = 0
     offset: int = 0
 
     def as_dict(self) -> dict[str, int]:
-        """Plain integers, for a checkpoint."""
+        """Return the position as plain integers, for a checkpoint."""
         return {"epoch": int(self.epoch), "offset": int(self.offset)}
 
     @classmethod
     def from_dict(cls, saved: Mapping) -> Position:
-        """The inverse of `as_dict`; 0-d arrays will do."""
+        """Return the position in a dict that `as_dict` made; its values may also be 0-d arrays."""
         return cls(int(saved["epoch"]), int(saved["offset"]))
 
 
 class Sampler:
-    """The data order of a training run. All ranks hold equal ones.
+    """The order in which a training run uses its samples. All ranks must make equal samplers.
 
     Parameters
     ----------
     count : int
         Number of samples, at least 1.
     global_batch : int
-        Samples per step over all ranks together, at least 1. A batch larger than `count` is one
-        whole epoch. It is never changed silently when the number of ranks changes.
+        Samples per step on all ranks together, at least 1. If `global_batch` is larger than
+        `count`, each batch is one whole epoch. The global batch stays the same when the number of
+        ranks changes.
     seed : int
-        At least 0.
+        Seed of the shuffle, at least 0.
     shuffle : str or bool
-        "permutation": epoch e is ``np.random.default_rng((seed, e)).permutation(count)``.
-        "bijection": it is ``Bijection(count, (seed, e))``, which takes no memory. "none" or False:
-        the order of the source in every epoch. True: permutation up to 4 Mi samples, else
-        bijection.
+        With "permutation", the order of epoch e is ``np.random.default_rng((seed,
+        e)).permutation(count)``. With "bijection", the order of epoch e is ``Bijection(count,
+        (seed, e))``, which takes no memory. With "none" or False, every epoch has the order of the
+        source. True means "permutation" up to 4 Mi samples, and "bijection" for more.
     """
 
     def __init__(self, count: int, global_batch: int, seed: int = 0, shuffle: str | bool = True):
-        self.count = _whole("count", count, 1, "is the data set empty?")
-        self.global_batch = _whole("global_batch", global_batch, 1, "it counts all ranks' samples")
-        self.seed = _whole("seed", seed, 0, "a negative one cannot seed the generator")
+        self.count = checked_whole("count", count, 1, "; is the data set empty?")
+        hint = "; it counts the samples of all ranks"
+        self.global_batch = checked_whole("global_batch", global_batch, 1, hint)
+        self.seed = checked_whole("seed", seed, 0, "; a negative seed is not valid")
         self._cached: tuple[tuple, np.ndarray] | None = None
         self.set_shuffle(shuffle)
 
     def __repr__(self):
-        return (
-            f"Sampler(count={self.count}, global_batch={self.global_batch}, seed={self.seed}, "
-            f"shuffle={self.shuffle!r})"
-        )
+        names = ("count", "global_batch", "seed", "shuffle")
+        return f"Sampler({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def set_shuffle(self, shuffle: str | bool) -> None:
-        """Choose another shuffle: the one that a checkpoint was made with."""
+        """Change the kind of shuffle, for instance to the kind saved in a checkpoint."""
         if isinstance(shuffle, bool):
             large = self.count > PERMUTED
             shuffle = ("bijection" if large else "permutation") if shuffle else "none"
@@ -89,33 +91,31 @@ class Sampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of one epoch at this global batch, the short one included."""
+        """Number of steps of one epoch, including a short last step."""
         return -(-self.count // self.global_batch)
 
     def order(self, epoch: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return places `start` to `stop` of the order of `epoch`, read-only.
+        """Return the indices of samples `start` to `stop` - 1, counted in the order of `epoch`.
 
-        A permutation is remembered whole, of a bijection the last few thousand places.
+        The returned array is read-only.
+
+        The sampler caches the order of a whole epoch for shuffle "permutation", and a window of
+        some thousand indices for the other kinds of shuffle.
         """
-        stop = self.count if stop is None else stop
-        if self.shuffle == "bijection":
-            return self._window(epoch, start, stop)
-        if self.shuffle == "none":
-            order = np.arange(start, stop)
-            order.flags.writeable = False
-            return order
-        if self._cached is None or self._cached[0] != ("permutation", epoch):
-            order = np.random.default_rng((self.seed, epoch)).permutation(self.count)
-            order.flags.writeable = False
-            self._cached = ("permutation", epoch), order
-        return self._cached[1][start:stop]
-
-    def _window(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Return places of a bijection, in windows that begin at multiples of their length."""
-        first = start - start % _WINDOW
-        key = ("bijection", epoch, first, max(stop, min(first + _WINDOW, self.count)))
+        first, last = 0, self.count
+        stop = last if stop is None else stop
+        if self.shuffle != "permutation":
+            # A window of a bijection begins at a multiple of its length.
+            first = start - start % _WINDOW
+            last = max(stop, min(first + _WINDOW, self.count))
+        key = (self.shuffle, epoch, first, last)
         if self._cached is None or self._cached[0] != key:
-            order = Bijection(self.count, (self.seed, epoch))(np.arange(first, key[3]))
+            if self.shuffle == "permutation":
+                order = np.random.default_rng((self.seed, epoch)).permutation(self.count)
+            else:
+                order = np.arange(first, last)
+                if self.shuffle == "bijection":
+                    order = Bijection(self.count, (self.seed, epoch))(order)
             order.flags.writeable = False
             self._cached = key, order
         return self._cached[1][start - first : stop - first]
@@ -133,27 +133,18 @@ class Sampler:
         return self.order(epoch, offset, stop), after
 
     def local(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
-        """The contiguous part of a global batch that `rank` of `size` works on; maybe empty."""
+        """Return the part of the global batch `indices` that `rank` of `size` ranks uses.
+
+        The part may be empty.
+        """
         start, stop = BlockPartition(len(indices), size).range(rank)
         return indices[start:stop]
 
     def local_batch(self, rank: int, size: int) -> int:
-        """Samples of a full global batch that `rank` of `size` works on."""
+        """Return how many samples of a full global batch go to `rank` of `size` ranks."""
         return BlockPartition(min(self.global_batch, self.count), size).size(rank)
 
     def position(self, step: int) -> Position:
-        """Where step number `step` begins, if the global batch was this one all along."""
+        """Return the position at which step `step` begins, if the global batch never changed."""
         epoch, within = divmod(step, self.steps_per_epoch)
         return Position(epoch, within * self.global_batch)
-
-
-def _whole(name: str, value: int, low: int, hint: str) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise ConfigError(f"{name} is {shown(value)}, expected a whole number") from None
-    if number < low or isinstance(value, bool):
-        raise ConfigError(
-            f"{name} is {shown(value)}, expected a whole number of at least {low}; {hint}"
-        )
-    return number

@@ -1,13 +1,14 @@
-"""Which records a rank reads, for loops of one's own: four ways, and what each of them promises.
+"""Choose the records of each rank for your own training loop, in one of four modes.
 
-    file          whole files to ranks               disjoint, all; as even as the files are
-    record        blocks of one shuffled order       disjoint, all; needs an index of the records
-    grid          files to nodes, records of a       disjoint, all; a node reads its own files only
-                  node to its ranks
-    independent   everything, each in its own order  neither: duplicates early, misses late
+    mode          a rank reads                         an epoch of all ranks together
+    file          whole files                          each record once; as even as the files are
+    record        a block of one shuffled order        each record once; needs an index of records
+    grid          a part of the files of its node      each record once; a node reads its own files
+    independent   all records, in its own order        records repeat early and are missing late
 
-`md.train` reads by record and needs none of these. Pure functions of (mode, records per file, ranks
-per node, seed, epoch): every rank computes its own part and asks nobody.
+`md.train` distributes single records and does not use this module. The choice of records depends
+only on the mode, the records per file, the ranks per node, the seed and the epoch, so every rank
+computes its own part without messages.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import heapq
 import sys
 import warnings
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,16 +24,16 @@ import numpy as np
 
 from .. import events
 from ..errors import ConfigError, nearest
-from ..partition import BlockPartition
+from ..partition import BlockPartition, bounds_of
 from .shuffle import Bijection
 
 MODES = ("auto", "file", "record", "grid", "independent")
-#: By file is chosen where the fullest rank has at most this much more than the mean.
+#: "auto" chooses "file" if the fullest rank has at most this many times the mean.
 _UNEVEN = 1.1
 
 
 class RankPart(NamedTuple):
-    """What one rank reads in one epoch: `records` in the order of use."""
+    """The files and records that one rank reads in an epoch, with `records` in the order of use."""
 
     mode: str
     why: str
@@ -49,23 +51,25 @@ def shard(
     epoch: int = 0,
     indexed: bool = True,
 ) -> RankPart:
-    """Return what `rank` reads in `epoch`.
+    """Return the files and records that `rank` reads in `epoch`.
 
     Parameters
     ----------
     mode : str
-        "file", "record", "grid", "independent", or "auto": rank 0 says on stderr which one that
-        is and why (not with ``MPIDIST_VERBOSE=0``), every rank in its events.
+        "file", "record", "grid", "independent" or "auto". If `mode` is "auto", rank 0 prints the
+        chosen mode and the reason on stderr (unless ``MPIDIST_VERBOSE=0`` is set), and every rank
+        writes both to its event log.
     counts : sequence of int
-        Records of each file. Records are numbered through all files.
+        Number of records in each file. Records are numbered consecutively through all files.
     ranks_of_nodes : sequence of int
-        How many ranks each node has; ranks are numbered through all nodes.
+        Number of ranks on each node. Ranks are numbered consecutively through all nodes.
     rank : int
     seed, epoch : int
-        Of the shuffle.
+        Seed and epoch of the shuffle.
     indexed : bool
-        Whether a record can be reached without reading the ones before it. By record and without
-        an index every rank reads everything and drops most of it, which is warned of.
+        Whether each record can be read without the records before it. If records can be read only
+        in order, every rank in mode "record" reads all records and drops most of them, and a
+        warning is given.
     """
     size = sum(ranks_of_nodes)
     if mode not in MODES:
@@ -94,7 +98,7 @@ def shard(
 def choose_sharding(
     counts: Sequence[int], ranks_of_nodes: Sequence[int], indexed: bool
 ) -> tuple[str, str]:
-    """Return (mode, why): by file where files are even enough, else by record, else grid."""
+    """Return (mode, reason); mode is "file" if the files can be spread evenly over the ranks."""
     size = sum(ranks_of_nodes)
     dealt = deal(counts, [1] * size)
     most = max(sum(counts[f] for f in files) for files in dealt)
@@ -111,10 +115,11 @@ def choose_sharding(
 
 
 def deal(counts: Sequence[int], shares: Sequence[int]) -> list[list[int]]:
-    """Deal files to owners in proportion to their `shares`, the largest first.
+    """Distribute files to owners (ranks or nodes), the largest file first.
 
-    The owner with the least load gets the next file (R. L. Graham, "Bounds on multiprocessing
-    timing anomalies", 1969). Every file has one owner; an owner may have none.
+    Each owner gets records in proportion to its entry in `shares`. The owner with the least load,
+    relative to its share, gets the next file (Graham, "Bounds on multiprocessing timing anomalies",
+    1969). Every file has one owner; an owner may have no file.
     """
     owned: list[list[int]] = [[] for _ in shares]
     heap = [(0.0, owner) for owner in range(len(shares))]
@@ -127,9 +132,9 @@ def deal(counts: Sequence[int], shares: Sequence[int]) -> list[list[int]]:
 
 def _by_file(counts, nodes, rank, key):
     files = deal(counts, [1] * sum(nodes))[rank]
-    # The order of the files, and within each one: one file is open at a time.
+    # The files are shuffled, and the records within each file, so one file is open at a time.
     files = [files[k] for k in np.random.default_rng((*key, rank)).permutation(len(files))]
-    starts = np.concatenate([[0], np.cumsum(counts)])
+    starts = bounds_of(counts)
     within = [starts[f] + np.random.default_rng((*key, f)).permutation(counts[f]) for f in files]
     return tuple(files), np.concatenate([np.empty(0, np.int64), *within])
 
@@ -141,17 +146,15 @@ def _by_record(counts, nodes, rank, key):
 
 
 def _grid(counts, nodes, rank, key):
-    bounds = np.concatenate([[0], np.cumsum(nodes)])
-    node = int(np.searchsorted(bounds, rank, side="right")) - 1
+    bounds, starts = bounds_of(nodes), bounds_of(counts)
+    node = bisect_right(bounds, rank) - 1
     files = deal(counts, nodes)[node]
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    every = np.concatenate(
-        [np.empty(0, np.int64), *(np.arange(starts[f], starts[f + 1]) for f in files)]
-    )
-    start, stop = BlockPartition(len(every), nodes[node]).range(rank - int(bounds[node]))
+    ranges = [np.arange(starts[f], starts[f + 1]) for f in files]
+    every = np.concatenate([np.empty(0, np.int64), *ranges])
+    start, stop = BlockPartition(len(every), nodes[node]).range(rank - bounds[node])
     if not len(every):
         return (), every
-    # A seed of its own for every node: equal ones would walk through their files alike.
+    # Each node has its own seed, because nodes with equal seeds would use equal orders.
     return tuple(files), every[Bijection(len(every), (*key, node))(np.arange(start, stop))]
 
 
@@ -164,20 +167,22 @@ _PARTS = {"file": _by_file, "record": _by_record, "grid": _grid, "independent": 
 
 
 class Coverage(NamedTuple):
-    """How a number of draws covers a data set."""
+    """How many of a data set's records are used at least once in a given number of draws."""
 
     draws: int
     seen: float  # share of the records that were used at least once
     repeated: float  # share of the draws that used a record again
-    most: int  # how often the most used record was used
+    most: int  # how many times the most used record was used
 
 
 def coverage(count: int, parts: Sequence[np.ndarray], draws: int | None = None) -> Coverage:
-    """Measure what `draws` records, dealt evenly over `parts`, cover of `count`.
+    """Measure how many of `count` records are used when the ranks together draw `draws` records.
 
-    By default one epoch: as many draws as records. For independent shuffles that is the price of
-    needing no index and no agreement: of p ranks each uses 1/p of its own order, so that about
-    1 - (1 - 1/p)^p of the records are seen, 63 % of them with many ranks.
+    `parts` has, for each rank, its records in the order of use. By default `draws` is `count`,
+    which is one epoch. Mode "independent" needs no index of the records, but uses only some of the
+    records in an epoch. In mode "independent", each of p ranks uses the first 1/p of its own
+    shuffled order, so about 1 - (1 - 1/p)^p of the records are used. With many ranks, mode
+    "independent" uses about 63 % of the records in an epoch.
     """
     draws = count if draws is None else draws
     times = np.zeros(count, np.int64)

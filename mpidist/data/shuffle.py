@@ -1,39 +1,41 @@
-"""A shuffle that is computed where it is looked at: a keyed bijection of [0, count).
+"""A shuffle that computes each index on demand, as a keyed bijection of [0, count).
 
-A permutation of a thousand million records takes 8 GB on every rank, before the first step. A
-bijection takes two numbers: place k of an epoch's order is ``Bijection(count, key)(k)``.
+A stored permutation of a thousand million records takes 8 GB on every rank. A bijection stores only
+its count and key: the record at position k of an epoch is ``Bijection(count, key)(k)``.
 
     a number of 2b bits    left | right    8 rounds: left, right = right, left ^ hash(right, key)
 
-A round can be undone whatever the hash is, so the rounds together are a bijection of [0, 4^b), for
-the least 4^b >= count. What falls outside [0, count) goes through again until it falls inside
-(cycle walking): still a bijection, at 4 passes or less on average.
+Each of the 8 Feistel rounds can be inverted, whatever the hash function is, so the rounds together
+are a bijection of the numbers of 2b bits, [0, 4^b). The bit count 2b is given by the smallest b for
+which 4^b >= count. A result outside [0, count) goes through all rounds again until it is inside
+(cycle walking). With cycle walking the map of [0, count) is still a bijection, and a value goes
+through all rounds at most 4 times on average.
 
-M. Luby, C. Rackoff, "How to construct pseudorandom permutations from pseudorandom functions", SIAM
-J. Comput. 17(2), 1988 (the rounds, from H. Feistel); J. Black, P. Rogaway, "Ciphers with arbitrary
-finite domains", CT-RSA 2002 (the walk); G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom
-number generators", OOPSLA 2014 (the hash).
+References: Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom
+functions", SIAM Journal on Computing 17(2), 1988 (the rounds, from Feistel); Black and Rogaway,
+"Ciphers with arbitrary finite domains", CT-RSA 2002 (cycle walking); Steele, Lea and Flood, "Fast
+splittable pseudorandom number generators", OOPSLA 2014 (the hash function).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-#: Four make a strong pseudorandom permutation of large halves; more, since halves may be small.
+#: Four rounds make a strong pseudorandom permutation of large halves; small halves need more.
 _ROUNDS = 8
 #: The two multipliers of SplitMix64's mixing function.
 _MIX = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class Bijection:
-    """A one-to-one map of [0, count) onto itself, a pure function of `key`.
+    """A one-to-one map of [0, count) onto itself, which depends only on `count` and `key`.
 
     Parameters
     ----------
     count : int
         From 1 to 2^62.
     key : sequence of int
-        Whole numbers from 0, such as (seed, epoch).
+        Integers of 0 or more, such as (seed, epoch).
     """
 
     def __init__(self, count: int, key):
@@ -43,7 +45,7 @@ class Bijection:
         self._keys = np.random.SeedSequence(key).generate_state(_ROUNDS, np.uint64)
 
     def __call__(self, places) -> np.ndarray:
-        """Return the images of `places`, integers in [0, count), as int64."""
+        """Map each integer of `places`, all in [0, count), and return the results as int64."""
         values = self._rounds(np.asarray(places).astype(np.uint64))
         outside = np.flatnonzero(values >= self.count)
         while len(outside):
@@ -59,7 +61,7 @@ class Bijection:
 
 
 def _hash(x: np.ndarray) -> np.ndarray:
-    """Mix 64 bits (modulo 2^64); `x` is scratch."""
+    """Mix the 64 bits of each element of `x` in place, with arithmetic modulo 2^64."""
     x ^= x >> np.uint64(30)
     x *= _MIX[0]
     x ^= x >> np.uint64(27)

@@ -1,13 +1,16 @@
-"""Take samples from a source that may have bad ones: the good ones, and which are not.
+"""Take samples from a source that has bad records: return the good samples, and name the bad ones.
 
     take([4, 8, 15])  fails      take([4]) good, take([8]) fails, take([15]) good
                                  batch of 4 and 15, and BadRecord(8, reason)
 
-A source knows best and raises `BadRecord`. Whatever else it raises is narrowed down to the record
-by taking them one by one, which costs something in a batch with a bad record only.
+If a source raises an exception for a batch, the samples of this batch are taken one by one to find
+the bad records. A source should raise `BadRecord` for a bad record, but other exceptions are
+handled too. Only a batch with a bad record costs additional time.
 
-Where none of them can be taken, for want of a file or of memory, records elsewhere are tried: if
-they fail alike the source is gone, and its records are not to blame. It is tried again for a while.
+If no sample of a batch can be taken, because reading a file fails or memory is missing, a few other
+records of the source are tried. If these other records fail in the same way, the whole source is
+unavailable, and no record counts as bad. While the source is unavailable, the batch is tried again
+a few times.
 """
 
 from __future__ import annotations
@@ -25,16 +28,17 @@ from .. import events
 from ..errors import BadRecord, ClosedError, ConfigError, SourceError
 from .sources import Source
 
-#: What says of a whole source that it cannot be used, where all records say it.
+#: Exceptions that mean that the whole source is gone, if all records raise them.
 _WHOLE = (OSError, MemoryError, ConfigError)
-#: How often a source that is gone is tried, with so many seconds in between, then twice as many.
+#: How many times a source that is gone is tried, and the seconds of the first wait, which doubles.
 TRIES, WAIT = 5, 1.0
 
 
 class Batch(NamedTuple):
-    """The good samples of those asked for.
+    """The good samples of a batch.
 
-    `kept` are their places among the indices that were asked for, ascending; `bad` are the others.
+    `kept` has the positions of the good samples in the requested array of indices, ascending. `bad`
+    has a `BadRecord` error for each bad record.
     """
 
     batch: tuple
@@ -43,26 +47,26 @@ class Batch(NamedTuple):
 
 
 class BadRecordFilter:
-    """Takes what is good of a source. One thread at a time.
+    """Takes the good samples of a source. Only one thread at a time may use this object.
 
     Parameters
     ----------
     source : Source
     finite : bool
-        Whether a sample with a number that is not finite is bad.
+        Whether a sample with a NaN or an infinity counts as a bad record.
     """
 
     def __init__(self, source: Source, finite: bool = False):
-        # A source may look at all numbers itself.
+        # A source with the attribute `finite` checks all numbers itself.
         self.source, self.finite = source, finite and not getattr(source, "finite", False)
         self._form: list | None = None
 
     def take(self, indices: np.ndarray) -> Batch:
         """Return the good samples at `indices`.
 
-        Raises what the source raises where no single record is to blame: SourceError where nothing
-        of it could be read for a while, ConfigError where it returns another number of samples than
-        it was asked for.
+        Raises SourceError if no record of the source could be read in several tries, ConfigError if
+        the source returned a wrong number of samples, or another exception of the source if no
+        single record causes it.
         """
         for number in range(1, TRIES + 1):
             try:
@@ -88,7 +92,7 @@ class BadRecordFilter:
         ) from cause
 
     def together(self, indices: np.ndarray) -> tuple | None:
-        """Return the samples at `indices`, or None where `take` has something to say about them."""
+        """Return the samples at `indices`, or None if one is bad or the source raises an error."""
         try:
             batch = self._checked(self.source.take(indices), indices)
         except Exception:
@@ -97,10 +101,9 @@ class BadRecordFilter:
 
     def _checked(self, batch: tuple, indices: np.ndarray) -> tuple:
         if not isinstance(batch, tuple | list) or not all(hasattr(one, "shape") for one in batch):
-            name = type(self.source).__name__
             raise ConfigError(
-                f"data: take of {name} returned {_shape_of(batch)}; expected a tuple of arrays "
-                "with equal first axis"
+                f"data: take of {type(self.source).__name__} returned {_shape_of(batch)}; expected "
+                "a tuple of arrays with equal first axis"
             )
         lengths = [len(array) for array in batch]
         if lengths != [len(indices)] * len(lengths):
@@ -113,7 +116,7 @@ class BadRecordFilter:
         return batch
 
     def _one_by_one(self, indices: np.ndarray, error: Exception):
-        """Return what can be taken by its place, what is wrong with the others, and why."""
+        """Take samples one by one; return good ones, why others are bad, and the last exception."""
         singles: dict[int, tuple] = {}
         bad: dict[int, str] = {}
         cause: BaseException = error
@@ -123,11 +126,11 @@ class BadRecordFilter:
                 singles[place] = self.source.take(indices[place : place + 1])
                 bad.pop(place, None)
             except Exception as caught:
-                # A disk may come back in the middle of it.
+                # A disk may come back meanwhile, so the sample is tried once more at the end.
                 if place not in bad and isinstance(_root(caught), OSError | MemoryError):
                     again.append(place)
                 bad[place], cause = told(caught), _root(caught)
-        # Samples that can be taken, but not together: the ones of another form are to blame.
+        # Each sample can be taken, but not the batch: samples of another form are bad.
         form = self._form or _commonest(singles.values())
         for place, single in list(singles.items()):
             if form is not None and _form(single) != form:
@@ -138,7 +141,7 @@ class BadRecordFilter:
         return singles, bad, cause
 
     def _gone(self, cause: BaseException) -> bool:
-        """Whether records everywhere cannot be read, as none of those that were asked for."""
+        """Return whether the whole source fails, so that other records cannot be read either."""
         if not isinstance(cause, _WHOLE):
             return False
         for index in np.linspace(0, len(self.source) - 1, 5).astype(np.int64):
@@ -146,7 +149,7 @@ class BadRecordFilter:
                 batch = self.source.take(np.array([index]))
             except Exception as error:
                 if not isinstance(_root(error), _WHOLE):
-                    return False  # it was read, and found bad
+                    return False  # this record was read and found bad
             else:
                 self._form = self._form or _form(batch)
                 return False
@@ -154,19 +157,18 @@ class BadRecordFilter:
 
     def _joined(self, indices: np.ndarray, singles: dict, bad: dict[int, str]) -> Batch:
         kept = np.array(sorted(singles), np.int64)
-        form = self._form or _commonest(singles.values())
         if len(kept):
             columns = zip(*(singles[place] for place in kept), strict=True)
             batch = tuple(np.concatenate(column) for column in columns)
-        elif form is not None:
-            batch = tuple(np.empty((0, *shape), dtype) for shape, dtype in form)
+        elif self._form is not None:
+            batch = tuple(np.empty((0, *shape), dtype) for shape, dtype in self._form)
         else:
             batch = self.source.take(indices[:0])
         records = (BadRecord(int(indices[place]), bad[place]) for place in sorted(bad))
         return Batch(batch, kept, tuple(records))
 
     def _finite(self, taken: Batch, indices: np.ndarray) -> Batch:
-        """Leave out the samples that are not finite, if they count as bad."""
+        """If `self.finite` is true, remove the samples that have a NaN or an infinity."""
         good = _finite(taken.batch) if self.finite and len(taken.kept) else np.True_
         if good.all():
             return taken
@@ -179,7 +181,7 @@ class BadRecordFilter:
 
 
 def _finite(batch: tuple) -> np.ndarray:
-    """Which samples have finite numbers only."""
+    """Return, for each sample, whether it has only finite numbers."""
     good = np.ones(len(batch[0]), bool)
     for array in batch:
         if array.dtype.kind in "fc" and not np.isfinite(array).all():
@@ -188,13 +190,12 @@ def _finite(batch: tuple) -> np.ndarray:
 
 
 def _root(error: BaseException) -> BaseException:
-    """Return what a source has told of as a bad record, where it says that."""
-    told_of = error.__cause__ if isinstance(error, BadRecord) else None
-    return error if told_of is None else told_of
+    """Return the cause of `error` if `error` is a BadRecord with a cause, else `error` itself."""
+    return (isinstance(error, BadRecord) and error.__cause__) or error
 
 
 def told(error: Exception) -> str:
-    """Return one line about an exception: its text, and where it was raised."""
+    """Return one line about an exception: its text, and the file and line that raised it."""
     if isinstance(error, BadRecord):
         return error.reason
     last = traceback.extract_tb(error.__traceback__)[-1:]

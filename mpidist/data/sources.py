@@ -1,4 +1,4 @@
-"""Where samples come from: anything with a length and a `take`."""
+"""Data sources: objects with a length and a method `take`."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from ..errors import BadRecord, ConfigError
 
 @runtime_checkable
 class Source(Protocol):
-    """What training needs of a data set. Every rank holds one of the same length.
+    """The methods that a data set must have for training.
 
-    A record that cannot be used: raise ``BadRecord(index, reason)``. Some attributes may be there:
-    ``name``, told where a record is bad; ``reads = True``, where reading ahead in a thread helps
-    (`take` is then called in that thread); ``finite = True``, where it looks for numbers that are
-    not finite itself; ``remote = False``, where `md.train` may read the first and the last record
-    of it beforehand, to compare them over the ranks.
+    Every rank has a source of the same length. `take` raises ``BadRecord(index, reason)`` for a
+    record that cannot be used. A source may have four optional attributes: ``name``, ``reads``,
+    ``finite`` and ``remote``. ``name`` is used in messages about bad records. ``reads = True`` says
+    that a thread should read batches ahead; `take` is then called in this thread. ``finite = True``
+    says that the source itself checks that all numbers are finite. ``remote = False`` says that
+    `md.train`, when it starts, may read the first and the last record, to compare them between the
+    ranks.
     """
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         ...
 
     def take(self, indices) -> tuple:
-        """Return the samples at `indices` (maybe none) as arrays with equal first axis."""
+        """Return the samples at `indices`, which may be empty, as arrays with equal first axes."""
         ...
 
 
 class ArraySource:
-    """Arrays in memory with equal first axis: ``ArraySource(images, labels)``.
+    """A source of arrays in memory with equal first axes, as in ``ArraySource(images, labels)``.
 
-    Raises ConfigError if the lengths differ or something is not an array.
+    Raises ConfigError if the lengths differ or an argument is not an array.
     """
 
     def __init__(self, *arrays):
@@ -55,12 +57,12 @@ class ArraySource:
         return len(self.arrays[0])
 
     def take(self, indices) -> tuple:
-        """Copy the samples at `indices` out of every array."""
+        """Return copies of the samples at `indices` from every array."""
         return tuple(array[indices] for array in self.arrays)
 
 
 class Part:
-    """Samples `start` to `stop` of another source."""
+    """A source that consists of samples `start` to `stop` - 1 of another source."""
 
     def __init__(self, source: Source, start: int, stop: int):
         self.source, self.start, self.stop = source, start, stop
@@ -76,15 +78,16 @@ class Part:
 
 
 class Derived:
-    """What `function` makes of the samples of a source: combined or computed features (R14).
+    """A source of samples that `function` computes from the samples of another source.
 
     Parameters
     ----------
     source : Source
     function : callable
-        Is given the arrays of a batch and returns a tuple of arrays with the same first axis. Each
-        result may depend on its own sample alone. It runs where the source is read, so ahead of
-        the loop where that is done in a thread; what it raises for a sample makes that one bad.
+        A function that gets the arrays of a batch as arguments, and returns a tuple of arrays with
+        the same first axis. The result for a sample may not depend on other samples of the batch.
+        If a thread reads the source ahead, the function runs in this thread. A sample for which the
+        function raises an exception is a bad record.
     """
 
     def __init__(self, source: Source, function: Callable[..., tuple]):
@@ -96,57 +99,63 @@ class Derived:
         return len(self.source)
 
     def take(self, indices) -> tuple:
-        """Return what the function makes of the samples at `indices`."""
+        """Return the results of `function` for the samples at `indices`."""
         return self.function(*self.source.take(indices))
 
 
-class Items:
-    """A map-style data set: ``items[k]`` is one sample, an array or number or a tuple."""
+class _OneByOne:
+    """Base of sources whose method `_sample` returns one sample, as a tuple or as one value."""
+
+    _sample: Callable[[int], object]
+    _empty: tuple | None = None
+
+    def take(self, indices) -> tuple:
+        """Return the samples at `indices`, stacked along a new first axis."""
+        if not len(indices):
+            return self._empty or tuple(array[:0] for array in self.take([0]))
+        samples = [self._sample(int(index)) for index in indices]
+        tuples = [sample if isinstance(sample, tuple) else (sample,) for sample in samples]
+        arrays = tuple(np.stack([np.asarray(v) for v in c]) for c in zip(*tuples, strict=True))
+        self._empty = tuple(array[:0] for array in arrays)
+        return arrays
+
+
+class Items(_OneByOne):
+    """A source made from a map-style data set, where ``items[k]`` is one sample.
+
+    A sample is an array, a number or a tuple.
+    """
 
     def __init__(self, items):
         self.items = items
         self.name = type(items).__name__
-        self._form: list | None = None
 
     def __len__(self) -> int:
         return len(self.items)
 
-    def take(self, indices) -> tuple:
-        """Return the samples at `indices`, stacked."""
-        samples = []
-        for index in indices:
-            try:
-                sample = self.items[int(index)]
-            except Exception as error:
-                raise BadRecord(int(index), f"{type(error).__name__}: {error}") from error
-            samples.append(sample if isinstance(sample, tuple) else (sample,))
-        if not samples:
-            return self._nothing()
-        arrays = tuple(np.stack([np.asarray(v) for v in c]) for c in zip(*samples, strict=True))
-        self._form = [array[:0] for array in arrays]
-        return arrays
-
-    def _nothing(self) -> tuple:
-        if self._form is None:
-            self.take([0])
-        assert self._form is not None
-        return tuple(self._form)
+    def _sample(self, index: int):
+        try:
+            return self.items[index]
+        except Exception as error:
+            raise BadRecord(index, f"{type(error).__name__}: {error}") from error
 
 
-class Stream:
-    """An iterable of samples, each a tuple, of which the first `count` are one epoch.
+class Stream(_OneByOne):
+    """A source that reads an iterable of samples, of which the first `count` are one epoch.
 
-    An iterable can only be read in order. So each rank reads and drops the samples of the others,
-    and a resumed run reads all samples again that were used before: use it with
-    ``shuffle="none"`` and cheap iterators, or give each rank an iterable of its own
-    (`sharding.grid`). Reading an earlier sample starts the iterable again.
+    Since an iterable can be read only in order, each rank also reads the samples of the other ranks
+    and drops them, and a resumed run reads all used samples again. Use a stream with
+    ``shuffle="none"`` and an iterable that is cheap to read, or give each rank its own iterable
+    (mode "grid" of `sharding.shard`). The indices of a batch should ascend, because going back to
+    an earlier sample restarts the iterable.
 
     Parameters
     ----------
     make : callable
-        Returns a new iterable, the same one each time.
+        Returns a new iterable with the same samples each time.
     count : int
-        Samples of an epoch. One that ends before makes the missing ones bad records.
+        Number of samples of an epoch. If the iterable has fewer, the missing samples are bad
+        records.
     """
 
     def __init__(self, make: Callable[[], Iterable], count: int):
@@ -154,21 +163,11 @@ class Stream:
         self.name = getattr(make, "__name__", "stream")
         self._next = self.count
         self._iterator: Iterator = iter(())
-        self._form: list | None = None
 
     def __len__(self) -> int:
         return self.count
 
-    def take(self, indices) -> tuple:
-        """Return the samples at `indices`, which ascend."""
-        samples = [self._draw(int(index)) for index in indices]
-        if not samples:
-            if self._form is None:
-                self._draw(0)
-            return tuple(self._form or ())
-        return tuple(np.stack([np.asarray(v) for v in c]) for c in zip(*samples, strict=True))
-
-    def _draw(self, index: int) -> tuple:
+    def _sample(self, index: int):
         if index < self._next:
             self._iterator, self._next = iter(self.make()), 0
         missing = object()
@@ -176,20 +175,18 @@ class Stream:
         self._next = index + 1
         if sample is missing:
             raise BadRecord(index, "the iterable ended before it")
-        sample = sample if isinstance(sample, tuple) else (sample,)
-        self._form = [np.asarray(value)[None][:0] for value in sample]
         return sample
 
 
 def as_source(data) -> Source:
     """Return `data` as a Source.
 
-    A source already, a tuple or list of arrays, an array, or a map-style data set (`Items`).
+    `data` is a source, a tuple or list of arrays, an array, or a map-style data set (`Items`).
     """
     if isinstance(data, tuple | list):
         return ArraySource(*data)
     if getattr(data, "shape", None) is not None:
-        # Arrays have a `take` and a length of their own, which mean something else.
+        # Arrays are no sources: their own `take` does something else.
         return ArraySource(data)
     if isinstance(data, Source):
         return data
@@ -203,7 +200,10 @@ def as_source(data) -> Source:
 
 
 def check_split(kind: str, train, count: int, path) -> int:
-    """Return how many samples are for training; ConfigError where none is left."""
+    """Return `train`, the number of training samples.
+
+    Raise ConfigError if no test sample is left.
+    """
     if isinstance(train, bool) or not isinstance(train, int) or not 0 < train < count:
         raise ConfigError(
             f"{kind}: train is {train!r}, expected from 1 to {count - 1}: {path} has {count} "

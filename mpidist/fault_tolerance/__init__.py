@@ -1,5 +1,7 @@
-"""Fault tolerance of a training loop: timely saves, hangs, slow ranks, equal replicas.
+"""Fault tolerance of a training loop: save in time, and find hangs, slow ranks, unequal replicas.
 
-`guard` saves and leaves on signals and time limits, `watch` finds a hang and says where, by
-`hang` and `hang_dump`; `stragglers` names slow ranks; `check_replicas` compares bytes.
+`guard` saves a checkpoint and ends the run when a signal arrives or the time is nearly over.
+`watch` finds a hang, `hang` decides which rank is the cause, and `hang_dump` writes the last
+operations of each rank. `stragglers` names slow ranks. `check_replicas` compares the bytes of
+replicas.
 """

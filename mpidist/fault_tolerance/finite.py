@@ -1,4 +1,4 @@
-"""Whether a state holds numbers only."""
+"""The check that a state has no NaN and no infinity."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .. import arrays
 
 
 def is_finite(state) -> bool:
-    """Whether no array or number in nested dicts and lists is NaN or infinite."""
+    """Return whether all arrays and numbers in nested dicts and lists are finite."""
     if isinstance(state, Mapping):
         return all(is_finite(value) for value in state.values())
     if isinstance(state, list | tuple):
         return all(is_finite(value) for value in state)
     if isinstance(state, float):
         return math.isfinite(state)
-    state = getattr(state, "array", state)  # a Shard of a global array
+    state = getattr(state, "array", state)  # a Shard has the part of a global array in `array`
     dtype = getattr(state, "dtype", None)
     if dtype is None or dtype.kind in "iubSUOmM" or dtype.names:
         return True

@@ -1,14 +1,15 @@
-"""Stop a training loop well: all ranks at the same step, with a checkpoint, to be requeued.
+"""Stop a training loop on all ranks at the same step, and save a checkpoint to resume from.
 
-A signal reaches a rank at any moment, and not all ranks at the same one. Its handler therefore
-only sets a flag; once per step the flags are combined, so that all ranks learn of it at the same
-step, save the same state and leave with exit code 75, which tells a batch script to requeue.
+A signal reaches the ranks at different moments. The signal handler therefore only sets a flag. Once
+per step the ranks combine their flags in an allreduce. If a flag is set, all ranks stop at the same
+step, save the same state, and end with exit code 75, which tells a batch script to requeue the job.
 
-    rank 0   step 7 . . . . . . . . . step 8 |  all: save(8), exit 75
-    rank 1   step 7 . SIGTERM, flag . step 8 |
+    rank 0   step 7 - - - - - - - - - step 8 |  all: save(8), exit 75
+    rank 1   step 7 - SIGTERM, flag - step 8 |
 
-What comes while MPI blocks is handled when it returns. Slurm sends ``--signal=USR1@120``. Ctrl-C is
-such a signal too; pressed again it ends the process at once.
+A signal that arrives during an MPI call is handled when the call returns. With the option
+``--signal=USR1@120``, Slurm sends a signal 120 s before the time limit of the job. Ctrl-C sets the
+flag, too; a second Ctrl-C ends the process at once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..launch import heartbeat
 from ..launch.claims import claimed_size
 from ..runtime.agreement.run_on_all import difference, run_on_all, same_on_all
 from ..runtime.context import of
-from ..runtime.failure import failing
+from ..runtime.failure import expect_failure, failing
 from ..runtime.polling import wait_until
 from .finite import is_finite
 from .guard_settings import settings_of
@@ -40,23 +41,25 @@ from .signals import Handlers
 from .stragglers import OwnTime, Stragglers, crowded_ranks
 from .time_limit import Allotment, seconds_left
 
-#: The exit code of a run that stopped to be requeued (EX_TEMPFAIL of sysexits.h).
+#: The exit code of a run that has stopped and can be requeued (EX_TEMPFAIL of sysexits.h).
 REQUEUE = 75
 
-failing.append(heartbeat.fail)  # `mpidist launch` wants to know on which host a job failed first
+failing.append(heartbeat.fail)  # shows `mpidist launch` on which host a job has failed first
 
-# Why to stop; the larger one is told. Signals are _SIGNAL + their number.
+# The reasons to stop, of which the largest is reported. A signal is _SIGNAL + its number.
 _TIME, _CODE, _SIGNAL = 1, 2, 100
 
 
 class Stopped(SystemExit):
-    """All ranks agreed to stop and have saved what they had; ends the program with code 75.
+    """Raised when all ranks have agreed to stop and saved the state; ends the program with code 75.
 
-    A SystemExit: a loop that does not care about it ends the program rightly. Has ``step, reason``.
+    `Stopped` is a SystemExit, so a program that does not catch it ends with the right exit code.
+    The exception has the attributes ``step`` and ``reason``.
     """
 
     def __init__(self, step: int, reason: str):
         super().__init__(REQUEUE)
+        expect_failure()
         self.step, self.reason = step, reason
 
     def __str__(self):
@@ -74,10 +77,11 @@ def guard(
     every: int = 1,
     deciders: MPI.Intracomm | None = None,
 ) -> Guard:
-    """Return a `Guard`, which watches for signals, a time limit and a bad loss around a loop.
+    """Return a `Guard`, which stops a loop on signals, at a time limit, or for a bad loss.
 
-    Collective over `comm`, as is entering it: all ranks give the same settings. To be entered in
-    the main thread, where Python delivers signals. ``with md.guard(comm) as run`` is how it reads.
+    Collective over `comm`: all ranks pass the same settings. Entering the ``with`` block of the
+    guard is collective over `comm`, too. Enter the guard in the main thread, where Python delivers
+    signals.
 
     >>> with md.guard(comm, state, store) as run:
     ...     for step in range(first, last):
@@ -90,22 +94,25 @@ def guard(
     ----------
     comm : MPI.Intracomm
     state : dict or callable, optional
-        What `leave` saves; a callable is asked for it at that time.
+        The state that `leave` saves, or a function that returns the state at that time.
     store : object with ``save(step, state)``, optional
         Usually a CheckpointStore.
     signals : iterable of signal numbers
-        Handlers are set on entering and the former ones put back on leaving.
+        The signals that stop the loop. The end of the ``with`` block restores the former handlers
+        of these signals.
     time_limit : float or "auto", optional
-        Seconds from entering after which the loop is stopped as by a signal. "auto": so long
-        before the end of a Slurm allocation that a step and a save, as measured, still fit in.
+        The loop stops so many seconds after the guard was entered, as if by a signal. With "auto",
+        the loop stops before the end of a Slurm allocation, so early that a step and a save still
+        fit in.
     patience : int, optional
-        `check_loss` stops the run when the mean loss of so many steps is not less than that of
-        all such blocks of steps before.
+        The number of steps in each block over which `check_loss` computes a mean loss. `check_loss`
+        stops the run if the mean of a block is not less than the means of all earlier blocks.
     every : int
-        Combine the flags at every n-th step only.
+        The ranks combine their flags only at every step whose number is a multiple of `every`.
     deciders : MPI.Intracomm, optional
-        The ranks that run the loop and call `should_stop`, if that is not all of `comm`; the
-        others (servers) pass ``MPI.COMM_NULL``, and get their Stopped when they leave the block.
+        The ranks that run the loop and call `should_stop`, if they are not all ranks of `comm`. The
+        other ranks (servers) pass ``MPI.COMM_NULL``, and if the loop was stopped, they raise
+        Stopped at the end of the guard's ``with`` block.
     """
     check = partial(
         settings_of, state=state, store=store, signals=signals, time_limit=time_limit,
@@ -115,7 +122,7 @@ def guard(
 
 
 class Guard:
-    """What `guard` returns; its methods are for the loop in the ``with``."""
+    """The object that `guard` returns. Call a guard's methods inside the guard's ``with`` block."""
 
     def __init__(self, comm: MPI.Intracomm, agreed: Mapping, state, store, deciders):
         self.state, self.store = state, store
@@ -130,7 +137,7 @@ class Guard:
         alone = claimed_size(os.environ) is None
         self._handlers = Handlers(agreed["signals"], self._hear, comm.rank == 0, alone)
         self._asked = self._agreed = 0
-        # The ranks of the loop, for what is exchanged when all are known to be at one place.
+        # The ranks of the loop, for exchanges in which all of them are known to take part.
         self._loop = of(comm).control if deciders is None else deciders
         self._own = OwnTime()
 
@@ -139,7 +146,8 @@ class Guard:
     def __enter__(self) -> Guard:
         left = run_on_all(self._given, "guard: entering", self._entering, lambda all: all[0])
         heartbeat.join()
-        # Ranks outside the loop take turns with those in it, and are not there when it is asked.
+        # Ranks outside the loop may share cores with ranks of the loop, but do not take part in its
+        # exchanges. So all ranks exchange their cores now.
         everyone = of(self._given).control
         crowded = None if self._deciders is None else crowded_ranks(everyone)
         if self._loop != MPI.COMM_NULL:
@@ -154,7 +162,7 @@ class Guard:
         return self
 
     def _entering(self) -> float | None:
-        """Check that this rank can enter; rank 0 tells how long the allocation lasts."""
+        """Check for the main thread; with time limit "auto", rank 0 returns the time left."""
         if threading.current_thread() is not threading.main_thread():
             raise ProtocolError("guard: enter it in the main thread; Python delivers signals there")
         asked = self._time_limit == "auto" and self._given.rank == 0
@@ -163,12 +171,12 @@ class Guard:
     def __exit__(self, kind, error, trace) -> None:
         self._handlers.put_back()
         if error is not None and not isinstance(error, Stopped):
-            return  # this rank leaves alone: anything collective here would wait for the others
+            return  # only this rank leaves, so a collective call here would wait for ever
         if self._deciders is not None and error is None:
             self._end_with_the_loop()
 
     def _end_with_the_loop(self) -> None:
-        """Tell the ranks outside the loop how it ended; there, raise Stopped if it was stopped."""
+        """Tell ranks that do not run the loop whether it was stopped; if so, they raise Stopped."""
         step, code = self._of_all(-1, 0)
         if code and not self.exit_code:
             self._note(code)
@@ -178,18 +186,20 @@ class Guard:
 
     @property
     def flag(self) -> int:
-        """1 if this rank wants to stop, otherwise 0: for loops that reduce it with their data.
+        """1 if this rank wants to stop, otherwise 0; a loop may reduce this flag with its own data.
 
-        To be asked once per step.
+        Read `flag` once per step.
         """
         return int(self._wish() != 0)
 
     def fits(self, comm: MPI.Intracomm | None = None, wait=wait_until) -> bool:
-        """Whether a save that begins now can end before the allocation does. Collective.
+        """Return whether a save that begins now can end before the allocation does.
 
-        Over `comm`, the ranks that save; by default those of the loop. As far as is known: without
-        ``time_limit="auto"``, or a save before, it is taken to fit. `wait(test)` waits: where ranks
-        serve others, it serves.
+        Collective over `comm`, which has the ranks that save; the default is the ranks of the loop.
+        Returns true if the guard has no ``time_limit="auto"``, or if there was no earlier save from
+        which to estimate the time. The argument `wait` is a function that waits for an MPI request:
+        it calls the request's ``Test`` until ``Test`` returns true. A rank that is also a parameter
+        server passes a `wait` that answers workers' requests between these calls.
         """
         if self._allotment is None:
             return True
@@ -197,20 +207,23 @@ class Guard:
         return not (self._agree(late) if comm is None else self._reduce(comm, (late,), wait))[0]
 
     def stop(self, reason: str | None = None) -> None:
-        """Ask for a stop at the next `should_stop`. One rank's wish is enough."""
+        """Ask all ranks to stop at their next call of `should_stop`.
+
+        It is enough that one rank calls `stop`.
+        """
         self._asked = max(self._asked, _CODE)
         events.emit("stop_requested", reason=reason or "stop() was called")
 
     def should_stop(self, step: int) -> bool:
-        """Whether all ranks stop at this step. Collective over the ranks that run the loop.
+        """Return whether all ranks stop at this step. Collective over the ranks of the loop.
 
-        Costs one reduction of three integers. Every tenth time the ranks also tell each other how
-        long they worked, and name one that is slow.
+        A call costs one allreduce of three integers. At every tenth call the ranks also compare how
+        long they have worked, and a slow rank is reported.
 
         Raises
         ------
         MismatchError
-            The ranks are at different steps. On all ranks.
+            On all ranks, if the ranks are at different steps.
         """
         heartbeat.note_steps(step)
         self._stragglers.window.note(self._own.stop())
@@ -229,27 +242,27 @@ class Guard:
         return bool(code)
 
     def computed(self) -> None:
-        """Say that this rank's work of a step is done, and what follows is exchange.
+        """Record that this rank has done its own work of a step and now exchanges data with others.
 
-        So that a slow rank is found where the others wait for it in calls of MPI's own. Waits of
-        mpidist's are known without.
+        Call `computed` only if the exchange that follows is a blocking MPI call, whose waiting time
+        would otherwise count as work. Time in which mpidist itself waits never counts as work.
         """
         self._own.stop()
 
     def heard(self, flags: float) -> bool:
-        """Take the sum or the maximum of all ranks' `flag`; whether all ranks stop.
+        """Return whether all ranks stop, given the sum or the maximum of all ranks' `flag`.
 
-        For a loop that lets the flag ride in a reduction of its own instead of `should_stop`.
+        A loop that reduces `flag` with its own data calls this method instead of `should_stop`.
         """
         if flags:
             self._note(self._code() or _CODE << 32)
         return bool(flags)
 
     def leave(self, step: int, state: Mapping | None = None) -> None:
-        """Save the state as `step`, if there is a store, and raise Stopped. Collective.
+        """Save the state under the number `step`, if a store exists, and raise Stopped. Collective.
 
-        Nothing is saved where it cannot end in time: half a checkpoint is worth nothing, and the
-        one before is there.
+        If a save would not end before the allocation does, nothing is saved, and the previous
+        checkpoint stays the newest.
         """
         if not self.exit_code:
             raise ProtocolError("guard: leave() without a stop that all ranks agreed on")
@@ -264,12 +277,12 @@ class Guard:
         raise Stopped(step, self.reason)
 
     def check_loss(self, loss: float, step: int) -> None:
-        """Stop the run with a checkpoint when the loss is not a number, or does not fall any more.
+        """Stop the run with a checkpoint if the loss is not finite or does not fall any more.
 
-        Collective over the ranks of the loop, but free of communication while all is well: `loss`
-        is the reduced one, equal on all ranks. To be called before the update of `step`, while the
-        parameters are still those that `step` began with; they are saved under that number, unless
-        they hold a NaN or infinity themselves.
+        Collective over the ranks of the loop. `loss` is the reduced loss, equal on all ranks, so
+        the ranks communicate only when the run stops. Call this method in step `step` before the
+        parameters are updated. If the run stops, the parameters before the update of this step are
+        saved under the number `step`, unless they have a NaN or infinity.
 
         Raises
         ------
@@ -312,7 +325,7 @@ class Guard:
         return self._asked or (_TIME if over else 0)
 
     def _code(self) -> int:
-        """Give this rank's wish and number as one integer; the maximum of all is one rank's."""
+        """Return this rank's reason to stop and its rank in one integer; 0 if it has no reason."""
         wish = self._wish()
         return wish << 32 | self._given.rank if wish else 0
 
@@ -322,32 +335,31 @@ class Guard:
         if kind >= _SIGNAL:
             self.reason = f"{signal.Signals(kind - _SIGNAL).name} on rank {rank}"
         elif kind == _TIME:
-            limit = self._time_limit
-            auto = limit == "auto"
-            self.reason = "the end of the allocation" if auto else f"time limit of {limit:g} s"
+            auto, limit = "the end of the allocation", self._time_limit
+            self.reason = auto if limit == "auto" else f"time limit of {limit:g} s"
         else:
             self.reason = f"requested on rank {rank}"
         self.exit_code = REQUEUE
 
     def _agree(self, *values: int) -> list[int]:
-        """Return the largest of each value among the ranks of the loop. Collective."""
+        """Return, for each value, its maximum over the ranks of the loop. Collective."""
         if self._deciders is not None:
             return self._reduce(self._deciders, values)
         return self._of_all(*values)
 
     def _of_all(self, *values: int) -> list[int]:
-        """Return the largest of each value; ranks in another operation raise, and so do these."""
+        """Return each value's maximum over all ranks; MismatchError if the ranks' calls differ."""
         most = np.array(values, np.int64)
         return allreduce(self._given, most, "max", algorithm="native").tolist()
 
     def _reduce(self, comm, values, wait=wait_until) -> list[int]:
         send, result = np.array(values, np.int64), np.empty(len(values), np.int64)
-        # Polled and not blocking, so that a signal which arrives while we wait is handled now.
+        # The wait polls and does not block, so a signal that arrives meanwhile is handled at once.
         wait(comm.Iallreduce(send, result, MPI.MAX).Test)
         return result.tolist()
 
     def _gather(self, value: int) -> list[int]:
-        """Return the values of all ranks of the loop, where all are known to be here."""
+        """Return the `value` of every rank of the loop; all these ranks must call this method."""
         result = np.empty(self._loop.size, np.int64)
         wait_until(self._loop.Iallgather(np.array([value], np.int64), result).Test)
         return result.tolist()
@@ -361,14 +373,16 @@ class Guard:
             return False
         self.store.save(step, state)
         if hasattr(self.store, "wait"):
-            self.store.wait()  # a store of two tiers returns with the first
+            self.store.wait()  # a store of two tiers returns when the first tier has the state
         return True
 
     def _settle(self) -> None:
-        """Wait for a save in the background. Collective over the ranks that save.
+        """Wait for a save that runs in the background.
 
-        The last one that this program hears of, or the one before the last, whose failure must not
-        keep that from beginning.
+        Collective over the ranks that save.
+
+        If the save in the background fails, the error is printed, and the guard still tries to save
+        the last checkpoint.
         """
         if not hasattr(self.store, "wait"):
             return
@@ -384,7 +398,7 @@ class Guard:
         if self.store is None or state is None:
             return "nothing was saved, for the guard was given no store and state"
         self._settle()
-        # Ranks may hold different parts of the state, so they decide together.
+        # Ranks may have different parts of the state, so they decide together.
         if self._agree(int(not is_finite(state)))[0]:
             return "nothing was saved, for the state holds NaN or infinity already"
         if not self.fits():

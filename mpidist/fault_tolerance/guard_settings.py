@@ -1,10 +1,11 @@
-"""What the ranks must agree on before a guard watches their loop: its settings, checked."""
+"""The checks of the settings of a guard, on which all ranks must agree."""
 
 from __future__ import annotations
 
 import operator
 import signal
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from mpi4py import MPI
@@ -16,15 +17,17 @@ _NEVER = {signal.SIGKILL, signal.SIGSTOP}
 
 
 def settings_of(*, state, store, signals, time_limit, patience, every, deciders) -> dict[str, Any]:
-    """Check what a guard was given; return what must be equal on all ranks.
+    """Check the arguments of a guard; return the settings that must be equal on all ranks.
 
-    Of the state, the store and the deciders only whether they are there: what is saved may be
-    another part of the whole on each rank, and servers give COMM_NULL.
+    For `state` and `deciders`, the result only says whether they were given; for `store`, the
+    result has the name of the store's class. The values of these three arguments may differ between
+    ranks: each rank may save another part of the state, and ranks outside the loop pass COMM_NULL
+    as `deciders`.
 
     Raises
     ------
     ConfigError
-        Naming the argument.
+        If an argument is wrong. The text names the argument.
     """
     if state is not None and not (isinstance(state, Mapping) or callable(state)):
         raise _bad("state", state, "a mapping of name to array, a function that makes one, or None")
@@ -48,7 +51,7 @@ def settings_of(*, state, store, signals, time_limit, patience, every, deciders)
 
 
 def _numbers(signals: Iterable[int]) -> tuple[int, ...]:
-    """Return the numbers of signals that a process may handle. Raises ConfigError."""
+    """Return the signals as integers; raise ConfigError if a process cannot handle one of them."""
     try:
         numbers = tuple(signal.Signals(operator.index(number)) for number in signals)
     except (TypeError, ValueError):
@@ -63,16 +66,14 @@ def _seconds(time_limit) -> float | str | None:
     if time_limit is None or (isinstance(time_limit, str) and time_limit == "auto"):
         return time_limit
     number = isinstance(time_limit, int | float) and not isinstance(time_limit, bool)
-    try:
+    with suppress(OverflowError):
         if number and time_limit > 0:
             return float(time_limit)
-    except OverflowError:
-        pass
     raise _bad("time_limit", time_limit, "seconds > 0, 'auto', or None")
 
 
 def _whole(value) -> int:
-    """Return a whole number, 0 for anything else."""
+    """Return `value` as an int, or 0 if it is not a whole number."""
     try:
         return 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""How a hang is recognised and reported: pure functions of what each rank has shown."""
+"""Recognise and report a hang from the status records of all ranks. This module uses no MPI."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 
 class Hang(NamedTuple):
-    """A verdict: the ranks that give no sign, and those that may be the cause."""
+    """A hang: the ranks that no longer publish their state, and the ranks that may be the cause."""
 
     absent: list[int]
     suspects: list[int]
 
 
 class Seen:
-    """What one rank has seen of another: its newest record, and when it last changed."""
+    """The newest status record of a rank, and the time at which the record last changed."""
 
     def __init__(self, rank: int):
         self.rank = rank
@@ -22,24 +22,24 @@ class Seen:
         self.heard: float | None = None
 
     def update(self, record: dict | None, now: float) -> None:
-        """Take the record that is on the board now; None keeps the former one."""
+        """Store a rank's newest record from the status board; None keeps the previous record."""
         if self.heard is None:
             self.heard = now
         if record is not None and (self.record is None or record["beat"] != self.record["beat"]):
             self.record, self.heard = record, now
 
     def forget(self, now: float) -> None:
-        """Count silence and stillness anew."""
+        """Reset the times that `silent` and `still` return: both are zero at the time `now`."""
         self.heard = now
         if self.record is not None:
             self.record = {**self.record, "still": 0.0}
 
     def silent(self, now: float) -> float:
-        """Seconds since its record changed."""
+        """Return the seconds since the record of the rank last changed."""
         return 0.0 if self.heard is None else now - self.heard
 
     def still(self, now: float) -> float:
-        """Seconds since its main thread moved."""
+        """Return the seconds since the main thread of the rank last made progress."""
         return 0.0 if self.record is None else self.record["still"] + self.silent(now)
 
     left = property(lambda self: self.record is not None and self.record["left"])
@@ -52,11 +52,11 @@ class Seen:
 
 
 def judge(peers: Sequence[Seen], seconds: float, now: float) -> Hang | None:
-    """Return the verdict on what was seen, or None while all may be well.
+    """Return the hang that the ranks' status records show, or None if they show no hang.
 
-    A rank that gives no sign for `seconds` is a hang. So is a job in which no rank moved for
-    `seconds` while at least one waits: a rank that only waits cannot be what it waits for. Ranks
-    that all loop without waiting are at work.
+    The job hangs if the status record of a rank has not changed for `seconds`. The job also hangs
+    if no rank has made progress for `seconds` while at least one rank waits. If no rank waits, the
+    job is taken to be at work, even if all ranks run in endless loops.
     """
     present = [peer for peer in peers if not peer.left]
     absent = [peer.rank for peer in present if peer.silent(now) >= seconds]
@@ -64,14 +64,19 @@ def judge(peers: Sequence[Seen], seconds: float, now: float) -> Hang | None:
         return Hang(absent, [])
     waits = [peer for peer in present if peer.state in ("blocked", "waiting")]
     if len(peers) > 1 and waits and all(peer.still(now) >= seconds for peer in present):
-        # The last sign of a rank came after its last move, so its silence is a little shorter.
+        # A rank gives its last sign after its last move, so it is silent for a shorter time.
         absent = [peer.rank for peer in present if peer.silent(now) >= seconds / 2]
         return Hang(absent, [] if absent else suspects(peers))
     return None
 
 
 def suspects(peers: Sequence[Seen]) -> list[int]:
-    """Return the ranks that are not where the others wait: left, looping, or the fewest."""
+    """Return the ranks that may be the cause of a hang.
+
+    The suspects are the ranks that have left or that are in an endless loop. If there is no such
+    rank, the ranks are grouped by the line of the program at which they wait, and the suspects are
+    the ranks of the smallest groups. If all ranks wait at one line, there are no suspects.
+    """
     left = [peer.rank for peer in peers if peer.left]
     looping = [peer.rank for peer in peers if not peer.left and peer.state == "looping"]
     if looping or left:
@@ -86,13 +91,9 @@ def suspects(peers: Sequence[Seen]) -> list[int]:
 
 
 def hang_report(
-    peers: Sequence[Seen],
-    hang: Hang,
-    seconds: float,
-    now: float,
-    condition: Callable[[Seen], str],
+    peers: Sequence[Seen], hang: Hang, seconds: float, now: float, condition: Callable[[Seen], str]
 ) -> str:
-    """Return the report: one line that names the rank and its host, then a line per rank."""
+    """Return a report of a hang: a line with the suspect ranks and hosts, then a line per rank."""
     lines = [f"mpidist: watch: nothing moved for {seconds:g} s; {_accuse(peers, hang, condition)}"]
     lines[0] += "; the job ends with exit code 70"
     for peer in peers:
@@ -109,11 +110,13 @@ def hang_report(
 
 def _accuse(peers, hang: Hang, condition) -> str:
     if hang.absent:
-        named = [f"rank {r} on {peers[r].host} ({condition(peers[r])})" for r in hang.absent[:8]]
-        more = f" and {len(hang.absent) - 8} more" if len(hang.absent) > 8 else ""
-        return f"absent: {', '.join(named)}{more}"
+        named = [f"rank {r} on {peers[r].host} ({condition(peers[r])})" for r in hang.absent]
+        return f"absent: {_few(named)}"
     if hang.suspects:
-        named = [f"rank {r} on {peers[r].host}" for r in hang.suspects[:8]]
-        more = f" and {len(hang.suspects) - 8} more" if len(hang.suspects) > 8 else ""
-        return f"not where the others wait: {', '.join(named)}{more}"
+        named = [f"rank {r} on {peers[r].host}" for r in hang.suspects]
+        return f"not where the others wait: {_few(named)}"
     return "all ranks wait at one place"
+
+
+def _few(named: list[str]) -> str:
+    return ", ".join(named[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")

@@ -1,6 +1,7 @@
-"""What a rank did last, written down when the job hangs: operations, events, stacks.
+"""The dump of one rank when the job hangs: its last operations, its events, and its stacks.
 
-The thread that writes it must not wait for anything: no MPI, no lock, nothing of the main thread's.
+The thread that writes the dump must not wait: it uses no MPI, no lock, and nothing that the main
+thread may hold.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from ..runtime import context
 
 
 def operations() -> list[dict]:
-    """Return the newest operations on each communicator that mpidist serves here.
+    """Return the newest operations of this process on each of its communicators.
 
-    `begun` is the number of the newest one; ranks that stand in the same operation have the same.
+    In the result, `begun` is the number of the newest operation on a communicator. Ranks that are
+    in the same operation show the same number.
     """
     found = []
     for each in list(context.contexts.values()):
-        # The main thread may go on in the midst of this, and change what is read.
+        # The main thread may go on meanwhile and change the data that this thread reads.
         with contextlib.suppress(RuntimeError):
             newest, known = each.sequence, [signature.text() for signature in each.history]
-            first = newest - len(known) + 1
-            numbered = [[first + k, text] for k, text in enumerate(known)]
+            numbered = [[k, text] for k, text in enumerate(known, newest - len(known) + 1)]
             found.append(
                 {"rank": each.rank, "size": each.size, "begun": newest, "operations": numbered}
             )
@@ -37,10 +38,11 @@ def operations() -> list[dict]:
 
 
 def parameter_servers() -> list[dict]:
-    """Return the newest operations between parameter servers and workers here.
+    """Return the newest operations of this process between parameter servers and workers.
 
-    Each with the seconds since it began. ``waiting`` are those that nobody has answered yet; a
-    server's ``clocks`` tell which worker it holds their pulls for.
+    For each operation the result has the seconds since the operation began. ``waiting`` lists the
+    operations that have no answer yet. The ``clocks`` of a server (how many steps each worker has
+    finished) show which worker makes the server hold back its answers.
     """
     found = []
     with contextlib.suppress(RuntimeError):  # as above
@@ -60,7 +62,7 @@ def _waiting(each: events.Operation, now: float) -> dict:
 
 
 def stacks() -> dict[str, list[str]]:
-    """Return the stack of each thread of this process, the innermost line last."""
+    """Return the stack of each thread of this process, with the innermost line last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
         f"{names.get(ident, '?')} {ident}": traceback.format_stack(frame)
@@ -69,9 +71,10 @@ def stacks() -> dict[str, list[str]]:
 
 
 def write(folder: Path, rank: int, **about) -> Path:
-    """Write ``hang-RANK.json`` into `folder`, over an older one. Raises OSError.
+    """Write ``hang-RANK.json`` into `folder`; replaces an older file. Raises OSError.
 
-    No values of variables and none of the environment: only names, shapes and places.
+    The file has names and shapes of arrays, and lines of the program. The file has no values of
+    variables and no environment variables.
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts = {

@@ -1,4 +1,4 @@
-"""The signal handlers of a guard: set while its loop runs, then the former ones put back."""
+"""The signal handlers of a guard (`guard.py`), which are set only while the training loop runs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from .. import events
 from ..launch import heartbeat
 from ..runtime.failure import end_child, unlink_segments, wait_for_the_reader
 
-#: What the first rank says at once, since a step may be long.
+#: The text that rank 0 prints at once, because the step may go on for long.
 _INTERRUPTED = b"mpidist: interrupted: the run stops after this step; Ctrl-C again ends it now\n"
 
 
-#: How Open MPI's launchers call themselves, and seconds in which one that still reads has read.
+#: The names of Open MPI's launchers, and the seconds in which a working launcher reads output.
 _OPEN_MPI, _READ_BY = ("prterun", "mpirun", "mpiexec", "orterun"), 0.02
 
 
 def say_last(text: str) -> None:
-    """Print a line on stderr, also where the launcher has stopped to read it.
+    """Print a line on stderr, even if the launcher no longer reads the output of the ranks.
 
-    Open MPI's does so as soon as it gets Ctrl-C, half a second before it kills the ranks. What it
-    writes to itself is still there: that of the rank it has started here.
+    Open MPI's launcher stops reading when it gets Ctrl-C, half a second before it kills the ranks.
+    If the launcher has stopped reading, this function writes to the stderr of the launcher process
+    on this host.
     """
     print(text, file=sys.stderr, flush=True)
     if wait_for_the_reader(_READ_BY):
@@ -39,12 +40,16 @@ def say_last(text: str) -> None:
 
 
 class Handlers:
-    """Handlers that note which signal came last, in `heard`. For the main thread.
+    """Signal handlers that call the function `heard` with the number of the signal.
 
-    SIGINT is noted once. The next one ends the process, whatever it waits for: that is the kernel's
-    work, since a Python handler does not run while MPI blocks. Where the process was started to
-    ignore SIGINT, as a shell does with what runs beside it, it stays ignored. `speaks`: this rank
-    says that it was interrupted. `alone`: no launcher removes what this process leaves when killed.
+    Call the method `set` in the main thread.
+
+    The first SIGINT calls `heard`, too. The second SIGINT ends the process. The second SIGINT has
+    no Python handler, because a Python handler does not run while MPI blocks. If the process was
+    started to ignore SIGINT, as a shell does for background processes, SIGINT stays ignored. If
+    `speaks` is true, this rank prints that it was interrupted. If `alone` is true, the process has
+    no launcher that would remove the shared-memory files of a killed process, so the first SIGINT
+    removes them.
     """
 
     def __init__(
@@ -55,27 +60,27 @@ class Handlers:
         self._former: dict[int, Any] = {}
 
     def set(self) -> None:
-        """Hear the signals from here on, also where somebody has blocked them until now."""
+        """Set the handlers, and unblock the signals if they were blocked."""
         for number in self.numbers:
             if number != signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
                 self._former[number] = signal.signal(number, self._hear)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.numbers)
 
     def put_back(self) -> None:
-        """Restore the signal handlers that were installed before. Twice is fine."""
+        """Restore the former signal handlers. A second call does nothing."""
         for number, handler in self._former.items():
-            # None: set by C code, which signal.signal cannot put back.
+            # None stands for a handler of C code, which signal.signal cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._former.clear()
 
     def _hear(self, number: int, frame) -> None:
-        # Little but a flag: this runs between two instructions of whatever was going on.
+        # The handler does little, because it runs between any two instructions of the program.
         end_child(number)
         self._heard(number)
         heartbeat.hear()
         if number == signal.SIGINT:
             if self._alone:
-                unlink_segments()  # nothing of ours runs when the next one comes
+                unlink_segments()  # the next SIGINT ends the process without running any code
             signal.signal(number, signal.SIG_DFL)
             if self._speaks and events.VERBOSITY:
-                os.write(2, _INTERRUPTED)  # `print` may be what was going on
+                os.write(2, _INTERRUPTED)  # the handler may have interrupted a `print`

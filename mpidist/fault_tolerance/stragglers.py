@@ -1,10 +1,12 @@
-"""Which rank do the others wait for? Each rank reports its own time per step.
+"""Find the rank that the other ranks wait for. Each rank measures its own time per step.
 
-Waiting is everybody's but the slow one's, so what counts is the time that a rank needs before it
-comes to the exchange: for its data and for its gradients. Every ten steps the ranks tell each other
-two numbers. Any rank is late now and then: a slow rank is one that is slow in nearly all steps of
-two windows in a row. Where ranks share cores they take turns, and which of them is late says
-nothing about a rank or a host: these are never named.
+If one rank is slow, all other ranks wait for it when the ranks exchange data in each step. To leave
+out this wait for a slow rank, each rank measures only its times before the exchange: the time to
+load its data, and the time to compute its gradients. Every ten steps the ranks exchange their times
+for data and for gradients. Every rank is late now and then, so a rank counts as slow only if it is
+slow in nearly all of the steps of two consecutive windows of ten steps. Ranks that share cores run
+in turns, so their times do not show that a rank or a host is slow, and such ranks are never
+reported.
 """
 
 from __future__ import annotations
@@ -23,21 +25,21 @@ from ..launch import binding
 from ..runtime import polling
 from ..runtime.polling import wait_until
 
-#: Steps between two looks.
+#: The steps of one window, after which ranks exchange their times.
 WINDOW = 10
-#: A straggler needs so many times as long as the median of the others, and so many seconds more.
+#: A straggler needs FACTOR times as long as the median of the other ranks, and LEAST seconds more.
 FACTOR, LEAST = 3.0, 0.005
-#: Looks in a row that must agree.
+#: The number of consecutive windows in which a rank must be slow.
 AGAIN = 2
 
 PHASES = ("data", "gradients")
 
-#: Cores of a host that ranks tell each other of; of more, two may count as one.
+#: The greatest number of cores of a host. On a host with more, two cores may count as one.
 _CORES = 1024
 
 
 class Straggler(NamedTuple):
-    """A rank that the others wait for: in which phase, and how many seconds longer per step."""
+    """A slow rank, the phase of the step in which it is slow, and by how many seconds per step."""
 
     rank: int
     phase: str
@@ -45,12 +47,14 @@ class Straggler(NamedTuple):
 
 
 def find_stragglers(times: np.ndarray, phases: Sequence[str] = PHASES) -> list[Straggler]:
-    """Return the stragglers among the ranks of one window. Pure.
+    """Return the slow ranks, given the times of all ranks in one window of ten steps.
 
     Parameters
     ----------
     times : array (ranks, phases)
-        Seconds per step that each rank has needed in each phase.
+        The seconds per step that each rank has needed in each phase.
+    phases : sequence of str
+        The names of the phases.
     """
     totals = times.sum(axis=1)
     found = []
@@ -64,10 +68,10 @@ def find_stragglers(times: np.ndarray, phases: Sequence[str] = PHASES) -> list[S
 
 
 def sharing(places: Sequence[tuple[int, frozenset[int]]]) -> frozenset[int]:
-    """Return the ranks that must share cores, from (machine, cores it may use) of each. Pure.
+    """Return the ranks that must share cores, given the machine and the cores of each rank.
 
-    More ranks than there are cores to which all of them are bound take turns on these; so do all
-    ranks of a machine where they are more than all the cores that they may use.
+    Ranks share cores if they are bound to a set of cores that has fewer cores than ranks. All ranks
+    of a machine share cores if they may together use fewer cores than there are ranks.
     """
     found: set[int] = set()
     for machine in {machine for machine, _ in places}:
@@ -80,7 +84,7 @@ def sharing(places: Sequence[tuple[int, frozenset[int]]]) -> frozenset[int]:
 
 
 def crowded_ranks(comm) -> frozenset[int]:
-    """Return the ranks of `comm` that share cores, the same on all of them. Collective."""
+    """Return the ranks of `comm` that share cores. Collective over `comm`."""
     if comm.size == 1:
         return frozenset()
     place = binding.rank_place({})
@@ -99,21 +103,21 @@ def crowded_ranks(comm) -> frozenset[int]:
 
 
 class Window:
-    """Times of a rank's newest steps."""
+    """The times of the newest ten steps of one rank."""
 
     def __init__(self, phases: int = len(PHASES)):
         self._times = np.zeros((WINDOW, phases))
         self._steps = 0
 
     def note(self, *seconds: float) -> None:
-        """Take what a step needed in each phase."""
+        """Record how many seconds one step took in each phase."""
         self._times[self._steps % WINDOW] = seconds
         self._steps += 1
 
     def take(self) -> np.ndarray | None:
-        """Return seconds per step in each phase, once there are steps enough, and begin anew.
+        """Return the seconds per step of each phase and empty the window; None before ten steps.
 
-        The third fastest of ten: what the system took away in some of them does not count.
+        The result is the third smallest of ten times, so a disturbance in some steps has no effect.
         """
         if self._steps < WINDOW:
             return None
@@ -122,7 +126,7 @@ class Window:
 
 
 class Judge:
-    """Tells who is slow, once: when `AGAIN` looks in a row agree, until it is well again."""
+    """Reports a rank once if it is slow in `AGAIN` (two) consecutive windows of ten steps."""
 
     def __init__(self, phases: Sequence[str] = PHASES):
         self.phases = phases
@@ -130,7 +134,7 @@ class Judge:
         self.told: list[Straggler] = []
 
     def look(self, everyone: np.ndarray) -> list[Straggler]:
-        """Take a window of all ranks; return what is new."""
+        """Return the ranks that are slow in a second consecutive window, given all ranks' times."""
         found = find_stragglers(everyone, self.phases)
         self._seen = {one.rank: self._seen.get(one.rank, 0) + 1 for one in found}
         new = [one for one in found if self._seen[one.rank] == AGAIN]
@@ -139,13 +143,13 @@ class Judge:
 
 
 def record(one: Straggler) -> None:
-    """Write a straggler into the event log."""
+    """Emit an event for a straggler."""
     lag = round(one.lag * 1e3, 1)
     events.emit("straggler", straggler=one.rank, phase=one.phase, lag_ms=lag)
 
 
 def report_straggler(one: Straggler, who: str, needed: float) -> None:
-    """Report that rank `who` is slow and needs so many seconds a step."""
+    """Print that the rank named in `who` is slow and needs `needed` seconds per step."""
     if events.VERBOSITY:
         print(
             f"mpidist: note: {who}: it needs {needed * 1e3:.1f} ms a step, {one.lag * 1e3:.1f} ms "
@@ -155,10 +159,10 @@ def report_straggler(one: Straggler, who: str, needed: float) -> None:
 
 
 class Stragglers:
-    """Ranks that do each step together and tell each other their times. Collective over `comm`.
+    """Finds stragglers (slow ranks) among ranks that step together. Collective over `comm`.
 
-    `ranks` are their names in what is told, by default those of `comm`; `crowded` those that share
-    cores (`crowded_ranks`), by default found out when there is a first one to name.
+    `ranks` has the rank numbers that reports show, by default the ranks of `comm`. `crowded` are
+    the ranks that share cores; by default, `crowded_ranks` finds them before the first report.
     """
 
     def __init__(
@@ -173,19 +177,19 @@ class Stragglers:
         self.ranks = range(comm.size) if ranks is None else ranks
 
     def note(self, *seconds: float) -> None:
-        """Take what a step needed in each phase before its exchange; every tenth is collective."""
+        """Record how many seconds one step took in each phase. Every tenth call is collective."""
         self.window.note(*seconds)
         self.look()
 
     def look(self) -> None:
-        """Tell each other, where a window is full. Collective."""
+        """Exchange the ranks' times once in ten steps, and report new stragglers. Collective."""
         mine = self.window.take()
         if mine is None or self.comm.size == 1:
             return
         everyone = np.empty((self.comm.size, len(mine)))
         wait_until(self.comm.Iallgather(mine, everyone).Test)
         found = self.judge.look(everyone)
-        # All ranks have seen the same times, so all of them come here or none.
+        # All ranks have the same times, so either all or none of them make this call.
         if found and self.crowded is None:
             self.crowded = frozenset(self.ranks[rank] for rank in crowded_ranks(self.comm))
         for one in found:
@@ -200,7 +204,7 @@ class Stragglers:
 
 
 class OwnTime:
-    """Time that the main thread did not spend waiting inside mpidist."""
+    """Measures the time of the main thread, without the time that mpidist waits for other ranks."""
 
     def __init__(self):
         self._mark = (0.0, 0.0)
@@ -208,11 +212,11 @@ class OwnTime:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start to measure the time of a step."""
         self._mark, self._own = (time.monotonic(), polling.waited), None
 
     def stop(self) -> float:
-        """Return the seconds since `begin`, or until the first call of this since then."""
+        """Return the seconds, without waits, from `begin` to the first `stop` after `begin`."""
         if self._own is None:
             began, waited = self._mark
             self._own = max(0.0, time.monotonic() - began - (polling.waited - waited))

@@ -1,10 +1,10 @@
-"""How long this job may still run, and whether a checkpoint fits into what is left of it.
+"""How long this job may still run, and whether a checkpoint fits into that time.
 
     now                          stop here                      end of the allocation
      |- - - steps - - - - - - - - -|- a step -|- - - - save - - -|
 
-The stop comes so early that the longest step seen and twice the longest save seen fit in, and half
-a minute for what nobody has measured.
+The loop stops so early that the longest step so far, twice the longest save so far, and half a
+minute of reserve fit into the remaining time.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from collections.abc import Mapping
 
 from .. import events
 
-#: Seconds kept for what was never measured.
+#: Seconds of reserve for everything that is not measured.
 RESERVE = 30.0
 
 _DURATION = re.compile(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)")
 
 
 def seconds_left(environ: Mapping[str, str]) -> float | None:
-    """Return the seconds until the allocation ends, None if it is not known.
+    """Return the seconds until the allocation ends, or None if they are not known.
 
-    From SLURM_JOB_END_TIME where Slurm sets it, else squeue is asked, for at most 20 s.
+    Reads SLURM_JOB_END_TIME. If Slurm has not set SLURM_JOB_END_TIME, this function runs squeue for
+    at most 20 s.
     """
     end = environ.get("SLURM_JOB_END_TIME", "")
     if end.isdigit():
@@ -43,7 +44,7 @@ def seconds_left(environ: Mapping[str, str]) -> float | None:
 
 
 def duration(text: str) -> float | None:
-    """Read Slurm's ``[days-][[hours:]minutes:]seconds``; None for UNLIMITED and the like. Pure."""
+    """Return the seconds of Slurm's ``[days-][[hours:]minutes:]seconds``; None for other texts."""
     match = _DURATION.fullmatch(text)
     if match is None:
         return None
@@ -53,13 +54,13 @@ def duration(text: str) -> float | None:
 
 def longest_save() -> float:
     """Return the seconds of the longest save among the newest events of this process."""
-    newest = list(events.recent)  # other threads may add to it meanwhile
+    newest = list(events.recent)  # a copy, because other threads may append meanwhile
     saves = (d.get("seconds", 0.0) for _, kind, d in newest if kind == "checkpoint_saved")
     return max(saves, default=0.0)
 
 
 class Allotment:
-    """What is left from `now` on, with `seconds` to go. Clocks are monotonic."""
+    """The time that a job has left: `seconds` from the time `now` on, on the monotonic clock."""
 
     def __init__(self, seconds: float, now: float):
         self.end = now + seconds
@@ -68,7 +69,7 @@ class Allotment:
         self._looked = now
 
     def step(self, now: float) -> None:
-        """A step ends, or a loop begins."""
+        """Record that a step ends, or that the loop begins."""
         if self._last is not None:
             self._step = max(self._step, now - self._last)
         self._last = now
@@ -76,15 +77,15 @@ class Allotment:
             self.look(now)
 
     def look(self, now: float) -> None:
-        """See how long saves take."""
+        """Look up in the newest events how long the longest save of a checkpoint took."""
         self._looked = now
         self._save = max(self._save, longest_save())
 
     def is_over(self, now: float) -> bool:
-        """Whether the loop should stop now."""
+        """Return whether the loop should stop now, so that time for a last save is left."""
         return now >= self.end - self._step - 2 * self._save - RESERVE
 
     def fits(self, now: float) -> bool:
-        """Whether a save that begins now ends in time, as far as saves were seen."""
+        """Estimate, from the longest save so far, whether a save that begins now ends in time."""
         self.look(now)
         return now + self._save < self.end

@@ -1,17 +1,19 @@
-"""Hangs are reported: which rank is missing and where each rank is. Then the job ends.
+"""Find hangs of a job: report the missing rank and the code line of each rank, then end the job.
 
-A thread in each rank looks at the rank's main thread ten times per `seconds`, without any MPI call,
-and tells what it saw on a board that all ranks read. A main thread is
+A thread in each rank looks at the rank's main thread at least ten times within `seconds`, the time
+limit of `watch`, without any MPI call. The thread writes the state of the main thread to a file,
+the status board, that all ranks read. The main thread is in one of these states:
 
-    moving    it runs Python code and gets somewhere
-    blocked   it has not come back to Python: a native call, usually an MPI call that waits
+    moving    it runs Python code and makes progress
+    blocked   it has not returned to Python from a native call, usually an MPI call that waits
     waiting   it polls in one and the same wait of mpidist
     looping   it runs Python code, but always the same instruction with the same values
 
-The job hangs when a rank gives no sign for `seconds`, or when nobody moved for `seconds` and
-somebody waits for somebody. While one rank computes, the others may wait as long as they like.
-Native calls look alike from here: `seconds` must be more than the longest one that all ranks make
-at once, such as a collective write or a factorisation.
+The job hangs if a rank writes no state for `seconds`, or if no rank has made progress for `seconds`
+and at least one rank waits. While one rank computes, the other ranks may wait for any time without
+being taken to hang. The watching thread cannot tell a native call that computes from an MPI call
+that waits. Therefore set `seconds` to more than the longest native call that all ranks make at
+once, such as a collective write or a factorisation.
 """
 
 from __future__ import annotations
@@ -43,14 +45,14 @@ from ..runtime.status_board import Board
 from . import hang_dump
 from .hang import Hang, Seen, hang_report, judge
 
-#: The exit code of a job that hung.
+#: The exit code of a job that has hung.
 HANG = 70
 
 _WAIT = polling.wait_until.__code__
 _PENDING = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-#: Those of this process that have not been stopped.
+#: The watches of this process that have not been stopped.
 active: list[Watch] = []
-_callbacks: list = []  # kept for ever: the interpreter may still call one that nobody else holds
+_callbacks: list = []  # kept for ever, because the interpreter may still call one of them
 
 
 def watch(
@@ -60,29 +62,31 @@ def watch(
     directory: str | os.PathLike | None = None,
     dumps: str | os.PathLike | None = None,
 ) -> Watch:
-    """Watch this job from now on; on a hang, tell who and where, and end it with exit code 70.
+    """Watch this job from now on; report a hang with its ranks, and end the job with exit code 70.
 
-    Collective over `comm`, for a moment; afterwards each rank's thread is on its own. One line in
-    any mpi4py program, ``md.watch(comm)``, or a context manager.
+    Collective over `comm`. After this call, a thread of each rank watches the job and makes no
+    collective calls. Use `watch` as one line in any mpi4py program, ``md.watch(comm)``, or as a
+    context manager.
 
     Parameters
     ----------
     comm : MPI.Intracomm
     seconds : float
-        How long nothing may happen. Equal on all ranks.
+        A job in which nothing happens for so many seconds is taken to hang. All ranks pass the same
+        `seconds`.
     directory : path, optional
-        Where ranks on several hosts meet: a folder they share. Default: the current one. What
-        rank 0 gives counts; the others give one as well.
+        A folder that ranks on several hosts share; by default the current folder. Either all ranks
+        or none pass a folder, and the folder of rank 0 is used.
     dumps : path, optional
-        Where each rank that can writes ``hang-RANK.json`` at a hang: its newest 256 operations on
-        each communicator, its newest events, the stacks of its threads.
+        A folder in which each rank writes ``hang-RANK.json`` at a hang: its newest 256 operations
+        on each communicator, its newest events, and the stacks of its threads.
     """
     same_on_all(comm, "watch", lambda: _settings(seconds, dumps))
     return Watch(comm, seconds, directory, dumps)
 
 
 class Watch:
-    """What `watch` returns: this rank's watch, which ends with its ``with``, or by `stop`."""
+    """The object that `watch` returns. Watching ends at `stop` or when the ``with`` block ends."""
 
     def __init__(self, comm, seconds: float, directory, dumps):
         self.seconds = float(seconds)
@@ -96,7 +100,7 @@ class Watch:
         self._identity = {"host": socket.gethostname(), "pid": os.getpid(), "born": born("self")}
         self._peers = [Seen(rank) for rank in range(self.size)]
         self._stop = threading.Event()
-        # From here on everybody's record is there.
+        # After this call the records of all ranks are on the board.
         run_on_all(comm, "watch: beginning", self._publish)
         self._thread = threading.Thread(target=self._run, name="mpidist-watch", daemon=True)
         self._thread.start()
@@ -104,8 +108,8 @@ class Watch:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Stop watching; the other ranks see that this one left. Twice is fine."""
-        # A process that this rank has forked does not leave in its name.
+        """Stop watching; other ranks see that this rank has left. A second call does nothing."""
+        # A process that this rank has forked is not a rank.
         if self._left or os.getpid() != self._identity["pid"]:
             return
         self._left = True
@@ -130,26 +134,23 @@ class Watch:
         last = time.monotonic()
         while not self._stop.wait(self.interval):
             now = time.monotonic()
-            # A batch system may stop the whole job and let it go on: who was away knows nothing.
+            # A batch system may stop the whole job and continue it. Then all times begin anew.
             if now - last > max(self.seconds / 2, 5 * self.interval):
-                self._forget(now)
+                self._me.moved = now
+                for peer in self._peers:
+                    peer.forget(now)
             last = now
             self._me.look(now)
             try:
                 self._publish()
                 records = self._board.read()
             except OSError:
-                continue  # a shared file system may be away for a while; the next look tells
+                continue  # a shared file system may be unavailable; the next look reads again
             for peer, record in zip(self._peers, records, strict=True):
                 peer.update(record, now)
             hang = self._told(records) or judge(self._peers, self.seconds, now)
             if hang is not None and not self._stop.is_set():
                 self._end(hang, now)
-
-    def _forget(self, now: float) -> None:
-        self._me.forget(now)
-        for peer in self._peers:
-            peer.forget(now)
 
     def _publish(self, verdict: Hang | None = None) -> None:
         self._beat += 1
@@ -157,39 +158,34 @@ class Watch:
         if events.recent:
             _, kind, details = events.recent[-1]
             event = " ".join([kind, *(f"{key}={value}" for key, value in details.items())])
-        self._board.write(
-            {
-                **self._identity,
-                "beat": self._beat,
-                "left": self._left,
-                "state": self._me.state,
-                "still": round(time.monotonic() - self._me.moved, 2),
-                "hang": None if verdict is None else [verdict.absent, verdict.suspects],
-                "where": self._me.where[:300],
-                "event": event[:200],
-            }
-        )
+        record = {
+            **self._identity,
+            "beat": self._beat,
+            "left": self._left,
+            "state": self._me.state,
+            "still": round(time.monotonic() - self._me.moved, 2),
+            "hang": verdict,
+            "where": self._me.where[:300],
+            "event": event[:200],
+        }
+        self._board.write(record)
 
     def _told(self, records) -> Hang | None:
-        """Whether another rank has found a hang already: then all of them end alike."""
-        for record in records:
-            if record and record["hang"]:
-                return Hang(*record["hang"])
-        return None
+        """Return the hang that another rank has already found and published, or None."""
+        return next((Hang(*one["hang"]) for one in records if one and one["hang"]), None)
 
     def _end(self, hang: Hang, now: float) -> None:
-        """Tell and leave. Never returns: the main thread is stuck, or is about to be."""
+        """Report the hang and end this process. Never returns."""
         with contextlib.suppress(OSError):
             self._publish(hang)
         living = [p.rank for p in self._peers if p.rank not in hang.absent and not p.left]
-        # Not among the living? Then I was taken for absent myself, and others tell of it.
+        # If the other ranks take this rank for absent, they report the hang.
         if living and self.rank == living[0]:
             _write(hang_report(self._peers, hang, self.seconds, now, self._condition))
         _write(self._stack())
         self._dump(hang)
-        time.sleep(
-            1.5 * self.interval + 0.2
-        )  # all ranks look once more, hear of it and do the same
+        # Meanwhile all ranks look once more, read of the hang, and end as well.
+        time.sleep(1.5 * self.interval + 0.2)
         if self.rank in [rank for rank in living if self._here(self._peers[rank])][:1]:
             self._kill_absent(hang)
         self._board.close(last=True)
@@ -198,32 +194,30 @@ class Watch:
     def _dump(self, hang: Hang) -> None:
         if self.dumps is None:
             return
-        about = {"host": self._identity["host"], "absent": hang.absent, "suspects": hang.suspects}
+        about = {**hang._asdict(), "state": self._me.state, "where": self._me.where}
         try:
-            hang_dump.write(
-                self.dumps, self.rank, **about, state=self._me.state, where=self._me.where
-            )
+            hang_dump.write(self.dumps, self.rank, host=self._identity["host"], **about)
         except OSError as error:
             _write(f"mpidist: watch: rank {self.rank} could not write its dump: {error}\n")
 
     def _leave(self, *, by_abort: bool) -> None:
-        """End this process; one rank asks MPI to end the job first.
+        """End this process. If `by_abort` is true, call MPI_Abort first, so that MPI ends the job.
 
-        MPICH's launcher kills the others as soon as one rank has ended, and then reports the
-        signal and not the exit code; after an abort both launchers report the abort's code. It is
-        the only MPI call made here, and nothing depends on it: if it blocks, the alarm ends this
-        process, and the other ranks leave by themselves a moment later.
+        MPICH's launcher kills all ranks as soon as one rank has ended, and then reports the signal
+        and not the exit code. After MPI_Abort, the launchers of MPICH and Open MPI report the exit
+        code passed to MPI_Abort. If MPI_Abort blocks, an alarm signal ends this process, and the
+        other ranks end by themselves.
         """
         unlink_segments()
         wait_for_the_reader()
         if by_abort:
             signal.alarm(10)
-            MPI.COMM_WORLD.Abort(HANG)  # the job is meant, and the user may have freed `comm`
+            MPI.COMM_WORLD.Abort(HANG)  # the whole job ends, and `comm` may have been freed
         time.sleep(1)
         os._exit(HANG)
 
     def _condition(self, peer: Seen) -> str:
-        """Say what the system knows about the process of an absent rank on this host."""
+        """Describe the process of a rank that publishes no state now: gone, stopped or stuck."""
         if not self._here(peer):
             return "no sign from it"
         try:
@@ -237,10 +231,11 @@ class Watch:
         return peer.record is not None and peer.host == self._identity["host"]
 
     def _kill_absent(self, hang: Hang) -> None:
-        """End the absent ranks of this host, which cannot do it themselves.
+        """Kill the ranks of this host that no longer publish a state and cannot end by themselves.
 
-        A moment later and by a process of its own: the launcher takes the job's exit code from
-        the first rank that ends, and a killed one would make it 137.
+        A new process kills these ranks a moment later, because the launcher takes the exit code of
+        the job from the first rank that ends. If a killed rank ended first, the exit code of the
+        job would be 137.
         """
         pids = [
             str(peer.pid)
@@ -265,7 +260,7 @@ class Watch:
 
 
 def _settings(seconds, dumps) -> dict[str, float]:
-    """Check what a watch was given; return what must be equal on all ranks."""
+    """Check the arguments of `watch`; return those that must be equal on all ranks."""
     number = isinstance(seconds, int | float | np.number) and not isinstance(seconds, bool)
     if not (number and 0 < seconds <= sys.float_info.max):
         raise ConfigError(f"watch: seconds={shown(seconds)}; expected a number > 0")
@@ -275,7 +270,7 @@ def _settings(seconds, dumps) -> dict[str, float]:
 
 
 class MainThread:
-    """What can be seen of a main thread from beside it, without stopping it."""
+    """The state of the main thread, observed by another thread while the main thread runs on."""
 
     def __init__(self):
         self.ident = threading.main_thread().ident
@@ -283,8 +278,9 @@ class MainThread:
         self.moved = time.monotonic()
         self._signature = self._values = None
         self._ran = self._asked = 0
-        # The interpreter runs this in the main thread as soon as that is back in Python: the one
-        # way to tell a call that does not return from a loop that makes the same call for ever.
+        # The interpreter runs this callback in the main thread as soon as the thread is back in
+        # Python. So a native call that does not return differs from a loop that makes the same call
+        # for ever.
         self._callback = _PENDING(self._on_run)
         _callbacks.append(self._callback)
 
@@ -292,16 +288,12 @@ class MainThread:
         self._ran += 1
         return 0
 
-    def forget(self, now: float) -> None:
-        """Count as having moved just now."""
-        self.moved = now
-
     def frame(self):
         """Return the innermost frame of the main thread, or None."""
         return sys._current_frames().get(self.ident)
 
     def look(self, now: float) -> None:
-        """See whether the main thread moved since the last look."""
+        """Find out whether the main thread has made progress since the previous call of `look`."""
         frame = self.frame()
         if frame is None:
             return
@@ -309,47 +301,35 @@ class MainThread:
         if came_back and ctypes.pythonapi.Py_AddPendingCall(self._callback, None) == 0:
             self._asked += 1
         self.where = stack_place(frame)
-        wait = _enclosing_wait(frame)
+        stack = [each for each, _ in traceback.walk_stack(frame)]
+        wait = next((each for each in stack if each.f_code is _WAIT), None)
         values, signature = None, ()  # type: dict | None, tuple
         if wait is not None:
-            # The moment at which this wait began stands for it: another wait, another moment.
+            # The time at which a wait has begun identifies the wait.
             signature, state = ("wait", _variables(wait).get("start")), "waiting"
         elif not came_back:
             signature, state = ("native",), "blocked"
         else:
-            signature, state = ("python", *_stack_signature(frame)), "looping"
+            instructions = [(id(each.f_code), each.f_lasti) for each in stack]
+            signature, state = ("python", *instructions), "looping"
             if signature == self._signature:
                 values = _variables(frame)
-        # A native call after anything else is one that began since the last look; a wait without
-        # a beginning is still in its first microseconds.
+        # A native call that follows another state has begun since the last look. A wait without a
+        # time is still in its first microseconds.
         if (signature, values) != (self._signature, self._values) or signature == ("wait", None):
             self.moved, state = now, "moving"
         self._signature, self._values, self.state = signature, values, state
 
 
-def _enclosing_wait(frame):
-    while frame is not None and frame.f_code is not _WAIT:
-        frame = frame.f_back
-    return frame
-
-
-def _stack_signature(frame) -> list[tuple[int, int]]:
-    signature = []
-    while frame is not None:
-        signature.append((id(frame.f_code), frame.f_lasti))
-        frame = frame.f_back
-    return signature
-
-
 def _variables(frame) -> dict:
-    """Return the variables of a frame, plain numbers by value and the rest by identity."""
+    """Return the variables of a frame: numbers and texts by value, other objects by identity."""
     at_module_level = frame.f_locals is frame.f_globals
     variables = {
         name: value if type(value) in (int, float, bool, str) else id(value)
         for name, value in list(frame.f_locals.items())
     }
-    # Before Python 3.13 this look leaves a copy of the variables on the frame, which would keep
-    # arrays alive that the program has long let go.
+    # Before Python 3.13, reading f_locals leaves a copy of the variables on the frame. The copy
+    # would keep arrays alive that the program does not use any more.
     if not at_module_level and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         copy = frame.f_locals
         if isinstance(copy, dict):
@@ -358,9 +338,10 @@ def _variables(frame) -> dict:
 
 
 def stack_place(frame) -> str:
-    """Return where a stack is: the innermost line of the user's code, and what it called here.
+    """Return the innermost line of the user's code, and the mpidist functions that it has called.
 
-    Equal for ranks that wait at the same place, so without our own line numbers.
+    The text has no line numbers of mpidist's own code, so that ranks that wait at the same line of
+    the user's code have equal texts.
     """
     package = str(Path(__file__).parents[1])
     ours = []

@@ -1,1 +1,1 @@
-"""Whether MPI moves device memory itself: proved by ``python -m mpidist.gpu_direct``."""
+"""The test whether MPI can move device memory: ``python -m mpidist.gpu_direct``."""

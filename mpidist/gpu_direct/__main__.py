@@ -1,9 +1,10 @@
-"""Prove that this MPI takes device memory: ``mpiexec -n 2 python -m mpidist.gpu_direct``.
+"""Prove that this MPI can move device memory: ``mpiexec -n 2 python -m mpidist.gpu_direct``.
 
-An MPI that is wrong about it does not raise, it ends the process or delivers old bytes. So the
-proof is made in a job of its own, whose death harms nobody: the old proof is removed first, the
-operations that mpidist uses are run on device arrays of several sizes, and only when every value is
-right is a new proof written, for this host, MPI, cupy and driver. `arrays.mpi_direct` reads it.
+An MPI that cannot move device memory may end the process or deliver wrong bytes, and raises no
+error. Therefore this test runs in a job of its own. The job first removes the result file of an
+earlier test. Then the job runs the operations that mpidist uses on device arrays of several sizes.
+At its end the job writes a new result file for this host, MPI, cupy and driver, which says whether
+every value was right. `arrays.mpi_direct` reads this file.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import numpy as np
 from .. import arrays
 from ..errors import ConfigError
 
-#: Below and above the sizes at which MPI libraries change their ways (eager, pipelined, IPC).
+#: Sizes below and above the limits at which MPI libraries change protocol (eager, pipelined, IPC).
 _COUNTS = (1, 1000, 20_000, 3_000_000)
 
 
 def probe(comm) -> list[str]:
-    """Run every operation on device arrays and return what was wrong. Collective over `comm`."""
+    """Run operations on device arrays; return those with wrong results. Collective over `comm`."""
     from mpi4py import MPI
 
     cupy = arrays.load_cupy()
@@ -36,8 +37,7 @@ def probe(comm) -> list[str]:
         _check(wrong, f"Allreduce of {count}", y, expected)
 
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        requests = [comm.Irecv(y, left), comm.Isend(x, right)]
-        MPI.Request.Waitall(requests)
+        MPI.Request.Waitall([comm.Irecv(y, left), comm.Isend(x, right)])
         _check(wrong, f"Isend and Irecv of {count}", y, mine - comm.rank + left)
 
         comm.Bcast(x, root=0)
@@ -53,7 +53,7 @@ def _check(wrong: list[str], what: str, x, expected) -> None:
 
 
 def main() -> int:
-    """Probe, write the proof of each host, and return the exit code."""
+    """Run the test, write the result file on each host, and return the exit code."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
@@ -69,10 +69,10 @@ def main() -> int:
         return error.exit_code
     path = arrays.proof_path()
     path.unlink(missing_ok=True)
-    comm.Barrier()  # nobody may remove what a quicker rank of this host has written
+    comm.Barrier()  # no rank may remove the new proof of a faster rank of this host
     wrong = sorted({what for each in comm.allgather(probe(comm)) for what in each})
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Ranks of one host write the same text; the rename makes it whole at any moment.
+    # Ranks of one host write the same text. After a rename the file is complete at any moment.
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps({"direct": not wrong, "wrong": wrong}), encoding="utf-8")
     draft.replace(path)

@@ -1,1 +1,1 @@
-"""Gradient exchange: in buckets, while the backward pass still runs."""
+"""Average gradients over the ranks, in buckets, while the backward pass still runs."""

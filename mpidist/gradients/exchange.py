@@ -1,13 +1,17 @@
-"""`Gradients`: averaged over all ranks, in buckets, while backward still runs.
+"""`Gradients` averages the gradients of a model over all ranks, in buckets, during backward.
 
-They lie in an `Arena` in the order in which backward finishes them: learned in the first step, then
-frozen (and stored with a checkpoint, for the order of additions depends on it). Where nodes send,
-a bucket leaves when its last gradient is ready, and every further `ready` pushes on what is under
-way. Inside one node nothing travels, so everything is added at the end, where it lies.
+The gradients are stored in an `Arena`, memory that the ranks of a node share, in the order in which
+the backward pass finishes them. `Gradients` records in the first step in which order the gradients
+become ready, and keeps this order in all later steps. A checkpoint stores the order of the
+gradients, because the order in which the ranks' gradients are added depends on it. If there are
+several nodes, a bucket is sent as soon as its last gradient is ready. Each call of `ready` makes
+progress for all buckets that are being sent. If all ranks are on one node, no gradients are sent:
+all gradients are added in shared memory at the end of the step.
 
-What must be equal on all ranks is compared when a `Gradients` is made (`settings.py`).
+The constructor of `Gradients` checks that its arguments are the same on all ranks
+(`exchange_settings.py`).
 
-PyTorch's DDP: Li et al., "PyTorch Distributed", VLDB 13(12), 2020.
+Reference: Li et al., "PyTorch Distributed" (PyTorch's DDP), VLDB 13(12), 2020.
 """
 
 from __future__ import annotations
@@ -25,9 +29,10 @@ from ..arrays import work_dtype
 from ..collectives.engines import arena_sum
 from ..collectives.engines.fused_pieces import bucket, can_overlap
 from ..collectives.engines.node_barrier import faked_nodes
-from ..collectives.plan import AllreducePlan, make
+from ..collectives.plan import AllreducePlan, make_plan
 from ..collectives.schedules.algorithms import MEASURED
 from ..errors import MpidistError, ProtocolError
+from ..partition import bounds_of
 from ..runtime.agreement.mismatch import Signature
 from ..runtime.agreement.run_on_all import same_on_all
 from ..runtime.arena import Arena
@@ -40,11 +45,12 @@ from .progress_thread import Background
 
 
 class Gradients:
-    """One gradient per parameter, in memory that is exchanged with the other ranks.
+    """The gradients of all parameters, summed over the ranks in each step. Collective over `comm`.
 
-    Collective over `comm`, as are `reduce` and `close`; `begin` and `ready` are local.
-    A step is `begin`, `ready` for what is final, `reduce`; a step that has not exchanged anything
-    may begin again.
+    The methods `reduce` and `close` are collective, `ready` is not, and `begin` is collective in
+    the second step only. In each step, call `begin`, then `ready` for each gradient as soon as it
+    is final, then `reduce`. `begin` may be called again in a step as long as no bucket of this step
+    has been sent.
 
     Parameters
     ----------
@@ -54,41 +60,43 @@ class Gradients:
     algorithm : str
         As for `md.allreduce`.
     bucket_bytes : int or "auto"
-        Gradients that travel together.
+        Bytes of gradients that are sent together.
     overlap : bool
-        Exchange while backward still runs, where nodes send.
+        Whether to exchange between nodes while backward still runs.
     progress : "hooks" or "thread"
-        Who pushes on what is under way: every `ready`, or a thread beside the program (see
-        ``progress_thread.py`` for what it forbids).
+        What makes progress for the buckets that are being sent: every call of `ready`, or a thread
+        (``progress_thread.py`` describes the restrictions of a thread).
     order : sequence of str, optional
-        Names in the order of backward, where it is known from an earlier run.
+        Names in the order of backward, if this order is known from an earlier run.
     ranks_per_node : int, optional
         Fake nodes, as in `Topology`.
     uses : mapping of name -> int, optional
-        How many `ready` a step makes for a tensor that is used several times (tied weights): it is
-        final with the last of them. 1 for all others.
+        How often `ready` is called in a step for a tensor that is used several times (tied
+        weights). The gradient of a tensor is final when `ready` has been called as often as `uses`
+        says. The default of `uses` is 1.
 
     Attributes
     ----------
     views : dict of name -> array
-        What a model writes its gradients into. The first `reduce` may move them: do not keep the
-        arrays, keep the dict.
+        The arrays into which a model writes its gradients. The second call of `begin` may replace
+        the arrays in the dict, so keep a reference to the dict and not to the arrays.
     extras : array
-        Two further numbers of the first vector, summed with it in the same message.
+        Two extra numbers at the end of the first vector, summed in the same message as the
+        gradients.
     overlapping : bool
-        Whether buckets leave before `reduce`.
+        Whether buckets may be sent before `reduce` is called.
 
     Raises
     ------
     ConfigError
-        On all ranks, for a parameter that is no array of real or complex numbers, or a setting
-        that is none, on some rank.
+        On all ranks: some parameter is not an array of real or complex numbers, or some setting is
+        invalid.
     MismatchError
-        On all ranks, where they differ in a setting or in names, shapes, dtypes or order of the
-        parameters, or where a rank makes another call.
+        On all ranks: settings, or names, shapes, dtypes or order of the parameters, differ between
+        the ranks, or some rank makes another call.
     ProtocolError
-        `ready` or `reduce` before `begin`, one `ready` more than `uses` says, `begin` when a part
-        of the step has left.
+        `ready` or `reduce` was called before `begin`, `ready` more often than `uses` allows, or
+        `begin` when buckets of the step have been sent.
     """
 
     def __init__(
@@ -105,31 +113,16 @@ class Gradients:
         uses: Mapping[str, int] | None = None,
     ):
         self.comm, self.context = comm, of(comm)
-        given = {
-            "algorithm": algorithm, "bucket_bytes": bucket_bytes, "overlap": overlap,
-            "progress": progress, "order": order, "ranks_per_node": ranks_per_node, "uses": uses,
-        }  # fmt: skip
-        taken: list[Settings] = []
+        asked = Settings(algorithm, bucket_bytes, overlap, progress, order, ranks_per_node, uses)
 
         def facts() -> dict:
-            taken[:] = [check_settings(parameters, given)]
-            return taken[0].facts
+            self._settings, self._shapes, self._xp, facts = check_settings(parameters, asked)
+            return facts
 
         same_on_all(comm, "Gradients", facts)
-        with self.context.call("Gradients"):
-            self._take(taken[0], given)
-            self._place(None)
-            if taken[0].order is not None:
-                self._arrange(taken[0].order)
-
-    def _take(self, settings: Settings, given: dict) -> None:
-        self.algorithm, self.bucket_bytes = given["algorithm"], given["bucket_bytes"]
-        self._overlap, self._progress = given["overlap"], given["progress"]
-        self._ranks_per_node = settings.ranks_per_node or faked_nodes(self.comm)
-        self._shapes, self._xp, self._uses = settings.shapes, settings.xp, settings.uses
         self._names = list(self._shapes)
         number = self.context.store["gradients"] = self.context.store.get("gradients", 0) + 1
-        self._label = f"gradients {number}"  # what else is theirs was compared
+        self._label = f"gradients {number}"  # the ranks have compared all other settings
         self.views: dict = {}
         self.arena: Arena | None = None
         self.order: list[str] | None = None
@@ -137,74 +130,72 @@ class Gradients:
         self.alone_seconds: float | None = None
         self._seen: list[str] = []
         self._learned = self._begun = self._closed = False
-        self._awaited: dict[str, int] = {}  # name -> how many `ready` are to come in this step
+        self._awaited: dict[str, int] = {}  # name -> remaining calls of `ready` in this step
         self._active: list = []
-        self._next = self._given = 0  # the bucket that leaves next; extras of the newest step
+        self._next = self._given = 0  # the next bucket to send; extras of the newest step
         self._plans: list[AllreducePlan] = []
         self._background: Background | None = None
         self._values: tuple[float, ...] = ()
+        with self.context.call("Gradients"):
+            self._place(self._names)
+            if self._settings.order is not None:
+                self._arrange(list(self._settings.order))
 
     # -- memory ------------------------------------------------------------------------
 
-    def _place(self, order: Sequence[str] | None) -> None:
-        """Allocate all tensors in `order`, and cut the buckets. Collective."""
-        names = self._names if order is None else list(order)
+    def _place(self, names: list[str]) -> None:
+        """Allocate all gradients in the order of `names`, and cut them into buckets. Collective."""
+        settings, self.overlapping = self._settings, False
         spec = with_extras({name: self._shapes[name] for name in names})
         if self.arena is not None:
             self.arena.close()
         if self._xp is np:
-            self.arena = Arena(self.comm, spec, ranks_per_node=self._ranks_per_node)
+            nodes = settings.ranks_per_node or faked_nodes(self.comm)
+            self.arena = Arena(self.comm, spec, ranks_per_node=nodes)
             views, self.vectors = dict(self.arena), self.arena.vectors
+            self.overlapping = settings.overlap and can_overlap(self.arena, settings.algorithm)
         else:
             views, self.vectors = allocate(spec, self._xp)
             for k, vector in enumerate(self.vectors):
                 label = f"{self._label} vector {k}"
-                plan = make(self.context, vector, "sum", self.algorithm, label)
+                plan = make_plan(self.context, vector, "sum", settings.algorithm, label)
                 self._plans.append(plan.owned())
-        #: Half precision is scaled in single, as it is added, and rounded once.
+        #: Half precision is scaled and added in single precision, and rounded once at the end.
         self._half = [vector.dtype != work_dtype(vector.dtype) for vector in self.vectors]
         self.extras = views.pop(EXTRAS)
         self.views.clear()
-        self.views.update({name: views[name] for name in self._shapes})
-        self.overlapping = (
-            self._overlap and self.arena is not None and can_overlap(self.arena, self.algorithm)
-        )
+        self.views.update({name: views[name] for name in self._names})
         self._cut(spec, names)
 
     def _cut(self, spec: dict, names: list[str]) -> None:
-        """Make a bucket of every few neighbours, in the order in which they become ready."""
-        limit = bucket_bytes(self.bucket_bytes, sum(vector.nbytes for vector in self.vectors))
-        self._starts, self._bucket_of, self._least = [], {}, []
-        self._spans: list = []
-        if not self.overlapping:
+        """Cut the gradients into buckets, numbered in the order in which backward finishes them."""
+        total = sum(vector.nbytes for vector in self.vectors)
+        limit = bucket_bytes(self._settings.bucket_bytes, total)
+        self._starts, self._spans, self._bucket_of, self._least = [], [], {}, []
+        if self.arena is None or not self.overlapping:
             return
-        assert self.arena is not None
         rank = {name: k for k, name in enumerate([*names, EXTRAS])}  # the extras come last
         found = []
         for k, vector in enumerate(self.vectors):
             mine = [name for name, (_, dtype) in spec.items() if dtype == vector.dtype]
-            ends = np.cumsum([prod(spec[name][0]) for name in mine])
-            for first, last in cut_buckets(
-                [prod(spec[n][0]) * vector.itemsize for n in mine], limit
-            ):
-                start, stop = int(ends[first - 1]) if first else 0, int(ends[last - 1])
-                members = mine[first:last]
-                found.append((max(rank[n] for n in members), k, start, stop, members))
+            sizes = [prod(spec[name][0]) for name in mine]
+            bounds = bounds_of(sizes)
+            for first, last in cut_buckets([size * vector.itemsize for size in sizes], limit):
+                newest = max(rank[name] for name in mine[first:last])
+                found.append((newest, k, bounds[first], bounds[last], mine[first:last]))
         for number, (_, k, start, stop, mine) in enumerate(sorted(found)):
-            self._starts.append(bucket(self.arena, k, start, stop, self.algorithm))
+            self._starts.append(bucket(self.arena, k, start, stop, self._settings.algorithm))
             self._spans.append((k, start, stop))
             self._least.append(len(mine))
             self._bucket_of.update(dict.fromkeys(mine, number))
 
     def arrange(self, order: Sequence[str]) -> None:
-        """Lay the gradients out in `order`, the one of backward. Collective; between two steps."""
-        names: list[str] = []
+        """Reorder the gradients in memory as `order` says. Collective; call it between steps."""
 
         def facts() -> dict:
-            names[:] = check_order(order, self._shapes)
-            return order_facts(names)
+            return order_facts(check_order(order, self._shapes))
 
-        same_on_all(self.comm, "Gradients.arrange", facts)
+        names = list(same_on_all(self.comm, "Gradients.arrange", facts).values())
         with self.context.call("Gradients.arrange"):
             self._arrange(names)
 
@@ -214,15 +205,15 @@ class Gradients:
             self._place(order)
         if self.overlapping:
             self._measure()
-            if self._progress == "thread" and self._background is None:
+            if self._settings.progress == "thread" and self._background is None:
                 self._background = Background()
 
     # -- one step ----------------------------------------------------------------------
 
     def begin(self, share: float) -> None:
-        """Begin a step of which this rank has `share` of the samples. Collective the second time.
+        """Begin a training step in which this rank has the fraction `share` of all samples.
 
-        Then the ranks agree on the order that was seen in the first step.
+        Collective in the second step only, in which the ranks agree on an order of the gradients.
         """
         if self._begun and self._next:
             self.refuse("Gradients.begin", ProtocolError(
@@ -230,18 +221,15 @@ class Gradients:
             ))  # fmt: skip
         with self.context.call("Gradients.begin"):
             share = arguments.checked_share(share, self._closed)
-        if self._learned:
-            with self.context.call("Gradients.begin"):
+            if self._learned:
                 self._learn()
-            self._learned = False
-        self._seen, self._active = [], []
-        self._share, self._next = share, 0
-        self._left = list(self._least)
-        self._awaited = self._uses.copy()
-        self._begun = True
+                self._learned = False
+        self._seen, self._active, self._next = [], [], 0
+        self._left, self._awaited = self._least.copy(), self._settings.uses.copy()
+        self._share, self._begun = share, True
 
     def _learn(self) -> None:
-        """Take the order that rank 0 has seen: it may depend on threads. Collective."""
+        """Order the gradients in memory as they became ready in rank 0's first step. Collective."""
         context, place = self.context, {name: k for k, name in enumerate(self._names)}
         context.begin_agreed(Signature("Gradients.begin", "", "", extra=self._label), "order")
         seen = np.full(len(place), -1, np.int64)
@@ -249,17 +237,18 @@ class Gradients:
         seen[: len(mine)] = [place[name] for name in mine]
         context.wait(context.control.Ibcast(seen, 0).Test)
         if seen[0] >= 0:
-            told = [self._names[k] for k in seen if k >= 0]
-            self._arrange([*told, *(name for name in self._names if name not in set(told))])
+            first = [self._names[k] for k in seen if k >= 0]
+            self._arrange(list(dict.fromkeys([*first, *self._names])))
 
     def ready(self, name: str) -> None:
-        """Say that the gradient `name` is final in this step.
+        """Declare that the gradient `name` is final in this step.
 
-        A tensor with several `uses` is final when it was said so often.
+        For a tensor that the model uses several times (argument `uses`), call `ready` once per use;
+        only the last call makes the tensor's gradient final.
         """
         awaited = self._awaited.get(name, 0) - 1 if isinstance(name, str) else -1
         if awaited < 0:
-            self.refuse("Gradients.ready", wrong_ready(name, self._uses, self._begun))
+            self.refuse("Gradients.ready", wrong_ready(name, self._settings.uses, self._begun))
         self._awaited[name] = awaited
         if awaited or not self.overlapping:
             return
@@ -267,15 +256,14 @@ class Gradients:
         if self.order is None:
             self._seen.append(name)
         else:
-            number = self._bucket_of[name]
-            self._left[number] -= 1
+            self._left[self._bucket_of[name]] -= 1
             self._send(self._background)
             for handle in self._active:
                 handle.test()
             self.exposed_seconds += time.perf_counter() - began
 
     def refuse(self, what: str, error: MpidistError) -> NoReturn:
-        """Raise `error`, which all ranks hear; what has begun of the step never ends."""
+        """Raise `error` and send it to all ranks, which stop the exchange of all buckets."""
         if self._next:
             self.context.break_off(error)
             raise error
@@ -283,7 +271,7 @@ class Gradients:
             raise error
 
     def _send(self, background: Background | None = None) -> None:
-        """Begin all buckets that are complete, in order: the same one on all ranks."""
+        """Begin to send the complete buckets, in an order that is the same on all ranks."""
         try:
             while self._next < len(self._starts) and self._left[self._next] <= 0:
                 k, start, stop = self._spans[self._next]
@@ -304,9 +292,11 @@ class Gradients:
             raise
 
     def reduce(self, *extras: float) -> None:
-        """Finish the exchange: views and extras hold the sums over ranks of share times value.
+        """Finish the exchange: each view then contains the sum over all ranks of share * gradient.
 
-        Collective; in place. `extras`: up to two numbers, as many on each rank, not scaled.
+        Collective; in place. `extras` are up to two numbers; every rank passes the same number of
+        them. After the call, `Gradients.extras` has the sums of the extras over the ranks, not
+        scaled by `share`.
         """
         with self.context.call("Gradients.reduce"):
             if not self._begun:
@@ -325,24 +315,21 @@ class Gradients:
                 self.steps += 1
                 self._learned = self.order is None
             else:
-                self._scale()
+                for vector, half in zip(self.vectors, self._half, strict=True):
+                    if not half:
+                        vector *= vector.dtype.type(self._share)
+                self._set_extras()
                 plans = self._plans
                 if self.arena is not None:
-                    plans = arena_sum.plans_of(self.context, self.arena, "sum", self.algorithm)
+                    algorithm = self._settings.algorithm
+                    plans = arena_sum.plans_of(self.context, self.arena, "sum", algorithm)
                 for plan, vector, half in zip(plans, self.vectors, self._half, strict=True):
                     plan(vector, self._share if half else None)
             self._begun, self._next, self._awaited = False, 0, {}
 
-    def _scale(self) -> None:
-        """Scale what is added in its own dtype, and put the extras in. See `_set_extras`."""
-        for vector, half in zip(self.vectors, self._half, strict=True):
-            if not half:
-                vector *= vector.dtype.type(self._share)
-        self._set_extras()
-
     def _set_extras(self) -> None:
-        """Put the extras in, unscaled. Collective where they are more or fewer than before."""
-        if len(self._values) != self._given:  # who is alone with that is found here
+        """Write the extra numbers that `reduce` sums. Collective if the count of extras changed."""
+        if len(self._values) != self._given:  # an error if the numbers differ between ranks
             self._given = len(self._values)
             signature = Signature("Gradients.reduce", "", "", extra=self._label)
             self.context.begin_agreed(signature, f"{self._given} extra numbers")
@@ -351,7 +338,7 @@ class Gradients:
     # -- what it cost ------------------------------------------------------------------
 
     def _measure(self, rounds: int = 3) -> None:
-        """Time the exchange with nothing beside it: what there is to hide. Collective."""
+        """Measure how long an exchange of all buckets takes outside a backward pass. Collective."""
         seconds = []
         for _ in range(rounds + 1):
             self._left, self._next, self._active = [0] * len(self._starts), 0, []
@@ -368,31 +355,31 @@ class Gradients:
         self._next, self._active = 0, []
 
     def hidden(self) -> float | None:
-        """Share of the exchange that ran behind backward, 0 to 1; None where nothing is."""
+        """Return the fraction of the exchange's time that overlapped with backward, or None."""
         if not self.alone_seconds or not self.steps:
             return None
         exposed = self.exposed_seconds / self.steps / self.alone_seconds
         return round(min(1.0, max(0.0, 1 - exposed)), 4)
 
     def abandon(self) -> None:
-        """End the thread that makes progress.
+        """End the thread that makes progress for messages.
 
-        The memory stays: the other ranks may be anywhere, and messages to it under way.
+        The memory of the gradients is not freed, because other ranks may still write to it.
         """
         if self._background is not None:
             self._background.close()
             self._background = None
 
     def close(self) -> None:
-        """Give the memory back. Idempotent.
+        """Free the memory. Idempotent.
 
-        Sends nothing; all ranks must call it between the same two operations.
+        `close` sends no messages, but all ranks must call it between the same two collective
+        operations.
         """
         if self._background is not None:
-            for handle in self._background.take():  # of a step that nobody finished
+            for handle in self._background.take():  # of a step without `reduce`
                 running.append(handle)
-            self._background.close()
-            self._background = None
+        self.abandon()
         for plan in self._plans:
             plan.release()
         self._plans = []

@@ -1,8 +1,8 @@
-"""What a `Gradients` is made of: checked on each rank, compared between them."""
+"""Check the arguments of `Gradients` on each rank, and describe them so that ranks can compare."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any, NamedTuple
 
@@ -14,58 +14,53 @@ from .gradient_buckets import bucket_bytes as bytes_of
 
 
 class Settings(NamedTuple):
-    """What was given, in the form that is used."""
+    """All arguments of `Gradients` except the communicator and the parameters."""
 
-    shapes: dict[str, tuple]  # name -> (shape, dtype)
-    uses: dict[str, int]  # name -> how many `ready` in a step
-    order: list[str] | None
+    algorithm: str
+    bucket_bytes: int | str
+    overlap: bool
+    progress: str
+    order: Sequence[str] | None
     ranks_per_node: int | None
-    xp: Any  # where the arrays lie: numpy or cupy
-    facts: dict[str, Any]
+    uses: Any  # name -> how often `ready` is called in a step; with all names once checked
 
 
-def check_settings(parameters, given: Mapping) -> Settings:
-    """Return the `Settings` for the arguments of `Gradients`; ConfigError for bad ones."""
+def check_settings(parameters, asked: Settings) -> tuple[Settings, dict[str, tuple], Any, dict]:
+    """Check the arguments of `Gradients`; raise ConfigError for invalid ones.
+
+    Returns four values: the settings to use, a dict of each parameter's (shape, dtype), the module
+    of the arrays (numpy or cupy), and a dict of everything that must be equal on all ranks.
+    """
     shapes, xp = _shapes(parameters)
-    check_name(given["algorithm"], ALLREDUCE)
-    bytes_of(given["bucket_bytes"], 0)
-    overlap, progress, order = given["overlap"], given["progress"], given["order"]
-    if not isinstance(overlap, bool):
-        raise ConfigError(f"overlap={shown(overlap)}: expected true or false")
-    if not isinstance(progress, str) or progress not in ("hooks", "thread"):
-        raise ConfigError(f"progress={shown(progress)}: expected 'hooks' or 'thread'")
-    if order is not None:
-        order = check_order(order, shapes)
-    counts = _uses(given["uses"], shapes)
-    facts = {
-        "algorithm": given["algorithm"],
-        "bucket_bytes": given["bucket_bytes"],
-        "overlap": overlap,
-        "progress": progress,
-        "ranks_per_node": whole_nodes(given["ranks_per_node"]),
-        "memory": xp.__name__,
-        "uses": {name: count for name, count in counts.items() if count != 1},
-    }
+    check_name(asked.algorithm, ALLREDUCE)
+    bytes_of(asked.bucket_bytes, 0)
+    if not isinstance(asked.overlap, bool):
+        raise ConfigError(f"overlap={shown(asked.overlap)}: expected true or false")
+    if not isinstance(asked.progress, str) or asked.progress not in ("hooks", "thread"):
+        raise ConfigError(f"progress={shown(asked.progress)}: expected 'hooks' or 'thread'")
+    order = None if asked.order is None else check_order(asked.order, shapes)
+    counts, nodes = _uses(asked.uses, shapes), whole_nodes(asked.ranks_per_node)
+    used = asked._replace(order=order, ranks_per_node=nodes, uses=counts)
+    uses = {name: count for name, count in counts.items() if count != 1}
+    facts = {**used._asdict(), "uses": uses, "memory": xp.__name__, "order": order and "given"}
     for k, (name, (shape, dtype)) in enumerate(shapes.items()):
         facts[f"parameter {k}"] = name, shape, element_name(dtype)
-    facts.update(order_facts(order) if order is not None else {"order": None})
-    return Settings(shapes, counts, order, facts["ranks_per_node"], xp, facts)
+    return used, shapes, xp, facts | order_facts(order or ())
 
 
 def check_order(order, shapes: Mapping) -> list[str]:
-    """Return `order` as a list; ConfigError unless it names every gradient once."""
+    """Return `order` as a list; raise ConfigError unless it names every gradient once."""
     try:
         names = list(order)
-        good = sorted(names) == sorted(shapes)
+        if sorted(names) != sorted(shapes):
+            raise ConfigError(f"the order of gradients names {len(names)} tensors, not the model's")
     except TypeError:
         raise ConfigError(f"order={shown(order)}: expected names of gradients") from None
-    if not good:
-        raise ConfigError(f"the order of gradients names {len(names)} tensors, not the model's")
     return names
 
 
 def order_facts(order) -> dict[str, Any]:
-    """Return what must be equal on all ranks of an order."""
+    """Return an order of names as a dict, so that ranks can check that their orders are equal."""
     return {f"order[{k}]": name for k, name in enumerate(order)}
 
 
@@ -84,7 +79,7 @@ def _shapes(parameters) -> tuple[dict[str, tuple], Any]:
             element_name(x.dtype)
         except ConfigError as error:
             raise ConfigError(f"Gradients: parameter {name!r}: {error}") from error
-        if x.dtype.kind in "biu":  # a share of samples is no whole number
+        if x.dtype.kind in "biu":  # gradients are multiplied by a share, which is a fraction
             raise ConfigError(
                 f"Gradients: parameter {name!r} is {x.dtype}; expected real or complex numbers, "
                 "for gradients are means: leave it out"
@@ -105,8 +100,7 @@ def _uses(uses, shapes: Mapping) -> dict[str, int]:
         raise ConfigError(f"uses={shown(uses)}: expected a mapping of name -> number of ready")
     for name, given in uses.items():
         if name not in shapes:
-            near = nearest(name, shapes)
-            raise ConfigError(f"uses: {shown(name)} is no parameter{near}")
+            raise ConfigError(f"uses: {shown(name)} is no parameter{nearest(name, shapes)}")
         try:
             counts[name] = index(given)
         except TypeError:
@@ -117,7 +111,7 @@ def _uses(uses, shapes: Mapping) -> dict[str, int]:
 
 
 def checked_extras(extras) -> tuple[float, ...]:
-    """Return the numbers that are summed beside the gradients. Pure; raises what is wrong."""
+    """Return the `extras` of `Gradients.reduce` as floats; ConfigError if not numbers. Pure."""
     if len(extras) > 2:
         raise ConfigError(f"reduce: {len(extras)} extra numbers; expected two at most")
     try:
@@ -127,7 +121,7 @@ def checked_extras(extras) -> tuple[float, ...]:
 
 
 def checked_share(share, closed: bool) -> float:
-    """Return the share of a step's samples that a rank has. Pure; raises what is wrong with it."""
+    """Return the argument `share` of `Gradients.begin` as a float; raise if it is invalid. Pure."""
     if closed:
         raise ClosedError("begin: these gradients were closed; make new ones")
     try:
@@ -137,7 +131,7 @@ def checked_share(share, closed: bool) -> float:
 
 
 def wrong_ready(name, uses: Mapping[str, int], begun: bool) -> MpidistError:
-    """Return the error of a call of `ready` that is not expected. Pure."""
+    """Return the error to raise for an unexpected call of `Gradients.ready`. Pure."""
     if not isinstance(name, str) or name not in uses:
         near = nearest(name, uses)
         return ConfigError(f"ready({shown(name)}): no parameter has this name{near}")

@@ -1,6 +1,6 @@
-"""How gradients lie: one flat vector per dtype, two further numbers at the end of the first. Pure.
+"""Store all gradients of one dtype in a 1-D vector; the first vector has two extra numbers. Pure.
 
-[ conv1.w | conv1.b | ... | dense3.b | extras ]   [ those of another dtype ]
+[ conv1.w | conv1.b | ... | dense3.b | extras ]   [ gradients of another dtype ]
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import numpy as np
 
 from ..arrays import array_module
 
-#: Name of the two further numbers: a loss and a vote ride with the gradients.
+#: Name of the two further numbers. Training sends a loss and a vote with the gradients.
 EXTRAS = "(extras)"
 
 
 def with_extras(shapes: Mapping) -> dict:
-    """Return name -> (shape, dtype) in order of place, extras among them.
+    """Return a dict name -> (shape, dtype) of gradients and extras, in their order in memory.
 
-    They lie with the widest real numbers, and in float32 at least, if need be alone: a loss in
-    float16 would overflow. That vector is the first.
+    The extras are two numbers that are summed with the gradients, such as the loss. The dtype of
+    the extras is the widest real dtype of the gradients, but at least float32, because a loss could
+    overflow in float16. The vector that contains the extras comes first.
     """
     kinds = {dtype for _, dtype in shapes.values() if dtype.kind == "f" and dtype.itemsize >= 4}
     first = max(kinds, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
@@ -32,9 +33,9 @@ def with_extras(shapes: Mapping) -> dict:
 
 
 def allocate(spec: Mapping, xp, rows: tuple[int, ...] = ()) -> tuple[dict, list]:
-    """Return (views by name, vectors) of zeros in private memory, on the device of `xp`.
+    """Allocate vectors of zeros with the array module `xp`; return (views by name, vectors).
 
-    With ``rows=(k,)`` there are k of each: vectors (k, n), views (k, *shape).
+    With ``rows=(k,)`` each vector gets shape (k, n), not (n,), and each view gets (k, *shape).
     """
     views: dict = {}
     vectors: list = []
@@ -50,9 +51,9 @@ def allocate(spec: Mapping, xp, rows: tuple[int, ...] = ()) -> tuple[dict, list]
 
 
 def flat_views(parameters: Mapping, rows: tuple[int, ...] = ()) -> tuple[dict, list]:
-    """Return (gradients, vectors) for `parameters`, in private memory beside them.
+    """Allocate zeros for the gradients of `parameters`; return (views by name, vectors).
 
-    `rows` as for `allocate`.
+    With ``rows=(k,)`` each vector has the shape (k, n), as in `allocate`.
     """
     shapes = {name: (array.shape, array.dtype) for name, array in parameters.items()}
     xp = array_module(next(iter(parameters.values())))

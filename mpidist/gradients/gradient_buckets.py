@@ -1,11 +1,13 @@
-"""Which gradients travel together. Pure.
+"""Divide the gradients into buckets; the gradients of a bucket are sent together. Pure.
 
-    order of backward   d3.b d3.w | d2.b d2.w d1.b | c2.w c1.w loss     a bucket leaves when its
+    order of backward   d3.b d3.w | d2.b d2.w d1.b | c2.w c1.w loss     a bucket is sent when its
     bucket                  0     |       1        |      2             last gradient is ready
 
-A bucket costs a fixed time c per exchange, and the last one cannot hide; for N bytes at b seconds
-per byte the exposed time (N / s) c + s b is least at s = sqrt(N c / b). For gradients of 1 to 100
-MB on 1 to 10 Gbit/s Ethernet that is N/8 to N/40, so "auto" takes a sixteenth.
+Each bucket costs a fixed time c, and the exchange of the last bucket does not overlap with the
+backward pass. With N bytes of gradients, buckets of s bytes, a fixed time c per bucket, and b
+seconds per byte, the exchange makes the step longer by (N / s) c + s b. The extra time (N / s) c +
+s b is least for buckets of s = sqrt(N c / b) bytes. For gradients of 1 to 100 MB on Ethernet of 1
+to 10 Gbit/s, the best bucket size is between N/8 and N/40, so "auto" takes N/16.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError
 
-#: What "auto" keeps to, in bytes.
+#: The smallest and the largest bucket that "auto" chooses, in bytes.
 LEAST, MOST = 256 << 10, 25 << 20
 
 
 def bucket_bytes(wanted: int | str, total: int) -> int:
-    """Return the size of a bucket for `total` bytes of gradients; "auto" is a sixteenth."""
+    """Return the bytes of a bucket; "auto" means a sixteenth of `total`, from 256 KiB to 25 MiB."""
     if isinstance(wanted, str) and wanted == "auto":
         return min(max(total // 16, LEAST), MOST)
     if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
@@ -28,10 +30,11 @@ def bucket_bytes(wanted: int | str, total: int) -> int:
 
 
 def cut_buckets(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
-    """Cut a sequence of tensors of `sizes` bytes into buckets: (first, last + 1) of each.
+    """Group tensors of `sizes` bytes into buckets; return each bucket's first and end index.
 
-    A bucket is closed when it has reached `limit`; a tensor is never cut. The first and the last
-    are a quarter of that: until the first leaves the wire is idle, and nothing hides the last.
+    A bucket ends when it has reached `limit` bytes; a tensor is never cut. The first and the last
+    bucket are shorter and end at a quarter of `limit`, because the network is idle until the first
+    bucket is sent, and the exchange of the last bucket does not overlap with backward.
     """
     buckets: list[tuple[int, int]] = []
     first = filled = 0

@@ -1,9 +1,11 @@
-"""Progress by a thread: what is under way is tested while the program computes.
+"""A thread that calls MPI to make progress for messages while the program computes.
 
-MPI makes progress only inside its calls. Between two `ready` of a long layer there are none, unless
-a thread makes them. It needs MPI.THREAD_MULTIPLE and a moment of a core every half millisecond, so
-it is a choice, not the default (docs/benchmarks.md has both). While it runs, the program must not
-communicate by mpidist itself: two threads would push on the same operation.
+MPI makes progress only inside MPI calls. While a long layer computes its gradients, the program
+makes no MPI calls, so a thread can make these calls instead. The thread is not the default, because
+it needs MPI.THREAD_MULTIPLE and takes a little processor time every half millisecond.
+docs/benchmarks.md compares training with and without the thread. While the thread runs, the program
+must call no other function of mpidist that communicates, because two threads would then make
+progress for the same operation.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from mpi4py import MPI
 from ..errors import ConfigError
 from ..runtime.context import running
 
-#: Seconds between two looks.
+#: Seconds between two tests.
 PAUSE = 0.0005
 
 
 class Background:
-    """Tests handles in a thread of its own, from `push` until `take`."""
+    """A thread that tests all operations that `push` has started, until `take` is called."""
 
     def __init__(self):
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -37,17 +39,15 @@ class Background:
         self._thread.start()
 
     def push(self, begin) -> None:
-        """Call `begin`, which returns a handle, and test that from now on."""
+        """Call `begin`, which starts an operation and returns a handle that the thread tests."""
         with self._lock:
             handle = begin()
-            # A wait of the main thread would test it as well.
-            if handle in running:
-                running.remove(handle)
+            running.remove(handle)  # otherwise a wait of the main thread would test it as well
             self._handles.append(handle)
         self._work.set()
 
     def take(self) -> list:
-        """Stop testing; return the handles, and raise what went wrong in the thread."""
+        """Stop testing the operations; return their handles, or raise the thread's error."""
         self._work.clear()
         with self._lock:
             handles, self._handles = self._handles, []
@@ -63,10 +63,7 @@ class Background:
         self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            self._work.wait()
-            if self._closed:
-                return
+        while self._work.wait() and not self._closed:
             with self._lock:
                 try:
                     for handle in self._handles:

@@ -1,17 +1,21 @@
-"""``md.attach``: the gradients of a PyTorch module become means over all ranks.
+"""``md.attach``: average the gradients of a PyTorch module over all ranks.
 
     zero_grad()   drops the gradients, as torch does by default: p.grad is None
-    backward()    autograd makes a gradient wherever it likes
-    average()     moves it into the arena, and p.grad is a view of the arena from then on; then one
-                  exchange of the arena, where it lies
-    step()        the optimizer finds the means in p.grad; a hook refuses anything else
+    backward()    autograd allocates the gradients
+    average()     moves each gradient into the arena, and sets p.grad to a view of the arena; then
+                  one exchange averages the arena in place
+    step()        the optimizer finds the means in p.grad; a hook raises an error for other values
 
-Between nodes a hook moves each gradient as soon as it is there, and a bucket leaves while backward
-still runs (`exchange.py`). A second backward before
-`average` finishes what is under way and adds to it: the mean of means that are equal is itself.
+With several nodes, a hook copies each gradient into the arena as soon as autograd has computed it,
+and buckets of gradients are sent while backward still runs (`exchange.py`). If backward runs again
+before `average`, the exchange that has begun is finished first, and the new gradients are added to
+the means that this exchange has made. A second exchange in a step does not change the means of the
+first, because the mean of values that are equal on all ranks is the same value.
 
-What was never used has no gradient, and an optimizer leaves it alone. Whether a parameter was used
-anywhere rides with the gradients, one number each; used on one rank, it has a mean on all.
+A parameter that no rank has used in a step has no gradient, and the optimizer does not change it.
+With the gradients, each rank sends a 1 for every parameter that it has used, and a 0 for the
+others. The sum of these numbers over the ranks shows whether any rank has used a parameter. A
+parameter that at least one rank has used gets a mean gradient on all ranks.
 """
 
 from __future__ import annotations
@@ -32,19 +36,19 @@ from ..tensors import is_module, tensor_over
 from .exchange import Gradients
 from .flat_views import EXTRAS, with_extras
 
-#: The tensor beside the gradients that tells which of them there are.
+#: The name of the tensor with one number per parameter: whether the parameter was used.
 USED = "(used)"
 
-#: id of a parameter -> what averages its gradient, and keeps it alive.
+#: id of a parameter -> the `Attached` that averages its gradient.
 _owners: dict[int, Attached] = {}
 _step_hooks: list = []
 
 
 def attach(comm: MPI.Comm, module) -> Attached:
-    """Make the gradients of a PyTorch module means over all ranks.
+    """Prepare a PyTorch module so that its gradients can be averaged over all ranks.
 
-    Collective over `comm`. Every rank begins with the parameters and buffers of rank 0. From then
-    on backward leaves the gradients in an arena, and ``average()`` exchanges them:
+    Collective over `comm`. `attach` first gives every rank the parameters and buffers of rank 0.
+    After each backward pass ``average()`` exchanges the gradients:
 
     >>> gradients = md.attach(comm, model)
     >>> for x, y in batches:
@@ -57,55 +61,50 @@ def attach(comm: MPI.Comm, module) -> Attached:
     ----------
     comm : mpi4py.MPI.Comm
     module : torch.nn.Module
-        The same on every rank. What requires a gradient now is averaged.
+        The same on every rank. The gradients of all parameters that require a gradient when
+        `attach` is called are averaged.
 
     Raises
     ------
     ConfigError
-        On all ranks: what is no module, has nothing to train, is attached already, or has a
-        parameter without a shape (lazy layers).
+        On all ranks: `module` is not a module, has no parameter that requires a gradient, is
+        attached already, or has a parameter without a shape (lazy layers).
     MismatchError
-        On all ranks, where names, shapes, dtypes, order, or what requires a gradient differ.
+        On all ranks: the parameters that require a gradient differ between the ranks in names,
+        shapes, dtypes or order.
     """
     return Attached(comm, module)
 
 
 class Slot:
-    """One parameter, and where its gradient belongs."""
+    """One parameter of the module, with the memory for its gradient."""
 
     __slots__ = ("address", "facts", "name", "parameter", "sent", "tensor", "version")
 
     def __init__(self, name: str, parameter):
         self.name, self.parameter = name, parameter
-        self.tensor: Any = None  # over the arena
-        self.address = 0  # of the tensor: a module that is moved takes p.grad's memory along
-        self.facts: tuple = ()  # dtype, device and shape of the tensor
-        self.sent = False  # `ready` was said in this step
-        self.version = 0  # torch's count of writes when it was said
+        self.sent = False  # whether `ready` was called in this step
+        self.version = 0  # torch's count of writes to the tensor at the call of `ready`
 
     def bind(self, view) -> None:
-        """Take a tensor over `view`, as it is now."""
-        self.tensor = tensor_over(view)
-        self.address = self.tensor.data_ptr()
+        """Set `self.tensor` to a torch tensor that shares the memory of the array `view`."""
+        self.tensor: Any = tensor_over(view)
+        self.address = self.tensor.data_ptr()  # moving a module also moves the memory of p.grad
         self.facts = (self.tensor.dtype, self.tensor.device, self.tensor.shape)
 
     def is_filled(self) -> bool:
-        """Whether p.grad is the tensor over the arena."""
+        """Whether the parameter's ``grad`` is its tensor in the arena (shared memory)."""
         grad = self.parameter.grad
         return grad is self.tensor and grad.data_ptr() == self.address
 
-    def was_touched(self) -> bool:
-        """Whether p.grad was written or replaced since it was sent."""
-        return not self.is_filled() or self.tensor._version != self.version
-
 
 class Attached:
-    """What `attach` returns: `average` after each backward, `close` or ``with`` at the end.
+    """An attached module: call `average` after each backward pass, and `close` at the end.
 
     Attributes
     ----------
     gradients : Gradients
-        The exchange, with its arena.
+        The object that exchanges the gradients, and owns their memory.
     """
 
     def __init__(self, comm: MPI.Comm, module):
@@ -118,9 +117,9 @@ class Attached:
         self.gradients = Gradients(comm, {**arrays, USED: xp.zeros(len(arrays), kind)})
         self._slots = [Slot(name, p) for name, p in trained.items()]
         self._bind()
-        self._closed = self._fresh = False  # fresh: gradients that were not averaged
+        self._closed = self._fresh = False  # fresh: some gradients are not averaged yet
         self._weighted: bool | None = None
-        #: Whether buckets may leave during backward.
+        #: Whether buckets may be sent during backward.
         self._early = self.gradients.overlapping
         if self._early:
             self.gradients.begin(1 / comm.size)
@@ -143,17 +142,17 @@ class Attached:
     # -- in backward -------------------------------------------------------------------
 
     def _comes(self, slot: Slot, gradient) -> None:
-        """Before autograd adds a gradient: what has left with the one before must be back."""
+        """Before autograd adds to a gradient that was sent, finish its exchange (a hook)."""
         if slot.sent and self._leaves():
             with self.context.call("backward"):
                 self._exchange(last=False)
 
     def _noticed(self, parameter) -> None:
-        """After autograd has added a gradient, where all of them wait for `average`."""
+        """Hook, run after autograd has added to a gradient: record that `average` is needed."""
         self._fresh = True
 
     def _arrived(self, slot: Slot, parameter) -> None:
-        """After autograd has added a gradient that may leave at once, wherever it is."""
+        """After autograd has added to a gradient, send its bucket if complete (a hook)."""
         if not slot.is_filled():
             self._move(slot)
         self._fresh = True
@@ -162,11 +161,11 @@ class Attached:
             self.gradients.ready(slot.name)
 
     def _leaves(self) -> bool:
-        """Whether what is said to be ready may have left: not before the order is known."""
+        """Whether gradients are sent during backward; False until their order is known."""
         return self._early and self.gradients.order is not None
 
     def _move(self, slot: Slot) -> None:
-        """Move a gradient to where it belongs, and let p.grad be that."""
+        """Copy a gradient into shared memory, and make this copy the parameter's ``grad``."""
         parameter = slot.parameter
         gradient = parameter.grad.detach()
         if slot.tensor.data_ptr() != slot.address:
@@ -187,28 +186,31 @@ class Attached:
     # -- the exchange ------------------------------------------------------------------
 
     def average(self, weight: float | None = None) -> None:
-        """Make every gradient the mean over all ranks, in place: ``p.grad`` holds it.
+        """Replace every gradient by the mean over all ranks, in place in ``p.grad``.
 
-        Collective over the communicator: after the last backward of a step, before gradients are
-        clipped and the optimizer steps. A parameter without gradient on some ranks has zero there;
-        one that has none on any keeps none.
+        Collective over the communicator. Call `average` after the last backward pass of a step,
+        before gradients are clipped and before the optimizer's ``step``. If only some ranks have a
+        gradient of a parameter, the missing gradients of the other ranks count as zero. A parameter
+        that has no gradient on any rank has none afterwards either.
 
         Parameters
         ----------
         weight : float, optional
-            Of this rank's gradient, such as its number of samples: at every step or at none, for
-            with weights nothing is sent before all are known.
+            Weight of this rank's gradient, such as its number of samples. Pass a weight either at
+            every step or at no step, because the first step decides whether buckets are sent during
+            backward.
 
         Raises
         ------
         ConfigError
-            A weight where there was none at the first step or the reverse; weights as for
-            `md.allreduce`.
+            If a weight was passed at the first step and not at this one, or at this step and not at
+            the first one. Also raised for weights that `md.allreduce` does not accept.
         MismatchError
-            On all ranks, where some are in another call, or have made another number of backward
-            passes while gradients were under way.
+            On all ranks: some ranks are in another call, or have made another number of backward
+            passes while gradients were being sent.
         ProtocolError
-            A gradient was written between backward and this call when it had left already.
+            The program changed a gradient after backward, although the gradient had already been
+            sent.
         """
         with self.context.call("average"):
             if self._closed:
@@ -226,11 +228,16 @@ class Attached:
             self._fresh = False
 
     def _exchange(self, *, last: bool, weight: float | None = None) -> None:
-        """Average what there is. Collective."""
+        """Average all gradients. Collective."""
         self._collect(last)
         if self._early:
             self.gradients.reduce(last)
-            self._check_passes()
+            here, size = round(float(self.gradients.extras[0])), self.comm.size
+            if here not in (0, size):
+                raise MismatchError(
+                    f"average: {here} of {size} ranks are in it, the others in another backward; "
+                    "all ranks must make the same number of backward passes before it"
+                )
         else:
             arena = self.gradients.arena
             for x in self.gradients.vectors if arena is None else [arena]:
@@ -241,14 +248,19 @@ class Attached:
             self._begin()
 
     def _collect(self, last: bool) -> None:
-        """Put every gradient into its place, and zeros where there is none."""
+        """Copy all gradients into the arena (shared memory); a missing gradient becomes zeros."""
         self._used[...] = 1
         for k, slot in enumerate(self._slots):
             missing = slot.parameter.grad is None
             if slot.sent and self._leaves():
-                # One that was dropped before another backward is one that the user gave up.
-                if slot.was_touched() and (last or not missing):
-                    self.gradients.refuse("average", _touched(slot.name))
+                changed = not slot.is_filled() or slot.tensor._version != slot.version
+                # A gradient that was dropped before another backward is not wanted any more.
+                if changed and (last or not missing):
+                    error = ProtocolError(
+                        f"average: the gradient of {slot.name!r} was changed after backward, when "
+                        "it had left already; call average() first, then clip or scale"
+                    )
+                    self.gradients.refuse("average", error)
             elif missing:
                 slot.tensor.zero_()
             elif not slot.is_filled():
@@ -256,16 +268,8 @@ class Attached:
             if missing:
                 self._used[k] = 0
 
-    def _check_passes(self) -> None:
-        here = round(float(self.gradients.extras[0]))
-        if here not in (0, self.comm.size):
-            raise MismatchError(
-                f"average: {here} of {self.comm.size} ranks are in it, the others in another "
-                "backward; all ranks must make the same number of backward passes before it"
-            )
-
     def _begin(self) -> None:
-        """Begin the next step; with the order of backward the gradients move, once. Collective."""
+        """Begin the next step; the second step also reorders gradients in memory. Collective."""
         learning, kept = self.gradients.order is None, {}
         for slot in self._slots:
             slot.sent = False
@@ -281,9 +285,10 @@ class Attached:
     # -- the end -----------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let the module be as it was; its last gradients stay. Idempotent.
+        """Remove all hooks from the module, which keeps its last gradients. Idempotent.
 
-        Sends nothing; all ranks must call it between the same two operations.
+        `close` sends no messages, but all ranks must call it between the same two collective
+        operations.
         """
         if not self._closed:
             self._closed = True
@@ -302,7 +307,7 @@ class Attached:
 
 
 def _trained(module) -> dict:
-    """Return name -> parameter of all that require a gradient, checked."""
+    """Check `module`; return a dict name -> parameter of all parameters that require a gradient."""
     if not is_module(module):
         raise ConfigError(f"expected a torch.nn.Module, got {shown(module)}")
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -318,19 +323,12 @@ def _words(dtype, device, shape) -> str:
     return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)} on {device}"
 
 
-def _touched(name: str) -> ProtocolError:
-    return ProtocolError(
-        f"average: the gradient of {name!r} was changed after backward, when it had left already; "
-        "call average() first, then clip or scale"
-    )
-
-
 def _watch_steps() -> None:
-    """Look at every step of an optimizer while there is something attached."""
+    """Set hooks that check gradients at optimizer steps; remove them when no module is attached."""
     if _owners and not _step_hooks:
-        from torch.optim import optimizer  # who has a module has torch
+        from torch.optim import optimizer  # a user with a module has torch
 
-        # Also behind: a closure makes its gradients inside the step.
+        # Also after the step: a closure computes gradients inside the step.
         _step_hooks.append(optimizer.register_optimizer_step_pre_hook(_check_step))
         _step_hooks.append(optimizer.register_optimizer_step_post_hook(_check_step))
     elif not _owners:
@@ -339,7 +337,7 @@ def _watch_steps() -> None:
 
 
 def _check_step(optimizer, *_) -> None:
-    """Refuse a step with gradients of one rank alone: the replicas would part in silence."""
+    """Raise an error if an optimizer would use gradients that are not averaged over the ranks."""
     stepping = [p for group in optimizer.param_groups for p in group["params"]]
     owners = {id(p): _owners.get(id(p)) for p in stepping if p.grad is not None}
     known = {owner for owner in owners.values() if owner is not None}

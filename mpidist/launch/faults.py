@@ -1,4 +1,4 @@
-"""Fault injection: ``MPIDIST_FAULT="kill@step:20,rank=1"`` and what it means.
+"""Fault injection, for example by ``MPIDIST_FAULT="kill@step:20,rank=1"``.
 
     MPIDIST_FAULT = FAULT[;FAULT...]        FAULT = ACTION@POINT[:NUMBER][,KEY=VALUE...]
 
@@ -7,12 +7,15 @@
     exit      os._exit(`code`) (default 1)   flip       one bit of the point's file
     raise     RuntimeError                   truncate   the second half of the point's file
 
-NUMBER is that of the step, or the how-manieth time the point is reached; without one the fault
-happens every time. Keys: ``rank`` (a number, or ``random`` with ``seed``; without it every rank),
-``attempt`` (of `mpidist launch`; default 0, the first; or ``any``), ``ms``, ``code``, ``seed``.
+NUMBER says when the fault happens: at the training step of this number, or when the program has
+reached POINT this many times. Without NUMBER the fault happens every time the program reaches
+POINT. KEY in MPIDIST_FAULT is ``rank``, ``attempt``, ``ms``, ``code`` or ``seed``. ``rank`` is a
+number, or ``random`` with the seed ``seed``; without ``rank`` the fault happens on every rank.
+``attempt`` is the number of an attempt of `mpidist launch`, or ``any``; the default is 0, the first
+attempt.
 
-Nothing of it happens without MPIDIST_TESTING=1. Points of a test's own:
-`fault_points.fault_point`.
+Faults are allowed only if MPIDIST_TESTING=1 is set. The program of a test marks points of its own
+by `fault_points.fault_point`.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ _KEYS = ("rank", "seed", "attempt", "ms", "code")
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: what happens, where, when, and to whom. None stands for any."""
+    """One fault: what it does, and at which point, number, rank and attempt. None means any."""
 
     action: str
     point: str
@@ -58,7 +61,7 @@ def parse(text: str, size: int = 1) -> list[Fault]:
     Raises
     ------
     ConfigError
-        What is not a fault, with what was expected.
+        If the text does not describe faults. The error text shows the expected form.
     """
     return [_parse_one(one.strip(), size) for one in text.split(";") if one.strip()]
 
@@ -96,12 +99,12 @@ def _whole(text: str, name: str, value: str) -> int | None:
 
 
 def read_faults(environ: Mapping[str, str]) -> Injector:
-    """Return what acts in this process, as the environment says.
+    """Return an `Injector` of the faults that the environment variables of this process ask for.
 
     Raises
     ------
     ConfigError
-        MPIDIST_TESTING=1 is not there, or what is no fault is.
+        If MPIDIST_TESTING is not 1, or if MPIDIST_FAULT does not describe faults.
     """
     if environ.get("MPIDIST_TESTING") != "1":
         raise ConfigError(
@@ -115,21 +118,18 @@ def read_faults(environ: Mapping[str, str]) -> Injector:
 
 
 class Injector:
-    """The faults of one process. Called at every point."""
+    """The faults of one process. Every `fault_point` calls this object to inject its faults."""
 
     def __init__(self, faults: list[Fault], rank: int, attempt: int = 0):
-        self.faults = [
-            fault
-            for fault in faults
-            if fault.rank in (None, rank) and fault.attempt in (None, attempt)
-        ]
+        faults = [fault for fault in faults if fault.rank in (None, rank)]
+        self.faults = [fault for fault in faults if fault.attempt in (None, attempt)]
         self.rank = rank
         self._reached: Counter[str] = Counter()
         self._wrapped: list[ModuleType] = []
         self._wrap()
 
     def __call__(self, name: str, number: int | None = None, about: Mapping | None = None) -> None:
-        """Let happen what is ordered for this point and moment."""
+        """Inject the faults that are set for the point `name` and for `number`."""
         self._wrap()
         self._reached[name] += 1
         number = self._reached[name] if number is None else number
@@ -137,12 +137,12 @@ class Injector:
             if fault.point == name and fault.number in (None, number):
                 act(fault, f"{name}:{number} on rank {self.rank}", about or {})
 
-    # The points below are functions that are called often, or that belong to somebody else: they
-    # are wrapped, and only where a fault asks for it, so that no line stands there for all others.
+    # The points below are functions that run often or that belong to other rooms. They contain no
+    # `fault_point`: if a fault asks for such a point, the function is wrapped.
 
     def _wrap(self) -> None:
-        # Modules that are not loaded yet are looked for at the next point: to load them from here
-        # could start MPI before the program does.
+        # A module that is not loaded yet is wrapped at a later point. Loading it here could start
+        # MPI before the program starts it.
         asked = {fault.point for fault in self.faults}
         on_files = {name for name in asked if name.startswith("file.")}
         files = sys.modules.get("mpidist.checkpoint.storage.files")
@@ -174,7 +174,7 @@ class Injector:
 
 
 def act(fault: Fault, where: str, about: Mapping) -> None:
-    """Do it. Returns only where the process is meant to go on."""
+    """Inject one fault. The function returns only if the fault lets the process go on."""
     os.write(2, f"mpidist: fault: {fault.action} at {where}\n".encode())
     match fault.action:
         case "kill":
@@ -204,7 +204,7 @@ def _damage(fault: Fault, file) -> None:
         found = os.fstat(descriptor)
         size = found.st_size
         if not stat.S_ISREG(found.st_mode):
-            return  # folders are synced too
+            return  # `sync` is also called for folders
         if fault.action == "truncate":
             os.ftruncate(descriptor, size // 2)
         elif size:

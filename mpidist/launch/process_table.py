@@ -1,4 +1,4 @@
-"""Is that process still there, and still the same one? What /proc tells, without MPI."""
+"""Read from /proc whether a process is running and when it began."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 
 def stat_of(pid) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name, which may hold anything."""
+    """Return the fields of /proc/PID/stat that follow the name of the process."""
     text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     return text.rsplit(")", 1)[1].split()
 
 
 def born(pid) -> str | None:
-    """Return when a process began: with its number this names it for ever."""
+    """Return the time at which a process began; pid and time together identify the process."""
     try:
         return stat_of(pid)[19]
     except (OSError, IndexError):
@@ -20,7 +20,7 @@ def born(pid) -> str | None:
 
 
 def is_running(pid) -> bool:
-    """Whether a process exists and is not a zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return stat_of(pid)[0] not in "ZX"
     except (OSError, IndexError):

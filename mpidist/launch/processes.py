@@ -1,9 +1,9 @@
-"""Child processes that end: output in files, a deadline, and no survivor in the background.
+"""Run child processes with a deadline and output to files, and leave none of their children alive.
 
-An MPI launcher is not one process but a tree whose leaves make their own process groups and
-outlive a killed launcher. Every process started here therefore inherits a random mark in its
-environment, and whoever still carries that mark when the launcher is gone is ended too. Nobody
-else's process can carry it.
+An MPI launcher is the root of a tree of processes. The leaves of the tree, the ranks, make their
+own process groups and outlive a killed launcher. To find such processes, every process that is
+started here inherits a random mark in its environment. When the launcher has ended, all processes
+that have inherited its mark are ended, too. No process of another program has this random mark.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MARK = "MPIDIST_TEST_MARK"
 #: The exit code reported for a command that was ended at its deadline, as timeout(1) does.
 TIMED_OUT = 124
 
-#: How Open MPI, UCX and MPICH name their shared memory; other files there may hold users' data.
+#: The names of shared memory of Open MPI, UCX and MPICH. Other files there may hold users' data.
 _MPI_SEGMENTS = ("sm_segment.", "vader_segment.", "ucx_shm_", "mpich_shm_")
 
-#: How Open MPI's launchers name their session folder, before the number of the process.
+#: The names of the session folders of Open MPI's launchers, before the number of the process.
 _SESSIONS = ("ompi", "prterun", "prted", "(null)")
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What a command left: exit code, both outputs and the seconds it took."""
+    """The outcome of a command: its exit code, stdout, stderr, and the seconds it has run."""
 
     args: tuple[str, ...]
     returncode: int
@@ -45,7 +45,7 @@ class Finished:
     timed_out: bool = False
 
     def check(self) -> Finished:
-        """Return self, or raise ``RuntimeError`` with both outputs if the command failed."""
+        """Return self, or raise ``RuntimeError`` with stdout and stderr if the command failed."""
         if self.returncode == 0:
             return self
         how = "was ended at its deadline" if self.timed_out else f"exited with {self.returncode}"
@@ -55,27 +55,27 @@ class Finished:
         )
 
 
-#: What is started and not finished.
+#: The commands that are started and not finished.
 _alive: set[Started] = set()
 
 
 class Started:
-    """A running command; `finish` must be called, and may be called again.
+    """A running command; the caller must call `finish`, and may call it again.
 
     Parameters
     ----------
     args : sequence of str
         The command line.
     env : mapping, optional
-        The whole environment; None is that of this process.
+        The whole environment; None means the environment of this process.
     cwd : path, optional
-        Its working directory.
+        The working directory of the command.
     sweep : bool
-        Mark all descendants and end those that are left at the end. Not for ``sbatch``, whose
-        jobs inherit its environment and are to outlive it.
+        Mark all descendants, and when the command has ended, end all descendants that still run.
+        `sweep` must be false for ``sbatch``, whose jobs inherit its environment and outlive it.
     session : bool
-        Take the number of the command for that of a launcher in `remove_session`. Not in a box: the
-        launchers there have other numbers, and one of them might live that has this one.
+        Call `remove_session` with the pid of the command. `session` must be false in a private
+        process namespace, where a running launcher may have the same pid.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Started:
         environment.pop(MARK, None)
         if self.mark:
             environment[MARK] = self.mark
-        # Files and not pipes: a rank that outlives its launcher would keep a pipe open, and
-        # reading to its end would wait for that rank.
+        # The outputs go to files and not to pipes. A rank that outlives its launcher would keep a
+        # pipe open, and reading the pipe to its end would wait for that rank.
         self._files = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115
         self._finished: Finished | None = None
         self._begin = time.monotonic()
@@ -113,23 +113,21 @@ class Started:
 
     @property
     def pid(self) -> int:
-        """The pid of the command itself."""
+        """The pid of the command."""
         return self.process.pid
 
     def output(self) -> str:
-        """Return what it has written to stdout so far."""
-        if self._finished is not None:
-            return self._finished.stdout
-        return self._read(0)
+        """Return what the command has written to stdout so far."""
+        return self._read(0) if self._finished is None else self._finished.stdout
 
     def _read(self, which: int) -> str:
         file = self._files[which]
         length = os.fstat(file.fileno()).st_size
-        # pread leaves the offset alone, which the child shares and appends at.
+        # pread does not move the offset of the file, at which the child appends.
         return os.pread(file.fileno(), length, 0).decode(errors="replace")
 
     def finish(self, timeout: float = 60) -> Finished:
-        """Wait for the end, at most `timeout` seconds, and end all that is left of it."""
+        """Wait at most `timeout` seconds for the command, then end its processes that still run."""
         if self._finished is not None:
             return self._finished
         timed_out = False
@@ -138,7 +136,7 @@ class Started:
         except subprocess.TimeoutExpired:
             timed_out = True
         finally:
-            # Also after KeyboardInterrupt: nothing may stay behind.
+            # No process may stay behind, also after KeyboardInterrupt.
             self._end()
             _alive.discard(self)
         code = TIMED_OUT if timed_out else self.process.returncode
@@ -150,11 +148,13 @@ class Started:
         return self._finished
 
     def _end(self) -> None:
-        # A library that is killed leaves its shared memory behind, so note it while it is mapped.
+        # A killed process leaves the shared memory of its MPI library behind. The names of the
+        # files are known only while the files are mapped.
         segments = mpi_segments(marked(self.mark)) if self.mark else set()
         if late := self.process.poll() is None:
-            # A launcher that is asked first removes its folders and ends its own ranks. The group,
-            # since the command may be a child of one that only entered a namespace for it.
+            # After SIGTERM a launcher removes its folders and ends its own ranks. The whole process
+            # group gets the signal, because the command may be a child of a process that has only
+            # entered a namespace.
             self._signal(signal.SIGTERM)
             deadline = time.monotonic() + 2
             while self._signal(0) and time.monotonic() < deadline:
@@ -171,7 +171,7 @@ class Started:
             segment.unlink(missing_ok=True)
 
     def _signal(self, number: int) -> bool:
-        """Send a signal to the command's process group; False if nobody is left in it."""
+        """Send a signal to the command's process group; return False if the group has ended."""
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
@@ -180,9 +180,10 @@ class Started:
 
 
 def kill_all() -> None:
-    """Kill all that was started and is not finished. A signal handler may call it.
+    """Kill all commands that are started and not finished. A signal handler may call this function.
 
-    It waits for nobody: whoever waits for a command in another thread or frame sees its end there.
+    This function does not wait for the end of the commands. A thread that waits in `Started.finish`
+    returns when the command has ended.
     """
     for started in list(_alive):
         if started.mark:
@@ -191,17 +192,17 @@ def kill_all() -> None:
 
 
 def run(args, *, env=None, cwd=None, timeout: float = 60) -> Finished:
-    """Run a command to its end or its deadline and leave no process of it behind."""
+    """Run a command to its end or its deadline, and leave no process of it behind."""
     return Started(args, env=env, cwd=cwd).finish(timeout)
 
 
 def marked(mark: str, variable: str = MARK) -> list[int]:
-    """Pids of the living processes that inherited `mark`, in an environment variable."""
+    """Return the pids of the living processes that have `mark` in an environment variable."""
     wanted = f"{variable}={mark}".encode()
     pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
-            # A process may end, or belong to another user, while we look.
+            # A process may end meanwhile, or may belong to another user.
             with contextlib.suppress(OSError):
                 if wanted in (entry / "environ").read_bytes().split(b"\0"):
                     pids.append(int(entry.name))
@@ -209,10 +210,11 @@ def marked(mark: str, variable: str = MARK) -> list[int]:
 
 
 def signal_all(pids: Sequence[int], number: int) -> None:
-    """Send a signal to several processes as if at one moment, however slow the sender is.
+    """Send a signal so that several processes get it as if at once, even if sending is slow.
 
-    They stand still until each has it: a job that ends at the first rank's signal could otherwise
-    be over, or have put its handlers away, before the last rank's is sent.
+    All the processes are stopped (SIGSTOP) until the signal has been sent to each of them. Without
+    SIGSTOP, a job that ends when its first rank gets the signal could be over before its last
+    rank gets it.
     """
     for step in (signal.SIGSTOP, number, signal.SIGCONT):
         for pid in pids:
@@ -220,7 +222,7 @@ def signal_all(pids: Sequence[int], number: int) -> None:
 
 
 def mpi_segments(pids: list[int]) -> set[Path]:
-    """Files in /dev/shm that the MPI library of these processes has mapped."""
+    """Return the files in /dev/shm that the MPI library of these processes has mapped."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -232,10 +234,11 @@ def mpi_segments(pids: list[int]) -> set[Path]:
 
 
 def forgotten_segments(age: float) -> set[Path]:
-    """Files in /dev/shm that MPICH has made in the last `age` seconds and nobody has mapped.
+    """Return the files in /dev/shm that MPICH has made recently and that no process has mapped.
 
-    Ranks that are killed in MPI_Init have not removed the name yet, and are gone before anybody
-    could see what they map. It looks twice: of a rank that begins the file is there first.
+    A rank that is killed in MPI_Init leaves its file in /dev/shm behind, and `mpi_segments` finds
+    no process that maps the file. `age` is the greatest age of a file in seconds. The function
+    lists the files twice, because a rank that begins makes the file before it maps the file.
     """
 
     def look() -> set[Path]:
@@ -255,28 +258,29 @@ def forgotten_segments(age: float) -> set[Path]:
 
 
 def remove_session(pid: int, env: Mapping[str, str]) -> None:
-    """Remove the session folder of an Open MPI launcher that is no more.
+    """Remove the session folder of an Open MPI launcher that has ended.
 
-    A launcher that is killed leaves it behind, and the next one to get its number refuses to start:
-    "The PMIx server's listener thread failed to start". So this belongs behind the end of a
-    launcher, and between fork and exec of the next.
+    A killed launcher leaves its session folder behind. The next launcher with the same pid then
+    fails: "The PMIx server's listener thread failed to start". To prevent this error, call this
+    function after the end of a launcher, and between fork and exec of a new launcher.
 
     Parameters
     ----------
     pid : int
-        The launcher's number, or that of the process that is to become one.
+        The pid of the launcher, or of the process that becomes a launcher.
     env : mapping
-        Its environment.
+        The environment of the launcher.
     """
     for name in _SESSIONS:
         shutil.rmtree(Path(env.get("TMPDIR") or "/tmp", f"{name}.{pid}"), ignore_errors=True)
 
 
 def end_marked(mark: str, patience: float = 5, variable: str = MARK) -> None:
-    """Kill every process that inherited `mark` and wait until all are gone."""
+    """Kill every process that has inherited `mark`, and wait until all have ended."""
     deadline = time.monotonic() + patience
     while (pids := marked(mark, variable)) and time.monotonic() < deadline:
-        # The newest first: the kernel continues a stopped rank whose launcher is gone.
+        # The newest process first, because the kernel continues a stopped rank whose launcher has
+        # ended.
         for pid in sorted(pids, reverse=True):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

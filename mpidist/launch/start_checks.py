@@ -1,7 +1,10 @@
-"""MPI is initialised where the launch makes sense: else one line says what is wrong, and the cure.
+"""Checks at the start of a job.
 
-What the launcher says is looked at before MPI_Init (`claims`); afterwards the ranks compare their
-versions: hosts that do not run the same software are refused before anything is computed.
+If a job was launched wrongly, the job ends with a line that names the cause and the cure.
+
+Before MPI_Init, the module `claims` checks the launcher's environment variables. After MPI_Init,
+the ranks compare the versions of their software. If the versions of the ranks differ, the job ends
+before it computes anything. If only CUDA drivers or CPUs differ, rank 0 prints a note.
 """
 
 from __future__ import annotations
@@ -18,19 +21,19 @@ from .. import events
 from ..errors import ConfigError
 from .claims import check_launcher, check_singletons, mpi_name, network_for
 
-#: Differences that end the job, and those that are only worth a note.
+#: The versions whose difference ends the job, and the versions whose difference prints a note.
 _MUST_AGREE = ("mpidist", "Python", "numpy", "mpi4py", "MPI", "h5py", "HDF5", "cupy")
 _SHOULD_AGREE = ("CUDA driver", "CPU")
 
-#: Vector units that decide which kernels NumPy picks; other flags change nothing we compute.
+#: The vector units that decide which kernels NumPy picks. Other flags do not change results.
 _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "asimd", "sve")
 
 
 def versions_fingerprint() -> dict[str, str]:
-    """Return the versions of everything that must be the same on all ranks.
+    """Return the host, the CPU and the software versions of this rank, which the ranks compare.
 
-    cupy, HDF5 and the CUDA driver are in it only where this process has loaded them: loading
-    them to look would cost more than the look is worth.
+    The versions of cupy, HDF5 and the CUDA driver are included only if this process has loaded
+    them already, because loading them takes long.
     """
     from mpi4py import MPI
 
@@ -75,22 +78,20 @@ def _cpu() -> str:
 def compare(
     fingerprints: Sequence[Mapping[str, str]], keys: Sequence[str] = _MUST_AGREE
 ) -> str | None:
-    """Return one line that names what differs, on which hosts, and the cure; None if equal.
+    """Return one line that names the different versions, their hosts, and the cure; None if equal.
 
-    A key that a rank does not have is not compared with it.
+    If a rank does not report the version of a package, its version of that package is not compared.
     """
     differing = []
     for key in keys:
-        hosts: dict[str, list[str]] = {}
+        hosts: dict[str, dict[str, None]] = {}  # version -> names, each once
         for facts in fingerprints:
             if key in facts:
-                names = hosts.setdefault(facts[key], [])
-                if facts["host"] not in names:
-                    names.append(facts["host"])
+                hosts.setdefault(facts[key], {})[facts["host"]] = None
         if len(hosts) > 1:
-            # The rarest value last: that is where to look first.
+            # The rarest version stands last, because most often it is the wrong one.
             parts = sorted(hosts.items(), key=lambda item: -len(item[1]))
-            differing.append(f"{key} " + " but ".join(f"{v} on {_some(n)}" for v, n in parts))
+            differing.append(f"{key} " + " but ".join(f"{v} on {_some([*n])}" for v, n in parts))
     if not differing:
         return None
     return (
@@ -100,9 +101,8 @@ def compare(
 
 
 def _some(names: Sequence[str]) -> str:
-    return (
-        ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
-    )
+    more = f" and {len(names) - 3} more" if len(names) > 4 else ""
+    return ", ".join(names[:3] if more else names) + more
 
 
 def check_launch(
@@ -111,7 +111,7 @@ def check_launch(
     facts: Mapping[str, str] | None = None,
     problem: str | None = None,
 ) -> None:
-    """Refuse a launch that cannot work, with one line and the cure. Collective over `comm`.
+    """Raise ConfigError, with the cure, for a launch that cannot work. Collective over `comm`.
 
     Parameters
     ----------
@@ -119,19 +119,22 @@ def check_launch(
     environ : mapping
         ``os.environ``.
     facts : mapping, optional
-        This rank's `versions_fingerprint`, where the caller wants to add to it.
+        The `versions_fingerprint` of this rank, if the caller has added entries to it.
     problem : str, optional
-        Why this rank cannot go on. Rank 0 has said it already.
+        A text that says why this rank cannot go on. If rank 0 has a problem, rank 0 has printed it
+        before this call.
 
     Raises
     ------
     ConfigError
-        On all ranks: singletons, a fingerprint that differs, or some rank's `problem`.
+        On all ranks, if n programs of one rank each have started, if versions differ, or if some
+        rank has a `problem`.
     """
     from mpi4py import MPI
 
     check_singletons(MPI.COMM_WORLD.size, environ, MPI.Get_library_version())
-    # As text and not pickled: ranks whose Python or NumPy differ must still understand each other.
+    # The versions travel as JSON and not as pickles, because other versions of Python or NumPy may
+    # fail to read pickles.
     mine = json.dumps({**(facts or versions_fingerprint()), "problem": problem}).encode()
     everyone = [json.loads(text) for text in comm.allgather(mine)]
     for rank, one in enumerate(everyone):
@@ -149,10 +152,9 @@ def check_launch(
 def initialize(environ: MutableMapping[str, str]):
     """Check the launcher, then initialise MPI, and return mpi4py's ``MPI``.
 
-    `environ` is ``os.environ``, to which `network_for` may add.
-
-    For programs of our own, before anything imports ``mpi4py.MPI``: afterwards it is too late to
-    say why MPI_Init ended the process. MPI is finalised at exit, after all other exit work.
+    `environ` is ``os.environ``, to which `network_for` may add variables. The commands of mpidist
+    call this function before any module imports ``mpi4py.MPI``, which would call MPI_Init without
+    the checks. MPI is finalised at exit, after all exit handlers that are registered later.
     """
     import atexit
 
@@ -167,9 +169,9 @@ def initialize(environ: MutableMapping[str, str]):
         check_launcher(environ, library)
         environ.update(network_for(environ, library))
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        # Handlers run last in, first out, so this one runs after all that are registered later.
+        # Handlers run last in, first out, so this handler runs after those registered later.
         atexit.register(_finalize)
-        # A process that a rank forks has no part in the job.
+        # A process that a rank forks is not a rank of the job.
         os.register_at_fork(after_in_child=lambda: atexit.unregister(_finalize))
     check_singletons(MPI.COMM_WORLD.size, environ, MPI.Get_library_version())
     return MPI

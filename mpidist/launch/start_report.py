@@ -1,4 +1,4 @@
-"""The first line of a run: hosts, ranks, devices, MPI, and what bytes travel on."""
+"""The first line of a run: hosts, ranks, devices, MPI, and the transport of messages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from .claims import mpi_name
 
 
 def startup_line(comm, topology, environ: Mapping[str, str], *more: str) -> str:
-    """Return the line that says hosts, ranks per host, devices, MPI, transport. Collective.
+    """Return a line with hosts, ranks per host, devices, MPI and transport. Collective over `comm`.
 
-    `more` are further facts, such as where the data lies or how big the model is.
+    `more` has further texts to append to the line, such as the folder of the data or the size of
+    the model.
     """
-    from mpi4py import MPI  # not at the start: it must not be initialised before the checks
+    from mpi4py import MPI  # imported late, because the checks of the launcher come before MPI_Init
 
     library = MPI.Get_library_version()
     per_rank = comm.allgather(visible_gpus(environ))
@@ -33,16 +34,15 @@ def startup_line(comm, topology, environ: Mapping[str, str], *more: str) -> str:
 
 
 def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """Count the GPUs this process may use, without waking any of them."""
+    """Return how many GPUs this process may use, without initialising a GPU."""
     for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if variable in environ:
-            named = [name for name in environ[variable].split(",") if name.strip()]
-            return len([name for name in named if name.strip() != "-1"])
+            return sum(name.strip() not in ("", "-1") for name in environ[variable].split(","))
     return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in devices.glob("nvidia*"))
 
 
 def describe_gpus(per_host: Sequence[int]) -> str:
-    """Say it in words: ``no GPU``, ``4 GPUs per host``, ``0 to 4 GPUs per host``."""
+    """Return the numbers of GPUs in words, such as ``no GPU`` or ``0 to 4 GPUs per host``."""
     low, high = min(per_host), max(per_host)
     if high == 0:
         return "no GPU"
@@ -51,10 +51,10 @@ def describe_gpus(per_host: Sequence[int]) -> str:
 
 
 def transport(environ: Mapping[str, str], library: str, single_host: bool) -> str:
-    """Say what bytes travel on, as far as the environment tells.
+    """Return the transport of messages, as far as environment variables determine it.
 
-    MPI has no call that answers this, so an answer is given only where it was chosen by a
-    variable, or where all ranks share one host.
+    MPI has no function that returns the transport. The transport is therefore known only if a
+    variable selects it, or if all ranks run on one host.
     """
     shared = "shared memory"
     ucx, fabric = environ.get("UCX_TLS"), environ.get("FI_PROVIDER")
@@ -80,7 +80,7 @@ def transport(environ: Mapping[str, str], library: str, single_host: bool) -> st
 
 
 def verbosity_hint(library: str) -> str:
-    """Say how the MPI library itself is made to talk; ours is ``MPIDIST_VERBOSE=2``."""
+    """Return the setting that makes the MPI library print its own messages."""
     if "Open MPI" in library:
         return "MPI's own messages: OMPI_MCA_btl_base_verbose=30 OMPI_MCA_pml_base_verbose=10"
     return "MPI's own messages: MPIR_CVAR_DEBUG_SUMMARY=1 (libfabric: FI_LOG_LEVEL=info)"

@@ -1,6 +1,6 @@
-"""Small reference models in the array namespace: NumPy, or CuPy once their arrays are.
+"""Small reference models for NumPy arrays, or for CuPy arrays if the parameters are on a GPU.
 
-A model of your own needs none of this; see docs/models.md for what one must look like.
+A model of your own needs nothing from this package; docs/models.md says which methods it must have.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ __all__ = [
 
 
 def from_settings(name: str, settings: Mapping) -> Network | Tagger:
-    """Make the model `name` as a job file describes it.
+    """Make the model called `name` from the settings in a job file.
 
-    Raises ConfigError for an unknown name or key (with the nearest one) and for a missing one.
+    Raises ConfigError for an unknown name or key (the message suggests the nearest known one), or
+    for a missing key.
     """
     return build(MODELS, name, settings, "model")
 

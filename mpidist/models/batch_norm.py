@@ -1,15 +1,15 @@
-"""Batch normalisation over the batches of all ranks: the same result as over the whole batch.
+"""Batch normalisation over the batches of all ranks together, as if one rank had all samples.
 
     mean = sum x / n,  variance = sum (x - mean)^2 / n       over all elements of all ranks
     y = (x - mean) / sqrt(variance + eps)
     dx = (dy - mean(dy) - y mean(dy y)) / sqrt(variance + eps)
 
-Each direction costs one allreduce of two numbers per channel and one more. The ranks'
-batches may be uneven or empty. Gain and shift, if you want them, are parameters of the
-model: ``gain * y + shift``.
+The forward and the backward pass make one allreduce each, of two numbers per channel plus one
+number. The batches of the ranks may be uneven or empty. Gain and shift are ordinary parameters,
+with which the model itself computes ``gain * y + shift``.
 
-References: Ioffe and Szegedy, Batch Normalization, ICML 2015, arXiv:1502.03167. Sums of squares
-are put together as in Chan, Golub and LeVeque, Updating formulae, 1979.
+References: Ioffe and Szegedy, Batch Normalization, ICML 2015, arXiv:1502.03167. The ranks' sums of
+squares are combined as in Chan, Golub and LeVeque, Updating formulae, 1979.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import array_module, work_dtype
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 
 
 class Saved(NamedTuple):
-    """What `sync_batch_norm` keeps for the way back."""
+    """The values that `sync_batch_norm` keeps for `sync_batch_norm_backward`."""
 
     y: Any
     scale: Any
@@ -34,36 +34,43 @@ class Saved(NamedTuple):
 def sync_moments(comm, x, axis):
     """Return (mean, variance) of `x` along `axis` over all ranks.
 
-    Collective over `comm`. One allreduce in float64.
+    Collective over `comm`. The sums over the ranks are made by one allreduce in float64.
 
     Parameters
     ----------
     x : array
         This rank's batch, NumPy or CuPy; may be empty along `axis`.
     axis : int or tuple of int
-        What is summed over: 0 for (samples, features), (0, 2, 3) for (samples, channels, height,
-        width), (0, 2, 3, 4) for the layers' (pieces, channels, height, width, samples).
+        The axes that are summed over: 0 for (samples, features), (0, 2, 3) for (samples, channels,
+        height, width), (0, 2, 3, 4) for the images of `mpidist.models.layers`.
 
     Returns
     -------
     mean, variance : arrays
-        Of the axes that are left, in the dtype of `x` (float32 for half precision), the same bits
-        on every rank. The variance is the biased one, which normalisation uses.
+        Both have those axes of `x` that are not summed over, the dtype of `x` (float32 if `x` has
+        half precision), and the same bits on every rank. The variance is the biased one (a division
+        by n), as usual in batch normalisation.
 
     Raises
     ------
     ConfigError
-        On all ranks, when no rank has an element.
+        When `x` has no such axis. This error is raised on all ranks when no rank has an element of
+        `x`.
+    MismatchError
+        Raised on all other ranks when one rank raises an error, and on all ranks when their numbers
+        of channels differ.
     """
     xp = array_module(x)
-    count = _count(x, axis)
-    wide = xp.float64
-    mean = x.sum(axis, dtype=wide) / max(count, 1)
-    apart = x - xp.expand_dims(mean, axis).astype(work_dtype(x.dtype))
-    # The mean was rounded on its way down, so the squares are too large by the square of that.
-    off = apart.sum(axis, dtype=wide) / max(count, 1)
-    squares = xp.square(apart).sum(axis, dtype=wide) - count * off**2
-    total, sums, squares = _over_ranks(comm, count, count * mean, squares + count * mean**2)
+    with _call(comm, "sync_moments"):
+        count = _count(x, axis)
+        wide = xp.float64
+        mean = x.sum(axis, dtype=wide) / max(count, 1)
+        apart = x - xp.expand_dims(mean, axis).astype(work_dtype(x.dtype))
+        # `mean` was rounded to the working dtype, which makes the squares too large by off^2 each.
+        off = apart.sum(axis, dtype=wide) / max(count, 1)
+        squares = xp.square(apart).sum(axis, dtype=wide) - count * off**2
+        total, sums, squares = _over_ranks(comm, count, count * mean, squares + count * mean**2)
+    # After the call: every rank raises this, so no rank has to be notified.
     if total == 0:
         raise ConfigError(f"sync_moments: no rank has an element along axis {axis} to take a mean")
     mean = sums / total
@@ -72,33 +79,37 @@ def sync_moments(comm, x, axis):
 
 
 def sync_batch_norm(comm, x, axis, eps: float = 1e-5):
-    """Return (y, mean, variance, saved), `x` normalised by the moments over all ranks.
+    """Return (y, mean, variance, saved), where y is `x` normalised by the moments over all ranks.
 
-    Collective over `comm`. `mean` and `variance` are for running statistics; `saved` is what
-    `sync_batch_norm_backward` needs. Parameters as for `sync_moments`.
+    Collective over `comm`. Use `mean` and `variance` to update running statistics. Pass `saved` to
+    `sync_batch_norm_backward`. The parameters except `eps` are those of `sync_moments`.
     """
     xp = array_module(x)
+    with _call(comm, "sync_batch_norm"):  # a bad `eps` of one rank is an error on all ranks
+        eps = work_dtype(x.dtype).type(eps)
     mean, variance = sync_moments(comm, x, axis)
-    scale = xp.expand_dims(1 / xp.sqrt(variance + variance.dtype.type(eps)), axis)
+    scale = xp.expand_dims(1 / xp.sqrt(variance + eps), axis)
     y = ((x - xp.expand_dims(mean, axis)) * scale).astype(x.dtype)
     return y, mean, variance, Saved(y, scale, axis)
 
 
 def sync_batch_norm_backward(comm, dy, saved: Saved):
-    """Return the gradient by x, given that by y.
+    """Return the gradient with respect to x, given `dy`, the gradient with respect to y.
 
-    Collective over `comm`. Both are gradients of this rank's *mean* loss, as models give them;
-    what is averaged later with the weights of the ranks' batches is then the gradient of the mean
-    loss over all samples, through the common moments too.
+    Collective over `comm`. `dy` and the result are gradients of the *mean* loss of this rank, as
+    models compute them. The average of all ranks' results, weighted by their batch sizes, is the
+    gradient of the mean loss over all samples. This average also contains the effect of each sample
+    on the common mean and variance.
     """
     xp = array_module(dy)
-    y, scale, axis = saved
-    count = _count(dy, axis)
-    wide = xp.float64
-    # A mean loss over n of N elements counts n / N in the whole.
-    total, first, second = _over_ranks(
-        comm, count, count * dy.sum(axis, dtype=wide), count * (dy * y).sum(axis, dtype=wide)
-    )
+    with _call(comm, "sync_batch_norm_backward"):
+        y, scale, axis = saved
+        count = _count(dy, axis)
+        wide = xp.float64
+        # A mean loss over n of N elements has the weight n / N in the loss over all ranks.
+        total, first, second = _over_ranks(
+            comm, count, count * dy.sum(axis, dtype=wide), count * (dy * y).sum(axis, dtype=wide)
+        )
     if not count:
         return xp.zeros_like(dy)
     narrow = work_dtype(dy.dtype)
@@ -108,22 +119,31 @@ def sync_batch_norm_backward(comm, dy, saved: Saved):
     return ((dy - first - y * second) * scale).astype(dy.dtype)
 
 
+def _call(comm, name: str):
+    """Return a context manager that sends an exception of this rank to all ranks of `comm`."""
+    # Not imported at the top: models can be imported, and used by one process, without MPI.
+    from ..runtime.context import of
+
+    return of(comm).call(name)
+
+
 def _count(x, axis) -> int:
-    """Elements that go into each mean."""
-    return math.prod(x.shape[a] for a in (axis if isinstance(axis, tuple) else (axis,)))
+    """Return the number of elements of this rank's `x` that are averaged for each mean."""
+    try:
+        return math.prod(x.shape[a] for a in (axis if isinstance(axis, tuple) else (axis,)))
+    except (IndexError, TypeError):
+        raise ConfigError(
+            f"axis is {shown(axis)}, expected an axis, or a tuple of axes, of an array of shape "
+            f"{x.shape}"
+        ) from None
 
 
 def _over_ranks(comm, count: int, first, second):
-    """Return the sums over all ranks of a number and two arrays of one shape, in one message."""
-    # Here and not above: models can be imported, and used by one process, without MPI.
-    from ..collectives.allreduce import allreduce
+    """Return the sums over all ranks of a number and of two arrays, made by one allreduce."""
+    from ..collectives.allreduce import allreduce  # not at the top, as in `_call`
 
     xp = array_module(first)
     packed = xp.concatenate([xp.full(1, count, np.float64), first.reshape(-1), second.reshape(-1)])
     allreduce(comm, packed)
-    half = first.size
-    return (
-        float(packed[0]),
-        packed[1 : 1 + half].reshape(first.shape),
-        packed[1 + half :].reshape(first.shape),
-    )
+    first, second = packed[1:].reshape(2, *first.shape)
+    return float(packed[0]), first, second

@@ -1,24 +1,27 @@
-"""Layers: each turns an array into the next one, and a gradient into the one before it.
+"""The layers of a `Network`, each with a function for its outputs and one for its gradients.
 
     y, saved = layer.forward(parameters, x)
     dx = layer.backward(parameters, saved, dy, gradients, ready, first)
 
-Parameters are looked up by name in the dict at every call, so that training code may replace
-them by views of another buffer. `forward` never writes in x, so whoever saved it may rely on it;
-`backward` may write in dy. Parameters are named in the order of `shapes` and their gradients are
-ready in the reverse of it.
+A layer looks up its parameters by name at every call, so training code may replace them by views of
+another buffer. `forward` never changes x, so a saved x stays valid; `backward` may overwrite dy,
+the gradient with respect to y. `shapes` returns the names and shapes of the parameters in order;
+their gradients become ready in the reverse order.
 
-The first axis of x, y and of every gradient is that of the pieces: equal batches, each with
-gradients of its own; an ordinary batch is one piece. A stacked `matmul` makes one product per
-piece, of the shape and memory layout it has for a piece alone, and sums run over other axes.
-So the bits of a piece do not depend on which or how many others there are.
+The first axis of x, y and every gradient has one entry per piece, which is a batch that gets
+gradients of its own. All pieces have equal size; an ordinary batch is a single piece. NumPy's
+`matmul` makes a separate product for each piece, with the same shape and memory layout as for a
+single piece, and no sum runs over the axis of pieces. The results of a piece (a batch) do not
+depend on the number or the values of the other pieces, because no operation combines pieces.
 
-Images are kept as (pieces, channels, height, width, samples). The samples lie innermost, so a
-window of the image is a few long runs of memory, and a whole piece is one matrix product:
+Images have the shape (pieces, channels, height, width, samples). Samples are the last axis, so a
+window of all images consists of a few long runs of memory, and the convolution of a piece is one
+matrix product:
 
     weights (out, c k k)  @  columns (c k k, rows cols samples)  ->  (out, rows cols samples)
 
-Measured on one core with LeNet at batch 64, this takes half the time of a product per sample.
+On one core, for LeNet with batches of 64 samples, one matrix product per piece takes half the time
+of one product per sample.
 """
 
 from __future__ import annotations
@@ -33,30 +36,38 @@ def _nothing(name: str) -> None:
     pass
 
 
+class _Fixed:
+    """The base class of layers without parameters."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return an empty dict, because the layer has no parameters."""
+        return {}
+
+
 class Dense(NamedTuple):
-    """``y = x @ weight + bias`` on (pieces, samples, inputs)."""
+    """Dense layer: ``y = x @ weight + bias`` for x of shape (pieces, samples, inputs)."""
 
     name: str
     inputs: int
     outputs: int
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the parameters, in order."""
+        """Return the names and shapes of the parameters, in order."""
         return {
             f"{self.name}.weight": (self.inputs, self.outputs),
             f"{self.name}.bias": (self.outputs,),
         }
 
     def forward(self, parameters, x):
-        """Return (y, x)."""
+        """Return (y, x): the output, and the values that `backward` needs."""
         y = x @ parameters[f"{self.name}.weight"]
         y += parameters[f"{self.name}.bias"]
         return y, x
 
     def backward(self, parameters, x, dy, gradients, ready=_nothing, first=False):
-        """Write both gradients, return that of x (None where the layer is the first)."""
+        """Write the gradients of weight and bias; return that of x, or None for the first layer."""
         xp = array_module(dy)
-        # ready() after each: what is final may travel while the rest is still computed.
+        # ready() after each: a final gradient may be sent while the next one is computed.
         xp.sum(dy, axis=1, out=gradients[f"{self.name}.bias"])
         ready(f"{self.name}.bias")
         xp.matmul(x.swapaxes(1, 2), dy, out=gradients[f"{self.name}.weight"])
@@ -65,11 +76,12 @@ class Dense(NamedTuple):
 
 
 class Convolution:
-    """Square kernels over (pieces, channels, height, width, samples), `pad` zeros around.
+    """Convolution of images with square kernels, after `pad` zeros are added at each border.
 
-    The stride is 1. The columns lie in one scratch array that serves every call: fresh memory of
-    that size would cost its page faults, half the time of a step. `backward` makes them anew
-    where another call, or another batch, has been there since `forward`.
+    The stride is 1. A convolution copies every window of the image into a column of a matrix. All
+    calls use one scratch array for this matrix, because allocating it anew would cause page faults,
+    which take half the time of a step. `backward` copies the windows again if another call of
+    `forward` has overwritten the matrix of windows.
     """
 
     def __init__(self, name: str, inputs: int, outputs: int, kernel: int, pad: int = 0):
@@ -78,7 +90,7 @@ class Convolution:
         self._scratch = self._held = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the parameters, in order."""
+        """Return the names and shapes of the parameters, in order."""
         k = self.kernel
         return {
             f"{self.name}.weight": (self.outputs, self.inputs, k, k),
@@ -86,7 +98,7 @@ class Convolution:
         }
 
     def forward(self, parameters, x):
-        """Return (y, padded x)."""
+        """Return (y, padded x): the output, and the values that `backward` needs."""
         x = self._pad(x)
         rows, cols = self._size(x)
         columns = self._columns(x)
@@ -96,7 +108,7 @@ class Convolution:
         return y.reshape(len(x), self.outputs, rows, cols, x.shape[4]), x
 
     def backward(self, parameters, x, dy, gradients, ready=_nothing, first=False):
-        """Write both gradients, return that of x (None where the layer is the first)."""
+        """Write the gradients of weight and bias; return that of x, or None for the first layer."""
         xp = array_module(dy)
         flat = dy.reshape(len(dy), self.outputs, -1)
         xp.sum(flat, axis=2, out=gradients[f"{self.name}.bias"])
@@ -104,13 +116,13 @@ class Convolution:
         held, self._held = self._held, None
         columns = held[1] if held is not None and held[0] is x else self._columns(x)
         weight = gradients[f"{self.name}.weight"]
-        # As a product with the long matrix first: OpenBLAS takes half the time for this side.
+        # The long matrix is the first factor: OpenBLAS then takes half the time.
         product = (columns @ flat.swapaxes(1, 2)).swapaxes(1, 2)
         weight[...] = product.reshape(weight.shape)
         ready(f"{self.name}.weight")
         if first:
             return None
-        # The columns have done their work; their memory takes their gradient.
+        # The columns are not needed any more, so their gradient is written over them.
         return self._add_up(xp.matmul(self._matrix(parameters).T, flat, out=columns), x)
 
     def _matrix(self, parameters):
@@ -128,7 +140,7 @@ class Convolution:
         return padded
 
     def _columns(self, x):
-        """Copy every window of x into a column; the windows themselves are only a view."""
+        """Copy every window of x into a column of the scratch array."""
         xp, k, (rows, cols) = array_module(x), self.kernel, self._size(x)
         (pieces, channels, _, _, samples), (p, c, h, w, s) = x.shape, x.strides
         shape = (pieces, channels, k, k, rows, cols, samples)
@@ -142,9 +154,10 @@ class Convolution:
         return columns.reshape(pieces, channels * k * k, -1)
 
     def _add_up(self, columns, x):
-        """The transpose of `_columns` and `_pad`: windows overlap, so their gradients add up.
+        """Return the gradient of x: for each element, the sum of `columns` over its windows.
 
-        What falls on the padding is nobody's gradient and is not added.
+        As a linear map, this function is the transpose of `_pad` followed by `_columns`. Gradients
+        of the padding are left out.
         """
         k, pad, (rows, cols) = self.kernel, self.pad, self._size(x)
         columns = columns.reshape(*x.shape[:2], k, k, rows, cols, x.shape[4])
@@ -159,19 +172,19 @@ class Convolution:
         return dx
 
 
-class MaxPool(NamedTuple):
-    """The largest of each 2 x 2 square; an odd last row or column is left out.
+class MaxPool(_Fixed):
+    """The largest value of each 2 x 2 square; an odd last row or column is left out.
 
-    Rows first, since they are long runs of memory. Neighbours within a row are not: they are
-    copied apart, and later together again, so that all arithmetic is on whole arrays.
+    `forward` compares pairs of rows first, because rows are long runs of memory. The even and odd
+    columns of a row are copied into two arrays, so that all arithmetic is on contiguous arrays.
     """
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """No parameters."""
-        return {}
-
     def forward(self, parameters, x):
-        """Return (y, (x, the larger of each two rows: (left columns, right columns)))."""
+        """Return y and (x, (left, right)), the output and the values that `backward` needs.
+
+        The arrays left and right have the maxima of each pair of rows: left at even columns, right
+        at odd columns.
+        """
         xp, (height, width) = array_module(x), self._even(x)
         pairs = xp.maximum(x[:, :, :height:2, :width], x[:, :, 1:height:2, :width])
         pairs = pairs.reshape(*pairs.shape[:3], width // 2, 2, x.shape[4])
@@ -179,7 +192,7 @@ class MaxPool(NamedTuple):
         return xp.maximum(left, right), (x, (left, right))
 
     def backward(self, parameters, saved, dy, gradients, ready=_nothing, first=False):
-        """Give each gradient to one that is the largest: the left ones, and of them the upper."""
+        """Return the gradient of x: in each square, one largest value gets `dy`, others zero."""
         x, (left, right) = saved
         xp, (height, width) = array_module(dy), self._even(x)
         to_left = dy * (left >= right)
@@ -196,79 +209,65 @@ class MaxPool(NamedTuple):
         return x.shape[2] // 2 * 2, x.shape[3] // 2 * 2
 
 
-class Relu(NamedTuple):
-    """``max(x, 0)``."""
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """No parameters."""
-        return {}
+class Relu(_Fixed):
+    """Replace negative values by zero, which is ``max(x, 0)``."""
 
     def forward(self, parameters, x):
-        """Return (y, y)."""
+        """Return (y, y): the output, and the values that `backward` needs."""
         y = array_module(x).maximum(x, 0)
         return y, y
 
     def backward(self, parameters, y, dy, gradients, ready=_nothing, first=False):
-        """Let the gradient through where y is positive."""
+        """Return `dy` where y is positive, and zero elsewhere."""
         dy *= y > 0
         return dy
 
 
-class Images(NamedTuple):
-    """(pieces, samples, channels, height, width) to images with the samples innermost."""
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """No parameters."""
-        return {}
+class Images(_Fixed):
+    """Turn x of shape (pieces, samples, channels, height, width) into images, with samples last."""
 
     def forward(self, parameters, x):
-        """Return (y, None)."""
+        """Return (y, None): `backward` needs nothing."""
         return array_module(x).ascontiguousarray(x.transpose(0, 2, 3, 4, 1)), None
 
     def backward(self, parameters, saved, dy, gradients, ready=_nothing, first=False):
-        """The way back; a view."""
+        """Return the gradient of x, a view of `dy`."""
         return dy.transpose(0, 4, 1, 2, 3)
 
 
-class Features(NamedTuple):
-    """Images to rows of samples, the features in the order channel, height, width."""
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """No parameters."""
-        return {}
+class Features(_Fixed):
+    """Turn images into one row of features per sample, in the order channel, height, width."""
 
     def forward(self, parameters, x):
-        """Return (y, shape of x); y is a transposed view, which a matrix product takes as it is."""
+        """Return (y, shape of x); y is a transposed view, which a matrix product can use."""
         return x.reshape(len(x), math.prod(x.shape[1:4]), x.shape[4]).swapaxes(1, 2), x.shape
 
     def backward(self, parameters, shape, dy, gradients, ready=_nothing, first=False):
-        """The way back; a copy, for the samples must lie innermost again."""
+        """Return the gradient of x, a copy of `dy` with the samples as the last axis."""
         return array_module(dy).ascontiguousarray(dy.swapaxes(1, 2)).reshape(shape)
 
 
-class Rows(NamedTuple):
-    """(pieces, samples, ...) to rows of samples; a view."""
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """No parameters."""
-        return {}
+class Rows(_Fixed):
+    """Flatten x of shape (pieces, samples, ...) to one row of features per sample, as a view."""
 
     def forward(self, parameters, x):
-        """Return (y, shape of x)."""
+        """Return (y, shape of x): the output, and the values that `backward` needs."""
         return x.reshape(*x.shape[:2], math.prod(x.shape[2:])), x.shape
 
     def backward(self, parameters, shape, dy, gradients, ready=_nothing, first=False):
-        """The way back; a view."""
+        """Return the gradient of x, a view of `dy`."""
         return dy.reshape(shape)
 
 
 def softmax_cross_entropy(scores, labels):
-    """Return (mean loss of each piece, its gradient by `scores`).
+    """Return (mean loss of each piece (batch), gradient of the losses with respect to `scores`).
 
-    `scores` are (pieces, samples, classes), `labels` (pieces, samples) integers from 0.
+    `scores` have the shape (pieces, samples, classes). `labels` are integers from 0, with the shape
+    (pieces, samples).
 
-    The largest score of a row is taken off first, so no exponential overflows, and the loss comes
-    from the logarithm of the sum, so none of the logarithms is of a rounded zero.
+    The largest score of a sample is first subtracted from all its scores, so no exponential
+    overflows. The loss is the logarithm of the sum of exponentials, minus the score of the label.
+    The loss is therefore never the logarithm of a probability that was rounded to zero.
     """
     xp = array_module(scores)
     samples, classes = scores.shape[1:]

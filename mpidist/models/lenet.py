@@ -7,8 +7,8 @@
       dense                        84     relu
       dense                   classes
 
-With max pooling and ReLU instead of the paper's averages and tanh: they train faster. ReLU
-comes after the pooling, where it has a quarter of the work; the two commute.
+Max pooling and ReLU replace the average pooling and tanh of the paper, because they train faster.
+ReLU comes after max pooling, because it then has a quarter of the work and the result is the same.
 
 Reference: LeCun, Bottou, Bengio and Haffner, Gradient-based learning applied to document
 recognition, Proc. IEEE 86(11), 1998.
@@ -19,8 +19,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import ConfigError
+from ..registry import checked_whole
 from .layers import Convolution, Dense, Features, Images, MaxPool, Relu
-from .logistic import checked_whole, sample_shape
+from .logistic import sample_shape
 from .network import Network
 
 
@@ -31,12 +32,12 @@ def lenet(
     channels: Sequence[int] = (6, 16),
     hidden: Sequence[int] = (120, 84),
 ) -> Network:
-    """LeNet-5 for images of any size from 4 x 4.
+    """Make LeNet-5 for images of 4 x 4 pixels or more.
 
-    The kernels follow a rule: where the second one would find maps smaller than 8 x 8 (images
-    smaller than 16 x 16), both are 3 x 3 with one row of zeros around; otherwise both are 5 x 5,
-    the first with two rows of zeros around, as in the paper (whose 32 x 32 images are MNIST's
-    28 x 28 with such a frame).
+    Images smaller than 16 x 16 get 3 x 3 kernels, with a border of one zero around each image.
+    Larger images get 5 x 5 kernels, and the first convolution adds a border of two zeros. The paper
+    also adds a border of two zeros: its 32 x 32 images are the 28 x 28 images of MNIST with such a
+    border.
 
     Parameters
     ----------
@@ -45,11 +46,11 @@ def lenet(
     classes : int
         Number of classes, at least 2.
     seed : int
-        Seeds the weights.
+        Seed of the weights.
     channels, hidden : two ints each
-        Maps of the convolutions, widths of the hidden dense layers.
+        Number of maps of each convolution, and widths of the hidden dense layers.
     """
-    shape = sample_shape("lenet", "image_shape", image_shape)
+    shape = sample_shape("lenet: image_shape", image_shape)
     if len(shape) != 3 or min(shape[1:]) < 4:
         raise ConfigError(
             f"lenet: image_shape is {list(shape)}, expected [channels, height, width] with height "
@@ -71,13 +72,13 @@ def lenet(
         Relu(),
         Dense("dense2", wide, narrow),
         Relu(),
-        Dense("dense3", narrow, checked_whole("lenet", "classes", classes, 2)),
+        Dense("dense3", narrow, checked_whole("lenet: classes", classes, 2)),
     ]
     return Network(layers, shape, seed)
 
 
 def _pair(name: str, given: Sequence[int]) -> tuple[int, ...]:
-    pair = sample_shape("lenet", name, given)
+    pair = sample_shape(f"lenet: {name}", given)
     if len(pair) != 2:
         raise ConfigError(f"lenet: {name} is {list(pair)}, expected two numbers")
     return pair

@@ -1,46 +1,34 @@
-"""Multinomial logistic regression: the smallest model, convex, a line of algebra to check by."""
+"""Multinomial logistic regression: the smallest model; its loss is convex and easy to check."""
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 
-from ..errors import ConfigError
+from ..registry import checked_whole
 from .layers import Dense, Rows
 from .network import Network
 
 
 def logistic(inputs: int | Sequence[int], classes: int, seed: int = 0) -> Network:
-    """``scores = x @ weight + bias`` under softmax cross entropy.
+    """Make the model ``scores = x @ weight + bias``, with softmax cross entropy as its loss.
 
     Parameters
     ----------
     inputs : int or sequence of int
-        Features of a sample, or the shape of a sample that is to be flattened.
+        Number of features of a sample, or the shape of a sample, which is then flattened.
     classes : int
         Number of classes, at least 2.
     seed : int
-        Seeds the weights.
+        Seed of the weights.
     """
-    shape = sample_shape("logistic", "inputs", inputs)
-    classes = checked_whole("logistic", "classes", classes, 2)
+    shape = sample_shape("logistic: inputs", inputs)
+    classes = checked_whole("logistic: classes", classes, 2)
     return Network([Rows(), Dense("dense", math.prod(shape), classes)], shape, seed)
 
 
-def sample_shape(model: str, name: str, given) -> tuple[int, ...]:
-    """`given` as a shape of whole numbers from 1; one number is a shape of one."""
+def sample_shape(name: str, given) -> tuple[int, ...]:
+    """Return `given`, a number or a sequence, as a tuple of integers of at least 1."""
     if not isinstance(given, Sequence) or isinstance(given, str):
         given = (given,)
-    return tuple(checked_whole(model, name, size, 1) for size in given)
-
-
-def checked_whole(model: str, name: str, value, low: int) -> int:
-    """`value` as an int of at least `low`, or ConfigError."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise ConfigError(f"{model}: {name} is {value!r}, expected a whole number") from None
-    if number < low:
-        raise ConfigError(f"{model}: {name} is {value}, expected at least {low}")
-    return number
+    return tuple(checked_whole(name, size, 1) for size in given)

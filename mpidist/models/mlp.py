@@ -8,25 +8,26 @@ from itertools import pairwise
 
 from ..errors import ConfigError
 from .layers import Dense, Relu, Rows
-from .logistic import checked_whole, sample_shape
+from .logistic import sample_shape
 from .network import Network
 
 
 def mlp(sizes: Sequence, seed: int = 0) -> Network:
-    """Dense layers of `sizes`, a ReLU between each two.
+    """Make dense layers of the widths `sizes`, with a ReLU after each layer but the last.
 
     Parameters
     ----------
     sizes : sequence of int
-        Inputs, hidden layers, classes: ``[784, 128, 10]``. The first may be the shape of a
-        sample that is to be flattened: ``[[1, 28, 28], 128, 10]``.
+        Numbers of inputs, of units in each hidden layer, and of classes, as in ``[784, 128, 10]``.
+        The first entry may be the shape of a sample, which is then flattened, as in ``[[1, 28, 28],
+        128, 10]``.
     seed : int
-        Seeds the weights.
+        Seed of the weights.
     """
     if not isinstance(sizes, Sequence) or isinstance(sizes, str) or len(sizes) < 2:
         raise ConfigError(f"mlp: sizes is {sizes!r}, expected [inputs, hidden..., classes]")
-    shape = sample_shape("mlp", "sizes", sizes[0])
-    widths = [math.prod(shape), *(checked_whole("mlp", "sizes", size, 1) for size in sizes[1:])]
+    shape = sample_shape("mlp: sizes", sizes[0])
+    widths = [math.prod(shape), *sample_shape("mlp: sizes", list(sizes[1:]))]
     layers: list = [Rows()]
     for i, (inputs, outputs) in enumerate(pairwise(widths), 1):
         layers += [Dense(f"dense{i}", inputs, outputs), Relu()]

@@ -1,11 +1,11 @@
-"""A chain of layers as a model: what `mpidist.train` and the servers call.
+"""A chain of layers as a model that `mpidist.train` and parameter servers can use.
 
     model.parameters                      dict name -> array, in forward order
     model.loss_and_gradients(batch, gradients, ready)
     model.predict(inputs)
 
-Nothing here knows about ranks. Training code may replace any entry of `parameters` by another
-array of the same shape: it is looked up at every call.
+A model does not communicate with other ranks. Training code may replace any array in `parameters`
+by another one of the same shape, because every method of the model looks up the arrays again.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from ..arrays import array_module
 from ..errors import ConfigError
 from .layers import softmax_cross_entropy
 
-#: Samples per pass of `predict`: an evaluation then needs no more memory than a training step.
+#: Samples per pass of `predict`, so that an evaluation needs no more memory than a training step.
 CHUNK = 128
 
 
 class Network:
-    """A classifier: layers, then softmax cross entropy.
+    """A classifier made of layers, with softmax cross entropy as its loss.
 
     Parameters
     ----------
     layers : sequence
-        Layers as in `mpidist.models.layers`; the last gives one score per class.
+        Layers as in `mpidist.models.layers`; the last one returns one score per class.
     sample_shape : tuple of int
-        Shape of one input; a dimension of None takes any.
+        Shape of one input.
     seed : int
-        Seeds the weights: normal, of variance 2 / inputs before a ReLU and 1 / inputs in the
-        last layer (He et al., 2015, arXiv:1502.01852); biases are zero.
+        Seed of the weights, which are normal with variance 2 / inputs before a ReLU and 1 / inputs
+        in the last layer (He et al., 2015, arXiv:1502.01852). Biases are zero.
 
     Attributes
     ----------
     parameters : dict of str to array
         float32, in forward order; gradients become ready in the reverse order.
     state : dict of str to array
-        Empty: these models keep no statistics.
+        Empty, because these models keep no statistics.
     """
 
     def __init__(self, layers: Sequence, sample_shape: Sequence[int], seed: int = 0):
@@ -55,24 +55,26 @@ class Network:
     def loss_and_gradients(
         self, batch, gradients, ready: Callable[[str], None] | None = None
     ) -> float:
-        """Write the gradient of the mean loss over `batch` into `gradients`, return that mean.
+        """Write the gradient of the mean loss over `batch` into `gradients`; return that loss.
 
-        `batch` is (inputs, labels), labels being integers from 0. ``ready(name)`` is
-        called as soon as that gradient is final, last layer first. An empty batch has zero
-        gradients and loss 0.0, so that a rank without samples can take part in a sum.
+        `batch` is (inputs, labels); labels are integers from 0. ``ready(name)`` is called as soon
+        as the gradient called `name` is final, beginning with the last layer. An empty batch has
+        gradients of zero and loss 0.0, so that a rank without samples can take part in the sum over
+        all ranks.
         """
         inputs, labels = batch
         if len(inputs) != len(labels):
             raise ConfigError(f"batch: {len(inputs)} inputs but {len(labels)} labels")
         one = {name: array[None] for name, array in gradients.items()}
-        x, labels = self._input(inputs)[None], self._labels(labels)[None]
-        return float(self._losses(x, labels, one, ready or (lambda name: None))[0])
+        x = checked_input(self, inputs)[None]
+        return float(self._losses(x, self._labels(labels)[None], one, ready)[0])
 
     def piece_gradients(self, batch, gradients):
-        """The same for several pieces of equal size in one call; returns their mean losses.
+        """Write the gradients of several batches (pieces) of equal size; return their mean losses.
 
-        All arrays have a further first axis, that of the pieces: inputs and labels, and those of
-        `gradients`. Each piece gets the bits that `loss_and_gradients` gives it alone.
+        A piece is a batch with gradients of its own. Inputs, labels and all arrays in `gradients`
+        have one more axis in front, with one index for each piece. The gradients of a piece have
+        the same bits as if `loss_and_gradients` had computed them.
         """
         inputs, labels = batch
         if inputs.shape[:2] != labels.shape[:2]:
@@ -80,11 +82,12 @@ class Network:
                 f"batch: {len(inputs)} pieces of {inputs.shape[1]} inputs, but labels of shape "
                 f"{labels.shape}"
             )
-        x = self._input(inputs.reshape(-1, *inputs.shape[2:])).reshape(inputs.shape)
-        return self._losses(x, self._labels(labels), gradients, lambda name: None)
+        x = checked_input(self, inputs.reshape(-1, *inputs.shape[2:])).reshape(inputs.shape)
+        return self._losses(x, self._labels(labels), gradients)
 
-    def _losses(self, x, labels, gradients, ready):
-        """Go forward and backward through the layers, on pieces."""
+    def _losses(self, x, labels, gradients, ready=None):
+        """Run all layers forward and backward on several batches (pieces); return their losses."""
+        ready = ready or (lambda name: None)
         if labels.size == 0:
             for name in reversed(self.parameters):
                 gradients[name][...] = 0
@@ -95,35 +98,26 @@ class Network:
             x, saved = layer.forward(self.parameters, x)
             tape.append(saved)
         losses, dy = softmax_cross_entropy(x, labels)
-        # What lies before the first layer with parameters needs no gradient.
+        # Layers before the first one with parameters compute no gradient.
         for i in range(len(self.layers) - 1, self._first - 1, -1):
-            first = i == self._first
-            dy = self.layers[i].backward(
-                self.parameters, tape.pop(), dy, gradients, ready, first=first
-            )
+            first, back = i == self._first, self.layers[i].backward
+            dy = back(self.parameters, tape.pop(), dy, gradients, ready, first=first)
         return losses
 
     def predict(self, inputs):
-        """Return the scores, (samples, classes); the largest of a row is the answer."""
+        """Return one row of scores per sample; the largest score marks the predicted class."""
         chunks = [inputs[i : i + CHUNK] for i in range(0, max(len(inputs), 1), CHUNK)]
         scores = [self._scores(chunk) for chunk in chunks]
         return array_module(scores[0]).concatenate(scores)
 
     def _scores(self, inputs):
-        x = self._input(inputs)[None]
+        x = checked_input(self, inputs)[None]
         for layer in self.layers:
             x, _ = layer.forward(self.parameters, x)
         return x[0]
 
-    def _input(self, inputs):
-        if tuple(inputs.shape[1:]) != self.sample_shape:
-            expected = ", ".join(map(str, ("n", *self.sample_shape)))
-            raise ConfigError(f"model input has shape {inputs.shape}, expected ({expected})")
-        like = self._like()
-        return array_module(like).asarray(inputs, dtype=like.dtype)
-
     def _labels(self, labels):
-        # NumPy would take a negative label as one counted from the end.
+        # NumPy would count a negative label from the end.
         if isinstance(labels, np.ndarray) and labels.size:
             low, high = labels.min(), labels.max()
             if not 0 <= low <= high < self.classes:
@@ -131,11 +125,21 @@ class Network:
                     f"labels run from {low} to {high}, expected 0 to {self.classes - 1}: "
                     f"the model has {self.classes} classes"
                 )
-        return array_module(self._like()).asarray(labels)
+        return array_module(_like(self)).asarray(labels)
 
-    def _like(self):
-        """One of the parameters: batches go where they are, in their dtype."""
-        return next(iter(self.parameters.values()))
+
+def checked_input(model, inputs):
+    """Return `inputs` with the dtype and on the device of the parameters; check their shape."""
+    if tuple(inputs.shape[1:]) != model.sample_shape:
+        expected = ", ".join(map(str, ("n", *model.sample_shape)))
+        raise ConfigError(f"model input has shape {inputs.shape}, expected ({expected})")
+    like = _like(model)
+    return array_module(like).asarray(inputs, dtype=like.dtype)
+
+
+def _like(model):
+    """Return one of the parameters; batches are converted to its dtype and device."""
+    return next(iter(model.parameters.values()))
 
 
 def _initial(layers: Sequence, seed: int) -> dict:

@@ -1,9 +1,9 @@
-"""A multi-label model: any number of entities may be true of a sample, each decided by itself.
+"""A multi-label model: a sample may have any number of labels (entities), each predicted alone.
 
     x (n, inputs) [ -> hidden, ReLU ] -> one score per entity -> sigmoid cross entropy, summed
 
-The loss of a sample is the sum over entities, so that the gradient of an entity does not fade with
-their number.
+The loss of a sample is the sum, not the mean, over all entities, so that the gradient of one entity
+does not shrink when there are many entities.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import numpy as np
 
 from ..arrays import array_module
 from ..errors import ConfigError
-from .logistic import checked_whole
+from ..registry import checked_whole
+from .network import checked_input
 
 
 class Tagger:
-    """Logistic regression per entity, or with one hidden layer that they share.
+    """Logistic regression for each entity (label), with an optional hidden layer shared by all.
 
     Parameters
     ----------
     inputs, classes : int
-        Features of a sample; entities.
+        Number of features of a sample, and of entities.
     hidden : int
-        Units of the hidden layer; 0 is none.
+        Units of the hidden layer; 0 means no hidden layer.
     seed : int
-        Seeds the weights (He et al., 2015). The biases of the scores begin at -4, since few
-        entities are true of a sample.
+        Seed of the weights (He et al., 2015). The biases of the scores begin at -4, because most
+        entities are absent from a sample.
 
     Attributes
     ----------
@@ -39,7 +40,7 @@ class Tagger:
     """
 
     def __init__(self, inputs: int, classes: int, hidden: int = 0, seed: int = 0):
-        self.inputs, self.classes, self.hidden = inputs, classes, hidden
+        self.sample_shape, self.classes = (inputs,), classes
         rng = np.random.default_rng(seed)
         sizes = [inputs, *([hidden] if hidden else []), classes]
         self.parameters: dict = {}
@@ -51,15 +52,16 @@ class Tagger:
             self.parameters[f"dense{k}.b"] = np.full(columns, -4.0 if last else 0.0, np.float32)
 
     def predict(self, inputs):
-        """Return the scores, (samples, classes); above 0 is more likely than not."""
-        return self._forward(self._input(inputs))[-1]
+        """Return scores of shape (samples, classes); a positive score means a likely entity."""
+        return self._forward(inputs)[-1]
 
     def loss_and_gradients(
         self, batch, gradients, ready: Callable[[str], None] | None = None
     ) -> float:
-        """Write the gradient of the mean loss over `batch`, return that mean.
+        """Write the gradient of the mean loss over `batch` and return the mean loss.
 
-        `batch` is (inputs, labels), labels (samples, classes) of 0 and 1.
+        `batch` is (inputs, labels). Labels are an array of zeros and ones of shape (samples,
+        classes).
         """
         inputs, labels = batch
         if tuple(labels.shape) != (len(inputs), self.classes):
@@ -67,33 +69,29 @@ class Tagger:
                 f"labels have shape {labels.shape}, expected ({len(inputs)}, {self.classes}): 0 or "
                 "1 for every entity"
             )
-        layers = self._forward(self._input(inputs))
+        ready = ready or (lambda name: None)
+        layers = self._forward(inputs)
         scores = layers[-1]
         xp = array_module(scores)
         truth = xp.asarray(labels, dtype=scores.dtype)
         count = max(len(scores), 1)
-        # log(1 + exp(s)) - t s, without overflow.
-        losses = xp.maximum(scores, 0) - scores * truth + xp.log1p(xp.exp(-xp.abs(scores)))
-        dy = (_sigmoid(xp, scores) - truth) / count
+        # log(1 + exp(s)) - t s, and its derivative sigmoid(s) - t, both without overflow.
+        e = xp.exp(-xp.abs(scores))
+        losses = xp.maximum(scores, 0) - scores * truth + xp.log1p(e)
+        dy = (xp.where(scores >= 0, 1 / (1 + e), e / (1 + e)) - truth) / count
         for k in range(len(layers) - 1, 0, -1):
             x, name = layers[k - 1], f"dense{k}"
             dy.sum(axis=0, out=gradients[f"{name}.b"])
-            _tell(ready, f"{name}.b")
+            ready(f"{name}.b")
             xp.matmul(x.T, dy, out=gradients[f"{name}.w"])
-            _tell(ready, f"{name}.w")
+            ready(f"{name}.w")
             if k > 1:
                 dy = (dy @ self.parameters[f"{name}.w"].T) * (x > 0)
         return float(losses.sum(dtype=np.float64)) / count
 
-    def _input(self, inputs):
-        if tuple(inputs.shape[1:]) != (self.inputs,):
-            raise ConfigError(f"model input has shape {inputs.shape}, expected (n, {self.inputs})")
-        like = next(iter(self.parameters.values()))
-        return array_module(like).asarray(inputs, dtype=like.dtype)
-
-    def _forward(self, x) -> list:
-        """Return the inputs of every layer, and the scores."""
-        layers = [x]
+    def _forward(self, inputs) -> list:
+        """Return the input of every layer, and the scores that the last layer computes."""
+        layers = [checked_input(self, inputs)]
         for k in range(1, len(self.parameters) // 2 + 1):
             y = layers[-1] @ self.parameters[f"dense{k}.w"] + self.parameters[f"dense{k}.b"]
             last = 2 * k == len(self.parameters)
@@ -101,28 +99,18 @@ class Tagger:
         return layers
 
 
-def _sigmoid(xp, scores):
-    e = xp.exp(-xp.abs(scores))
-    return xp.where(scores >= 0, 1 / (1 + e), e / (1 + e))
-
-
-def _tell(ready, name: str) -> None:
-    if ready is not None:
-        ready(name)
-
-
 def tagger(inputs: int = 1152, classes: int = 3862, hidden: int = 0, seed: int = 0) -> Tagger:
-    """Make a `Tagger`; the defaults are those of YouTube-8M's videos."""
+    """Make a `Tagger`; the default sizes are those of the video features of YouTube-8M."""
     return Tagger(
-        checked_whole("tagger", "inputs", inputs, 1),
-        checked_whole("tagger", "classes", classes, 1),
-        checked_whole("tagger", "hidden", hidden, 0),
+        checked_whole("tagger: inputs", inputs, 1),
+        checked_whole("tagger: classes", classes, 1),
+        checked_whole("tagger: hidden", hidden, 0),
         seed,
     )
 
 
 def hit_at_one(scores, labels) -> float:
-    """Return the share of samples of which the entity with the largest score is true."""
+    """Return the fraction of samples whose entity with the highest score is one of their labels."""
     best = np.asarray(scores).argmax(axis=1)
     return float(np.asarray(labels)[np.arange(len(best)), best].astype(bool).mean())
 
@@ -130,8 +118,10 @@ def hit_at_one(scores, labels) -> float:
 def gap(scores, labels, top: int = 20) -> float:
     """Return the global average precision over the `top` scores of every sample.
 
-    All of them are ranked together; the precision at each true one is summed, over the number of
-    all that are true (at most `top` of a sample). Abu-El-Haija et al., 2016, arXiv:1609.08675.
+    The `top` highest scores of every sample are ranked together. The precision is computed at the
+    position of each true entity in this ranking. The result is the sum of these precisions, divided
+    by the number of true entities; a sample with more than `top` true entities counts as having
+    `top`. Abu-El-Haija et al., 2016, arXiv:1609.08675.
     """
     scores, labels = np.asarray(scores), np.asarray(labels).astype(bool)
     top = min(top, scores.shape[1])

@@ -1,7 +1,8 @@
 """Optimizers as (init, update) pairs over dicts of arrays, and learning-rate schedules.
 
-No optimizer here knows about ranks: a worker applies one to the reduced gradients, a parameter
-server to the pushed ones, and both get the same bits.
+An optimizer does not communicate with other ranks. With allreduce, each worker applies the
+optimizer to the averaged gradients. A parameter server applies the optimizer to the gradients that
+workers send. The same gradients give the same bits on a worker and on a parameter server.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ __all__ = [
 
 
 def from_settings(name: str, settings: Mapping) -> Optimizer:
-    """Make the optimizer `name` as a job file describes it.
+    """Make the optimizer called `name` from the settings in a job file.
 
-    `settings` are the maker's keywords; ``lr`` may be a number or a table with the key
-    ``schedule`` and that schedule's keywords, as in
-    ``{"lr": {"schedule": "cosine", "lr": 0.05, "steps": 2000}}``, which is also how
-    ``Optimizer.settings`` gives it back. With ``clip_norm`` the optimizer is `clipped`. Raises
-    ConfigError for an unknown name or key (with the nearest one) and for a missing one.
+    `settings` are the keyword arguments of the function with that name, such as `sgd`. ``lr`` may
+    be a number, or a table with the key ``schedule`` and the keywords of that schedule, as in
+    ``{"lr": {"schedule": "cosine", "lr": 0.05, "steps": 2000}}``; ``Optimizer.settings`` has the
+    same form. The key ``clip_norm`` makes an optimizer that clips gradients (see `clipped`). Raises
+    ConfigError for an unknown name or key (the message suggests the nearest known one), or for a
+    missing key.
     """
     settings = dict(settings)
     clip_norm = settings.pop("clip_norm", None)

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from .optimizer import Optimizer, check_range, elementwise
-from .schedules import Rate
+from .optimizer import Optimizer, elementwise
+from .schedules import Rate, check_range
 
 
 def adam(
@@ -17,7 +17,7 @@ def adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> Optimizer:
-    """Adam: a step of about `lr` per parameter, whatever the scale of its gradient.
+    """Make the Adam optimizer: each step moves a parameter by about `lr`, for any gradient scale.
 
     ::
 
@@ -25,32 +25,34 @@ def adam(
         v = beta2 v + (1 - beta2) g^2      mean of squares
         p -= lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p)
 
-    Pitfalls: gradients of any size make steps of the same size, so weighting a push by scaling
-    its gradient does nothing; the `weight` of ``update`` scales `lr` instead. The moments decay
-    per update, hence per push on an asynchronous server. A shard server and a worker reach the
-    same bits, since nothing is summed over an array. In float16 the default `eps` is zero: keep
-    float32 parameters, or pass 1e-4.
+    Pitfalls: the size of a step does not depend on the scale of the gradient. Scaling the gradients
+    that are sent to a parameter server therefore has no effect; pass ``update`` a `weight`, which
+    scales `lr`, instead. The means of gradients and of squares decay with every update; on an
+    asynchronous server, every gradient that a worker sends is an update. A server that updates one
+    part of an array computes the same bits as a worker that updates the whole array, because Adam
+    never sums over an array. In float16 the default `eps` is rounded to zero: keep float32
+    parameters, or pass ``eps=1e-4``.
 
     Parameters
     ----------
     lr : float or callable
         Learning rate, or a schedule ``step -> float``.
     beta1, beta2 : float
-        Decay of the two means, in [0, 1).
+        Decay of the mean of gradients and of the mean of squares, in [0, 1).
     eps : float
-        Added to the root, outside of it.
+        Added to the square root of the mean of squares.
     weight_decay : float
-        Decoupled decay: it does not pass through the means.
+        Decoupled weight decay, which does not enter the two means.
 
     References
     ----------
     Kingma and Ba, ICLR 2015, arXiv:1412.6980; Loshchilov and Hutter, Decoupled Weight Decay
     Regularization, ICLR 2019, arXiv:1711.05101.
     """
-    beta1 = check_range("adam", "beta1", beta1, 0, 1)
-    beta2 = check_range("adam", "beta2", beta2, 0, 1)
-    eps = check_range("adam", "eps", eps, 0, float("inf"))
-    decay = check_range("adam", "weight_decay", weight_decay, 0, float("inf"))
+    beta1 = check_range("adam", "beta1", beta1, 1)
+    beta2 = check_range("adam", "beta2", beta2, 1)
+    eps = check_range("adam", "eps", eps)
+    decay = check_range("adam", "weight_decay", weight_decay)
 
     def coefficients(rate: float, count: int) -> tuple:
         unbiased = rate / (1 - beta1**count), 1 / math.sqrt(1 - beta2**count)

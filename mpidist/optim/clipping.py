@@ -1,11 +1,12 @@
-"""Clipping by the global norm: gradients keep their direction and lose what is too long.
+"""Clip gradients by their global norm, which limits their length and keeps their direction.
 
     norm = sqrt(sum of the squares of all elements of all gradients)
     g *= max_norm / norm      where norm > max_norm
 
-On replicas this is exact without a message: after the allreduce every rank holds the gradients of
-the whole batch, and the same bits give the same norm. The sum is one that does not depend on the
-processor (float64, NumPy's own order, no BLAS), or hosts of two generations would drift apart.
+Clipping needs no messages: after the allreduce every rank has the same gradients, and equal bits
+give equal norms. The sum of squares has the same bits on every kind of processor, because it is
+computed in float64, in NumPy's own order and without BLAS. Ranks on different processors therefore
+keep equal parameters.
 
 Reference: Pascanu, Mikolov and Bengio, On the difficulty of training recurrent neural networks,
 ICML 2013, arXiv:1211.5063.
@@ -25,11 +26,12 @@ from .optimizer import PIECE, Optimizer
 
 
 def clip_by_global_norm(gradients: Mapping, max_norm: float) -> float:
-    """Shorten `gradients` in place to a global norm of `max_norm`, if it is more.
+    """Scale `gradients` in place to a global norm of `max_norm` if their norm is larger.
 
-    Returns the norm they had. After an allreduce, or before a push to servers, where it is the
-    worker's own gradient that is clipped. One with a norm that is no number stays as it is: the
-    loss is what tells.
+    Returns the norm before scaling. With allreduce, call this function after the allreduce. With
+    parameter servers, call this function before the gradients are sent; each worker then clips its
+    own gradients. Gradients whose norm is not finite are not changed; the loss then shows the
+    problem.
     """
     max_norm = _check(max_norm)
     norm = global_norm(gradients)
@@ -40,18 +42,20 @@ def clip_by_global_norm(gradients: Mapping, max_norm: float) -> float:
 
 
 def clipped(optimizer: Optimizer, max_norm: float) -> Optimizer:
-    """Return `optimizer` with its gradients clipped to a global norm of `max_norm`.
+    """Return an optimizer that clips the gradients to a global norm of `max_norm` before updates.
 
-    For `md.train` with AllReduce, and for loops of your own; ``clip_norm = 1.0`` in a job file's
-    optimizer table. Not elementwise, since a norm is a sum over all tensors: servers, each of
-    which has some of them, refuse it. There, clip before the push with `clip_by_global_norm`.
+    Use the returned optimizer with `md.train` and AllReduce, or in your own loop. In a job file,
+    set ``clip_norm = 1.0`` in the table of the optimizer. An optimizer that clips is not
+    elementwise, because the norm is a sum over all tensors. Parameter servers refuse an optimizer
+    that is not elementwise, because each server has only some of the tensors. With parameter
+    servers, call `clip_by_global_norm` before the gradients are sent.
     """
     max_norm = _check(max_norm)
 
     def update(gradients: Mapping, state: dict, parameters: Mapping, weight: float = 1.0) -> None:
         norm = global_norm({name: gradients[name] for name in parameters if name in gradients})
         if norm > max_norm and math.isfinite(norm):
-            # An update leaves the gradients alone, so the shorter ones are new arrays.
+            # An update must not change its gradients, so the scaled ones are new arrays.
             gradients = {n: g * g.dtype.type(max_norm / norm) for n, g in gradients.items()}
         optimizer.update(gradients, state, parameters, weight)
 
@@ -60,7 +64,7 @@ def clipped(optimizer: Optimizer, max_norm: float) -> Optimizer:
 
 
 def global_norm(gradients: Mapping) -> float:
-    """Return the root of the sum of squares over all `gradients`, in float64."""
+    """Return the square root of the sum of squares of all `gradients`, in float64."""
     return math.sqrt(math.fsum(_squares(gradient) for gradient in gradients.values()))
 
 

@@ -1,21 +1,24 @@
-"""Gradient descent with a velocity: the default for the reference models."""
+"""Gradient descent with momentum, the default for the reference models."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from .optimizer import Optimizer, check_range, elementwise
-from .schedules import Rate
+from .optimizer import Optimizer, elementwise
+from .schedules import Rate, check_range
 
 
 def momentum(lr: Rate, beta: float = 0.9, weight_decay: float = 0.0) -> Optimizer:
-    """Heavy-ball momentum, ``v = beta * v + g;  p -= lr * v``.
+    """Make an optimizer with heavy-ball momentum, ``v = beta * v + g; p -= lr * v``.
 
-    A gradient moves the parameters by ``lr / (1 - beta)`` times itself in the end: at the same
-    `lr`, beta=0.9 goes ten times as far as plain descent. Under asynchronous servers the decay
-    is per push, not per global step; the distance is the same, the memory shorter, which is the
-    stable side (staleness acts as momentum of its own). With a falling schedule the velocity
-    holds gradients, not steps, so a drop of `lr` takes effect at once.
+    Over all later updates, a gradient g moves the parameters by ``lr / (1 - beta) * g`` in total.
+    With beta=0.9, a gradient moves the parameters ten times as far as in plain gradient descent
+    with the same `lr`. On an asynchronous parameter server, the velocity decays with every gradient
+    that a worker sends, not with every global step. The total distance that a gradient moves the
+    parameters stays the same, but old gradients are forgotten sooner. Forgetting old gradients
+    sooner makes asynchronous training more stable, because stale gradients also act like momentum.
+    The velocity is a sum of gradients and does not contain `lr`, so a lower `lr` takes effect at
+    once.
 
     Parameters
     ----------
@@ -31,8 +34,8 @@ def momentum(lr: Rate, beta: float = 0.9, weight_decay: float = 0.0) -> Optimize
     Polyak, 1964; Sutskever et al., On the importance of initialization and momentum, ICML 2013.
     Mitliagkas et al., Asynchrony begets momentum, 2016, arXiv:1605.09774.
     """
-    beta = check_range("momentum", "beta", beta, 0, 1)
-    decay = check_range("momentum", "weight_decay", weight_decay, 0, float("inf"))
+    beta = check_range("momentum", "beta", beta, 1)
+    decay = check_range("momentum", "weight_decay", weight_decay)
 
     def kernel(parameter, gradient, velocity, scratch, rate, keep, shrink):
         dtype = parameter.dtype

@@ -1,9 +1,10 @@
 """Learning rates as functions of the step: constant, cosine and step decay.
 
-A schedule is called with the number of updates already made (a float: on a parameter server a
-push counts as its share of a global batch) and returns the rate of the next one. Any callable
-``step -> float`` will do where a schedule is expected; the ones made here also know their name
-and settings, so that a run's summary and its checkpoint can say what they were.
+A schedule is called with the number of updates so far and returns the learning rate of the next
+update. The number of updates is a float, because on a parameter server the update of a worker
+counts as a fraction (the worker's share of a global batch). Any callable ``step -> float`` is a
+valid schedule. The schedules in this module also have a name and settings, which are stored in the
+summary of a run and in its checkpoints.
 """
 
 from __future__ import annotations
@@ -11,37 +12,41 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
 
 from ..errors import ConfigError
+from ..registry import checked_whole
 
 Rate = float | Callable[[float], float]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A callable ``step -> rate`` that can be described in plain numbers."""
+    """A callable ``step -> rate`` that also has a name, and settings that are plain numbers."""
 
     name: str
     settings: dict
     rate: Callable[[float], float] = field(repr=False, compare=False)
 
     def __call__(self, step: float) -> float:
-        """The rate of the update after `step` updates."""
+        """Return the learning rate of the update that follows `step` updates."""
         return self.rate(step)
 
 
 def constant(lr: float) -> Schedule:
-    """The same rate `lr` at every step."""
+    """Return the schedule with the same rate `lr` at every step."""
     lr = _rate("learning rate", "lr", lr)
     return Schedule("constant", {"lr": lr}, lambda step: lr)
 
 
 def cosine(lr: float, steps: int, warmup: int = 0, final: float = 0.0) -> Schedule:
-    """Half a cosine from `lr` down to `final` at step `steps`, after a linear warm-up.
+    """Return a schedule: a linear warm-up, then half a cosine from `lr` to `final` at step `steps`.
 
-    Warm-up: ``lr * (step + 1) / warmup`` while ``step < warmup``, so the first update already
-    moves. Beyond `steps` the rate stays `final`: training longer than planned with ``final=0``
-    changes nothing any more.
+    During the warm-up the rate is ``lr * (step + 1) / warmup`` while ``step < warmup``, so the
+    first update already moves the parameters. After `steps` updates the rate stays `final`, so with
+    ``final=0`` further training changes nothing.
 
     References
     ----------
@@ -49,7 +54,8 @@ def cosine(lr: float, steps: int, warmup: int = 0, final: float = 0.0) -> Schedu
     et al., Accurate, Large Minibatch SGD, 2017, arXiv:1706.02677.
     """
     lr, final = _rate("cosine", "lr", lr), _rate("cosine", "final", final)
-    steps, warmup = _count("cosine", "steps", steps, 1), _count("cosine", "warmup", warmup, 0)
+    steps = checked_whole("cosine: steps", steps, 1)
+    warmup = checked_whole("cosine: warmup", warmup, 0)
     if warmup >= steps:
         raise ConfigError(f"cosine: warmup is {warmup}, expected fewer than steps ({steps})")
 
@@ -64,21 +70,20 @@ def cosine(lr: float, steps: int, warmup: int = 0, final: float = 0.0) -> Schedu
 
 
 def step_decay(lr: float, every: int, factor: float = 0.1, warmup: int = 0) -> Schedule:
-    """``lr * factor ** floor(step / every)``, after a linear warm-up.
+    """Return the schedule ``lr * factor ** floor(step / every)``, with a linear warm-up.
 
-    The warm-up is that of `cosine`; decay counts from step 0, not from its end.
+    The warm-up is the same as in `cosine`. The steps of the decay are counted from step 0, not from
+    the end of the warm-up.
     """
     lr = _rate("step_decay", "lr", lr)
-    every, warmup = (
-        _count("step_decay", "every", every, 1),
-        _count("step_decay", "warmup", warmup, 0),
-    )
+    every = checked_whole("step_decay: every", every, 1)
+    warmup = checked_whole("step_decay: warmup", warmup, 0)
     if not 0 < factor <= 1:
         raise ConfigError(f"step_decay: factor is {factor}, expected 0 < factor <= 1")
 
     def rate(step: float) -> float:
         rise = min(step + 1, warmup) / warmup if step < warmup else 1.0
-        # Shares of pushes add up to a whole number only to rounding: 10 * 0.1 falls short of 1.
+        # Shares of pushes add up to a whole number up to rounding: ten times 0.1 is less than 1.
         return lr * rise * factor ** math.floor(step / every + 1e-9)
 
     settings = {"lr": lr, "every": every, "factor": float(factor), "warmup": warmup}
@@ -93,7 +98,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def as_schedule(lr: Rate) -> Schedule:
-    """Return `lr` as a Schedule: a number becomes constant, a callable keeps its name."""
+    """Return `lr` as a Schedule: a number becomes a constant rate, a callable keeps its name."""
     if isinstance(lr, Schedule):
         return lr
     if callable(lr):
@@ -101,18 +106,15 @@ def as_schedule(lr: Rate) -> Schedule:
     return constant(lr)
 
 
-def _rate(schedule: str, name: str, value: float) -> float:
-    number = isinstance(value, int | float) or hasattr(value, "__float__")
-    if isinstance(value, bool | str) or not number:
-        raise ConfigError(f"{schedule}: {name} is {value!r}, expected a number or a schedule")
-    if not 0 <= float(value) < math.inf:
-        raise ConfigError(f"{schedule}: {name} is {value}, expected 0 <= {name} < inf")
+def check_range(
+    maker: str, name: str, value: float, high: float = math.inf, kind: str = "a number"
+) -> float:
+    """Return `value` as a float; raise ConfigError unless 0 <= `value` < `high`."""
+    if isinstance(value, bool | np.bool_) or not hasattr(value, "__float__") or np.ndim(value):
+        raise ConfigError(f"{maker}: {name} is {value!r}, expected {kind}")
+    if not 0 <= float(value) < high:
+        raise ConfigError(f"{maker}: {name} is {value}, expected 0 <= {name} < {high}")
     return float(value)
 
 
-def _count(schedule: str, name: str, value: int, low: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ConfigError(f"{schedule}: {name} is {value!r}, expected a whole number")
-    if value < low:
-        raise ConfigError(f"{schedule}: {name} is {value}, expected at least {low}")
-    return int(value)
+_rate = partial(check_range, kind="a number or a schedule")

@@ -1,31 +1,33 @@
-"""Plain stochastic gradient descent: the one rule under which every mode of training agrees."""
+"""Plain gradient descent (SGD); with it all synchronous modes of training give the same results."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from .optimizer import Optimizer, check_range, elementwise
-from .schedules import Rate
+from .optimizer import Optimizer, elementwise
+from .schedules import Rate, check_range
 
 
 def sgd(lr: Rate, weight_decay: float = 0.0) -> Optimizer:
-    """Gradient descent, ``p -= lr * (g + weight_decay * p)``.
+    """Make the optimizer of gradient descent, ``p -= lr * (g + weight_decay * p)``.
 
-    The update is linear in the gradient, so k pushes of weight 1/k at the same parameters equal
-    one update with their mean: SSP(0) on a parameter server equals serial training.
+    The update is linear in the gradient, so k updates of weight 1/k equal one update with the mean
+    gradient, if all gradients are computed at the same parameters, `lr` does not change meanwhile,
+    and `weight_decay` is 0. A parameter server in synchronous mode (SSP with staleness 0) therefore
+    gives the same result as serial training.
 
     Parameters
     ----------
     lr : float or callable
         Learning rate, or a schedule ``step -> float``.
     weight_decay : float
-        L2 penalty; applied to every parameter, biases included.
+        L2 penalty, applied to every parameter, including biases.
 
     References
     ----------
     Robbins and Monro, A Stochastic Approximation Method, 1951.
     """
-    decay = check_range("sgd", "weight_decay", weight_decay, 0, float("inf"))
+    decay = check_range("sgd", "weight_decay", weight_decay)
 
     def kernel(parameter, gradient, scratch, rate, shrink):
         dtype = parameter.dtype

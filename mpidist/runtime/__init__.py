@@ -1,6 +1,7 @@
-"""What mpidist keeps for a communicator: context, waits, its end, and agreement of ranks.
+"""The state that mpidist keeps for a communicator, and how its ranks wait, agree, fail and end.
 
-`context` is the state of one communicator and `polling` how everything here waits. `topology` and
-`arena` are the shape of the job and memory that all ranks lay out alike. `failure` ends a job with
-the reason; `agreement/` makes an error on one rank reach all ranks.
+`context` holds the state of one communicator, and `polling` has the function that waits for MPI.
+`topology` describes the nodes of the job, and `arena` allocates memory that the ranks of a node
+share. `failure` ends a job and prints the cause. `agreement/` makes all ranks raise an error when
+one rank fails.
 """

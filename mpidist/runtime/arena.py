@@ -1,12 +1,15 @@
-"""Arena: named tensors as views of one flat buffer, in memory that all ranks of a node see.
+"""Arena: named tensors as views of one 1-D array, in memory that all ranks of a node share.
 
-    /dev/shm segment of a node with 2 ranks        flags of the collectives live elsewhere
+    /dev/shm segment of a node with 2 ranks        the flags of the collectives are elsewhere
     | slot of local rank 0: w b w2 b2 | slot of local rank 1: w b w2 b2 |
 
-Every rank writes its own slot; collectives add the slots where they lie (schedules/node.py), so
-inside a node nothing is copied into a message. The segment is a file in /dev/shm, allocated by
-`posix_fallocate` (a full /dev/shm is an error here, not a SIGBUS later), mapped by all and unlinked
-before it is filled: a killed job leaves nothing behind, and nobody has to free it together.
+Each rank of the node has a slot (a part of the shared segment) for its own tensors. Collectives add
+the tensors of all ranks of a node in place (schedules/node.py), so inside a node no data are copied
+into messages. The segment is a file in /dev/shm. `posix_fallocate` allocates the memory of the
+file, so a full /dev/shm raises an error at once and does not kill the process by SIGBUS later. All
+ranks of the node map the file into their memory. The name of the file is removed before the file is
+filled, so a killed job leaves no file behind, and each rank can free the memory without the other
+ranks.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ import mmap
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from itertools import chain
 from math import prod
-from operator import index, itemgetter
+from operator import index
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,24 +32,25 @@ from ..errors import ClosedError, ConfigError, in_one_line, shown
 from ..tensors import dtype_of
 from .agreement.mismatch import Signature
 from .agreement.run_on_all import run_on_all, same_on_all
-from .context import Context, of
+from .context import of
 from .topology import topology_of, whole_nodes
 
 _FOLDER = Path("/dev/shm")
 _HEAD = mmap.PAGESIZE
 _LINE = 8  # int64 per cache line
-_MOST = 1 << 60  # bytes: far beyond any memory, and numbers of the C library hold it
-_NAME, _TEXT = 64, 512  # bytes of a file's name, and of what is told of a problem
+_MOST = 1 << 60  # bytes: more than any memory, and it fits in the integers of the C library
+_NAME, _TEXT = 64, 512  # bytes of a file's name, and of the text of a problem
 
-#: Polls a test until it is true.
+#: A function that polls a test until the test returns true.
 Wait = Callable[[Callable[[], bool]], None]
 
 
 class Segment:
-    """`nbytes` of memory for each rank of `comm`, seen by all of them; zeroed.
+    """`nbytes` zeroed bytes for each rank of `comm`, in memory that all ranks of `comm` share.
 
-    Collective over `comm`, whose ranks must be on one node and all be here: nothing is compared.
-    Raises ConfigError, on all of them, where the memory is not to be had.
+    Collective over `comm`. All ranks of `comm` must be on one node, and must have agreed beforehand
+    that all of them make a `Segment`. Raises ConfigError on all ranks if the memory cannot be
+    allocated.
 
     Parameters
     ----------
@@ -53,122 +58,120 @@ class Segment:
     nbytes : int
         Equal on all ranks.
     wait : callable
-        How to wait for a test to become true: ``context.wait`` of the operation that this is for.
+        A function that waits until a test returns true, such as ``context.wait``.
 
     Attributes
     ----------
     parts : list of numpy.ndarray
-        Bytes of every rank, page-aligned.
+        The bytes of each rank, aligned to pages.
     """
 
     def __init__(self, comm: MPI.Comm, nbytes: int, wait: Wait):
         each = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        file, problem = _open_together(comm, each * comm.size, wait)
         memory = np.empty(0, np.uint8)
-        try:
-            if file is not None:
-                # Whoever allocates a page decides on which memory bank it lies: each rank its own.
-                os.posix_fallocate(file, each * comm.rank, each)
-                memory = np.frombuffer(mmap.mmap(file, each * comm.size), np.uint8)
-        except OSError as error:
-            problem = f"{each * comm.size} bytes in {_FOLDER}: {error.strerror}"
-        finally:
-            _close(file)  # the mapping keeps the memory alive
+        with ExitStack() as files:  # closes the file: the mapping keeps the memory alive
+            file, problem = _open_together(comm, each * comm.size, wait, files)
+            try:
+                if file is not None:
+                    # The rank that allocates a page decides on which memory bank the page lies, so
+                    # each rank allocates its own part.
+                    os.posix_fallocate(file, each * comm.rank, each)
+                    memory = np.frombuffer(mmap.mmap(file, each * comm.size), np.uint8)
+            except OSError as error:
+                problem = f"{each * comm.size} bytes in {_FOLDER}: {error.strerror}"
         problem = first_problem(comm, problem, wait)
         if problem:
             raise ConfigError(f"no memory shared by the {comm.size} ranks of a node: {problem}")
         self.parts = [memory[k * each : (k + 1) * each] for k in range(comm.size)]
 
 
-def _open_together(comm, nbytes: int, wait: Wait) -> tuple[int | None, str | None]:
-    """Open one new file of `nbytes` on all ranks; it has lost its name afterwards. Collective."""
-    file: int | None = None
-    problem = path = None
-    flags = os.O_RDWR | os.O_CLOEXEC
-    name = np.zeros(_NAME, np.uint8)
+def _open_together(comm, nbytes: int, wait: Wait, files: ExitStack) -> tuple[int | None, str]:
+    """Return a descriptor of a new unnamed file of `nbytes` bytes that all ranks have open.
+    Collective.
+
+    If the file cannot be made or opened, the first result is None, and the second result is the
+    cause. The caller closes the file by closing the ExitStack `files`.
+    """
+    file, problem, flags = None, "", os.O_RDWR | os.O_CLOEXEC
+    path = _FOLDER / f"mpidist-{os.getpid()}-{secrets.token_hex(8)}"
+    name = bytearray(_NAME)
+
+    def opened(path: Path, flags: int) -> int:
+        descriptor = os.open(path, flags, 0o600)
+        files.callback(os.close, descriptor)
+        return descriptor
+
     try:
         if comm.rank == 0:
-            path = _FOLDER / f"mpidist-{os.getpid()}-{secrets.token_hex(8)}"
             try:
-                file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-                os.ftruncate(file, nbytes)
-                text = path.name.encode()
-                name[: len(text)] = np.frombuffer(text, np.uint8)
+                new = opened(path, flags | os.O_CREAT | os.O_EXCL)
+                os.ftruncate(new, nbytes)
+                file, name[:] = new, path.name.encode().ljust(_NAME, b"\0")
             except OSError as error:
                 problem = f"{nbytes} bytes in {_FOLDER}: {error.strerror}"
-                _close(file)
-                file = None
-        wait(comm.Ibcast(name, 0).Test)
+        wait(comm.Ibcast([name, MPI.BYTE], 0).Test)
         if comm.rank and name[0]:
             try:
-                file = os.open(_FOLDER / name.tobytes().rstrip(b"\0").decode(), flags)
+                file = opened(_FOLDER / name.rstrip(b"\0").decode(), flags)
             except OSError as error:
                 problem = f"{_FOLDER}: {error.strerror}"
         wait(comm.Ibarrier().Test)
-    except BaseException:
-        _close(file)
-        raise
     finally:
-        if path is not None:
+        if comm.rank == 0:
             path.unlink(missing_ok=True)
     return file, problem
 
 
-def _close(file: int | None) -> None:
-    if file is not None:
-        os.close(file)
-
-
-def first_problem(comm, problem: str | None, wait: Wait) -> str | None:
-    """Return, on all ranks, the problem of the first rank with one, or None. Collective."""
+def first_problem(comm, problem: str, wait: Wait) -> str:
+    """Return, on all ranks, the error text of the first rank that has one, or "". Collective."""
     who = np.array([comm.rank if problem else comm.size], np.int64)
     wait(comm.Iallreduce(MPI.IN_PLACE, who, MPI.MIN).Test)
     if who[0] == comm.size:
-        return None
-    told = np.zeros(_TEXT, np.uint8)
-    if who[0] == comm.rank:
-        text = (problem or "").encode(errors="backslashreplace")[:_TEXT]
-        told[: len(text)] = np.frombuffer(text, np.uint8)
-    wait(comm.Ibcast(told, int(who[0])).Test)
-    return told.tobytes().rstrip(b"\0").decode(errors="replace")
+        return ""
+    text = bytearray(problem.encode(errors="backslashreplace")[:_TEXT].ljust(_TEXT, b"\0"))
+    wait(comm.Ibcast([text, MPI.BYTE], int(who[0])).Test)
+    return text.rstrip(b"\0").decode(errors="replace")
 
 
 class Arena(Mapping):
-    """Named tensors that are views of one flat vector per dtype.
+    """Named tensors; all tensors of one dtype are views of the same one-dimensional array.
 
-    Collective over `comm`. `md.allreduce(comm, arena)` reduces all of it with no copy inside a
-    node; afterwards every rank's own tensors hold the result and may be written again.
+    Collective over `comm`. `md.allreduce(comm, arena)` reduces all tensors without a copy inside a
+    node. After the allreduce, the tensors of every rank hold the result and may be written again.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
     spec : mapping of name -> (shape, dtype)
-        The same on every rank. Tensors lie in this order, those of one dtype together. A dtype
-        may be "bfloat16" or one of torch's.
+        Equal on all ranks. The tensors of one dtype lie together, in the order of the mapping. A
+        dtype may also be "bfloat16" or a dtype of PyTorch.
     ranks_per_node : int, optional
-        Fake nodes of that many consecutive ranks, as in `Topology`.
+        Treat so many consecutive ranks as a node, as `Topology` does.
 
     Attributes
     ----------
     flat : numpy.ndarray
-        The vector of this rank; only where all tensors have one dtype.
+        The vector with all tensors of this rank. Raises ConfigError if they have several dtypes.
     vectors : list of numpy.ndarray
-        One per dtype, in order of first appearance.
+        The vectors of this rank, one per dtype, in the order in which the dtypes first appear.
     slots : list of list of numpy.ndarray
-        ``slots[k][r]`` is ``vectors[k]`` of local rank r.
+        ``slots[k][r]`` is the array ``vectors[k]`` of the rank with local rank r on this node.
     lines : list of memoryview
-        A page of int64 of every local rank, for the counters of nonblocking collectives.
+        For each rank of this node, a page of memory with the int64 counters of nonblocking
+        collectives.
     label : str
-        Its number on the communicator and a hash of its spec: its operations are told by it.
+        The number of the arena on the communicator and a hash of its spec. The label is part of
+        the signature of each operation on the arena.
     reason : str or None
-        Why the memory is private, where it is: then ``slots`` has this rank's vectors only.
+        Why each rank has private memory, or None if the ranks of a node share the memory. If the
+        memory is private, ``slots`` has only the vectors of this rank.
 
     Raises
     ------
     ConfigError
-        On all ranks: a spec that is no mapping of names to (shape, dtype) on some rank.
+        On all ranks, if on some rank the spec is not a mapping of names to (shape, dtype).
     MismatchError
-        On all ranks: other names, shapes, dtypes or another order on some rank, or a rank that
+        On all ranks, if names, shapes, dtypes or their order differ between ranks, or if a rank
         makes another call.
     """
 
@@ -178,7 +181,9 @@ class Arena(Mapping):
 
         def facts() -> dict:
             layout[:] = _layout(spec)
-            return _facts(layout, ranks_per_node)
+            tensors = sorted((t[0], *t[1:3], kind) for kind, _, group in layout for t in group)
+            found = {f"tensor {k}": (name, shape, str(kind)) for k, name, shape, kind in tensors}
+            return {**found, "ranks_per_node": whole_nodes(ranks_per_node)}
 
         key = Signature("Arena", "", "", extra=repr(same_on_all(comm, "Arena", facts))).key
         number = context.store["arenas"] = context.store.get("arenas", 0) + 1
@@ -186,17 +191,21 @@ class Arena(Mapping):
         self.topology = topology_of(comm, ranks_per_node)
         mine = self.topology.local_rank
         nbytes = _HEAD + sum(64 + group.elements * group.dtype.itemsize for group in layout)
+        parts, problem = [], ""
         with context.call("Arena"):
-            parts = self._share(context, nbytes)
-        if self.reason is not None:
-            private = run_on_all(comm, "Arena", lambda: np.zeros(nbytes, np.uint8))
-            mine, parts = 0, [private]
+            try:
+                parts = Segment(self.topology.intra_comm, nbytes, context.wait).parts
+            except ConfigError as error:
+                problem = str(error)
+            # If one node has no shared memory, no node uses it, so that all run one algorithm.
+            self.reason = first_problem(context.control, problem, context.wait) or None
+        if self.reason:
+            mine, parts = 0, [run_on_all(comm, "Arena", lambda: np.zeros(nbytes, np.uint8))]
         self.lines = [memoryview(part[:_HEAD]).cast("q") for part in parts]  # type: ignore[arg-type]
         self._free_line = 0
         self.slots: list[list[np.ndarray]] = []
-        self._views: dict[str, np.ndarray] = {}
-        start = _HEAD
         views: dict[int, tuple] = {}
+        start = _HEAD
         for dtype, count, tensors in layout:
             stop = start + count * dtype.itemsize
             self.slots.append([part[start:stop].view(dtype) for part in parts])
@@ -204,9 +213,9 @@ class Arena(Mapping):
                 vector = self.slots[-1][mine]
                 views[place] = name, vector[first : first + prod(shape)].reshape(shape)
             start = -(-stop // 64) * 64
-        self._views = dict(view for _, view in sorted(views.items(), key=itemgetter(0)))
+        self._views = dict(views[place] for place in sorted(views))
         self.vectors = [slot[mine] for slot in self.slots]
-        #: What collectives have prepared for this arena, lists of plans; they go with it.
+        #: The plans that collectives have made for this arena; `close` releases them.
         self.plans: dict[object, list] = {}
 
     def __repr__(self):
@@ -216,29 +225,18 @@ class Arena(Mapping):
         sizes = ", ".join(f"{vector.size} {vector.dtype}" for vector in self.vectors)
         ranks = self.topology.local_size
         where = f"in memory that {ranks} ranks of a node share" if ranks > 1 else "of one rank"
-        if self.reason is not None:
+        if self.reason:
             where = in_one_line(f"private: {self.reason}", 120)
         return f"<Arena: {count} tensor{'s' * (count != 1)} of {sizes}, {where}>"
 
-    def _share(self, context: Context, nbytes: int) -> list[np.ndarray]:
-        """Return everyone's memory on this node; none, and the reason, where there is none."""
-        parts, problem = [], None
-        try:
-            parts = Segment(self.topology.intra_comm, nbytes, context.wait).parts
-        except ConfigError as error:
-            problem = str(error)
-        # A node without shared memory makes all nodes go without: they run one algorithm.
-        self.reason = first_problem(context.control, problem, context.wait)
-        return parts
-
     @property
     def shared(self) -> bool:
-        """Whether the ranks of a node see each other's slots."""
-        return self.reason is None
+        """Whether the tensors lie in memory that the ranks of a node share."""
+        return not self.reason
 
     @property
     def flat(self) -> np.ndarray:
-        """The one vector of this rank; ConfigError where the tensors have several dtypes."""
+        """The vector with all tensors of this rank; raises ConfigError for several dtypes."""
         self.check_open()
         if len(self.vectors) != 1:
             names = ", ".join(str(vector.dtype) for vector in self.vectors)
@@ -256,7 +254,11 @@ class Arena(Mapping):
         return len(self._views)
 
     def take_lines(self, count: int) -> int | None:
-        """Reserve `count` cache lines of ``lines``; None when they are used up."""
+        """Reserve `count` cache lines for int64 counters in the counter page of each rank.
+
+        Returns the index, counted in int64, at which the reserved cache lines begin in each counter
+        page, or None if too few cache lines are free.
+        """
         first = self._free_line
         if (first + count) * 8 * _LINE > _HEAD:
             return None
@@ -264,14 +266,17 @@ class Arena(Mapping):
         return first * _LINE
 
     def check_open(self) -> None:
-        """Raise ClosedError where the arena was closed."""
+        """Raise ClosedError if the arena is closed."""
         if self._closed:
             raise ClosedError("this arena was closed")
 
     def close(self) -> None:
-        """Give the memory back as soon as no view of it is left. Idempotent.
+        """Free the memory when the program has no view of it any more.
 
-        Sends nothing; all ranks must call it between the same two operations.
+        A second call does nothing.
+
+        `close` sends no message, but all ranks must close the arena between the same two
+        operations.
         """
         if not self._closed:
             self._closed = True
@@ -288,7 +293,7 @@ class Arena(Mapping):
 
 
 class DtypeGroup(NamedTuple):
-    """The tensors of one dtype: (place in the spec, name, shape, first element) of each."""
+    """The tensors of one dtype, each as (position in `spec`, name, shape, index of its start)."""
 
     dtype: np.dtype
     elements: int
@@ -296,7 +301,7 @@ class DtypeGroup(NamedTuple):
 
 
 def _layout(spec) -> list[DtypeGroup]:
-    """Return the tensors of each dtype. Pure."""
+    """Return the tensors in the argument `spec` of `Arena`, grouped by dtype."""
     groups: dict[np.dtype, DtypeGroup] = {}
     try:
         for place, (name, (shape, kind)) in enumerate(spec.items()):
@@ -316,11 +321,3 @@ def _layout(spec) -> list[DtypeGroup]:
     if not groups:
         raise ConfigError("Arena: the spec names no tensor; expected at least one")
     return list(groups.values())
-
-
-def _facts(layout: list[DtypeGroup], ranks_per_node) -> dict:
-    """Return what must be equal on all ranks."""
-    tensors = sorted((t[0], *t[1:3], group.dtype) for group in layout for t in group.tensors)
-    facts: dict = {f"tensor {k}": (name, shape, str(kind)) for k, name, shape, kind in tensors}
-    facts["ranks_per_node"] = whole_nodes(ranks_per_node)
-    return facts

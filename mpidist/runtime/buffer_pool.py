@@ -1,9 +1,10 @@
-"""Host memory that operations need while they run, kept for the next one: bounded in bytes.
+"""A pool of host buffers for operations, with a limit in bytes.
 
-Plans of many shapes would each keep a work vector and scratch of their own, though only one of
-them runs at a time. Here they share buffers: between two operations a buffer is free for any of
-them. Sizes are rounded up to one of four steps per power of two, so that nearly equal shapes find
-the same buffer, and at most a fifth is wasted.
+Without the pool, each plan (an operation that is prepared once and run often) would keep buffers of
+its own, although only one plan runs at a time. With the pool, plans share buffers: between two
+operations any plan may take any idle buffer. The size of a buffer is rounded up to 4, 5, 6 or 7
+times a power of two. Therefore arrays of nearly equal size use the same buffer, and at most a fifth
+of a buffer is unused.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import numpy as np
 from .. import events
 from ..arrays import host_empty, is_device
 
-#: Bytes that the pool of one communicator keeps at most while nothing runs.
+#: The most bytes that the pool of one communicator keeps while no operation runs.
 LIMIT = 256 << 20
 
 _LEAST = 256
 
 
 def rounded(nbytes: int) -> int:
-    """Return the size of the buffer for so many bytes: 4, 5, 6 or 7 times a power of two. Pure."""
+    """Return the size of a buffer for `nbytes` bytes: 4, 5, 6 or 7 times a power of two."""
     if nbytes <= _LEAST:
         return _LEAST
     step = 1 << ((nbytes - 1).bit_length() - 3)
@@ -30,14 +31,15 @@ def rounded(nbytes: int) -> int:
 
 
 class BufferPool:
-    """Idle buffers of one communicator.
+    """The idle buffers of one communicator.
 
     Attributes
     ----------
     limit : int
-        Bytes to keep; what comes back beyond it is freed, the longest unused first.
+        The most bytes that idle buffers may have. If the idle buffers exceed this limit, those that
+        were unused longest are freed.
     kept : int
-        Bytes that are idle now.
+        The bytes of all idle buffers.
     """
 
     def __init__(self, limit: int = LIMIT):
@@ -46,12 +48,11 @@ class BufferPool:
         self._told = False
 
     def take(self, count: int, dtype, like=None) -> np.ndarray:
-        """Return a flat vector, pinned where `like` is a device array; any values are in it."""
+        """Return an uninitialised 1-D host array, in pinned memory if `like` is a device array."""
         dtype = np.dtype(dtype)
         nbytes = count * dtype.itemsize
         key = is_device(like), rounded(nbytes)
-        idle = self._idle.get(key)
-        if idle:
+        if idle := self._idle.get(key):
             raw = idle.pop()
             self.kept -= raw.size
         else:
@@ -59,7 +60,7 @@ class BufferPool:
         return raw[:nbytes].view(dtype)
 
     def give(self, vector: np.ndarray, like=None) -> None:
-        """Take back what `take` returned for the same `like`; nobody may use it any more."""
+        """Return to the pool an array that `take` has returned for the same `like`."""
         raw = vector.base
         assert isinstance(raw, np.ndarray)  # `take` returns a view
         if raw.size > self.limit:
@@ -78,12 +79,12 @@ class BufferPool:
                 del self._idle[oldest]
 
     def close(self) -> None:
-        """Free all that is idle."""
+        """Free all idle buffers."""
         self._idle.clear()
         self.kept = 0
 
     def _tell(self, nbytes: int) -> None:
-        """Say once that buffers are made anew again and again, which costs time."""
+        """Log once that the pool is full and operations therefore allocate buffers repeatedly."""
         if not self._told:
             self._told = True
             events.emit("buffer_pool_full", bytes=nbytes, limit=self.limit)

@@ -1,4 +1,7 @@
-"""Can we work on what was given as `comm`? Asked where its context is made, never in a hot path."""
+"""Checks of the argument `comm`, and the translation of ranks between communicators.
+
+The checks run when the context of a communicator is made, never in a hot path.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,28 @@ from ..events import is_ours
 
 
 def check_comm(comm) -> None:
-    """Raise ConfigError unless `comm` is a communicator that all who are in it can work on.
+    """Raise ConfigError unless `comm` is a valid intracommunicator that includes this rank.
 
-    The line names the public function that was called.
+    The error text names the public function that was called.
     """
-    problem = _problem(comm)
-    if problem:
+    if problem := _problem(comm):
         raise ConfigError(f"{_entry()}: comm is {problem}")
 
 
 def handle_of(comm) -> int:
-    """Return MPI's handle of a communicator, also of one that was freed. Or raise ConfigError."""
+    """Return MPI's handle of `comm`, even of a freed one; raise ConfigError for other objects."""
     if not isinstance(comm, MPI.Comm):
         check_comm(comm)
     return comm.handle
+
+
+def translated_rank(rank: int, comm: MPI.Comm, other: MPI.Comm) -> int:
+    """Return the rank in `other` of the process that is `rank` in `comm`, or MPI.UNDEFINED."""
+    groups = comm.Get_group(), other.Get_group()
+    (found,) = groups[0].Translate_ranks([rank], groups[1])
+    for group in groups:
+        group.Free()
+    return found
 
 
 def _problem(comm) -> str:
@@ -45,7 +56,7 @@ def _problem(comm) -> str:
             f"an intercommunicator ({comm.Get_size()} ranks here, {there} there); "
             "expected an intracommunicator: pass comm.Merge()"
         )
-    except MPI.Exception as error:  # another name of a communicator that was freed
+    except MPI.Exception as error:  # `comm` is a second object of a freed communicator
         return f"not valid to MPI ({error}); {wanted}, and not one that was freed"
 
 
@@ -62,11 +73,11 @@ def _described(given) -> str:
 
 
 def _entry() -> str:
-    """Return the function of ours that the user has called, as ``md.allreduce``."""
+    """Return the name, such as ``md.allreduce``, of the mpidist function that the user called."""
     frame: types.FrameType | None = sys._getframe(2)
     name = "mpidist"
     while frame is not None and is_ours(frame.f_code.co_filename):
-        # What `tells` puts around a call has the call's name in its own variables only.
+        # `tells` wraps public functions, and the name of a wrapper says nothing to the user.
         inner = frame.f_code.co_qualname
         name = name if inner.startswith("tells.") else inner
         frame = frame.f_back

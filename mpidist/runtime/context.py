@@ -1,12 +1,13 @@
-"""What hangs on a communicator: private duplicates, operation numbers, cached plans.
+"""The context of a communicator: private duplicates of it, operation numbers, and cached plans.
 
-One `Context` per communicator, hung on it as an MPI attribute, so users pass their mpi4py
-communicator and nothing else. It is closed by `free(comm)`, or at exit before MPI is finalised
-(MPI never runs delete callbacks for COMM_WORLD).
+Each communicator has one `Context` as an MPI attribute, so users of mpidist pass only their mpi4py
+communicator. `free(comm)` closes the context. A context that is still open when the program exits
+is closed before MPI is finalised.
 
-A context also knows how to wait: `wait(test)` polls, and once it has waited longer than a moment
-it exchanges statuses with the other ranks (`statuses.py`), so that ranks in different operations
-raise `MismatchError` together instead of hanging. What one rank raises the others hear: `call`.
+`Context.wait` calls a test function until it returns true. When a wait lasts longer than a moment,
+the ranks tell each other which operation they are in (`statuses.py`), so ranks in different
+operations raise `MismatchError` together and do not hang. `Context.call` guards a call of a public
+function and reports its exception to the other ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from operator import attrgetter
 
 import numpy as np
@@ -38,32 +40,33 @@ from .context_setup import Making
 from .failure import hook, is_child
 from .polling import wait_until
 
-#: Plans kept per communicator; of too many, one that has not run lately is dropped (and closed).
+#: The most plans of a communicator; beyond it, a plan that has not run lately is closed.
 MAX_PLANS = 256
 
-#: Nonblocking operations that this thread has under way. Every wait makes progress for all of them,
-#: so ranks may wait for theirs in different orders.
+#: The nonblocking operations that this thread has under way. Every wait makes progress for all of
+#: them, so ranks may wait for them in different orders.
 running = Running()
 
 _keyval = MPI.KEYVAL_INVALID
-# Operations that can no longer end: MPI may still write into their buffers.
+# Operations that can no longer end. They are kept because MPI may still write into their buffers.
 _abandoned: list = []
 _making: dict[int, Making] = {}
-_one_thread = threading.RLock()  # again in one: a signal handler may call
+_one_thread = threading.RLock()  # reentrant, because a signal handler may make a first call
 
 
 class Context:
-    """Everything mpidist keeps for one communicator. Made by `of`, closed by `free`."""
+    """The state of one communicator. The function `of` makes a context, and `free` closes it."""
 
-    __slots__ = ("__dict__", "__weakref__", "stopped")  # its short paths write it twice a call
+    __slots__ = ("__dict__", "__weakref__", "stopped")  # short paths write `stopped` twice
 
     def __init__(self, comm: MPI.Comm, private: tuple[MPI.Comm, MPI.Comm, int]):
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
         self.host = socket.gethostname()
-        # Plans send on `data`. Statuses travel on `control`: a probe with wildcards meets no data.
+        # Plans send on `data`. Statuses travel on `control`, where a probe for any message finds no
+        # data.
         self.data, self.control, self.identity = private
-        self.thread = threading.get_ident()  # of the newest call
+        self.thread = threading.get_ident()  # the thread of the newest call
         self.tag_limit = (self.data.Get_attr(MPI.TAG_UB) or 32767) - 1
         self.sent = events.Counters()
         self.runs: list[events.Runs] = []
@@ -71,46 +74,46 @@ class Context:
         self.quick: dict = {}
         self.store: dict = {}
         self.pool = BufferPool()
-        self.begun = 0  # operations, without those that plans count
-        self.heard = time.monotonic()  # when this rank last listened to the others, or need not
-        self.chain = 0  # of the operations in which not every rank waits for all: `transfer`
+        self.begun = 0  # operations that have begun, without those that plans count
+        self.heard = time.monotonic()  # when this rank last received statuses or had no need to
+        self.chain = 0  # a digest of past operations in which not all ranks wait
         self.history: deque[Signature] = deque(maxlen=HISTORY)
         self.failed: str | None = None
-        #: True: whoever begins an operation must ask `begin` whether it may. So while a call is
-        #: under way (`caller` is its thread), and for good once this has failed or was closed.
+        #: If `stopped` is true, a thread must not begin an operation without `check_free`. It is
+        #: true while a call is under way in the thread `caller`, and for good after a failure or
+        #: after `close`.
         self.closed = self.stopped = self.under_way = False
         self.caller: int | None = None
-        self.unconfirmed, self.confirmed = False, 0  # this rank raised: have all? how often so?
-        #: The one thread that may call, where MPI allows one only.
+        #: This rank has raised, and has not yet proved that all ranks have; how often it has.
+        self.unconfirmed, self.confirmed = False, 0
+        #: The only thread that may call, if MPI allows only one thread.
         self.owner = None if MPI.Query_thread() == MPI.THREAD_MULTIPLE else threading.get_ident()
-        self.handles: list = []  # nonblocking operations, of all threads
-        self.leftovers = False  # messages of a broken server group are still on their way
+        self.handles: list = []  # the nonblocking operations of all threads
+        self.leftovers = False  # whether messages of a broken server group are still on their way
         self.statuses = Statuses(self)
 
     @property
     def counters(self) -> events.Counters:
-        """Messages and bytes of this rank so far on this communicator.
+        """The messages and bytes of this rank so far on this communicator, over all operations.
 
-        For reading: it asks every plan. Operations add to their `Runs` or to ``sent``.
+        An operation counts its messages in ``sent``, or in its `Runs` object (a counter of its
+        runs); this property adds up all counts.
         """
         for runs in self.runs:
             runs.take(self.sent)
         return self.sent
 
-    def count(
-        self,
-        counters: events.Counters,
-        reader: Callable[[], int] | None = None,
-        *,
-        numbers: bool = False,
-    ) -> events.Runs:
-        """Return a new `Runs` that belongs to this context until `uncount`."""
+    def count(self, counters: events.Counters, reader=None, *, numbers=False) -> events.Runs:
+        """Return a new `Runs` object (a counter of runs); the property `counters` includes it."""
         runs = events.Runs(counters, reader, numbers)
         self.runs.append(runs)
         return runs
 
     def uncount(self, runs: events.Runs) -> None:
-        """Forget `runs`, not what they sent. All ranks must do it at the same operation."""
+        """Remove the counter `runs` (a `Runs` object); add its counts to this context's totals.
+
+        All ranks must call this method between the same two operations.
+        """
         runs.take(self.sent)
         self.runs.remove(runs)
         if runs.numbers:
@@ -120,23 +123,25 @@ class Context:
 
     @property
     def sequence(self) -> int:
-        """Number of the newest operation, the same on all ranks that are in it.
+        """The number of the newest operation, equal on all ranks that are in it.
 
-        Plans on which every microsecond counts do not count their operations twice, for themselves
-        and here: their runs are added where somebody asks.
+        The fastest plans (prepared operations) count their runs only in their own `Runs` objects.
+        Reading this property adds up the counts of all `Runs` objects.
         """
         return self.begun + sum(runs.number() for runs in self.runs if runs.numbers)
 
     def operation(self, sequence: int) -> Signature | None:
-        """Return the signature of an operation; None for one forgotten or yet to come."""
+        """Return the signature of the operation number `sequence`; None if too old or not begun."""
         back = self.sequence - sequence
         return self.history[-1 - back] if 0 <= back < len(self.history) else None
 
     def begin(self, signature: Signature, runs: events.Runs | None = None) -> int:
-        """Begin the next operation; every rank's n-th call must have the same signature.
+        """Begin the next operation; the n-th operation must have one signature on all ranks.
 
-        Counts it in `runs`. Returns a number for `tag`: the same on all ranks, and another one for
-        each operation that has a tag. If `runs` number the operations, these have no tag: 0.
+        Adds one to ``runs.times`` (a count of runs) if `runs` is given. Returns the argument for
+        the method `tag`: a number that is equal on all ranks and differs between operations.
+        Returns 0 if ``runs.numbers`` is true, because operations that only `runs` counts have no
+        message tag.
         """
         if self.stopped and (self.failed or self.caller != threading.get_ident()):
             self.check_free(signature.kind)
@@ -150,9 +155,11 @@ class Context:
         return self.begun
 
     def check_free(self, kind: str) -> bool:
-        """Raise what forbids this thread to begin an operation now; whether it is in a call.
+        """Raise an error if this thread must not begin an operation now.
 
-        The first call after an exception is collective: see `raised`.
+        Returns whether this thread is inside another mpidist call. If this rank has raised an
+        exception instead of beginning an operation, the next call of `check_free` is collective: it
+        checks that all ranks have raised an exception, too.
         """
         self._check_thread(kind)
         if self.failed:
@@ -165,47 +172,48 @@ class Context:
         if self.stopped and (self.caller is not None or not self.unconfirmed):
             raise refusal(kind, self)
         if self.unconfirmed:
-            self._confirm(me)
+            # Prove that all ranks have raised in place of an operation, as this rank has.
+            self.caller = me
+            try:
+                self.agree(Signature(RAISED, "", ""))
+                self.confirmed += 1
+                self.unconfirmed = False
+            finally:
+                self.caller = None
+                self.stopped = bool(self.failed) or self.unconfirmed
         return False
-
-    def _confirm(self, me: int) -> None:
-        """Prove that all ranks raised in place of an operation, as this one did. Collective."""
-        self.caller = me
-        try:
-            self.agree(Signature(RAISED, "", ""))
-            self.confirmed += 1
-            self.unconfirmed = False
-        finally:
-            self.caller = None
-            self.stopped = bool(self.failed) or self.unconfirmed
 
     def _check_thread(self, kind: str) -> None:
         if self.owner is not None and threading.get_ident() != self.owner:
             raise wrong_thread(kind, self)
 
     def begin_agreed(self, signature: Signature, what: str) -> None:
-        """Begin what comes before `signature`, such as "first call", and `agree`. Collective.
+        """Begin the preparation `what` of an operation, and prove that all ranks begin it.
+        Collective.
 
-        It is an operation of its own, so that a rank that has made the plan before and goes
-        straight on into `signature` does not share a number with the ranks that still agree on it.
+        The preparation, such as "first call", has an operation number of its own. If another rank
+        already has a plan (the prepared operation) and skips the preparation, the ranks have
+        different operations with the same number, and they notice the difference.
         """
-        extra = f"{what}, {signature.extra}" if signature.extra else what
-        signature = signature._replace(extra=extra)
+        signature = signature._replace(extra=", ".join(filter(None, (what, signature.extra))))
         self.begin(signature)
         self.agree(signature)
         self.under_way = False
 
     def tag(self, number: int) -> int:
-        """Message tag of operation `number`; what it is stands in `executor.heading`."""
+        """Return the message tag of operation `number`.
+
+        Tags begin again from 0 after `tag_limit` operations.
+        """
         return number % self.tag_limit
 
     # -- waiting -----------------------------------------------------------------------
 
     def wait(self, test: Callable[[], bool], sequence: int | None = None) -> None:
-        """Poll `test` until true; raise MismatchError when the ranks turn out to disagree.
+        """Call `test` until it is true; raise MismatchError if ranks are in different operations.
 
-        `sequence` is the number of the operation waited for: the newest one by default, an older
-        one for a nonblocking operation that others have been begun after.
+        `sequence` is the number of the operation that this rank waits for. The default is the
+        newest operation; a nonblocking operation may have begun earlier.
         """
         if self.failed and not test():
             raise MismatchError(f"this communicator failed earlier: {self.failed}")
@@ -218,26 +226,28 @@ class Context:
             raise
 
     def disagree(self, sequence: int | None = None) -> None:
-        """Raise MismatchError: the data showed that the ranks were in different operations."""
+        """Raise MismatchError: received data show that the ranks are in different operations."""
         self.statuses.disagree(sequence)
 
     # -- exceptions --------------------------------------------------------------------
 
     def call(self, kind: str) -> Call:
-        """Return a ``with`` for a public call of the name `kind`.
+        """Return the guard (a context manager) for a call of the public function named `kind`.
 
-        Raises ProtocolError while another thread has a call under way. An exception inside it is
-        told to the other ranks: see `raised`, `break_off`. May be nested in one thread.
+        Entering the guard raises ProtocolError while another thread has a call under way. An
+        exception inside the ``with`` block is sent to the other ranks by `raised` or `break_off`.
+        Inside the block, the same thread may call other public functions.
         """
         self._check_thread(kind)
         return Call(self, kind)
 
     def raised(self, error: BaseException) -> None:
-        """Tell the others that `error` came in place of this rank's next operation.
+        """Tell the other ranks that this rank has raised `error` instead of beginning an operation.
 
-        A rank that is in that operation, or comes to it, raises MismatchError with these words.
-        Before its next operation this rank makes sure that all have raised in its place. So the
-        communicator stays usable after an argument that is bad everywhere.
+        If another rank has begun the operation that this rank has not begun, or begins it later,
+        that rank raises MismatchError with the text of `error`. Before its next operation, this
+        rank proves that all ranks have raised an exception instead of beginning the same operation.
+        Therefore the communicator stays usable if all ranks pass a bad argument.
         """
         if self.size == 1 or self.closed:
             return
@@ -248,10 +258,11 @@ class Context:
         self.statuses.tell_raised(self.sequence)
 
     def break_off(self, error: BaseException, sequence: int | None = None) -> None:
-        """Give up an operation that has begun, here and on all other ranks.
+        """End an operation that has begun, on all ranks, because this rank has raised `error`.
 
-        Who waits for this rank raises MismatchError naming it and `error`; nothing more can be done
-        on this communicator. Does not raise; the caller raises `error` again.
+        A rank that waits for this rank raises MismatchError, which names this rank and `error`.
+        From then on the communicator cannot be used. This function does not raise; the caller
+        raises `error` again.
         """
         mark_told(error, self)
         if self.failed or self.size == 1:
@@ -266,19 +277,19 @@ class Context:
         self.statuses.sentence(str(error) if crossed else text, CROSSED if crossed else BROKEN)
 
     def escaped(self, error: BaseException) -> None:
-        """Tell the others of what was raised on the way into a call, unless they know."""
+        """Send `error`, raised before the guard of a public function began, unless it was sent."""
         if was_told(error, self) or self.failed or self.closed or self.caller is not None:
             return
         self.raised(error)
         self.stopped = bool(self.failed) or self.unconfirmed
 
     def give_up(self, text: str) -> None:
-        """Begin nothing any more, and make no progress for what has begun."""
+        """Mark the communicator as failed: no operation begins or makes progress any more."""
         self.failed, self.stopped = text, True
         self._abandon()
 
     def _abandon(self) -> None:
-        """Keep what MPI may still write into; waits on other communicators go on without it."""
+        """Keep the buffers that MPI may still write into, and stop all operations' progress."""
         _abandoned.append((self, tuple(self.handles)))
         for handle in tuple(self.handles):
             running.remove(handle)
@@ -288,9 +299,12 @@ class Context:
     def agree(self, signature: Signature, *facts: int) -> list[int]:
         """Prove that all ranks begin the same new operation. Collective, polled.
 
-        One small nonblocking allreduce of (key, -key): equal on all ranks only when both
-        maxima belong to one key. Runs when a plan is made, never when it is re-used. Up to
-        `FACTS` numbers of each rank come with it; their maxima are returned (`run_on_all`).
+        The key of a rank is a digest of the rank's `signature`: operation, dtype, length and so on.
+        To compare the keys of all ranks, one small nonblocking allreduce finds the maxima of key
+        and -key. These maxima give the largest and the smallest key. If the operation has a plan
+        (it is prepared once and run often), the small allreduce runs only when the plan is made,
+        not when the plan runs again. The small allreduce also finds the maximum over all ranks of
+        each integer in `facts`, and `agree` returns these maxima.
         """
         if self.size == 1:
             return list(facts)
@@ -306,29 +320,28 @@ class Context:
     # -- end ---------------------------------------------------------------------------
 
     def drop(self, key) -> None:
-        """Close a plan and forget it. All ranks must drop the same ones."""
+        """Close a cached plan (a prepared operation). All ranks must drop the same plans."""
         self.quick.pop(key[1:], None)
         self.plans.pop(key).close()
 
     def close(self) -> None:
-        """Wait for the other ranks, then free what was made. Collective; idempotent.
+        """Wait for the other ranks, then free all that belongs to the context.
 
-        Nonblocking operations are finished first. A rank that leaves early tells those that still
-        wait for it: they raise MismatchError, as it does, instead of waiting for ever.
+        Collective; a second call does nothing.
+
+        Nonblocking operations are finished first. If a rank leaves while other ranks still wait for
+        it, all of them raise MismatchError.
         """
         if self.closed:
             return
         self.closed = self.stopped = True
         if self in open_contexts:
             open_contexts.remove(self)
-        usable = False
-        try:
-            usable = not self.failed and leave_together(self)
-        finally:
-            if not usable:
-                self._abandon()
-        if not usable:
-            return
+        with ExitStack() as failing:
+            failing.callback(self._abandon)
+            if self.failed or not leave_together(self):
+                return
+            failing.pop_all()
         for item in (*self.plans.values(), *self.store.values()):
             if hasattr(item, "close"):
                 item.close()
@@ -341,8 +354,11 @@ class Context:
 
 
 def of(comm: MPI.Comm) -> Context:
-    """Return the context of `comm`, made on first use. Collective over `comm` on first use."""
-    context = contexts.get(getattr(comm, "handle", 0))  # `_make` refuses what has none
+    """Return the context of `comm`.
+
+    The first call for a communicator makes the context. This first call is collective over `comm`.
+    """
+    context = contexts.get(getattr(comm, "handle", 0))  # `_make` raises if there is no handle
     return _make(comm) if context is None else context
 
 
@@ -353,14 +369,15 @@ def _make(comm: MPI.Comm) -> Context:
         arrays.set_direct(arrays.direct_wanted(os.environ))
         if _keyval == MPI.KEYVAL_INVALID:
             _keyval = MPI.Comm.Create_keyval(delete_fn=_forget)
-            # Handlers run last in, first out: before the exit barrier and MPI_Finalize.
+            # Exit handlers run last in, first out, so this one runs before the exit barrier and
+            # before MPI_Finalize.
             atexit.register(_close_all)
         if comm.handle not in _making:
             _making[comm.handle] = Making(comm)
-            comm.Set_attr(_keyval, None)  # so that `_forget` is told when the communicator goes
+            comm.Set_attr(_keyval, None)  # MPI calls `_forget` when the communicator is freed
         making = _making[comm.handle]
     with making:
-        if comm.handle not in contexts:  # another thread may have come before
+        if comm.handle not in contexts:  # another thread may have made it meanwhile
             context = contexts[comm.handle] = Context(comm, making.finish())
             comm.Set_attr(_keyval, context)
             open_contexts.append(context)
@@ -375,9 +392,10 @@ def _forget(comm: MPI.Comm, _keyval: int, _context: Context) -> None:
 
 
 def free(comm: MPI.Comm) -> None:
-    """Free everything mpidist keeps for `comm`. Collective over `comm`; a second call does nothing.
+    """Free the context of `comm`. Collective over `comm`; a second call does nothing.
 
-    Needed only for communicators that come and go; what is left is freed at exit.
+    A program needs this function only for communicators that it frees itself. All other contexts
+    are freed at exit.
     """
     context = contexts.get(handle_of(comm))
     if context is not None:
@@ -390,10 +408,10 @@ def free(comm: MPI.Comm) -> None:
 def _close_all() -> None:
     if MPI.Is_finalized() or is_child():
         return
-    for context in sorted(open_contexts, key=attrgetter("identity")):  # alike everywhere
+    for context in sorted(open_contexts, key=attrgetter("identity")):  # in one order on all ranks
         try:
             context.close()
         except (MismatchError, MPI.Exception) as error:
-            # Whoever was told of it is not alone with it: one rank speaks.
+            # A rank that has received the error from another rank does not print it again.
             if context.statuses.found or isinstance(error, MPI.Exception):
                 print(f"mpidist: error: {error}", file=sys.stderr, flush=True)

@@ -1,17 +1,19 @@
-"""The end of a communicator's context: all ranks leave together, or some hear that they did not.
+"""The end of a communicator's context: all ranks leave together, or some raise an error.
 
     rank 0   close ....... all are here | finish handles | count statuses until none is on its way
     rank 1   close .. all are here      |                |
-    rank 2   allreduce ... hears "rank 0 left after 7 operations" and raises MismatchError
+    rank 2   allreduce ... receives "rank 0 left after 7 operations" and raises MismatchError
 
-Ranks that leave after different numbers of operations raise too: an operation that nobody waited
-for was not made by all.
+Ranks that leave after different numbers of operations raise MismatchError, too. The numbers differ
+if only some ranks have called an operation in which no rank had to wait, such as a broadcast that
+only the root has called.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 from mpi4py import MPI
@@ -21,15 +23,15 @@ from .agreement.mismatch import BALLOT, Signature
 from .failure import asked_exit_code
 from .polling import wait_until
 
-#: Seconds that nonblocking operations have to end in when all ranks have left.
+#: Seconds in which nonblocking operations must end when all ranks have left.
 _FINISH = 5.0
 
-#: Seconds to hear from ranks that go on.
+#: Seconds in which a leaving rank receives statuses of ranks that go on.
 _HEAR = 3.0
 
 _LEAVING = Signature("leave", "", "")
 
-#: What is known where ranks remember different operations: `Context.chain`.
+#: The error text if `Context.chain` differs between ranks.
 CHAIN_DIFFERS = (
     "the ranks made different calls earlier, in which none of them waited for another; "
     "all ranks must make the same calls, with the same root"
@@ -37,29 +39,27 @@ CHAIN_DIFFERS = (
 
 
 class _NotWaited(Exception):
-    """A process that leaves with an error does not wait for those that go on."""
+    """Raised when this process exits with an error, to end its wait for other ranks."""
 
 
 def leave_together(context) -> bool:
-    """Wait for the other ranks, and take in what is on its way. Collective.
+    """Wait for the other ranks, and receive the messages that are on their way. Collective.
 
-    Returns false where something is left under way, so that nothing may be freed. Raises
-    MismatchError where the ranks have not made the same calls.
+    Returns false if an operation or a message is still under way, so that nothing may be freed.
+    Raises MismatchError if the ranks have not made the same calls.
     """
     if context.size == 1:
         return True
-    # A vote like that before an operation: ranks that still begin one meet these in it.
+    # The same reduction begins every new operation, so ranks that go on meet this rank in it.
     key, ballot = _LEAVING.key, np.zeros(BALLOT, np.int64)
     ballot[:2] = key, -key
     request = context.control.Iallreduce(MPI.IN_PLACE, ballot, MPI.MAX)
-    statuses, told = context.statuses, False
+    statuses = context.statuses
+    leave_once = cache(statuses.leave)
 
     def answer(seconds: float) -> None:
-        nonlocal told
         _give_up(seconds)
-        if not told:
-            told = True
-            statuses.leave()
+        leave_once()
         statuses.answer()
 
     try:
@@ -71,16 +71,16 @@ def leave_together(context) -> bool:
         return False
     except MismatchError:
         if context.unconfirmed:
-            return False  # this rank raised, which it knows, and the others have heard of it
+            return False  # this rank has raised its own error and sent it to the other ranks
         raise
 
 
 def _others_go_on(statuses) -> None:
-    """Raise MismatchError: another rank has begun an operation that this one has not made."""
+    """Raise MismatchError: another rank has begun an operation that this rank has not called."""
     statuses.leave()
     end = time.monotonic() + _HEAR
     while time.monotonic() < end:
-        statuses.answer()  # who waits composes the line
+        statuses.answer()  # a rank that waits composes the error text
         time.sleep(0.01)
     statuses.fail("other ranks go on after this one has left; all ranks must make the same calls")
 
@@ -91,15 +91,17 @@ def _give_up(seconds: float) -> None:
 
 
 def _settle(context) -> bool:
-    """Finish what is under way and take in all statuses. Collective.
+    """Finish the operations that are under way and receive all statuses. Collective.
 
-    All ranks are here: nobody begins anything any more. A status that was left behind would reach
-    whoever gets a new communicator with the number of the one that is freed.
+    At this time all ranks are closing the context, so no rank begins another operation. A status
+    message that is not received now could arrive on a new communicator, because MPI may give the
+    new communicator the internal number of the freed one.
     """
     statuses, end = context.statuses, time.monotonic() + _FINISH
 
     def listen(seconds: float) -> None:
-        # A rank that failed has not come here, even if a call that it broke off met the barrier.
+        # A rank that has failed does not come here, although the reduction of a call that it broke
+        # off may have met the reduction of this call.
         _give_up(seconds)
         statuses.listen()
 
@@ -108,8 +110,7 @@ def _settle(context) -> bool:
     while True:
         statuses.take_the_rest()
         unfinished = bool(context.handles) or context.leftovers
-        facts = [statuses.said, statuses.heard, unfinished, context.chain]
-        counts = np.array(facts, np.int64)
+        counts = np.array([statuses.said, statuses.heard, unfinished, context.chain], np.int64)
         wait_until(context.control.Iallreduce(MPI.IN_PLACE, counts, MPI.SUM).Test, listen)
         if counts[2]:
             return False
@@ -121,7 +122,7 @@ def _settle(context) -> bool:
 
 
 def _progress(context, test: Callable[[], bool]) -> Callable[[], bool]:
-    """Return a test that makes progress for all operations of the context, of any thread."""
+    """Return a function that calls `test` and makes progress for the operations of all threads."""
 
     def look() -> bool:
         for handle in tuple(context.handles):

@@ -1,10 +1,12 @@
-"""What a context begins with, made step by step: an exception on the way loses nothing.
+"""The collective steps that make a context; an interrupted rank can continue them later.
 
     barrier | duplicate for data | duplicate for control | a number that stands for the communicator
             | once in a job: a duplicate for the exit barrier
 
-A rank that breaks this off (by Ctrl-C, or a time limit of its own) and calls again goes on where it
-was. If it began anew, its barrier would meet the others' duplicate, and all would wait for ever.
+An exception, such as Ctrl-C, may interrupt the making of a context on a rank. When the interrupted
+rank repeats its call, it continues with the interrupted step. If an interrupted rank began with the
+first step (a barrier) again, it would wait in the barrier while the other ranks duplicate the
+communicator, and all ranks would wait for ever.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from .polling import wait_until
 
 
 class Making:
-    """The private communicators of `comm` on their way. Used by one thread, inside of its ``with``.
+    """The private communicators of `comm` while they are being made.
 
-    A second thread is refused there.
+    A thread uses the object inside a ``with`` block. A second thread that enters the ``with`` block
+    at the same time gets ProtocolError.
     """
 
     def __init__(self, comm: MPI.Comm):
@@ -42,15 +45,18 @@ class Making:
         self._busy.release()
 
     def finish(self) -> tuple[MPI.Comm, MPI.Comm, int]:
-        """Return (data, control, identity) when all ranks have made them. Collective, polled."""
-        # A barrier first: it can be left for good, but Open MPI makes no communicator at all
-        # while another one is half made.
+        """Return (communicator for data, communicator for control messages, number of the context).
+
+        Collective; waits by polling.
+        """
+        # The barrier comes first, because a rank can leave a barrier for good. Open MPI makes no
+        # other communicator while one is half made.
         steps = (self._meet, self._duplicate, self._duplicate, self._number, self._exit_barrier)
         for step in steps[len(self._made) :]:
             if self._request is None:
                 self._pending, self._request = step()
             wait_until(self._request.Test, lambda _: crossed_waits.look(self.comm))
-            # Nothing is called in here, so no exception comes between.
+            # This line calls no function, so no exception can interrupt it.
             self._made, self._request = (*self._made, self._pending), None
         _, data, control, number, exit_barrier = self._made
         if exit_barrier is not None:

@@ -1,13 +1,15 @@
-"""The private memory of the other ranks of a node, read and written through the kernel.
+"""Cross-memory attach: the kernel copies between the private memory of the ranks of a node.
 
-Linux copies between two processes of one user in a single pass (process_vm_readv(2), called cross
-memory attach by the MPI libraries): no segment to stage in, no message. Containers, other users and
-hardened kernels may forbid it, and a process number may mean another process in another container;
-so it is tried, on random numbers, before it is believed.
+With the system call process_vm_readv(2), Linux copies data once between two processes of one user,
+without shared memory and without a message. Containers, other users and hardened kernels may forbid
+this system call, and a process number may mean another process in another container. The system
+call may thus fail or reach a wrong process, so all ranks test it with random numbers before they
+use it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import secrets
@@ -18,12 +20,12 @@ from mpi4py import MPI
 from ..errors import ConfigError, MpidistError
 
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
-_TOKEN = 16  # bytes that a stranger's memory does not hold by chance
-_MOST = 1 << 30  # bytes of one call: the kernel stops after 2 GiB less a page
+_TOKEN = 16  # bytes that the memory of another process does not hold by chance
+_MOST = 1 << 30  # bytes of one call; the kernel copies at most 2 GiB less a page
 
 
 class _Run(ctypes.Structure):
-    """struct iovec: where bytes lie and how many."""
+    """The C type ``struct iovec``: an address and a number of bytes."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
@@ -31,16 +33,16 @@ class _Run(ctypes.Structure):
 class CrossMemory:
     """Copies to and from the address spaces of all ranks of `comm`.
 
-    Collective over `comm`, whose ranks must be on one node. Raises ConfigError, on all of them,
-    where the kernel forbids it. Where Yama asks for it (ptrace_scope 1), each rank allows other
-    processes of its user to do so, as MPI libraries do for the same purpose.
+    Collective over `comm`, whose ranks must be on one node. Raises ConfigError on all ranks if the
+    kernel forbids the copies. The security module Yama (ptrace_scope 1) allows such copies only
+    with the permission of the process whose memory it is. Therefore each rank permits other
+    processes of its user to copy its memory, as MPI libraries do.
     """
 
     def __init__(self, comm: MPI.Comm):
         self.pids, self._rank = comm.allgather(os.getpid()), comm.rank
-        here, there = _Run(), _Run()
-        self._here, self._there = here, there
-        self._arguments = ctypes.byref(here), 1, ctypes.byref(there), 1, 0
+        self._here, self._there = _Run(), _Run()
+        self._arguments = ctypes.byref(self._here), 1, ctypes.byref(self._there), 1, 0
         problem = None
         try:
             libc = ctypes.CDLL(None, use_errno=True)
@@ -52,28 +54,30 @@ class CrossMemory:
         self._prove(comm, problem)
 
     def holds(self, address: int, nbytes: int) -> bool:
-        """Whether this rank's memory there is such that the kernel copies it.
+        """Return whether the kernel can copy `nbytes` bytes at `address` in this rank's memory.
 
-        Memory that a driver has mapped (pinned for a GPU, say) need not be.
+        The kernel may refuse memory that a driver has mapped, such as memory pinned for a GPU.
         """
         byte = np.empty(1, np.uint8)
-        try:
+        with contextlib.suppress(MpidistError):
             for end in (address, address + nbytes - 1):
                 self.read(self._rank, end, byte.ctypes.data, 1)
-        except MpidistError:
-            return False
-        return True
+            return True
+        return False
 
     def read(self, rank: int, address: int, target: int, nbytes: int) -> None:
-        """Copy `nbytes` from `address` of local rank `rank` to `target` of this one.
+        """Copy `nbytes` from `address` of local rank `rank` to `target` of this rank.
 
-        Raises MpidistError where the kernel copies less: the other process ended, or its memory
-        is not ordinary memory. The same holds for `write`.
+        Raises MpidistError if the kernel copies fewer bytes, because the other process has ended or
+        because its memory is not ordinary memory.
         """
         self._copy(self._read, rank, address, target, nbytes)
 
     def write(self, rank: int, address: int, source: int, nbytes: int) -> None:
-        """Copy `nbytes` from `source` of this rank to `address` of local rank `rank`."""
+        """Copy `nbytes` from `source` of this rank to `address` of local rank `rank`.
+
+        Raises MpidistError if the kernel copies fewer bytes, as `read` does.
+        """
         self._copy(self._write, rank, address, source, nbytes)
 
     def _copy(self, call, rank: int, address: int, mine: int, nbytes: int) -> None:
@@ -90,7 +94,7 @@ class CrossMemory:
                 )
 
     def _prove(self, comm, problem: str | None) -> None:
-        """Read every other rank's random numbers, write an answer, and look at theirs."""
+        """Prove that this rank can read from and write to the memory of every other rank."""
         size, rank = comm.size, comm.rank
         token = np.frombuffer(secrets.token_bytes(_TOKEN), np.uint8)
         answers = np.zeros((size, _TOKEN), np.uint8)
@@ -103,7 +107,7 @@ class CrossMemory:
                 self.read(other, address, found.ctypes.data, _TOKEN)
                 if found.tobytes() != bytes_:
                     problem = f"process {self.pids[other]} is another one here"
-                    continue  # and must not be written to
+                    continue  # this rank must not write to a foreign process
                 self.write(other, inbox + rank * _TOKEN, token.ctypes.data, _TOKEN)
             except MpidistError as error:
                 problem = str(error)

@@ -1,9 +1,10 @@
-"""The one way mpidist waits for MPI: polled, polite to other ranks on the core, never blind.
+"""The function with which mpidist waits for MPI: it polls, and yields the core meanwhile.
 
-A blocking MPI call cannot be left when a peer is dead, stopped or calling something else. So
-every wait polls a test and, after a moment of patience, runs a callback that may look around
-(read status messages, compare call sites, check a deadline) and raise. `servers.link.Link.wait`
-does the same in a loop of its own, since it serves meanwhile.
+A rank cannot leave a blocking MPI call if a peer is dead, is stopped, or makes another call.
+Therefore every wait calls a test function until it returns true. After a moment, the wait also
+calls a second function, which may read status messages, check a deadline, and raise an error.
+`servers.link.Link.wait` has a similar loop of its own, because a server answers requests while it
+waits.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 
-#: Seconds without completion before a wait begins to look around.
+#: Seconds of a wait before it calls `on_wait` for the first time.
 PATIENCE = 1.0
 
-#: Seconds that the main thread has spent in waits so far, without those that end at once.
+#: Seconds that the main thread has spent in waits so far. Waits that end at once do not count.
 waited = 0.0
 
 _SPINS = 200
@@ -28,25 +29,25 @@ def wait_until(
     on_wait: Callable[[float], None] | None = None,
     patience: float | None = None,
 ) -> None:
-    """Return as soon as `test()` is true. Adds to `waited`.
+    """Return as soon as `test()` is true. Adds the seconds of the wait to the global `waited`.
 
     Parameters
     ----------
     test : callable
-        Cheap, makes MPI progress (``request.Test``), returns true when done.
+        A cheap function that makes MPI progress, such as ``request.Test``.
     on_wait : callable, optional
-        Called with the seconds waited, about ten times a second, once `patience` is over.
-        It ends the wait by raising.
+        A function that takes the seconds waited so far. After `patience` seconds, the wait calls
+        `on_wait` about ten times a second. An exception of `on_wait` ends the wait.
     patience : float, optional
-        Seconds; `PATIENCE` by default.
+        Seconds before the first call of `on_wait`; `PATIENCE` by default.
     """
     global waited
     patience = PATIENCE if patience is None else patience
     for _ in range(_SPINS):
         if test():
             return
-    # More ranks than cores: a spinning rank keeps its peer from running, so give the core away
-    # after every look. With a free core sched_yield costs a third of a microsecond.
+    # If there are more ranks than cores, a spinning rank keeps its peer from running. So the rank
+    # gives the core away after every test. With a free core sched_yield costs 0.3 microseconds.
     start = time.monotonic()
     look_around = start + patience
     try:

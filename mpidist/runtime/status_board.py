@@ -1,9 +1,10 @@
-"""A board on which the ranks of a job tell how they are, without any MPI call.
+"""A board on which the ranks of a job publish their state, without any MPI call.
 
-One file, one record of fixed size per rank, written by its owner with pwrite and read by all with
-pread. On one host it lies in /dev/shm and has no name any more once all ranks have opened it, so
-that nothing is left behind however the job ends. On several hosts it lies in a folder that all
-of them see, and is opened anew at each look, which is what makes network file systems look again.
+The board is one file with one record of fixed size per rank. A rank writes its own record with
+pwrite and reads all records with pread. If all ranks are on one host, the file lies in /dev/shm,
+and its name is removed when all ranks have opened it, so that no file is left behind, however the
+job ends. If the ranks are on several hosts, the file lies in a folder that all hosts share. Each
+read opens the file again, because a network file system shows new data only in a newly opened file.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ _MEMORY = Path("/dev/shm")
 
 
 class Board:
-    """The ranks' records. Collective over `comm`, which is used on entering only.
+    """The status records of all ranks. Collective over `comm`, which only the constructor uses.
 
     Parameters
     ----------
     comm : MPI.Intracomm
     directory : path, optional
-        A folder that all ranks see; None is /dev/shm on one host, else the current folder.
+        A folder that all ranks share. None means /dev/shm if all ranks are on one host, else the
+        current folder.
 
     Raises
     ------
     ConfigError
-        On all ranks, when some of them cannot see the file.
+        On all ranks, if some rank cannot find the file.
     """
 
     def __init__(self, comm, directory: str | os.PathLike | None = None):
@@ -61,33 +63,32 @@ class Board:
             raise error
 
     def _open(self, comm, folder: Path) -> bool:
-        """Rank 0 makes the file in its `folder`; whether all ranks can read it there."""
+        """Make the file in `folder` on rank 0; return whether all ranks can read it there."""
         size = RECORD * comm.size
 
-        def make() -> str | None:
-            if comm.rank:
-                return None
+        def make() -> Path | None:
             with contextlib.suppress(OSError):
-                name = str(folder.absolute() / f".mpidist-watch-{uuid.uuid4().hex}")
-                with open(name, "xb") as file:  # noqa: PTH123 - "x": never somebody else's file
-                    os.chmod(name, 0o600)  # noqa: PTH101
-                    file.write(bytes(size))
-                return name
+                if comm.rank == 0:
+                    path = folder.absolute() / f".mpidist-watch-{uuid.uuid4().hex}"
+                    with path.open("xb") as file:  # "x" never opens the file of another program
+                        path.chmod(0o600)
+                        file.write(bytes(size))
+                    return path
             return None
 
         def look() -> bool:
             with contextlib.suppress(OSError):
-                if Path(name).stat().st_size == size:
-                    # In memory it is kept open, for it loses its name as soon as all have it.
+                if path.stat().st_size == size:
+                    # In memory the file is kept open, because its name is removed in a moment.
                     if folder == _MEMORY:
-                        self.fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+                        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                     return True
             return False
 
-        name = run_on_all(comm, "watch: making the board", make, itemgetter(0))
-        if name is None:
+        path = run_on_all(comm, "watch: making the board", make, itemgetter(0))
+        if path is None:
             return False
-        self.path, self._named = Path(name), True
+        self.path, self._named = path, True
         if run_on_all(comm, "watch: finding the board", look, all):
             return True
         self.close()
@@ -95,30 +96,20 @@ class Board:
         return False
 
     def write(self, record: dict) -> None:
-        """Publish this rank's record."""
-        text = json.dumps(record, separators=(",", ":")).encode()
-        while len(text) > RECORD:
-            # Only the two texts can be long; the shorter of them is worth more.
+        """Publish the record of this rank."""
+        while len(text := json.dumps(record, separators=(",", ":")).encode()) > RECORD:
+            # Only the two texts can be long, and the shorter text is more useful.
             longest = max((key for key in record if isinstance(record[key], str)),
                           key=lambda key: len(record[key]))  # fmt: skip
             record = {**record, longest: record[longest][: len(record[longest]) // 2]}
-            text = json.dumps(record, separators=(",", ":")).encode()
         with self._file(os.O_WRONLY) as fd:
             os.pwrite(fd, text.ljust(RECORD, b"\0"), self.rank * RECORD)
 
     def read(self) -> list[dict | None]:
-        """Return all ranks' records; None where none was written or it was torn."""
+        """Return the records of all ranks; None for a rank without a complete record."""
         with self._file(os.O_RDONLY) as fd:
             data = os.pread(fd, RECORD * self.size, 0)
-        records: list[dict | None] = []
-        for rank in range(self.size):
-            try:
-                text = data[rank * RECORD : (rank + 1) * RECORD].rstrip(b"\0")
-                record = json.loads(text) if text else None
-            except ValueError:
-                record = None
-            records.append(record if isinstance(record, dict) else None)
-        return records
+        return [_decoded(data[k * RECORD : (k + 1) * RECORD]) for k in range(self.size)]
 
     @contextlib.contextmanager
     def _file(self, mode: int):
@@ -134,7 +125,7 @@ class Board:
             os.close(fd)
 
     def close(self, *, last: bool = False) -> None:
-        """Close the file; the `last` one removes a file that still has a name."""
+        """Close the file; if `last` is true, also remove it, unless its name is removed already."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
@@ -147,6 +138,14 @@ class Board:
             self.path.unlink(missing_ok=True)
 
 
+def _decoded(data: bytes) -> dict | None:
+    """Decode a record; return None if the rank has written no record, or only a part of one."""
+    with contextlib.suppress(ValueError):
+        record = json.loads(data.rstrip(b"\0"))
+        return record if isinstance(record, dict) else None
+    return None
+
+
 def _folder(directory) -> Path:
     try:
         return Path(directory)
@@ -155,7 +154,7 @@ def _folder(directory) -> Path:
 
 
 def _meets_in_memory(everyone: list[tuple]) -> bool:
-    """Whether all ranks are on one host, and no folder was given; of folders rank 0's counts."""
+    """Return whether the file can lie in /dev/shm: all ranks are on one host and pass no folder."""
     folders = [folder for _, folder in everyone]
     if None in folders and (text := difference([{"directory": str(f)} for f in folders])):
         raise MismatchError(f"watch: {text}; all ranks or none give a folder")
@@ -163,7 +162,7 @@ def _meets_in_memory(everyone: list[tuple]) -> bool:
 
 
 def _namespace() -> str:
-    """Which process numbers are valid here: two containers of one name have different ones."""
+    """Return the name of the process namespace, which differs between containers of one host."""
     try:
         return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - not a path, but a name
     except OSError:

@@ -1,11 +1,12 @@
-"""Where the ranks are: nodes, their leaders, and one helper for work done once per node.
+"""The nodes of a job and their leaders, and a context manager for work to do once per node.
 
     rank        0 1 2 3   4 5 6 7        8 ranks on 2 nodes
     node        0 0 0 0   1 1 1 1
     local rank  0 1 2 3   0 1 2 3        the leader of a node is its lowest rank: 0 and 4
 
-A node is a set of ranks that can share memory, as MPI sees it; tests and laptops can fake nodes
-by cutting the ranks into groups. A "worker" or "server" is a role of one rank, never a machine.
+A node is a set of ranks that MPI reports as able to share memory. For tests and on laptops, the
+ranks of one machine can be divided into groups, each of which counts as a node. A "worker" or
+"server" is a role of one rank, never a machine.
 """
 
 from __future__ import annotations
@@ -19,45 +20,49 @@ from mpi4py import MPI
 
 from ..errors import ConfigError, shown
 from .agreement.run_on_all import run_on_all, same_on_all
+from .communicator import translated_rank
 from .context import Context, of
 
 _RECORD = np.dtype([("leader", "i8"), ("host", "S256")])
-#: Tells the making of the leaders' communicator from others that a program may make meanwhile.
+#: The tag with which the leaders make their communicator. A program may make others meanwhile.
 _LEADERS = 71
 
 
 class Topology:
     """The nodes of a communicator, and communicators within and between them.
 
-    Collective over `comm`. Makes a communicator, and another on first use, that `close` frees.
+    Collective over `comm`. The constructor makes the communicator `intra_comm`. The first access to
+    `inter_comm` makes that communicator. The method `close` frees both communicators.
 
     Parameters
     ----------
     comm : MPI.Intracomm
     ranks_per_node : int, optional
-        Fake nodes of that many consecutive ranks instead of the real ones. Equal on all ranks.
+        Treat so many consecutive ranks as a node, instead of using the real nodes. All ranks pass
+        the same `ranks_per_node`.
 
     Attributes
     ----------
     size, rank : int
+        The size of `comm`, and the rank of this process in it.
     nodes : int
-        How many nodes there are.
+        The number of nodes.
     node : int
-        Mine. Nodes are numbered in the order of their leaders.
+        The node of this rank. Nodes are numbered in the order of their leaders.
     node_of : tuple of int
-        Rank -> node.
+        The node of each rank.
     hosts : tuple of str
-        Node -> host name.
+        The host name of each node.
     leaders : tuple of int
-        Node -> its lowest rank.
+        The lowest rank of each node.
     ranks_per_node : int or None
-        What was asked for.
+        The argument `ranks_per_node`.
     local_rank, local_size : int
-        My place on my node, and how many ranks it has.
+        The position of this rank on its node, and the number of ranks of that node.
     single_host : bool
-        One machine holds all ranks: what is measured there says nothing about a network.
+        Whether all ranks run on one machine, so that measurements say nothing about a network.
     intra_comm : MPI.Intracomm
-        The ranks of my node, in rank order.
+        The ranks of this rank's node, in rank order.
     """
 
     def __init__(self, comm: MPI.Comm, ranks_per_node: int | None = None):
@@ -65,15 +70,14 @@ class Topology:
         self.size, self.rank = comm.size, comm.rank
         number = _agreed(comm, "Topology", ranks_per_node)
         self.faked, self.ranks_per_node = number is not None, number
-        # MPI has no polled split. This one blocks, and all ranks are here: they have agreed on it.
+        # MPI has no polled split. This split blocks, but all ranks have agreed to make it.
         if number is None:
             self.intra_comm = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
         else:
             self.intra_comm = comm.Split(comm.rank // number, comm.rank)
-        self._comm, self._inter_comm = comm, MPI.COMM_NULL
-        self._open = True
+        self._comm, self._inter_comm, self._open = comm, MPI.COMM_NULL, True
 
-        leaders, hosts = _everyone(context, _leader(comm, self.intra_comm))
+        leaders, hosts = _everyone(context, translated_rank(0, self.intra_comm, comm))
         self.leaders = tuple(sorted(set(leaders)))
         node_of = {leader: node for node, leader in enumerate(self.leaders)}
         self.node_of = tuple(node_of[leader] for leader in leaders)
@@ -81,7 +85,8 @@ class Topology:
         self.nodes = len(self.leaders)
         self.node = self.node_of[self.rank]
         self.local_rank, self.local_size = self.intra_comm.rank, self.intra_comm.size
-        # Two machines of one name are two nodes to MPI; faked nodes are told apart by name only.
+        # Two machines of one name are two nodes of MPI. Only the host names show the machines of
+        # faked nodes.
         self.single_host = len(set(self.hosts)) == 1 and (self.faked or self.nodes == 1)
 
     def __repr__(self):
@@ -90,9 +95,9 @@ class Topology:
 
     @property
     def inter_comm(self) -> MPI.Comm:
-        """The leaders, in node order; ``MPI.COMM_NULL`` on other ranks.
+        """The communicator of the leaders, in node order; ``MPI.COMM_NULL`` on other ranks.
 
-        Made on first use, which is collective over the leaders.
+        Reading this property the first time is collective over the leaders.
         """
         if self._open and self.local_rank == 0 and self._inter_comm == MPI.COMM_NULL:
             everyone = self._comm.Get_group()
@@ -103,25 +108,22 @@ class Topology:
         return self._inter_comm
 
     def members(self, node: int) -> tuple[int, ...]:
-        """Return the ranks of `node`, ascending."""
+        """Return the ranks of `node` in ascending order."""
         return tuple(rank for rank, of in enumerate(self.node_of) if of == node)
 
     def describe(self) -> str:
-        """Return one line: ``8 ranks on 2 hosts (n1, n2), 4 per host``."""
-        if self.faked:
-            names = list(dict.fromkeys(self.hosts))
-            where = f"{_count(len(names), 'host')} ({_some(names)}) as {_count(self.nodes, 'node')}"
-            unit = "node"
-        else:
-            where = f"{_count(self.nodes, 'host')} ({_some(self.hosts)})"
-            unit = "host"
+        """Return a text of one line, such as ``8 ranks on 2 hosts (n1, n2), 4 per host``."""
+        names = list(dict.fromkeys(self.hosts)) if self.faked else list(self.hosts)
+        unit = "node" if self.faked else "host"
+        where = f"{_count(len(names), 'host')} ({_some(names)})"
+        where += f" as {_count(self.nodes, 'node')}" if self.faked else ""
         counts = [self.node_of.count(node) for node in range(self.nodes)]
         low, high = min(counts), max(counts)
         per = f", {low if low == high else f'{low} to {high}'} per {unit}" if self.nodes > 1 else ""
         return f"{_count(self.size, 'rank')} on {where}{per}"
 
     def close(self) -> None:
-        """Free what was made; a second call does nothing. Collective over `comm`."""
+        """Free both communicators; a second call does nothing. Collective over `comm`."""
         if self._open and not MPI.Is_finalized():
             if self._inter_comm != MPI.COMM_NULL:
                 self._inter_comm.Free()
@@ -136,10 +138,11 @@ class Topology:
 
 
 def topology_of(where: MPI.Comm | Context, ranks_per_node: int | None = None) -> Topology:
-    """Return the topology that a communicator keeps; made on first use. Collective on first use.
+    """Return the topology of a communicator. The first call for a communicator is collective.
 
-    `where` is a communicator or its context, which closes it. Ranks that may have passed different
-    values compare them before they come here.
+    `where` is a communicator or its context. The first call makes the topology, and the end of the
+    context closes it. If `ranks_per_node` comes from the user, the caller must check first that all
+    ranks pass the same value.
     """
     context = where if isinstance(where, Context) else of(where)
     key = ("topology", ranks_per_node)
@@ -151,13 +154,13 @@ def topology_of(where: MPI.Comm | Context, ranks_per_node: int | None = None) ->
 
 
 def _agreed(comm, doing: str, ranks_per_node) -> int | None:
-    """Check `ranks_per_node` on all ranks together, so that nobody is left alone in a split."""
+    """Check that all ranks pass the same `ranks_per_node`, and return it. Collective."""
     facts = same_on_all(comm, doing, lambda: {"ranks_per_node": whole_nodes(ranks_per_node)})
     return facts["ranks_per_node"]
 
 
 def whole_nodes(ranks_per_node) -> int | None:
-    """Return `ranks_per_node` as a plain number; ConfigError unless it is one, or None."""
+    """Return `ranks_per_node` as an int or None; raise ConfigError if it is anything else."""
     if ranks_per_node is None:
         return None
     try:
@@ -169,17 +172,8 @@ def whole_nodes(ranks_per_node) -> int | None:
     return number
 
 
-def _leader(comm: MPI.Comm, intra_comm: MPI.Comm) -> int:
-    """Return the rank in `comm` of the lowest rank of a node."""
-    mine, everyone = intra_comm.Get_group(), comm.Get_group()
-    (leader,) = mine.Translate_ranks([0], everyone)
-    mine.Free()
-    everyone.Free()
-    return leader
-
-
 def _everyone(context: Context, leader: int) -> tuple[list[int], list[str]]:
-    """Return the leader and the host name of each rank. Collective, polled."""
+    """Return, for each rank, the leader of its node and its host name. Collective, polled."""
     mine = np.zeros(1, _RECORD)
     mine["leader"], mine["host"] = leader, socket.gethostname().encode()
     records = np.zeros(context.size, _RECORD)
@@ -193,22 +187,20 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _some(names) -> str:
-    names = list(names)
-    if len(names) > 4:
-        names = [*names[:2], "...", names[-1]]
-    return ", ".join(names)
+def _some(names: list[str]) -> str:
+    return ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
 
 
 @contextmanager
 def node_once(comm: MPI.Intracomm, *, ranks_per_node: int | None = None):
     """Let one rank of each node do per-node work (download, unpack, compile) before the others.
 
-    Collective over `comm`. The value of the ``with`` is True on each node's leader, which runs
-    the body at once, and False elsewhere: those ranks enter the body when all leaders are
-    through. Where a leader's body raises, that exception goes on there, and all other ranks raise
-    an error that names that rank, its host and what went wrong: of the same class where that is
-    one of mpidist, else MpidistError.
+    Collective over `comm`. The ``with`` statement gives True on the leader of each node, which runs
+    the body at once. The ``with`` statement gives False on the other ranks, which run the body
+    after all leaders have finished it. If a leader's body raises an exception, that leader raises
+    the same exception. All other ranks raise an error that names that leader, its host and the
+    cause. If the leader's exception is an error of mpidist, the other ranks' error has the same
+    class; otherwise it is an MpidistError.
 
     >>> with md.node_once(comm) as first:
     ...     if first:
@@ -227,7 +219,7 @@ def node_once(comm: MPI.Intracomm, *, ranks_per_node: int | None = None):
         if failure is not None:
             raise failure
 
-    # The others wait here, without burning the cores that the leaders work on.
+    # The other ranks wait here and leave the cores to the leaders.
     run_on_all(comm, "node_once", outcome)
     if not first:
         yield False

@@ -1,15 +1,11 @@
-"""Putting a model on the servers: agree, check, allocate, and bring the initial values."""
+"""Add a model to the servers: check the arguments, allocate memory, and send initial values."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Container, Mapping
 
-from mpi4py import MPI
-
-from ..errors import MismatchError, ProtocolError, shown
-from ..events import OPEN
+from ..errors import ConfigError, MismatchError, ProtocolError, shown
 from ..launch.free_memory import available_memory
 from ..runtime.agreement.run_on_all import difference
 from .layout.capacity import check_capacity, needed
@@ -23,40 +19,32 @@ from .server import Hosted, Server
 from .shards import ServerShard, state_copies
 
 
-def host_model(
-    link: Link,
-    server: Server | None,
-    servers: Sequence[int],
-    workers: Sequence[int],
-    check: Callable[[], None],
-    asked: Request,
-) -> ServerLayout:
-    """Place one model and make `server` (this rank's, or None) ready. Collective over the link.
+def host_model(group, server: Server | None, taken: Container, asked: Request) -> ServerLayout:
+    """Place one model on the servers of `group`. Collective over the group's `comm`.
 
-    `servers` and `workers` are ranks; `check` raises where this rank cannot add; the rest is
-    described at `ServerGroup.add`, with what is raised.
+    `server` is the `Server` object of this rank, or None if this rank is no server; `taken` has the
+    names of the models that the group already has. Raises as `ServerGroup.add`.
     """
+    link, servers, workers = group.link, group.server_ranks, group.worker_ranks
     doing = f"add {shown(asked.name)}"
-    source = workers[0]
 
     def describe() -> dict:
-        check()
-        spec = parse_model(asked)
+        if isinstance(asked.name, str) and asked.name in taken:
+            raise ConfigError(f"{doing}: this group has a model of that name")
+        facts, inits = parse_model(asked)
         check_server_optimizer(asked.name, asked.optimizer)
         return {
-            "facts": {**spec.facts, "optimizer": optimizer_facts(asked.optimizer)},
-            "inits": spec.inits,
+            "facts": {**facts, "optimizer": optimizer_facts(asked.optimizer)},
+            "inits": inits,
             "node": (socket.gethostname(), available_memory()),
             "copies": state_copies(asked.optimizer),
         }
 
     def decide(everyone: list[dict]) -> tuple:
-        # Ranks that give arrays say nothing of how to fill them.
-        inits: dict = next((each["inits"] for each in everyone if each["inits"] is not None), {})
-        said = [inits if each["inits"] is None else each["inits"] for each in everyone]
-        facts = [{**each["facts"], "init": one} for each, one in zip(everyone, said, strict=True)]
-        differs = difference([_flat(each) for each in facts])
-        if differs is not None:
+        # Ranks that pass arrays do not say how to initialise them, so they agree with any inits.
+        inits: dict = next((one["inits"] for one in everyone if one["inits"]), {})
+        facts = [{**one["facts"], "init": one["inits"] or inits} for one in everyone]
+        if differs := difference([_flat(one) for one in facts]):
             raise MismatchError(f"{doing}: {differs}; all ranks must give the same")
         tensors = facts[0]["tensors"]
         layout = place_tensors(tensors, len(servers))
@@ -66,7 +54,7 @@ def host_model(
             need = needed(layout.bytes_of(index), copies, len(workers), asked.consistency)
             needs.append((rank, host, need, free))
         check_capacity(asked.name, needs)
-        return tensors, inits, everyone[source]["inits"] is None
+        return tensors, inits, everyone[workers[0]]["inits"] is None
 
     _announce(link, server, servers, workers)
     tensors, inits, as_arrays = link.run_on_all(doing, describe, decide)
@@ -76,19 +64,18 @@ def host_model(
         if server is None:
             return None
         shard = ServerShard(layout, server.index, asked.optimizer, inits, asked.seed)
-        return Hosted(asked.name, shard, asked.consistency, len(workers), asked.global_batch)
+        return Hosted(asked, shard, len(workers))
 
     hosted = link.run_on_all(f"{doing}: allocating", allocate)
     if server is not None:
         server.models.append(hosted)
     if as_arrays:
-        shard = None if hosted is None else hosted.shard
-        hand_out(link, layout, servers, source=source, arrays=asked.model, shard=shard)
+        _send_values(link, layout, servers, workers[0], asked.model, hosted)
     return layout
 
 
 def _flat(facts: Mapping, path: str = "") -> dict[str, str]:
-    """Return nested facts as texts, with names such as ``tensors x`` and ``optimizer lr``."""
+    """Flatten a nested dict into a dict of texts; a key is a path such as ``optimizer lr``."""
     flat: dict[str, str] = {}
     for key, value in facts.items():
         name = f"{path}{key}"
@@ -97,46 +84,32 @@ def _flat(facts: Mapping, path: str = "") -> dict[str, str]:
 
 
 def _announce(link: Link, server: Server | None, servers, workers) -> None:
-    """Meet in `add`: a worker that adds while a server serves, or the reverse, is an error."""
+    """Check that all workers call `add` when the servers do. Collective over the group."""
     if link.comm.rank in workers:
         for rank in servers:
             link.tell(ADD, rank, TO_SERVER)
     if server is None:
         return
     for rank in workers:
-        operation = link.trail.begin("add", rank)
-        status = MPI.Status()
-        link.wait(partial(link.probe, rank, TO_SERVER, status), partial(list, [rank]))
-        incoming = link.receive(rank, TO_SERVER, status.Get_count(MPI.BYTE))
-        link.wait(incoming.test, partial(list, [rank]))
-        if not incoming.header.flags & ADD:
-            raise ProtocolError(
-                f"parameter server {server.index}: rank {rank} is not in add while this server "
-                "is; all ranks call add, in the same order"
-            )
-        link.pool.give(incoming.buffer)
-        operation[OPEN] = False
+        with link.doing("add", rank):
+            message = link.receive(rank, TO_SERVER, link.wait_for_size(rank, TO_SERVER))
+            link.wait_for([message])
+            if not message.header.flags & ADD:
+                raise ProtocolError(
+                    f"parameter server {server.index}: rank {rank} is not in add while this server "
+                    "is; all ranks call add, in the same order"
+                )
+            link.pool.give(message.buffer)
 
 
-def hand_out(
-    link: Link,
-    layout: ServerLayout,
-    servers: Sequence[int],
-    *,
-    source: int,
-    arrays: Mapping,
-    shard: ServerShard | None,
+def _send_values(
+    link: Link, layout: ServerLayout, servers, source: int, arrays: Mapping, hosted: Hosted | None
 ) -> None:
-    """Set the shards to the values of `arrays` on rank `source`. Collective over the link.
-
-    `shard` is this rank's, None where it does not serve; `arrays` matters on the source only.
-    """
-    incoming = None
-    if shard is not None:
-        parts = whole_parts(layout, shard.server)
-        total = HEADER_BYTES + data_bytes(layout, parts)
-        # Posted before anything is sent: the source may be a server, and sends to itself.
-        incoming = link.receive(source, VALUES, total)
+    """Send the values of `arrays` from rank `source` to all servers. Collective over the group."""
+    incoming, here = [], [] if hosted is None else whole_parts(layout, hosted.shard.server)
+    if hosted is not None:
+        # Posted before anything is sent: the source may be a server, and then sends to itself.
+        incoming = [link.receive(source, VALUES, HEADER_BYTES + data_bytes(layout, here))]
     if link.comm.rank == source:
         flat = Selection("", layout).split({t.name: arrays[t.name] for t in layout.tensors})
         for server, rank in enumerate(servers):
@@ -148,13 +121,9 @@ def hand_out(
                 tensor, start, stop = part.piece
                 view[...] = flat[layout.tensors[tensor].name][1][start:stop]
             link.send(buffer, total, rank, VALUES)
-    operation = link.trail.begin("initial values", source)
-    link.wait(
-        lambda: (not incoming or incoming.test()) and link.reap(),
-        lambda: [source] if incoming and not incoming.test() else [],
-        "all",
-    )
-    operation[OPEN] = False
-    if shard is not None and incoming is not None:
-        shard.write(whole_parts(layout, shard.server), incoming.buffer, HEADER_BYTES)
-        link.pool.give(incoming.buffer)
+    with link.doing("initial values", source):
+        link.wait_for(incoming, "all")
+        link.wait(link.reap, peers="all")
+    if hosted is not None:
+        hosted.shard.write(here, incoming[0].buffer, HEADER_BYTES)
+        link.pool.give(incoming[0].buffer)

@@ -1,13 +1,14 @@
-"""A worker's handle on one model: pull, push, clock, and the fused push-pull.
+"""A worker's access to one model: pull, push, clock, and push_pull, which does all three at once.
 
-    worker                          each server
-    pull    -> what                 -> waits for the clocks -> values, version
-    push    -> gradients, samples   -> applied by the rules of the model's consistency
-    clock   -> tick                 -> the clocks move; held pushes and pulls are set free
+    worker sends                    each server
+    pull    -> names, rows          -> waits for slower workers -> answers with values, version
+    push    -> gradients, samples   -> applies the gradients as the model's consistency says
+    clock   -> tick                 -> advances the worker's clock, serves what waited for the clock
 
-The first pull in a clock asks every server, also those that hold nothing of what is wanted: its
-answers are what lets this worker into the clock. A push or tick without a pull asks for nothing
-first, so a worker is never more than one clock of messages ahead of a server.
+The first pull in a clock (a training step) asks every server, even a server that holds none of the
+wanted values, because a worker may begin a clock only when all servers have answered. If a worker
+has not pulled in a clock (a training step), its push or its tick (the message that ends the clock)
+first sends an empty pull, so that the messages of a worker are at most one clock ahead of a server.
 """
 
 from __future__ import annotations
@@ -26,27 +27,29 @@ from .layout.placement import ServerLayout
 from .layout.routing import ShardPart, data_bytes, encode_parts, owned, route, views, whole_parts
 from .layout.row_selection import Selection
 from .link import GroupCall
-from .protocol import HEADER_BYTES, Header
+from .protocol import CLOCK, HEADER_BYTES, PULL, PUSH, Header
 
 _NOTHING = np.empty(0, np.int64)
-_MANY = 1 << 62  # a header has 64 bits for a number of samples
+_MANY = 1 << 62  # the number of samples must fit in 64 bits of a header
 
 
 class Client:
-    """One worker's access to one model. Made by `ServerGroup.add`.
+    """One worker's access to one model on the servers. `ServerGroup.add` makes it.
 
     Attributes
     ----------
     versions : list of int
-        Updates applied by each server to its shard at this worker's newest pull there.
+        The number of updates in each server's shard at this worker's newest pull from the server.
     finished : int
-        Clocks that this worker has finished.
+        The number of clocks (steps) that this worker has finished.
     gaps : Counter
-        How many clocks were entered at which distance from the slowest worker.
+        For each number n, how many clocks (steps) this worker began when it was n clocks ahead of
+        the slowest worker.
     group : ServerGroup
-        Where it came from.
+        The group that the model belongs to.
     note : tuple of two int
-        Told to the first server beside the next request, once; zeros say nothing.
+        Two integers that the next request carries to the first server; the request resets them to
+        zero, which means that there is nothing to carry.
     """
 
     def __init__(
@@ -59,8 +62,7 @@ class Client:
             GroupCall(group.link, f"{call} {name!r}") for call in calls
         )
         self.versions = [0] * len(self._servers)
-        self.finished = 0
-        self.note = (0, 0)
+        self.finished, self.note = 0, (0, 0)
         self.gaps: Counter[int] = Counter()
         self.closed = self.started = False
         self._batch = global_batch
@@ -74,43 +76,48 @@ class Client:
     # -- the four calls of the step loop ---------------------------------------------------
 
     def pull(self, what=None, *, out: Mapping | None = None) -> dict:
-        """Fetch parameters as they are allowed to be seen in this clock.
+        """Fetch parameters with all updates that the consistency mode guarantees in this step.
 
-        Waits as long as the model's consistency says. Each server's part is a whole number of
-        updates old (`versions`).
+        The call waits for slower workers if the model's consistency mode (BSP, ASP or SSP) requires
+        it. A server never answers a pull while it is in the middle of an update. After the call,
+        `versions` has the number of updates that the values of each server include.
 
         Parameters
         ----------
         what : None, str, iterable of str, or mapping of str to rows, optional
-            Names, or for each name the rows wanted (indices of the first axis; None for all).
-            By default the names in `out`, or everything.
+            The names of the wanted tensors, or a mapping of each name to the wanted rows (indices
+            of the first axis; None for all). By default `pull` fetches the names in `out`, or all
+            names if there is no `out`.
         out : mapping of str to array, optional
-            Written in place; arrays that are missing are made.
+            Arrays that receive the values in place. New arrays are made for names that are not in
+            `out`.
 
         Returns
         -------
         dict
-            Name to array: the tensor's shape, or ``(len(rows), *shape[1:])``.
+            A mapping of name to array. An array has the shape of its tensor, or the shape
+            ``(len(rows), *shape[1:])`` if only some rows are wanted.
         """
         self._open()
         with self._pulling:
             wanted, results = self._names.wanted(what, out)
-            self._ask(protocol.PULL, wanted, results)
+            self._ask(PULL, wanted, results)
         return results
 
     def push(self, gradients: Mapping, *, samples: int | None = None) -> None:
         """Send the mean gradient over `samples` samples to the servers. Once per clock.
 
-        Returns when the gradients may be written again, usually before they have arrived.
+        When the call returns, the caller may overwrite the gradients, although the servers may not
+        have received them yet.
 
         Parameters
         ----------
         gradients : mapping
             Name to array, or to ``(rows, values)`` for some rows of a tensor (a row given twice
-            is added twice). What is not named has gradient zero.
+            is added twice). Tensors that are not named have gradient zero.
         samples : int, optional
-            Weight of this push; 0 is allowed and says that there is nothing in it. Without it
-            workers weigh the same. Needed where the model has a `global_batch`.
+            The number of samples, which is the weight of this push. 0 is allowed. By default all
+            workers have the same weight. `samples` is required if the model has a `global_batch`.
         """
         self._open()
         with self._pushing:
@@ -118,26 +125,26 @@ class Client:
             pushes = self._names.split(gradients)
             self._enter()
             for server in range(len(self._servers)):
-                self._post(server, protocol.PUSH, pushes=pushes, samples=samples)
+                self._post(server, PUSH, pushes=pushes, samples=samples)
             self._pushed = self.finished
             self._link.background()
 
     def clock(self) -> None:
-        """Finish this clock. Does not wait; the next pull does."""
+        """Finish this worker's step, without waiting; the next pull waits for slower workers."""
         self._open()
         with self._ticking:
             self._enter()
             for server in range(len(self._servers)):
-                self._post(server, protocol.CLOCK)
+                self._post(server, CLOCK)
             self.finished += 1
             self._link.background()
 
     def push_pull(
         self, gradients: Mapping, *, out: Mapping | None = None, samples: int | None = None
     ) -> dict:
-        """``push``, ``clock`` and ``pull`` in one message per server and way.
+        """Do ``push``, ``clock`` and ``pull`` with one request to each server and one answer.
 
-        The parameters come back as the next clock may see them.
+        Returns the parameters for the next step, in the form that ``pull`` returns.
         """
         self._open()
         with self._fused:
@@ -145,20 +152,21 @@ class Client:
             wanted, results = self._names.wanted(None, out)
             pushes = self._names.split(gradients)
             self._enter()
-            self._ask(
-                protocol.PUSH | protocol.CLOCK | protocol.PULL, wanted, results, pushes, samples
-            )
+            self._ask(PUSH | CLOCK | PULL, wanted, results, pushes, samples)
         return results
 
     def close(self) -> None:
-        """Leave the clocks: no worker waits for this one any more. Calling it twice is fine."""
+        """Leave the model: other workers no longer wait for this worker.
+
+        A second call does nothing.
+        """
         if not self.closed:
             with GroupCall(self._link, f"close of {self.name!r}"):
                 self.leave()
                 self._link.background()
 
     def leave(self) -> None:
-        """Do what `close` does, from inside another call of the group."""
+        """Leave the model, as `close` does, but from inside another call of the server group."""
         if not self.closed:
             for server in range(len(self._servers)):
                 self._post(server, protocol.LEAVE)
@@ -166,12 +174,13 @@ class Client:
 
     @property
     def stats(self) -> dict:
-        """What this worker has seen so far.
+        """The counts of messages, steps and waits of this worker so far.
 
         ``waits`` has the seconds spent waiting for servers to serve ("server") and for slower
-        workers to catch up ("worker"); ``gaps``, ``staleness`` (updates by others between this
-        worker's pull and its push) and ``queue`` (workers in line when it was served) are
-        histograms; messages and bytes are those of all clients of this rank.
+        workers to catch up ("worker"). ``gaps`` (steps ahead of the slowest worker), ``staleness``
+        (updates by other workers between this worker's pull and push) and ``queue`` (how many
+        workers waited for a server at the same time) are histograms. The counts of messages and
+        bytes are sums over all clients of this rank.
         """
         return {
             "clocks": self.finished,
@@ -191,9 +200,9 @@ class Client:
             raise ClosedError(f"client {self.name!r} is closed; it was used after close()")
 
     def _enter(self) -> None:
-        """Be let into the present clock, if no pull has done that yet."""
+        """Begin this step by an empty pull, unless this worker has already pulled in this step."""
         if self._entered < self.finished and self.finished > 0:
-            self._ask(protocol.PULL, {}, {})
+            self._ask(PULL, {}, {})
 
     def _check_push(self, samples) -> int | None:
         if self._pushed == self.finished:
@@ -209,12 +218,15 @@ class Client:
         except TypeError:
             number = -1
         if not 0 <= number < _MANY:
-            said = shown(samples)
-            raise ConfigError(f"push to {self.name!r}: samples is {said}; expected 0 or more")
+            got = shown(samples)
+            raise ConfigError(f"push to {self.name!r}: samples is {got}; expected 0 or more")
         return number
 
     def _route(self, server: int, wanted: Mapping) -> tuple[list[ShardPart], np.ndarray | None]:
-        """Parts on one server and their selection words; everything needs no words."""
+        """Return the wanted parts that a server holds, and the int64 array that lists them.
+
+        The array is None if all parts on the server are wanted.
+        """
         if len(wanted) == len(self.layout.tensors) and all(r is None for r in wanted.values()):
             return self._whole[server], None
         number = self._names.number
@@ -222,14 +234,14 @@ class Client:
         return parts, encode_parts(parts)
 
     def _post(self, server: int, flags: int, *, pushes=None, samples=None, pull=_NOTHING) -> list:
-        """Send one message: flags, a selection and data to push, a selection to pull.
+        """Send one message with flags, the data to push, and a list of the parts to pull.
 
-        Returns the operation, which is open where it asks for an answer.
+        Returns the record of this message in `Link.trail` (the requests sent and served); the
+        record is marked as open (unfinished) if the message asks for an answer.
         """
         rank = self._servers[server]
-        asks = bool(flags & protocol.PULL)
         operation = self._link.trail.begin(
-            protocol.NAMES[flags], rank, self.name, self.finished, open=asks
+            protocol.NAMES[flags], rank, self.name, self.finished, open=bool(flags & PULL)
         )
         rows = {name: rows for name, (rows, _) in pushes.items()} if pushes is not None else None
         parts, push = self._route(server, rows) if rows is not None else ([], _NOTHING)
@@ -263,62 +275,56 @@ class Client:
         return operation
 
     def _place(self, part: ShardPart, rows, flat: np.ndarray) -> tuple[np.ndarray, Any]:
-        """Where one part lies in a flat array of all that is pushed or pulled: array and index."""
+        """Return a view of the array `flat`, and the index that selects `part` in this view."""
         if rows is None:
             return flat, slice(part.piece.start, part.piece.stop)
         width = self.layout.tensors[part.piece.tensor].width
         return flat.reshape(len(rows), width), owned(self.layout, part.piece, rows)
 
     def _ask(self, flags: int, wanted: dict, results: dict, pushes=None, samples=None) -> None:
-        """Send a request that has an answer to the servers concerned; take answers in `results`."""
+        """Send a request to each server that must answer, and receive the answers."""
         flat, finish = self._names.targets(wanted, results)
-        if flags & protocol.PUSH:
+        if flags & PUSH:
             self._pushed = self.finished
-        entering = flags & protocol.CLOCK or self._entered < self.finished
+        entering = flags & CLOCK or self._entered < self.finished
         expected = {}
         for server, rank in enumerate(self._servers):
             parts, words = self._route(server, wanted)
             if not (parts or entering):
                 continue
             total = HEADER_BYTES + data_bytes(self.layout, parts)
-            # Posted before it is asked for, so that it lands where it belongs.
+            # Posted before the request is sent, so that MPI receives without buffering.
             incoming = self._link.receive(rank, protocol.TO_WORKER, total)
             operation = self._post(server, flags, pushes=pushes, samples=samples, pull=words)
             expected[server] = parts, incoming, operation
-        gap = held = 0
-        oldest = -1
+        headers: list[Header] = []
 
         def all_here() -> bool:
-            nonlocal gap, held, oldest
             for server in [s for s, (_, incoming, _) in expected.items() if incoming.test()]:
                 parts, incoming, operation = expected.pop(server)
                 operation[OPEN] = False
-                header = incoming.header
-                self._unpack(parts, incoming.buffer, wanted, flat)
+                headers.append(header := incoming.header)
+                for part, view in views(self.layout, parts, incoming.buffer, HEADER_BYTES):
+                    name = self.layout.tensors[part.piece.tensor].name
+                    values, here = self._place(part, wanted[name], flat[name])
+                    values[here] = view.reshape(-1, *values.shape[1:])
                 self._link.received(header.total)
                 self._link.pool.give(incoming.buffer)
                 self.versions[server] = header.version
                 self._queue[header.queue] += 1
-                gap, held = max(gap, header.gap), max(held, header.held_ns)
-                oldest = max(oldest, header.staleness)
             return not expected
 
         waited = self._link.wait(all_here, lambda: [self._servers[s] for s in expected])
-        blocked = min(waited, held / 1e9)
+        blocked = min(waited, max((header.held_ns for header in headers), default=0) / 1e9)
         self._waits["worker"] += blocked
         self._waits["server"] += waited - blocked
-        self._link.touched = False  # whatever fails from here on, nobody waits for an answer
-        if flags & protocol.CLOCK:
+        self._link.touched = False  # no server waits for this rank from here on
+        if flags & CLOCK:
             self.finished += 1
         if entering:
             self._entered = self.finished
-            self.gaps[gap] += 1
+            self.gaps[max(header.gap for header in headers)] += 1
+            oldest = max(header.staleness for header in headers)
             if oldest >= 0 and self._pushed == self.finished - 1:
                 self._staleness[oldest] += 1
         finish()
-
-    def _unpack(self, parts, buffer, wanted, flat) -> None:
-        for part, view in views(self.layout, parts, buffer, HEADER_BYTES):
-            name = self.layout.tensors[part.piece.tensor].name
-            values, here = self._place(part, wanted[name], flat[name])
-            values[here] = view.reshape(-1, *values.shape[1:])

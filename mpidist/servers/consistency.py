@@ -1,10 +1,13 @@
-"""When a push may be applied and a pull may be answered: BSP, ASP and SSP, with no MPI in sight.
+"""When a server may apply a push and answer a pull in the modes BSP, ASP and SSP.
 
-Every worker has a clock: the number of steps that it has finished. A worker at clock c works on
-step c; it enters the step when its first pull there is answered, and it finishes it with a tick.
+This module uses no MPI.
+
+Every worker has a clock: the number of steps that the worker has finished. A worker at clock c
+works on step c. The worker enters step c when its first pull in step c is answered, and the worker
+finishes step c with a tick, which is a call of ``clock``.
 
     SSP(1), 3 workers    worker 0  [0][1][2].......   enters 2 when the slowest has finished 1
-                         worker 1  [ 0 ][ 1 ][ 2 ]    steps: nobody ever works more than
+                         worker 1  [ 0 ][ 1 ][ 2 ]    steps: no worker is ever more than
                          worker 2  [   0   ][   1     one step ahead of the slowest
 
 ========= ======================================= ==========================================
@@ -12,17 +15,18 @@ mode      a pull at clock c is answered           a push of clock c is applied
 ========= ======================================= ==========================================
 BSP       when every live worker has finished     with all others of clock c, as one update,
           clock c - 1                             once every live worker has finished c
-SSP(s)    when every live worker has finished     at once; with s = 0 once every live worker
-          clock c - s - 1                         has finished c, so that no slower worker
-                                                  sees it early, in worker order
+SSP(s)    when every live worker has finished     at once; with s = 0 in worker order once
+          clock c - s - 1                         every live worker has finished c, so that
+                                                  no slower worker pulls the update too early
 ASP       at once                                 at once
 ========= ======================================= ==========================================
 
-A worker that has left (finished or died) no longer counts among the live ones; its pushes do.
+A worker that has left (finished or died) is no longer a live worker. Pushes that a worker has sent
+before it left are still applied.
 
-A `ConsistencyGate` is the whole state machine. A server feeds it events in the order in which it
-meets them and carries out the actions that it returns, in that order; the tests feed it every order
-there is.
+The class `ConsistencyGate` contains all the rules of the consistency modes as one state machine. A
+server reports each event to its `ConsistencyGate` in the order of arrival, and carries out the
+actions that the gate returns, in their order. The tests try every possible order of events.
 
 SSP: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server",
 NIPS 2013.
@@ -32,9 +36,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import ConfigError, ProtocolError
@@ -42,16 +48,16 @@ from ..errors import ConfigError, ProtocolError
 
 @dataclass(frozen=True)
 class Consistency:
-    """What the modes have in common.
+    """Base class of the consistency modes.
 
     Attributes
     ----------
     bound : int or None
-        Steps that the fastest worker may be ahead of the slowest; None is no bound.
+        How many steps the fastest worker may be ahead of the slowest worker; None means no bound.
     holds : bool
-        A push waits until every live worker has finished its clock.
+        Whether the server holds each push until every live worker has finished the push's clock.
     merges : bool
-        All pushes of one clock make one update.
+        Whether all pushes of one clock make one update.
     """
 
     bound: ClassVar[int | None] = None
@@ -61,12 +67,12 @@ class Consistency:
 
 @dataclass(frozen=True)
 class ASP(Consistency):
-    """Asynchronous: no worker ever waits, and every push is an update of its own."""
+    """Asynchronous: no worker ever waits for another one, and every push is a separate update."""
 
 
 @dataclass(frozen=True)
 class BSP(Consistency):
-    """Bulk-synchronous: one update per clock, made of the pushes of all workers."""
+    """Bulk-synchronous: the pushes of all workers in one clock (step) make one update."""
 
     bound = 0
     holds = True
@@ -75,14 +81,14 @@ class BSP(Consistency):
 
 @dataclass(frozen=True)
 class SSP(Consistency):
-    """Stale-synchronous: the fastest worker is at most `staleness` clocks ahead.
+    """Stale-synchronous: the fastest worker is at most `staleness` steps ahead of the slowest.
 
-    With ``staleness=0`` it follows the same path as BSP, a push at a time.
+    With ``staleness=0`` workers wait as in BSP, but each push is a separate update.
 
     Raises
     ------
     ConfigError
-        `staleness` is negative or no integer.
+        `staleness` is negative or not an integer.
     """
 
     staleness: int = 3
@@ -91,27 +97,20 @@ class SSP(Consistency):
         whole = isinstance(self.staleness, int) and not isinstance(self.staleness, bool)
         if not whole or self.staleness < 0:
             raise ConfigError(f"SSP: staleness is {self.staleness!r}; give an integer >= 0")
-
-    @property
-    def bound(self) -> int:  # type: ignore[override]
-        """The staleness."""
-        return self.staleness
-
-    @property
-    def holds(self) -> bool:  # type: ignore[override]
-        """Only without staleness must nobody see a push before its clock is over."""
-        return self.staleness == 0
+        object.__setattr__(self, "bound", self.staleness)  # the instance is frozen
+        # Without staleness no worker may pull an update before the clock of the update is over.
+        object.__setattr__(self, "holds", self.staleness == 0)
 
 
 class Apply(NamedTuple):
-    """Make one update of `pushes`, a tuple of (worker, item) in worker order."""
+    """The action to make one update from `pushes`, a list of (worker, push) in worker order."""
 
     clock: int
     pushes: tuple[tuple[int, Any], ...]
 
 
 class Answer(NamedTuple):
-    """Answer the pull `item` of `worker`, which is `gap` clocks ahead of the slowest."""
+    """The action to answer a pull of `worker`, which is `gap` steps ahead of the slowest worker."""
 
     worker: int
     gap: int
@@ -119,16 +118,18 @@ class Answer(NamedTuple):
 
 
 class ConsistencyGate:
-    """The clocks of one model on one server, and what they hold back.
+    """All workers' clocks for one model on one server, and the pushes and pulls that wait for them.
 
-    Each event returns the actions that it sets free, to be carried out in order. Updates come
-    before answers, so an answered worker sees all that its clock promises.
+    The methods `push`, `tick`, `pull` and `leave` each return the actions that are now allowed, in
+    the order in which the server carries them out. Updates come before answers, so an answer
+    includes every update that the consistency mode guarantees to the worker.
 
     Raises
     ------
     ProtocolError
-        An event that its worker cannot send: a second push in one clock, a push before the worker
-        was let into the clock, a second pull while one waits, anything after leaving.
+        An event that is not allowed: a second push of a worker in one step, a push before the
+        worker has entered the step, a second pull while a pull waits, or any event after the worker
+        has left.
     """
 
     def __init__(self, consistency: Consistency, workers: int):
@@ -141,31 +142,26 @@ class ConsistencyGate:
         self.waiting: dict[int, Any] = {}  # worker -> item, in order of arrival
         self.gaps: Counter[int] = Counter()
 
-    def slowest(self) -> int | None:
-        """Smallest clock of the live workers; None when all have left."""
-        return min(itertools.compress(self.clocks, self.live), default=None)
+    def slowest(self) -> int:
+        """Return the smallest clock of the live workers; a huge number when all have left."""
+        return min(itertools.compress(self.clocks, self.live), default=sys.maxsize)
 
     def is_open(self, worker: int) -> bool:
-        """Whether `worker` may work on its clock now. Once open it stays open until it ticks."""
+        """Whether `worker` may work on its present step; remains true until this step ends."""
         bound = self.consistency.bound
         return bound is None or self.ahead(worker) <= bound
 
     def ahead(self, worker: int) -> int:
-        """Clocks that `worker`, a live one, is ahead of the slowest."""
-        slowest = self.slowest()
-        return 0 if slowest is None else self.clocks[worker] - slowest
+        """Return how many clocks the live `worker` is ahead of the slowest live worker."""
+        return self.clocks[worker] - self.slowest()
 
     def push(self, worker: int, item: Any = None) -> list[Apply | Answer]:
-        """Take one push of `worker` in its present clock."""
+        """Record one push of `worker` in its present step."""
         clock = self._present(worker, "push")
         if self.pushed[worker] == clock:
-            raise ProtocolError(
-                f"worker {worker}: second push in clock {clock}; call clock() first"
-            )
+            raise _refused(worker, f"second push in clock {clock}; call clock() first")
         if not self.is_open(worker):
-            raise ProtocolError(
-                f"worker {worker}: push in clock {clock} before it was let in; pull"
-            )
+            raise _refused(worker, f"push in clock {clock} before it was let in; pull first")
         self.pushed[worker] = clock
         if not self.consistency.holds:
             return [Apply(clock, ((worker, item),))]
@@ -173,41 +169,37 @@ class ConsistencyGate:
         return []
 
     def tick(self, worker: int) -> list[Apply | Answer]:
-        """`worker` has finished its clock."""
+        """Record that `worker` has finished its present step."""
         self._present(worker, "clock")
         self.clocks[worker] += 1
         return self._released()
 
     def pull(self, worker: int, item: Any = None) -> list[Apply | Answer]:
-        """`worker` asks for the parameters in its present clock."""
+        """Record that `worker` asks for the parameters in its present step."""
         self._present(worker, "pull")
         self.waiting[worker] = item
         return self._answers()
 
     def leave(self, worker: int) -> list[Apply | Answer]:
-        """`worker` has finished or died: no other worker waits for it from now on."""
+        """Record that `worker` has finished or died; other workers no longer wait for `worker`."""
         self._present(worker, "leave")
         self.live[worker] = False
         return self._released()
 
     def _present(self, worker: int, event: str) -> int:
         if not self.live[worker]:
-            raise ProtocolError(f"worker {worker}: {event} after it has left")
+            raise _refused(worker, f"{event} after it has left")
         if worker in self.waiting:
-            raise ProtocolError(f"worker {worker}: {event} while its pull waits")
+            raise _refused(worker, f"{event} while its pull waits")
         return self.clocks[worker]
 
     def _released(self) -> list[Apply | Answer]:
         slowest = self.slowest()
         actions: list[Apply | Answer] = []
-        for clock in sorted(self.held):
-            if slowest is not None and clock >= slowest:
-                break
-            pushes = tuple(sorted(self.held.pop(clock).items(), key=lambda pair: pair[0]))
-            if self.consistency.merges:
-                actions.append(Apply(clock, pushes))
-            else:
-                actions.extend(Apply(clock, (push,)) for push in pushes)
+        for clock in sorted(clock for clock in self.held if clock < slowest):
+            pushes = tuple(sorted(self.held.pop(clock).items(), key=itemgetter(0)))
+            updates = [pushes] if self.consistency.merges else [(push,) for push in pushes]
+            actions += [Apply(clock, update) for update in updates]
         return actions + self._answers()
 
     def _answers(self) -> list[Apply | Answer]:
@@ -223,8 +215,12 @@ class ConsistencyGate:
         return Answer(worker, gap, item)
 
 
+def _refused(worker: int, why: str) -> ProtocolError:
+    return ProtocolError(f"worker {worker}: {why}")
+
+
 class Simulation(NamedTuple):
-    """Outcome of `simulate`: seconds to the end, and seconds that each worker waited."""
+    """The result of `simulate`: the seconds of the run, and the seconds that each worker waited."""
 
     seconds: float
     waited: tuple[float, ...]
@@ -233,9 +229,9 @@ class Simulation(NamedTuple):
 def simulate(
     delays: Sequence[Sequence[float]], consistency: Consistency, *, trip: float = 0.0
 ) -> Simulation:
-    """Run the clocks of `consistency` over given step times, without MPI and without waiting.
+    """Compute how long workers wait under `consistency`, from given step times, without MPI.
 
-    What a run with these delays would take if messages and servers cost only `trip`.
+    The simulated servers serve instantly, and each exchange of messages takes `trip` seconds.
 
     Parameters
     ----------
@@ -243,7 +239,8 @@ def simulate(
         ``delays[worker][step]`` seconds of work; workers may have different numbers of steps.
     consistency : Consistency
     trip : float
-        Seconds from a worker's push to the answer that lets it go on, if nothing holds it.
+        Seconds from a worker's push to the answer of its next pull, if the pull need not wait for
+        other workers.
     """
     gate = ConsistencyGate(consistency, len(delays))
     done = [0] * len(delays)
@@ -251,21 +248,15 @@ def simulate(
     waited = [0.0] * len(delays)
     finished = [(0.0, worker) for worker in range(len(delays))]  # a heap of step ends
     now = 0.0
-
-    def run(actions):
-        for action in actions:
-            if isinstance(action, Answer):
-                worker = action.worker
-                waited[worker] += now - asked[worker]
-                work = delays[worker][done[worker]]
-                done[worker] += 1
-                heapq.heappush(finished, (now + trip + work, worker))
-
     while finished:
         now, worker = heapq.heappop(finished)
-        if done[worker]:
-            run(gate.push(worker))
-            run(gate.tick(worker))
         asked[worker] = now
-        run(gate.pull(worker) if done[worker] < len(delays[worker]) else gate.leave(worker))
+        actions = [*gate.push(worker), *gate.tick(worker)] if done[worker] else []
+        more = done[worker] < len(delays[worker])
+        for action in actions + (gate.pull(worker) if more else gate.leave(worker)):
+            if isinstance(action, Answer):
+                free = action.worker
+                waited[free] += now - asked[free]
+                heapq.heappush(finished, (now + trip + delays[free][done[free]], free))
+                done[free] += 1
     return Simulation(now, tuple(waited))

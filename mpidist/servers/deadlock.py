@@ -3,9 +3,10 @@
     rank 0   client.pull() ....... waits for the answer of server 2
     rank 2   md.allreduce(comm) .. waits for rank 0
 
-Calls of a group are no operations of the communicator, so numbers cannot tell that these two
-disagree. But the second one has said where it waits (`Statuses`): in an operation that rank 0 has
-not come to, and cannot come to while it waits for rank 2.
+The calls of a server group have no operation numbers, so numbers do not show that a rank in a pull
+and a rank in an allreduce disagree. However, the rank in the allreduce has sent a status message
+(see `Statuses`), which names the allreduce. The rank in the pull has not begun that allreduce, and
+cannot begin it while it waits for the other rank.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from ..events import Trail
 from ..runtime.agreement.mismatch import LEFT, WAITING, Status, decode_signature, raised
 from ..runtime.context import Context
 
-#: Operations that some ranks may leave before all have come: to wait in one says less.
+#: Operations that some ranks may finish before all ranks have begun them.
 _ONE_SIDED = ("broadcast", "reduce", "gather", "scatter")
 
 
 def check_stuck(context: Context, trail: Trail, ranks: Sequence[int]) -> None:
-    """Raise MismatchError where one of `ranks`, which are waited for, cannot come.
+    """Raise MismatchError if a rank in `ranks` waits for this rank or has left.
 
-    All ranks of the communicator then get that error: none of them waits for ever.
+    All ranks of the communicator then get this MismatchError, so that no rank waits for ever.
     """
     if context.size == 1:
         return
@@ -37,7 +38,7 @@ def check_stuck(context: Context, trail: Trail, ranks: Sequence[int]) -> None:
 def _cannot_come(status: Status, sequence: int) -> bool:
     if status.state == LEFT:
         return True
-    if raised(status.signature):  # it had a bad argument, and went on
+    if raised(status.signature):  # the rank raised an error for a bad argument, and goes on
         return False
     signature = decode_signature(status.signature)
     one_sided = signature.kind in _ONE_SIDED and not signature.extra

@@ -1,25 +1,26 @@
-"""Servers and workers out of one communicator: which rank does what, their models, start and end.
+"""`ServerGroup`: the ranks of one communicator, divided into parameter servers and workers.
 
 ranks        0  1  2  3  4  5            servers=2, dedicated: the last ranks serve only
-workers      0  1  2  3                  group.workers: a communicator of these
+workers      0  1  2  3                  group.workers: the communicator of the workers
 servers                  0  1
 
 ranks        0  1  2  3                  servers=2, colocated: all ranks work,
-workers      0  1  2  3                  the last ones serve as well, from inside
-servers            0  1                  the calls of their clients
+workers      0  1  2  3                  and the last two ranks serve as well, from
+servers            0  1                  inside the calls of their clients
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpi4py import MPI
 
 from ..errors import ClosedError, ConfigError, ProtocolError, nearest, shown
-from ..events import OPEN, trails
+from ..events import trails
 from ..runtime.agreement.run_on_all import same_on_all
 from ..runtime.context import free, of
 from .add_model import host_model
@@ -29,31 +30,31 @@ from .layout.placement import ServerLayout, choose_ranks, ranks_asked
 from .link import GroupCall, Link, nothing
 from .model_facts import Request
 from .protocol import BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
-from .server import Hosted, Server, with_histograms
-
-#: Under which name a context counts its groups, for their tags.
-_GROUPS = "server groups"
+from .server import Hosted, Server
 
 
 class ServerGroup:
-    """Parameter servers and their workers. Collective over `comm`, as are `add` and leaving.
+    """A group of parameter servers and workers, used as a ``with`` block. Collective over `comm`.
+
+    The method `add` and the end of the ``with`` block are also collective over `comm`.
 
     Parameters
     ----------
     comm : MPI.Comm
     servers : int or sequence of int
-        How many (the last ranks of `comm`), or which ranks.
+        The number of servers (the last ranks of `comm`), or the ranks of the servers.
     placement : str
-        "dedicated": a server rank does nothing else. "colocated": every rank works, and server
-        ranks serve from inside the calls of their clients, so that a long computation between
-        two calls delays the others.
+        "dedicated": a server rank only serves. "colocated": every rank works, and server ranks
+        serve from inside the calls of their clients, so that a long computation between two calls
+        delays the other workers.
 
     Attributes
     ----------
     workers : MPI.Comm or None
-        Communicator of the workers in rank order, None on a dedicated server; freed at the end.
+        Communicator of the workers in rank order; None on a dedicated server. This communicator is
+        freed when the group is closed.
     server_ranks, worker_ranks : list of int
-        Ranks on `comm`.
+        Ranks of the servers and of the workers on `comm`.
     is_server, is_worker : bool
         The roles of this rank.
     """
@@ -68,31 +69,28 @@ class ServerGroup:
             choose_ranks(comm.size, asked, placement)
             return {"servers": asked, "placement": placement}
 
-        # Ranks may have been given different numbers: what one refuses, all refuse.
+        # Different ranks may have passed different arguments: an error on one is raised on all.
         agreed = same_on_all(comm, "ServerGroup", describe)
-        number = context.store.get(_GROUPS, 0)
-        context.store[_GROUPS] = number + 1
-        self.comm = comm
-        self.link = Link(context, number)
+        # The number of this group among the groups of the communicator gives the group its tags.
+        number = context.store["server groups"] = context.store.get("server groups", -1) + 1
+        self.comm, self.placement, self.link = comm, placement, Link(context, number)
         self._server: Server | None = None
         self._layouts: dict[str, ServerLayout] = {}
         self._clients: list[Client] = []
         self._everyone: list[dict] | None = None
         self._served = self.closed = False
-        self.placement = placement
         self.server_ranks, self.worker_ranks = choose_ranks(comm.size, agreed["servers"], placement)
         self.is_server = comm.rank in self.server_ranks
         self.is_worker = comm.rank in self.worker_ranks
-        # It blocks, but all ranks are here: they have just agreed.
+        # Split blocks, but no rank waits long: all ranks have just agreed on this call.
         split = comm.Split(0 if self.is_worker else MPI.UNDEFINED)
         self.workers = None if split == MPI.COMM_NULL else split
         atexit.register(self._left_open)
         if self.is_server:
-            index = self.server_ranks.index(comm.rank)
-            self._server = Server(self.link, index, self.worker_ranks)
-            self._server.pauses_here = not self.is_worker
+            self._server = Server(self.link, self.server_ranks.index(comm.rank), self.worker_ranks)
             if self.is_worker:
                 self.link.background = self._server.poll
+                self._server.on_pause = lambda tag: None  # the worker on this rank takes part
 
     # -- models ----------------------------------------------------------------------------
 
@@ -106,7 +104,7 @@ class ServerGroup:
         seed: int = 0,
         global_batch: int | None = None,
     ) -> Client | None:
-        """Put a model on the servers; returns its client, None on a dedicated server.
+        """Add a model to the servers; return the model's client, or None on a dedicated server.
 
         Collective over the group's `comm`, before the first client is used.
 
@@ -114,42 +112,43 @@ class ServerGroup:
         ----------
         name : str
         model : mapping
-            Name to array (the lowest worker rank's values are used), or name to
-            ``(shape, dtype)`` or ``(shape, dtype, init)``: then the servers allocate and fill it,
-            and nobody needs the whole. init is "zeros", "normal", "uniform", a number, or
-            ``(kind, scale)``. Ranks may mix the two forms.
+            Name to array (the lowest worker rank's values are used), or name to ``(shape, dtype)``
+            or ``(shape, dtype, init)``. With shapes instead of arrays, the servers allocate and
+            fill the tensors, and no rank needs memory for the whole model. init is "zeros",
+            "normal", "uniform", a number, or ``(kind, scale)``. Some ranks may pass arrays and
+            other ranks shapes.
         optimizer : object with init and update
-            Applied by the servers, elementwise: see ``mpidist.optim``.
+            The servers apply it elementwise: see ``mpidist.optim``.
         consistency : BSP, ASP or SSP
             BSP by default.
         seed : int
-            Of initial values; they depend on seed, name and position only.
+            Seed of the initial values, which depend on seed, name and position only.
         global_batch : int, optional
-            With ASP and SSP a push is an update of weight samples / global_batch. Without it its
-            weight is 1 / (number of workers), whatever its samples; 0 samples weigh 0.
+            With ASP and SSP a push is an update of weight samples / global_batch. Without a
+            `global_batch`, a push with 0 samples has weight 0, and any other push has weight 1 /
+            (number of workers).
 
         Raises
         ------
         ConfigError
-            On all ranks: a spec that cannot work, ranks that disagree, a model that does not fit
-            the memory of the servers, an optimizer that is not elementwise.
+            On all ranks: the specification is wrong, the model does not fit the memory of the
+            servers, or the optimizer is not elementwise.
+        MismatchError
+            On all ranks: the arguments differ between ranks.
         """
         self._open()
 
-        # Nobody else needs to hear of it: the servers know that this worker has begun.
+        # The other ranks need no notice: the servers have received a message of this worker.
         if any(client.started for client in self._clients):
             raise ProtocolError(f"add {name!r}: add all models before the first pull or push")
 
-        def check() -> None:
-            if isinstance(name, str) and name in self._layouts:
-                raise ConfigError(f"add {name!r}: this group has a model of that name")
-
-        # A colocated server must not answer for a model whose values are still on their way.
-        with GroupCall(self.link, "add"), self.link.quiet():
+        # A colocated server must not answer for a model whose values have not arrived yet.
+        with GroupCall(self.link, "add"), self.link.serving(nothing):
             mode = BSP() if consistency is None else consistency
+            # `close` sends names as Python literals, which subclasses of str do not have.
+            name = str.__str__(name) if isinstance(name, str) else name
             asked = Request(name, model, optimizer, mode, seed, global_batch)
-            servers, workers = self.server_ranks, self.worker_ranks
-            layout = host_model(self.link, self._server, servers, workers, check, asked)
+            layout = host_model(self, self._server, self._layouts, asked)
         self._layouts[name] = layout
         if not self.is_worker:
             return None
@@ -160,94 +159,91 @@ class ServerGroup:
     # -- serving, pausing ------------------------------------------------------------------
 
     def serve(self, on_pause: Callable[[Any], None] | None = None) -> None:
-        """Serve until all workers have left. On dedicated server ranks only.
+        """Serve until all workers have left. Only dedicated server ranks call `serve`.
 
-        Leaving the group does this by itself; call it to pass `on_pause`.
+        The end of the group's ``with`` block calls `serve` if the program has not called it. A
+        program needs to call `serve` only to pass `on_pause`.
 
         Parameters
         ----------
         on_pause : callable, optional
-            Called with the tag when the workers call `pause`: the place for what all ranks do
-            together in mid-training, such as a checkpoint. Serving resumes when it returns.
+            A function that is called with the argument `tag` of `pause` when the workers call
+            `pause`. In `on_pause` the servers take part in an operation of all ranks during
+            training, such as a checkpoint. When `on_pause` returns, the server serves again.
         """
         self._open()
         if self.is_worker or self._server is None:
             raise ProtocolError(f"serve: rank {self.comm.rank} works; it serves within its calls")
         check_function(on_pause)
         link, server, server.on_pause = self.link, self._server, on_pause
-        with GroupCall(link, "serve"):
-            link.background = server.poll
+        with GroupCall(link, "serve"), link.serving(server.poll):
             link.wait(lambda: server.done, server.present, "worker")
-            link.background = nothing
         link.waits["worker"] -= server.busy_seconds
         self._served = True
 
     def progress(self) -> None:
-        """Serve what is waiting, where this worker is a server as well. Returns at once.
+        """If this worker is also a server, serve the requests that have arrived; do not wait.
 
-        For a colocated worker that waits for something else than its client.
+        A colocated worker (one whose rank also serves) calls `progress` while it waits for
+        something other than its client.
         """
         with GroupCall(self.link, "progress"):
             self.link.background()
 
     def pause(self, tag: str | int) -> None:
-        """Bring the servers out of their loop, between two clocks. Collective over the workers.
+        """Interrupt the servers between two training steps. Collective over the workers.
 
-        Returns when every server has all that was pushed before and is about to call its
-        ``on_pause(tag)``; a worker then does its side of the same thing. A colocated server
-        calls nothing: its worker half acts for both.
+        Returns when every server has applied all earlier pushes and is about to call
+        ``on_pause(tag)``. When `pause` has returned, the workers do their part of the operation
+        (such as a checkpoint) that `on_pause` does on the servers. A colocated server has no
+        `on_pause`: the rank's own worker does the server's part, too.
         """
         self._workers("pause")
         if isinstance(tag, bool) or not isinstance(tag, str | int):
             raise ConfigError(f"pause: tag={shown(tag)}; expected a string or a whole number")
-        link, replies = self.link, {}
-        with GroupCall(link, "pause"):
-            operation = link.trail.begin("pause")
+        link, replies = self.link, []
+        with GroupCall(link, "pause"), link.doing("pause"):
             for rank in self.server_ranks:
-                replies[rank] = link.receive(rank, TO_WORKER, HEADER_BYTES)
+                replies.append(link.receive(rank, TO_WORKER, HEADER_BYTES))
                 link.tell(PAUSE, rank, TO_SERVER, json.dumps(tag).encode())
-            link.wait(
-                lambda: all([reply.test() for reply in replies.values()]),
-                lambda: [rank for rank, reply in replies.items() if not reply.test()],
-                "worker",
-            )
-            operation[OPEN] = False
-            for reply in replies.values():
+            link.wait_for(replies, "worker")
+            for reply in replies:
                 link.pool.give(reply.buffer)
 
     def barrier(self) -> None:
-        """Wait for all workers, serving meanwhile. Collective over the workers.
+        """Wait for all workers, and serve requests meanwhile. Collective over the workers.
 
-        With colocated servers a barrier of MPI's own would not serve those that are not there yet.
+        In MPI's own barrier a colocated server would not serve the workers that arrive later.
         """
         workers = self._workers("barrier")
-        with GroupCall(self.link, "barrier"):
-            operation = self.link.trail.begin("barrier")
+        with GroupCall(self.link, "barrier"), self.link.doing("barrier"):
             self.link.touched = True
             self.link.wait(workers.Ibarrier().Test, peers="worker")
-            operation[OPEN] = False
 
     # -- shards ------------------------------------------------------------------------
 
     def shards(self, name: str) -> dict:
-        """What this server holds of a model. On server ranks, not while they serve.
+        """Return this server's part of a model. Call `shards` on server ranks that are not serving.
 
         Returns
         -------
         dict
-            ``parameters``: list of (tensor name, flat start, 1-D array); ``optimizer``: the same
-            per kind of state; ``scalars``: its 0-d arrays; ``version`` and ``clock``: updates
-            applied, clocks finished by the slowest worker. The arrays are the live ones: what is
-            written into them is what the server has.
+            ``parameters``: list of (tensor name, first index in the flattened tensor, 1-D array);
+            ``optimizer``: such a list for each kind of optimizer state; ``scalars``: the
+            optimizer's 0-d arrays; ``version``: the number of updates applied; ``clock``: the
+            clocks that the slowest worker has finished. The arrays are not copies: writing into
+            them changes the server's values.
         """
         hosted = self._hosted(name)
         return {**hosted.shard.export(), "clock": min(hosted.gate.clocks, default=0)}
 
     def load_shards(self, name: str, saved: Mapping) -> None:
-        """Set parameters, optimizer state and version from what `shards` gave.
+        """Set parameters, optimizer state and version from a dict in the form that `shards`
+        returns.
 
-        The pieces may have been cut for any number of servers, as long as they cover this
-        server's ranges; clocks begin anew. On server ranks, before serving or in a pause.
+        The arrays in the dict may come from any number of servers, as long as they cover all
+        elements that this server holds. The workers' clocks do not change. Call `load_shards` on
+        server ranks, before serving or in a pause.
         """
         self._hosted(name).shard.load(saved)
 
@@ -264,14 +260,15 @@ class ServerGroup:
     # -- facts ------------------------------------------------------------------------
 
     def report(self) -> dict:
-        """Counts of all ranks once the group is closed, of this rank before.
+        """Return a report with the counts of this rank, or of all ranks after the end of the group.
 
-        ``models`` has bytes per server and the imbalance factor (fullest over mean); ``ranks``
-        one entry per rank, with ``server`` (queue lengths, and per model staleness of pushes,
-        gaps, updates), ``clients`` (see `Client.stats`) and ``waits``, the seconds waited for
-        servers, for workers, and for all together.
+        ``models`` has the bytes per server and the imbalance factor (bytes of the fullest server
+        over the mean). ``ranks`` has one dict per rank, with the keys ``rank``, ``server``,
+        ``clients`` and ``waits``. ``server`` has the queue lengths and, per model, the staleness of
+        the pushes, the gaps between the clocks of the workers, and the number of updates.
+        ``clients`` is described in `Client.stats`. ``waits`` has the seconds that the rank has
+        waited for servers, for workers, and for all ranks.
         """
-        ranks = [self._facts()] if self._everyone is None else self._everyone
         return {
             "servers": self.server_ranks,
             "placement": self.placement,
@@ -282,7 +279,7 @@ class ServerGroup:
                 }
                 for name, layout in self._layouts.items()
             },
-            "ranks": ranks,
+            "ranks": self._everyone or [self._facts()],
         }
 
     def _facts(self) -> dict:
@@ -296,7 +293,10 @@ class ServerGroup:
     # -- the end -----------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the group: clients leave, servers serve until all have. Collective; twice is fine."""
+        """End the group: clients close, and servers serve until all clients have closed.
+
+        Collective over the group's `comm`. A second call does nothing.
+        """
         if self.closed:
             return
         if not self.is_worker and not self._served:
@@ -309,11 +309,11 @@ class ServerGroup:
                 for rank in self.server_ranks:
                     link.tell(BYE, rank, TO_SERVER)
             if self.is_worker and server is not None:
-                operation = link.trail.begin("serve until all have left")
-                link.wait(lambda: server.done, server.present, "worker")
-                operation[OPEN] = False
+                with link.doing("serve until all have left"):
+                    link.wait(lambda: server.done, server.present, "worker")
             link.wait(link.reap)
-            self._everyone = [with_histograms(facts) for facts in link.exchange(self._facts())]
+            # As Python literals, since JSON would turn the whole numbers among the keys into texts.
+            self._everyone = list(map(literal_eval, link.exchange(repr(self._facts()))))
             self._end()
         if self.workers is not None:
             free(self.workers)
@@ -325,7 +325,7 @@ class ServerGroup:
         trails.discard(self.link.trail)
 
     def _left_open(self) -> None:
-        """At exit: the program ends and has not closed the group, which others may wait for."""
+        """At exit, notify the other ranks that this rank has not closed the group."""
         if not self.closed and MPI.Is_initialized() and not MPI.Is_finalized():
             self._abandon(ProtocolError("the program ended and left the server group open"))
 
@@ -343,7 +343,7 @@ class ServerGroup:
             self._abandon(error)
 
     def _abandon(self, failure: BaseException) -> None:
-        """Give up without waiting for anyone; the communicator stays, messages may be under way."""
+        """Notify the other ranks of a failure, and end the group; its communicator is not freed."""
         self._end()
         for client in self._clients:
             client.closed = True
@@ -361,6 +361,6 @@ class ServerGroup:
 
 
 def check_function(on_pause) -> None:
-    """Refuse an `on_pause` that cannot be called."""
+    """Raise ConfigError if `on_pause` is neither None nor callable."""
     if on_pause is not None and not callable(on_pause):
         raise ConfigError(f"serve: on_pause={shown(on_pause)}; expected a function of the tag")

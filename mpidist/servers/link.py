@@ -1,12 +1,13 @@
-"""A rank's end of a group's messages: buffers in flight, polled waits, notices of failure.
+"""How a rank of a server group sends and receives messages, waits, and tells of failures.
 
-A rank that fails sends a notice to all others; every wait here looks for one, so nobody waits for
-a rank that has given up. A rank with a server half serves it from inside every wait.
+A rank that fails sends a notice (a short message) to all other ranks. Every wait of this module
+looks for notices, so no rank waits for ever for a rank that has failed. A rank that is both worker
+and server answers requests of other workers inside every wait.
 
-The messages travel on the control communicator of the context, with tags of the group's own, so a
-group makes no communicator for them. It uses no MPI collectives there either: `Link.exchange`
-gathers values up a tree to rank 0 and hands them down again, by messages that are polled like all
-others. A group that fails leaves messages behind; the context is then never freed.
+The messages travel on the control communicator of the context with the group's own tags, so a group
+needs no communicator of its own. A group calls no MPI collectives on the control communicator:
+`Link.exchange` gathers values up a tree to rank 0 and sends them down again, with polled messages.
+A group that fails leaves messages unreceived, and its context is then never freed.
 """
 
 from __future__ import annotations
@@ -30,20 +31,31 @@ from ..runtime.agreement.run_on_all import run_on_all
 from ..runtime.context import Context
 from . import protocol
 from .deadlock import check_stuck
-from .protocol import DOWN, HEADER_BYTES, NOTICE, UP, Header, Incoming, Pool
+from .protocol import (
+    DOWN,
+    FIRST_TAG,
+    GROUPS,
+    HEADER_BYTES,
+    NOTICE,
+    TAGS,
+    UP,
+    Header,
+    Incoming,
+    MessagePool,
+)
 
 _NOTICE_BYTES = 2000
-_SPINS = 200  # looks of a wait before it yields the core
-_GROUP, _VERDICT = b"g", b"v"  # what a notice ends
+_SPINS = 200  # polls before a wait yields the core
+_GROUP, _VERDICT = b"g", b"v"  # a notice ends this group, or all operations of the communicator
 
-#: Links that were broken off: MPI may still write into their buffers.
-_abandoned: list[Link] = []
+#: Links of failed groups. They are kept because MPI may still write into their buffers.
+_abandoned: set[Link] = set()
 
 
 class GroupCall:
-    """Lets one thread at a time into a call of the group, as a ``with`` block.
+    """A ``with`` block around one call of the group, which only one thread at a time can enter.
 
-    It is made once for a call of the step loop, and entered again and again.
+    To save time, a call in the training loop enters the same `GroupCall` object in every step.
     """
 
     __slots__ = ("link", "name")
@@ -78,40 +90,42 @@ class GroupCall:
 
 
 class Link:
-    """Sends, receives and waits of one rank. Methods are collective only where said.
+    """The sends, receives and waits of one rank. Only `run_on_all` and `exchange` are collective.
 
     Attributes
     ----------
     context : Context
-        Whose control communicator carries the messages.
+        The context whose control communicator carries the messages.
     tag : int
-        Added to every tag of `protocol`: the group's own.
+        The first message tag of this group; it is added to every tag of `protocol`.
     turn : list
-        Empty while a thread is in a call of the group. Its `pop` is as atomic as a lock, and takes
-        half of the time.
+        An empty list while a thread is in a call of the group. A thread begins a call by
+        `list.pop`, which is as atomic as a lock and takes half of the time.
     failed : str or None
-        Why nothing more may be sent: this rank broke a call off, or heard that another did.
+        Why the group has failed; None while the group works.
     heard : bool
-        `failed` is what another rank has told.
+        Whether `failed` is the text of another rank's notice.
     touched : bool
-        Something was sent, or a receive posted, since somebody set this to False.
+        Whether this rank has sent a message or posted a receive since the last reset to False.
     careful : bool
-        The next call must ask `check_call`: the group has failed, or MPI was started below
-        MPI_THREAD_MULTIPLE (`one_thread`) and the main thread alone may call.
+        Whether the next call must run `check_call`. `careful` is true when the group has failed,
+        and when only the main thread may call MPI, because MPI runs below MPI_THREAD_MULTIPLE
+        (`one_thread`).
     background : callable
-        What is done in every wait: the server half of this rank. True when it did something.
+        The function that every wait calls: the `poll` of this rank's server. `background` returns
+        true when it did something.
     on_note : callable or None
-        Called on the first server with the rank of a worker and its `Client.note`.
+        A function that the first server calls with the rank of a worker and its `Client.note`.
     waits : dict
-        Seconds waited, per kind of peer.
+        The seconds waited for each kind of peer.
     trail : events.Trail
-        What this rank asked of others and did for them.
+        The requests that this rank has sent and served.
     """
 
     def __init__(self, context: Context, group: int):
         self.context, self.comm = context, context.control
-        self.tag = protocol.first_tag(group)
-        self.pool = Pool(keep=2 * self.comm.size + 4)
+        self.tag = FIRST_TAG + TAGS * (group % GROUPS)
+        self.pool = MessagePool(keep=2 * self.comm.size + 4)
         self.turn = [None]
         self.careful = self.one_thread = MPI.Query_thread() < MPI.THREAD_MULTIPLE
         self.failed: str | None = None
@@ -119,19 +133,18 @@ class Link:
         self.background: Callable[[], bool] = nothing
         self.on_note: Callable[[int, tuple[int, int]], None] | None = None
         self.waits = {"server": 0.0, "worker": 0.0, "all": 0.0}
-        self.trail = events.Trail(self.comm.rank, self.comm.size)
-        self.counters = events.Counters()
-        self.bytes_in_flight = 0
+        self.trail, self.counters = events.Trail(self.comm.rank, self.comm.size), events.Counters()
+        self.bytes_in_flight = self._exchanges = 0
         self._sending: list[tuple[list[MPI.Request], np.ndarray, int]] = []
         self.receiving: set[Incoming] = set()  # MPI writes into their buffers
-        self._pinned: list = []  # operations that can no longer end, with their buffers
+        self._pinned: list = []  # requests and their buffers; they stay if a wait fails
 
     # -- one call at a time ------------------------------------------------------------------
 
     def check_call(self, name: str) -> None:
-        """Raise what forbids a call on this rank, if anything does."""
+        """Raise an error if this thread must not call MPI, or if the group has failed."""
         if self.one_thread and not MPI.Is_thread_main():
-            # The library may know nothing of other threads.
+            # The MPI library may not be safe to call from another thread.
             raise ProtocolError(
                 f"{name}: called in thread {threading.current_thread().name!r}, and MPI was "
                 "started below MPI_THREAD_MULTIPLE; call it in the main thread, or set "
@@ -141,9 +154,9 @@ class Link:
             raise self._ended(f"this server group failed earlier: {self.failed}")
 
     def broken(self, name: str, error: BaseException) -> None:
-        """Tell all ranks of a call that failed after its first message. Does not raise.
+        """Notify all ranks that a call of this rank failed after its first message. Does not raise.
 
-        Before its first message a call has changed nothing: it may be made again.
+        A call that fails before its first message has changed nothing and may be repeated.
         """
         if self.touched and self.failed is None:
             self.failed = f"{name} was broken off by {described(error)}"
@@ -151,19 +164,19 @@ class Link:
             self.abandon(error)
 
     def abandon(self, error: BaseException) -> None:
-        """Give up because of `error`: tell all others, and keep what MPI may still write to."""
+        """Notify all other ranks of `error`, and keep all buffers that MPI may still write to."""
         self.context.leftovers = True
-        if self not in _abandoned:
-            _abandoned.append(self)
+        _abandoned.add(self)
         self.notify(error)
 
     # -- messages ------------------------------------------------------------------------------
 
     def send(self, buffer: np.ndarray, nbytes: int, dest: int, tag: int) -> None:
-        """Send the front of a buffer of the pool; it goes back there when it is out."""
+        """Send the first `nbytes` of a buffer, which `reap` later gives back to the pool."""
         self.touched = True
         requests: list[MPI.Request] = []
-        # Kept before the first piece is sent: whatever fails, no buffer goes while MPI reads it.
+        # The buffer is stored before the first piece is sent. So whatever fails, Python does not
+        # free the buffer while MPI reads from it.
         self._sending.append((requests, buffer, nbytes))
         self.bytes_in_flight += nbytes
         for start, stop in pieces(0, nbytes, protocol.MESSAGE_BYTES):
@@ -174,7 +187,7 @@ class Link:
             counters.bytes_sent += nbytes
 
     def reap(self) -> bool:
-        """Take back the buffers that are out; true when all are."""
+        """Give buffers of completed sends back to the pool; return whether all are completed."""
         still = []
         for requests, buffer, nbytes in self._sending:
             if MPI.Request.Testall(requests):
@@ -185,10 +198,6 @@ class Link:
         self._sending = still
         return not still
 
-    def probe(self, source: int, tag: int, status: MPI.Status | None = None) -> bool:
-        """Whether a message of `source` is waiting to be received."""
-        return self.comm.Iprobe(source, self.tag + tag, status)
-
     def tell(self, flags: int, dest: int, tag: int, data: bytes = b"") -> None:
         """Send a message of a few bytes."""
         total = HEADER_BYTES + len(data)
@@ -198,12 +207,33 @@ class Link:
         self.send(buffer, total, dest, tag)
 
     def receive(self, source: int, tag: int, nbytes: int) -> Incoming:
-        """Begin to receive a message, of at most `nbytes` where it is of one piece."""
+        """Begin to receive a message; its first piece (an MPI message) has at most `nbytes`."""
         self.touched = True
         return Incoming(self, source, self.tag + tag, nbytes)
 
+    def wait_for(self, messages: Sequence[Incoming], peers: str | None = None) -> None:
+        """Wait until all `messages` have arrived; add the seconds waited to ``waits[peers]``."""
+        self.wait(
+            lambda: all([message.test() for message in messages]),
+            lambda: [message.source for message in messages if not message.test()],
+            peers,
+        )
+
+    def wait_for_size(self, source: int, tag: int, peers: str | None = None) -> int:
+        """Wait until a message from `source` can be received; return its size in bytes."""
+        status = MPI.Status()
+        self.wait(lambda: self.comm.Iprobe(source, self.tag + tag, status), lambda: [source], peers)
+        return status.Get_count(MPI.BYTE)
+
+    @contextmanager
+    def doing(self, kind: str, peer: int | None = None) -> Iterator[None]:
+        """Record an operation in the log `trail`, as open until the ``with`` block succeeds."""
+        operation = self.trail.begin(kind, peer)
+        yield
+        operation[events.OPEN] = False
+
     def received(self, nbytes: int) -> None:
-        """Count one message that is here."""
+        """Count one message that has arrived."""
         for counters in (self.counters, events.total):
             counters.messages_received += 1
             counters.bytes_received += nbytes
@@ -216,58 +246,58 @@ class Link:
         ranks: Callable[[], Sequence[int]] = tuple,
         peers: str | None = None,
     ) -> float:
-        """Wait until `test()`, serving in the background; return the seconds it took.
+        """Wait until `test()` is true, and call `background` meanwhile; return the seconds waited.
 
-        `ranks()` are those that it waits for. Where one of them waits for this rank, in a call
-        that this rank cannot come to, all ranks get a MismatchError. `peers` says where in `waits`
-        the seconds are counted.
+        `ranks()` returns the ranks that this rank waits for. If one of the ranks in `ranks()` waits
+        for this rank in another call, neither rank can go on, and all ranks get a MismatchError. If
+        `peers` is given, the seconds waited are added to ``waits[peers]``.
 
-        It has a loop of its own, not `wait_until`: what is served here is served three calls
-        below the wait, and a server never waits so long that it would not serve.
+        This method has its own loop instead of calling `wait_until`, so that a server answers a
+        request soon after it arrives, with few nested function calls, even in a long wait.
         """
         start = began = time.monotonic()
         waited, look_around, looks = polling.waited, start + polling.PATIENCE, 0
         while not test():
             served, now, looks = self.background(), time.monotonic(), looks + 1
-            if served:  # only a wait without any event is a long one
+            if served:  # the wait counts as long only while there is nothing to serve
                 began, look_around, looks = now, now + polling.PATIENCE, 0
                 continue
             self.check_notice()
             if now >= look_around:
                 check_stuck(self.context, self.trail, ranks())
                 look_around = now + 0.1
-            # With more ranks than cores the core is somebody else's: it is given away for a
-            # fortieth of the time idle so far, so that latency stays in proportion. A server that
-            # is idle for long looks every 2 ms and uses about a hundredth of a core.
+            # With more ranks than cores another rank needs this core. The wait therefore sleeps for
+            # a fortieth of the idle time so far, so that the latency stays small in proportion. A
+            # server that is idle for long polls every 2 ms and uses about 1 % of a core.
             if now - began > 0.001:
                 time.sleep(min((now - began) / 40, 0.002))
             elif looks > _SPINS:
                 os.sched_yield()
         seconds = time.monotonic() - start
-        polling.waited = waited + seconds  # what is served waits as well: it counts once
+        polling.waited = waited + seconds  # waits inside `background` must not count twice
         if peers is not None:
             self.waits[peers] += seconds
         return seconds
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Serve nothing in the background for a while."""
-        background, self.background = self.background, nothing
+    def serving(self, background: Callable[[], bool]) -> Iterator[None]:
+        """Let every wait in the ``with`` block call the given `background`, not the usual one."""
+        usual, self.background = self.background, background
         try:
             yield
         finally:
-            self.background = background
+            self.background = usual
 
     # -- notices -------------------------------------------------------------------------------
 
     def check_notice(self) -> None:
-        """Raise what another rank has sent before it gave up."""
+        """Raise an error if another rank has sent a notice that the group has failed."""
         status = MPI.Status()
         try:
-            if not self.probe(MPI.ANY_SOURCE, NOTICE, status):
+            if not self.comm.Iprobe(MPI.ANY_SOURCE, self.tag + NOTICE, status):
                 return
         except MPI.Exception:
-            if self.context.closed:
+            if self.context.closed:  # after a failure the communicator lives on, with its notices
                 raise ClosedError("server group: md.free(comm) has freed what it needs") from None
             raise
         text = np.empty(status.Get_count(MPI.BYTE), np.uint8)
@@ -279,24 +309,23 @@ class Link:
         raise self._ended(self.failed)
 
     def _ended(self, text: str) -> MpidistError:
-        error: MpidistError
-        error = MismatchError(text) if self.context.failed else ProtocolError(text)
-        error.secondary = self.heard  # the rank that knows the cause speaks, with its traceback
+        error = (MismatchError if self.context.failed else ProtocolError)(text)
+        error.secondary = self.heard  # the rank where the group failed prints its own traceback
         self._mark(error)
         return error
 
     def notify(self, failure: BaseException) -> None:
-        """Tell all other ranks that this one gives up because of `failure`.
+        """Send a notice to all other ranks that this rank has failed because of `failure`.
 
-        Not what all of them know: what came as a notice of this group, for its sender has told
-        everyone, and what all have raised together.
+        The method sends nothing if all ranks know `failure` already, because this rank has received
+        `failure` as a notice or because all ranks have raised it together.
         """
         if getattr(failure, "known_on", None) is self:
             return
         self._mark(failure)
         text = f"parameter server: rank {self.comm.rank} gave up with {described(failure)}"
         kind = _GROUP
-        if self.context.failed:  # the end of all on this communicator, not of the group alone
+        if self.context.failed:  # the whole communicator has failed, not only this group
             kind, text = _VERDICT, self.context.failed
         data = np.frombuffer((kind + text.encode(errors="replace"))[:_NOTICE_BYTES], np.uint8)
         others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
@@ -304,88 +333,75 @@ class Link:
         self._pinned.append((requests, data))
         for rank in others:
             requests.append(self.comm.Isend([data, MPI.BYTE], rank, self.tag + NOTICE))
-        # Small messages leave by themselves; one second covers a peer that is slow to connect.
+        # Small messages are sent without further MPI calls. One second is enough for a peer that
+        # is slow to connect.
         end = time.monotonic() + 1.0
         while not MPI.Request.Testall(requests) and time.monotonic() < end:
             time.sleep(0.0005)
 
     # -- all ranks -----------------------------------------------------------------------------
 
-    def run_on_all(
-        self, doing: str, local: Callable[[], Any], decide: Callable[[list], Any] | None = None
-    ):
-        """Do `run_on_all` of all ranks of the group. Collective over `comm`.
+    def run_on_all(self, doing: str, local: Callable[[], Any], decide: Callable | None = None):
+        """Call `agreement.run_on_all.run_on_all`, which then sends its messages through this link.
+        Collective over `comm`.
 
-        After a failure that all have agreed on the group goes on, and no notice need tell it.
+        After a failure that all ranks have agreed on, the group stays usable and sends no notice.
         """
-        rounds = 0
-
-        def exchange(fact) -> list:
-            nonlocal rounds
-            everyone = self.exchange(fact)
-            rounds += 1
-            return everyone
-
+        before = self._exchanges
         try:
-            return run_on_all(self.comm, doing, local, decide, exchange=exchange)
+            return run_on_all(self.comm, doing, local, decide, exchange=self.exchange)
         except BaseException as error:
-            if rounds == 2:  # the findings of all, and the verdict
+            if self._exchanges == before + 2:  # the results of all ranks, then the common error
                 self.touched = False
                 self._mark(error)
             raise
 
     def _mark(self, error: Any) -> None:
-        with suppress(Exception):  # one of a user's own may refuse
+        with suppress(Exception):  # a user's exception class may forbid new attributes
             error.known_on = self
 
     def exchange(self, fact) -> list:
-        """Give a JSON fact to all ranks and return everyone's. Collective over `comm`.
+        """Return a list of the JSON values `fact` of all ranks, in rank order.
 
-        Up a binomial tree to rank 0 and down it: 2 messages per rank.
+        Collective over `comm`.
+
+        The values travel up a binomial tree to rank 0 and down again, with 2 messages per rank.
         """
         rank, size = self.comm.rank, self.comm.size
         lowest = rank & -rank if rank else size
         steps = [1 << k for k in range(size.bit_length()) if 1 << k < lowest]
         children = [rank + step for step in steps if rank + step < size]
-        operation = self.trail.begin("exchange")
         known = [[rank, fact]]
-        for child in children:
-            known += json.loads(self._take(child, UP))
-        if rank:
-            self._give([rank & (rank - 1)], UP, json.dumps(known).encode())
-            everything = self._take(rank & (rank - 1), DOWN)
-        else:
-            everything = json.dumps([fact for _, fact in sorted(known)]).encode()
-        self._give(children, DOWN, everything)
-        operation[events.OPEN] = False
+        with self.doing("exchange"):
+            for child in children:
+                known += json.loads(self._take(child, UP))
+            if rank:
+                self._give([rank & (rank - 1)], UP, json.dumps(known).encode())
+                everything = self._take(rank & (rank - 1), DOWN)
+            else:
+                everything = json.dumps([fact for _, fact in sorted(known)]).encode()
+            self._give(children, DOWN, everything)
+        self._exchanges += 1
         return json.loads(everything)
 
     def _give(self, ranks: Sequence[int], tag: int, data: bytes) -> None:
         self.touched = True
         sending: list[MPI.Request] = []
-        with self._pin(sending, data):
-            for rank in ranks:
-                sending.append(self.comm.Isend([data, MPI.BYTE], rank, self.tag + tag))
-            self.wait(lambda: MPI.Request.Testall(sending), peers="all")
+        self._pinned.append((sending, data))
+        for rank in ranks:
+            sending.append(self.comm.Isend([data, MPI.BYTE], rank, self.tag + tag))
+        self.wait(lambda: MPI.Request.Testall(sending), peers="all")
+        self._pinned.pop()
 
     def _take(self, source: int, tag: int) -> bytes:
-        status = MPI.Status()
-        self.wait(lambda: self.probe(source, tag, status), lambda: [source], "all")
-        data = bytearray(status.Get_count(MPI.BYTE))
+        data = bytearray(self.wait_for_size(source, tag, "all"))
         request = self.comm.Irecv([data, MPI.BYTE], source, self.tag + tag)
-        with self._pin(request, data):
-            self.wait(request.Test, peers="all")
+        self._pinned.append((request, data))
+        self.wait(request.Test, peers="all")
+        self._pinned.pop()
         return bytes(data)
-
-    @contextmanager
-    def _pin(self, *buffers) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._pinned.append(buffers)
-            raise
 
 
 def nothing() -> bool:
-    """Do nothing in the background."""
+    """Return false; this function is the `Link.background` of a rank that is not a server."""
     return False

@@ -1,4 +1,4 @@
-"""What a user says about a model, checked and brought into one form that ranks can compare."""
+"""Check the arguments of `ServerGroup.add`, and convert them to values that ranks can compare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .shards import parse_init
 
 
 class Request(NamedTuple):
-    """What one rank asks of its group: the arguments of `ServerGroup.add`."""
+    """The arguments of `ServerGroup.add` on one rank."""
 
     name: str
     model: Mapping
@@ -25,28 +25,21 @@ class Request(NamedTuple):
     global_batch: int | None = None
 
 
-class Spec(NamedTuple):
-    """One rank's view of a model.
+def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, float]] | None]:
+    """Check a model whose values are arrays, or tuples (shape, dtype, init).
 
-    Attributes
-    ----------
-    inits : dict or None
-        Name to (kind, scale); None where the model was given as arrays.
-    facts : dict
-        What must be equal on all ranks, as JSON.
-    """
-
-    inits: dict[str, tuple[str, float]] | None
-    facts: dict[str, Any]
-
-
-def parse_model(asked: Request) -> Spec:
-    """Check a model given as arrays or as (shape, dtype, init).
+    Returns
+    -------
+    dict
+        The properties of the model that must be equal on all ranks.
+    dict or None
+        The initialisation of each tensor, as (kind, scale); None where the values are arrays.
 
     Raises
     ------
     ConfigError
-        Names that are no strings, dtypes that are not floating-point, a mixture of the two forms.
+        For names that are not strings, dtypes that are not floating-point, and a mixture of arrays
+        and tuples.
     """
     name, model, _, consistency, seed, global_batch = asked
     if not isinstance(name, str):
@@ -59,26 +52,25 @@ def parse_model(asked: Request) -> Spec:
             "(shape, dtype, init)"
         )
     if not isinstance(consistency, Consistency):
-        said = shown(consistency)
-        raise ConfigError(f"model {name!r}: consistency is {said}; give BSP, ASP or SSP")
+        got = shown(consistency)
+        raise ConfigError(f"model {name!r}: consistency is {got}; give BSP, ASP or SSP")
     whole = isinstance(global_batch, int) and not isinstance(global_batch, bool)
     if global_batch is not None and not (whole and 1 <= global_batch < 1 << 63):
-        said = shown(global_batch)
-        raise ConfigError(f"model {name!r}: global_batch is {said}; give an integer >= 1")
-    described = [key for key, value in model.items() if isinstance(value, tuple | list)]
-    if described and len(described) != len(model):
-        other = next(key for key in model if key not in described)
+        got = shown(global_batch)
+        raise ConfigError(f"model {name!r}: global_batch is {got}; give an integer >= 1")
+    forms = {isinstance(value, tuple | list): key for key, value in model.items()}
+    if len(forms) == 2:
         raise ConfigError(
-            f"model {name!r}: {described[0]!r} is (shape, dtype, init) and {other!r} an array; "
-            "give one form"
+            f"model {name!r}: {forms[True]!r} is (shape, dtype, init) and {forms[False]!r} an "
+            "array; give one form"
         )
-    if described:
+    inits = None
+    if True in forms:
         specs = {key: _described(name, key, value) for key, value in model.items()}
         inits = {key: parse_init(v[2] if len(v) > 2 else "zeros") for key, v in model.items()}
     else:
         arrays = {key: checked_array(f"model {name!r}: {key!r}", x) for key, x in model.items()}
         specs = {key: (tuple(a.shape), np.dtype(a.dtype)) for key, a in arrays.items()}
-        inits = None
     for key, (_, dtype) in specs.items():
         if dtype.name != "bfloat16" and (dtype.kind != "f" or dtype.itemsize > 8):
             raise ConfigError(
@@ -92,7 +84,7 @@ def parse_model(asked: Request) -> Spec:
         "global_batch": global_batch,
         "seed": seed,
     }
-    return Spec(inits, facts)
+    return facts, inits
 
 
 def _described(model: str, name: str, value) -> tuple[tuple[int, ...], np.dtype]:
@@ -102,8 +94,7 @@ def _described(model: str, name: str, value) -> tuple[tuple[int, ...], np.dtype]
             "(shape, dtype, init)"
         )
     try:
-        shape = tuple(int(n) for n in value[0])
-        dtype = dtype_of(value[1])
+        shape, dtype = tuple(int(n) for n in value[0]), dtype_of(value[1])
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model {model!r}: {name!r}: {error}") from error
     if any(n < 0 for n in shape):
@@ -112,10 +103,8 @@ def _described(model: str, name: str, value) -> tuple[tuple[int, ...], np.dtype]
 
 
 def check_server_optimizer(name: str, optimizer) -> None:
-    """Refuse what a server cannot apply to pieces of tensors."""
-    if not (
-        callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
-    ):
+    """Raise ConfigError for an optimizer that cannot update a tensor in pieces."""
+    if not all(callable(getattr(optimizer, each, None)) for each in ("init", "update")):
         raise ConfigError(f"model {name!r}: optimizer={shown(optimizer)} has no init and update")
     if not getattr(optimizer, "elementwise", False):
         kind = getattr(optimizer, "name", type(optimizer).__name__)
@@ -126,17 +115,17 @@ def check_server_optimizer(name: str, optimizer) -> None:
 
 
 def optimizer_facts(optimizer) -> dict[str, Any]:
-    """Return what must be equal on all ranks of an optimizer, in plain values.
+    """Return the properties of an optimizer that must be equal on all ranks, as plain values.
 
-    Its class, name and settings; of one that is not mpidist's its attributes. A schedule may be
-    any function: what one update makes of a gradient of one, at the first step and later, tells
-    two of them apart.
+    The properties are the optimizer's class, its name and its settings. For an optimizer without
+    settings, its attributes replace the settings. A learning-rate schedule may be a function, which
+    cannot be compared directly. Therefore the properties also include the size of one update at the
+    first step, and of one at a later step.
     """
     settings = getattr(optimizer, "settings", None)
     given = settings if isinstance(settings, Mapping) else getattr(optimizer, "__dict__", {})
-    kind = type(optimizer)
     facts = {
-        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
         "name": _plain(getattr(optimizer, "name", "")),
         **_plain(dict(given)),
     }
@@ -146,19 +135,19 @@ def optimizer_facts(optimizer) -> dict[str, Any]:
 
 
 def _first_step(optimizer, progress: float) -> str:
-    """Return how far one update moves; six digits, for hosts may differ in the last one."""
+    """Return the size of one update as text with six digits; further digits may differ by host."""
     parameters = {"x": np.zeros(1)}
     try:
         state = optimizer.init(parameters)
         state["progress"][...] = progress
         optimizer.update({"x": np.ones(1)}, state, parameters)
-    except Exception as error:  # a schedule of the user's: its failure shows when it is used
+    except Exception as error:  # of a user's schedule, which raises the same in training
         return type(error).__name__
     return f"{parameters['x'][0]:.6g}"
 
 
 def _plain(value) -> Any:
-    """Return a value as what is equal where it means the same: numbers, texts, names of types."""
+    """Return a mapping as a dict of texts, a plain value as text, others as their type name."""
     if isinstance(value, Mapping):
         return {str(key): _plain(value[key]) for key in value if not str(key).startswith("_")}
     if value is None or isinstance(value, bool | int | float | str | np.number):

@@ -1,4 +1,4 @@
-"""``md.parameter_server``: one model on servers, for the length of a ``with`` block."""
+"""``md.parameter_server``: one model on servers, for the duration of a ``with`` block."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def parameter_server(
     global_batch: int | None = None,
     on_pause: Callable[[Any], None] | None = None,
 ) -> Iterator[Client | None]:
-    """One model on parameter servers, as a ``with`` block. Collective over `comm`.
+    """Put one model on parameter servers for a ``with`` block. Collective over `comm`.
 
-    A worker gets its client. A dedicated server serves on entering and gets None when all
-    workers have left the block. Parameters as in `ServerGroup` and `ServerGroup.add`;
-    `on_pause` as in `ServerGroup.serve`.
+    On a worker the ``with`` statement gives a `Client` to the block. On a dedicated server the
+    ``with`` statement serves until all workers have left their blocks, and then gives None to the
+    block. The docstrings of `ServerGroup`, `ServerGroup.add` and `ServerGroup.serve` explain the
+    arguments.
     """
     with ServerGroup(comm, servers=servers, placement=placement) as group:
         check_function(on_pause)

@@ -1,11 +1,13 @@
-"""The serving half of a rank: takes messages in turn, updates the clocks, does what they allow.
+"""The server on one rank: it receives requests, applies pushes and answers pulls.
 
-    poll:  who has a message?   -> receive one from each, beginning after the last one served
-           whose message is here? -> events on its model's ConsistencyGate -> updates, answers
-           is there room?       -> send waiting answers
+    Server.poll   1. begin to receive one message of each worker that has sent one
+                  2. report each message that has arrived to its model's `ConsistencyGate`,
+                     and apply the updates that the gate allows
+                  3. send the answers that the gate allows, as far as memory permits
 
-Everything happens in one thread, so a pull never sees half an update, and each sweep takes at
-most one message per worker, so nobody can starve another. `poll` never blocks.
+One thread receives requests, applies updates and sends answers, so a pull never reads a half-made
+update. Each call of `poll` receives at most one message per worker, so that no worker can starve
+another. `poll` never blocks.
 """
 
 from __future__ import annotations
@@ -22,56 +24,55 @@ from mpi4py import MPI
 from ..errors import ProtocolError
 from ..events import OPEN
 from . import protocol
-from .consistency import Answer, Apply, Consistency, ConsistencyGate
+from .consistency import Answer, Apply, ConsistencyGate
 from .layout.capacity import ROOM_BYTES
 from .layout.routing import ShardPart, data_bytes, decode_parts, views, whole_parts
 from .link import Link
-from .protocol import HEADER_BYTES, Header, Incoming
+from .model_facts import Request
+from .protocol import HEADER_BYTES, TO_SERVER, TO_WORKER, Header, Incoming
 from .shards import ServerShard
 
 
 class Push(NamedTuple):
-    """A push that waits for its clock: the message, and what is in it."""
+    """A push that the server has not applied yet, with the buffer of the push's message."""
 
     buffer: np.ndarray
     parts: list
-    samples: int | None
-    seen: int  # version of the shard that the worker pulled last
+    samples: int  # -1 where the worker gave no number
+    seen: int  # the shard's version at the worker's newest pull
 
 
 class Pull(NamedTuple):
-    """A pull that waits for its clock."""
+    """A pull that the server has not answered yet."""
 
     parts: Sequence[ShardPart]
-    since: int  # nanoseconds
+    since: int  # when the pull arrived, in monotonic nanoseconds
     queue: int
     operation: list
 
 
 class Hosted:
-    """One model on this server: its shard, its clocks, and what was seen of both."""
+    """One model on this server: its shard, the finished steps of each worker, and counters."""
 
-    def __init__(
-        self, name: str, shard: ServerShard, consistency: Consistency, workers: int, batch
-    ):
-        self.name, self.shard = name, shard
-        self.gate = ConsistencyGate(consistency, workers)
-        self.global_batch = batch
-        self.pulled = [0] * workers  # version in each worker's newest pull
+    def __init__(self, asked: Request, shard: ServerShard, workers: int):
+        self.name, self.shard = asked.name, shard
+        self.gate = ConsistencyGate(asked.consistency, workers)
+        self.global_batch: Any = asked.global_batch
+        self.pulled = [0] * workers  # the shard's version at each worker's newest pull
         self.newest = [-1] * workers  # staleness of each worker's newest applied push
         self.staleness: Counter[int] = Counter()
 
     def weight(self, push: Push) -> float:
-        """Weight of a push that is an update of its own."""
+        """Return the weight of a push applied alone: a factor of learning rate or gradients."""
         if self.global_batch is None:
             return 0.0 if push.samples == 0 else 1.0 / len(self.pulled)
         return push.samples / self.global_batch
 
     def apply(self, action: Apply) -> None:
-        """Update the shard, and book how old the gradients were."""
+        """Make one update of the parameters, and count how stale the gradients were."""
         version = self.shard.version
         if self.gate.consistency.merges:
-            counted = [(1 if p.samples is None else p.samples, p.parts) for _, p in action.pushes]
+            counted = [(1 if p.samples < 0 else p.samples, p.parts) for _, p in action.pushes]
             total = sum(samples for samples, _ in counted) or 1
             self.shard.apply([(samples / total, parts) for samples, parts in counted])
         else:
@@ -82,7 +83,7 @@ class Hosted:
             self.staleness[version - push.seen] += 1
 
     def facts(self) -> dict:
-        """Counts for the report, as JSON."""
+        """Return this model's counts for the report, such as updates and steps of each worker."""
         return {
             "updates": self.shard.version,
             "clocks": self.gate.clocks,
@@ -92,26 +93,24 @@ class Hosted:
 
 
 class Server:
-    """All models on one server rank. The owner calls `poll` until `done`.
+    """All models on one server rank. The owner of the object calls `poll` until `done` is true.
 
     Parameters
     ----------
     link : Link
     index : int
-        Which of the servers this is.
+        The number of this server among the servers of the group.
     workers : sequence of int
         Ranks of the workers on the link's communicator.
     """
 
     def __init__(self, link: Link, index: int, workers: Sequence[int]):
-        self.link, self.index = link, index
-        self.workers = list(workers)
+        self.link, self.index, self.workers = link, index, list(workers)
         self.models: list[Hosted] = []
         self.on_pause: Callable[[Any], None] | None = None
-        self.pauses_here = True  # false where a worker half of the same rank takes part itself
         self.queue: Counter[int] = Counter()
         self.busy_seconds = 0.0
-        self._present = set(range(len(workers)))  # those that have not said goodbye
+        self._present = set(range(len(workers)))  # the workers that have not left
         self._paused: dict[int, Any] = {}
         self._arriving: dict[int, Incoming] = {}
         self._answers: deque[tuple[Hosted, int, Pull, int, int]] = deque()
@@ -124,17 +123,19 @@ class Server:
 
     @property
     def done(self) -> bool:
-        """Whether every worker has left and has its last answer."""
+        """Whether every worker has left and every answer has been sent."""
         return not self._present and not self._answers
 
     def poll(self) -> bool:
-        """Do what can be done now; true if there was something."""
+        """Receive requests, apply pushes and send answers, as far as possible without waiting.
+
+        Returns true if anything was done.
+        """
         start = time.perf_counter()
-        acted = self._begin_receives()
-        acted = self._finish_receives() or acted
+        acted = self._begin_receives() | self._finish_receives()
         self.link.reap()
         while self._answers and self.link.bytes_in_flight < ROOM_BYTES:
-            self.link.send(*self._next_answer(), protocol.TO_WORKER)
+            self.link.send(*self._next_answer(), TO_WORKER)
             acted = True
         if acted:
             self.busy_seconds += time.perf_counter() - start
@@ -143,41 +144,35 @@ class Server:
     # -- receiving ---------------------------------------------------------------------
 
     def _begin_receives(self) -> bool:
-        comm, tag = self.link.comm, self.link.tag + protocol.TO_SERVER
+        comm, tag = self.link.comm, self.link.tag + TO_SERVER
         if not comm.Iprobe(MPI.ANY_SOURCE, tag):
             return False
-        n = len(self.workers)
+        n, status = len(self.workers), MPI.Status()
         waiting = []
-        status = MPI.Status()
-        for worker in ((self._turn + i) % n for i in range(n)):
-            rank = self.workers[worker]
-            # A worker whose message is still coming in has nothing else to say: what a probe
-            # would find are the later pieces of that message.
-            if worker not in self._arriving and comm.Iprobe(rank, tag, status):
+        for worker in (*range(self._turn, n), *range(self._turn)):
+            # A worker sends no request while an earlier one is arriving. A probe would find only
+            # the later pieces of the same message.
+            if worker not in self._arriving and comm.Iprobe(self.workers[worker], tag, status):
                 waiting.append((worker, status.Get_count(MPI.BYTE)))
         room = ROOM_BYTES - sum(incoming.buffer.size for incoming in self._arriving.values())
-        begun = 0
+        before = len(self._arriving)
         for worker, nbytes in waiting:
             if self._arriving and nbytes > room:
-                self._turn = worker  # the first to be served when there is room again
+                self._turn = worker  # receive from this worker first when there is room again
                 break
-            self._arriving[worker] = self.link.receive(
-                self.workers[worker], protocol.TO_SERVER, nbytes
-            )
+            self._arriving[worker] = self.link.receive(self.workers[worker], TO_SERVER, nbytes)
             room -= nbytes
-            begun += 1
         else:
             self._turn = (self._turn + 1) % n
-        if begun:
+        if len(self._arriving) > before:
             self.queue[len(waiting)] += 1
-        return begun > 0
+        return len(self._arriving) > before
 
     def _finish_receives(self) -> bool:
         queue = len(self._arriving)
         here = [worker for worker, incoming in self._arriving.items() if incoming.test()]
-        if here:
-            self.link.touched = True  # what fails now is lost to a worker
         for worker in here:
+            self.link.touched = True  # an error from here on loses the request of a worker
             incoming = self._arriving.pop(worker)
             self.link.received(incoming.header.total)
             if not self._handle(worker, incoming.header, incoming.buffer, queue):
@@ -185,7 +180,7 @@ class Server:
         return bool(here)
 
     def _handle(self, worker: int, header: Header, buffer: np.ndarray, queue: int) -> bool:
-        """Carry out one message; true if its buffer is still needed."""
+        """Carry out the requests in a message; return whether its buffer is needed longer."""
         if header.flags & protocol.ADD:
             raise ProtocolError(
                 f"parameter server {self.index}: worker {worker} adds a model while this server "
@@ -194,12 +189,10 @@ class Server:
         kind, rank = protocol.SERVED[header.flags], self.workers[worker]
         if header.flags & (protocol.BYE | protocol.PAUSE):
             self.link.trail.begin(kind, rank, open=False)
-        if header.flags & protocol.BYE:
-            self._present.discard(worker)
-            self._check_pause()
-            return False
-        if header.flags & protocol.PAUSE:
-            self._paused[worker] = json.loads(buffer[HEADER_BYTES : header.total].tobytes())
+            if header.flags & protocol.BYE:
+                self._present.discard(worker)
+            else:
+                self._paused[worker] = json.loads(buffer[HEADER_BYTES : header.total].tobytes())
             self._check_pause()
             return False
         if not 0 <= header.model < len(self.models):
@@ -216,13 +209,11 @@ class Server:
         if header.note1 and self.link.on_note is not None:
             self.link.on_note(rank, (header.note0, header.note1))
         message = buffer[: header.total]
-        words_at = HEADER_BYTES
-        push_parts, words_at = self._selection(model, message, words_at, header.push_words)
+        push_parts, words_at = self._selection(model, message, HEADER_BYTES, header.push_words)
         pull_parts, data_at = self._selection(model, message, words_at, header.pull_words)
         if header.flags & protocol.PUSH:
             parts = list(views(model.shard.layout, push_parts, message, data_at))
-            samples = None if header.samples < 0 else header.samples
-            push = Push(buffer, parts, samples, model.pulled[worker])
+            push = Push(buffer, parts, header.samples, model.pulled[worker])
             self._run(model, model.gate.push(worker, push))
         if header.flags & protocol.CLOCK:
             self._run(model, model.gate.tick(worker))
@@ -233,21 +224,20 @@ class Server:
             self._run(model, model.gate.leave(worker))
         return bool(header.flags & protocol.PUSH)
 
-    def _selection(
-        self, model: Hosted, message, at: int, words: int
-    ) -> tuple[list[ShardPart], int]:
+    def _selection(self, model: Hosted, message, at: int, words: int) -> tuple[list, int]:
+        """Return the tensor parts that a message lists from byte `at` on, and the list's end."""
         layout = model.shard.layout
         if words == protocol.ALL:
             return whole_parts(layout, self.index), at
         stop = at + 8 * words
         return decode_parts(message[at:stop].view(np.int64), layout, self.index), stop
 
-    # -- what the clocks set free ----------------------------------------------------------
+    # -- updates and answers ---------------------------------------------------------------
 
     def _run(self, model: Hosted, actions: Sequence[Apply | Answer]) -> None:
         for action in actions:
             if isinstance(action, Apply):
-                if model.gate.consistency.holds:  # else it is part of serving the push
+                if model.gate.consistency.holds:  # otherwise "serve push" in the trail includes it
                     self.link.trail.begin("apply", None, model.name, action.clock, False)
                 model.apply(action)
                 for _, push in action.pushes:
@@ -257,10 +247,13 @@ class Server:
                 self._answers.append((model, action.worker, action.item, action.gap, held))
 
     def _next_answer(self) -> tuple[np.ndarray, int, int]:
-        """Write the next answer; returns its buffer, its bytes, and the rank it goes to.
+        """Write the next answer; return its buffer, its size in bytes, and its receiver.
 
-        An answer that waited may have grown fresher, never too fresh: in the modes that hide
-        updates until a clock is over, the clock of a worker without its answer is not over.
+        `ConsistencyGate` decides when a pull may be answered. An answer also contains the updates
+        made between the permission of `ConsistencyGate` and the writing of the answer. In
+        consistency modes that hold pushes until all workers have finished a step, an answer
+        contains no update of its receiver's current step, because the receiver has not finished
+        that step.
         """
         model, worker, pull, gap, held = self._answers.popleft()
         shard = model.shard
@@ -285,43 +278,39 @@ class Server:
     # -- pauses ------------------------------------------------------------------------
 
     def _check_pause(self) -> None:
-        """Once all workers have asked: tell them, and take part in what they do together."""
+        """Once all workers ask to pause (as for a checkpoint), answer them and call `on_pause`."""
         if not self._paused:
             return
         gone = sorted(set(range(len(self.workers))) - self._present)
         tags = list(self._paused.values())
-        held = [model.name for model in self.models if model.gate.held]
         if gone or tags.count(tags[0]) != len(tags):
             why = f"workers {gone} have left the group" if gone else f"different tags {tags}"
             raise ProtocolError(f"parameter server {self.index}: pause: {why}")
-        if len(self._paused) < len(self.workers):
+        if len(tags) < len(self.workers):
             return
-        if held:
+        if held := [model.name for model in self.models if model.gate.held]:
             raise ProtocolError(
                 f"parameter server {self.index}: pause: workers stand at different clocks of "
                 f"{held}; let all call clock() equally often before a pause"
             )
-        on_pause = self.on_pause
-        if self.pauses_here and on_pause is None:
+        if self.on_pause is None:
             raise ProtocolError(
                 f"parameter server {self.index}: the workers pause ({tags[0]!r}) but this server "
                 "has no on_pause; call group.serve(on_pause=...) on server ranks"
             )
         self._paused = {}
         for rank in self.workers:
-            self.link.tell(protocol.PAUSE, rank, protocol.TO_WORKER)
-        if self.pauses_here and on_pause is not None:
-            operation = self.link.trail.begin("serve pause")
-            on_pause(tags[0])
-            operation[OPEN] = False
+            self.link.tell(protocol.PAUSE, rank, TO_WORKER)
+        with self.link.doing("serve pause"):
+            self.on_pause(tags[0])
 
     def _clocks(self) -> dict:
-        """Who is how far: clocks finished by each worker, by its rank."""
+        """Return, for each model and worker rank, how many steps the worker has finished."""
         clocks = {m.name: dict(zip(self.workers, m.gate.clocks, strict=True)) for m in self.models}
         return {"clocks": clocks}
 
     def facts(self) -> dict:
-        """Counts for the report, as JSON."""
+        """Return the counts of updates, messages and waits of this server, for the report."""
         return {
             "rank": self.link.comm.rank,
             "server": self.index,
@@ -330,15 +319,3 @@ class Server:
             "busy_seconds": self.busy_seconds,
             **self.link.counters.snapshot(),
         }
-
-
-def with_histograms(facts):
-    """Return facts that came as JSON, the keys of their histograms numbers again."""
-    if not isinstance(facts, dict):
-        return facts
-    return {
-        key: {int(k): n for k, n in value.items()}
-        if key in ("gaps", "staleness", "queue")
-        else with_histograms(value)
-        for key, value in facts.items()
-    }

@@ -1,7 +1,8 @@
 """The part of a model that one server holds: values, optimizer state, updates, export.
 
-Values are made here, from a counter-based generator in fixed tiles, so they depend on name, seed
-and position alone: the same model comes out of 1 server and of 7, and no rank ever holds it all.
+Initial values come from a counter-based random number generator in tiles of fixed size, so they
+depend only on the tensor's name, the seed and the position. A model therefore has the same initial
+values on 1 server and on 7 servers, and no rank ever needs memory for the whole model.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ import numpy as np
 
 from ..arrays import work_dtype
 from ..errors import ConfigError, nearest, shown
-from ..partition import overlaps
 from .layout.placement import ServerLayout
 from .layout.routing import ShardPart, views
 
 _TILE = 1 << 16
 
-#: Parts of one message with their data, as `routing.views` yields them.
+#: The parts of one message with their data, as `routing.views` yields them.
 Parts = Sequence[tuple[ShardPart, np.ndarray]]
 
 #: kind -> (default scale, sampler of one tile)
@@ -33,10 +33,10 @@ KINDS = {
 
 
 def parse_init(init) -> tuple[str, float]:
-    """Bring ``"normal"``, ``("normal", 0.1)``, ``0.5`` or ``"zeros"`` into (kind, scale).
+    """Return (kind, scale) for an `init` such as ``"normal"``, ``("normal", 0.1)`` or ``0.5``.
 
-    "normal" has mean zero and standard deviation `scale`, "uniform" lies in [-scale, scale);
-    both have 0.05 where no scale is given.
+    "normal" has mean zero and standard deviation `scale`. "uniform" lies in [-scale, scale). The
+    default scale of "normal" and "uniform" is 0.05.
     """
     if isinstance(init, (int, float)) and not isinstance(init, bool):
         return "constant", float(init)
@@ -55,7 +55,7 @@ def parse_init(init) -> tuple[str, float]:
 
 
 def initial(out: np.ndarray, name: str, start: int, init: tuple[str, float], seed: int) -> None:
-    """Fill `out` with elements `start` ... of tensor `name`."""
+    """Fill `out` with the initial values of tensor `name` from element `start` on."""
     kind, scale = init
     sampler = KINDS[kind][1]
     if sampler is None:
@@ -65,8 +65,8 @@ def initial(out: np.ndarray, name: str, start: int, init: tuple[str, float], see
     key = np.frombuffer(digest, np.uint64)
     stop = start + out.size
     for tile in range(start // _TILE, -(-stop // _TILE)):
-        # The whole tile is drawn, whatever part of it is ours: the normal sampler takes a number
-        # of draws that depends on the values, so it cannot be entered in the middle.
+        # The whole tile is drawn even where `out` holds only a part of it. The number of draws of
+        # the normal sampler depends on the values, so drawing cannot begin in mid-tile.
         rng = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, tile, 0]))
         values = sampler(rng, _TILE) * scale
         low, high = max(start, tile * _TILE), min(stop, (tile + 1) * _TILE)
@@ -74,40 +74,38 @@ def initial(out: np.ndarray, name: str, start: int, init: tuple[str, float], see
 
 
 class ServerShard:
-    """Pieces of one model on one server.
+    """The part of one model that one server holds: its parameters and optimizer state.
 
     Attributes
     ----------
     parameters : dict
-        Key of each piece (the tensor's name, with ``@start`` where it is cut) to its 1-D array.
+        Key of each piece (see `ServerLayout.key`) to the piece's 1-D array.
     state : dict
-        The optimizer's state over `parameters`.
+        The optimizer's state for `parameters`.
     version : int
-        Updates applied so far.
+        The number of updates so far.
     """
 
     def __init__(self, layout: ServerLayout, server: int, optimizer, inits: Mapping, seed: int):
         self.layout, self.server, self.optimizer = layout, server, optimizer
         self.version = 0
-        self._arrays: dict[int, np.ndarray] = {}
+        self.parameters: dict[str, np.ndarray] = {}
         self._keys = {piece.tensor: layout.key(piece) for piece in layout.pieces[server]}
         self._sums: dict[int, np.ndarray] = {}
         for tensor, start, stop in layout.pieces[server]:
-            array = np.empty(stop - start, layout.tensors[tensor].dtype)
-            name = layout.tensors[tensor].name
+            name, _, dtype, _ = layout.tensors[tensor]
+            array = self.parameters[self._keys[tensor]] = np.empty(stop - start, dtype)
             initial(array, name, start, inits.get(name, ("zeros", 0.0)), seed)
-            self._arrays[tensor] = array
-        self.parameters = {self._keys[t]: array for t, array in self._arrays.items()}
         self.state = optimizer.init(self.parameters)
-        # An optimizer may know what the weight of an update is (of the learning rate, not of the
-        # gradient: Adam does not care how long a gradient is). One that does not gets a scaled
-        # gradient, which for plain descent is the same.
+        # An optimizer may take the weight of an update, as a factor of the learning rate. (Adam's
+        # step does not depend on the length of the gradient.) For any other optimizer the gradient
+        # is scaled, which is the same for plain gradient descent.
         self._weighs = "weight" in inspect.signature(optimizer.update).parameters
 
     def read(self, parts: Sequence[ShardPart], buffer: np.ndarray, offset: int) -> None:
-        """Copy the values of `parts` into a message: between two updates, never within one."""
+        """Copy the values of tensor parts into the message in `buffer`, from byte `offset` on."""
         for part, view in views(self.layout, parts, buffer, offset):
-            array = self._arrays[part.piece.tensor]
+            array = self.parameters[self._keys[part.piece.tensor]]
             if part.rows is None:
                 view[...] = array
             else:
@@ -116,20 +114,21 @@ class ServerShard:
                 np.take(array.reshape(-1, width), rows, axis=0, out=view.reshape(-1, width))
 
     def write(self, parts: Sequence[ShardPart], buffer: np.ndarray, offset: int) -> None:
-        """Set the values of whole pieces from a message."""
+        """Set the pieces of tensors that `parts` lists to the values in a message."""
         for part, view in views(self.layout, parts, buffer, offset):
-            self._arrays[part.piece.tensor][...] = view
+            self.parameters[self._keys[part.piece.tensor]][...] = view
 
     def apply(self, pushes: Sequence[tuple[float, Parts]], weight: float = 1.0) -> bool:
-        """Make one update of the weighted mean of gradients; false if there is nothing in it.
+        """Update parameters by the weighted mean of gradients; return false if all weights are 0.
 
         Parameters
         ----------
         pushes : sequence of (share, [(part, gradient), ...])
-            Added in this order, each times its share. What a push does not name has gradient zero
-            there. The gradients are scaled in place.
+            The gradients are multiplied by their share in place, and added in this order. A tensor
+            that a push does not list has gradient zero in this push.
         weight : float
-            Weight of the update itself: of its learning rate where the optimizer takes one.
+            The weight of the update: a factor of the learning rate if the optimizer takes a weight,
+            otherwise a factor of the gradients.
         """
         pushes = [push for push in pushes if push[0]]
         if not pushes or not weight:
@@ -137,7 +136,7 @@ class ServerShard:
         if not self._weighs:
             pushes, weight = [(share * weight, parts) for share, parts in pushes], 1.0
         if len(pushes) == 1 and self._is_gradient(*pushes[0]):
-            # One full push: its own buffer is the gradient, nothing is copied.
+            # The message of one complete push is used as the gradient, without a copy.
             share, parts = pushes[0]
             gradients = {self._keys[p.piece.tensor]: _scaled(view, share) for p, view in parts}
         else:
@@ -148,19 +147,17 @@ class ServerShard:
         return True
 
     def _is_gradient(self, share: float, parts) -> bool:
-        """Whether one push is the gradient where it lies. Half precision is scaled in single."""
-        if len(parts) != len(self._arrays):
-            return False
-        return all(
+        """Whether a push covers the whole shard and can be scaled in place at full precision."""
+        return len(parts) == len(self.parameters) and all(
             part.rows is None and (share == 1 or view.dtype == work_dtype(view.dtype))
             for part, view in parts
         )
 
     def _summed(self, pushes) -> dict[str, np.ndarray]:
-        for tensor, array in self._arrays.items():
-            # Half precision adds up in single and is rounded once.
-            dtype = np.promote_types(array.dtype, np.float32)
-            self._sums.setdefault(tensor, np.empty(array.size, dtype)).fill(0)
+        for tensor, start, stop in self.layout.pieces[self.server]:
+            # Half precision is added in single precision, and rounded once at the end.
+            dtype = np.promote_types(self.layout.tensors[tensor].dtype, np.float32)
+            self._sums.setdefault(tensor, np.empty(stop - start, dtype)).fill(0)
         for share, parts in pushes:
             for part, view in parts:
                 total = self._sums[part.piece.tensor]
@@ -172,12 +169,12 @@ class ServerShard:
                     rows = part.local_rows(self.layout)
                     np.add.at(total.reshape(-1, width), rows, scaled.reshape(-1, width))
         return {
-            self._keys[t]: total.astype(self._arrays[t].dtype, copy=False)
+            self._keys[t]: total.astype(self.layout.tensors[t].dtype, copy=False)
             for t, total in self._sums.items()
         }
 
     def export(self) -> dict:
-        """Parameters and optimizer state as pieces of named tensors; the arrays are live."""
+        """Return parameters and optimizer state as pieces of named tensors, without copying."""
         pieces = {
             self._keys[t]: (self.layout.tensors[t].name, start)
             for t, start, _ in self.layout.pieces[self.server]
@@ -189,21 +186,20 @@ class ServerShard:
                 optimizer.setdefault("/".join(path[:-1]), []).append((*pieces[path[-1]], leaf))
             else:
                 scalars["/".join(path)] = leaf
-        parameters = [(*pieces[key], array) for key, array in self.parameters.items()]
         return {
-            "parameters": parameters,
+            "parameters": [(*pieces[key], array) for key, array in self.parameters.items()],
             "optimizer": optimizer,
             "scalars": scalars,
             "version": self.version,
         }
 
     def load(self, saved: Mapping) -> None:
-        """Set everything from the pieces in `saved`, whichever servers cut them.
+        """Set parameters, optimizer state and update count from pieces that any servers have saved.
 
         Raises
         ------
         ConfigError
-            `saved` lacks a range or a scalar that this shard holds.
+            `saved` lacks elements of a tensor, or a scalar, that this server holds.
         """
         mine = self.export()
         _fill(mine["parameters"], saved["parameters"], "parameters")
@@ -217,12 +213,10 @@ class ServerShard:
 
 
 def state_copies(optimizer) -> float:
-    """Bytes of optimizer state per byte of parameters, found by trying it on a tiny one."""
+    """Return the bytes of optimizer state per byte of parameters, as measured on a small array."""
     probe = np.zeros(64, np.float32)
-    state = optimizer.init({"x": probe})
-    return (
-        sum(np.asarray(leaf).nbytes for _, leaf in _leaves(state) if np.ndim(leaf)) / probe.nbytes
-    )
+    arrays = [np.asarray(leaf) for _, leaf in _leaves(optimizer.init({"x": probe}))]
+    return sum(array.nbytes for array in arrays if array.ndim) / probe.nbytes
 
 
 def _scaled(view: np.ndarray, weight: float) -> np.ndarray:
@@ -238,15 +232,14 @@ def _leaves(tree: Mapping, path: tuple[str, ...] = ()):
 
 
 def _fill(targets, sources, what: str) -> None:
-    """Copy the overlaps of 1-D pieces (tensor, start, array) into `targets`."""
+    """Fill the pieces of tensors in `targets` from pieces of the same tensors in `sources`."""
     for tensor, start, array in targets:
         missing = array.size
         for name, begin, source in sources:
-            if name == tensor:
-                mine, theirs = (start, start + array.size), (begin, begin + source.size)
-                for *_, low, high in overlaps(mine, theirs):
-                    array[low - start : high - start] = source[low - begin : high - begin]
-                    missing -= high - low
+            low, high = max(start, begin), min(start + array.size, begin + source.size)
+            if name == tensor and low < high:
+                array[low - start : high - start] = source[low - begin : high - begin]
+                missing -= high - low
         if missing:
             raise ConfigError(
                 f"load_shards: {what} of {tensor!r}: {missing} of {array.size} elements from "

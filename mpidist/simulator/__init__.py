@@ -1,6 +1,7 @@
-"""Schedules on a modelled network: how long they would take, without MPI.
+"""Estimate the time that allreduce schedules would take on a modelled network, without MPI.
 
-`network_model` is the cost of a message, `simulate` plays a schedule step by step, `predict` gives
-an algorithm's time for any number of ranks. `vector_simulator` and `rank_classes` do that for a
-hundred thousand ranks. No MPI in here.
+The module `network_model` defines the costs of messages, of additions and of each allreduce call.
+The module `simulate` simulates a schedule step by step. The module `predict` returns the cost of an
+algorithm for any number of ranks. For many ranks, up to a hundred thousand, `predict` uses
+`rank_classes` and `vector_simulator`.
 """

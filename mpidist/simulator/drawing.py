@@ -1,4 +1,4 @@
-"""Pictures of a schedule: who sends what, in text; and when, over time, with matplotlib."""
+"""Show a schedule as text (its messages), or as a picture of what each rank does over time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from .two_levels import builder, with_node_phases
 
 #: Most ranks that a picture over time still shows clearly.
 MOST_RANKS = 64
-#: Beyond, arrows are left out: they would hide the bars.
+#: Most messages of a picture with arrows: more arrows would hide the bars.
 MOST_ARROWS = 300
 _SEND, _REDUCE, _ARROW = "#4878a8", "#e08a3c", "#404040"
 
 
 def text(build: Callable, size: int, n: int, itemsize: int = 4) -> str:
-    """Draw who sends what to whom, a line per round: ``0 -[0:2]-> 1``."""
+    """Return the messages of a schedule, one line per round, in the form ``0 -[0:2]-> 1``.
+
+    The example ``0 -[0:2]-> 1`` means that rank 0 sends elements 0 and 1 to rank 1.
+    """
     plans = programs(lambda p, r, m: build(p, r, m, itemsize), size, n)
     rounds: dict[int, list[str]] = {}
     for rank, steps in enumerate(plans):
@@ -33,7 +36,7 @@ def text(build: Callable, size: int, n: int, itemsize: int = 4) -> str:
 
 
 def check_picture(file: str | Path, size: int) -> None:
-    """Raise ConfigError where `picture` could not draw so many ranks into this file."""
+    """Raise ConfigError if `picture` cannot draw `size` ranks into `file`."""
     if not 2 <= size <= MOST_RANKS:
         raise ConfigError(f"a picture shows 2 to {MOST_RANKS} ranks, given {size}")
     if Path(file).suffix not in (".png", ".svg", ".pdf"):
@@ -42,10 +45,11 @@ def check_picture(file: str | Path, size: int) -> None:
 
 
 def picture(file: str | Path, name: str, problem: Problem) -> None:
-    """Draw the simulated schedule over time: a line per rank, bars and arrows.
+    """Draw what each rank does over time in the simulated schedule, one row per rank.
 
-    Blue: the rank's message is on the wire. Orange: it reduces. An arrow leads from where the first
-    byte of a message leaves to where its last one is there.
+    A blue bar is a message on the network, an orange bar a reduction. If there are at most
+    `MOST_ARROWS` messages, an arrow for each message begins at the sender when the first byte
+    leaves, and ends at the receiver when the last byte arrives.
     """
     size, ranks_per_node = problem.size, problem.ranks_per_node
     check_picture(file, size)
@@ -53,51 +57,33 @@ def picture(file: str | Path, name: str, problem: Problem) -> None:
     cost = simulate(builder(name, ranks_per_node), with_node_phases(name, problem), trace)
     seconds = cost.seconds * problem.repeats
     unit, scale = ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
-    figure_class = _matplotlib()
+    figure_class, patch_class = _matplotlib()
     figure = figure_class(figsize=(11, 1.6 + 0.42 * max(size, 4)), layout="constrained")
     axes = figure.add_subplot()
     sent = [event for event in trace if isinstance(event, Sent)]
+    reduced = [event for event in trace if isinstance(event, Reduced)]
     arrows = len(sent) <= MOST_ARROWS
     for rank in range(size):
         bars = [(e.begin * scale, (e.left - e.begin) * scale) for e in sent if e.source == rank]
-        sums = [
-            (e.begin * scale, (e.end - e.begin) * scale)
-            for e in trace
-            if isinstance(e, Reduced) and e.rank == rank
-        ]
-        # A thin white edge keeps messages apart that follow each other without a pause.
+        sums = [(e.begin * scale, (e.end - e.begin) * scale) for e in reduced if e.rank == rank]
+        # A thin white edge separates messages that follow each other without a pause.
         style = {"edgecolor": "white", "linewidth": 0.5 if arrows else 0}
         axes.broken_barh(bars, (rank - 0.36, 0.36), facecolor=_SEND, **style)
         axes.broken_barh(sums, (rank, 0.36), facecolor=_REDUCE, **style)
+    arrow = {"arrowstyle": "-|>", "color": _ARROW, "linewidth": 0.8, "shrinkA": 0}
     for e in sent if arrows else ():
-        axes.annotate(
-            "",
-            xy=(e.end * scale, e.target),
-            xytext=(e.begin * scale, e.source - 0.18),
-            arrowprops={"arrowstyle": "-|>", "color": _ARROW, "linewidth": 0.8, "shrinkA": 0},
-        )
+        begin, end = (e.begin * scale, e.source - 0.18), (e.end * scale, e.target)
+        axes.annotate("", xy=end, xytext=begin, arrowprops=arrow)
     for rank in range(ranks_per_node, size, ranks_per_node) if ranks_per_node > 1 else ():
         axes.axhline(rank - 0.5, color="black", linewidth=0.6, linestyle=":")
-    axes.set(
-        xlim=(0, seconds * scale * 1.005),
-        ylim=(size - 0.4, -0.6),
-        yticks=range(size),
-        ylabel="rank",
-        xlabel=f"simulated time, {unit}",
-    )
-    axes.set_title(
-        f"{name}, {size} ranks on {size // ranks_per_node} nodes, {problem.nbytes:,} bytes: "
-        f"{seconds * scale:.3g} {unit}",
-        loc="left",
-    )
+    axes.set(xlim=(0, seconds * scale * 1.005), ylim=(size - 0.4, -0.6), yticks=range(size))
+    axes.set(xlabel=f"simulated time, {unit}", ylabel="rank")
+    title = f"{name}, {size} ranks on {size // ranks_per_node} nodes, {problem.nbytes:,} bytes"
+    axes.set_title(f"{title}: {seconds * scale:.3g} {unit}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(
-        [_patch(_SEND), _patch(_REDUCE)],
-        ["a message leaves", "a sum is made"],
-        loc="outside upper right",
-        ncols=2,
-        frameon=False,
-    )
+    patches = [patch_class(facecolor=color) for color in (_SEND, _REDUCE)]
+    labels = ["a message leaves", "a sum is made"]
+    figure.legend(patches, labels, loc="outside upper right", ncols=2, frameon=False)
     try:
         figure.savefig(file, dpi=130)
     except OSError as error:
@@ -105,17 +91,13 @@ def picture(file: str | Path, name: str, problem: Problem) -> None:
 
 
 def _matplotlib():
+    """Return matplotlib's Figure and Patch; raise ConfigError if matplotlib is missing."""
     # Figure without pyplot: no window system, no global state.
     try:
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ImportError:
         raise ConfigError(
             "a picture needs matplotlib, which is not installed: pip install 'mpidist[plot]'"
         ) from None
-    return Figure
-
-
-def _patch(color: str):
-    from matplotlib.patches import Patch
-
-    return Patch(facecolor=color)
+    return Figure, Patch

@@ -1,20 +1,21 @@
-"""What a message, a sum and a call cost: the parameters of the simulator, and their file.
+"""The network model of the simulator: the cost of messages, additions and allreduce calls.
 
-LogGP (Alexandrov, Ionescu, Schauser, Scheiman, SPAA 1995) with what this package adds to it:
+The model is LogGP (Alexandrov, Ionescu, Schauser, Scheiman, SPAA 1995) with some more parameters:
 
     call         per collective call, before its first step              Python
     overhead     per message, at the sender and again at the receiver    Python and MPI
-    latency      from the last byte leaving a node to it being there     wire and kernel
+    latency      from the time a last byte leaves a node to its arrival  wire and kernel
     gap          per byte on a node's link, each way (full duplex); the ranks of a node share it
-    burst, peak  so many bytes an idle link takes at `peak` per byte     token buckets
-    crossing     share of a long message's time that one crossing it, between the same two
-                 ranks, has to wait: on one connection the answer that a long message needs
-                 queues behind the data that goes the same way
+    burst, peak  an idle link takes `burst` bytes at `peak` per byte     token buckets
+    crossing     share of a long message's time that a message in the other direction between
+                 the same two ranks has to wait: on one connection the answer that a long message
+                 needs queues behind the data that goes the same way
     node_*       latency and gap between two ranks of one node
     reduction    per byte reduced
 
-`burst` is for shaped links, real or virtual: what they let through at once after a pause, and so
-also what a pause inside an algorithm gains. Ordinary links have none.
+`burst` describes links whose rate is limited by a token bucket. After a pause, a link with a token
+bucket sends `burst` bytes at the faster rate `peak`, so an algorithm that pauses between messages
+sends the next ones faster. For links that are not limited by a token bucket, `burst` is 0.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..errors import ConfigError, nearest
 
 
 class NetworkModel(NamedTuple):
-    """Seconds, seconds per byte, bytes (`burst`), a share (`crossing`)."""
+    """Times in seconds or seconds per byte; `burst` is in bytes, `crossing` a share of a time."""
 
     latency: float = 2e-6
     gap: float = 1e-9
@@ -38,21 +39,22 @@ class NetworkModel(NamedTuple):
     burst: float = 0.0
     peak: float = 0.0
     crossing: float = 0.0
-    #: Whether the link is as slow into the node as out of it; a shaped sender limits one way only.
+    #: Whether a link is as slow into the node as out of it. False if only senders are limited.
     incoming: bool = True
     node_latency: float = 1e-6
     node_gap: float = 2e-10
 
 
-#: A cluster's 10 Gbit/s network, roughly.
+#: Parameters of a typical cluster with a network of 10 Gbit/s.
 DEFAULT = NetworkModel()
 
 
 class Problem(NamedTuple):
-    """What is simulated: an allreduce of `n` elements on `size` ranks of a network.
+    """The problem to simulate: an allreduce of `n` elements over `size` ranks on a network.
 
-    Ranks r with equal ``r // ranks_per_node`` share a node and its link. `repeats` calls come one
-    after the other; the cost is that of one, as in a measurement that does the same.
+    All ranks r with the same ``r // ranks_per_node`` are on one node and share its link. The
+    simulation runs the allreduce `repeats` times in a row, as a benchmark does, and returns the
+    mean time of one run.
     """
 
     size: int
@@ -64,7 +66,7 @@ class Problem(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the vector."""
+        """The size of the vector in bytes."""
         return self.n * self.itemsize
 
     @property
@@ -73,18 +75,18 @@ class Problem(NamedTuple):
         return self.size % self.ranks_per_node == 0
 
     def node(self, rank):
-        """Return the node of a rank, or of an array of ranks."""
+        """Return the number of the node of a rank; for an array of ranks, an array of nodes."""
         return rank // self.ranks_per_node
 
 
 def save(path, network: NetworkModel, **facts) -> None:
-    """Write parameters as JSON, with where they come from."""
+    """Write the parameters of `network`, and `facts` about their origin, to a JSON file."""
     text = json.dumps({"parameters": network._asdict(), **facts}, indent=1)
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 def load(path) -> NetworkModel:
-    """Read parameters that `save` wrote. ConfigError says what is wrong with the file."""
+    """Read the parameters from a file that `save` wrote; raise ConfigError for other files."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))["parameters"]
         items = dict(values).items()
@@ -103,7 +105,7 @@ def load(path) -> NetworkModel:
 
 
 class Cost(NamedTuple):
-    """When the last rank is done, and what the busiest rank does."""
+    """The time of an allreduce in seconds, and the largest message and byte counts of any rank."""
 
     seconds: float
     rounds: int

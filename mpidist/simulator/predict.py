@@ -1,4 +1,4 @@
-"""The cost of an algorithm by name, in the quickest way that is exact: `predict`."""
+"""`predict` simulates the cost of an algorithm by the quickest method that is exact."""
 
 from __future__ import annotations
 
@@ -9,30 +9,34 @@ from .network_model import Cost, Problem
 from .rank_classes import CLASSES
 from .two_levels import HIERARCHICAL, builder, lane_algorithm, with_node_phases
 
-#: Ranks up to which every schedule is simulated rank by rank.
+#: Largest number of ranks for which every schedule is simulated rank by rank.
 ENUMERATED = 64
-#: Steps up to which a schedule without classes still is: some ten seconds.
+#: Most steps of a larger schedule to simulate rank by rank: this takes some ten seconds.
 MAX_STEPS = 1_000_000
 
 
 def predict(name: str, problem: Problem, *, fast: bool | None = None) -> Cost:
-    """Return the cost of an allreduce by its algorithm's name.
+    """Return the simulated cost of an allreduce by the algorithm `name`.
 
-    ``hierarchical`` is its lanes and, before each call, the time of its phases in memory.
-    Up to 64 ranks every rank is simulated. Beyond, a ring is simulated on the ranks of one node,
-    since all nodes do the same, and trees and butterflies by class of ranks; where a rank has a
-    piece of the vector, n is first rounded up so that all pieces are equal. Both give what all
-    ranks would (`tests/unit/test_predict.py`). ``direct`` and ``naive`` have no such form.
+    The cost of ``hierarchical`` is the cost of its messages between nodes, plus the time of its
+    work in shared memory. Up to 64 ranks, every rank is simulated. With more than 64 ranks,
+    `predict` takes one of two shortcuts. For a ring, `predict` simulates the ranks of one node
+    only, because all nodes do the same. For trees and butterflies, `predict` groups similar ranks
+    into classes, and simulates each class at once. If an algorithm cuts the vector into one piece
+    per rank, the length n of the vector is first rounded up so that all pieces are equal. Both
+    shortcuts give the same cost as a simulation of all ranks (`tests/unit/test_predict.py`). Other
+    algorithms, such as ``direct`` and ``naive``, have no shortcut for many ranks.
 
     Parameters
     ----------
     fast : bool, optional
-        Whether to simulate in the form for many ranks; None decides by their number.
+        Whether to take the shortcut for many ranks; None decides by the number of ranks.
 
     Raises
     ------
     ConfigError
-        Where there is no fast form and the ranks are too many, or the nodes are uneven.
+        If there are too many ranks for an algorithm without a shortcut, or the nodes have different
+        numbers of ranks.
     """
     size, n, itemsize, _, ranks_per_node, _ = problem
     build = builder(name, ranks_per_node)
@@ -42,7 +46,8 @@ def predict(name: str, problem: Problem, *, fast: bool | None = None) -> Cost:
         problem = with_node_phases(name, problem)
         lane = lane_algorithm(problem.nbytes // ranks_per_node)
     quick = size > ENUMERATED if fast is None else fast
-    # Two ranks are each other's both neighbours: their messages cross, as no others in a ring do.
+    # In a ring of two nodes the messages cross, since both neighbours are the same node. In larger
+    # rings they do not.
     if quick and lane == "ring" and size // ranks_per_node > 2:
         _check_full(problem)
         n = _equal(n, size)

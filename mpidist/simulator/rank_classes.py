@@ -1,8 +1,10 @@
-"""Classes of ranks: ranks whose steps differ in nothing but their peers and places in the vector.
+"""Group ranks that do the same steps into classes; only peers and vector positions differ.
 
-A butterfly has one class or three, a tree over 65,536 ranks 17, a double tree 32. For each class
-one rank's steps are built and, beside every message, an array of peers, one for each rank of the
-class: that is all that `vector_simulator` needs to find the times of all ranks at once.
+All ranks of a butterfly fall into at most three classes. With 65,536 ranks, a tree has 17 classes
+and a double tree has 32. For each class of ranks, this module builds the steps of only one rank.
+For each message in the steps of this rank, the module also builds an array with the peers of all
+ranks of the class. From the steps and the arrays of peers, `vector_simulator` computes the times of
+all ranks of a class at once.
 """
 
 from __future__ import annotations
@@ -19,20 +21,20 @@ from ..collectives.schedules.schedule import Step, length
 
 
 class Class(NamedTuple):
-    """Ranks that do the same: the steps of one, and for each message the peers of all."""
+    """One class: its ranks, the steps of its first rank, and each step's peers for all ranks."""
 
     ranks: np.ndarray
     steps: list[Step]
     peers: list[np.ndarray]
 
     def without_empty(self) -> Class:
-        """Drop steps of no elements, as the executor does."""
+        """Return the class without its steps that move no elements; a real run also drops them."""
         kept = [i for i, s in enumerate(self.steps) if length(s.source) or length(s.target)]
         return Class(self.ranks, [self.steps[i] for i in kept], [self.peers[i] for i in kept])
 
 
 def of_tree(size: int, n: int, itemsize: int) -> list[Class]:
-    """Ranks with as many subtrees, up to the same distance, are alike."""
+    """Return the classes of a tree; ranks of a class have equal numbers and sizes of subtrees."""
     alike = defaultdict(list)
     for rank in range(size):
         reach = (rank & -rank) or 1 << tree.rounds(size)
@@ -47,13 +49,13 @@ def of_tree(size: int, n: int, itemsize: int) -> list[Class]:
 
 
 def of_butterfly(build: Callable, size: int, n: int, itemsize: int) -> list[Class]:
-    """Odd ranks that fold, even ones that they fold onto, and the ranks that do not fold."""
+    """Return a butterfly's classes: ranks left out of it, the partners of these, and the others."""
     power = 1 << (size.bit_length() - 1)
     rest = size - power
     ranks = np.arange(size)
     folded = ranks < 2 * rest
     members = np.concatenate([ranks[: 2 * rest : 2], ranks[2 * rest :]])
-    # The number of a rank in the inner butterfly; of a folded odd rank, that of its even one.
+    # The number of each rank in the inner butterfly. A folded odd rank has that of its partner.
     inner = np.where(folded, ranks // 2, ranks - rest)
     result = []
     for chosen in (folded & (ranks % 2 == 1), folded & (ranks % 2 == 0), ~folded):
@@ -73,7 +75,7 @@ def of_butterfly(build: Callable, size: int, n: int, itemsize: int) -> list[Clas
 
 
 def of_double_tree(size: int, n: int, itemsize: int) -> list[Class]:
-    """Ranks at the same depth with as many children, in both trees, are alike."""
+    """Return a double tree's classes: ranks of equal depth and number of children in both trees."""
     alike = defaultdict(list)
     for rank in range(size):
         places = [double_tree.tree_place(size, rank, k) for k in (0, 1)]
@@ -81,7 +83,7 @@ def of_double_tree(size: int, n: int, itemsize: int) -> list[Class]:
         alike[shape].append((rank, places))
     result = []
     for shape, members in alike.items():
-        # Steps are built with the column of a peer in this table in place of the peer.
+        # Steps are built with columns of this table in place of peers.
         table = np.array(
             [
                 [q for here in places for q in (here.parent, *here.children) if q is not None]
@@ -102,10 +104,12 @@ def of_double_tree(size: int, n: int, itemsize: int) -> list[Class]:
 
 
 def _halved(build: Callable, size: int, n: int, itemsize: int) -> list[Class]:
+    """Return a butterfly's classes; its schedule function `build` has the argument `itemsize`."""
     return of_butterfly(partial(build, itemsize=itemsize), size, n, itemsize)
 
 
-#: Algorithms whose ranks fall into few classes; those that halve need n as a multiple of 2^k <= p.
+#: Algorithms with few classes of ranks. Those that halve the vector need n as a multiple of the
+#: largest power of two that is not above p.
 CLASSES: dict[str, Callable[[int, int, int], list[Class]]] = {
     "tree": of_tree,
     "double_tree": of_double_tree,

@@ -1,10 +1,11 @@
-"""What a schedule costs, rank by rank, without running it. The model is that of `network_model`.
+"""Simulate a schedule on the network of `network_model`, rank by rank, to find its cost.
 
-Steps obey the same dependencies as in the executor, so segments overlap here exactly where they
-may overlap there. Links, senders, receivers and processors serve in the order of the schedule: by
-round, then by place in the round, then by rank. So every time is the maximum of a few earlier
-times plus a cost, one sweep over the rounds finds them all, and `vector_simulator` can do the same
-for all ranks of a class at once with the same result. (R124; issue 3, point 8.)
+The steps of a schedule have the same dependencies as in a real run, so messages and additions
+overlap in the simulation exactly where they can overlap in a real run. If several steps need the
+same link, sender, receiver or processor, they get it in the order of the schedule: by round, then
+by position in the list of steps, then by rank. Each simulated time is the maximum of a few earlier
+times plus a cost, so one pass over the rounds computes all times. `vector_simulator` computes the
+same times for many similar ranks at once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .network_model import Cost, Problem
 
 
 class Sent(NamedTuple):
-    """A message as the picture needs it: first byte out, last byte out, last byte there."""
+    """A simulated message, with the times at which it begins to leave, has left, and arrives."""
 
     source: int
     target: int
@@ -39,7 +40,7 @@ class Sent(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """A sum as the picture needs it."""
+    """A simulated reduction, with its rank and the times at which it begins and ends."""
 
     rank: int
     begin: float
@@ -49,14 +50,14 @@ class Reduced(NamedTuple):
 def simulate(build: Callable, problem: Problem, trace: list | None = None) -> Cost:
     """Return the cost of an allreduce schedule ``build(size, rank, n, itemsize)``.
 
-    `trace` gets every `Sent` and `Reduced`.
+    Each message and each reduction is appended to the list `trace`, as `Sent` or `Reduced`.
     """
     plans = programs(lambda p, r, m: build(p, r, m, problem.itemsize), problem.size, problem.n)
     return summary(plans, problem.itemsize, run(plans, problem, trace))
 
 
 def summary(plans: Sequence[list[Step]], itemsize: int, seconds: float) -> Cost:
-    """Return the cost: rounds, messages, bytes, sums, each of the rank that has most."""
+    """Return the cost of the ranks' steps in `plans`; each count is the largest of any rank."""
     sends = [[length(s.source) for s in steps if s.kind == SEND] for steps in plans]
     sums = [
         sum(length(s.target) for s in steps if s.kind in (REDUCE, REDUCE_LEFT)) for steps in plans
@@ -71,11 +72,11 @@ def summary(plans: Sequence[list[Step]], itemsize: int, seconds: float) -> Cost:
 
 
 def run(plans: Sequence[list[Step]], problem: Problem, trace: list | None = None) -> float:
-    """Return the seconds of one of the calls, until the last rank is done.
+    """Return the mean seconds of an allreduce, from its start until the last rank is done.
 
-    `plans` may be those of the first ranks only, of one node or several, where all nodes do the
-    same in a circle: what goes to rank r of another node then comes, from one as far away as the
-    sender is from r, to the rank in the same place here.
+    `plans` has the list of steps of each rank. If all nodes do the same, as in a ring, the steps of
+    the first node's ranks are enough. If only the first node's ranks are simulated, a message
+    to another node goes to the rank of the first node with the same local rank.
     """
     machine = _Machine(problem, len(plans))
     ranks = [_Rank(steps) for steps in plans]
@@ -92,7 +93,7 @@ def run(plans: Sequence[list[Step]], problem: Problem, trace: list | None = None
 
 
 class _Rank:
-    """The steps of one rank and when each of them may begin."""
+    """The steps of one rank, and the times at which each of them may begin."""
 
     def __init__(self, steps: list[Step]):
         self.compiled = compile_steps(steps)
@@ -108,7 +109,7 @@ class _Rank:
         self.needs = self.compiled.needs.copy()
 
     def take(self, i: int) -> float:
-        """Return when step i can begin, and let the next step of its channel begin then too."""
+        """Return when step `i` begins; the next send (or receive) with its peer may then begin."""
         if self.needs[i]:
             raise ScheduleError(f"{self.compiled.steps[i]} needs what a later step of it brings")
         for k in self.compiled.followers[i]:
@@ -127,7 +128,7 @@ class _Rank:
 
 
 class _Machine:
-    """When each sender, link, receiver and processor is free, and the messages on their way."""
+    """Keeps the times at which senders, links and processors become free, and messages arrive."""
 
     def __init__(self, problem: Problem, simulated: int):
         self.problem, self.network, self.simulated = problem, problem.network, simulated
@@ -143,7 +144,7 @@ class _Machine:
         return self.problem.node(source) == self.problem.node(target)
 
     def transmit(self, source: int, target: int, nbytes: int, ready: float):
-        """Put a message on its way; return when it is on the wire, has left and is there."""
+        """Send a message; return when it starts, and when its last byte leaves and arrives."""
         net = self.network
         begin = max(self.sender[source], ready) + net.overhead
         self.sender[source] = begin
@@ -157,7 +158,7 @@ class _Machine:
             start, before = begin, self.out[node]
             if nbytes > LONG:
                 start = max(begin, self.crossed.pop((source, target), 0.0))
-            # A bucket of tokens is a link whose clock may lag behind by as much as it holds.
+            # With a token bucket, the clock of a link may be late by the time for `burst` bytes.
             self.out[node] = max(before, start - net.burst * net.gap) + nbytes * net.gap
             self.fast[node] = max(self.fast[node], start) + nbytes * net.peak
             left = max(self.out[node], self.fast[node])
@@ -170,13 +171,13 @@ class _Machine:
         return max(start, min(before, left)), left, arrival
 
     def seen(self, source: int, target: int) -> tuple[int, int]:
-        """Move a pair of ranks to where the target is one of those simulated."""
+        """Return sender and receiver, shifted by whole nodes so that the receiver is simulated."""
         here = target % self.simulated
         return (source - target + here) % self.problem.size, here
 
 
 def _send_all(round: int, ranks, machine: _Machine, trace) -> None:
-    """Send what all ranks send in a round: first the first messages, then the second ones, ..."""
+    """Send a round's messages: the first message of each rank, then the second of each, etc."""
     itemsize = machine.problem.itemsize
     sends = [
         (place, r, i, rank.compiled.steps[i].peer, length(rank.compiled.steps[i].source) * itemsize)

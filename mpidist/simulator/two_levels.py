@@ -1,7 +1,8 @@
-"""`hierarchical` for the simulator: its lanes as a schedule, its phases in memory as a cost term.
+"""Simulate `hierarchical` allreduce: messages between nodes, a fixed time inside each node.
 
-The simulator knows messages. What the ranks of a node do in shared memory before and after the
-exchange takes none, so it is time that each call costs beforehand, like Python's.
+The simulator itself computes only the times of messages and additions. Inside a node, the ranks of
+`hierarchical` send no messages but work in shared memory. The time of the work in shared memory is
+therefore added to the fixed cost of each allreduce call.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ HIERARCHICAL = "hierarchical"
 
 
 def builder(name: str, ranks_per_node: int) -> Callable:
-    """Return what builds the schedule of an algorithm: of the lanes, where it is hierarchical."""
+    """Return the function that builds a schedule; ``hierarchical`` has one only between nodes."""
     if name != HIERARCHICAL:
         return ALLREDUCE[name]
 
@@ -46,14 +47,16 @@ def builder(name: str, ranks_per_node: int) -> Callable:
 
 
 def lane_algorithm(nbytes: int) -> str:
-    """Name what a lane of so many bytes runs between the nodes."""
+    """Return the algorithm that ``hierarchical`` uses between nodes for `nbytes` per rank."""
     return "ring" if nbytes > RING_BYTES else "butterfly"
 
 
 def with_node_phases(name: str, problem: Problem) -> Problem:
-    """Add to `call` what a rank does in memory: put in, add, and take out parts of the others.
+    """Return `problem`; for ``hierarchical``, add the shared-memory work to the cost of each call.
 
-    Both copies go at the speed of messages inside the node, which are copies too.
+    For the work in shared memory, a rank copies its input in, adds up one part of the vectors of
+    all ranks, and copies the sums out. The time of each copy is that of a message inside the node,
+    because such a message is a copy as well.
     """
     if name != HIERARCHICAL:
         return problem

@@ -1,8 +1,10 @@
-"""The simulator for many ranks: all ranks of a class at once, in NumPy (see `rank_classes`).
+"""The simulator for many ranks, which computes the times of all similar ranks at once.
 
-The same sweep over the rounds with arrays in place of numbers. Where ranks of one node use its
-link in turns, a batch of messages takes in the first of each link, the next batch the second
-ones: the order of service is that of `simulate`, and so are the results, to the last bit or two.
+The module computes the rounds one after the other, as `simulate` does, but with arrays of times
+instead of single times. If several ranks of a node send in the same round, their messages share a
+link. The messages are computed in batches: the first batch has the first message on each link, the
+next batch the second one, and so on. Links therefore serve messages in the same order as in
+`simulate`, and the times of both modules differ in the last one or two bits at most.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from .rank_classes import Class
 
 
 def run(classes: Sequence[Class], problem: Problem) -> float:
-    """Return the seconds of one of the calls, until the last rank is done."""
+    """Return the mean seconds of an allreduce, from its start until the last rank is done."""
     machine = _Machine(problem)
     groups = [_Group(each) for each in classes]
     rounds = sorted({step.round for each in classes for step in each.steps})
@@ -36,7 +38,7 @@ def run(classes: Sequence[Class], problem: Problem) -> float:
 
 
 class _Group:
-    """A class at work: when each of its steps may begin, an array over its ranks."""
+    """The state of a class of ranks: for each step, the times at which the ranks may begin it."""
 
     def __init__(self, alike: Class):
         self.ranks, self.steps, self.peers = alike
@@ -49,7 +51,7 @@ class _Group:
 
     def begin(self, call: float) -> None:
         self.end = self.end + call
-        # Arrays are never written in place, so all steps may share the first one.
+        # Arrays are never written in place, so all steps can share this one.
         self.ready: list = [self.end] * len(self.steps)
 
     def take(self, i: int) -> np.ndarray:
@@ -82,7 +84,7 @@ class _Group:
 
 
 class _Wires:
-    """The messages of one round, found by their ends and by how many went before."""
+    """The arrival times of one round's messages; a message is found by its sender and receiver."""
 
     def __init__(self, size: int, sources, targets, arrivals):
         key = sources * size + targets
@@ -95,19 +97,19 @@ class _Wires:
 
 
 class _Machine:
-    """When each sender, link, receiver and processor is free: arrays over ranks and nodes."""
+    """Arrays of the times at which senders, links, receivers and processors become free."""
 
     def __init__(self, problem: Problem):
         self.problem, self.network, size = problem, problem.network, problem.size
         self.sender, self.receiver, self.processor = (np.zeros(size) for _ in range(3))
         nodes = problem.node(size - 1) + 1
-        # Links of nodes first, then a lane of each rank for its messages inside the node.
+        # The links of the nodes, and after them a lane of each rank for messages inside the node.
         self.out, self.fast = np.zeros(nodes + size), np.zeros(nodes + size)
         self.into = np.zeros(nodes)
         self.nodes = nodes
 
     def transmit(self, source, target, nbytes: int, ready, crossed) -> tuple:
-        """Send messages of which no two share a link; return when they leave and arrive."""
+        """Send messages that share no link; return the times when they start, leave and arrive."""
         net = self.network
         begin = np.maximum(self.sender[source], ready) + net.overhead
         self.sender[source] = begin
@@ -130,39 +132,31 @@ class _Machine:
 
 
 def _send_all(round: int, groups, machine: _Machine) -> _Wires:
-    """Send what all ranks send in a round: all first messages, then all second ones, ..."""
+    """Send a round's messages: the first message of each rank, then the second of each, etc."""
     itemsize = machine.problem.itemsize
-    most = max(len(group.sends.get(round, ())) for group in groups)
+    sends = [(group, group.sends.get(round, ())) for group in groups]
+    most = max(len(steps) for _, steps in sends)
     done = []
     waits: dict[int, float] = {}
     for place in range(most):
-        batch = [
-            (group, group.sends[round][place])
-            for group in groups
-            if len(group.sends.get(round, ())) > place
-        ]
+        batch = [(group, steps[place]) for group, steps in sends if len(steps) > place]
+        counts = [len(group.ranks) for group, _ in batch]
         sources = np.concatenate([group.ranks for group, _ in batch])
         targets = np.concatenate([group.peers[i] for group, i in batch])
         ready = np.concatenate([group.take(i) for group, i in batch])
-        sizes = np.concatenate(
-            [
-                np.full(len(group.ranks), length(group.steps[i].source) * itemsize)
-                for group, i in batch
-            ]
-        )
+        nbytes = [length(group.steps[i].source) * itemsize for group, i in batch]
+        sizes = np.repeat(nbytes, counts)
         left, arrival = _in_turns(machine, sources, targets, sizes, ready, waits)
         done.append((sources, targets, arrival))
-        first = 0
-        for group, i in batch:
-            group.finish(i, left[first : first + len(group.ranks)])
-            first += len(group.ranks)
+        for (group, i), now in zip(batch, np.split(left, np.cumsum(counts)[:-1]), strict=True):
+            group.finish(i, now)
     if not done:
         return _Wires(1, *(np.zeros(0, int) for _ in range(3)))
     return _Wires(machine.problem.size, *map(np.concatenate, zip(*done, strict=True)))
 
 
 def _in_turns(machine: _Machine, sources, targets, sizes, ready, waits) -> tuple:
-    """Send messages in the order of their senders, as many at once as share no link."""
+    """Send messages in the order of their senders; those that share no link are sent at once."""
     problem = machine.problem
     left, arrival = np.empty(len(sources)), np.empty(len(sources))
     order = np.argsort(sources, kind="stable")
@@ -170,7 +164,7 @@ def _in_turns(machine: _Machine, sources, targets, sizes, ready, waits) -> tuple
         s, t = sources[order], targets[order]
         local = problem.node(s) == problem.node(t)
         out = np.where(local, machine.nodes + s, problem.node(s))
-        # A message inside a node enters no link: a number of its own.
+        # A message inside a node enters no link, so it gets a number of its own.
         into = np.where(local, -1 - s, problem.node(t))
         pair = np.where(
             sizes[order] > LONG, np.minimum(s, t) * problem.size + np.maximum(s, t), -1 - s
@@ -182,7 +176,7 @@ def _in_turns(machine: _Machine, sources, targets, sizes, ready, waits) -> tuple
             s, t = sources[chosen], targets[chosen]
             crossed = np.zeros(len(chosen))
             if nbytes > LONG:
-                # Until when each message waits for one that crosses it.
+                # The time until which each message waits for a message that crosses it.
                 pairs = (s * problem.size + t).tolist()
                 crossed = np.array([waits.pop(pair, 0.0) for pair in pairs])
             start, left[chosen], arrival[chosen] = machine.transmit(
@@ -199,7 +193,7 @@ def _in_turns(machine: _Machine, sources, targets, sizes, ready, waits) -> tuple
 
 
 def _first(values: np.ndarray) -> np.ndarray:
-    """Whether each value is the first of its kind."""
+    """Return an array of bools, which are true where no earlier value is equal to this one."""
     result = np.zeros(len(values), bool)
     result[np.unique(values, return_index=True)[1]] = True
     return result

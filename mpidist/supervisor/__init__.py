@@ -1,5 +1,6 @@
 """`mpidist launch`: start a job, notice that it died or hangs, and start it again.
 
-`attempts` is the loop and `policy` its decisions, which are pure; `liveness` and `deaths` notice
-that ranks are gone, `commands` and `hosts` are the words for the next start.
+An attempt is one start of the program on all ranks. The module `attempts` starts one attempt after
+the other. `policy` decides what follows an attempt, by pure functions. `liveness` and `deaths`
+notice that ranks have died or hang. `commands` and `hosts` make the command line of the next start.
 """

@@ -1,15 +1,17 @@
-"""Run a program under an MPI launcher until it is done: start, watch, end, decide, again.
+"""Run a program under an MPI launcher until it is done; start it again after a failure.
 
-No MPI here. The launcher runs in a session of its own; everything it starts carries a mark in its
-environment, by which what outlives it on this host is found and ended. Ranks on other hosts see in
-their folder that the attempt is over, and end themselves (`mpidist.launch.heartbeat`).
+An attempt is one start of the program on all ranks. `mpidist launch` itself does not use MPI, and
+starts the launcher (such as mpiexec) in a session of its own. An environment variable marks all
+processes that the launcher starts. After the end of the launcher, `mpidist launch` kills all
+processes with this mark that still run on this host. Ranks on other hosts notice a file in the
+shared folder which says that the attempt is over, and end themselves (`mpidist.launch.heartbeat`).
 
     DIR/history.jsonl      one line for each attempt and decision
-    DIR/selection-*.json   what `algorithm="auto"` has chosen, for the attempts after this one
-    DIR/attempt-0/rank-3   what rank 3 has told
-    DIR/attempt-0/launcher who has started it
-    DIR/attempt-0/begun    the program began, on some host
-    DIR/attempt-0/over     nobody of this attempt may go on
+    DIR/selection-*.json   the choices of `algorithm="auto"`, for later attempts
+    DIR/attempt-0/rank-3   the heartbeat of rank 3
+    DIR/attempt-0/launcher the process that has started the attempt
+    DIR/attempt-0/begun    exists once the program has begun on some host
+    DIR/attempt-0/over     exists once all processes of the attempt must end
 """
 
 from __future__ import annotations
@@ -38,15 +40,15 @@ from .liveness import Launcher, Vigil
 from .memory_kills import MemoryKills
 from .policy import Action, Attempt, decide
 
-#: The environment variable that marks everything an attempt has started.
+#: The environment variable that marks all processes of an attempt.
 MARK = "MPIDIST_LAUNCH_MARK"
-#: Seconds that a launcher has to end its ranks when it is told to.
+#: Seconds that a launcher has to end its ranks after SIGTERM.
 PATIENCE = 5.0
 
 #: The file of an attempt that names its launcher.
 _LAUNCHER = "launcher"
 
-#: What a launcher starts: a sign that it does start, and then the program in the same process.
+#: The command that a launcher starts: it makes a file, and then becomes the program.
 _BEGIN = 'true 2>/dev/null >"$1"; shift; exec "$@"'
 
 _ASK = (signal.SIGUSR1, signal.SIGTERM)
@@ -54,14 +56,14 @@ _HEARD = (*_ASK, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 def run(job: LaunchedJob) -> int:
-    """Launch `job` until it is done or must not go on; return the exit code."""
+    """Start `job`, and start it again after failures, until it ends; return the exit code."""
     job.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     attempts = read_history(job.folder)
     number = next_attempt(job.folder, len(attempts))
     place = AttemptPlace(job.hosts, tuple(job.hosts or ()), named=not job.slurm)
     place = without_culprits(job, attempts, place)
     ranks = min(job.ranks, room(job, place.hosts))
-    # Waited for and never handled: a handler could run between any two lines of this.
+    # The signals are blocked and waited for: a handler could run between any two lines here.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     try:
         while True:
@@ -84,7 +86,7 @@ def run(job: LaunchedJob) -> int:
                 return _finish(job, action)
             ranks = action.ranks
     finally:
-        # Whoever asked while it ended has been obeyed, and must not end the process now.
+        # A signal that came during the end has done its work, and must not end this process now.
         while signal.sigtimedwait(_HEARD, 0):
             pass
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -94,9 +96,7 @@ def _finish(job: LaunchedJob, action: Action) -> int:
     if action.what == "requeue":
         done = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
         if done.returncode:
-            print_line(
-                "scontrol requeue failed; the exit code 75 says that the job is not finished"
-            )
+            print_line("scontrol requeue failed; exit code 75 says that the job is not finished")
     if action.code == 0:
         remove_control_folder(job.folder)
     else:
@@ -105,15 +105,16 @@ def _finish(job: LaunchedJob, action: Action) -> int:
 
 
 def _asked_within(seconds: float) -> bool:
-    """Wait before the next attempt; whether somebody asked for a stop meanwhile."""
+    """Wait before the next attempt; return whether a signal asked for a stop meanwhile."""
     return signal.sigtimedwait((*_ASK, signal.SIGINT, signal.SIGHUP), seconds) is not None
 
 
 class _Running:
-    """One attempt: the launcher, its ranks' folder, and the mark of all it started.
+    """One attempt: its launcher, its folder, and the environment variable that marks its processes.
 
-    `number` is that of its folder, and never used again. It is `known_as` the same number as those
-    before it of which the launcher has started nothing: to the program it is the first.
+    `number` is in the name of the attempt's folder, and no later attempt gets the same number.
+    `known_as` is the attempt's number that the program and the user see, which does not count
+    earlier attempts in which the launcher has started no process.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class _Running:
         words = commands.command(ranks, job.words, place.hosts, restricted=place.named)
         self.kind = kind = commands.kind_of(words)
         if kind == "openmpi":
-            # The others hand the whole environment on, also to other hosts.
+            # Other launchers pass the whole environment on, also to other hosts.
             words += [word for name in told for word in ("-x", name)]
         self.began = time.monotonic()
         self.environment = {**launch_environment(), **slurm, **told}
@@ -156,12 +157,12 @@ class _Running:
         self.begun = False
 
     def _before(self) -> None:
-        """Run in the child, which is to become the launcher."""
+        """Unblock signals and remove an old Open MPI session folder before the launcher begins."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
         remove_session(os.getpid(), self.environment)
 
     def watch(self) -> Attempt:
-        """Wait for the end, or make one; what came of it."""
+        """Wait until the attempt ends, or end the attempt if necessary; return its result."""
         asked, why, deadline = False, "", float("inf")
         while self.process.poll() is None:
             heard = signal.sigtimedwait(_HEARD, self.job.limits.interval(self.ranks))
@@ -187,7 +188,7 @@ class _Running:
         return self._result(asked, why)
 
     def _look(self, now: float) -> str:
-        """Return why this attempt must end, "" while all may be well."""
+        """Return the reason for which this attempt must end, or "" if it may continue."""
         ended = set(self.deaths.order)
         signs = heartbeat.read_heartbeats(self.folder)
         self.deaths.watch(signs)
@@ -196,25 +197,26 @@ class _Running:
         stopped = stat_of(self.process.pid)[0] == "T"
         why = self.vigil.look(signs, now, ended, Launcher(self.begun, stopped))
         if any(not sign.heard for sign in self.vigil.dead):
-            # Open MPI waits half a second for the others to leave by themselves, which they cannot.
-            # So it ends at once, with the exit code of the one that was first. Not where somebody
-            # has asked them to leave: then the end is under way.
+            # Open MPI waits half a second for the other ranks to leave by themselves, which they
+            # cannot. After this kill it ends at once, with the exit code of the first dead rank. A
+            # rank that has heard a signal to end is leaving already, and needs no kill.
             self.deaths.kill()
         return why
 
     def _end(self) -> None:
-        # A library that is killed leaves its shared memory behind; note it while it is mapped.
+        # A killed MPI library leaves its shared memory behind; find it while it is still mapped.
         left = marked(self.mark, MARK)
         segments = mpi_segments(left)
         if late := self.process.poll() is None:
             self.process.terminate()
-            self.process.send_signal(signal.SIGCONT)  # one that is stopped cleans up as well
+            self.process.send_signal(signal.SIGCONT)  # so that a stopped launcher cleans up too
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(PATIENCE)
-        with contextlib.suppress(OSError):  # a full disk must not save anybody from what follows
+        with contextlib.suppress(OSError):  # the processes must be ended even if the disk is full
             (self.folder / heartbeat.OVER).touch()
         if late:
-            # Whoever has shed the mark; only while the group must be ours, for numbers come again.
+            # Kill processes that have lost the mark. The group's number may be reused once the
+            # launcher is gone, so this is done only if it was still running.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         end_marked(self.mark, variable=MARK)
@@ -238,17 +240,13 @@ class _Running:
             step=max(steps, default=None), first=min(firsts, default=None), told=len(signs),
             left=sum(sign.left for sign in signs), asked=asked, why=why,
             seconds=round(time.monotonic() - self.began, 1),
-            begun=begun, memory=self._memory(asked),
+            begun=begun, memory="" if asked else self.memory.text(signs),
             culprit=commands.named_like(self.vigil.culprit(), self.job.hosts or ()),
         )  # fmt: skip
 
-    def _memory(self, asked: bool) -> str:
-        """Return which rank the kernel has killed for want of memory, "" for none."""
-        return "" if asked else self.memory.text(self.vigil.signs)
-
 
 def _unnameable(environment: Mapping[str, str]) -> list[str]:
-    """Words that set again what /bin/sh may drop, as dash does: bash's functions, for one."""
+    """Return an `env` command that sets variables that /bin/sh may drop, such as bash functions."""
     odd = {name for name in environment if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)}
     return ["env", *(f"{name}={environment[name]}" for name in sorted(odd))] if odd else []
 
@@ -260,8 +258,7 @@ def _tell(known_as: int, attempts: Sequence[Attempt], action: Action) -> None:
     last = attempts[-1]
     if last.finished and len(attempts) == 1:
         return
-    what = f"attempt {known_as} on {last.ranks} ranks: {last.text()}"
-    then = f"{action.reason}"
+    what, then = f"attempt {known_as} on {last.ranks} ranks: {last.text()}", action.reason
     if action.what == "relaunch":
         pause = f" in {action.pause:g} s" if action.pause else ""
         then = f"again{pause} with {action.ranks} ranks, {action.reason}"
@@ -273,23 +270,25 @@ def _note(folder: Path, kind: str, facts: dict) -> None:
     try:
         with (folder / "history.jsonl").open("a+b") as file:
             file.seek(0)
-            # Half a line of a launcher that was killed would make this one unreadable as well.
+            # Remove half a line of a killed launcher, which would make this line unreadable too.
             file.truncate(file.read().rfind(b"\n") + 1)
             file.write(line.encode())
-    except OSError as error:  # a full disk must not be the end of a job that goes on without it
+    except OSError as error:  # a full disk must not end a job that can go on without a history
         print_line(f"the history is not written: {error}")
 
 
 def next_attempt(folder: Path, known: int) -> int:
-    """Return the number of the next attempt, `known` being in the history.
+    """Return the number of the next attempt, if ``history.jsonl`` has `known` attempts.
 
-    A launcher that was killed has left an attempt that is not there. It is over: a requeued job may
-    come back on another host, where nobody can ask whether that launcher still runs.
+    If `mpidist launch` was killed, its last attempt has a folder, but is not in ``history.jsonl``.
+    This function marks an attempt of a killed `mpidist launch` as over, so that the ranks of this
+    attempt end. Old attempts are marked as over because a requeued job may start on another host,
+    where nothing shows whether the old processes still run.
 
     Raises
     ------
     ConfigError
-        That launcher is still at work, on this host.
+        Another `mpidist launch`, which uses the same folder, still runs on this host.
     """
     number = known
     while (attempt := folder / f"attempt-{number}").exists():
@@ -307,37 +306,35 @@ def next_attempt(folder: Path, known: int) -> int:
 
 
 def remove_control_folder(folder: Path) -> None:
-    """Remove what is ours of a control folder; all of it, where nothing else is in it."""
+    """Remove the files of `mpidist launch` from a control folder, and the folder if it is empty."""
     for attempt in folder.glob("attempt-*"):
         if (attempt / _LAUNCHER).exists():
             shutil.rmtree(attempt, ignore_errors=True)
     with contextlib.suppress(OSError):
-        for path in folder.glob("selection-*.json"):
-            path.unlink()
-        (folder / "history.jsonl").unlink(missing_ok=True)
+        for path in (*folder.glob("selection-*.json"), folder / "history.jsonl"):
+            path.unlink(missing_ok=True)
         folder.rmdir()
 
 
 def read_history(folder: Path) -> list[Attempt]:
-    """Return the attempts of this job so far: of others than this process, after a requeue.
+    """Return all attempts of this job so far, including those before the job was requeued.
 
     Raises
     ------
     ConfigError
-        The file is not one of ours.
+        The file ``history.jsonl`` in `folder` is not a history of `mpidist launch`.
     """
     try:
         data = (folder / "history.jsonl").read_bytes()
     except FileNotFoundError:
         return []
-    # A launcher that was killed while it wrote has left half a line, and said nothing with it.
-    whole = data[: data.rfind(b"\n") + 1]
-    known = []
     try:
-        for line in whole.splitlines():
-            facts = json.loads(line)
-            if facts["event"] == "attempt":
-                known.append(Attempt(**{k: facts[k] for k in Attempt._fields if k in facts}))
+        # A launcher that was killed while it wrote has left half a line, which does not count.
+        events = [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+        return [
+            Attempt(**{name: facts[name] for name in Attempt._fields if name in facts})
+            for facts in events
+            if facts["event"] == "attempt"
+        ]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder}/history.jsonl is not a history of mpidist: {error}") from None
-    return known

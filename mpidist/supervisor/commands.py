@@ -1,6 +1,7 @@
-"""How an MPI launcher is told what to start, and on which hosts. The environment is given.
+"""The command lines that make an MPI launcher start a program on given hosts.
 
-The launcher is the one that belongs to the running interpreter, or the user's words for it.
+The launcher is the mpiexec that belongs to this Python interpreter, or the user's own command.
+Functions of this module that need environment variables take these variables as an argument.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from ..launch.claims import srun_mpi
 from ..launch.launchers import crowding, find_launcher, launcher_command, launcher_kind
 from ..launch.processes import run
 
-#: Node states in which Slurm starts nothing; a ``*`` behind any state: it does not answer.
+#: Node states in which Slurm starts nothing. A ``*`` after a state means a node without answer.
 _AWAY = ("down", "drain", "fail", "maint", "unk", "power", "no_respond", "boot")
 
-#: What a rank's shell does first. Open MPI's component for one-sided transfers over libfabric
-#: sleeps a second when MPI_Init closes it unused, and ranks that are all on one host do not use it
+#: The first command in the shell of a rank. Open MPI's component for one-sided transfers over
+#: libfabric sleeps for a second when MPI_Init closes it unused, and ranks on one host never use it
 #: (mca_btl_ofi_component_close in opal/mca/btl/ofi/btl_ofi_component.c).
 _WITHOUT_OFI = (
     '[ "$OMPI_COMM_WORLD_LOCAL_SIZE" = "$OMPI_COMM_WORLD_SIZE" ] && '
@@ -46,17 +47,18 @@ def command(
     hosts: Mapping[str, int] | None = None,
     restricted: bool = False,
 ) -> list[str]:
-    """Return the words before the program.
+    """Return the command line of the launcher, up to the program.
 
     Parameters
     ----------
     ranks : int
     words : sequence of str
-        The user's launcher; none is the one of this interpreter.
+        The words of the user's launcher command; empty for the launcher of this Python interpreter.
     hosts : mapping, optional
-        Host to number of ranks there is room for; None leaves it to the launcher.
+        The hosts, and how many ranks each can run. With None, the launcher chooses the hosts.
     restricted : bool
-        Name the hosts: not all of those that the launcher knows of are to be used.
+        Whether to give the names of the hosts to the launcher, because it knows more hosts than it
+        may use.
     """
     if not words and hosts is None:
         return launcher_command(ranks)
@@ -66,33 +68,31 @@ def command(
 
 
 def again(ranks: int, started_by: str, library: str, crowded: bool) -> list[str]:
-    """Return the words by which a job like this one is started from a shell.
+    """Return the words of a command that starts a job again by the same launcher on `ranks` ranks.
 
     Parameters
     ----------
     ranks : int
     started_by : str
-        Who started this process, as `claims.claimed_size` says; "" for nobody.
+        The launcher of this process, as returned by `claims.claimed_size`; "" for none.
     library : str
         Name and version of the MPI library.
     crowded : bool
-        Some host has more ranks than cores.
+        Whether some host has more ranks than cores.
     """
-    family, _, version = library.rpartition(" ")
-    open_mpi = family == "Open MPI"
     if started_by == "srun":
         return ["srun", f"--mpi={srun_mpi(library)}", "-n", str(ranks)]
     if not started_by:
         return []
+    family, _, version = library.rpartition(" ")
     major = version.partition(".")[0]
-    kind = "openmpi" if open_mpi else "mpich"
-    known = open_mpi or family == "MPICH"  # Intel's and others have words of their own
-    more = crowding(kind, int(major)) if crowded and known and major.isdecimal() else []
+    kind = {"Open MPI": "openmpi", "MPICH": "mpich"}.get(family)  # others have other options
+    more = crowding(kind, int(major)) if crowded and kind and major.isdecimal() else []
     return [callable_as("mpirun"), *more, "-n", str(ranks)]
 
 
 def callable_as(program: str) -> str:
-    """Return how a shell in this folder finds a program that lies beside this Python."""
+    """Return a name by which a shell finds `program`, which is in the folder of this Python."""
     own = Path(sys.executable).with_name(program)
     found = shutil.which(program)
     if not own.exists() or (found and Path(found).resolve() == own.resolve()):
@@ -102,9 +102,12 @@ def callable_as(program: str) -> str:
 
 
 def quick_start(kind: str, launcher: str, environ: Mapping[str, str]) -> str:
-    """Return what a rank's shell is to do so that MPI_Init takes no longer than it must.
+    """Return a shell command that avoids a needless wait in Open MPI's MPI_Init, or "".
 
-    Nothing where somebody has chosen the transports, by a variable, an option or a file.
+    The command switches off one of Open MPI's transports, if all ranks are on one host. The result
+    is "" for launchers of other MPI libraries, and if the user has chosen the transports in a
+    configuration file. If the user has chosen the transports by an environment variable or an
+    option, the command changes nothing.
     """
     if kind != "openmpi":
         return ""
@@ -132,7 +135,7 @@ def _host_words(kind: str, hosts: Mapping[str, int]) -> list[str]:
 
 
 def parse_hosts(text: str) -> dict[str, int]:
-    """Read ``a:2,b:2`` into host and number of ranks; one rank where there is no number."""
+    """Parse hosts and their numbers of ranks, as in ``a:2,b:2``; the default number is 1."""
     hosts: dict[str, int] = {}
     for word in text.split(","):
         name, found, count = word.strip().partition(":")
@@ -143,9 +146,10 @@ def parse_hosts(text: str) -> dict[str, int]:
 
 
 def named_like(host: str, hosts: Collection[str]) -> str:
-    """Return which of several hosts calls itself `host`, "" if none; domains may be left out. Pure.
+    """Return the entry of `hosts` that is the same host as `host`, or "" for none. Pure.
 
-    With less than two there is nothing to choose from.
+    Only the names before the first dot are compared. The result is "" too if `hosts` has fewer than
+    two entries, because a job cannot leave out its only host.
     """
     own = host.partition(".")[0]
     alike = [name for name in hosts if host and name.partition(".")[0] == own]
@@ -153,10 +157,10 @@ def named_like(host: str, hosts: Collection[str]) -> str:
 
 
 def answers(host: str, words: Sequence[str], environ: Mapping[str, str], seconds: float) -> bool:
-    """Whether the launcher can start anything on a host. Blocks for at most `seconds`."""
+    """Return whether the launcher can start a program on `host`. Blocks at most `seconds`."""
     probe = command(1, words, {host: 1}, restricted=True)
     try:
-        # It leaves nothing behind of a launcher that still waits for the host.
+        # `run` also ends all processes of a launcher that still waits for the host.
         return run([*probe, "true"], env=environ, timeout=seconds).returncode == 0
     except OSError:
         return False
@@ -166,7 +170,7 @@ def answers(host: str, words: Sequence[str], environ: Mapping[str, str], seconds
 
 
 def slurm_hosts(environ: Mapping[str, str]) -> dict[str, int] | None:
-    """Return the hosts of this allocation and the tasks of each; None outside of one."""
+    """Return how many tasks each host of this Slurm allocation has; None without Slurm."""
     nodes = environ.get("SLURM_JOB_NODELIST")
     if "SLURM_JOB_ID" not in environ or not nodes:
         return None
@@ -177,7 +181,7 @@ def slurm_hosts(environ: Mapping[str, str]) -> dict[str, int] | None:
 
 
 def slurm_left(environ: Mapping[str, str]) -> list[str]:
-    """Return the hosts that the allocation has now: a node that went down leaves it."""
+    """Return the hosts that the Slurm allocation has now, without nodes that went down."""
     nodes = _ask(["squeue", "-h", "-j", environ["SLURM_JOB_ID"], "-o", "%N"]).strip()
     return _ask(["scontrol", "show", "hostnames", nodes]).split()
 
@@ -185,17 +189,16 @@ def slurm_left(environ: Mapping[str, str]) -> list[str]:
 def slurm_environ(
     environ: Mapping[str, str], hosts: Sequence[str], left: Sequence[str], ranks: int
 ) -> dict[str, str]:
-    """Return what Slurm would have set on a start on the hosts that are `left`. Pure.
+    """Return the variables that Slurm would set if only the hosts in `left` were allocated. Pure.
 
-    srun and Open MPI's mpirun believe these variables, and fail where they name a host too many.
+    srun and Open MPI's mpirun read such variables, and fail if a variable contains a host that is
+    no longer in the allocation.
     """
     if list(hosts) == list(left):
         return {}
-    told = {"SLURM_NTASKS": str(ranks), "SLURM_NPROCS": str(ranks)}
-    for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        told[name] = ",".join(left)
-    for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
-        told[name] = str(len(left))
+    told = dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), str(ranks))
+    told |= dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), ",".join(left))
+    told |= dict.fromkeys(("SLURM_JOB_NUM_NODES", "SLURM_NNODES"), str(len(left)))
     for name in ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE"):
         counts = dict(zip(hosts, expand_counts(environ.get(name, "")), strict=False))
         told[name] = ",".join(str(counts.get(host, 1)) for host in left)
@@ -203,7 +206,10 @@ def slurm_environ(
 
 
 def slurm_away(hosts: Sequence[str]) -> set[str]:
-    """Return those of the hosts on which Slurm starts nothing now."""
+    """Return those of `hosts` on which Slurm starts no process now.
+
+    Such a host is, for example, down or drained, or does not answer.
+    """
     said = _ask(["sinfo", "-h", "-N", "-n", ",".join(hosts), "-o", "%N %T"])
     return {
         name
@@ -213,7 +219,7 @@ def slurm_away(hosts: Sequence[str]) -> set[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Expand Slurm's ``2(x3),1`` into 2, 2, 2, 1. Pure."""
+    """Return the numbers in a Slurm list: ``2(x3),1`` becomes 2, 2, 2, 1. Pure."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)

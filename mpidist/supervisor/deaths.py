@@ -1,8 +1,9 @@
-"""Which ranks of this host have ended, and in which order; and a quick end for the others.
+"""Record in which order ranks on this host have ended, and kill the remaining ranks.
 
-The kernel tells at once, by a handle (pidfd) of each process, and a handle never means another
-process that has got its number. Where the kernel has none (before Linux 5.3), or a rank is in a
-container that counts its processes by itself, nothing is known, and all is left to the launcher.
+The kernel reports the end of a process at once through a handle (pidfd). A handle always refers to
+the same process, even if a later process gets the same number. The end of a rank is not recorded if
+the kernel has no pidfd handles (before Linux 5.3), or if the rank is in a container with its own
+process numbers. If the end of a rank is not recorded, only the launcher notices it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from ..launch.process_table import born
 
 
 class Deaths:
-    """The ranks of this host, while they live and when they end.
+    """The ranks on this host: their process handles, and the order in which they have ended.
 
-    The thread that makes it gets SIGCHLD at each end, as if they were its own children.
+    The thread that creates this object gets the signal SIGCHLD when a rank ends, as if the rank
+    were its child process.
     """
 
     def __init__(self):
@@ -37,19 +39,17 @@ class Deaths:
         self._thread.start()
 
     def watch(self, signs: Sequence[Sign]) -> None:
-        """Take note of the ends of these ranks too."""
+        """Begin to watch the ranks that have written the heartbeats `signs`."""
         for sign in signs:
             if sign.host == self._host and sign.pid not in self._seen:
                 self._seen.add(sign.pid)
                 with suppress(OSError, AttributeError):
-                    self._watch(os.pidfd_open(sign.pid), sign)
-
-    def _watch(self, handle: int, sign: Sign) -> None:
-        if born(sign.pid) != str(sign.born):
-            os.close(handle)
-            return
-        self._pids[handle] = sign.pid
-        self._poll.register(handle, select.EPOLLIN)
+                    handle = os.pidfd_open(sign.pid)
+                    if born(sign.pid) == str(sign.born):
+                        self._pids[handle] = sign.pid
+                        self._poll.register(handle, select.EPOLLIN)
+                    else:
+                        os.close(handle)
 
     def _run(self) -> None:
         while True:
@@ -61,13 +61,13 @@ class Deaths:
                 signal.pthread_kill(self._caller, signal.SIGCHLD)
 
     def kill(self) -> None:
-        """Kill all that still live. Twice is fine."""
+        """Kill all watched ranks that still run. Idempotent."""
         for handle in self._pids:
             with suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
 
     def close(self) -> None:
-        """Stop taking note. Twice is fine."""
+        """Stop the thread and close the handles. Idempotent."""
         if self._thread.is_alive():
             os.write(self._ended, b"!")
             self._thread.join()

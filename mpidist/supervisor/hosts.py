@@ -1,7 +1,8 @@
-"""Where an attempt of `mpidist launch` can run: hosts that answer and have not failed too often."""
+"""The hosts for an attempt of `mpidist launch`: those that answer and do not fail too often."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -21,7 +22,11 @@ PROBE = 20.0
 
 
 class LaunchedJob(NamedTuple):
-    """What to run, and how. `hosts`: host to ranks; `slurm`: they are those of an allocation."""
+    """A program, and how `mpidist launch` runs it.
+
+    `words`: the user's launcher command. `hosts`: the number of ranks on each host. `slurm`:
+    whether the hosts are those of a Slurm allocation.
+    """
 
     program: tuple[str, ...]
     ranks: int
@@ -34,9 +39,11 @@ class LaunchedJob(NamedTuple):
 
 
 class AttemptPlace(NamedTuple):
-    """Where an attempt runs: `hosts` to ranks, None where the launcher decides.
+    """The hosts of an attempt.
 
-    `left` are the hosts of the allocation; `named`: some of them must not be used.
+    `hosts`: the number of ranks on each host, or None if the launcher chooses the hosts. `left`:
+    the hosts that the Slurm allocation still has. `named`: whether the command line of the launcher
+    contains the names of the hosts.
     """
 
     hosts: dict[str, int] | None
@@ -45,12 +52,12 @@ class AttemptPlace(NamedTuple):
 
 
 def print_line(text: str) -> None:
-    """Print one line."""
+    """Print one line of `mpidist launch` on stderr."""
     print(f"mpidist launch: {text}", file=sys.stderr, flush=True)
 
 
 def usable(job: LaunchedJob) -> AttemptPlace:
-    """Return where the next attempt can run."""
+    """Return the hosts on which the next attempt can run."""
     if job.hosts is None or len(job.hosts) < 2:
         return AttemptPlace(job.hosts)
     left = list(job.hosts)
@@ -59,16 +66,17 @@ def usable(job: LaunchedJob) -> AttemptPlace:
             still = set(commands.slurm_left(os.environ))
             left = [host for host in left if host in still]
             away = commands.slurm_away(left) if left else set()
-        except ConfigError as error:  # a controller that is busy: the hosts may well be there
+        except ConfigError as error:  # Slurm may only be busy, so all hosts are tried
             print_line(f"Slurm does not say which nodes are left: {error}")
             return AttemptPlace(job.hosts, tuple(job.hosts))
     else:
         environment = launch_environment()
+
+        def is_away(host: str) -> bool:
+            return not commands.answers(host, job.words, environment, PROBE)
+
         with ThreadPoolExecutor(16) as pool:
-            answers = pool.map(
-                lambda host: commands.answers(host, job.words, environment, PROBE), left
-            )
-            away = {host for host, well in zip(left, answers, strict=True) if not well}
+            away = set(itertools.compress(left, pool.map(is_away, left)))
     hosts = {host: job.hosts[host] for host in left if host not in away}
     if gone := [host for host in job.hosts if host not in hosts]:
         print_line(f"not there: {', '.join(gone)}")
@@ -78,22 +86,21 @@ def usable(job: LaunchedJob) -> AttemptPlace:
 def without_culprits(
     job: LaunchedJob, attempts: Sequence[Attempt], place: AttemptPlace
 ) -> AttemptPlace:
-    """Leave out hosts that are there, and on which the job fails again and again."""
+    """Return the hosts of `place` without those on which the job fails again and again."""
     if not place.hosts:
         return place
     known = attempts, job.policy, job.ranks
     out = left_out(*known, job.hosts or {}, list(place.hosts), time.time())
     if not out:
         return place
-    print_line(
-        f"left out, for ranks of this job failed there first, again and again: {', '.join(out)}"
-    )
+    why = "for ranks of this job failed there first, again and again"
+    print_line(f"left out, {why}: {', '.join(out)}")
     hosts = {host: count for host, count in place.hosts.items() if host not in out}
     return place._replace(hosts=hosts, named=True)
 
 
 def room(job: LaunchedJob, hosts: Mapping[str, int] | None) -> int:
-    """Return how many ranks hosts have room for, given that all have for all ranks. Pure."""
+    """Return how many ranks can run on `hosts`, which are some of the job's hosts. Pure."""
     if not job.hosts or hosts is None:
         return job.ranks
     return job.ranks * sum(hosts.values()) // sum(job.hosts.values())

@@ -1,4 +1,4 @@
-"""When does an attempt have to be ended? Judged from what its ranks tell. Pure."""
+"""Decide from the heartbeats of the ranks whether an attempt must be ended. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from ..launch.heartbeat import Sign
 
 
 class Limits(NamedTuple):
-    """Seconds: without a beat, until all ranks begin, without a step, to save and leave.
+    """Limits in seconds for the ranks and the launcher of an attempt.
 
-    With `start` None its limit counts only once one rank has begun. With `stall` None there is no
-    such limit. `launcher` limits two times: until it has started anything, and from the end of
-    all ranks to its own end; None is `LAUNCHER`.
+    `heartbeat`: the longest time without a heartbeat of a rank. `start`: the longest time until all
+    ranks have begun; with None, the limit is `START`, and applies only once a rank has begun.
+    `stall`: the longest time without a completed step; None for no limit. `grace`: the time that
+    ranks have to save and exit after a request to stop. `launcher`: the longest time until the
+    launcher starts any process, and also the longest time from the end of all ranks to the end of
+    the launcher. If `launcher` is None, the limit is `LAUNCHER`, but a launcher that queues, such
+    as srun, may start its processes at any time.
     """
 
     heartbeat: float = 60.0
@@ -24,38 +28,40 @@ class Limits(NamedTuple):
     launcher: float | None = None
 
     def interval(self, ranks: int) -> float:
-        """Seconds between two checks of the files of so many ranks."""
+        """Return the seconds between two checks of the heartbeat files of `ranks` ranks."""
         return min(0.5, self.heartbeat / 4) + ranks / 500
 
 
-#: Until all ranks have begun once one has, if nothing else is said.
+#: The default seconds until all ranks have begun, once one rank has.
 START = 300.0
-#: A rank that is dead is left to the launcher for so long; so is a launcher that is stopped.
+#: Seconds that the launcher has to handle the death of a rank, or may itself be stopped.
 DEAD = 10.0
-#: For a launcher that starts nothing, or does not end after its ranks.
+#: Seconds after which a launcher is ended that starts nothing, or does not end after its ranks.
 LAUNCHER = 30.0
 
 
 class Launcher(NamedTuple):
-    """What is seen of the launcher itself: it has started something; it is stopped (SIGSTOP)."""
+    """Whether the launcher has started the program, and whether it is stopped (by SIGSTOP)."""
 
     begun: bool = True
     stopped: bool = False
 
 
-AT_WORK = Launcher()
+_OK = Launcher()
 
 
 class Vigil:
-    """What was seen of one attempt's ranks.
+    """The state of the ranks of one attempt, as their heartbeats show it.
 
-    A file that cannot be read for a while, as it happens on shared file systems, is no rank that is
-    missing: what it told last stands. Silence is counted on this host's clock, from looks; a look
-    that comes late, because this process was stopped as well, counts for nothing.
+    A sign is the newest heartbeat of a rank, read from the rank's file. On shared file systems the
+    file of a rank may be unreadable for a while; the heartbeat that was read last then stays valid.
+    The time without a new heartbeat is measured by the clock of this host. If the time between two
+    calls of `look` is much too long, `mpidist launch` itself was stopped (as by SIGSTOP), and the
+    times without a new heartbeat are counted from zero.
 
-    `dead_ends`: the launcher does not go on without a rank. `queues`: it may have to wait, as srun
-    does, before it can start anything. `ended` has those of this host's processes that are gone,
-    and `dead` the first ranks among them that have not left.
+    `dead_ends`: whether the death of a rank must end the attempt, because the launcher does not
+    continue without a rank. `queues`: whether the launcher may wait, as srun does, before it starts
+    a process. `dead`: the first ranks that have died without an orderly exit.
     """
 
     def __init__(
@@ -82,19 +88,22 @@ class Vigil:
         self._step, self._stepped = -1, began
 
     def note(self, signs: Sequence[Sign]) -> None:
-        """Take what can be read now of what the ranks have told."""
+        """Store the newest heartbeats of the ranks."""
         self._signs.update({sign.rank: sign for sign in signs})
 
     @property
     def signs(self) -> list[Sign]:
-        """What each rank has told last, by rank."""
+        """The last heartbeat of each rank, in the order of the ranks."""
         return [self._signs[rank] for rank in sorted(self._signs)]
 
     def culprit(self) -> str:
-        """Return the host whose ranks failed first; "" if that is not known.
+        """Return the host whose ranks failed first, or "" if it is unknown.
 
-        A rank with an error of its own says so, and one without a sign was seen. One that is killed
-        tells nothing; but then the launcher asks the others to end, and they tell that they heard.
+        A rank that ended by an exception has recorded its failure in its heartbeat file. The
+        method `look` has found the ranks whose heartbeats stopped. A killed rank records nothing,
+        but the launcher then sends a signal to all other ranks, and these record the signal. If
+        other ranks have recorded a signal, a rank that has recorded neither a signal nor an exit
+        was killed.
         """
         heard = any(sign.heard for sign in self.signs)
         lost = [sign for sign in self.signs if heard and not sign.left and not sign.heard]
@@ -103,28 +112,29 @@ class Vigil:
         return hosts.pop() if len(hosts) == 1 else ""
 
     def look(
-        self,
-        told: Sequence[Sign],
-        now: float,
-        ended: Collection[int] = (),
-        launcher: Launcher = AT_WORK,
+        self, told: Sequence[Sign], now: float, gone: Collection[int] = (), launcher: Launcher = _OK
     ) -> str:
-        """Return why the attempt must end, or "" while all may be well.
+        """Return the reason for which the attempt must end, or "" if it may continue.
 
-        `ended` is of before the files of what is `told` were read: who leaves says so first.
+        `told` are the newest heartbeats. `gone` are the process IDs of the ranks on this host that
+        had ended before the heartbeats were read. A rank records a normal exit before its process
+        ends, so a rank in `gone` without such a record has died.
         """
         self.note(told)
         signs = self.signs
         if now - self._last > max(5.0, self.limits.heartbeat / 2):
-            self._forget(now)
+            # This process was stopped too, so all times are counted from now.
+            self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
+            self._since.clear()
+            self._stepped = now
         self._last = now
         there = [sign for sign in signs if not sign.left]
         silent = [sign for sign in there if self._silence(sign, now) > self.limits.heartbeat]
         if silent:
             self._accused = silent
             return f"{_named(silent)} gave no sign for {self.limits.heartbeat:g} s"
-        if self._dead_ends and not self.dead:  # the first ones: others may be killed for them
-            self.dead = [s for s in there if s.pid in ended and s.host == self._host]
+        if self._dead_ends and not self.dead:  # ranks that die later may be killed for these
+            self.dead = [s for s in there if s.pid in gone and s.host == self._host]
         if self._lasts("dead", bool(self.dead), now) > (0 if launcher.stopped else DEAD):
             self._accused = self.dead
             return f"{_named(self.dead)} is dead"
@@ -135,11 +145,6 @@ class Vigil:
             return f"only {len(signs)} of {self.ranks} ranks began within {late:g} s"
         return self._stalled(signs, there, now)
 
-    def _forget(self, now: float) -> None:
-        self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
-        self._since.clear()
-        self._stepped = now
-
     def _silence(self, sign: Sign, now: float) -> float:
         beat, since = self._beats.get(sign.rank, (None, now))
         if beat != sign.beat:
@@ -148,7 +153,10 @@ class Vigil:
         return now - since
 
     def _lasts(self, what: str, so: bool, now: float) -> float:
-        """Seconds for which it has been so, -1 while it is not."""
+        """Return for how many seconds the condition `what` has been true; -1 if it is false now.
+
+        `so`: whether the condition is true now.
+        """
         if not so:
             self._since.pop(what, None)
             return -1.0

@@ -1,8 +1,8 @@
-"""Which rank did the kernel kill for want of memory? For the words of `mpidist launch`.
+"""Find the rank that the kernel killed for lack of memory, so that `mpidist launch` can name it.
 
-A process that is killed tells nothing. But its control group counts such kills, the ranks tell
-their memory with every beat, and of those that are gone the one that was gone first is it: the
-launcher ends the others.
+A killed process cannot record why it ended. But the control group (cgroup) of the process counts
+the kills for lack of memory, and each rank records its memory use with every heartbeat. If several
+ranks have ended, the kernel killed the first one, and the launcher then ended the others.
 
     rank 0   peak 3.1 GiB   gone at 10.031 s, ended by the launcher
     rank 1   peak 7.8 GiB   gone at 10.002 s, and oom_kill of its group went from 0 to 1
@@ -19,25 +19,25 @@ from ..launch.heartbeat import Sign
 
 
 class MemoryKills:
-    """What an attempt's ranks and control groups tell of memory."""
+    """The memory use and the control groups of the ranks of one attempt."""
 
     def __init__(self, order: Sequence[int], host: str | None = None, root: Path = Path("/")):
         self._host = socket.gethostname() if host is None else host
         self._root = root
-        self._order = order  # of the processes that have ended
+        self._order = order  # the processes that have ended, first to last
         self._groups: dict[int, ControlGroup] = {}
         self._own = group_of("self", root)
         self._before = self._own.kills() if self._own else None
 
     def see(self, signs: Sequence[Sign]) -> None:
-        """Take note of the groups that ranks of this host are in, while they are there."""
+        """Find the control groups of the ranks on this host, while their processes exist."""
         for sign in signs:
             here = sign.host == self._host and sign.rank not in self._groups
             if here and (group := group_of(sign.pid, self._root)):
                 self._groups[sign.rank] = group
 
     def text(self, signs: Sequence[Sign]) -> str:
-        """Return the line that names the rank, "" where nobody was killed for want of memory."""
+        """Return a text that names the rank killed for lack of memory, or "" for none."""
         lost = [sign for sign in signs if not (sign.left or sign.heard or sign.failed)]
         killed = [sign for sign in lost if self._kills(sign, signs) > 0]
         if killed:
@@ -56,12 +56,12 @@ class MemoryKills:
         return ""
 
     def _kills(self, lost: Sign, signs: Sequence[Sign]) -> int:
-        """How many the kernel has killed of the control group that this rank was in."""
+        """Return how many processes in the cgroup of rank `lost` were killed for lack of memory."""
         group = self._groups.get(lost.rank, self._own if lost.host == self._host else None)
         now = group.kills() if group else None
         if now is not None and lost.kills_before >= 0:
             return now - lost.kills_before
-        # On another host, or the group is gone: those that were in it have told.
+        # On another host, or if the group is gone: the counts that its ranks have recorded.
         told = [
             sign.kills - sign.kills_before
             for sign in signs
@@ -70,15 +70,14 @@ class MemoryKills:
         return max(told, default=0)
 
     def _first(self, killed: Sequence[Sign]) -> Sign:
-        order = self._order
-        gone = [sign for sign in killed if sign.pid in order and sign.host == self._host]
+        gone = [sign for sign in killed if sign.pid in self._order and sign.host == self._host]
         if gone:
-            return min(gone, key=lambda sign: order.index(sign.pid))
-        return max(killed, key=lambda sign: sign.peak)  # whom the kernel chooses
+            return min(gone, key=lambda sign: self._order.index(sign.pid))
+        return max(killed, key=lambda sign: sign.peak)  # the kernel kills the largest process
 
 
 def gibibytes(count: int) -> str:
-    """Say it in words: ``3.1 GiB``."""
+    """Return a number of bytes as text, such as ``3.1 GiB``."""
     return f"{count / 2**30:.3g} GiB"
 
 

@@ -1,42 +1,46 @@
-"""What `mpidist launch` does next: a pure function of what has happened so far.
+"""Decide what `mpidist launch` does after an attempt, by a pure function of all attempts so far.
 
     attempt 0   4 ranks   exit 137 at step 812     -> again, with 4 ranks
     attempt 1   4 ranks   exit 137 at step 951     -> again
     attempt 2   4 ranks   exit 137 at step 951     -> stop: the same failure at the same step
 
-Failures have a budget per hour. A run that left to be requeued (exit code 75) is no failure and
-costs nothing of it, as long as it gets further each time, and tells so; it has a budget of its own.
-Nor does a launcher that has started nothing: the job was not even tried.
+The number of failures per hour is limited. An attempt that has saved and exited with code 75, to be
+requeued, is no failure if its ranks have written heartbeats; the number of such attempts has its
+own limit. An attempt in which the launcher has started no process is not counted as a failure,
+since the job did not run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
-#: Exit codes after which another attempt would end the same: bad input, EX_USAGE, EX_CONFIG.
+#: Exit codes for which a new attempt would fail again: bad input, EX_USAGE, EX_CONFIG.
 HOPELESS = (2, 64, 78)
-#: "Saved, not finished" (EX_TEMPFAIL).
+#: The exit code for "saved, not finished" (EX_TEMPFAIL).
 REQUEUE = 75
-#: The budget of failures is one for each of these seconds.
+#: The seconds for which a failure counts in the budget.
 WINDOW = 3600.0
 #: The longest pause before another attempt.
 LONGEST_PAUSE = 60.0
-#: A launcher may start nothing so often in a row.
+#: How often in a row a launcher may start nothing.
 UNSTARTED = 3
-#: A host whose ranks were the first to fail so often is left out.
+#: A host is left out if its ranks were the first to fail so often.
 AGAIN = 2
 
 
 class Attempt(NamedTuple):
-    """What came of one launch.
+    """The result of one attempt, that is, of one start of the program on all ranks.
 
-    `step` is how far it got and `first` where it began, None where no rank told; `told` ranks
-    told anything, and `left` of them ended by themselves. `why`: what the supervisor ended it for.
-    `begun`: the launcher has started the program somewhere. `culprit`: the host whose ranks were
-    the first to fail, "" where nobody knows. `memory`: whom the kernel killed for want of it.
+    `code`: the exit code of the launcher. `ended`: the time of the end. `first` and `step`: the
+    step at which the attempt began, and its last step; None if no rank has recorded a step. `told`:
+    how many ranks have written heartbeats. `left`: how many ranks have exited by themselves.
+    `asked`: whether a signal has asked the attempt to stop. `why`: the reason for which
+    `mpidist launch` has ended the attempt, "" if it has not. `begun`: whether the launcher has
+    started the program on some host. `culprit`: the host whose ranks were the first to fail, "" if
+    unknown. `memory`: a text on the rank that the kernel has killed for lack of memory, "" if none.
     """
 
     ranks: int
@@ -55,36 +59,31 @@ class Attempt(NamedTuple):
 
     @property
     def finished(self) -> bool:
-        """Whether the program came to its end: the exit code alone proves nothing."""
+        """Whether the program ran to its end, which the exit code alone does not prove."""
         return self.code == 0 and not self.why and self.left == self.told
 
     @property
     def preempted(self) -> bool:
-        """Whether it saved and left by itself, to be requeued."""
+        """Whether the program has saved and exited by itself, to be continued later."""
         return self.code == REQUEUE and not self.why
 
     @property
     def failed(self) -> bool:
-        """Whether it counts among the failures."""
+        """Whether the attempt counts as a failure."""
         return not (self.finished or self.preempted)
 
     @property
     def unstarted(self) -> bool:
-        """Whether the launcher had started nothing when it gave up, or was given up."""
+        """Whether the launcher has ended, or was ended, before it started any process."""
         return self.failed and not (self.begun or self.told or self.asked)
 
     @property
-    def whole(self) -> bool:
-        """Whether all ranks began."""
-        return self.told == self.ranks
-
-    @property
     def advanced(self) -> bool:
-        """Whether a step was completed."""
+        """Whether the attempt has completed a step."""
         return self.step is not None and self.first is not None and self.step > self.first
 
     def text(self) -> str:
-        """In a few words."""
+        """Return the result of the attempt in a few words."""
         end = f"exit code {self.code}" if self.code >= 0 else f"signal {-self.code}"
         if self.unstarted and not self.why:
             return f"the launcher has started nothing (its words are above), {end}"
@@ -97,9 +96,12 @@ class Attempt(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """What the user wants. `preempted`: "leave" with 75, "relaunch", or "requeue" under Slurm.
+    """The options of the user, as on the command line of `mpidist launch`.
 
-    `max_preemptions`: how often that in all, None for as often as it takes.
+    `preempted` says what follows an attempt that has saved and exited to be continued later:
+    "leave" ends `mpidist launch` with exit code 75, "relaunch" starts the next attempt, and
+    "requeue" gives the job back to Slurm, which starts it again later. `max_preemptions`: how many
+    attempts may save and exit to be continued later, None for any number.
     """
 
     max_restarts: int = 3
@@ -109,7 +111,11 @@ class Policy(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What to do: "relaunch" with so many `ranks` after `pause` seconds, "requeue", or "end"."""
+    """The next action. `what` is "relaunch", "requeue" or "end".
+
+    A relaunch starts `ranks` ranks after `pause` seconds. For "requeue" and "end", `code` is the
+    exit code of `mpidist launch`.
+    """
 
     what: str
     code: int
@@ -119,17 +125,17 @@ class Action(NamedTuple):
 
 
 def decide(attempts: Sequence[Attempt], policy: Policy, wanted: int, room: int) -> Action:
-    """Return what to do after the newest of the attempts. Pure.
+    """Return the action that follows the newest attempt. Pure.
 
     Parameters
     ----------
     attempts : sequence of Attempt
-        All so far, the newest last.
+        All attempts so far, the newest last.
     policy : Policy
     wanted : int
-        The number of ranks that was asked for.
+        The number of ranks that the user wants.
     room : int
-        How many ranks the hosts that are left have room for.
+        How many ranks the remaining hosts can run.
     """
     last = attempts[-1]
     code = last.code if last.code > 0 else 128 - last.code if last.code < 0 else 1
@@ -152,7 +158,7 @@ def decide(attempts: Sequence[Attempt], policy: Policy, wanted: int, room: int) 
     elif ranks >= last.ranks and _same_twice(tried):
         where = "before its first step" if last.step is None else f"at step {last.step}"
         return Action("end", code, f"the same failure twice {where}")
-    # Nobody knows whether a program that tells nothing gets further: each of its attempts counts.
+    # Each attempt of a program without signs counts, since its progress is unknown.
     spent = [a for a in tried if a.failed or not a.told]
     failures = [a for a in spent if last.ended - a.ended < WINDOW]
     if len(failures) > policy.max_restarts:
@@ -171,21 +177,23 @@ def left_out(
     there: Sequence[str],
     now: float,
 ) -> list[str]:
-    """Return the hosts to be left out of the next attempt, though they are there. Pure.
+    """Return the hosts that answer, but that the next attempt must not use. Pure.
 
-    Their ranks were the first to fail, again and again within the last hour. The worst come first,
-    as long as there is room on the others.
+    A host is left out if its ranks were the first to fail, several times within the last hour. The
+    host with the most failures is left out first. A host is kept if the remaining hosts could run
+    too few ranks.
 
     Parameters
     ----------
     attempts, policy, wanted
-        As of `decide`.
+        As in `decide`.
     hosts : mapping
-        All hosts to the ranks of each, which have room for all that are `wanted`.
+        All hosts and their numbers of ranks; together they can run `wanted` ranks.
     there : sequence of str
-        Those of them that are there.
+        The hosts that answer.
     now : float
-        The time: the newest attempt may be of yesterday, before a requeue.
+        The current time, which is an argument because the newest attempt of a requeued job may be
+        much older.
     """
     out: list[str] = []
     failed = [a for a in attempts if a.failed and not a.asked and now - a.ended < WINDOW]
@@ -199,9 +207,10 @@ def left_out(
 
 
 def _same_twice(attempts: Sequence[Attempt]) -> bool:
-    """Whether the two newest ended alike at one place, and with as many ranks.
+    """Whether the two newest attempts have the same result, last step and number of ranks.
 
-    Of a program that tells no steps nobody knows the place; only the budget ends it.
+    The result is False for a program that writes no heartbeats, because its step is unknown. Only
+    the limit of failures stops a program without heartbeats.
     """
     if len(attempts) < 2 or not attempts[-1].told:
         return False
@@ -210,24 +219,25 @@ def _same_twice(attempts: Sequence[Attempt]) -> bool:
 
 
 def _cap(attempts: Sequence[Attempt], policy: Policy, wanted: int) -> int:
-    """Return how many ranks can begin at all: fewer where twice not all of them came (R50).
+    """Return how many ranks to start: fewer if two attempts in a row lacked ranks (R50).
 
-    Only a user who has named the least wants to begin with fewer.
+    Without the option --min-ranks, the result is always the number that the user wants.
     """
     cap = wanted
     if policy.min_ranks is None:
         return cap
     for before, last in pairwise(attempts):
-        if before.ranks == last.ranks and not before.whole and not last.whole:
+        if before.ranks == last.ranks and last.ranks not in (before.told, last.told):
             cap = min(cap, max(policy.min_ranks, last.told or last.ranks // 2))
     return cap
 
 
 def _pause(attempts: Sequence[Attempt]) -> float:
-    """Seconds before the next attempt: none at first, doubling while none gets further."""
-    idle = 0
-    for attempt in reversed(attempts):
-        if attempt.advanced:
-            break
-        idle += 1
+    """Return the pause in seconds before the next attempt.
+
+    The pause depends on how many of the newest attempts in a row have completed no step. The pause
+    is 0 for fewer than two attempts without a step, 1 second for two, and doubles with each further
+    one, up to `LONGEST_PAUSE`.
+    """
+    idle = len(list(takewhile(lambda attempt: not attempt.advanced, reversed(attempts))))
     return 0.0 if idle < 2 else min(LONGEST_PAUSE, 2.0 ** (idle - 2))

@@ -1,4 +1,4 @@
-"""Training: where collectives, servers, data, checkpoints and the guard meet.
+"""Training: `md.train`, which uses collectives, servers, data, checkpoints and `md.guard`.
 
-Read ``train.py`` first; ``exchanges/`` is what a strategy does with gradients.
+Read ``train.py`` first. ``exchanges/`` contains the ways to combine the gradients of all ranks.
 """

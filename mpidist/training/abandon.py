@@ -1,12 +1,13 @@
-"""What is around a run: a watch where there is none yet, and a word to the others if it fails here.
+"""Context managers around a whole run: a watch for hangs, and a message to other ranks on failure.
 
-Nothing collective happens on the way of an exception: the other ranks may be anywhere.
+The context managers of this module call no collective operation when an exception has ended the run
+on this rank, because each of the other ranks may be waiting in another call.
 """
 
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 from .. import events
 from ..errors import ConfigError
@@ -15,9 +16,10 @@ from ..fault_tolerance.watch import watch
 
 
 def watched(comm, seconds: float):
-    """Return a watch of this run for a ``with``. Collective over `comm`.
+    """Return a context manager that watches this run for hangs. Collective over `comm`.
 
-    Where the hosts share no folder in which it could work the run goes on without, and says so.
+    A watch needs a folder that all hosts share. If there is no such folder, the run continues
+    without a watch, and prints a note.
     """
     try:
         return watch(comm, seconds)
@@ -32,19 +34,15 @@ def watched(comm, seconds: float):
         return nullcontext()
 
 
-class AbandonOnError:
-    """A ``with`` that tells the other ranks what has ended this rank's run.
+@contextmanager
+def abandon_on_error(exchange):
+    """Send the other ranks the exception that has ended the run on this rank.
 
-    Unless they have it too: all ranks stop together, and what is raised everywhere they know.
+    Nothing is sent if all ranks raise the same exception together.
     """
-
-    def __init__(self, exchange):
-        self.exchange = exchange
-
-    def __enter__(self) -> AbandonOnError:
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        if error is None or isinstance(error, Stopped) or getattr(error, "everywhere", False):
-            return
-        self.exchange.abandon(error)
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Stopped) and not getattr(error, "everywhere", False):
+            exchange.abandon(error)
+        raise

@@ -1,8 +1,8 @@
-"""Checks of a run's arguments that one rank can make alone, before the run begins.
+"""Checks of the arguments of `md.train` that need no communication, before the run begins.
 
-Each check raises a ConfigError of one line: what was given, what is expected. None communicates:
-`settings.agree_on_settings` runs all of them before anything else, so that what is wrong on one
-rank is told to all of them.
+Each check raises a ConfigError of one line that says what was given and what is expected.
+`settings.agree_on_settings` runs all checks on every rank. If a check fails on one rank,
+`agree_on_settings` raises the error on all ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from ..arrays import named_arrays
-from ..checkpoint.arguments import path_of
+from ..checkpoint.arguments import checked_path
 from ..data import Loading, Position, Sampler
 from ..errors import ConfigError
 
@@ -25,14 +25,14 @@ _MODEL = (
     "gradients, ready=None), see docs/models.md"
 )
 
-#: Why servers cannot do what these arguments ask for.
+#: Why parameter servers cannot do what these arguments ask for.
 _ON_SERVERS = {
     "check_replicas": "servers hold each parameter once",
     "patience": "under servers each worker has a loss of its own",
 }
 
 
-def shown(value, longest: int = 60) -> str:
+def brief(value, longest: int = 60) -> str:
     """Return any value as one short line for an error message."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
@@ -48,14 +48,26 @@ def shown(value, longest: int = 60) -> str:
     return text
 
 
+def expect(good: bool, name: str, value, wanted: str) -> None:
+    """Raise ConfigError unless `good`; the error names argument, value and what is `wanted`."""
+    if not good:
+        raise ConfigError(f"{name}={brief(value)}: expected {wanted}")
+
+
 # ------------------------------------------------------------------------------------- numbers
 
 
 def is_whole_number(value) -> bool:
-    """Whether `value` is a whole number, and no bool."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return False
-    return isinstance(value, Integral) or (math.isfinite(value) and math.floor(value) == value)
+    """Return whether `value` is a whole number (a float such as 3.0 is one) and not a bool."""
+    if isinstance(value, Integral):
+        return not isinstance(value, bool)
+    return isinstance(value, Real) and math.isfinite(value) and math.floor(value) == value
+
+
+def has_methods(value, *names: str) -> bool:
+    """Return whether `value` is an object, not a class, that has a method for each of `names`."""
+    methods = (callable(getattr(value, name, None)) for name in names)
+    return not isinstance(value, type) and all(methods)
 
 
 def last_step(
@@ -65,15 +77,17 @@ def last_step(
     step: int = 0,
     position: Position | None = None,
 ) -> int:
-    """Return the number of steps of a whole run that stands at `step` and `position`.
+    """Return at which step the run will end; it has done `step` steps so far.
 
-    Epochs are counted in samples: a run that goes on with another global batch ends with them.
+    `position` is the next position of the run in the data. The remaining epochs are counted in
+    samples from `position`, so a run that is resumed with another global batch still ends at the
+    end of its last epoch.
     """
     if (epochs is None) == (steps is None):
-        raise ConfigError(f"epochs={shown(epochs)}, steps={shown(steps)}: give one of the two")
+        raise ConfigError(f"epochs={brief(epochs)}, steps={brief(steps)}: give one of the two")
     name, value = ("steps", steps) if epochs is None else ("epochs", epochs)
     if value is None or not is_whole_number(value) or value < 1:
-        raise ConfigError(f"{name}={shown(value)}: expected a whole number of 1 or more")
+        raise ConfigError(f"{name}={brief(value)}: expected a whole number of 1 or more")
     if name == "steps":
         return int(value)
     epoch, offset = position or Position()
@@ -84,13 +98,10 @@ def last_step(
 
 
 def check_whole(**values: int | None) -> None:
-    """Refuse what is not a number of steps; None stands for no number."""
+    """Raise ConfigError if a value is neither None nor a whole number of 1 or more."""
     for name, value in values.items():
-        number = isinstance(value, Integral) and not isinstance(value, bool)
-        if value is not None and not (number and value >= 1):
-            raise ConfigError(
-                f"{name}={shown(value)}: expected a whole number of 1 or more, or None"
-            )
+        number = isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
+        expect(value is None or number, name, value, "a whole number of 1 or more, or None")
 
 
 def _number(value) -> bool:
@@ -98,30 +109,28 @@ def _number(value) -> bool:
 
 
 def check_share(max_bad: float) -> None:
-    """Refuse a share that is none."""
-    if not _number(max_bad) or not 0 <= max_bad <= 1:
-        raise ConfigError(f"max_bad={shown(max_bad)}: expected a share from 0 to 1")
+    """Raise ConfigError if `max_bad` is not a number from 0 to 1."""
+    expect(_number(max_bad) and 0 <= max_bad <= 1, "max_bad", max_bad, "a share from 0 to 1")
 
 
 def check_time_limit(time_limit) -> None:
-    """Refuse a time that is none."""
-    if time_limit is None or (isinstance(time_limit, str) and time_limit == "auto"):
-        return
-    if not _number(time_limit) or not time_limit > 0:
-        raise ConfigError(f"time_limit={shown(time_limit)}: expected seconds > 0, 'auto', or None")
+    """Raise ConfigError if `time_limit` is none of: a number above 0, "auto", None."""
+    auto = time_limit is None or (isinstance(time_limit, str) and time_limit == "auto")
+    good = auto or (_number(time_limit) and time_limit > 0)
+    expect(good, "time_limit", time_limit, "seconds > 0, 'auto', or None")
 
 
 def check_watch(watch_seconds) -> None:
-    """Refuse a time after which a run would hang at once, or that is none."""
-    if not _number(watch_seconds) or not 0 <= watch_seconds <= sys.float_info.max:
-        raise ConfigError(f"watch_seconds={shown(watch_seconds)}: expected seconds, 0 is off")
+    """Raise ConfigError if `watch_seconds` is negative or not finite."""
+    good = _number(watch_seconds) and 0 <= watch_seconds <= sys.float_info.max
+    expect(good, "watch_seconds", watch_seconds, "seconds, 0 is off")
 
 
 # ------------------------------------------------------------------------- batches and strategies
 
 
 def check_batch(global_batch: int, workers: int) -> None:
-    """Refuse a batch of which some worker would never have a sample."""
+    """Raise ConfigError if a global batch is too small to give each worker a sample."""
     if global_batch < workers:
         raise ConfigError(
             f"global_batch={global_batch} is smaller than the {workers} workers, and some would "
@@ -130,13 +139,13 @@ def check_batch(global_batch: int, workers: int) -> None:
 
 
 def check_microbatches(microbatches: int | None, global_batch: int, strategy) -> None:
-    """Refuse a number of pieces that a batch or a strategy cannot have."""
+    """Raise ConfigError if the global batch or the strategy does not allow `microbatches`."""
     check_whole(microbatches=microbatches)
     if microbatches is None:
         return
     if microbatches > global_batch:
         raise ConfigError(
-            f"microbatches={shown(microbatches)} is more than the {global_batch} samples of a "
+            f"microbatches={brief(microbatches)} is more than the {global_batch} samples of a "
             "global batch; use at most as many"
         )
     if not getattr(strategy, "takes_microbatches", False):
@@ -152,7 +161,7 @@ def check_microbatches(microbatches: int | None, global_batch: int, strategy) ->
 
 
 def check_replicated(strategy, **settings: int | None) -> None:
-    """Refuse what needs replicas, or a loss that is everybody's, where there is none."""
+    """Raise ConfigError if `settings` that need allreduce are given with another strategy."""
     check_whole(**settings)
     for name, value in settings.items():
         if value is not None and not getattr(strategy, "has_replicas", False):
@@ -166,92 +175,85 @@ def check_replicated(strategy, **settings: int | None) -> None:
 
 
 def check_model(model, predicts: bool) -> None:
-    """Refuse what is not a model, or a model without `predict` if the run needs it."""
+    """Raise ConfigError for an object that is no model, or that lacks a method the run needs."""
     if isinstance(model, type) or not hasattr(model, "parameters"):
-        raise ConfigError(f"model is {shown(model)}; {_MODEL}")
+        raise ConfigError(f"model is {brief(model)}; {_MODEL}")
     _, problem = named_arrays(model)
     if problem is None and not model.parameters:
         problem = "its parameters are empty"
     if problem is None and not isinstance(getattr(model, "state", {}), Mapping):
-        problem = f"its state is {shown(model.state)}, not a dict of arrays"
+        problem = f"its state is {brief(model.state)}, not a dict of arrays"
     if problem is not None:
         raise ConfigError(f"model {type(model).__name__}: {problem}; {_MODEL}")
-    for name, needed in (("loss_and_gradients", True), ("predict", predicts)):
-        if needed and not callable(getattr(model, name, None)):
-            why = "" if name == "loss_and_gradients" else ", which test_data= needs"
+    needed = {"loss_and_gradients": "", "predict": ", which test_data= needs"}
+    for name, why in needed.items():
+        if not has_methods(model, name) and (predicts or not why):
             raise ConfigError(f"model {type(model).__name__} has no method {name}{why}; {_MODEL}")
 
 
 def check_optimizer(optimizer) -> None:
-    """Refuse what is not an optimizer, such as a name or a function that makes one."""
-    methods = (callable(getattr(optimizer, name, None)) for name in ("init", "update"))
-    if not isinstance(optimizer, type) and all(methods):
+    """Raise ConfigError if `optimizer` is no optimizer but, for example, the name of one."""
+    if has_methods(optimizer, "init", "update"):
         return
     call = ""
     if callable(optimizer) or isinstance(optimizer, str):
         name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "")
         call = f" (call it: md.optim.{name}(...))" if str(name).isidentifier() else ""
-    raise ConfigError(f"optimizer is {shown(optimizer)}{call}; {_OPTIMIZER}")
+    raise ConfigError(f"optimizer is {brief(optimizer)}{call}; {_OPTIMIZER}")
 
 
 def check_checkpoint(checkpoint, resume) -> None:
-    """Refuse what is neither a path nor a store, and an order to resume that cannot be meant."""
-    path = isinstance(checkpoint, str | os.PathLike)
-    store = not isinstance(checkpoint, type) and all(
-        callable(getattr(checkpoint, name, None)) for name in ("save", "restore", "all_steps")
-    )
-    if checkpoint is not None and not (path or store):
+    """Raise ConfigError if `checkpoint` is neither a path nor a store, or `resume` is unknown."""
+    if isinstance(checkpoint, str | os.PathLike):
+        checked_path("checkpoint", checkpoint)
+    elif checkpoint is not None and not has_methods(checkpoint, "save", "restore", "all_steps"):
         raise ConfigError(
-            f"checkpoint is {shown(checkpoint)}; expected a path, a CheckpointStore, a "
+            f"checkpoint is {brief(checkpoint)}; expected a path, a CheckpointStore, a "
             "TieredStore, or None"
         )
-    if isinstance(checkpoint, str | os.PathLike):
-        path_of("checkpoint", checkpoint)
     word = isinstance(resume, str) and resume in ("auto", "fresh")
-    if not isinstance(resume, bool) and not word:
-        raise ConfigError(f"resume={shown(resume)}: expected True, False, 'auto' or 'fresh'")
+    known = isinstance(resume, bool) or word
+    expect(known, "resume", resume, "True, False, 'auto' or 'fresh'")
     if resume is True and checkpoint is None:
         raise ConfigError("resume=True needs checkpoint=, the folder to resume from")
 
 
 def check_functions(callbacks, on_resize) -> tuple:
-    """Return the callbacks; refuse functions that cannot be called."""
+    """Return the callbacks as a tuple; raise ConfigError if a function cannot be called."""
     if callable(callbacks) or isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
-        one = f", for one [{shown(callbacks)}]" if callable(callbacks) else ""
+        one = f", for one [{brief(callbacks)}]" if callable(callbacks) else ""
         raise ConfigError(
-            f"callbacks is {shown(callbacks)}; expected a list of functions of a Step{one}"
+            f"callbacks is {brief(callbacks)}; expected a list of functions of a StepReport{one}"
         )
     functions = tuple(callbacks) if getattr(callbacks, "shape", None) != () else (callbacks,)
     for number, callback in enumerate(functions):
         if not callable(callback):
-            raise ConfigError(
-                f"callbacks[{number}] is {shown(callback)}; expected a function of a Step"
-            )
+            what = f"callbacks[{number}] is {brief(callback)}"
+            raise ConfigError(f"{what}; expected a function of a StepReport")
     if on_resize is not None and not callable(on_resize):
         raise ConfigError(
-            f"on_resize is {shown(on_resize)}; expected a function of (old ranks, new ranks, "
+            f"on_resize is {brief(on_resize)}; expected a function of (old ranks, new ranks, "
             "run), or None"
         )
     return functions
 
 
 def check_reading(loading, quarantine, retry_bad) -> None:
-    """Refuse what does not say how to read."""
+    """Raise ConfigError if `loading`, `quarantine` or `retry_bad` has the wrong type."""
     if loading is not None and not isinstance(loading, Loading):
-        raise ConfigError(f"loading is {shown(loading)}; expected md.data.Loading(...), or None")
+        raise ConfigError(f"loading is {brief(loading)}; expected md.data.Loading(...), or None")
     if quarantine is not None and not isinstance(quarantine, str | os.PathLike):
-        raise ConfigError(f"quarantine is {shown(quarantine)}; expected the path of a file")
-    if not isinstance(retry_bad, bool):
-        raise ConfigError(f"retry_bad={shown(retry_bad)}: expected True or False")
+        raise ConfigError(f"quarantine is {brief(quarantine)}; expected the path of a file")
+    expect(isinstance(retry_bad, bool), "retry_bad", retry_bad, "True or False")
 
 
 def check_loss(loss) -> Any:
-    """Return what a model gave as its loss; ConfigError where that is no number."""
+    """Return the loss that a model returned; raise ConfigError if the loss is not a number."""
     if isinstance(loss, Real):
         return loss
     if getattr(loss, "shape", None) in ((), (1,)) and loss.dtype.kind in "fiuV":
-        return loss  # of an array module, maybe on a device
+        return loss  # an array of one element, maybe on a device
     raise ConfigError(
-        f"the model's loss_and_gradients returned {shown(loss)}; expected the mean loss of its "
+        f"the model's loss_and_gradients returned {brief(loss)}; expected the mean loss of its "
         "batch, a number"
     )

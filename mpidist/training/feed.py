@@ -1,4 +1,4 @@
-"""What a step works on: good samples of this rank's part of the global batch, read ahead."""
+"""Read, ahead of time, the good samples of this rank's part of each global batch."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ from ..errors import BadRecord, SourceError
 from ..gradients.flat_views import flat_views
 from .quarantine import Quarantine
 
-#: What a model says of a record that it cannot use. Other exceptions are mistakes in a program.
+#: Exceptions by which a model rejects a record. Any other exception is a mistake in the program.
 REJECTIONS = (ValueError, ArithmeticError, IndexError)
 
 
 def beside(batch: tuple, model) -> tuple:
-    """Return a batch of host arrays where the model's parameters are."""
+    """Copy a batch of host arrays to the device on which the model's parameters are; return it."""
     xp = array_module(next(iter(model.parameters.values())))
     return batch if xp is np else tuple(xp.asarray(array) for array in batch)
 
 
 class Feed:
-    """Brings in one worker's samples, without the bad ones.
+    """Reads the samples of one worker, and leaves out the bad ones.
 
     Parameters
     ----------
     source : Source
     run : Progress
-        Says where the run stands and whose samples they are; its quarantine is told what is bad.
+        The run, which has the position in the data, this worker's part of a batch, and the list to
+        which bad records are added.
     loading : Loading, optional
 
     Attributes
     ----------
     starved : float
-        Seconds that were waited for this step's samples in vain, or 0.
+        How many seconds this worker has waited for the samples of this step, if they were not read
+        in time; otherwise 0.
     """
 
     def __init__(self, source, run, loading: Loading | None = None):
@@ -52,17 +54,17 @@ class Feed:
 
     @property
     def unusual(self) -> bool:
-        """Whether the other workers must hear of something before this step counts."""
+        """Whether this step has bad or late samples, so that the workers must agree what to do."""
         return bool(self.starved or self.quarantine.found)
 
     @property
     def waited(self) -> float:
-        """Seconds that were waited for samples so far."""
+        """Seconds spent waiting for samples so far."""
         return self._loader.waited
 
     def _plan(self) -> Iterator[np.ndarray]:
-        """Return the parts of this rank, from the batch of this step on."""
-        # A sampler of its own: the thread must not touch what the loop's has computed.
+        """Return an iterator over the sample indices of this rank, from the current batch on."""
+        # The loader's thread needs its own sampler, for a sampler keeps the order it has computed.
         own = self._run.sampler
         sampler = Sampler(own.count, own.global_batch, own.seed, own.shuffle)
         return _parts(sampler, self._run.position, self._run.exchange.part, self.quarantine)
@@ -70,12 +72,12 @@ class Feed:
     def take(
         self, indices: np.ndarray, meanwhile: Callable[[], object] | None = None
     ) -> Batch | None:
-        """Return the good samples at `indices`, or None where they have not come in time.
+        """Return the good samples at `indices`, or None if they were not read in time.
 
-        `meanwhile` is called again and again while a thread reads them.
+        `meanwhile` is called again and again while a thread reads the samples.
         """
         self.starved = 0.0
-        # A call of the model that counts for nothing must leave no trace in running statistics.
+        # A call of the model that is discarded must leave the running statistics as they were.
         self._state = {k: array.copy() for k, array in getattr(self.model, "state", {}).items()}
         began = time.monotonic()
         try:
@@ -86,7 +88,8 @@ class Feed:
         except SourceError:
             if self._gone:
                 raise
-            # Once it is as if the source did not answer: the state is saved before the run ends.
+            # The first SourceError counts as a source that does not answer, so that the state is
+            # saved before a second one ends the run.
             self._gone, self.starved = True, time.monotonic() - began
             return None
         self._gone = False
@@ -94,14 +97,15 @@ class Feed:
         return taken
 
     def undo(self) -> None:
-        """Put the model's state back to what it was when this step's samples were taken."""
+        """Restore the model's state from before this step, such as its running means."""
         for name, array in self._state.items():
             self.model.state[name][...] = array
 
     def tolerate(self, batch: tuple, indices, call: Callable[[tuple], float]) -> tuple[float, int]:
-        """Return (result, samples) of `call` on the samples that the model does not reject.
+        """Call `call` with the samples that the model accepts; return (result, number of samples).
 
-        Where the model rejects a batch it is asked about every sample alone.
+        A model rejects a batch by an exception in `REJECTIONS`. Each sample of a rejected batch is
+        then given to the model alone, to find the samples that the model rejects.
         """
         while len(indices):
             try:
@@ -113,10 +117,10 @@ class Feed:
         return 0.0, 0
 
     def _sift(self, batch: tuple, indices: np.ndarray, error: Exception) -> list[int]:
-        """Return the places of the samples that the model takes, one by one.
+        """Give each sample alone to the model; return the positions of those that it accepts.
 
-        Raises `error` where it takes each of them alone, or none of several: then no record is to
-        blame, but the model.
+        Raises `error` if the model accepts every sample alone, or rejects every one of several
+        samples, because the error is then in the model and not in a record.
         """
         gradients, _ = flat_views(self.model.parameters)
         bad: dict[int, BadRecord] = {}
@@ -133,10 +137,7 @@ class Feed:
         return [place for place in range(len(indices)) if place not in bad]
 
     def close(self) -> None:
-        """End the reading; says what it has taken, beside what MPI has sent (R130).
-
-        A second call does nothing.
-        """
+        """Stop reading; emit an event with bytes and time of all reads (R130). Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -148,6 +149,7 @@ class Feed:
 
 
 def _parts(sampler: Sampler, position: Position, part, quarantine: Quarantine):
+    """For one batch after the other, yield the indices of the samples of this rank."""
     while True:
         indices, position = sampler.batch(position)
         wanted = quarantine.wanted(indices)

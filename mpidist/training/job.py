@@ -1,4 +1,4 @@
-"""A job file: TOML tables into the objects that `md.train` takes. Everything here is before MPI.
+"""A job file: TOML tables become the arguments of `md.train`. No function of this module needs MPI.
 
     global_batch = 64            # samples per step over all ranks
     epochs = 20                  # or steps
@@ -8,7 +8,8 @@
     [optimizer] name = "momentum"         lr = 0.05
     [strategy]  name = "parameter_server" servers = 2   consistency = "ssp"   staleness = 4
 
-A table's ``name`` picks from its table of choices; its other keys are that choice's settings.
+The key ``name`` of a table selects, for example, a model, and the other keys are the settings of
+this model.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checkpoint.arguments import path_of
+from ..checkpoint.arguments import checked_path
 from ..checkpoint.interval import SaveInterval
 from ..data.sampler import SHUFFLES
 from ..errors import ConfigError, nearest
@@ -32,50 +33,58 @@ TABLES = ("data", "model", "optimizer", "strategy")
 
 @dataclass
 class Job:
-    """A validated job file. Paths in it are relative to the current folder.
+    """The checked values of a job file. Paths are relative to the current folder.
 
     Attributes
     ----------
     data, model, optimizer, strategy
-        A table: its `name` picks one, its other keys are settings of that one.
+        Tables. The key `name` selects a data set, model, optimizer or strategy; the other keys are
+        its settings.
     global_batch
         Samples per step over all ranks together.
     epochs, steps
-        How long the run is: one of the two.
+        Length of the run: one of the two.
     seed
-        Of the order of the data, and of the model where its table has none.
+        Seed of the order of the data. It is the seed of the model too, unless the table of the
+        model has a seed.
     shuffle
-        How an epoch is ordered: "permutation", "bijection", "none", true or false.
+        Order of the records in an epoch: "permutation", "bijection", "none", true or false.
     out
-        The folder of the run; without it `runs/` and the name of the model.
+        The folder that the run writes to; by default `runs/` followed by the name of the model.
     checkpoint_every
-        Steps, a time such as "10m", or "auto"; without it once per epoch.
+        How often to save: a number of steps, a time such as "10m", or "auto"; by default once per
+        epoch.
     keep
         How many checkpoints to keep.
     local
-        A folder on each node, in memory or on a disk of its own: each step goes there first.
+        A folder on each node, in memory or on a disk. Each checkpoint is written to this folder
+        first, and then copied to the folder of the run.
     stop_after
-        Stop with a checkpoint after so many steps in all.
+        Save a checkpoint and stop after this number of steps in all.
     microbatches
-        Cut every global batch into so many pieces: the same bits on any number of ranks.
+        Cut every global batch into this number of pieces. The results then have the same bits on
+        any number of ranks.
     check_replicas
-        Compare the parameters of all ranks every so many steps.
+        Compare the parameters of all ranks each time this many steps are done.
     time_limit
-        Stop with a checkpoint after so many seconds; "auto": before a Slurm allocation ends.
+        Save a checkpoint and stop after this number of seconds; with "auto", before the Slurm
+        allocation ends.
     patience
-        Stop with a checkpoint when the mean loss of so many steps is not below all before.
+        Save a checkpoint and stop when the mean loss of this many steps is not below all earlier
+        means.
     max_bad
-        Share of the records that may be bad: they are skipped, counted and listed.
+        Share of the records that may be bad. Bad records are skipped, counted and listed.
     retry_bad
-        A resumed run looks again at the records that were bad.
+        Whether a resumed run reads the records again that the checkpoint lists as bad.
     loading
-        A table: reading ahead, and what to do when a source does not answer.
+        A table of settings for reading ahead, and for sources that do not answer.
     log_every
-        Write one of so many steps into `metrics.jsonl`.
+        Write a line to `metrics.jsonl` each time this many steps are done.
     watch_seconds
-        End the job when nothing moves for so long, and say who is missing; 0 is off.
+        After this number of seconds without progress, end the job and report the missing ranks; 0
+        switches this off.
     device
-        "cpu", or "gpu": the arrays of the model are put on the GPU of each rank.
+        "cpu" or "gpu"; with "gpu" the arrays of the model are moved to the GPU of each rank.
     """
 
     data: dict = field(default_factory=dict)
@@ -105,7 +114,7 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Where the run writes."""
+        """The folder that the run writes to."""
         return Path(self.out or f"runs/{self.model['name']}")
 
 
@@ -116,33 +125,35 @@ _WHOLE = (
 
 
 def read_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
-    """Read a job file and apply ``key=value`` settings on top.
+    """Read a job file, and then replace values by the ``key=value`` texts in `settings`.
 
-    Raises ConfigError: missing file, TOML that does not parse, unknown keys (with the nearest),
-    values of the wrong kind.
+    Raises ConfigError for a missing file, for text that is not TOML, for unknown keys, and for
+    values of the wrong kind. For an unknown key, the error names the most similar known key.
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(
-            f"no job file {path}; give the path of a TOML file, e.g. jobs/digits.toml"
-        )
+        cure = "give the path of a TOML file, e.g. jobs/digits.toml"
+        raise ConfigError(f"no job file {path}; {cure}")
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
-    # Names first: another choice than the file's begins without the file's settings for it.
+    # Names come first: another choice than the file's drops the settings of the file's choice.
     for text in sorted(settings, key=lambda text: not text.partition("=")[0].endswith(".name")):
         _apply(values, text)
     given = {text.partition("=")[0].strip() for text in settings}
     for asked, other in (("steps", "epochs"), ("epochs", "steps")):
-        # Asking for steps on the command line replaces the epochs of the file, and vice versa.
+        # Steps on the command line replace the epochs of the file, and vice versa.
         if asked in given and other not in given:
             values.pop(other, None)
     return check_job(values, str(path))
 
 
 def _apply(values: dict, text: str) -> None:
-    """Put one ``a.b=value`` into nested tables; the value is TOML, or else a plain string."""
+    """Set the key ``a.b`` of nested tables from a text ``a.b=value``.
+
+    If the value is not valid TOML, it is stored as a plain string.
+    """
     key, found, value = text.partition("=")
     if not found or not key.strip():
         raise ConfigError(f"--set {text!r}: expected KEY=VALUE, for instance --set model.seed=3")
@@ -161,17 +172,15 @@ def _apply(values: dict, text: str) -> None:
 
 
 def check_job(values: Mapping, where: str = "job") -> Job:
-    """Check keys and kinds and return the `Job`."""
+    """Check the keys and the types of a job file's values; return them as a `Job`."""
     known = [f.name for f in fields(Job)]
     for key in values:
         if key not in known:
-            raise ConfigError(
-                f"{where}: unknown key {key!r}; expected one of {', '.join(known)}"
-                + nearest(key, known)
-            )
+            names = f"{', '.join(known)}{nearest(key, known)}"
+            raise ConfigError(f"{where}: unknown key {key!r}; expected one of {names}")
     strategy = values.get("strategy")
     if isinstance(strategy, dict):
-        # --set strategy.algorithm=ring is enough said: a table without a name is the default's.
+        # A table without a name is the default strategy's, as in --set strategy.algorithm=ring.
         values = {**values, "strategy": {"name": "allreduce", **strategy}}
     job = Job(**values)
     for name in TABLES:
@@ -186,7 +195,7 @@ def check_job(values: Mapping, where: str = "job") -> Job:
 
 
 def _check_values(job: Job) -> None:
-    """Refuse values that `md.train` would refuse as well, and those that a file alone has."""
+    """Raise ConfigError if a value of a job file is invalid."""
     checks.check_whole(**{name: getattr(job, name) for name in _WHOLE})
     checks.check_watch(job.watch_seconds)
     checks.check_time_limit(job.time_limit)
@@ -205,17 +214,15 @@ def _check_values(job: Job) -> None:
         raise ConfigError(f"shuffle={job.shuffle!r}; expected {names}, true or false")
     if not isinstance(job.loading, dict):
         raise ConfigError(f"loading={job.loading!r}; expected a table, [loading]")
-    for name in ("out", "local"):
-        value = getattr(job, name)
+    for name, value in (("out", job.out), ("local", job.local)):
         if not isinstance(value, str):
             raise ConfigError(f"{name}={value!r}; expected the path of a folder, in quotes")
         if value:
-            path_of(name, value)
+            checked_path(name, value)
 
 
-@dataclass
-class Parts:
-    """The objects that a job describes."""
+class Parts(NamedTuple):
+    """The objects that a job file describes."""
 
     train: Any
     test: Any
@@ -226,7 +233,10 @@ class Parts:
 
 
 def build_run(job: Job, ranks: int | None) -> Parts:
-    """Make data, model, optimizer and strategy; check them against `ranks`, if known."""
+    """Make the data, model, optimizer and strategy of a job.
+
+    If the number of ranks is known, check that the job can run on so many ranks.
+    """
     from .. import data, models, optim, registry
     from . import strategies
 
@@ -237,12 +247,12 @@ def build_run(job: Job, ranks: int | None) -> Parts:
         checks.check_batch(job.global_batch, strategy.workers(ranks))
     model = models.from_settings(*_split({"seed": job.seed, **job.model}))
     train, test = data.from_settings(*_split(job.data))
-    # One sample tells whether the two fit each other, before any rank waits for another.
+    # One sample shows whether model and data fit, before any rank waits for another.
     model.predict(*_first_good(train)[:-1])
     name, settings = _split(job.optimizer)
     rate = settings.get("lr")
     if isinstance(rate, dict) and rate.get("schedule") == "cosine":
-        # A schedule without an end lasts as long as the run.
+        # A schedule without a number of steps is as long as the run.
         sampler = data.Sampler(len(train), job.global_batch)
         settings["lr"] = {"steps": checks.last_step(job.epochs, job.steps, sampler), **rate}
     optimizer = optim.from_settings(name, settings)
@@ -251,17 +261,18 @@ def build_run(job: Job, ranks: int | None) -> Parts:
 
 
 def _first_good(source) -> tuple:
-    """Return a batch of one: the first records may be bad, and the run would skip them."""
+    """Return the first good record as a batch; the run would skip the bad records before it."""
     from ..data import BadRecordFilter
 
-    careful = BadRecordFilter(source)
+    reader = BadRecordFilter(source)
     for index in range(min(len(source), 16)):
-        taken = careful.take(np.array([index]))
+        taken = reader.take(np.array([index]))
         if len(taken.kept):
             return taken.batch
     raise ConfigError(f"no record can be read; the last one tried: {taken.bad[0]}")
 
 
 def _split(table: Mapping) -> tuple[str, dict]:
+    """Return the value of a table's key `name`, and a dict of its other keys."""
     rest = dict(table)
     return rest.pop("name"), rest

@@ -1,20 +1,23 @@
-"""Bad records: left out by all ranks together, counted, listed, and within limits.
+"""The list of bad records, which all ranks skip and count; too many bad records stop the run.
 
-    rank 0   take 4 5 6      good         | flag 0 |           learns: 8 is bad
-    rank 1   take 7 8 9      8 is broken  | flag 1 |  agree    tells: 8, and why
+    rank 0   take 4 5 6      good         | flag 0 |           receives: 8 is bad
+    rank 1   take 7 8 9      8 is broken  | flag 1 |  agree    sends: 8, and why
                                     reduction of the step
 
-A rank that finds a bad record goes on with the rest of its samples, and raises the flag that rides
-beside the gradients in every step. Only where the flag is up do the ranks talk: they tell each
-other what they found, correct the mean for the samples that are missing, and know the list from
-then on, so later epochs leave these records out before anybody has to look at them.
+A rank that finds a bad record continues with its other samples, and sets a flag. Every step reduces
+the bad-record flags of all ranks together with the gradients. If any rank has found a bad record,
+the ranks exchange the numbers of the bad records. The ranks then correct the mean of the gradients
+for the missing samples, and add the bad records to their lists. Later epochs leave the listed
+records out without reading them.
 
-With servers the workers are at different clocks: each goes on with what is good, and they agree on
-the list at checkpoints, where they meet anyway.
+With parameter servers, the workers may be at different steps, so a worker that finds a bad record
+continues with its good samples. The workers of parameter servers exchange their bad records at each
+checkpoint, where they wait for each other anyway.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -27,12 +30,16 @@ from .. import events
 from ..errors import BadRecord, TooManyBadRecords
 from ..runtime.agreement.run_on_all import run_on_all
 
-#: However many records there are, no more are skipped: the list is part of every checkpoint.
+#: The most records that are ever skipped, since the list is part of every checkpoint.
 MOST = 100_000
 
 
 class Verdict(NamedTuple):
-    """What the ranks agreed on after a step whose flag was up."""
+    """What all ranks agree on after a step in which a rank had bad or late samples, or must stop.
+
+    `stop`: whether the run stops. `lost`: the number of bad records in the step. `starved`: whether
+    some rank still waits for its samples.
+    """
 
     stop: bool = False
     lost: int = 0
@@ -40,18 +47,20 @@ class Verdict(NamedTuple):
 
 
 class Quarantine:
-    """The bad records of one run. Equal on all workers.
+    """The bad records of one run. The list of bad records is equal on all workers.
 
     Parameters
     ----------
     comm : MPI.Comm
-        The workers; None on a rank that only serves.
+        The workers; None on a dedicated server.
     source : Source
-        Told in the list by its `name`, or else its type's.
+        The source of the records. The list of bad records contains the attribute `name` of the
+        source, or its type if it has no name.
     max_bad : float
-        The share of them that may be bad.
+        The share of the records that may be bad.
     path : path-like, optional
-        The list as a file of JSON lines: source, index, reason.
+        The file to which the list of bad records is written. Each line is a JSON object with
+        source, index and reason.
     """
 
     def __init__(self, comm, source, max_bad: float, path=None):
@@ -66,43 +75,40 @@ class Quarantine:
 
     def wanted(self, indices: np.ndarray) -> np.ndarray:
         """Return `indices` without the records that are known to be bad."""
-        if not len(self._indices):
-            return indices
-        return indices[~np.isin(indices, self._indices)]
+        return indices[~np.isin(indices, self._indices)] if len(self._indices) else indices
 
     def note(self, bad: Iterable[BadRecord]) -> None:
-        """Remember what this rank has found, until the ranks agree."""
+        """Store the bad records that this rank has found, until the ranks exchange them."""
         for record in bad:
             self.found.append((record.index, record.reason))
             events.emit("bad_record", source=self.source, index=record.index, reason=record.reason)
 
     @property
     def full(self) -> bool:
-        """Whether there are more bad records than allowed, as far as this rank knows."""
-        # Where no ranks agree for long, a worker finds the same records again in each epoch.
+        """Whether this rank knows of more bad records than are allowed."""
+        # Between two agreements a worker may find the same record once in each epoch.
         new = {index for index, _ in self.found if index not in self.known}
         return len(self.known) + len(new) > self.allowed
 
     def agree(self, stop: bool = False, starved: bool = False) -> Verdict:
-        """Tell the other workers what this one has found. Collective over the workers."""
+        """Exchange the bad records that each worker has found. Collective over the workers."""
         mine = bool(stop), starved, self.found
         everyone = run_on_all(self.comm, "md.train: bad records", lambda: mine, list)
-        found = sorted(record for _, _, records in everyone for record in records)
+        stops, starving, records = zip(*everyone, strict=True)
+        found = sorted(itertools.chain(*records))
         self.found = []
-        if not any(starved for _, starved, _ in everyone):  # else the step is tried again
+        if not any(starving):  # else the step is tried again
             self.skipped += len(found)
         new = {index: reason for index, reason in found if index not in self.known}
         if new:
             self._learn(new)
             if self.comm.rank == 0:
                 self._write(new, "a")
-        return Verdict(
-            any(stop for stop, _, _ in everyone), len(found), any(s for _, s, _ in everyone)
-        )
+        return Verdict(any(stops), len(found), any(starving))
 
     def _learn(self, new: dict[int, str]) -> None:
         self.known.update(new)
-        # One assignment: the loader's thread reads it meanwhile.
+        # One assignment, because the loader's thread reads this array at any time.
         self._indices = np.array(sorted(self.known), np.int64)
 
     def _write(self, records: dict[int, str], mode: str) -> None:
@@ -117,27 +123,27 @@ class Quarantine:
             with self.path.open(mode, encoding="utf-8") as file:
                 file.writelines(lines)
         except OSError as error:
-            # The list is in the checkpoint, and in the events: no reason to end a run.
+            # The checkpoint and the events hold the list as well, so the run goes on.
             print(f"mpidist: cannot write {self.path}: {error.strerror}", file=sys.stderr)
 
     # -- checkpoints -------------------------------------------------------------------
 
     def facts(self) -> dict:
-        """Return what a checkpoint keeps."""
+        """Return the list of bad records and the number of skipped samples, for a checkpoint."""
         bad = [[index, reason] for index, reason in sorted(self.known.items())]
         return {"bad": bad, "skipped": self.skipped}
 
     def restore(self, bad: Sequence, skipped: int, retry: bool) -> None:
-        """Take the list of a checkpoint; with `retry` its records are looked at again."""
+        """Set the list of bad records to `bad` from a checkpoint; with `retry`, empty the list."""
         self.skipped = int(skipped)
         self.known.clear()
         self._learn({} if retry else {int(index): str(reason) for index, reason in bad})
         if self.comm is not None and self.comm.rank == 0 and (bad or self.skipped):
-            # The file and the list are one: what was found after the checkpoint is found again.
+            # The file must equal the list; records found after the checkpoint are found again.
             self._write(self.known, "w")
 
     def error(self, saved: str) -> TooManyBadRecords:
-        """Return what ends a run with too many bad records."""
+        """Return the error that ends a run with too many bad records."""
         records = tuple(sorted(self.known.items()))
         first = "; ".join(f"record {index}: {reason}" for index, reason in records[:3])
         where = f" (all of them in {self.path})" if self.path else ""

@@ -1,8 +1,9 @@
-"""Have all ranks the same data? The form of a sample, and the bytes of the first and last good one.
+"""Check that all ranks have the same data: compare a sample's dtypes and shapes, and two records.
 
-Two records are enough to detect a wrong file, another order, or another seed. Of a source
-that is a user's own the length alone is compared, unless it says ``remote = False``: its samples
-may be costly, or to be read in one thread only.
+The bytes of the first and of the last good record are compared. Two records are enough to detect a
+wrong file, another order, or another seed. If a source is a user's own object, only its length is
+compared, because its samples may be expensive to read, or may have to be read in one thread only.
+If a user's own source has the attribute ``remote = False``, its records are compared too.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from ..arrays import array_module
 from ..data import Items, Stream
 from ..runtime.agreement.mismatch import rank_list
 
-#: Records that are tried from each end: the first ones may be bad.
+#: Records that are tried from each end of the data, since the first ones may be bad.
 TRIES = 4
 
 
 class Content(NamedTuple):
-    """What one rank knows of its data; None where it has not looked, or could not.
+    """What one rank has read of its data.
 
-    `first` and `last`: number and digest of a record.
+    A field is None if the rank could not or must not read its data.
+
+    `form` is a text with the dtypes and shapes of the arrays of a sample. `first` and `last` are
+    pairs: the number of the first or last good record, and a digest of its bytes.
     """
 
     form: str | None = None
@@ -33,7 +37,7 @@ class Content(NamedTuple):
 
 
 def content(source) -> Content:
-    """Look at the first and the last good record of `source`."""
+    """Read the first and the last good record of `source`; return their numbers and digests."""
     if not readable(source):
         return Content()
     count = len(source)
@@ -47,10 +51,13 @@ def content(source) -> Content:
 
 
 def readable(source) -> bool:
-    """Whether a record may be looked at beforehand, of a source and of one that it wraps.
+    """Return whether a record of `source` may be read before the run.
 
-    A source says so itself (``remote``); if not, those of mpidist are, but for streams, which would
-    be drawn to their end.
+    If the source has the attribute ``remote``, its records may be read if ``remote`` is false. A
+    source without this attribute may be read if it is a list, a tuple or one of mpidist's sources.
+    A `Stream` without this attribute may not be read, because reading its last record would read
+    the whole stream. If the source wraps another source, these rules hold for the wrapped source
+    too.
     """
     while True:
         remote = getattr(source, "remote", None)
@@ -65,36 +72,35 @@ def readable(source) -> bool:
 
 
 def _good(source, indices: Iterable[int]) -> tuple[int, tuple] | None:
-    """Return the first record that can be read, and its number."""
+    """Return number and arrays of the first readable record among `indices`, or None."""
     for index in indices:
         try:
             batch = source.take(np.array([index]))
         except (OSError, MemoryError):
             return None  # the source is away: the run waits for it
-        except Exception:  # whatever a source says of a bad record
+        except Exception:  # a source may raise anything for a bad record
             continue
         return index, tuple(batch)
     return None
 
 
 def digest_of(*arrays) -> str:
-    """Return a digest over dtypes, shapes and bytes."""
+    """Return a digest over the dtypes, shapes and bytes of all arrays."""
     total = hashlib.blake2b(digest_size=8)
     for array in arrays:
         host: Any = array if array_module(array) is np else array.get()
         total.update(f"{host.dtype} {host.shape}\n".encode())
-        plain = not host.dtype.hasobject
-        total.update(
-            np.ascontiguousarray(host).tobytes() if plain else repr(host.tolist()).encode()
-        )
+        text = host.dtype.hasobject
+        total.update(repr(host.tolist()).encode() if text else np.ascontiguousarray(host).tobytes())
     return total.hexdigest()
 
 
 def differing(contents: Sequence[Content]) -> str | None:
-    """Say in what the ranks' data differ, None where nothing is known of it. Pure.
+    """Return a text that says how the ranks' data differ, or None if they do not differ. Pure.
 
-    Ranks that could not look say nothing, and ranks with another first good record neither: what is
-    bad on one of them is told when it is used.
+    A rank that could not read its data is not compared. The first (or last) good records of two
+    ranks are not compared if they have different numbers, because then a record is bad on only one
+    of the ranks. A record that is bad on only one rank is reported later, when the run uses it.
     """
     for field in Content._fields:
         groups: dict[Any, dict[Any, list[int]]] = {}
@@ -105,22 +111,23 @@ def differing(contents: Sequence[Content]) -> str | None:
                 groups.setdefault(where, {}).setdefault(what, []).append(rank)
         for where, kinds in sorted(groups.items()):
             if len(kinds) > 1:
-                return _told(field, where, kinds)
+                return _difference(field, where, kinds)
     return None
 
 
-def _told(field: str, where: int, kinds: dict[str, list[int]]) -> str:
-    few, *others = sorted(kinds.items(), key=lambda item: len(item[1]))
-    rest = rank_list(sorted(rank for _, ranks in others for rank in ranks))
+def _difference(field: str, where: int, kinds: dict[str, list[int]]) -> str:
+    (value, few), *others = sorted(kinds.items(), key=lambda item: len(item[1]))
     if field == "form":
-        verb = "has" if len(few[1]) == 1 else "have"
+        other, ranks = others[0]
         return (
-            f"data differs in dtypes or shapes: {rank_list(few[1])} {verb} samples of {few[0]}, "
-            f"{rank_list(others[0][1])} {others[0][0]}; give all ranks the same data"
+            f"data differs in dtypes or shapes: {rank_list(few)} "
+            f"{'has' if len(few) == 1 else 'have'} samples of {value}, {rank_list(ranks)} {other}; "
+            "give all ranks the same data"
         )
-    verb = "differs" if len(few[1]) == 1 else "differ"
+    rest = rank_list(sorted(rank for _, ranks in others for rank in ranks))
+    verb = "differs" if len(few) == 1 else "differ"
     return (
-        f"data differs: the {field} good record, number {where}, of {rank_list(few[1])} {verb} "
+        f"data differs: the {field} good record, number {where}, of {rank_list(few)} {verb} "
         f"from that of {rest}; give all ranks the same data (a source whose samples are to differ "
         "says so by an attribute remote = True)"
     )

@@ -1,4 +1,4 @@
-"""Where a run stands, and how that gets into a checkpoint and back."""
+"""The state of a run: its step, position and losses, and how they are saved and restored."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ from . import resume_report
 from .quarantine import Quarantine
 
 
-class Step(NamedTuple):
-    """What a callback is told after a step. `loss` is global under AllReduce, else the worker's."""
+class StepReport(NamedTuple):
+    """The measurements of one step, which callbacks receive.
+
+    Under `AllReduce`, `loss` is the mean over the global batch. Under `ParameterServer`, `loss` is
+    the mean over this worker's samples.
+    """
 
     step: int
     last: int
@@ -37,7 +41,7 @@ class Step(NamedTuple):
 
 
 class Progress:
-    """One run: step, data position, losses, store. Methods that are collective say so."""
+    """The state of one run: its step, position in the data, losses and checkpoint store."""
 
     def __init__(
         self, comm, model, exchange, store, sampler: Sampler, quarantine: Quarantine, words: Mapping
@@ -52,7 +56,7 @@ class Progress:
         self.failed_saves, self.failure = 0, ""
         self.samples = 0
         self.stopping = self.bad = False
-        self.in_time = True  # no stop has come too late for a last checkpoint
+        self.in_time = True  # there is enough time for a last checkpoint
         self.began = self.loop_began = time.perf_counter()
         self.loop_seconds = 0.0
         self._losses, self._losses_of = [0.0, 0], -1
@@ -61,7 +65,7 @@ class Progress:
     # -- the loop ----------------------------------------------------------------------
 
     def note_loss(self, loss: float, samples: int) -> None:
-        """Add a loss to the mean of this epoch; remember one that is no number."""
+        """Add the loss of a step to the mean of this epoch; set `bad` if the loss is not finite."""
         if self._losses_of != self.position.epoch:
             self._losses_of, self._losses = self.position.epoch, [0.0, 0]
         if math.isfinite(loss):
@@ -71,10 +75,11 @@ class Progress:
             self.bad = True
 
     def reduce(self, loss: float, samples: int, total: int, stop: bool, feed):
-        """Exchange the gradients of a step; returns (loss, samples that they are of). Collective.
+        """Exchange the gradients of a step; return (loss, samples that were used). Collective.
 
-        `samples` of `total` were this worker's. Returns None samples where a rank has no data yet:
-        nothing of the step counts, and the state is saved.
+        The step has `total` samples on all workers, of which this worker computed `samples`. If a
+        rank still waits for its data, the step is discarded, the state is saved, and the returned
+        number of samples is None.
         """
         if not self.exchange.synchronous:
             loss, self.stopping = self.exchange.reduce(loss, samples, total, stop)
@@ -82,7 +87,7 @@ class Progress:
         loss, flag = self.exchange.reduce(loss, samples, total, stop or feed.unusual)
         if not flag:
             return loss, total
-        # For a stop, or because the batch is not whole: all ranks see the flag, and talk about it.
+        # All ranks see the flag, which means a stop or an incomplete batch, and agree on both.
         verdict = self.quarantine.agree(stop, feed.starved > 0)
         self.stopping = verdict.stop or self.quarantine.full
         if verdict.starved:
@@ -95,9 +100,10 @@ class Progress:
         return loss * total / max(good, 1), good
 
     def advance(self, after: Position, samples: int, wanted: int) -> None:
-        """A step is done, and `after` is the new data position.
+        """Count a finished step, and set the position in the data to `after`.
 
-        It was to use `samples` over all workers, of which `wanted` were not known to be bad.
+        The global batch had `samples` samples, of which `wanted` were not on the list of bad
+        records.
         """
         self.quarantine.skipped += samples - wanted
         self.step += 1
@@ -106,19 +112,20 @@ class Progress:
         self.position = after
 
     def start_loop(self, last: int) -> None:
-        """The clock of samples per second begins here."""
+        """Start measuring the time from which the samples per second are computed."""
         self.last = last
         heartbeat.note_steps(self.step)
         self.loop_began = time.perf_counter()
 
     def end_loop(self) -> None:
-        """The clock of samples per second ends here."""
+        """Stop measuring the time from which the samples per second are computed."""
         self.loop_seconds = time.perf_counter() - self.loop_began
 
     def train_loss(self) -> float:
-        """Mean loss per sample since the last epoch began. Collective over the workers.
+        """Return the mean loss per sample since the last epoch began. Collective over the workers.
 
-        Where losses are global all ranks have noted the same ones, and nothing is added to them.
+        If the exchange is synchronous, all ranks have the same global losses, and no sum over the
+        ranks is needed.
         """
         totals = np.array(self._losses, np.float64)
         if not self.exchange.synchronous:
@@ -128,8 +135,11 @@ class Progress:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self, saving: bool = True) -> dict:
-        """The state of the run as live arrays: a save writes them, and a restore fills them."""
-        facts: dict = {
+        """Return the state of the run; a save reads its arrays, and a restore writes into them."""
+        state = {**self.exchange.state(saving)}
+        if self.exchange.dedicated:
+            return state
+        state["run"] = {
             "step": self.step,
             **self.position.as_dict(),
             "seed": self.sampler.seed,
@@ -138,23 +148,22 @@ class Progress:
             **self.quarantine.facts(),
             "ranks": self.comm.size,
             "resizes": self.resizes,
-            "workers": 0 if self.exchange.dedicated else self.exchange.workers.size,
-            "selection": {},
-            "order": {} if self.exchange.dedicated else self.exchange.order(),
+            "workers": self.exchange.workers.size,
+            "selection": selection.table(self.exchange.workers),
+            "order": self.exchange.order(),
             "settings": [list(each) for each in self.settings.items()],
         }
-        state = self.exchange.state(saving)
-        if self.exchange.dedicated:
-            return state
-        facts["selection"] = selection.table(self.exchange.workers)
-        more = getattr(self.model, "state", {})
-        return {**state, "run": facts, **({"model": dict(more)} if more else {})}
+        if more := getattr(self.model, "state", {}):
+            state["model"] = dict(more)
+        return state
 
     def checkpoint(self, pace: SaveInterval | None = None) -> None:
-        """Save this step, unless it is saved. Collective over the workers; servers follow.
+        """Save this step, unless it is saved already. Collective over the workers.
 
-        With the `pace` of a loop that goes on, replicas write in the background; without, the
-        state is on stable storage when this returns, or `saved_step` is None.
+        With parameter servers, this method also makes the servers save their arrays. If the
+        training loop gives `pace` (which chooses the steps to save), a run with allreduce saves in
+        the background. Without `pace`, the state is on stable storage when this method returns; if
+        saving has failed, `saved_step` is None.
         """
         if self.store is None:
             return
@@ -162,8 +171,8 @@ class Progress:
             self.settle()
         if self.saved_step == self.step:
             return
-        # Only after the point where all have arrived may workers wait for each other alone: servers
-        # on their ranks would not serve those that are still on their way.
+        # Workers may wait for each other only after the save point, at which all workers have
+        # arrived: until then a server on a worker's rank must answer the workers that come later.
         self.exchange.save_point(self.step)
         self.agree_on_bad_records()
         self.average_model_state()
@@ -173,14 +182,15 @@ class Progress:
             pace.saved(self.exchange.workers, self.step, time.monotonic() - began)
 
     def settle(self) -> None:
-        """Wait until what is being saved is on stable storage, or has failed. Collective."""
+        """Wait until a save in the background is on stable storage, or has failed. Collective."""
         if self.exchange.synchronous and hasattr(self.store, "wait"):
             self._saves(self.store.wait)
 
     def _saves(self, work: Callable[[], None]) -> None:
-        """Do `work` of the store; what it cannot do now is no reason to stop training. Collective.
+        """Call `work`, which uses the checkpoint store; print a StorageError, go on. Collective.
 
-        All ranks know of it, and the next checkpoint tries again.
+        The checkpoint store raises a StorageError on all ranks. After such an error, the run
+        continues, and saves its state again at the next checkpoint.
         """
         try:
             work()
@@ -189,30 +199,30 @@ class Progress:
             self.failed_saves, self.failure = self.failed_saves + 1, str(error)
             events.emit("checkpoint_failed", reason=self.failure, times=self.failed_saves)
             if self.comm.rank == 0:
-                text = f"mpidist: not saved, the run goes on: {error}"
-                print(text, file=sys.stderr, flush=True)
+                _print(f"not saved, the run goes on: {error}")
 
     def agree_on_bad_records(self) -> None:
-        """Let workers at different clocks tell each other. Collective over the workers."""
+        """Exchange the bad records of asynchronous workers. Collective over the workers."""
         if not self.exchange.synchronous:
             self.quarantine.agree()
             self.stopping = self.stopping or self.quarantine.full
 
     def _wait_for_data(self, seconds: float) -> None:
-        """Save what there is while a source does not answer. Collective over the workers (R44)."""
+        """Save the state because a data source does not answer (R44).
+
+        Collective over the workers.
+        """
         if seconds:
             events.emit("starved", step=self.step, seconds=seconds)
-            print(
-                f"mpidist: rank {self.comm.rank}: no data for step {self.step + 1} after "
-                f"{seconds:g} s; the run waits, its state is saved",
-                file=sys.stderr,
-                flush=True,
+            _print(
+                f"rank {self.comm.rank}: no data for step {self.step + 1} after {seconds:g} s; the "
+                "run waits, its state is saved"
             )
         self.checkpoint()
 
     def save(self, step: int, background: bool = False) -> None:
-        """Write what this rank holds as `step`. Collective over all ranks."""
-        self.settle()  # or the failure of the last one would keep this one from beginning
+        """Save this rank's part of the state under the number `step`. Collective over all ranks."""
+        self.settle()  # else a failed save in the background would prevent this save
         fault_point("save", step)
         self.saved_step = step
         if background and hasattr(self.store, "save_async"):
@@ -220,15 +230,17 @@ class Progress:
         else:
             self._saves(lambda: self.store.save(step, self.state()))
             if self.saved_step == step and hasattr(self.store, "wait"):
-                self._saves(self.store.wait)  # a store of two tiers returns with the first
+                self._saves(self.store.wait)  # a tiered store returns once its first tier is done
         fault_point("saved", step)
         if self.saved_step == step:
             events.emit("checkpoint", step=step)
 
     def average_model_state(self) -> None:
-        """Make the model's state the mean of all workers'. Collective over the workers.
+        """Average the model's state over all workers. Collective over the workers.
 
-        Running statistics differ from rank to rank; what is saved and evaluated is their mean.
+        The running statistics of a model, as in batch normalization, differ from rank to rank. A
+        checkpoint saves the mean of these statistics over all workers, and the final evaluation
+        uses this mean.
         """
         if self.exchange.equal_state:
             return
@@ -237,9 +249,11 @@ class Progress:
                 allreduce(self.exchange.workers, array, "mean")
 
     def resume(self, resume: bool | str, retry_bad: bool = False) -> None:
-        """Fill the state from the newest good step, as `resume` says. Collective.
+        """Restore the state from the newest good checkpoint. Collective.
 
-        `retry_bad`: records that it lists as bad are looked at again.
+        `resume` and `retry_bad` are arguments of `md.train`. The argument `resume` says whether a
+        checkpoint is required, allowed or forbidden. With `retry_bad`, the run reads the records
+        again that the checkpoint lists as bad.
         """
         if self.store is None:
             return
@@ -255,11 +269,11 @@ class Progress:
         like = self.state(saving=False)
         like.setdefault("run", {"step": 0, "epoch": 0, "offset": 0, "seed": 0, "selection": {}})
         like["run"].update(ranks=self.comm.size, resizes=0)
-        like["run"]["shuffle"] = "permutation"  # a checkpoint that does not say so has no other
+        like["run"]["shuffle"] = "permutation"  # what a checkpoint without this entry used
         try:
             _, state = self.store.restore(like)
         except NoCheckpoint:
-            # Nothing there is a beginning; steps that are all damaged must not be written over.
+            # An empty store begins a run, but damaged checkpoints must not be overwritten.
             if resume is True or self.store.all_steps():
                 raise
             return
@@ -275,7 +289,7 @@ class Progress:
         if facts["shuffle"] != self.sampler.shuffle:
             given = self.sampler.shuffle
             self.changed.append(f"shuffle: {facts['shuffle']} when saved, which stays; {given} now")
-        # A position means nothing in another order, whatever this version would choose today.
+        # A position is only valid in the order of the run that saved it.
         self.sampler.set_shuffle(facts["shuffle"])
         self.quarantine.restore(facts.get("bad", []), facts.get("skipped", 0), retry_bad)
         self.stopping = self.quarantine.full
@@ -289,14 +303,14 @@ class Progress:
     # -- the end -----------------------------------------------------------------------
 
     def agree_on_the_end(self, watcher) -> None:
-        """Raise on all ranks what ends the run early: a bad loss, a stop. Collective."""
+        """Raise the error that ends the run early, such as a bad loss or a stop. Collective."""
         mine = [self.step, self.bad, self.stopping, self.quarantine.full, not self.in_time]
         everyone = run_on_all(self.comm, "md.train: the end", lambda: mine, list)
         self.step, bad, stopping, full, late = (
             max(column) for column in zip(*everyone, strict=True)
         )
-        # A save that was tried and failed, at the end: a run that is requeued could do no better.
-        # One that came too late is none: the one before is there, whatever failed meanwhile.
+        # A failed save at the end is an error, since a requeued run could not save either. If there
+        # was no time for a save, the checkpoint before it remains, and that is no error.
         failed = self.failure and self.saved_step is None and not late
         saved = f"the state was saved as step {self.step}" if self.store else "nothing saved"
         if failed:
@@ -305,19 +319,21 @@ class Progress:
             saved = "the state was not saved, for the allocation ends too soon for that"
         if full:
             raise self.quarantine.error(saved)
-        if bad:
-            error = MpidistError(
-                f"the loss is not a number any more near step {self.step}; {saved}. Lower the "
-                "learning rate, clip the gradients, or look for a bad record"
-            )
+        if bad or failed:
+            error: MpidistError = StorageError(f"the run is over at step {self.step}, and {saved}")
+            if bad:
+                error = MpidistError(
+                    f"the loss is not a number any more near step {self.step}; {saved}. Lower the "
+                    "learning rate, clip the gradients, or look for a bad record"
+                )
             error.everywhere = True
             raise error
-        if failed:
-            lost = StorageError(f"the run is over at step {self.step}, and {saved}")
-            lost.everywhere = True
-            raise lost
         if stopping and watcher.should_stop(self.step):
             if self.comm.rank == 0 and events.VERBOSITY:
                 say_last(f"mpidist: stopped at step {self.step}: {watcher.reason}; {saved}")
-            watcher.state = None  # `checkpoint` has saved this step, and servers are gone by now
+            watcher.state = None  # `checkpoint` has saved this step, and the servers have left
             watcher.leave(self.step)
+
+
+def _print(text: str) -> None:
+    print(f"mpidist: {text}", file=sys.stderr, flush=True)

@@ -1,11 +1,13 @@
-"""The arguments of `md.train`: checked, and equal on all ranks. The first thing that is exchanged.
+"""Check the arguments of `md.train` and compare them over all ranks, before anything else.
 
     every rank   checks its arguments, and describes them in words
                      seed: 0   optimizer: sgd   optimizer.lr: 0.1   model.w: (784, 10) float32 ...
-    one round    what is wrong on some rank is raised on all; else one digest of all words
-    only where digests differ: the words of one rank of each kind, and who has which
+    one round    an error of one rank is raised on all; else one digest of all words is compared
+    only if digests differ: the words of one rank for each digest, and the ranks that have it
 
-What may differ is named here; a new argument is compared unless it is.
+`MAY_DIFFER` names the arguments that may differ between ranks. All other arguments are compared,
+and so is every argument that is added to `md.train` in future. Of `test_data` and `on_resize`, only
+the presence is compared.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import dataclasses
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -32,25 +34,25 @@ from ..runtime.communicator import check_comm
 from . import checks, records
 from .strategies import as_strategy
 
-#: Arguments that may be others on each rank, and those of which only the presence is compared.
+#: Arguments that may differ between ranks, and arguments of which only the presence is compared.
 MAY_DIFFER = ("comm", "loading", "quarantine", "callbacks")
 PRESENCE = ("test_data", "on_resize")
-#: Described here in ways of their own.
+#: Arguments that functions of their own describe.
 _SPECIAL = ("model", "data", "optimizer", "strategy", "checkpoint")
-#: Ranks whose words are compared where digests differ, and characters of a value that are told.
+#: The most ranks whose words are compared, and the most characters of a value in a message.
 _WITNESSES, _LONGEST = 8, 80
 
 
 class TrainSettings(NamedTuple):
-    """What has come of the arguments. `watch`: whether this run is to be watched by one more.
+    """The objects that are made from the arguments of `md.train`.
 
-    `words`: all settings that are equal on all ranks, as text.
+    `watch`: whether `md.train` must start a watch for hangs, because the program has started none.
+    `words`: the compared settings as text.
     """
 
     strategy: Any
     source: Any
     sampler: Sampler
-    last: int
     pace: SaveInterval
     callbacks: tuple
     watch: bool = False
@@ -63,9 +65,11 @@ def agree_on_settings(comm, given: Mapping[str, Any]) -> TrainSettings:
     Raises
     ------
     ConfigError
-        On all ranks, with rank and argument, where one cannot work on some rank.
+        An argument is invalid on some rank. The error is raised on all ranks, and names this rank
+        and argument.
     MismatchError
-        On all ranks, with the setting, its values and the ranks that have them.
+        A setting differs between ranks. The error is raised on all ranks, and names the setting,
+        its values, and the ranks that have each value.
     """
     check_comm(comm)
     found: Any = None
@@ -88,38 +92,31 @@ def agree_on_settings(comm, given: Mapping[str, Any]) -> TrainSettings:
 
     witnesses, others, watched = run_on_all(comm, "md.train", local, decide)
     if len(witnesses) > 1:
-        _tell(comm, words, comm.rank in witnesses[:_WITNESSES])
+        mine = _digest(words), words if comm.rank in witnesses[:_WITNESSES] else None
+        run_on_all(comm, "md.train: settings", lambda: mine, _refuse_settings)
     if others:
-        _tell_records(comm, found.source, content)
-    alone = not given["watch_seconds"] or comm.size == 1 or watched
-    return found._replace(watch=not alone, words=words)
+
+        def again() -> tuple:
+            return content, records.content(found.source) == content
+
+        run_on_all(comm, "md.train: data", again, _refuse_data)
+    watch_it = given["watch_seconds"] and comm.size > 1 and not watched
+    return found._replace(watch=bool(watch_it), words=words)
 
 
-def _tell(comm, words: dict[str, str], witness: bool) -> None:
-    """Raise MismatchError with the first setting that differs. Collective."""
-
-    def decide(everyone: list) -> None:
-        raise MismatchError(settings_difference(everyone))
-
-    run_on_all(
-        comm, "md.train: settings", lambda: (_digest(words), words if witness else None), decide
-    )
+def _refuse_settings(everyone: list) -> None:
+    raise MismatchError(settings_difference(everyone))
 
 
-def _tell_records(comm, source, content) -> None:
-    """Raise MismatchError where ranks have other records, and not new ones each time. Collective.
+def _refuse_data(everyone: list) -> None:
+    """Raise MismatchError if records differ between ranks, but not between two reads on a rank.
 
-    A source that changes its samples at random gives another record to each rank and each time.
+    A source that changes its samples at random returns other values at each read, and is not
+    refused.
     """
-
-    def decide(everyone: list) -> None:
-        text = records.differing([one for one, _ in everyone])
-        if text is not None and all(again for _, again in everyone):
-            raise MismatchError(f"md.train: {text}")
-
-    run_on_all(
-        comm, "md.train: data", lambda: (content, records.content(source) == content), decide
-    )
+    text = records.differing([one for one, _ in everyone])
+    if text is not None and all(again for _, again in everyone):
+        raise MismatchError(f"md.train: {text}")
 
 
 def checked(
@@ -128,7 +125,7 @@ def checked(
     time_limit, patience, max_bad, retry_bad, quarantine, loading, callbacks, on_resize,
     watch_seconds,
 ) -> TrainSettings:  # fmt: skip
-    """Return what is made of the arguments of `md.train` on `size` ranks.
+    """Check the arguments of `md.train` for `size` ranks; return the objects made from them.
 
     Raises ConfigError for an invalid argument or combination of arguments.
     """
@@ -139,13 +136,15 @@ def checked(
     source = as_source(data)
     checks.check_optimizer(optimizer)
     sampler = Sampler(len(source), global_batch, seed, shuffle)
-    last = checks.last_step(epochs, steps, sampler)
+    checks.last_step(epochs, steps, sampler)
     if test_data is not None:
-        _check_test_data(test_data)
+        try:
+            as_source(test_data)
+        except ConfigError as error:
+            raise ConfigError(f"test_data: {error}") from None
     checks.check_checkpoint(checkpoint, resume)
     checks.check_whole(stop_after=stop_after)
-    every = sampler.steps_per_epoch if checkpoint_every is None else checkpoint_every
-    pace = SaveInterval(every)
+    pace = SaveInterval(sampler.steps_per_epoch if checkpoint_every is None else checkpoint_every)
     checks.check_microbatches(microbatches, sampler.global_batch, strategy)
     if microbatches is None:
         checks.check_batch(sampler.global_batch, strategy.workers(size))
@@ -155,21 +154,14 @@ def checked(
     checks.check_reading(loading, quarantine, retry_bad)
     checks.check_watch(watch_seconds)
     functions = checks.check_functions(callbacks, on_resize)
-    return TrainSettings(strategy, source, sampler, last, pace, functions)
-
-
-def _check_test_data(test_data) -> None:
-    try:
-        as_source(test_data)
-    except ConfigError as error:
-        raise ConfigError(f"test_data: {error}") from None
+    return TrainSettings(strategy, source, sampler, pace, functions)
 
 
 # ------------------------------------------------------------------------------------- in words
 
 
 def settings_in_words(found: TrainSettings, given: Mapping[str, Any]) -> dict[str, str]:
-    """Return every setting that must be equal on all ranks, in words."""
+    """Return every setting that must be equal on all ranks, as text."""
     words: dict[str, str] = {}
     for name, value in given.items():
         if name in PRESENCE:
@@ -186,7 +178,7 @@ def settings_in_words(found: TrainSettings, given: Mapping[str, Any]) -> dict[st
 
 
 def _words(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield (setting, value) of anything: what is inside is told by ``name.part``."""
+    """Yield pairs (setting, value) that describe an object and its attributes."""
     inside: Iterable[tuple[Any, Any]] = ()
     joint = "."
     if value is None or isinstance(value, str | bytes | bool):
@@ -202,8 +194,7 @@ def _words(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
         inside = value.items()
     elif isinstance(value, Sequence):
         yield name, f"{len(value)} entries"
-        inside = ((f"[{k}]", one) for k, one in enumerate(value))
-        joint = ""
+        inside, joint = ((f"[{k}]", one) for k, one in enumerate(value)), ""
     elif callable(value) and hasattr(value, "__qualname__"):
         yield name, value.__qualname__
     else:
@@ -230,18 +221,17 @@ def _kind(value) -> str:
 
 
 def _parts(value) -> Iterable[tuple[str, Any]]:
-    """Return the settings of an object: what it calls so, its fields, or its plain attributes."""
+    """Return an object's `settings`, or its dataclass fields, or its attributes of plain types."""
     settings = getattr(value, "settings", None)
     if isinstance(settings, Mapping):
         return settings.items()
     if dataclasses.is_dataclass(value):
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     plain = (int, float, str, bool, tuple, list, dict, np.number, type(None))
-    own = getattr(value, "__dict__", {})
-    # Where a rank is, is its own; and so is what begins with an underscore.
+    # A rank, a device and private attributes may differ between ranks.
     return [
         (name, one)
-        for name, one in sorted(own.items())
+        for name, one in sorted(getattr(value, "__dict__", {}).items())
         if isinstance(one, plain) and not name.startswith("_") and name not in ("rank", "device")
     ]
 
@@ -254,7 +244,11 @@ def _model(model) -> Iterator[tuple[str, str]]:
 
 
 def _rates(optimizer) -> Iterator[tuple[str, str]]:
-    """Yield what a learning rate does that is a function of a user's own, which has no settings."""
+    """Yield a setting that shows the effect of a learning rate that is a function.
+
+    A function has no settings that could be compared. Instead, the ranks compare some updates that
+    the optimizer computes with this learning rate.
+    """
     rate = optimizer.settings.get("lr") if isinstance(optimizer, Optimizer) else None
     if not isinstance(rate, Mapping) or len(rate) != 1:
         return
@@ -267,14 +261,14 @@ def _rates(optimizer) -> Iterator[tuple[str, str]]:
             state["progress"][...] = step
             optimizer.update(gradients, state, parameters)
             said.append(f"{float(parameters['x'][0]):.9g}")
-        except Exception as error:  # it may end before
+        except Exception as error:  # the function may have fewer steps
             said.append(type(error).__name__)
     yield f"optimizer.lr, an update of 0 at steps {', '.join(map(str, steps))}", " ".join(said)
 
 
 def _checkpoint(checkpoint) -> Iterator[tuple[str, str]]:
     if checkpoint is None or isinstance(checkpoint, str | os.PathLike):
-        yield from _words("checkpoint", None if checkpoint is None else os.fspath(checkpoint))
+        yield from _words("checkpoint", checkpoint)
         return
     yield "checkpoint", type(checkpoint).__qualname__
     if isinstance(getattr(checkpoint, "path", None), str | os.PathLike):
@@ -290,9 +284,11 @@ def _digest(words: Mapping[str, str]) -> str:
 
 
 def settings_difference(everyone: Sequence[tuple[str, Mapping[str, str] | None]]) -> str:
-    """Say who has what in the first setting that differs, from each rank's digest. Pure.
+    """Return a text that names a setting that differs between ranks, and its values. Pure.
 
-    Of the ranks that have the same words one gives them, the others None.
+    `everyone` has a pair (digest, words) of each rank: `words` are the settings as text, and
+    `digest` is their digest. Ranks with the same digest have the same settings, so only the first
+    of them gives `words`; the others give None.
     """
     kinds = {digest: words for digest, words in everyone if words is not None}
     names = dict.fromkeys(name for words in kinds.values() for name in words)
@@ -300,29 +296,22 @@ def settings_difference(everyone: Sequence[tuple[str, Mapping[str, str] | None]]
     odd = [name for name, values in common.items() if len(values) > 1]
     if not odd:
         return "md.train: the ranks were given different settings, each in many others"
-    # A setting that all have says more than one that comes with another kind of thing.
+    # Prefer a setting that all ranks have to one that only some kind of object has.
     first = next((name for name in odd if None not in common[name]), odd[0])
     groups: dict[str, list[int]] = {}
     for rank, (digest, _) in enumerate(everyone):
         if digest in kinds:
             groups.setdefault(kinds[digest].get(first, "none"), []).append(rank)
-    return (
-        f"md.train: {first} differs: {grouped(groups, shortened)}{_more(odd, first)}; give all "
-        "ranks the same"
+    # The value of the fewest ranks comes first, since it is most often the wrong one.
+    said = ", ".join(
+        f"{rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} {shortened(value)}"
+        for value, ranks in sorted(groups.items(), key=lambda item: len(item[1]))
     )
-
-
-def grouped(groups: Mapping[str, list[int]], text: Callable[[str], str] = str) -> str:
-    """Say which ranks have which value, the fewest first: they are most often wrong. Pure."""
-    said = []
-    for value, ranks in sorted(groups.items(), key=lambda item: len(item[1])):
-        verb = "has" if len(ranks) == 1 else "have"
-        said.append(f"{rank_list(ranks)} {verb} {text(value)}")
-    return ", ".join(said)
+    return f"md.train: {first} differs: {said}{_more(odd, first)}; give all ranks the same"
 
 
 def shortened(text: str) -> str:
-    """Return a value as text for a message, cut to the length of a line. Pure."""
+    """Cut a long text to a fixed length, and add a digest of the whole text. Pure."""
     if len(text) <= _LONGEST:
         return text
     return f"{text[:_LONGEST]}... ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"

@@ -1,9 +1,9 @@
-"""What a run folder keeps of each start: the job file as it was given, and by whom it was run.
+"""Records of each start of a run: a copy of the job file, and the command that was used.
 
     runs/digits/starts/0001.toml   0001.json      the first start
-    runs/digits/starts/0002.toml   0002.json      it was gone on with, perhaps on another day
+    runs/digits/starts/0002.toml   0002.json      the run was resumed, perhaps on another day
 
-Nothing is overwritten: a start takes the next number.
+No record is overwritten, because each start uses the next number.
 """
 
 from __future__ import annotations
@@ -17,23 +17,20 @@ from typing import Any
 
 
 def keep(folder: Path, job_file: Path, facts: Mapping[str, Any]) -> None:
-    """Keep `facts` and a copy of `job_file` as one more start of the run in `folder`.
+    """Write `facts` and a copy of `job_file` as the record of a new start of the run in `folder`.
 
-    Raises OSError where that cannot be written.
+    Raises OSError if the files cannot be written.
     """
     starts = folder / "starts"
     starts.mkdir(exist_ok=True)
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     text = json.dumps({"time": now, **facts}, indent=2) + "\n"
-    for number in count(1 + max(map(_number, starts.glob("*.json")), default=0)):
+    taken = (int(path.stem) for path in starts.glob("*.json") if path.stem.isdecimal())
+    for number in count(1 + max(taken, default=0)):
         try:
             with (starts / f"{number:04}.json").open("x", encoding="utf-8") as file:
                 file.write(text)
         except FileExistsError:
-            continue  # of another job that starts here now
+            continue  # another job that starts now has taken this number
         (starts / f"{number:04}.toml").write_bytes(job_file.read_bytes())
         return
-
-
-def _number(path: Path) -> int:
-    return int(path.stem) if path.stem.isdecimal() else 0

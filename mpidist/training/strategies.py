@@ -1,8 +1,10 @@
-"""Strategies: how the ranks combine their gradients. Plain descriptions; `open` makes them work.
+"""Strategies: how the ranks combine their gradients.
 
-A new strategy is one dataclass here, with one line in `STRATEGIES`, and one exchange: an object
-with ``workers, begin, compute, reduce, update, state, check, save_point, finish, close, abandon``
-(and ``stragglers`` and a few facts: see ``allreduce_exchange.py``).
+A strategy contains only settings. The method `open` of a strategy makes an exchange, which is the
+object that combines the gradients. To add a strategy, write a dataclass here, a line in
+`STRATEGIES`, and an exchange: an object with ``workers, begin, compute, reduce, update, state,
+check, save_point, finish, close, abandon`` (and ``stragglers`` and a few attributes: see
+``allreduce_exchange.py``).
 """
 
 from __future__ import annotations
@@ -17,28 +19,30 @@ from ..gradients.gradient_buckets import bucket_bytes
 from ..registry import build, look_up
 from ..servers.consistency import ASP, BSP, SSP, Consistency
 from ..servers.layout.placement import choose_ranks, ranks_asked
-from .checks import is_whole_number
+from .checks import expect, has_methods, is_whole_number
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Every rank holds the whole model and works; gradients are averaged by `md.allreduce`.
+    """Every rank trains a replica of the whole model; `md.allreduce` averages the gradients.
 
-    All ranks apply the same update to the same bits, so replicas stay equal (synchronous SGD).
+    All ranks have the same parameters and apply the same update to them, so the replicas stay equal
+    to the last bit (synchronous SGD).
 
     Parameters
     ----------
     algorithm, reproducible
-        Those of `md.allreduce`.
+        As in `md.allreduce`.
     bucket_bytes : int or "auto"
-        Gradients that travel together between nodes.
+        Size of the buckets in which gradients are sent between nodes.
     overlap : bool
         Exchange gradients between nodes while backward still runs.
     progress : "hooks" or "thread"
-        Whether every ``ready`` of the model pushes on what is under way, or a thread does.
+        What advances the exchanges that have begun: each call of ``ready`` by the model ("hooks"),
+        or a thread ("thread").
     accumulate : int
-        Parts into which a rank cuts its batch, to save memory: their gradients are added up before
-        one exchange.
+        The number of parts into which a rank cuts its batch, to save memory. A rank adds up the
+        gradients of all parts and then exchanges the sum once.
     """
 
     algorithm: str = "auto"
@@ -52,45 +56,43 @@ class AllReduce:
 
     def __post_init__(self):
         chosen(self.algorithm, self.reproducible)
-        if not isinstance(self.overlap, bool):
-            raise ConfigError(f"overlap={shown(self.overlap)}: expected true or false")
-        if not isinstance(self.progress, str) or self.progress not in ("hooks", "thread"):
-            raise ConfigError(f"progress={shown(self.progress)}: expected 'hooks' or 'thread'")
-        if not is_whole_number(self.accumulate) or self.accumulate < 1:
-            raise ConfigError(f"accumulate={shown(self.accumulate)}: expected 1 part or more")
+        expect(isinstance(self.overlap, bool), "overlap", self.overlap, "true or false")
+        known = isinstance(self.progress, str) and self.progress in ("hooks", "thread")
+        expect(known, "progress", self.progress, "'hooks' or 'thread'")
+        several = is_whole_number(self.accumulate) and self.accumulate >= 1
+        expect(several, "accumulate", self.accumulate, "1 part or more")
         bucket_bytes(self.bucket_bytes, 0)
 
     def workers(self, size: int) -> int:
-        """Return how many of `size` ranks work."""
+        """Return how many of `size` ranks are workers."""
         return size
 
     def open(self, comm, model, optimizer, *, microbatches: int | None = None, **settings):
-        """Return the exchange for one run. Collective over `comm`."""
+        """Return the object that exchanges the gradients in one run. Collective over `comm`."""
         from .exchanges.allreduce_exchange import Replicas
         from .exchanges.microbatch_exchange import PieceReplicas
 
         if microbatches:
             return PieceReplicas(comm, model, optimizer, self.algorithm, microbatches)
         algorithm = chosen(self.algorithm, self.reproducible)
-        buckets = {
-            name: getattr(self, name)
-            for name in ("bucket_bytes", "overlap", "progress", "accumulate")
-        }
-        return Replicas(comm, model, optimizer, algorithm, **buckets)
+        names = ("bucket_bytes", "overlap", "progress", "accumulate")
+        given = {name: getattr(self, name) for name in names}
+        return Replicas(comm, model, optimizer, algorithm, **given)
 
 
 @dataclass(frozen=True)
 class ParameterServer:
-    """Servers hold the parameters and apply the updates; workers push and pull.
+    """Servers hold the parameters and update them; workers push gradients and pull parameters.
 
     Parameters
     ----------
     servers : int or sequence of int
-        How many ranks serve (the last ones), or which.
+        The number of servers, which are the last ranks; or the list of the ranks that are servers.
     consistency : BSP, ASP or SSP
-        How far workers may run apart.
+        How many steps one worker may be ahead of another.
     placement : str
-        "dedicated" (servers only serve) or "colocated" (servers work as well).
+        "dedicated": a rank is either a server or a worker. "colocated": a server is a worker as
+        well.
     """
 
     servers: int | Sequence[int] = 1
@@ -98,14 +100,14 @@ class ParameterServer:
     placement: str = "dedicated"
 
     def workers(self, size: int) -> int:
-        """Return how many of `size` ranks work; ConfigError where none is left."""
+        """Return how many of `size` ranks are workers; raise ConfigError if there is no worker."""
         return len(choose_ranks(size, self.servers, self.placement)[1])
 
     def open(self, comm, model, optimizer, *, global_batch: int, seed: int):
-        """Return the exchange for one run. Collective over `comm`."""
+        """Return the object that exchanges the gradients in one run. Collective over `comm`."""
         from .exchanges.server_exchange import Served
 
-        return Served(comm, model, optimizer, self, global_batch, seed)
+        return Served(comm, model, optimizer, self, global_batch=global_batch, seed=seed)
 
 
 CONSISTENCIES = {"bsp": BSP, "asp": ASP, "ssp": SSP}
@@ -122,7 +124,7 @@ def _parameter_server(
     ranks = asked if isinstance(asked, list) else [asked]
     if min(ranks, default=-1) < 0 or len(ranks) != len(set(ranks)):
         raise ConfigError(f"servers={shown(servers)}: expected how many, or distinct ranks")
-    # The number of ranks may not be known yet: two are enough to hear of 0 servers or a placement.
+    # The number of ranks may be unknown yet. Two are enough to refuse 0 servers or a bad placement.
     choose_ranks(2, min(servers, 1) if isinstance(servers, int) else 1, placement)
     return ParameterServer(servers, mode, placement)
 
@@ -131,27 +133,23 @@ STRATEGIES: dict[str, Callable] = {"allreduce": AllReduce, "parameter_server": _
 
 
 def from_settings(name: str, settings: Mapping):
-    """Make a strategy as a job file describes it; ConfigError for what it cannot be."""
+    """Make the strategy that a job file describes; raise ConfigError for bad settings."""
     look_up(STRATEGIES, name, "strategy")
     return build(STRATEGIES, name, settings, "strategy")
 
 
 def as_strategy(given):
-    """Return what `md.train` was given as a strategy: None, a name of `STRATEGIES`, or one.
+    """Return the strategy for an argument, which is None, a name in `STRATEGIES`, or a strategy.
 
-    Raises ConfigError for what is none.
+    Raises ConfigError for any other argument.
     """
     if given is None:
         return AllReduce()
     if isinstance(given, str):
         return from_settings(given, {})
-    if isinstance(given, type) or not all(
-        callable(getattr(given, name, None)) for name in ("open", "workers")
-    ):
+    if not has_methods(given, "open", "workers"):
         kind = f"the class {given.__name__}" if isinstance(given, type) else shown(given, 60)
         names = ", ".join(map(repr, STRATEGIES))
-        raise ConfigError(
-            f"strategy is {kind}; expected md.AllReduce(...), md.ParameterServer(...), or one of "
-            f"{names}"
-        )
+        known = f"md.AllReduce(...), md.ParameterServer(...), or one of {names}"
+        raise ConfigError(f"strategy is {kind}; expected {known}")
     return given

@@ -1,4 +1,4 @@
-"""What came of a run: accuracy, speed, and a digest of the parameters. The same on every rank."""
+"""The result of a run, equal on all ranks: accuracy, speed, and a digest of the parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ _CHUNK = 256
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Result of `md.train`. Seconds are wall clock; rank_hours is wall time times ranks."""
+    """Result of `md.train`.
+
+    Times are wall-clock times. `rank_hours` is the wall-clock time in hours, times the number of
+    ranks.
+    """
 
     test_accuracy: float | None
     train_loss: float
@@ -48,23 +52,23 @@ class Summary:
     overlap_fraction: float | None = None
 
     def as_dict(self) -> dict:
-        """Plain numbers and strings, for ``summary.json``: JSON has no NaN, so None stands for it.
+        """Return plain numbers and strings for ``summary.json``.
 
-        A run that was resumed at its end has no train loss.
+        A run that was resumed at its last step has a train loss of NaN, which becomes None.
         """
         loss = None if math.isnan(self.train_loss) else self.train_loss
         return {**dataclasses.asdict(self), "train_loss": loss}
 
 
 def gather_facts(run: Progress, test_data) -> dict:
-    """Evaluate, and note what this run has done. Collective over the workers.
+    """Evaluate the model and return the fields of the summary. Collective over the workers.
 
-    Raises ReplicaError where not all of them have the parameters that the digest is of.
+    Raises ReplicaError if the parameters differ between workers.
     """
     workers = run.exchange.workers
     run.exchange.check(run.step)
     if run.store is None:
-        run.average_model_state()  # the last checkpoint has done it where there is a store
+        run.average_model_state()  # with a store, the last checkpoint has averaged the state
     accuracy = None if test_data is None else evaluate(workers, run.model, test_data)
     return {
         "test_accuracy": accuracy,
@@ -87,30 +91,34 @@ def gather_facts(run: Progress, test_data) -> dict:
 
 
 def share(run: Progress, facts: dict | None) -> Summary:
-    """Return the summary on all ranks: dedicated servers have none of their own. Collective."""
+    """Return the summary on all ranks. Collective over `run.comm`.
+
+    `facts` is None on dedicated servers, which receive the summary from the first worker.
+    """
     if facts is not None:
         wall = time.perf_counter() - run.began
         facts["wall_seconds"] = six_digits(wall)
         facts["rank_hours"] = six_digits(wall * run.comm.size / 3600)
-
-    def first(everyone: list) -> dict:
-        return next(entry for entry in everyone if entry is not None)
-
-    return Summary(**run_on_all(run.comm, "md.train: summary", lambda: facts, first))
+    facts = run_on_all(
+        run.comm, "md.train: summary", lambda: facts, lambda everyone: next(filter(None, everyone))
+    )
+    return Summary(**facts)
 
 
 def six_digits(value: float) -> float:
-    """Round to six significant digits: short to read, and right for a run of 40 ms too."""
+    """Round to six significant digits, so that even the times of a run of 40 ms are precise."""
     return float(f"{value:.6g}")
 
 
 def evaluate(comm, model, data) -> float:
-    """Return the share of samples whose largest score is at their label. Collective over `comm`.
+    """Return the share of samples that `model` classifies correctly. Collective over `comm`.
 
-    Of several labels (0 or 1 each), one that is true. Bad records are left out.
+    A sample is correct if the largest score of the model is at the label of the sample. If a sample
+    has several labels (each 0 or 1), the label at the largest score must be 1. Bad records are left
+    out.
 
-    Each rank predicts its part of the data; hits are counted as integers, so the result is exact
-    and does not depend on the number of ranks (R146).
+    Each rank predicts its part of the data. The correct samples are counted as integers, so the
+    result is exact and does not depend on the number of ranks (R146).
     """
     check_comm(comm)
     source = as_source(data)
@@ -125,7 +133,6 @@ def evaluate(comm, model, data) -> float:
         *inputs, labels = beside(taken.batch, model)
         used += len(taken.kept)
         best = model.predict(*inputs).argmax(axis=1)
-        # Several labels of a sample, 0 or 1 each: a hit is a true one with the largest score.
         true = labels[range(len(best)), best] > 0 if labels.ndim == 2 else best == labels
         hits += int(true.sum())
     total = np.array([hits, used], np.int64)
@@ -134,7 +141,7 @@ def evaluate(comm, model, data) -> float:
 
 
 def parameters_digest(parameters: dict) -> str:
-    """Return the sha256 over names, dtypes, shapes and bytes of all parameters."""
+    """Return the SHA-256 digest over the names, dtypes, shapes and bytes of all parameters."""
     total = hashlib.sha256()
     for name in sorted(parameters):
         array = parameters[name]

@@ -1,4 +1,4 @@
-"""``md.train``: the training loop, on one screen. Everything it uses can be used without it."""
+"""``md.train``: the training loop; all functions that it calls can also be used on their own."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..data import Loading
 from ..fault_tolerance.guard import guard
 from ..launch.fault_points import fault_point
 from . import resume_report
-from .abandon import AbandonOnError, watched
+from .abandon import abandon_on_error, watched
 from .checks import last_step
 from .feed import Feed
 from .quarantine import Quarantine
-from .run_state import Progress, Step
+from .run_state import Progress, StepReport
 from .settings import agree_on_settings
 from .summary import Summary, gather_facts, share
 
-__all__ = ["Step", "Summary", "train"]
+__all__ = ["StepReport", "Summary", "train"]
 
 
 def train(
@@ -47,105 +47,117 @@ def train(
     retry_bad: bool = False,
     quarantine=None,
     loading: Loading | None = None,
-    callbacks: Sequence[Callable[[Step], None]] = (),
+    callbacks: Sequence[Callable[[StepReport], None]] = (),
     on_resize: Callable[[int, int, Progress], None] | None = None,
     watch_seconds: float = 600.0,
 ) -> Summary:
     """Train `model` on `data` over all ranks of `comm`. Collective over `comm`.
 
-    All ranks give the same arguments, which is compared before anything else; only `loading`,
-    `quarantine`, `callbacks` and the function `on_resize` may differ.
+    All ranks must give the same arguments, which are compared before the run begins. Only
+    `loading`, `quarantine`, `callbacks`, the records of `test_data` and the function `on_resize`
+    may differ between ranks.
 
     Parameters
     ----------
     model : object
-        With ``parameters`` (name to array), ``loss_and_gradients(batch, gradients, ready=None)``
-        and ``predict(inputs)``; see docs/models.md. Its parameters are trained in place.
+        An object with ``parameters`` (name to array), ``predict(inputs)`` and
+        ``loss_and_gradients(batch, gradients, ready=None)``; see docs/models.md. Training changes
+        the parameters of the model in place.
     data : tuple of arrays, or a source
-        The same on every rank; each rank takes its part of every global batch.
+        The training data, the same on every rank. Each rank takes its part of every global batch.
     optimizer : Optimizer
         From `md.optim`, or any object with ``init`` and ``update``.
     global_batch : int
-        Samples per step over all ranks together. Never changed silently.
+        Samples per step over all ranks together. mpidist never changes this number.
     epochs, steps : int
-        How long: one of the two.
+        Length of the run: give one of the two.
     seed : int
-        Of the data order.
+        Seed of the order of the data.
     shuffle : str or bool
-        How an epoch is ordered, see `data.Sampler`. A run that is resumed keeps the one it has.
+        Order of the records in an epoch, see `data.Sampler`. A resumed run keeps the order with
+        which it began.
     strategy : AllReduce or ParameterServer
-        AllReduce by default. "allreduce" and "parameter_server" are those with their defaults.
+        How the gradients are combined; by default ``AllReduce()``. The names "allreduce" and
+        "parameter_server" stand for the two strategies with their defaults.
     test_data : tuple (inputs, labels), or a source
-        Evaluated at the end.
+        Data on which the model is evaluated at the end.
     checkpoint : path, CheckpointStore or TieredStore
-        Where the state goes, every `checkpoint_every` steps (default: once per epoch), at the
-        end, and when the run is stopped by a signal. What cannot be written (no space, no
-        folder) is said, and the run goes on; only the last one of a run must be there.
+        Where the state is saved. The state is saved every `checkpoint_every` steps (by default once
+        per epoch), at the end, and when a signal stops the run. If a checkpoint cannot be written,
+        for example because the disk is full, the run reports this and continues. The run raises an
+        error only if the last checkpoint cannot be written.
     resume : "auto", True, False or "fresh"
-        Go on from the newest good step: if there is one; it must be there; there must be none.
-        "fresh": begin anew, and set aside what the folder holds; a store of your own is opened with
-        ``fresh=True`` for that.
+        "auto" resumes from the newest good checkpoint if there is one. True requires a checkpoint,
+        and False requires that there is none. "fresh" begins a new run, which does not use the
+        older checkpoints in the folder. If `checkpoint` is a store, do not give "fresh", but open
+        the store with ``fresh=True``.
     stop_after : int
-        Stop with a checkpoint after this many steps in all, as a planned pause.
+        Save a checkpoint and stop after this many steps in all, as a planned pause.
     microbatches : int
-        Cut every global batch into this many pieces and sum them in one fixed order: the same
-        bits on any number of ranks, also after a resume on another. AllReduce only; see
-        docs/models.md for its price.
+        Cut every global batch into this many pieces, and sum the gradients of the pieces in a fixed
+        order. The results then have the same bits on any number of ranks, also if the run is
+        resumed on another number of ranks. AllReduce only; see docs/models.md for the cost.
     check_replicas : int
-        Compare the parameters of all ranks every so many steps; they are compared before each
-        checkpoint in any case. AllReduce only.
+        Compare the parameters of all ranks each time this many steps are done. The parameters are
+        compared before each checkpoint in any case. AllReduce only.
     time_limit : float or "auto"
-        Stop with a checkpoint after so many seconds, or before a Slurm allocation ends.
+        Save a checkpoint and stop after this many seconds, or, with "auto", before the Slurm
+        allocation ends.
     patience : int
-        Stop with a checkpoint when the mean loss of so many steps is not below all before.
-        AllReduce only.
+        Compute the mean loss of each group of this many steps. Save a checkpoint and stop when such
+        a mean is not below all earlier means. AllReduce only.
     max_bad : float
-        Share of the records that may turn out to be bad: those are skipped, counted and listed.
-        One more stops the run with a checkpoint. See docs/data.md.
+        Share of the records that may be bad. Bad records are skipped, counted and listed. If a
+        larger share is bad, the run saves a checkpoint and stops. See docs/data.md.
     retry_bad : bool
-        A resumed run looks again at the records that its checkpoint lists: they were mended.
+        Whether to read the records again that the checkpoint lists as bad, because they have been
+        repaired.
     quarantine : path
-        File for the list of bad records, JSON lines.
+        File for the list of bad records, as JSON lines.
     loading : data.Loading
-        Reading ahead, a bandwidth cap, and what to do when a source does not answer.
-    callbacks : functions of a `Step`
-        Called after every step on every worker.
+        Settings for reading ahead, for a limit of the bandwidth, and for sources that do not
+        answer.
+    callbacks : functions of a `StepReport`
+        Functions that are called after every step on every worker.
     on_resize : function of (old ranks, new ranks, run)
-        Called on every rank after a resume on another number of ranks, for instance to give
-        another learning rate: ``run.exchange.optimizer = md.optim.sgd(lr=...)``. The global batch
-        stays what it is, so nothing has to change.
+        Function that is called on every rank after a resume on another number of ranks. This
+        function may set another learning rate: ``run.exchange.optimizer = md.optim.sgd(lr=...)``.
+        The global batch does not change with the number of ranks, so the learning rate need not
+        change.
     watch_seconds : float
-        After so many seconds in which nothing happens the job ends and says who is missing, as
-        with `md.watch`. 0 is off; nor is it done where the program watches already (`md.watch`), or
-        on one rank.
+        After this many seconds without progress, the job ends and reports the missing ranks, as
+        with `md.watch`. 0 switches this off. A run on one rank is not watched, nor is a run whose
+        program already uses `md.watch`.
 
     Returns
     -------
     Summary
-        The same on every rank.
+        The result of the run, the same on every rank.
 
     Raises
     ------
     ConfigError
-        Bad input, on all ranks.
+        An argument is invalid; raised on all ranks.
     MismatchError
-        The ranks were given different arguments or data, on all ranks.
+        The ranks were given different arguments or data; raised on all ranks.
     NoCheckpoint, CheckpointError
-        ``resume=True`` without a checkpoint; one of another model.
+        There is no checkpoint although ``resume=True``, or the checkpoint is from another model.
     ReplicaError
-        The parameters are not the same on all ranks; nothing was saved. They are compared before
-        each checkpoint, and at the end.
+        The parameters are not the same on all ranks, and nothing was saved. The parameters are
+        compared before each checkpoint and at the end.
     SourceError
-        Nothing of `data` can be read any more, on the ranks that meet it (a checkpoint was saved).
+        `data` cannot be read any more. Raised on the ranks that failed to read; a checkpoint was
+        saved.
     TooManyBadRecords
-        More than `max_bad` allows (a checkpoint was saved).
+        More records are bad than `max_bad` allows; a checkpoint was saved.
     MpidistError
-        The loss is not a number any more (a checkpoint was saved before that update).
+        The loss has become infinite or not a number; a checkpoint was saved without the update of
+        the step with this loss.
     StorageError
-        The last checkpoint could not be written. On all ranks.
+        The last checkpoint could not be written; raised on all ranks.
     Stopped
-        A SystemExit with code 75: a signal or the time limit asked for a stop. The state has
-        been saved. If the allocation left no time for that, the newest good step remains.
+        A SystemExit with code 75, because a signal or the time limit asked for a stop; the state
+        was saved. If the allocation left no time to save, the newest good checkpoint remains.
     """
     given = {name: value for name, value in locals().items() if name != "comm"}
     agreed = agree_on_settings(comm, given)
@@ -162,7 +174,7 @@ def train(
         else nullcontext(checkpoint) as store,
     ):
         exchange = agreed.strategy.open(comm, model, optimizer, **settings)
-        with AbandonOnError(exchange):
+        with abandon_on_error(exchange):
             bad = Quarantine(exchange.workers, source, max_bad, quarantine)
             run = Progress(comm, model, exchange, store, sampler, bad, agreed.words)
             run.resume(resume, retry_bad)
@@ -202,8 +214,9 @@ def train(
                         times = (computed - began, time.perf_counter() - computed)
                         on_data = feed.waited - waited
                         exchange.stragglers.note(on_data, max(0.0, times[0] - on_data))
+                        report = StepReport(run.step, last, after.epoch, loss, len(indices), *times)
                         for callback in agreed.callbacks:
-                            callback(Step(run.step, last, after.epoch, loss, len(indices), *times))
+                            callback(report)
                         if check_replicas and run.step % check_replicas == 0:
                             exchange.check(run.step)
                         if pace.due(run.step) and run.step < last:
@@ -214,7 +227,7 @@ def train(
                     if run.in_time:
                         run.checkpoint()
                     else:
-                        run.settle()  # what was begun in time may end in time
+                        run.settle()  # a save that was begun in time may still end in time
                     exchange.finish()
                     run.agree_on_bad_records()
                     if not run.stopping:

@@ -102,7 +102,7 @@ def _counted(runs: Runs) -> float:
 
 
 def _slower(one: Callable[[], object], other: Callable[[], object]) -> float:
-    """Seconds by which `one` is slower than `other`: median of turns, at least 0. Local."""
+    """Seconds by which `one` is slower than `other`: median of turns, at least 0."""
     more = []
     for _ in range(41):
         seconds = [timeit.timeit(run, number=1_000) for run in (one, other)]
@@ -118,6 +118,8 @@ def main(words: list[str] | None = None) -> list[dict]:
     parser.add_argument("--step", type=int, default=8, help="each size so many times the last (8)")
     parser.add_argument("--rounds", type=int, default=41, help="interleaved rounds (41)")
     args = parser.parse_args(words)
+    if args.low < 1 or args.step < 2:
+        parser.error(f"--min {args.low} --step {args.step}: expected at least 1 and 2")
     comm = start_checks.initialize(os.environ).COMM_WORLD
     columns = ("Size", "call(us)", "counting", "share(%)")
     title = f"counters, {comm.size} ranks, {args.rounds} rounds, {library()}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from again import best_of_three
 
-from mpidist.launch.launchers import launch
+from mpidist.launch.launchers import find_launcher, launch, launcher_kind
 
 PROGRAM = """
 import resource, sys, threading, time
@@ -244,6 +244,40 @@ def test_sys_exit_of_all_is_an_ordinary_end(ends):
     result = run(ends, 4, "exit")
     assert result.returncode == 3
     assert said(result, "mpidist:") == 0
+
+
+SEVERAL_HOSTS = """
+import atexit, sys
+from pathlib import Path
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+atexit.register(lambda: Path(sys.argv[1], str(rank)).touch())
+rank = comm.rank
+from mpidist.fault_tolerance.guard import Stopped
+from mpidist.runtime.failure import install_hook
+install_hook(comm)
+if rank:
+    if sys.argv[2] == "exit":
+        sys.exit(75)
+    raise Stopped(1, "asked")
+"""
+
+
+@pytest.mark.parametrize("what", ["exit", "stop"])
+def test_on_several_hosts_one_rank_fails_first(tmp_path, what):
+    """Open MPI's mpirun may hang for ever when all of its hosts tell it of a failure at once.
+
+    It ends the ranks that wait, before they come to what a program had registered to run last.
+    """
+    program = tmp_path / "program.py"
+    program.write_text(SEVERAL_HOSTS)
+    told = ["env", "OMPI_COMM_WORLD_LOCAL_SIZE=1", sys.executable, program, tmp_path, what]
+    assert launch(4, told, timeout=60).returncode == 75
+    came_to_it = {path.name for path in tmp_path.glob("[0-9]")}
+    if launcher_kind(find_launcher())[0] == "openmpi":
+        assert came_to_it == {"0", "1"}
+    else:
+        assert came_to_it >= {"0"}  # that of MPICH does not hang, and no rank waits
 
 
 def test_interrupted_rank(ends):

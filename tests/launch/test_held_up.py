@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from again import best_of_three
-from test_supervised import children, finish, run, supervised
+from supervised_jobs import children, finish, run, supervised
 from until import holds_within, wait_until
 
 from mpidist.launch import heartbeat
@@ -134,7 +134,7 @@ from mpidist.collectives import selection
 comm = MPI.COMM_WORLD
 md.allreduce(comm, np.ones(50_000, np.float32))
 if comm.rank == 0:
-    print(json.dumps(selection.table(comm)), flush=True)
+    print(json.dumps(selection.table(comm)) + chr(10), end="", flush=True)
 comm.Barrier()
 if os.environ["MPIDIST_ATTEMPT"] == "0":
     os._exit(9)

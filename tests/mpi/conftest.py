@@ -19,8 +19,11 @@ from pathlib import Path
 import fake_torch
 import numpy as np
 import pytest
+import tiers
 from mpi4py import MPI
 
+from mpidist.collectives import selection
+from mpidist.collectives.engines import executor, native
 from mpidist.runtime import polling
 
 WORLD = MPI.COMM_WORLD
@@ -28,6 +31,8 @@ WORLD = MPI.COMM_WORLD
 STDERR = os.fdopen(os.dup(2), "w")
 #: Ranks look around sooner than in earnest: most of what is tested here is what they find then.
 polling.PATIENCE = 0.05
+#: What cannot be sent any more is given up sooner, too.
+executor.GRACE = native.GRACE = 0.3
 HANG_SECONDS = float(os.environ.get("MPIDIST_TEST_HANG", "180"))
 
 
@@ -74,6 +79,20 @@ def folder(comm):
         shutil.rmtree(made)
 
 
+@pytest.fixture
+def place(comm, folder):
+    """A `tiers.Place` whose store holds step 1, left by a job that did not end well."""
+    if not comm:
+        return None
+    place = tiers.Place(comm, folder)
+    store = place.store()
+    store.save(1, tiers.state_of(comm, 1))
+    store.wait()
+    store.__exit__(KeyError, None, None)
+    comm.Barrier()
+    return place
+
+
 @pytest.fixture(params=["numpy", "cupy"])
 def xp(request):
     """The array namespace: every test that takes it runs on NumPy, and on CuPy where a GPU is."""
@@ -100,11 +119,26 @@ def torch(request, monkeypatch):
     return torch
 
 
-def wait_asleep():
-    """Wait for all ranks without a core: those outside a test wait as long as it runs."""
-    request = WORLD.Ibarrier()
+@pytest.fixture(autouse=True)
+def brief_measuring(request, monkeypatch):
+    """ "auto" makes one round of one call: only test_selection asks which algorithm is fast."""
+    if request.module.__name__ != "test_selection":
+        for name, least in [("BUDGET", 0.0), ("LEAST_ROUNDS", 1), ("TIMING", 0.0)]:
+            monkeypatch.setattr(selection, name, least)
+
+
+def wait_asleep(failure):
+    """Wait for all ranks without a core: those outside a test wait as long as it runs.
+
+    A rank that failed while others still wait for it shows its traceback before the job is ended.
+    """
+    request, shown = WORLD.Ibarrier(), time.monotonic() + HANG_SECONDS / 2
     while not request.Test():
         time.sleep(0.001)
+        if failure and time.monotonic() > shown:
+            STDERR.write(f"rank {WORLD.rank} failed, the others still run:\n{failure[1]}\n")
+            STDERR.flush()
+            failure = None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -122,7 +156,7 @@ def pytest_pyfunc_call(pyfuncitem):
         mine = ("skip", str(skip))
     except BaseException:
         mine = ("fail", traceback.format_exc())
-    wait_asleep()
+    wait_asleep(mine)
     everyone = WORLD.allgather(mine)
     faulthandler.cancel_dump_traceback_later()
     failures = {

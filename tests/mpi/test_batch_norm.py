@@ -1,5 +1,7 @@
 """Batch normalisation over ranks (R118), and clipping on replicas: as on one with all samples."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -92,6 +94,43 @@ def test_half_precision_and_errors(comm):
         models.sync_moments(comm, np.empty((0, 2)), 0)
     with pytest.raises(MismatchError):
         models.sync_moments(comm, np.ones((4, 2 + comm.rank)), 0)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("call", ["moments", "axis", "eps", "backward", "saved"])
+def test_a_bad_argument_of_one_rank_is_an_error_on_all(comm, call):
+    """The other ranks are in the allreduce by then: they raise with the words of that rank."""
+    own, odd, x = comm.Dup(), comm.rank == 1, np.arange(12.0).reshape(6, 2)
+    axis, eps = (7, "small") if odd else (0, EPS)
+    saved = models.sync_batch_norm(own, x, 0)[3] if call in ("backward", "saved") else None
+    calls = {
+        "moments": lambda: models.sync_moments(own, x, axis),
+        "axis": lambda: models.sync_batch_norm(own, x, axis),
+        "eps": lambda: models.sync_batch_norm(own, x, 0, eps),
+        "backward": lambda: models.sync_batch_norm_backward(own, x, saved._replace(axis=axis)),
+        "saved": lambda: models.sync_batch_norm_backward(own, x, None if odd else saved),
+    }
+    error, words = {
+        "eps": (ValueError, "ValueError: could not convert string to float"),
+        "saved": (TypeError, "TypeError: cannot unpack"),
+    }.get(call, (ConfigError, "ConfigError: axis is 7, expected an axis, or a tuple of axes"))
+    began = time.monotonic()
+    with pytest.raises(error if odd else MismatchError) as caught:
+        calls[call]()
+    assert time.monotonic() - began < 5
+    if not odd:
+        assert "rank 1" in str(caught.value)
+        assert words in str(caught.value)
+    md.free(own)
+    own.Free()
+
+
+@pytest.mark.ranks(1, 3)
+def test_a_bad_axis_on_all_ranks_leaves_the_communicator_usable(comm):
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="axis is 7"):
+            models.sync_moments(comm, np.ones((4, 2)), 7)
+        np.testing.assert_array_equal(models.sync_moments(comm, np.ones((4, 2)), 0)[0], 1)
 
 
 @pytest.mark.ranks(1, 3)

@@ -211,7 +211,7 @@ def test_no_older_step_for_want_of_memory(comm, folder, parallel, monkeypatch, c
 
     with monkeypatch.context() as patch:
         if comm.rank == 1:
-            patch.setattr(restore, "opened", short)
+            patch.setattr(restore, "open_reader", short)
         with pytest.raises(StorageError, match="rank 1 of 2"):
             export_store.export(comm, folder / "store", folder / "all.h5")
     comm.Barrier()

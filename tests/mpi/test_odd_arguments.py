@@ -107,6 +107,20 @@ def test_swapped_arguments(comm):
     assert md.allreduce(comm, np.ones(3))[0] == 2
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("algorithm", ["native", "node", "ring", "auto"])
+def test_a_plan_takes_no_array(comm, op, algorithm):
+    """`reduce(gradient)` is a slip: an argument is no weight and no divisor."""
+    x = np.full(4, comm.rank + 1.0)
+    with md.plan(comm, x, op, algorithm=algorithm) as reduce:
+        with pytest.raises(TypeError, match="argument"):
+            reduce(np.full(4, 100.0))
+        reduce()
+    total = comm.size * (comm.size + 1) / 2
+    np.testing.assert_array_equal(x, total / comm.size if op == "mean" else total)
+
+
 #: What may be given for anything, and is an array, a text of two lines or a long one, a class, ...
 ANYTHING = {
     "array": np.arange(3.0), "numbers": np.arange(1, 3), "one": np.ones(1), "scalar": np.ones(()),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.checkpoint.place import WriteOptions
+from mpidist.checkpoint.write.shard_writer import WriteOptions
 from mpidist.errors import ConfigError
 
 

@@ -55,7 +55,7 @@ def test_the_next_run_takes_what_this_one_measured(comm, folder, monkeypatch):
     second = chosen(comm, folder)
     assert [entry["from"] for entry in second.values()] == ["cache"] * 3
     assert [e["us"] for e in second.values()] == [e["us"] for e in first.values()]
-    assert selection.fingerprint(second) == selection.fingerprint(first)
+    assert selection.table_fingerprint(second) == selection.table_fingerprint(first)
 
 
 @pytest.mark.ranks(3)

@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from mpi4py import MPI
 
 import mpidist as md
 from mpidist.errors import MismatchError, MpidistError, ProtocolError
+from mpidist.servers.link import GroupCall
 
 SGD = md.optim.sgd(1.0)
 ONES = {"x": np.ones(6)}
@@ -241,7 +243,7 @@ def test_a_second_thread_is_refused(comm, own):
             thread.join()
             assert caught == []  # one after the other is fine
             thread, caught = in_thread(client.pull)
-            time.sleep(0.2)
+            time.sleep(0.5)
             calls = [client.pull, client.clock, lambda: client.push(ONES), client.group.barrier]
             for call in [*calls, lambda: client.push_pull(ONES), client.close, client.group.close]:
                 with pytest.raises(ProtocolError, match="use one thread at a time"):
@@ -331,3 +333,28 @@ def test_ranks_in_another_operation(comm, own, who, where):
     assert isinstance(error, MismatchError | ProtocolError)
     assert any(word in str(error) for word in words), str(error)
     assert "allreduce" in str(error)
+
+
+@pytest.mark.ranks(3)
+def test_the_cause_is_named_after_the_communicator_is_freed(comm):
+    """A failed communicator is given up, not freed: a notice that lies there is still read."""
+    own = comm.Dup()
+    group = md.ServerGroup(own, servers=1)
+    client = group.add("t", {"w": np.zeros(4, "f4")}, optimizer=md.optim.sgd(0.1))
+
+    def fail():
+        client.push({"w": np.zeros(4, "f4")})
+        with GroupCall(group.link, "pull"):
+            group.link.touched = True
+            raise RuntimeError("stopped by the test")
+
+    if comm.rank == 0:
+        with pytest.raises(RuntimeError):
+            fail()
+    comm.Barrier()
+    md.free(own)
+    if comm.rank:
+        with pytest.raises(ProtocolError, match="stopped by the test"):
+            client.pull() if client is not None else group.serve()
+    with suppress(MpidistError):
+        group.close()

@@ -1,5 +1,6 @@
 """What travels: rows, cut messages, several models, whole updates, counted messages."""
 
+import enum
 from types import SimpleNamespace
 
 import numpy as np
@@ -288,3 +289,20 @@ def test_arrays_of_any_kind(comm, xp):
             assert strided.tolist() == [-1] * 4
             got = client.pull({"w": [11, 0]}, out={"w": xp.zeros((2, 5), "f4")})["w"]
             np.testing.assert_array_equal(np.asarray(got.tolist()), start["w"][[11, 0]] - 2)
+
+
+class Name(str, enum.Enum):  # noqa: UP042 - as a program may have it
+    ONE = "one"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["queue", "gaps", "staleness", "7", np.str_("mlp"), Name.ONE])
+def test_a_model_may_have_the_name_of_a_histogram(comm, name):
+    """The report has whole numbers as keys of histograms, and the names of models as they are."""
+    with md.ServerGroup(comm, servers=1) as group:
+        client = group.add(name, {"x": np.zeros(3)}, optimizer=SGD)
+        if client is not None:
+            client.push_pull({"x": np.ones(3)})
+    for rank in group.report()["ranks"]:
+        models = rank["clients"] or rank["server"]["models"]
+        assert models[str.__str__(name)]["gaps"] == {0: 1}

@@ -24,6 +24,7 @@ def test_fit_on_one_node(comm, monkeypatch):
     assert 0 <= (1 << 20) * found["node_gap"] < took
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.ranks(2)
 def test_fit_of_a_network(comm, monkeypatch):
     """The same ranks under two names of hosts: every parameter of a network, none negative."""

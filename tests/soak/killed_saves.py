@@ -165,6 +165,8 @@ def main(kills, seconds=float("inf"), tiered=0):
             inside += any(folder.glob(".tmp-step-*"))
             done += 1
         restored, _ = one_kill(folder, done, least, tiered)  # the last kill is looked at as well
+    if done == 0 or (done >= 50 and not inside):
+        raise SystemExit(f"{done} kills, none of them inside a save: this run has shown nothing")
     each = (time.monotonic() - began) / (done + 1)
     print(
         f"{done} times all was killed, {inside} times inside a save; each time the newest step was "

@@ -1,6 +1,7 @@
 """A communicator of one, so that the store is tested where no MPI is."""
 
 import contextlib
+import threading
 
 import numpy as np
 
@@ -118,3 +119,12 @@ class Threaded(Solo):
         facts = [fact, fact]
         facts[other] = self._boxes[self.rank][other].get(timeout=30)
         return facts
+
+
+def no_more_threads(patch):
+    """From now on no thread begins, as where a process may have no more of them."""
+
+    def none_left(_):
+        raise RuntimeError("can't start new thread")
+
+    patch.setattr(threading.Thread, "start", none_left)

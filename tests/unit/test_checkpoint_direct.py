@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_solo import Solo, equal, state_of
+from checkpoint_solo import Solo, equal, no_more_threads, state_of
 
 from mpidist.checkpoint.format.manifest import NAME
 from mpidist.checkpoint.load import load_step
@@ -32,13 +32,13 @@ def pages(monkeypatch):
 def asked(monkeypatch):
     """What each file was asked to do, and whether it did: (on, answer) pairs."""
     found = []
-    original = files.set_direct
+    original = files.set_direct_io
 
     def spy(descriptor, on):
         found.append((on, original(descriptor, on)))
         return found[-1][1]
 
-    monkeypatch.setattr(files, "set_direct", spy)
+    monkeypatch.setattr(files, "set_direct_io", spy)
     return found
 
 
@@ -169,10 +169,7 @@ def test_a_restore_without_more_threads(tmp_path, monkeypatch):
     with CheckpointStore(Solo(), tmp_path) as store:
         store.save(1, state_of(1, ROWS))
 
-        def none_left(_):
-            raise RuntimeError("can't start new thread")
-
-        monkeypatch.setattr(threading.Thread, "start", none_left)
+        no_more_threads(monkeypatch)
         assert equal(store.restore(state_of(2, ROWS))[1], state_of(1, ROWS))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoint_solo import Solo, equal, resumed, state_of
-from test_checkpoint_crash import in_process
+from test_checkpoint_two_jobs import in_process
 
 from mpidist.checkpoint.format import manifest
 from mpidist.checkpoint.format.digested_json import Damaged, encode_digested

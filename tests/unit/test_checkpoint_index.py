@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_solo import Solo, equal, resumed, state_of, two_ranks
-from test_checkpoint_damage import TABLE, body_of, forge
+from forged_manifest import TABLE, body_of, forge
 
 import mpidist as md
 from mpidist import untrusted_hdf5

@@ -20,7 +20,7 @@ from mpidist.checkpoint.format.regions import Box, Flat, boxes_of, intersection,
 from mpidist.checkpoint.format.state import Fact
 from mpidist.checkpoint.load import load
 from mpidist.checkpoint.storage import steps
-from mpidist.checkpoint.write import planner, save
+from mpidist.checkpoint.write import planner, save, write_plan
 from mpidist.checkpoint.write.write_plan import Description, agree, shares
 from mpidist.errors import CheckpointError, MismatchError, StorageError
 
@@ -43,7 +43,7 @@ def test_4000_tensors(tmp_path):
     with md.CheckpointStore(Solo(), tmp_path) as store:
         first = cpu(lambda: store.save(0, state))
         again = min(cpu(partial(store.save, step, state)) for step in (1, 2, 3))
-        restore = cpu(lambda: store.restore(many(4000, 1.0)))
+        restore = min(cpu(lambda: store.restore(many(4000, 1.0))) for _ in range(3))
     assert first < 1.0
     assert again < 0.1
     assert restore < 0.5
@@ -85,13 +85,13 @@ class Counted:
 
     def __init__(self, monkeypatch):
         self.made = 0
-        original = planner.shares
+        original = write_plan.shares
 
         def count(*args):
             self.made += 1
             return original(*args)
 
-        monkeypatch.setattr(planner, "shares", count)
+        monkeypatch.setattr(write_plan, "shares", count)
 
 
 @pytest.fixture

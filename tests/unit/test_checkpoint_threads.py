@@ -10,7 +10,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from checkpoint_solo import Solo, equal, state_of
+from checkpoint_solo import Solo, equal, no_more_threads, state_of
 from until import holds_within, wait_until
 
 from mpidist.checkpoint.read import fill
@@ -106,11 +106,7 @@ def test_work_beside_a_block(monkeypatch, threaded):
         raise KeyError("found")
 
     if threaded is None:
-
-        def none_left(_):
-            raise RuntimeError("can't start new thread")
-
-        monkeypatch.setattr(threading.Thread, "start", none_left)
+        no_more_threads(monkeypatch)
     beside = Beside(work, "mpidist-beside", threaded is not False)
     with beside:
         wait_until(beside.over, 20)
@@ -149,12 +145,9 @@ def test_work_beside_a_block_that_is_left():
 def test_a_save_without_more_threads(tmp_path, monkeypatch):
     """It writes by itself then, as a restore reads."""
 
-    def none_left(_):
-        raise RuntimeError("can't start new thread")
-
     with CheckpointStore(Solo(), tmp_path) as store:
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", none_left)
+            no_more_threads(patch)
             store.save(1, state_of(1, ROWS))
         assert equal(store.restore()[1], state_of(1, ROWS))
 

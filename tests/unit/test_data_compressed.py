@@ -56,7 +56,7 @@ def test_any_record_of_a_packed_file(tmp_path, small, packed):
         for start in range(0, len(order), 37):
             batch = order[start : start + 37]
             assert records.read(batch) == [expected[k] for k in batch]
-        assert len(records._kept._blocks) <= 2
+        assert len(records._cache.blocks) <= 2
         assert sum(len(file._points) for file in records._packed.values()) <= 4
         records.close()
         assert records.read([3]) == [RECORDS[3]], "files are opened again when they are needed"

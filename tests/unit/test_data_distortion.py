@@ -85,7 +85,7 @@ def test_sources_with_copies():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"copies": 0}, "copies is 0, expected a whole number from 1"),
+        ({"copies": 0}, "copies is 0, expected a whole number of at least 1"),
         ({"copies": 2, "shift": -1}, "shift is -1, expected 0 <= shift"),
         ({"copies": 2, "scale": 1}, "scale is 1, expected"),
         ({"copies": 2, "trun": 1}, "unknown setting 'trun'.*did you mean 'turn'"),

@@ -152,5 +152,5 @@ def test_frames_of_a_job(path):
         np.testing.assert_allclose(row, floats.mean(axis=0), rtol=1e-5, atol=1e-6)
     assert models.tagger().predict(inputs).shape == (8, 3862)
     for frames in (0, True, 2.5):
-        with pytest.raises(ConfigError, match=r"youtube8m: frames is .*, expected 1 or more"):
+        with pytest.raises(ConfigError, match=r"youtube8m: frames is .*, expected a whole number"):
             data.YouTube8MFrames(path, frames)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpidist.data.dataset_layout import Layouts, between
-from mpidist.data.read_retry import ByteRun, Descriptors, Rooms, RunReader
+from mpidist.data.read_retry import ByteRun, LRUCache, Rooms, RunReader
 
 CONTENT = np.random.default_rng(0).bytes(200_000)
 
@@ -104,7 +104,7 @@ def test_open_files_are_bounded(monkeypatch):
     """R137: the one used longest ago makes room; a second close does nothing."""
     opened, closed = [], []
     monkeypatch.setattr(os, "close", closed.append)
-    files = Descriptors(lambda key: opened.append(key) or key, most=3)
+    files = LRUCache(lambda key: opened.append(key) or key, 3, os.close)
     assert [files[key] for key in (1, 2, 3, 1, 4, 1, 2)] == [1, 2, 3, 1, 4, 1, 2]
     assert opened == [1, 2, 3, 4, 2]
     assert closed == [2, 3]
@@ -113,7 +113,7 @@ def test_open_files_are_bounded(monkeypatch):
     assert sorted(closed[2:]) == [1, 2, 4]
     assert len(files) == 0
     with pytest.raises(KeyError):
-        Descriptors({}.__getitem__)[1]
+        LRUCache({}.__getitem__, 3)[1]
 
 
 def test_layouts_of_one_length():

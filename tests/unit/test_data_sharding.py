@@ -138,3 +138,11 @@ def test_bad_input():
         with pytest.raises(ConfigError, match="sharding: rank"):
             shard("file", *arguments)
     assert set(MODES) == {"auto", "file", "record", "grid", "independent"}
+
+
+@pytest.mark.parametrize("mode", ["file", "grid"])
+def test_counts_of_a_short_type(mode):
+    """As a loop over files may have counted them: more records in all than int32 has numbers."""
+    counts = [2**31 - 2] * 3 + [5]
+    mine = [shard(mode, given, [1, 1, 1, 1], 3) for given in (counts, np.array(counts, np.int32))]
+    assert str(mine[0]) == str(mine[1])

@@ -68,7 +68,7 @@ TESTS = {
 
 #: Collective entries that take nothing which could differ, and why.
 WITHOUT_ARGUMENTS = {
-    "free", "Plan", "Handle.wait", "Topology.inter_comm", "Topology.close",
+    "free", "Plan", "Handle.wait", "Topology.inter_comm", "Topology.close", "Gradients.close",
     "ServerGroup.barrier", "ServerGroup.close",
     *(f"{store}.{name}" for store in ("CheckpointStore", "TieredStore")
       for name in ("latest_step", "wait", "close")),

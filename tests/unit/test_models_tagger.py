@@ -85,6 +85,6 @@ def test_bad_input():
         model.loss_and_gradients((x, labels[:, :5]), {})
     with pytest.raises(ConfigError, match=r"input has shape \(7, 4\), expected \(n, 5\)"):
         model.predict(x[:, :4])
-    with pytest.raises(ConfigError, match="hidden is -1, expected at least 0"):
+    with pytest.raises(ConfigError, match="hidden is -1, expected a whole number of at least 0"):
         models.tagger(5, 6, hidden=-1)
     assert sum(a.size for a in models.tagger().parameters.values()) == 1153 * 3862

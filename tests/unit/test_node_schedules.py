@@ -3,7 +3,7 @@
 import pytest
 
 from mpidist.collectives.schedules import check, node
-from mpidist.collectives.schedules.schedule import NODE_SYNC, NOTHING
+from mpidist.collectives.schedules.schedule import NODE_SYNC, NOTHING, copy
 
 PIECE = 3
 SIZES = (1, 2, 3, 4, 5, 8)
@@ -80,7 +80,7 @@ def test_the_two_halves(size, lanes, n):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("n", LENGTHS)
 def test_in_place(size, n):
-    programs = [node.in_place(size, r, n, PIECE, n) for r in range(size)]
+    programs = [node.in_place_allreduce(size, r, n, PIECE, n) for r in range(size)]
     slots = [r for r in range(size) for _ in range(n)]
     _, shared, sums = check.run_node(programs, [[]] * size, slots)
     assert whole(shared, sums, size)
@@ -140,7 +140,7 @@ def test_the_check_finds_what_is_wrong():
         check.check_races([(bare, 8)])
     with pytest.raises(check.ScheduleError, match="numbers of syncs"):
         check.check_races([([programs[0], bare[1]], 8)])
-    clash = [[node._copy(0, (0, 1), (2, 3))]] * 2
+    clash = [[copy(0, (0, 1), (2, 3))]] * 2
     with pytest.raises(check.ScheduleError, match="two ranks write"):
         check.check_races([(clash, 2)])
 

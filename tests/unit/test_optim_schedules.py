@@ -41,7 +41,7 @@ def test_step_decay():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: optim.cosine(0.1, steps=0), "steps is 0, expected at least 1"),
+        (lambda: optim.cosine(0.1, steps=0), "steps is 0, expected a whole number of at least 1"),
         (lambda: optim.cosine(0.1, steps=5, warmup=5), "expected fewer than steps"),
         (lambda: optim.cosine(0.1, steps=2.5), "steps is 2.5, expected a whole number"),
         (lambda: optim.step_decay(0.1, every=3, factor=1.5), "factor is 1.5"),

@@ -39,7 +39,8 @@ def uneven(p):
 @pytest.mark.parametrize("name", ALLREDUCE)
 def test_allreduce_is_proved(name):
     for p in range(1, 65):
-        for n in {0, 1, p - 1, p, p + 1, 2 * p + 3} if p < 17 else {1, p - 1, p + 1}:
+        lengths = {0, 1, p - 1, p, p + 1, 2 * p + 3} if p < 17 else {1, p - 1, p + 1}
+        for n in lengths if p <= 32 else {p + 1}:
             check.check_allreduce(ALLREDUCE[name], p, n)
 
 

@@ -13,6 +13,7 @@ from mpidist.servers.layout.capacity import bytes_text, check_capacity, needed
 from mpidist.servers.layout.placement import choose_ranks, place_tensors
 from mpidist.servers.layout.routing import data_bytes, decode_parts, encode_parts, route, views
 from mpidist.servers.model_facts import Request, check_server_optimizer, parse_model
+from mpidist.servers.protocol import MessagePool
 from mpidist.servers.shards import ServerShard, initial, state_copies
 
 
@@ -46,11 +47,11 @@ def test_bad_roles(size, servers, text):
 def test_both_forms_of_a_model_agree():
     arrays = {"b": np.zeros(3), "a": np.zeros((2, 2), "f4")}
     spec = {"a": ((2, 2), "f4", ("normal", 2)), "b": ((3,), float, 1)}
-    first = parse_model(Request("m", arrays, None, BSP()))
-    second = parse_model(Request("m", spec, None, BSP()))
-    assert first.facts == second.facts
-    assert first.inits is None
-    assert second.inits == {"a": ("normal", 2.0), "b": ("constant", 1.0)}
+    facts, inits = parse_model(Request("m", arrays, None, BSP()))
+    assert inits is None
+    also, inits = parse_model(Request("m", spec, None, BSP()))
+    assert inits == {"a": ("normal", 2.0), "b": ("constant", 1.0)}
+    assert facts == also
 
 
 @pytest.mark.parametrize(
@@ -217,3 +218,21 @@ def test_a_shard_of_every_cut_moves_alike():
     assert two[0].version == 3
     assert not two[0].apply([(0.0, [])])
     assert not two[0].apply([(1.0, [])], 0.0)
+
+
+def test_messages_share_buffers():
+    """A shorter message takes a longer one's buffer, and no more than `keep` stay."""
+    pool = MessagePool(keep=2)
+    long, short = pool.take(100_000), pool.take(10)
+    assert (long.size, short.size) == (100_000, 10)
+    owner = long.base
+    pool.give(long)
+    assert pool.take(60_000).base is owner
+    pool.give(owner[:1])
+    for size in (5000, 9000, 20_000):
+        pool.give(pool.take(size))
+    taken = [pool.take(1) for _ in range(3)]
+    for buffer in taken:
+        pool.give(buffer)
+    assert len(pool._idle) == 2
+    assert sum(buffer.size for buffer in pool._idle) < 100_000 + 3 * 4096

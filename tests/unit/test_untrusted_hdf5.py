@@ -279,7 +279,7 @@ def test_versions_with_known_holes_are_named(path, monkeypatch):
     assert untrusted_hdf5.known_holes() is None
     monkeypatch.setattr(h5py.version, "hdf5_version_tuple", (2, 1, 9))
     assert "CVE-2026-17572" in untrusted_hdf5.known_holes()
-    untrusted_hdf5._tell_holes.cache_clear()
+    untrusted_hdf5._report_holes.cache_clear()
     with h5py.File(path, "w") as file:
         file["x"] = VALUES
     events.recent.clear()

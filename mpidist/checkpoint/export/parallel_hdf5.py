@@ -1,9 +1,10 @@
-"""Write a step as one HDF5 file by all ranks at once, where h5py was built with parallel HDF5.
+"""Write a step as one HDF5 file, by all ranks at once; h5py must be built with parallel HDF5.
 
-Rank 0 makes the file with all its data sets, alone; then every rank reads and writes its rows of
-each. Making data sets by all would be a collective call for each of them, which takes longer, and
-in which HDF5 leaves the others waiting for a rank that the disk is full for. So opening and closing
-are the only collective calls of HDF5 here, and nothing of the file's structure changes in between.
+Rank 0 alone creates the file with all data sets. When the file exists, every rank writes its own
+rows of each data set. If all ranks created the data sets, each creation would be a collective call
+of HDF5. Collective calls take longer, and if one rank finds the disk full in such a call, the
+others wait for it for ever. The only collective calls of HDF5 here are opening and closing the
+file, which do not change its structure.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from ...partition import BlockPartition
 from .. import load
 from ..control import by_rank_0, run_on_all
 from ..format.manifest import Damaged
-from ..format.state import Fact, Shard, Unreadable, dtype_of, leaves, show, to_json, tree
+from ..format.state import Fact, Shard, Unreadable, leaves, named_dtype, show, to_json, tree
 from ..storage import steps
 from ..store import CheckpointStore
-from .plain_file import extras_text, name_of, named, put_extras
+from .plain_file import name_of, named, put_extras
 
-#: Bytes written in one call: HDF5 1.10 hands MPI no more than 2 GiB.
+#: Most bytes to write in one call: HDF5 1.10 cannot pass more than 2 GiB to MPI.
 AT_ONCE = 2**30
 
 
 def export_by_all(comm, path: str, target: Path, step: int | None) -> int:
-    """Write one step of the store at `path` to `target`, a new file. Collective over `comm`.
+    """Write one step of the store at `path` to the new file `target`. Collective over `comm`.
 
-    Returns the step, the newest good one for None.
+    Returns the number of the step that is written. If `step` is None, the newest good step is
+    written.
     """
     number, tensors, state = _read(comm, path, step)
     rows = {p: (leaf.array, leaf.start) for p, leaf in leaves(state) if isinstance(leaf, Shard)}
@@ -40,21 +42,24 @@ def export_by_all(comm, path: str, target: Path, step: int | None) -> int:
     def write() -> None:
         with h5py.File(target, "r+", driver="mpio", comm=comm) as file:
             for keys, (array, start) in rows.items():
-                # A data set without room is given some when it is opened, which is collective.
+                # HDF5 allocates an empty data set when it is opened, which is a collective call.
                 if array.ndim and array.size:
                     _write(file[name_of(keys)], _stored(array), start)
 
     doing = f"export of step {number}"
     by_rank_0(comm, doing, lambda: _make(target, tensors, rows, extras))
-    # Opening and closing may fail on some ranks only, too: all are heard before any raises.
+    # Opening or closing may fail on some ranks only, so all ranks agree before any of them raises.
     run_on_all(comm, doing, write)
     return number
 
 
 def _make(target: Path, tensors: tuple[Fact, ...], rows: dict, extras: dict) -> None:
-    """Make the file: room for all arrays, numbers without an axis, and the extras."""
-    empty, dtypes = named({name_of(t.path): np.empty(0, dtype_of(t.dtype)) for t in tensors})
-    # All room has its place when the file is closed, and nothing is written there twice.
+    """Create the file with space for all arrays.
+
+    Write the zero-dimensional arrays, and the extras (the values that are not arrays).
+    """
+    empty, dtypes = named({name_of(t.path): np.empty(0, named_dtype(t.dtype)) for t in tensors})
+    # HDF5 allocates all space before the file is closed, and writes no fill values into it.
     early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -63,13 +68,16 @@ def _make(target: Path, tensors: tuple[Fact, ...], rows: dict, extras: dict) -> 
             name = name_of(tensor.path)
             if tensor.shape:
                 file.create_dataset(name, tensor.shape, _stored(empty[name]).dtype, dcpl=early)
-            else:  # h5py makes no room before it is written
+            else:  # h5py allocates a data set without axes only when it is written
                 file.create_dataset(name, data=_stored(rows[tensor.path][0]))
-        put_extras(file, extras_text(extras, dtypes))
+        put_extras(file, extras, dtypes)
 
 
 def _stored(array: np.ndarray) -> np.ndarray:
-    """Return what is in the file: text has room for four bytes a character, whoever writes it."""
+    """Convert an array to the dtype that the file stores.
+
+    Text is encoded as UTF-8, with space for four bytes per character.
+    """
     (array,) = named({"": array})[0].values()
     if array.dtype.kind != "U":
         return array
@@ -77,7 +85,7 @@ def _stored(array: np.ndarray) -> np.ndarray:
 
 
 def _write(data_set, array: np.ndarray, start) -> None:
-    """Write `array` to its place, in pieces of at most `AT_ONCE`."""
+    """Write `array` into a data set from index `start` on, at most `AT_ONCE` bytes at once."""
     if array.nbytes > AT_ONCE and array.size > 1:
         axis = next(axis for axis, length in enumerate(array.shape) if length > 1)
         low, high = np.array_split(array, 2, axis)
@@ -90,7 +98,11 @@ def _write(data_set, array: np.ndarray, start) -> None:
 
 
 def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Fact, ...], dict]:
-    """Read this rank's rows of the newest good step: (step, all arrays, state). Collective."""
+    """Read from each tensor the rows that this rank exports. Collective over `comm`.
+
+    Returns the number of the step, the description of all tensors (name, dtype, shape), and nested
+    dicts with the rows.
+    """
     search = load.Search(path, step)
     with CheckpointStore(comm, path) as store:
         while True:
@@ -102,23 +114,23 @@ def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Fact, ...], dic
                 _, state = store.restore(rows, entry.step, history=entry.history)
                 return entry.step, tensors, state
             except (StorageError, Unreadable):
-                raise  # whole as far as anybody knows: no older step in its place
+                raise  # the step may be whole, so no older step takes its place
             except CheckpointError as damage:
-                # What is no `Damaged` here `restore` has said.
+                # Damage that `restore` has found is no `Damaged`, and is already reported.
                 said = not isinstance(damage, Damaged)
                 by_rank_0(comm, "export", partial(search.pass_over, str(damage), said))
 
 
 def _rows(comm, tensors: tuple[Fact, ...]) -> dict:
-    """Return room for this rank's rows of each array; what has none is the first rank's."""
+    """Allocate an array for this rank's rows of each tensor; return them as shards in nested dicts.
+
+    If a tensor has no rows, only rank 0 gets an (empty) shard of it.
+    """
     items = []
     for tensor in tensors:
-        shape, dtype = tensor.shape, dtype_of(tensor.dtype)
-        low, high = 0, int(comm.rank == 0)
-        if shape:
-            low, high = BlockPartition(shape[0], comm.size).range(comm.rank)
+        axes = len(tensor.shape)
+        low, high = BlockPartition((*tensor.shape, 1)[0], comm.size).range(comm.rank)
         if high > low or comm.rank == 0:
-            room = np.empty((high - low, *shape[1:]) if shape else (), dtype)
-            start = (low, *[0] * (len(shape) - 1)) if shape else ()
-            items.append((tensor.path, Shard(room, shape, start)))
+            array = np.empty((high - low, *tensor.shape[1:])[:axes], named_dtype(tensor.dtype))
+            items.append((tensor.path, Shard(array, tensor.shape, (low, *[0] * axes)[:axes])))
     return tree(iter(items))

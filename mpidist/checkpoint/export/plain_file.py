@@ -1,9 +1,11 @@
-"""Write a state as one plain file that others read: no shards, no manifest.
+"""Write a state as one ordinary file for other programs, instead of shards and a manifest.
 
-In ``.h5`` the keys are groups; in ``.npz`` and ``.safetensors`` names are joined by ``/``. Extras
-are JSON in the entry ``__extras__``, in a safetensors file of its metadata. Types that HDF5 and
-NumPy have no name for (bfloat16) are written as unsigned integers of the same bits, which the
-extras say; safetensors has names for them, and takes no others.
+In an ``.h5`` file, each nested dict of the state is a group. In ``.npz`` and ``.safetensors``
+files, the name of an array is its dict keys joined by ``/``. Extras (the values that are not
+arrays) are JSON in the entry ``__extras__`` of the file; a safetensors file has this entry in its
+metadata. In ``.h5`` and ``.npz`` files, arrays of a dtype that HDF5 or NumPy lacks, such as
+bfloat16, are written as integers with the same bits, and ``__extras__`` names the dtype. A
+safetensors file can hold only arrays whose dtype has a name in the safetensors format.
 """
 
 from __future__ import annotations
@@ -28,14 +30,18 @@ EXTRAS = "__extras__"
 
 
 def partial_of(out: Path) -> Path:
-    """Return the name under which a file is written until it is complete."""
+    """Return a random name, which the file `out` has until it is complete.
+
+    Raises ConfigError if `out` cannot be a new file.
+    """
+    check(out)
     return out.with_name(f".{out.name}-{secrets.token_hex(4)}{out.suffix}")
 
 
 def export_step(path, out, *, step: int | None = None, history: int | None = None) -> int:
-    """Write one step of the store at `path` to the file `out`, as `export` does.
+    """Write one step of the store at `path` to the file `out` in one process, without MPI.
 
-    In one process, without MPI.
+    Returns the step. The arguments `step` and `history` select the step, as in `mpidist.load`.
     """
     out = Path(os.fspath(out))
     check(out)
@@ -45,7 +51,7 @@ def export_step(path, out, *, step: int | None = None, history: int | None = Non
 
 
 def check(out: Path) -> None:
-    """Raise ConfigError unless `out` can be written: suffix, folder, nothing there yet."""
+    """Raise ConfigError unless `out` can be a new file, with a suffix that is in `SUFFIXES`."""
     if out.suffix not in SUFFIXES:
         raise ConfigError(f"{out}: expected a name that ends in one of {', '.join(SUFFIXES)}")
     if not out.parent.is_dir():
@@ -55,19 +61,8 @@ def check(out: Path) -> None:
 
 
 def write(state: Mapping, out: Path) -> None:
-    """Write `state` to `out`. Under its name stands a complete file or none."""
-    check(out)
-    arrays, extras = _split(state)
+    """Write `state` to the file `out`, which appears only when it is complete."""
     partial = partial_of(out)
-    try:
-        _WRITERS[out.suffix](arrays, extras, partial)
-        partial.rename(out)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _split(state: Mapping) -> tuple[dict[str, np.ndarray], dict[str, object]]:
-    """Return the arrays by name, and everything else."""
     arrays: dict[str, np.ndarray] = {}
     extras: dict[str, object] = {}
     for path, leaf in leaves(state):
@@ -75,7 +70,11 @@ def _split(state: Mapping) -> tuple[dict[str, np.ndarray], dict[str, object]]:
             arrays[name_of(path)] = np.asarray(leaf)
         else:
             extras[show(path)] = to_json(leaf, path)
-    return arrays, extras
+    try:
+        _WRITERS[out.suffix](arrays, extras, partial)
+        partial.rename(out)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def name_of(path: Keys) -> str:
@@ -86,20 +85,25 @@ def name_of(path: Keys) -> str:
 
 
 def _escaped(key: str) -> str:
-    """Return a key that is one name, not a path: keys become groups, and members of a zip file."""
-    if not key:
-        return "%"
+    """Return a dict key as one part of an HDF5 path, with ``/`` and other special parts escaped."""
     key = key.replace("%", "%25").replace("/", "%2F").replace("\0", "%00")
-    return key.replace(".", "%2E") if key in (".", "..") else key
+    return {"": "%", ".": "%2E", "..": "%2E%2E"}.get(key, key)
 
 
 def extras_text(extras: Mapping[str, object], dtypes: Mapping[str, str]) -> str:
-    """Return what stands in `EXTRAS`: values, and dtypes that the file cannot say."""
+    """Return the JSON text for the entry `EXTRAS` of a file.
+
+    The text holds the extras (the values that are not arrays), and the original dtype of each array
+    that `named` has converted to integers.
+    """
     return json.dumps({"values": extras, "dtypes": dtypes})
 
 
 def named(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return the arrays with a dtype that HDF5 and NumPy can name, and what the others were."""
+    """Convert arrays with dtypes that HDF5 or NumPy lacks to integers with the same bits.
+
+    Returns all arrays by name, and the original dtype of each converted array by name.
+    """
     result, dtypes = {}, {}
     for name, array in arrays.items():
         if array.dtype.kind in "mM" or dtype_name(array.dtype) != array.dtype.str:
@@ -110,22 +114,26 @@ def named(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict
     return result, dtypes
 
 
-def _write_h5(arrays: Mapping[str, np.ndarray], extras: Mapping, path: Path) -> None:
+def _hdf5(arrays: Mapping[str, np.ndarray], extras: Mapping, path: Path) -> None:
     values, dtypes = named(arrays)
     with h5py.File(path, "x") as file:
         for name, array in values.items():
             if array.dtype.kind == "U":
                 array = np.char.encode(array, "utf-8")
             file.create_dataset(name, data=array)
-        put_extras(file, extras_text(extras, dtypes))
+        put_extras(file, extras, dtypes)
 
 
-def put_extras(file: h5py.File, text: str) -> None:
-    """Add the extras to an HDF5 file. An attribute may not exceed 64 KiB; a data set may."""
-    file.create_dataset(EXTRAS, data=np.frombuffer(text.encode(), "S1"))
+def put_extras(file: h5py.File, extras: Mapping[str, object], dtypes: Mapping[str, str]) -> None:
+    """Add the extras (the values that are not arrays) to an HDF5 file, as a data set.
+
+    The extras are not an attribute, since an attribute is limited to 64 KiB.
+    """
+    text = extras_text(extras, dtypes).encode()
+    file.create_dataset(EXTRAS, data=np.frombuffer(text, "S1"))
 
 
-def _write_npz(arrays: Mapping[str, np.ndarray], extras: Mapping, path: Path) -> None:
+def _npz(arrays: Mapping[str, np.ndarray], extras: Mapping, path: Path) -> None:
     values, dtypes = named(arrays)
     text = np.array(extras_text(extras, dtypes))
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED) as archive:
@@ -134,14 +142,9 @@ def _write_npz(arrays: Mapping[str, np.ndarray], extras: Mapping, path: Path) ->
                 np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
 
 
-def _write_safetensors(arrays: Mapping[str, np.ndarray], extras: Mapping, path: Path) -> None:
+def _safetensors(arrays: Mapping[str, np.ndarray], extras: Mapping, path: Path) -> None:
     safetensors.write(arrays, {EXTRAS: extras_text(extras, {})}, path)
 
 
-_WRITERS = {
-    ".h5": _write_h5,
-    ".hdf5": _write_h5,
-    ".npz": _write_npz,
-    ".safetensors": _write_safetensors,
-}
+_WRITERS = {".h5": _hdf5, ".hdf5": _hdf5, ".npz": _npz, ".safetensors": _safetensors}
 SUFFIXES = tuple(_WRITERS)

@@ -2,11 +2,12 @@
 
     8 bytes   length of the header, little endian
     header    JSON: {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
-    data      the arrays one after the other, little endian, in C order, without a hole
+    data      the arrays one after the other, little endian, in C order, without gaps
 
-Arrays of wide elements come first and the header is filled up with blanks to a multiple of 8, so
-that each array begins at a multiple of its element's size for those who map the file.
-Format: https://huggingface.co/docs/safetensors
+The arrays are sorted by the size of their elements, largest first, and the header is padded with
+blanks to a multiple of 8 bytes. Because the arrays are sorted, each begins at a multiple of its
+element size, so its elements are aligned if the file is mapped into memory. Format:
+https://huggingface.co/docs/safetensors
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 
 from ...errors import ConfigError
 
-#: The format's names by those of NumPy and ml_dtypes.
+#: The names of dtypes in the format, by their names in NumPy and ml_dtypes.
 DTYPES = {
     "bool": "BOOL",
     **{f"{sign}int{n}": f"{sign.upper() or 'I'}{n}" for sign in ("", "u") for n in (8, 16, 32, 64)},
@@ -37,21 +38,17 @@ _MAX_HEADER = 100_000_000
 
 
 def write(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], path: Path) -> None:
-    """Write `arrays` by name, and texts by name, to a new file.
+    """Write `arrays` under their names, and the strings of `metadata`, to a new file.
 
-    Raises ConfigError where the format has no name for a dtype, or no room for the names.
+    Raises ConfigError if the format has no name for a dtype, or if the header gets too long.
     """
-    ordered = sorted(arrays, key=lambda name: -arrays[name].dtype.itemsize)
+    ordered = sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, object] = {METADATA: dict(metadata)}
     end = 0
-    for name in ordered:
-        array = arrays[name]
+    for name, array in ordered:
         begin, end = end, end + array.nbytes
-        header[name] = {
-            "dtype": _dtype(name, array.dtype),
-            "shape": list(array.shape),
-            "data_offsets": [begin, end],
-        }
+        facts = {"dtype": _dtype(name, array.dtype), "shape": list(array.shape)}
+        header[name] = {**facts, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER:
@@ -60,20 +57,18 @@ def write(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], path: P
             "to .h5 or .npz"
         )
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for name in ordered:
-            array = arrays[name]
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, array in ordered:
             little = array.astype(array.dtype.newbyteorder("<"), copy=False)
             file.write(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
 
 
 def _dtype(name: str, dtype: np.dtype) -> str:
+    """Return the safetensors name of `dtype`, the dtype of the array `name`."""
     if name == METADATA:
         raise ConfigError(f"an array is named {METADATA}, which is the name of the extras")
-    try:
-        return DTYPES[dtype.name]
-    except KeyError:
+    if dtype.name not in DTYPES:
         raise ConfigError(
             f"{name} is of dtype {dtype}, for which safetensors has no name; export to .h5 or .npz"
-        ) from None
+        )
+    return DTYPES[dtype.name]

@@ -1,1 +1,1 @@
-"""What a checkpoint is on disk: the state and its regions, manifest, tables, and HDF5's layout."""
+"""The format of a checkpoint on disk: states, regions of arrays, the manifest, tables, and HDF5."""

@@ -1,7 +1,10 @@
-"""One line of JSON that ends in its own SHA-256: what manifests and tables are made of.
+"""Encode and decode a line of JSON that ends with the SHA-256 of the bytes before it.
 
-The digest is checked before the JSON is parsed, and every value is proved to be of its kind before
-it is used: sizes are integers in a range, lists are lists, a key stands once.
+Each manifest, and the head (first line) of each table, is a line of JSON with its own SHA-256.
+
+The decoder checks the digest before it parses the JSON, and refuses an object with a repeated key.
+Before the readers of checkpoints use a value from the JSON, they check its type and range with
+functions of this module.
 """
 
 from __future__ import annotations
@@ -13,34 +16,41 @@ from contextlib import contextmanager
 from ...errors import CheckpointError
 from .state import MAX_DEPTH, Path, Unreadable
 
-#: Sizes and offsets stay below this, so that sums of them are exact everywhere.
+#: All sizes and offsets are smaller than this, so that sums of them fit in 64 bits.
 BIG = 1 << 62
 
 
 class Damaged(CheckpointError):
-    """What is on disk is not what was written. Raised by readers; the store then looks further."""
+    """A file of a checkpoint is missing, or differs from what was written.
+
+    When a search for the newest good step catches this exception, it tries the next older step.
+    """
 
 
 def encode_digested(body: dict, last: str, more: str = "") -> bytes:
-    """Return `body` as a line of JSON with the digest under the name `last` behind it.
+    """Return `body` as one line of JSON that ends with the SHA-256 of the bytes before it.
 
-    `more` is what the body holds besides, as JSON that begins with a comma.
+    The string `last` is the key of the SHA-256 in the JSON object.
+
+    `more` is JSON text with further keys and values, which is added to the body; it begins with a
+    comma.
     """
     head = (json.dumps(body, separators=(",", ":"), allow_nan=False)[:-1] + more).encode()
     return head + f',"{last}":"{hashlib.sha256(head).hexdigest()}"}}\n'.encode()
 
 
 def decode_digested(data: bytes, name: str, last: str) -> dict:
-    """Return what `encode_digested` was given. Raises Damaged; `name` says of what file."""
+    """Check the SHA-256 in a line of JSON, and return the dict that `encode_digested` encoded.
+
+    Raises Damaged, with the file's `name`, if the SHA-256 or the JSON is wrong.
+    """
     tail = len(f',"{last}":""}}\n') + 64
     head = data[:-tail]
     digest = hashlib.sha256(head).hexdigest()
     if len(data) <= tail or data[-tail:] != f',"{last}":"{digest}"}}\n'.encode():
         raise Damaged(f"{name} fails its own digest ({len(data)} bytes)")
     with as_damage(name):
-        body = json.loads(
-            head + b"}", object_pairs_hook=_no_duplicates, parse_constant=_no_constants
-        )
+        body = json.loads(head + b"}", object_pairs_hook=_checked, parse_constant=_refuse)
     if not isinstance(body, dict):
         raise Damaged(f"{name} is of another program")
     return body
@@ -48,7 +58,10 @@ def decode_digested(data: bytes, name: str, last: str) -> dict:
 
 @contextmanager
 def as_damage(name: str):
-    """Make what JSON of another form raises damage of the file `name`."""
+    """In the ``with`` block, turn an exception that unexpected JSON causes into Damaged.
+
+    The message of the new exception names the file `name`.
+    """
     try:
         yield
     except (Damaged, Unreadable):
@@ -57,38 +70,46 @@ def as_damage(name: str):
         raise Damaged(f"{name} is not one that mpidist wrote: {error}") from error
 
 
-def _no_duplicates(pairs: list) -> dict:
+def _checked(pairs: list) -> dict:
+    """Return the (key, value) `pairs` of a JSON object as a dict.
+
+    Raises Damaged if a key is repeated.
+    """
     found = dict(pairs)
     if len(found) != len(pairs):
         raise Damaged(f"a manifest holds a key twice: {sorted(key for key, _ in pairs)[:8]}")
     return found
 
 
-def _no_constants(word: str):
+def _refuse(word: str):
+    """Raise Damaged for NaN and infinity, which Python's JSON parser would accept."""
     raise Damaged(f"a manifest holds {word}, which is not JSON")
 
 
 def list_of(value) -> list:
-    """Return `value`, a list. Raises Damaged, as the others."""
+    """Return `value` if it is a list; otherwise raise Damaged."""
     if not isinstance(value, list):
         raise Damaged(f"expected a list, got {type(value).__name__}")
     return value
 
 
 def integer_of(value, least: int = 0) -> int:
-    """Return `value`, an integer from `least`."""
+    """Return `value` if it is an integer from `least` to `BIG` - 1; otherwise raise Damaged."""
     if type(value) is not int or not least <= value < BIG:
         raise Damaged(f"expected an integer of {least} or more, got {str(value)[:40]}")
     return value
 
 
 def integers_of(values) -> tuple[int, ...]:
-    """Return `values`, a list of integers from 0, as a tuple."""
+    """Return a list of integers as a tuple; raise Damaged if `values` is anything else."""
     return tuple(integer_of(value) for value in list_of(values))
 
 
 def path_of(value) -> Path:
-    """Return `value`, a list of keys, as a path."""
+    """Return a list of dict keys as a tuple, the path of a leaf.
+
+    Raises Damaged if `value` is not a list of dict keys.
+    """
     if not list_of(value) or len(value) > MAX_DEPTH or not all(isinstance(k, str) for k in value):
         raise Damaged(f"{str(value)[:60]} is not a path of keys")
     return tuple(value)

@@ -1,28 +1,36 @@
-"""MANIFEST.json, the commit record: a checkpoint is what its manifest says, or it is nothing.
+"""MANIFEST.json commits a checkpoint: a folder without a valid manifest is no checkpoint.
 
     MANIFEST.json       step, names and shapes of all tensors, extras, digests of the tables
-    shard-00003.table   the table of a shard: its checksums, and which piece lies where in it
+    shard-00003.table   the table of a shard: its checksums, and the position of each piece in it
     shard-00003.h5      the numbers
 
-Each writer makes its table when its shard is on stable storage, so a table is its receipt, and a
-manifest stays small however many pieces a thousand writers cut a thousand tensors into. The
-manifest and the head of a table are one line of JSON each, the last field the SHA-256 of everything
-before it, so the digest is checked before the JSON is parsed. Behind the head of a table stand its
-pieces, as numbers of 8 bytes (`piece_table`, without the file), whose SHA-256 is in the head: they
-are the same at each save, and read without an object for each. Checksums cover each shard, metadata
-and padding included:
+Each writing rank writes a table (the list of what its shard file holds) after the shard is on
+stable storage, so the existence of a table proves that its shard is complete. The manifest stays
+small because the tables, and not the manifest, list the pieces. The manifest is one line of JSON,
+and so is the head (first line) of a table. The last field of a manifest, and of the head of a
+table, is the SHA-256 of all bytes before it, so a reader checks the digest before it parses the
+JSON. After its head, a table lists its pieces (parts of tensors) as integers of 8 bytes. Each piece
+has the columns of `piece_table` without the number of the file. The head of a table holds the
+SHA-256 of all integers after the head. The integers of a table do not change from save to save
+while the arrays keep their names, dtypes and shapes. The integers of a table are read as one NumPy
+array, without a Python object for each piece. Checksums cover all bytes of a shard, including
+metadata and padding:
 
-* CRC-32 of each block of 1 MiB, checked by every reader for the blocks it touches. A reader that
-  wants a tenth of a file cannot check a digest of the whole. CRC-32 finds every error within 32
-  neighbouring bits for certain and misses any other damage once in 4 billion, at 3-4 GB/s.
-* SHA-256 of the file, on request, checked by ``verify``: it identifies the content, ``sha256sum``
-  computes it too, and the digest of the manifest then names the whole checkpoint. It takes twice
-  the processor's time of all the rest of a save, and four times that where the processor has no
-  instructions for it.
+* CRC-32 of each block of 1 MiB of a shard file. Every reader checks the CRC-32 of each block that
+  it reads. (With only a digest of the whole file, a rank that reads a tenth of the file could check
+  nothing.) CRC-32 detects every error within 32 neighbouring bits, and misses one in 4 billion
+  other errors. CRC-32 is computed at 3-4 GB/s.
+* SHA-256 of the whole shard file, if the store has the option ``sha256``. ``verify`` checks the
+  SHA-256 of a shard, and the command ``sha256sum`` computes the same value. With the option
+  ``sha256``, the manifest's own digest identifies the whole checkpoint. SHA-256 takes twice as much
+  processor time as all other work of a save. On a processor without SHA-256 instructions, it takes
+  four times as long as on a processor with them.
 
-Neither authenticates: who can write the folder can write both.
+Neither CRC-32 nor SHA-256 protects against forgery: whoever can write the files can also write the
+checksums.
 
-This is format 3. Formats 1 and 2 are read for ever (`old_formats`).
+This module is for version 3 of the checkpoint format. The package also reads versions 1 and 2
+(`old_formats`).
 """
 
 from __future__ import annotations
@@ -48,12 +56,12 @@ from .digested_json import (
     list_of,
     path_of,
 )
-from .state import Fact, Path, Unreadable, dtype_of, from_json, show
+from .state import Fact, Path, Unreadable, from_json, named_dtype, show
 
 NAME = "MANIFEST.json"
 FORMAT, TABLE, VERSION = "mpidist-checkpoint", "mpidist-shard", 3
 MAX_BYTES = 64 << 20
-#: Of a table, and of all together: a million pieces of two axes have 56 MB.
+#: Most bytes of all tables together: a million pieces of two axes have 56 MB.
 MAX_TABLES_BYTES = 1 << 30
 #: Axes that a tensor may have; NumPy's own limit is 64.
 MAX_AXES = 64
@@ -62,7 +70,7 @@ _TABLE = re.compile(r"shard-[0-9]{5}\.(table|json)", re.ASCII)
 
 
 class File(NamedTuple):
-    """One shard file."""
+    """A shard file: its size, the SHA-256 of all its bytes, and the CRC-32 of each block."""
 
     name: str
     size: int
@@ -71,10 +79,10 @@ class File(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """Everything about one checkpoint but the numbers themselves.
+    """The description of one checkpoint: everything except the data of its arrays.
 
-    `rows` is the table of all pieces, in the order of the tensors, the file of each being its
-    place in `files`.
+    `rows` is the table of all pieces (parts of tensors; see `piece_table`), in the order of the
+    tensors. The column `FILE` of `rows` holds indices into `files`.
     """
 
     step: int
@@ -88,14 +96,15 @@ class Manifest(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """Number of bytes of all arrays."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 class Layout(NamedTuple):
-    """The part of a manifest that one rank needs: where the pieces lie that it reads.
+    """The part of a manifest that one rank needs: pieces of tensors to read, and their files.
 
-    `files` are by their number, `rows` in the order of the tensors.
+    The keys of `files` are indices into `Manifest.files`. `rows` is the table of the pieces that
+    the rank reads (see `piece_table`), in the order of the tensors.
     """
 
     block: int
@@ -105,7 +114,7 @@ class Layout(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What the manifest says of the table of a shard: its size, and the digest of its head."""
+    """The manifest's entry for the table of a shard: its name, its size, and its head's digest."""
 
     name: str
     size: int
@@ -116,26 +125,30 @@ class Table(NamedTuple):
 
 
 def numbers(rows: np.ndarray) -> bytes:
-    """Return pieces as they stand in a table: without the file, which is its own."""
+    """Return the bytes that list `rows` in a shard's table file: all columns except `FILE`."""
     return np.delete(rows, piece_table.FILE, axis=1).astype("<i8").tobytes()
 
 
 def encode_head(file: File, count: int, data: bytes) -> bytes:
-    """Return the head of a shard's table, behind which `data` of `count` pieces follow."""
+    """Return the head of a shard's table file, which describes the bytes after it.
+
+    The bytes after the head are `data`, which lists the `count` pieces in the shard.
+    """
     head = {"format": TABLE, "version": VERSION}
     body = {**file._asdict(), "crc32": list(file.crc32), "pieces": count, "bytes": len(data)}
     return encode_digested({**head, **body, "numbers": hashlib.sha256(data).hexdigest()}, "digest")
 
 
-def table_name(shard: str) -> str:
-    """Return the name of the table of a shard."""
-    return shard.removesuffix(".h5") + ".table"
+def table_name(shard: str, suffix: str = ".table") -> str:
+    """Return the name of the table file of a shard file."""
+    return shard.removesuffix(".h5") + suffix
 
 
 def check_head(head: bytes, block: int, digest: bytes) -> Table:
-    """Return what a manifest says of the table with this head.
+    """Check the `head` of a shard's table, and return the manifest's entry for this table.
 
-    Raises Damaged where it is not of a whole shard with the pieces whose digest is given.
+    Raises Damaged unless the head describes a complete shard whose list of pieces has the SHA-256
+    `digest`.
     """
     body = decode_digested(head, "table", "digest")
     with as_damage("table"):
@@ -147,7 +160,7 @@ def check_head(head: bytes, block: int, digest: bytes) -> Table:
 
 
 def encode_tensors(tensors: Iterable[Fact]) -> str:
-    """Return the tensors as they stand in a manifest; the same at each save."""
+    """Return the JSON text that describes all tensors in a manifest."""
     paths, dtypes, shapes = zip(*tensors, strict=True) if tensors else ((), (), ())
     listed = {"paths": paths, "dtypes": dtypes, "shapes": shapes}
     return json.dumps(listed, separators=(",", ":"))
@@ -162,52 +175,42 @@ def encode(
     extras: Iterable[tuple[Path, object]],
     software: dict,
 ) -> bytes:
-    """Return the bytes of MANIFEST.json. The same state gives the same bytes.
+    """Return the bytes of MANIFEST.json, which depend only on the arguments.
 
-    `tensors` is what `encode_tensors` returned.
+    `tensors` is the result of `encode_tensors`.
     """
-    body = {
-        "format": FORMAT,
-        "version": VERSION,
-        "step": step,
-        "block": block,
-        "writers": writers,
-        "tables": [table._asdict() for table in tables],
-        "extras": [{"path": list(path), "value": value} for path, value in extras],
-        "software": software,
-    }
-    return encode_digested(body, "sha256", f',"tensors":{tensors}')
+    body = {"format": FORMAT, "version": VERSION, "step": step, "block": block, "writers": writers}
+    body["tables"] = [table._asdict() for table in tables]
+    body["extras"] = [{"path": list(path), "value": value} for path, value in extras]
+    return encode_digested(body | {"software": software}, "sha256", f',"tensors":{tensors}')
 
 
 # ----------------------------------------------------------------------------------- reading
 
 
 def tables_of(data: bytes) -> tuple[Table, ...]:
-    """Return what a MANIFEST.json says of the tables to be read with it.
+    """Return the entries of the tables that a MANIFEST.json lists; the caller reads the tables.
 
-    None in format 1. Raises as `decode`.
+    A manifest of format 1 lists no tables. Raises Damaged if the manifest is damaged, and
+    Unreadable if its format is not known here.
     """
     body = decode_digested(data, NAME, "sha256")
-    tables: list[Table] = []
     with as_damage(NAME):
-        if version_of(body, FORMAT, NAME) > 1:
-            tables = [
-                Table(item["name"], integer_of(item["size"]), item["sha256"])
-                for item in list_of(body["tables"])
-            ]
+        listed = list_of(body["tables"]) if version_of(body, FORMAT, NAME) > 1 else []
+        tables = [Table(one["name"], integer_of(one["size"]), one["sha256"]) for one in listed]
         for table in tables:
             if not isinstance(table.name, str) or not _TABLE.fullmatch(table.name):
                 raise Damaged(f"{NAME} names the table {table.name!r}; expected shard-NNNNN.table")
         total = sum(table.size for table in tables)
-        if total > MAX_TABLES_BYTES:  # a reader takes them all into memory
+        if total > MAX_TABLES_BYTES:  # a reader holds all tables in memory
             raise Damaged(f"the tables are said to have {total} bytes together")
-        if len({table.name for table in tables}) != len(tables):  # each would be read
+        if len({table.name for table in tables}) != len(tables):  # each entry is read
             raise Damaged(f"{NAME} names a table twice")
     return tuple(tables)
 
 
 def version_of(body: dict, form: str, name: str) -> int:
-    """Return the version of the format of a file. Raises Unreadable for a newer one."""
+    """Return the format version of a file; raise Unreadable if this software does not know it."""
     if body.get("format") != form:
         raise Damaged(f"{name} is of another program")
     version = body.get("version")
@@ -219,26 +222,32 @@ def version_of(body: dict, form: str, name: str) -> int:
 
 
 def manifest_of(body: dict, listed: list[File], tensors: list[Fact], rows: list) -> Manifest:
-    """Return the manifest of a body, with its pieces in the order of the tensors."""
-    dims = max([1, *(len(tensor.shape) for tensor in tensors)])
-    table = piece_table.joined(rows, dims)
+    """Return the Manifest of a decoded JSON `body`, with the pieces in the order of the tensors."""
+    table = piece_table.joined(rows, max([1, *(len(tensor.shape) for tensor in tensors)]))
     table = table[np.argsort(table[:, piece_table.TENSOR], kind="stable")]
-    return Manifest(
-        integer_of(body["step"]),
-        integer_of(body["block"], 1),
-        integer_of(body["writers"], 1),
-        tuple(listed),
-        tuple(tensors),
-        table,
-        tuple(
-            (path_of(item["path"]), from_json(item["value"])) for item in list_of(body["extras"])
-        ),
-        dict(body["software"]),
-    )
+    step, block = integer_of(body["step"]), integer_of(body["block"], 1)
+    writers, software = integer_of(body["writers"], 1), dict(body["software"])
+    extras = [(path_of(one["path"]), from_json(one["value"])) for one in list_of(body["extras"])]
+    return Manifest(step, block, writers, (*listed,), (*tensors,), table, (*extras,), software)
+
+
+def listed_shard(body: dict, table: Table, suffix: str) -> File:
+    """Return the `File` of the shard that `body`, the head of `table`, describes.
+
+    Raises Damaged if the head is that of another shard's table.
+    """
+    version_of(body, TABLE, table.name)
+    file = file_of(body)
+    if table_name(file.name, suffix) != table.name:
+        raise Damaged(f"{table.name} is the table of {file.name}")
+    return file
 
 
 def file_of(item: dict) -> File:
-    """Return the record of a shard."""
+    """Return the `File` that the JSON object `item` describes.
+
+    Raises Damaged if a value in the object is not valid.
+    """
     name, sha = item["name"], item["sha256"]
     if not isinstance(name, str) or not _SHARD.fullmatch(name):
         raise Damaged(f"{NAME} names the file {name!r}; expected shard-NNNNN.h5")
@@ -249,11 +258,14 @@ def file_of(item: dict) -> File:
 
 
 def tensor_of(path, dtype, shape) -> Fact:
-    """Return what a manifest says of a tensor."""
+    """Return a `Fact` (description of a tensor) from its path, dtype and shape in JSON.
+
+    Raises Damaged if the path, the dtype or the shape is not valid.
+    """
     if not isinstance(dtype, str):
         raise Damaged(f"dtype {dtype!r} is not a name")
     fact = Fact(path_of(path), dtype, integers_of(shape))
-    most = prod(max(1, n) for n in fact.shape) * dtype_of(dtype).itemsize
+    most = prod(max(1, n) for n in fact.shape) * named_dtype(dtype).itemsize
     if len(fact.shape) > MAX_AXES or most >= BIG:
         raise Damaged(f"{show(fact.path)} has the impossible shape {fact.shape}")
     return fact

@@ -1,7 +1,8 @@
-"""Formats 1 and 2, which are read for ever: each piece is an object of JSON.
+"""Read manifests of formats 1 and 2, in which each piece is a JSON object.
 
-Format 1 has all pieces in the manifest, by tensor; format 2 in the table of each shard, one line of
-JSON, where the datasets are numbered in the order of the pieces.
+In format 1 the manifest lists the pieces of each tensor. In format 2 each shard has a table, which
+lists the pieces in that shard in one line of JSON. Dataset number `i` of a shard file holds piece
+number `i` of the list in its table.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from .state import Fact, Path
 
 
 def read(body: dict, tables: Sequence, lines: Sequence[bytes]) -> manifest.Manifest:
-    """Return the manifest with this body and the lines of its tables, not yet proved."""
+    """Return the Manifest that the JSON `body` and the `lines` of its tables hold.
+
+    This function does not check that the pieces of each tensor cover it exactly once.
+    """
     items = list_of(body["tensors"])
     tensors = [manifest.tensor_of(item["path"], item["dtype"], item["shape"]) for item in items]
     if body["version"] == 1:
@@ -37,16 +41,16 @@ def read(body: dict, tables: Sequence, lines: Sequence[bytes]) -> manifest.Manif
 
 
 def _tables(tensors: Sequence[Fact], tables: Sequence, lines: Sequence[bytes]):
-    """Return the files of format 2, and (tensor, file, piece) of each piece."""
+    """Return the shard files of format 2, and a tuple for each piece in them.
+
+    The tuple has the number of the piece's tensor, the number of its file, and its JSON object.
+    """
     numbers: dict[Path, int] = {tensor.path: n for n, tensor in enumerate(tensors)}
     files, found = [], []
     for file, (table, line) in enumerate(zip(tables, lines, strict=True)):
         body = decode_digested(line, table.name, "digest")
         with manifest.as_damage(table.name):
-            manifest.version_of(body, manifest.TABLE, table.name)
-            files.append(manifest.file_of(body))
-            if files[-1].name.removesuffix(".h5") + ".json" != table.name:
-                raise Damaged(f"{table.name} is the table of {files[-1].name}")
+            files.append(manifest.listed_shard(body, table, ".json"))
             for item in list_of(body["pieces"]):
                 found.append((numbers[path_of(item["path"])], file, item))
     return files, found

@@ -1,4 +1,4 @@
-"""All pieces of a checkpoint as one table of integers: a million of them are a few NumPy calls.
+"""A table of all pieces of a checkpoint: one array of integers, handled by a few NumPy calls.
 
     tensor  file  offset  flat  start  extent        w is 4 x 6, in two boxes; b in two flat ranges
          0     0     512     0   0  0    2  6
@@ -6,14 +6,19 @@
          1     0     640     1   0  0    5  1        elements 0 to 4
          1     1     640     1   5  0    4  1
 
-A box has one start and one extent on each axis. Shapes of fewer axes than the table has get axes of
-length 1 behind, which changes neither a size nor the order of the elements. Pure arithmetic.
+Each row of the table describes one piece, a part of a tensor that is stored without gaps in one
+file. If the column `flat` is 0, the piece is a box, with a start and an extent on each axis. If the
+column `flat` is 1, the piece is a range of the tensor flattened in C order. A table has columns for
+a fixed number of axes. A tensor with fewer axes gets more axes of length 1 after its last axis,
+which changes neither its size nor the order of its elements. The functions here are pure
+arithmetic: they use neither MPI nor the disk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import zip_longest
 from math import prod
 
 import numpy as np
@@ -21,26 +26,27 @@ import numpy as np
 from .digested_json import BIG
 from .regions import Box, Flat, Region, Shape, untiled
 
-#: Pairs of a want and a piece that are compared at once.
+#: Pairs of a wanted region and a piece that are compared at once.
 _PAIRS = 1 << 20
 
+#: Columns of a table. The extents follow the starts.
 TENSOR, FILE, OFFSET, FLAT, START = range(5)
 
 
 def blank(count: int, dims: int) -> np.ndarray:
-    """Return a table of `count` pieces of up to `dims` axes; extents are 1, all other numbers 0."""
+    """Return a new table for `count` pieces of `dims` axes: extents are 1, other columns 0."""
     rows = np.zeros((count, START + 2 * dims), np.int64)
     rows[:, START + dims :] = 1
     return rows
 
 
 def axes(rows: np.ndarray) -> int:
-    """Return the number of axes that a table has room for."""
+    """Return the number of axes for which a table has columns."""
     return (rows.shape[1] - START) // 2
 
 
 def joined(tables: Sequence[np.ndarray], dims: int = 1) -> np.ndarray:
-    """Return the rows of all tables, one behind the other, with room for `dims` axes."""
+    """Return one table with the rows of all `tables`, and columns for at least `dims` axes."""
     dims = max([dims, *map(axes, tables)])
     out = blank(sum(map(len, tables)), dims)
     at = 0
@@ -53,24 +59,26 @@ def joined(tables: Sequence[np.ndarray], dims: int = 1) -> np.ndarray:
 
 
 def of_regions(regions: Sequence[tuple[int, Region]], file: int = 0) -> np.ndarray:
-    """Return a table of (tensor, region) pairs."""
+    """Return a table with a row for each (tensor number, region) pair.
+
+    Every row has the number `file` as its file, and 0 as its offset.
+    """
     dims = max((len(r.start) for _, r in regions if isinstance(r, Box)), default=0) or 1
     zeros, ones = (0,) * dims, (1,) * dims
     listed = []
     for tensor, region in regions:
         flat = isinstance(region, Flat)
         start = (region.start,) if isinstance(region, Flat) else region.start
-        extent, rest = region.shape, dims - len(start)
-        listed.append((tensor, file, 0, flat, *start, *zeros[:rest], *extent, *ones[:rest]))
+        rest = dims - len(start)
+        listed.append((tensor, file, 0, flat, *start, *zeros[:rest], *region.shape, *ones[:rest]))
     return np.array(listed, np.int64).reshape(len(listed), START + 2 * dims)
 
 
-def region_of(row: Sequence[int], ndim: int) -> Region:
-    """Return the region of a row, a list of plain integers, of a tensor of `ndim` axes."""
-    if row[FLAT]:
-        dims = (len(row) - START) // 2
-        return Flat(row[START], row[START + dims])
+def region_of_row(row: Sequence[int], ndim: int) -> Region:
+    """Return the region that `row` (a list of integers) describes, in a tensor of `ndim` axes."""
     extent = START + (len(row) - START) // 2
+    if row[FLAT]:
+        return Flat(row[START], row[extent])
     return Box(tuple(row[START : START + ndim]), tuple(row[extent : extent + ndim]))
 
 
@@ -80,30 +88,26 @@ def sizes(rows: np.ndarray) -> np.ndarray:
 
 
 class Grid:
-    """The shapes of tensors, as arrays with room for `dims` axes."""
+    """The shapes of all tensors as one array, with columns for `dims` axes."""
 
     def __init__(self, shapes: Sequence[Shape], dims: int):
         self.shapes, self.dims = shapes, dims
-        self.ndim = np.fromiter(map(len, shapes), np.int64, len(shapes))
+        columns = np.array([*zip_longest(*shapes, fillvalue=1)], np.int64)
         self.shape = np.ones((len(shapes), dims), np.int64)
-        for n in np.unique(self.ndim).tolist():
-            which = np.flatnonzero(self.ndim == n)
-            self.shape[which, :n] = np.array([shapes[i] for i in which.tolist()], np.int64)
+        self.shape[:, : len(columns)] = columns.T
         self.count = np.multiply.reduce(self.shape, axis=1)
         self.stride = np.ones_like(self.shape)
-        for axis in range(dims - 2, -1, -1):
-            self.stride[:, axis] = self.stride[:, axis + 1] * self.shape[:, axis + 1]
-        ends = np.add.accumulate(self.count)
-        #: Where each tensor begins if all are flattened and laid end to end.
-        self.base = ends - self.count
-        #: Whether these positions are exact.
+        self.stride[:, -2::-1] = np.multiply.accumulate(self.shape[:, :0:-1], axis=1)
+        #: Position of the first element of each tensor if all are flattened and laid end to end.
+        self.base = np.add.accumulate(self.count) - self.count
+        #: Whether 64 bits are enough for these positions.
         self.exact = sum(map(prod, shapes)) < BIG
 
 
 class Geometry:
-    """Where the pieces of a table lie in the tensors of a grid.
+    """The positions of pieces (`rows`, as in a piece table) in their tensors (`grid`).
 
-    All but `inside` holds for those that are inside.
+    For a piece that does not lie inside its tensor, only the attribute `inside` is defined.
     """
 
     def __init__(self, grid: Grid, rows: np.ndarray):
@@ -115,7 +119,7 @@ class Geometry:
 
     @cached_property
     def inside(self) -> np.ndarray:
-        """Whether each piece lies inside its tensor."""
+        """For each piece, whether it lies inside its tensor."""
         start, extent, full, flat = self.start, self.extent, self.full, self.flat
         good = ((start >= 0) & (extent >= 0) & (extent <= full - start)).all(axis=1)
         if flat.any():
@@ -127,24 +131,30 @@ class Geometry:
 
     @cached_property
     def size(self) -> np.ndarray:
-        """Number of elements."""
+        """Number of elements of each piece."""
         return np.multiply.reduce(self.extent, axis=1)
 
     @cached_property
     def low(self) -> np.ndarray:
-        """Position of the first element, counted over all tensors."""
+        """Position of each piece's first element.
+
+        The positions count through all flattened tensors, laid end to end.
+        """
         inner = np.einsum("ij,ij->i", self.start, self.grid.stride[self.tensor])
         return self.grid.base[self.tensor] + np.where(self.flat, self.start[:, 0], inner)
 
     @cached_property
     def last(self) -> np.ndarray:
-        """Position behind the last element; of an empty piece, anything."""
+        """Position just behind each piece's last element, counted as in `low`.
+
+        The value is undefined for an empty piece.
+        """
         inner = np.einsum("ij,ij->i", self.extent - 1, self.grid.stride[self.tensor])
         return self.low + np.where(self.flat, self.extent[:, 0], inner + 1)
 
     @cached_property
     def together(self) -> np.ndarray:
-        """Whether the elements follow one another in the flattened tensor."""
+        """For each piece, whether its elements are contiguous in the flattened tensor."""
         good, partial = np.ones(len(self.rows), bool), np.zeros(len(self.rows), bool)
         for axis in range(self.grid.dims - 1, -1, -1):
             good &= ~partial | (self.extent[:, axis] == 1)
@@ -153,27 +163,33 @@ class Geometry:
 
 
 def untiled_tensor(shapes: Sequence[Shape], rows: np.ndarray) -> tuple[int, str] | None:
-    """Say which tensor its pieces do not tile exactly, and why; None where all are.
+    """Return the number of a tensor whose pieces overlap or leave a hole, and a text that says how.
 
-    Pieces that follow one another are sorted and compared with their neighbours; grids of boxes
-    are taken apart axis by axis. What that leaves open, `untiled` decides for one tensor.
+    Returns None if there is no such tensor.
+
+    There are two quick tests. If all pieces of a tensor are contiguous, they are sorted, and each
+    is compared with the next. Otherwise `_unseparated` cuts the tensor along its axes between the
+    pieces. If neither the comparison nor the cutting proves that the pieces tile the tensor, the
+    slower function `untiled` decides.
     """
-    for tensor in _open(Grid(shapes, axes(rows)), rows):
-        mine = rows[rows[:, TENSOR] == tensor].tolist()
-        reason = untiled(shapes[tensor], [region_of(row, len(shapes[tensor])) for row in mine])
-        if reason:
+    for tensor in _unproved(Grid(shapes, axes(rows)), rows):
+        mine, shape = rows[rows[:, TENSOR] == tensor].tolist(), shapes[tensor]
+        if reason := untiled(shape, [region_of_row(row, len(shape)) for row in mine]):
             return tensor, reason
     return None
 
 
-def _open(grid: Grid, rows: np.ndarray) -> list[int]:
-    """Return the tensors that are not yet proved to be tiled, a superset of those that are not."""
+def _unproved(grid: Grid, rows: np.ndarray) -> list[int]:
+    """Return the tensors for which two quick tests cannot prove that the pieces tile them.
+
+    Pieces tile a tensor if they cover it without an overlap or a hole.
+    """
     if not grid.exact:
         return list(range(len(grid.shapes)))
     it = Geometry(grid, rows)
     suspect = np.zeros(len(grid.shapes), bool)
     suspect[it.tensor[~it.inside]] = True
-    if suspect.any():  # its pieces are left out: sums of the others are exact
+    if suspect.any():  # sums over pieces outside their tensors could overflow
         it = Geometry(grid, rows[~suspect[it.tensor]])
     filled = it.size > 0
     mixed = np.zeros(len(suspect), bool)
@@ -182,18 +198,19 @@ def _open(grid: Grid, rows: np.ndarray) -> list[int]:
     order = simple[np.argsort(it.low[simple], kind="stable")]
     shared = it.low[order[1:]] < it.last[order[:-1]]
     suspect[it.tensor[order[1:][shared]]] = True
-    boxes = np.flatnonzero(filled & mixed[it.tensor])
-    suspect[_unseparated(it, boxes)] = True
+    suspect[_unseparated(it, np.flatnonzero(filled & mixed[it.tensor]))] = True
     covered = np.zeros(len(suspect), np.int64)
     np.add.at(covered, it.tensor, it.size)
     return np.flatnonzero(suspect | (covered != grid.count)).tolist()
 
 
 def _unseparated(it: Geometry, which: np.ndarray) -> np.ndarray:
-    """Return the tensors of the boxes `which` that cutting along the axes does not keep apart.
+    """Return the tensors whose boxes cannot all be separated by cuts along the axes.
 
-    Boxes are in one group until an axis separates them: if the intervals of a group on an axis
-    are equal or disjoint, it falls apart into those with equal ones.
+    `which` has the row numbers of the boxes.
+
+    At first all boxes of a tensor are one group. If, on some axis, the intervals of the boxes of a
+    group are equal or disjoint, the group is cut into smaller groups, one for each interval.
     """
     group = it.tensor[which]
     while len(which):
@@ -220,22 +237,24 @@ def _unseparated(it: Geometry, which: np.ndarray) -> np.ndarray:
 
 
 def distinct(grid: Grid, rows: np.ndarray) -> np.ndarray:
-    """Return `rows` that lie inside, without empty ones, each region of a tensor once.
+    """Return `rows` without empty pieces, and without pieces whose region an earlier row has.
 
-    The first of equal ones stays.
+    All pieces must lie inside their tensors. If several rows have the same region, only the first
+    of them is returned.
     """
     filled = sizes(rows) > 0
     low = Geometry(grid, rows).low
     order = np.argsort(low, kind="stable")
     order = order[filled[order]]
-    # Two different pieces with one beginning overlap: what stands between them does not matter.
+    # Different pieces that begin at one position overlap, which is an error anyway. So it does not
+    # matter where such a piece stands between two equal ones.
     twin = np.flatnonzero(np.diff(low[order]) == 0) + 1
     filled[order[twin[_equal(rows, order[twin], rows, order[twin - 1])]]] = False
     return rows if filled.all() else rows[filled]
 
 
 def _equal(rows: np.ndarray, which: np.ndarray, others: np.ndarray, than: np.ndarray) -> np.ndarray:
-    """Whether the rows `which` are of the same regions as the rows `than` of `others`."""
+    """Return, for each i, whether rows[which[i]] and others[than[i]] have equal regions."""
     equal = np.ones(len(which), bool)
     for column in (TENSOR, *range(FLAT, rows.shape[1])):
         equal &= rows[which, column] == others[than, column]
@@ -243,32 +262,38 @@ def _equal(rows: np.ndarray, which: np.ndarray, others: np.ndarray, than: np.nda
 
 
 def overlapping(grid: Grid, wants: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (number of a want, number of a piece) of those that share elements, in any order.
+    """Return all pairs of a region in `wants` and a region in `rows` that have common elements.
 
-    All lie inside, and `rows` tile their tensors. Flat ranges may come with boxes that they
-    miss.
+    Two arrays are returned: the row numbers in `wants`, and those in `rows`.
+
+    All regions must lie inside their tensors, and the regions in `rows` must cover each tensor
+    exactly once. The pairs are in no particular order. A flat range and a box may be returned as a
+    pair although they share no element.
     """
+    if not len(rows):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
     want, piece = Geometry(grid, wants), Geometry(grid, rows)
-    # Most want what they have saved.
+    # Most ranks want the regions that they have saved, so look for equal regions first.
     order = np.argsort(piece.low, kind="stable")
-    near = np.searchsorted(piece.low[order], want.low).clip(max=max(0, len(rows) - 1))
-    near, equal = order[near] if len(rows) else near, np.zeros(len(wants), bool)
-    if len(rows):
-        equal = _equal(wants, np.arange(len(wants)), rows, near)
+    near = order[np.searchsorted(piece.low[order], want.low).clip(max=len(rows) - 1)]
+    equal = _equal(wants, np.arange(len(wants)), rows, near)
     rest = np.flatnonzero(~equal & (want.size > 0))
     found = [(np.flatnonzero(equal), near[equal])]
-    if len(rest) and len(rows):
+    if len(rest):
         found += _searched(grid, wants, rest, piece)
     one, other = (np.concatenate(side) for side in zip(*found, strict=True))
     return one, other
 
 
 def _searched(grid: Grid, wants: np.ndarray, rest: np.ndarray, piece: Geometry):
-    """Yield pairs of `overlapping`, some at a time: neighbours on one axis, then compared."""
+    """Yield, part by part, the pairs that `overlapping` returns for the rows `rest` of `wants`.
+
+    For each region, find the pieces that overlap it on one axis, and then compare all axes.
+    """
     axis = _axis(grid, piece)
     low, high = _interval(grid, piece, axis)
     order = np.argsort(low, kind="stable")
-    # No piece before the first one whose interval, or that of one before it, reaches so far.
+    # A search in the running maximum of the ends finds the first piece that can reach a region.
     ends = np.maximum.accumulate(high[order])
     low = low[order]
     begin, end = _interval(grid, Geometry(grid, wants[rest]), axis)
@@ -276,10 +301,8 @@ def _searched(grid: Grid, wants: np.ndarray, rest: np.ndarray, piece: Geometry):
     counts = np.maximum(behind - first, 0)
     cuts = np.flatnonzero(np.diff(np.add.accumulate(counts) // _PAIRS)) + 1
     for part in np.split(np.arange(len(rest)), cuts):
-        number = np.repeat(part, counts[part])
-        place = np.arange(len(number)) - np.repeat(
-            np.add.accumulate(counts[part]) - counts[part], counts[part]
-        )
+        number, count = np.repeat(part, counts[part]), counts[part]
+        place = np.arange(len(number)) - np.repeat(np.add.accumulate(count) - count, count)
         other = order[first[number] + place]
         one, two = Geometry(grid, wants[rest[number]]), Geometry(grid, piece.rows[other])
         meet = (one.start < two.start + two.extent) & (two.start < one.start + one.extent)
@@ -289,7 +312,10 @@ def _searched(grid: Grid, wants: np.ndarray, rest: np.ndarray, piece: Geometry):
 
 
 def _axis(grid: Grid, piece: Geometry) -> np.ndarray:
-    """Return the axis on which the pieces of each tensor are looked up; -1: the flattened one."""
+    """Return, for each tensor, the axis on which `_searched` looks for its pieces.
+
+    The axis is -1 if `_searched` looks for positions in the flattened tensor instead.
+    """
     split = np.zeros(len(grid.shapes), bool)
     split[piece.tensor[~piece.together]] = True
     best, most = np.full(len(split), -1), np.zeros(len(split), np.int64)
@@ -303,7 +329,11 @@ def _axis(grid: Grid, piece: Geometry) -> np.ndarray:
 
 
 def _interval(grid: Grid, it: Geometry, axis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return where each piece begins and ends on the axis of its tensor, tensors end to end."""
+    """Return where each piece begins and ends on its tensor's `axis`, with the tensor's base added.
+
+    The base is the position of the tensor's first element when all tensors are laid end to end, so
+    the intervals of two tensors never overlap.
+    """
     low, high = it.low.copy(), it.last.copy()
     cut = np.flatnonzero(axis[it.tensor] >= 0)
     on, tensor = axis[it.tensor[cut]], it.tensor[cut]

@@ -1,22 +1,23 @@
-"""Which part of a global array a piece is: boxes and flat ranges, and the proof that they tile.
+"""Regions of a global array, which are boxes or flat ranges, and a check that regions tile it.
 
-A *box* is what a block of rows or a tile is; a *flat range* is what a parameter server holds, or
-what is left when all replicated arrays are laid end to end and cut between the writers. A flat
-range is a few boxes (below: elements 2 to 13 of a 4 x 4 array), so everything after that
-decomposition knows boxes only.
+A *box* is a range of indices on each axis, as in a block of rows or a tile. A *flat range* is a
+range of positions in the array flattened in C order: the shard of a parameter server is a flat
+range, and so is the part of a replicated array that one rank writes. To compare a flat range with
+boxes, the functions here cut the range into a few boxes. An example is the flat range of elements 2
+to 13 of a 4 x 4 array:
 
     . . a a
     b b b b       flat range 2:14  =  boxes a, b, c; never more than 2 ndim - 1 of them
     b b b b
     c c . .
 
-Pure arithmetic, no MPI, no arrays.
+The functions here are pure arithmetic: they use neither MPI nor the data of arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ class Box(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """Shape of an array that holds this part."""
+        """Shape of an array that holds the elements of this region."""
         return self.extent
 
     def __str__(self) -> str:
@@ -52,7 +53,7 @@ class Flat(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """Shape of an array that holds this part."""
+        """Shape of an array that holds the elements of this region."""
         return (self.size,)
 
     def __str__(self) -> str:
@@ -63,7 +64,7 @@ Region = Box | Flat
 
 
 def whole(shape: Shape) -> Box:
-    """Return the box that is all of an array of `shape`."""
+    """Return the box that covers an array of `shape`."""
     return Box((0,) * len(shape), tuple(shape))
 
 
@@ -80,50 +81,43 @@ def fits(region: Region, shape: Shape) -> bool:
 def boxes_of(region: Region, shape: Shape) -> list[tuple[int, Box]]:
     """Cut `region` of an array of `shape` into boxes.
 
-    Returns (element offset inside the region, box) pairs. Each box's elements follow one another
-    in the region in C order, so an array of the region's elements can be viewed box by box.
+    Returns (offset, box) pairs: the offset counts the elements of the region before the box. In the
+    region, the elements of each box are contiguous and in C order. From an array of the region's
+    elements in order, a slice can therefore be reshaped to each box.
     """
+    if not region.size:
+        return []
     if isinstance(region, Box):
-        return [(0, region)] if region.size else []
-    found: list[tuple[int, Box]] = []
-    if region.size:
-        _split(region.start, region.start + region.size, shape, (), region.start, found)
-    return found
+        return [(0, region)]
+    boxes = list(_boxes(region.start, region.start + region.size, shape))
+    return [*zip(accumulate((box.size for box in boxes), initial=0), boxes, strict=False)]
 
 
-def _split(start: int, stop: int, shape: Shape, prefix: Shape, origin: int, found: list) -> None:
-    """Append the boxes of flat range start:stop of the sub-array at index `prefix`.
+def _boxes(start: int, stop: int, shape: Shape, prefix: Shape = ()) -> Iterator[Box]:
+    """Cut the flat range ``start:stop`` of a sub-array into boxes, and yield them in order.
 
-    `start` and `stop` count from the beginning of that sub-array, `origin` is what `start` of
-    the outermost call was, seen from there.
+    `prefix` is the index of the sub-array in the whole array.
     """
     axis = len(prefix)
-    ones = (1,) * axis
     if axis == len(shape):
-        found.append((start - origin, Box(prefix, ones)))
+        yield Box(prefix, (1,) * axis)
         return
-    row = prod(shape[axis + 1 :])
-    first, last = start // row, (stop - 1) // row
-    if first == last and (start % row or stop % row):  # inside one row, and not all of it
-        begin = first * row
-        _split(start - begin, stop - begin, shape, (*prefix, first), origin - begin, found)
+    rest = shape[axis + 1 :]
+    row = prod(rest)
+    first, full = -(-start // row), stop // row  # rows first:full are whole
+    if first > full:  # the range begins and ends inside one row
+        yield from _boxes(start % row, stop % row, shape, (*prefix, full))
         return
-    if start % row:  # the end of a first row
-        begin = first * row
-        _split(start - begin, row, shape, (*prefix, first), origin - begin, found)
-        first += 1
-    full = stop // row
-    if first < full:  # whole rows in the middle
-        rest = shape[axis + 1 :]
-        box = Box((*prefix, first, *(0,) * len(rest)), (*ones, full - first, *rest))
-        found.append((first * row - origin, box))
-    if stop % row:  # the beginning of a last row
-        begin = full * row
-        _split(0, stop - begin, shape, (*prefix, full), origin - begin, found)
+    if start % row:  # the end of a row before the whole ones
+        yield from _boxes(start % row, row, shape, (*prefix, first - 1))
+    if first < full:
+        yield Box((*prefix, first, *(0,) * len(rest)), (*(1,) * axis, full - first, *rest))
+    if stop % row:  # the beginning of a row behind the whole ones
+        yield from _boxes(0, stop % row, shape, (*prefix, full))
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the box common to both, or None where they share no element."""
+    """Return the box of the elements that are in both boxes, or None if there are none."""
     start = tuple(map(max, one.start, other.start))
     ends = (
         min(a + n, b + m)
@@ -134,52 +128,41 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def untiled(shape: Shape, regions: Sequence[Region]) -> str | None:
-    """Say why `regions` do not tile an array of `shape` exactly, or None where they do.
+    """Return a text that says why `regions` do not tile an array of `shape`, or None if they do.
 
-    No region outside, no element twice, and as many elements as the array has: together these
-    say that every element is there exactly once.
+    Regions tile an array if each lies inside the array, no two share an element, and together they
+    have as many elements as the array.
     """
     for region in regions:
         if not fits(region, shape):
             return f"{region} lies outside shape {shape}"
-    both = _overlap(shape, regions)
-    if both is not None:
-        return f"{regions[both[0]]} and {regions[both[1]]} overlap"
+    if all(isinstance(region, Flat) for region in regions):
+        shape = (prod(shape),)  # every flat range is one box of the flattened array
+    boxes = [(box, region) for region in regions for _, box in boxes_of(region, shape)]
+    # Sweep along the axis on which the boxes have most different starts. Only boxes that meet on
+    # that axis are compared, so slabs and tiles cost about n, not n squared.
+    axis = max(range(len(shape)), key=lambda k: len({box.start[k] for box, _ in boxes}), default=0)
+    boxes.sort(key=lambda item: item[0].start[axis:])
+    reached: list[tuple[Box, Region]] = []
+    for box, region in boxes:
+        if shape:
+            begin = box.start[axis]
+            reached = [one for one in reached if one[0].start[axis] + one[0].extent[axis] > begin]
+        for other, earlier in reached:
+            if intersection(box, other) is not None:
+                return f"{earlier} and {region} overlap"
+        reached.append((box, region))
     covered = sum(region.size for region in regions)
     if covered != prod(shape):
         return f"{covered} of {prod(shape)} elements are covered"
     return None
 
 
-def _overlap(shape: Shape, regions: Sequence[Region]) -> tuple[int, int] | None:
-    """Return two regions that share an element, or None."""
-    flat = [(r.start, r.start + r.size, i) for i, r in enumerate(regions) if isinstance(r, Flat)]
-    if len(flat) == len(regions):
-        spans = sorted(span for span in flat if span[0] < span[1])
-        for (_, end, i), (start, _, j) in pairwise(spans):
-            if start < end:
-                return i, j
-        return None
-    boxes = [(box, i) for i, region in enumerate(regions) for _, box in boxes_of(region, shape)]
-    if not shape or not boxes:
-        return (boxes[0][1], boxes[1][1]) if len(boxes) > 1 else None
-    # Sweep along the axis that tells the boxes apart best: only those that meet on that axis
-    # are compared, so slabs and tiles cost about n, not n squared.
-    axis = max(range(len(shape)), key=lambda k: len({box.start[k] for box, _ in boxes}))
-    boxes.sort(key=lambda item: item[0].start[axis])
-    open_boxes: list[tuple[Box, int]] = []
-    for box, i in boxes:
-        begin = box.start[axis]
-        open_boxes = [o for o in open_boxes if o[0].start[axis] + o[0].extent[axis] > begin]
-        for other, j in open_boxes:
-            if intersection(box, other) is not None:
-                return j, i
-        open_boxes.append((box, i))
-    return None
-
-
 def rows(count: int, row_bytes: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Cut `count` rows into groups of at most `limit` bytes, at least one row each."""
+    """Divide rows into groups of at most `limit` bytes; yield (start, stop) for each group.
+
+    A group has at least one row.
+    """
     step = max(1, limit // max(1, row_bytes))
     for start in range(0, count, step):
         yield start, min(start + step, count)

@@ -1,11 +1,12 @@
-"""What a program's state is made of: nested dicts of arrays, shards and small JSON values.
+"""The state of a program to save: nested dicts of arrays, shards and small JSON values.
 
     state = {"parameters": {"w": array},                    replicated: the same on every rank
              "momentum": {"w": Shard(part, (784, 128), (0, 0))},   a piece of a global array
              "step": 1200, "schedule": [0.1, 0.01]}         extras, kept in the manifest
 
-A leaf is known by its path of keys, its dtype and its global shape; who held it is an accident.
-Nothing here is MPI, and nothing is ever pickled.
+A leaf is a value in the nested dicts that is either not a dict or an empty dict. A checkpoint
+identifies a leaf by its path of dict keys, its dtype and its global shape, but not by the rank that
+held it. The functions here do not use MPI, and nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from .regions import Box, Flat, Region, fits, whole
 Path = tuple[str, ...]
 
 MAX_DEPTH = 32
-#: Of an extra: 4,214 digits, of 4,300 that Python turns into text.
+#: Most bits of an integer among the extras, or 4,214 digits. Python refuses texts of 4,301 digits.
 _MOST_BITS = 14_000
 
 
 class Fact(NamedTuple):
-    """What is known of a tensor, on any rank."""
+    """A description of a tensor that is equal on all ranks: its path of keys, dtype and shape."""
 
     path: Path
     dtype: str
@@ -40,36 +41,37 @@ class Fact(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole array."""
-        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+        """Number of bytes of the whole array."""
+        return math.prod(self.shape) * named_dtype(self.dtype).itemsize
 
 
 class Unreadable(CheckpointError):
-    """A checkpoint is whole, but this installation cannot read it: a format or dtype it lacks.
+    """A checkpoint is undamaged, but this installation cannot read its format or one of its dtypes.
 
-    Not damage: an older step would be the wrong answer.
+    Since the checkpoint is not damaged, no reader falls back to an older step.
     """
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A piece of a global array.
+    """A part of a global array, which one rank holds.
 
     Parameters
     ----------
     array : array
-        The elements that this rank holds, NumPy or CuPy; may be empty.
+        The elements that this rank holds, as a NumPy or CuPy array, which may be empty.
     global_shape : tuple of int
         Shape of the whole array.
     start : tuple of int or int
-        A tuple is the index of the first element: `array` is then a box of the global array. An
-        int is a position in the global array flattened in C order: `array` is then
-        one-dimensional, as the shards of parameter servers are.
+        A tuple is the index of the first element in the global array; `array` is then a rectangular
+        block. If `start` is an int, it is the position of the first element in the global array
+        flattened in C order, and `array` is one-dimensional. The shards of parameter servers have
+        an int as `start`.
 
     Raises
     ------
     ConfigError
-        When the piece does not lie inside `global_shape`.
+        When the shard does not lie inside `global_shape`.
     """
 
     array: Any
@@ -96,35 +98,33 @@ class Shard:
 
     @property
     def region(self) -> Region:
-        """Which part of the global array this is."""
+        """The region of the global array that `array` holds."""
         if isinstance(self.start, int):
             return Flat(self.start, self.array.shape[0])
         return Box(self.start, tuple(self.array.shape))
 
 
 def is_array(leaf) -> bool:
-    """Whether `leaf` is replicated array state: an array, NumPy scalar, DLPack tensor."""
-    return isinstance(leaf, (np.ndarray, np.generic)) or is_device(leaf) or _is_tensor(leaf)
-
-
-def has_array(leaf) -> bool:
-    """Whether a leaf has numbers: an array or a shard. All others are extras."""
-    return isinstance(leaf, Shard) or is_array(leaf)
-
-
-def _is_tensor(leaf) -> bool:
+    """Whether `leaf` is an array, a NumPy scalar or a DLPack tensor, and not a `Shard`."""
+    if isinstance(leaf, (np.ndarray, np.generic)) or is_device(leaf):
+        return True
     return hasattr(leaf, "__dlpack__") and hasattr(leaf, "__dlpack_device__")
 
 
+def has_array(leaf) -> bool:
+    """Whether `leaf` is an array or a shard; all other leaves are called extras."""
+    return isinstance(leaf, Shard) or is_array(leaf)
+
+
 def array_of(leaf):
-    """Return the array of an array leaf or a shard, over the same memory."""
+    """Return the array in an array leaf or a shard, without a copy."""
     if isinstance(leaf, Shard):
         return leaf.array
     return np.asarray(leaf) if isinstance(leaf, np.generic) else as_array(leaf)
 
 
 def region_of(leaf) -> Region:
-    """Return which part of its global array a leaf is."""
+    """Return the region of the global array that a leaf holds."""
     return leaf.region if isinstance(leaf, Shard) else whole(tuple(array_of(leaf).shape))
 
 
@@ -137,12 +137,12 @@ def shape_of(leaf) -> tuple[int, ...]:
 
 
 def show(path: Path) -> str:
-    """Return a path of keys as people read it: ``parameters/conv1/w``."""
+    """Return a path of dict keys as one text, for example ``parameters/conv1/w``."""
     return "/".join(path)
 
 
 def leaves(state: Mapping, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, leaf) of nested dicts, in their order; an empty dict is a leaf."""
+    """Yield the (path, leaf) pairs of nested dicts in their order; an empty dict is a leaf."""
     if not isinstance(state, Mapping):
         raise ConfigError(f"the state must be a dict of arrays, got {type(state).__name__}")
     for key, value in state.items():
@@ -151,7 +151,7 @@ def leaves(state: Mapping, path: Path = ()) -> Iterator[tuple[Path, Any]]:
                 f"keys of the state must be strings, got {shown(key)} ({type(key).__name__}) in "
                 f"{show(path) or 'the state itself'}"
             )
-        here = (*path, str.__str__(key))  # a subclass may not survive a message, or be equal
+        here = (*path, str.__str__(key))  # a subclass of str may fail to be pickled or compared
         if len(here) > MAX_DEPTH:
             raise ConfigError(f"the state is nested deeper than {MAX_DEPTH} at {show(here)}")
         if isinstance(value, Mapping) and value:
@@ -161,7 +161,7 @@ def leaves(state: Mapping, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def tree(items: Iterator[tuple[Path, Any]]) -> dict:
-    """Make nested dicts of (path, leaf) pairs: the inverse of `leaves`."""
+    """Return the nested dicts of (path, leaf) pairs: the inverse of `leaves`."""
     state: dict = {}
     for path, leaf in items:
         place = state
@@ -179,15 +179,16 @@ def tree(items: Iterator[tuple[Path, Any]]) -> dict:
 
 #: Kinds that NumPy itself writes as a short string such as ``<f4``.
 _KINDS = "biufcSUmM"
-#: Those strings. NumPy's parser is not shown others: it divides by zero in ``<M8[s/0]``.
+#: The form of those strings. Other strings are kept from NumPy's parser, which divides by zero in
+#: ``<M8[s/0]``.
 _SHORT = re.compile(rf"[<>|][{_KINDS}][0-9]*(\[[0-9]*[A-Za-z]+\])?", re.ASCII)
 
 
 def dtype_name(dtype) -> str:
-    """Return the name under which a manifest keeps `dtype`: ``<f4``, ``bfloat16``.
+    """Return the name of `dtype` in a manifest, for example ``<f4`` or ``bfloat16``.
 
-    Raises ConfigError for object and structured dtypes: they have no bytes of their own, or no
-    name.
+    Raises ConfigError for object dtypes, whose arrays hold only pointers, and for structured
+    dtypes, which have no name.
     """
     dtype = np.dtype(dtype)
     if dtype.kind in _KINDS and _by_string(dtype.str) == dtype:
@@ -197,33 +198,32 @@ def dtype_name(dtype) -> str:
     raise ConfigError(f"arrays of dtype {dtype} cannot be saved; use a number type of NumPy")
 
 
-def dtype_of(name: str) -> np.dtype:
-    """Return the dtype that `dtype_name` named.
+def named_dtype(name: str) -> np.dtype:
+    """Return the dtype that has this `name` in a manifest.
 
-    Raises Unreadable for a name that is none, and where ml_dtypes is needed and absent.
+    Raises Unreadable for an unknown name, and for a dtype of the package ml_dtypes if that package
+    is not installed.
     """
     found = _of_numpy(name)
     if found is None and name.isidentifier() and len(name) <= 24:
         found = extended_dtype(name)
-    if found is not None:
-        return found
-    raise Unreadable(
-        f"{name[:40]!r} is not a dtype known here (float types beyond NumPy's need ml_dtypes)"
-    )
+    if found is None:
+        raise Unreadable(
+            f"{name[:40]!r} is not a dtype known here (float types beyond NumPy's need ml_dtypes)"
+        )
+    return found
 
 
 @lru_cache(64)  # a state of many tensors has few dtypes
 def _of_numpy(name: str) -> np.dtype | None:
-    """Return the dtype of a short string that NumPy writes so, or None."""
-    if len(name) > 24 or not _SHORT.fullmatch(name):
-        return None
-    dtype = _by_string(name)
+    """Return the dtype whose `str` attribute in NumPy is `name`, or None if there is none."""
+    dtype = _by_string(name) if len(name) <= 24 and _SHORT.fullmatch(name) else None
     known = dtype is not None and dtype.str == name and 0 < dtype.itemsize < 2**31
     return dtype if known else None
 
 
 def _by_string(name: str) -> np.dtype | None:
-    """Return NumPy's own dtype of a short string, or None."""
+    """Return the dtype that NumPy makes from this string, or None if NumPy refuses it."""
     try:
         return np.dtype(name)
     except (TypeError, ValueError):
@@ -234,10 +234,11 @@ def _by_string(name: str) -> np.dtype | None:
 
 
 def to_json(value, path: Path = ()):
-    """Return an extra in the form that strict JSON can hold.
+    """Return an extra (a leaf that is not an array) as values that strict JSON can hold.
 
-    Dicts inside lists, and the floats that JSON has no word for, become one-key objects; a tuple
-    becomes a list. Raises ConfigError for anything that is neither JSON nor an array.
+    A dict becomes a JSON object with the one key "dict". A float that is not finite becomes a JSON
+    object with the one key "float". A tuple becomes a list. Raises ConfigError for a value that
+    JSON has no type for.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -245,12 +246,17 @@ def to_json(value, path: Path = ()):
         raise ConfigError(f"{show(path)}: an array inside a list cannot be saved; use a dict")
     if value is None or isinstance(value, bool):
         return value
-    # Exact from here on: an enum or another subclass may have a `repr` of its own, and be unknown
-    # to the process that reads it.
+    # Subclasses become the exact types: an enum, for one, may have a `repr` of its own, and the
+    # process that reads the checkpoint may not have its class.
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
-        return _whole_number(int.__int__(value), path)
+        if value.bit_length() > _MOST_BITS:
+            raise ConfigError(
+                f"{show(path)}: an integer of {value.bit_length()} bits cannot be saved; expected "
+                f"at most {_MOST_BITS}, save it as an array"
+            )
+        return int.__int__(value)
     if isinstance(value, float):
         value = float.__float__(value)
         return value if math.isfinite(value) else {"float": str(value)}
@@ -264,23 +270,13 @@ def to_json(value, path: Path = ()):
     )
 
 
-def _whole_number(value: int, path: Path) -> int:
-    """Return `value`, or raise ConfigError: longer numbers Python does not read back from text."""
-    if value.bit_length() > _MOST_BITS:
-        raise ConfigError(
-            f"{show(path)}: an integer of {value.bit_length()} bits cannot be saved; expected at "
-            f"most {_MOST_BITS}, save it as an array"
-        )
-    return value
-
-
 def plain(value, path: Path = ()):
-    """Return an extra as it will be read back: exact numbers, texts, lists and dicts."""
+    """Return an extra as it is after a save and a restore, for example a list for a tuple."""
     return from_json(to_json(value, path))
 
 
 def from_json(value):
-    """Return the extra that `to_json` wrote. Raises CheckpointError for other objects."""
+    """Return the extra that `to_json` encoded. Raises CheckpointError for JSON of another form."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):

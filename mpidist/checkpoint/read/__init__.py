@@ -1,1 +1,1 @@
-"""A restore: plan who reads what, prove it, read it once per node, and fill the arrays."""
+"""Restore a step: plan which rank reads which bytes, read and check them, and fill the arrays."""

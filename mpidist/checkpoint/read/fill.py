@@ -1,7 +1,8 @@
-"""The arrays of a state on their way from a checkpoint: where each goes, and who reads it.
+"""Choose which bytes of the files fill each array in a restore, and which rank reads them.
 
-Host arrays are filled where they lie, from the blocks as they come. What lies on a device, or
-cannot be written to, comes to host memory first.
+Arrays in host memory are filled in place, block by block. The values of an array on a device, or of
+a NumPy scalar, are first read into a temporary host array; such an array or scalar is called
+staged.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ from typing import Any
 import numpy as np
 
 from ...arrays import copy_into, host_empty, is_device
-from ..format.state import Path, Shard, array_of, has_array, is_array, region_of
+from ..format.state import Path, array_of, has_array, is_array, region_of
 from .read_once import ReadAndBroadcast
 from .read_plan import Places, ReadItem
 
-#: Bytes that come to host memory first at once, where they are more.
+#: Bytes of host memory that one batch of arrays may take on their way to a device.
 STAGED = 256 << 20
 
 
 def is_whole(leaf) -> bool:
-    """Whether a leaf can be filled by what other ranks have read: all of it, in order."""
-    if isinstance(leaf, Shard) or not is_array(leaf):
-        return False
-    return _is_staged(leaf) or array_of(leaf).flags.c_contiguous
+    """Whether other ranks may read parts of an array of the state, and send them to this rank.
+
+    The result is true if `leaf` is a whole array that is contiguous or staged (read through a
+    temporary host array).
+    """
+    return is_array(leaf) and (_is_staged(leaf) or array_of(leaf).flags.c_contiguous)
 
 
 def _is_staged(leaf) -> bool:
@@ -32,17 +35,20 @@ def _is_staged(leaf) -> bool:
 
 
 def staged_bytes(leaf) -> int:
-    """Return what a leaf takes of host memory until its numbers are there."""
+    """Return the size in bytes of the temporary host array for `leaf`; 0 if there is none."""
     return array_of(leaf).nbytes if has_array(leaf) and _is_staged(leaf) else 0
 
 
 def batches(sizes: Sequence[int]) -> list[int]:
-    """Cut tensors that take `sizes` so that a batch takes little, or is one: their ends.
+    """Divide tensors into consecutive batches, and return the end of each batch.
 
-    Not finer: tensors that share a block and not a batch each read it.
+    `sizes` has the bytes of temporary host memory that each tensor needs.
+
+    The tensors of a batch need at most `STAGED` bytes together, unless the batch is a single
+    tensor. Batches are as long as possible, since a block of a file that has data of two batches is
+    read twice.
     """
-    ends: list[int] = []
-    held = 0
+    ends, held = list[int](), 0
     for number, size in enumerate(sizes):
         if held and held + size > STAGED:
             ends.append(number)
@@ -52,17 +58,18 @@ def batches(sizes: Sequence[int]) -> list[int]:
 
 
 class Filling:
-    """The leaves of `items` and what fills them.
+    """The arrays to fill, and the read items (ranges of bytes of files) that fill them.
 
     Parameters
     ----------
     found : Manifest or Layout
     items : (path, leaf) pairs
     common : collection of Path
-        Leaves that `is_whole` on all ranks: each of them reads a part.
+        Paths of the leaves for which `is_whole` is true on all ranks. Each rank reads a part of
+        these leaves, and sends it to all other ranks.
     rank, ranks : int
     room : array, optional
-        As in `ReadAndBroadcast`.
+        Buffer for messages, as in `ReadAndBroadcast`.
     """
 
     def __init__(
@@ -76,8 +83,7 @@ class Filling:
     ):
         places = Places(found)
         number = {tensor.path: n for n, tensor in enumerate(found.tensors)}
-        own: list[ReadItem] = []
-        shared: list[ReadItem] = []
+        own, shared = list[ReadItem](), list[ReadItem]()
         self._leaves: list[tuple[Path, Any, np.ndarray]] = []
         for path, leaf in items:
             if not has_array(leaf):
@@ -88,18 +94,15 @@ class Filling:
             self._leaves.append((path, leaf, host))
             wants = shared if path in common else own
             wants += places.wants(number[path], region_of(leaf), host)
-        #: What is passed on to other ranks, and all that this one reads.
+        #: The parts that ranks exchange, and all items that this rank reads.
         self.shared = ReadAndBroadcast(shared, found.block, rank, ranks, room)
         self.wants = [*own, *self.shared.mine]
 
     def finish(self) -> dict[Path, Any]:
-        """Return the leaves by path, filled."""
+        """Copy temporary host arrays to their devices; return all filled arrays by path."""
         filled: dict[Path, Any] = {}
         for path, leaf, host in self._leaves:
-            if isinstance(leaf, np.generic):
-                filled[path] = host[()]
-                continue
             if is_device(array_of(leaf)):
                 copy_into(array_of(leaf), host)
-            filled[path] = leaf
+            filled[path] = host[()] if isinstance(leaf, np.generic) else leaf
         return filled

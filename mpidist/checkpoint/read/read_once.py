@@ -1,9 +1,10 @@
-"""Data that all ranks need are read once: each rank reads a part and sends it to the others.
+"""Each rank reads a part of the data that all ranks need, and broadcasts this part.
 
-    disk      | rank 0's part | rank 1's part | rank 2's part |      each byte is read by one rank
-    ranks       every part goes from who read it to all others, while the next ones are read
+    disk      | rank 0's part | rank 1's part | rank 2's part |      one rank reads each byte
+    ranks       each rank broadcasts its part, while the ranks read their next parts
 
-Every rank makes the same wants of the same manifest, so that no rank has to tell what it reads.
+A read item is a range of bytes of a file, and the array that it fills. Every rank makes the same
+read items from the same manifest, so no rank has to tell the others what it reads.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from ...runtime.context import Context
 from ..control import operation
 from .read_plan import ReadItem, RowReadItem
 
-#: Targets of so many bytes travel as they lie; smaller ones together, in messages of that size.
+#: A target of at least `_LARGE` bytes is sent from its own memory, in messages of at most
+#: `_MESSAGE` bytes. Smaller targets are joined to messages of about `_LARGE` bytes.
 _LARGE = 4 << 20
 _MESSAGE = 1 << 30
-#: Messages that are under way at once.
+#: Number of messages that are under way at once.
 _IN_FLIGHT = 32
-#: Messages that can no longer end.
+#: Requests of exchanges that have failed. MPI may still use their buffers, so they are kept.
 _abandoned: list = []
-#: Seconds between two looks for what a rank or the disk has not brought yet.
+#: Seconds between two tests of a request or of a read.
 _NAP = 0.0002
 
 
 def partition_reads(wants: Sequence[ReadItem], block: int, ranks: int) -> list[list[ReadItem]]:
-    """Cut `wants` into one list for each rank, of about equal bytes. The same on all ranks.
+    """Divide the read items `wants` into one list per rank, with about equal bytes in each list.
 
-    Ranges are cut between two blocks, and small ones of one block stay together, so that hardly
-    any block goes to two ranks.
+    All ranks compute the same lists. Ranges are cut only between two blocks of a file, and small
+    ranges in one block stay on one rank, so that few blocks are read by two ranks.
     """
     bounds = BlockPartition(sum(want.count for want in wants), ranks).bounds()
     dealt: list[list[ReadItem]] = [[] for _ in range(ranks)]
@@ -50,7 +52,10 @@ def partition_reads(wants: Sequence[ReadItem], block: int, ranks: int) -> list[l
 
 
 def _parts(want: ReadItem, cuts: Sequence[int], block: int) -> Iterator[ReadItem]:
-    """Cut a range of bytes at the first ends of blocks behind `cuts`; rows stay together."""
+    """Cut the bytes of `want` into parts: for each position in `cuts`, at the next block boundary.
+
+    A RowReadItem is not cut.
+    """
     if isinstance(want, RowReadItem) or want.target is None:
         yield want
         return
@@ -65,65 +70,61 @@ def _parts(want: ReadItem, cuts: Sequence[int], block: int) -> Iterator[ReadItem
             start = end
 
 
-#: A want and the array that it fills.
-Part = tuple[ReadItem, np.ndarray]
-
-
 def message_room() -> np.ndarray:
-    """Return room for any message of small targets, unless blocks are larger than `_LARGE`."""
+    """Return a buffer for one message that holds several small arrays."""
     return np.empty(2 * _LARGE, np.uint8)
 
 
 class ReadAndBroadcast:
-    """The data that all ranks need, and the part of them that this rank reads.
+    """Divides the data that all ranks need among the ranks, and broadcasts what each rank reads.
 
-    Only `exchange` is collective. Every rank gives equal `wants`, for contiguous arrays. `room` is
-    for messages; made here where it is too small, or none.
+    Only `exchange` is collective. All ranks must pass the same read items as `wants`. Attribute
+    `mine` is the list of the items that this rank reads. `room` is a buffer for messages; if a
+    message needs a larger buffer, one is allocated here.
     """
 
     def __init__(self, wants: Sequence[ReadItem], block: int, rank: int, ranks: int, room=None):
         dealt = partition_reads(wants, block, ranks)
         self.mine = dealt[rank]
-        given = [[(want, want.target) for want in one if want.target is not None] for one in dealt]
-        large = [[part for part in one if _is_large(part[1])] for one in given]
-        # From all ranks in turn: one that waits for another's bytes sends its own meanwhile.
-        turns = zip_longest(*([(root, part) for part in one] for root, one in enumerate(large)))
-        self._large = [item for turn in turns for item in turn if item is not None]
+        # Roots take turns: a rank that waits for the bytes of another one can send its own.
+        turns = zip_longest(*([item for item in one if _is_large(item)] for one in dealt))
+        self._large = [(root, item) for turn in turns for root, item in enumerate(turn) if item]
         self._small = [
             (root, message)
-            for root, one in enumerate(given)
-            for message in _joined([part for part in one if not _is_large(part[1])])
+            for root, one in enumerate(dealt)
+            for message in _joined([item for item in one if not _is_large(item)])
         ]
         most = max((_bytes(message) for _, message in self._small), default=0)
         self._room = np.empty(most, np.uint8) if room is None or len(room) < most else room
 
     def exchange(self, comm, over: Callable[[], bool]) -> None:
-        """Bring every target to all ranks from the one that reads it, as it comes. Collective.
+        """Broadcast every target array, as soon as it is read, from the rank that reads it.
 
-        `over` tells that this rank reads no more; what has not come by then is passed on as it is,
-        so that nobody waits for it, and whoever was to read it says why.
+        Collective. `over` returns whether this rank has stopped reading. If the rank has stopped
+        before it has read all its arrays, it broadcasts the unread arrays with their present
+        contents, so that no rank waits for ever. The caller must report why the rank stopped.
         """
         if not (self._large or self._small):
             return
 
-        def wait_for(root: int, parts: Sequence[Part]) -> None:
-            # Asleep, for the threads that read have to share this core.
-            while comm.rank == root and any(want.left for want, _ in parts) and not over():
+        def wait_for(root: int, items: Sequence[ReadItem]) -> None:
+            # Sleep, since the threads that read may share this core.
+            while comm.rank == root and any(item.left for item in items) and not over():
                 time.sleep(_NAP)
 
         under_way: list = []
         try:
             with operation(comm, "checkpoint parts to all ranks") as (context, _):
-                for root, part in self._large:
-                    wait_for(root, [part])
-                    for piece in _pieces(part[1].reshape(-1).view(np.uint8)):
+                for root, item in self._large:
+                    wait_for(root, [item])
+                    for piece in _pieces(item.target.reshape(-1).view(np.uint8)):
                         under_way.append(context.data.Ibcast(piece, root))
                         if len(under_way) == _IN_FLIGHT:
                             _end(context, under_way)
                 _end(context, under_way)
                 for root, message in self._small:
                     wait_for(root, message)
-                    places = self._places([target for _, target in message])
+                    places = self._places([item.target for item in message])
                     if comm.rank == root:
                         for target, place in places:
                             np.copyto(place, target)
@@ -137,7 +138,7 @@ class ReadAndBroadcast:
             raise
 
     def _places(self, targets: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return small targets with their places in a message, one behind the other."""
+        """Return, for each small array, a pair: the array, and its part of the message buffer."""
         ends = accumulate(target.nbytes for target in targets)
         return [
             (t, self._room[end - t.nbytes : end].view(t.dtype).reshape(t.shape))
@@ -146,7 +147,7 @@ class ReadAndBroadcast:
 
 
 def _end(context: Context, requests: list) -> None:
-    """Wait for `requests`, asleep between two looks, and empty the list."""
+    """Wait until all MPI `requests` are complete, and empty the list; sleep between two tests."""
     for request in requests:
 
         def look(request=request) -> bool:
@@ -159,21 +160,20 @@ def _end(context: Context, requests: list) -> None:
     requests.clear()
 
 
-def _bytes(parts: Iterable[Part]) -> int:
-    return sum(target.nbytes for _, target in parts)
+def _bytes(items: Iterable[ReadItem]) -> int:
+    return sum(item.target.nbytes for item in items)
 
 
-def _is_large(target: np.ndarray) -> bool:
-    return target.nbytes >= _LARGE and target.flags.c_contiguous
+def _is_large(item: ReadItem) -> bool:
+    return item.target.nbytes >= _LARGE and item.target.flags.c_contiguous
 
 
-def _joined(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Put small targets together to messages of a little more than `_LARGE`."""
-    message: list[Part] = []
-    held = 0
-    for part in parts:
-        message.append(part)
-        held += part[1].nbytes
+def _joined(items: Sequence[ReadItem]) -> Iterator[list[ReadItem]]:
+    """Join read items with small target arrays into messages of `_LARGE` bytes or a little more."""
+    message, held = list[ReadItem](), 0
+    for item in items:
+        message.append(item)
+        held += item.target.nbytes
         if held >= _LARGE:
             yield message
             message, held = [], 0

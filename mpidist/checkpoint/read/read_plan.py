@@ -1,4 +1,4 @@
-"""What a reader is asked for: ranges of bytes of shard files, and where they go."""
+"""The plan of a read: which ranges of bytes of the shard files fill which arrays."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ _counting = threading.Lock()
 
 
 class ReadItem:
-    """Bytes ``offset : offset + count`` of a file, for `target`, or only to be checked.
+    """A request to read the bytes ``offset : offset + count`` of a file.
 
-    `target` is one-dimensional, contiguous and made of bytes. `left` bytes have not come yet.
+    The bytes are copied to `target`. If `target` is None, the bytes are only read and checked.
+
+    A `target` is a contiguous one-dimensional array of bytes. Attribute `left` is the number of
+    bytes that are not yet read.
     """
 
-    def __init__(self, file: int, offset: int, count: int, target: np.ndarray | None = None):
+    def __init__(self, file: int, offset: int, count: int, target=None):
         self.file, self.offset, self.count, self.target = file, offset, count, target
         self.left = count
 
     def take(self, at: int, data: np.ndarray) -> None:
-        """Take bytes from position `at` of the range on. From any thread."""
+        """Copy `data`, the bytes from position `at` of this item's byte range on, to the target.
+
+        Any thread may call this method.
+        """
         if self.target is not None:
             np.copyto(self.target[at : at + len(data)], data)
         with _counting:
@@ -34,9 +40,10 @@ class ReadItem:
 
 
 class RowReadItem(ReadItem):
-    """Whole rows of an array, of which `target` gets the part `cut`."""
+    """A request to read whole rows of an array in a file, of which a part is copied to `target`.
 
-    target: np.ndarray
+    The slices `cut` select the part of the rows that is copied.
+    """
 
     def __init__(self, file: int, offset: int, shape: tuple[int, ...], cut: tuple, target):
         super().__init__(file, offset, prod(shape) * target.itemsize, target)
@@ -45,7 +52,10 @@ class RowReadItem(ReadItem):
         self._rows: np.ndarray | None = None
 
     def take(self, at: int, data: np.ndarray) -> None:
-        """Like `ReadItem.take`; the target is filled when all rows are there."""
+        """Store `data`, the part of the bytes of the rows that begins at position `at`.
+
+        When all bytes of the rows are stored, fill the target.
+        """
         with self._lock:
             if self._rows is None:
                 self._rows = np.empty(self.count, np.uint8)
@@ -59,7 +69,7 @@ class RowReadItem(ReadItem):
 
 
 class Places:
-    """Where the pieces of a checkpoint lie, by tensor, for who wants some of them.
+    """The positions of all pieces of each tensor of a checkpoint in the shard files.
 
     Parameters
     ----------
@@ -72,23 +82,17 @@ class Places:
         grid = piece_table.Grid(shapes, piece_table.axes(rows))
         it = piece_table.Geometry(grid, rows)
         low = it.low - grid.base[it.tensor]
-        columns = (
-            rows[:, piece_table.FILE],
-            rows[:, piece_table.OFFSET],
-            low,
-            low + it.size,
-            it.together,
-        )
-        # Plain numbers: most tensors have few pieces, and a call of NumPy would cost more.
-        self._runs = [*zip(*(column.tolist() for column in columns), strict=True)]
-        bounds = np.searchsorted(it.tensor, np.arange(len(shapes) + 1))
-        self._bounds = bounds.tolist()
+        places = rows[:, [piece_table.FILE, piece_table.OFFSET]]
+        # Lists of integers: most tensors have few pieces, and calls of NumPy would cost more.
+        self._runs = np.column_stack([places, low, low + it.size, it.together]).tolist()
+        self._bounds = np.searchsorted(it.tensor, np.arange(len(shapes) + 1)).tolist()
 
     def wants(self, number: int, region: Region, target) -> Iterator[ReadItem]:
-        """Say what `region` of a tensor takes, in the pieces in which it was saved.
+        """Yield the read items (byte requests) that fill `target` with a `region` of a tensor.
 
-        `target` is a host array of the region's shape and the tensor's dtype, with any strides.
-        Parts of rows are cut out of groups of whole rows of up to a block.
+        `target` is an array in host memory with the region's shape and the tensor's dtype; it may
+        have any strides. If the region has only parts of rows, and a row is at most one block long,
+        whole rows are read, in groups of at most one block of bytes.
         """
         start, stop = self._bounds[number : number + 2]
         shape, itemsize = self._found.tensors[number].shape, target.itemsize
@@ -107,7 +111,7 @@ class Places:
 
 
 def span_of(region: Region, shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return the range that a region is of the flattened array, or None if it is not one range."""
+    """Return `region` as a (start, stop) range of the flattened array, or None if it has gaps."""
     if isinstance(region, Flat):
         return region.start, region.start + region.size
     if region.extent == shape:
@@ -125,47 +129,45 @@ def _boxes(shape, rows, region: Region, target, block: int) -> Iterator[ReadItem
     for position, box in boxes_of(region, shape):
         part = target
         if target.shape != box.extent:
-            # A flat range, seen as the box. A one-dimensional array of any stride can be.
+            # A view of a part of a flat range, in the shape of the box. Any stride allows it.
             part = target[position : position + box.size].reshape(box.extent)
         for row in rows:
-            for held, other in boxes_of(piece_table.region_of(row, len(shape)), shape):
-                common = intersection(box, other)
-                if common is None:
+            for held, other in boxes_of(piece_table.region_of_row(row, len(shape)), shape):
+                if (common := intersection(box, other)) is None:
                     continue
-                low = tuple(a - b for a, b in zip(common.start, other.start, strict=True))
-                high = tuple(a + n for a, n in zip(low, common.extent, strict=True))
+                cut = _slices(common.start, common.extent, other.start)
                 view = part[(*_slices(common.start, common.extent, box.start), ...)]
                 offset = row[piece_table.OFFSET] + held * target.itemsize
                 source = (row[piece_table.FILE], offset, other.extent)
-                yield from _cut(source, low, high, target.itemsize, view, block)
+                yield from _cut(source, cut, view, block)
 
 
 def _slices(start, extent, origin) -> tuple[slice, ...]:
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(start, extent, origin, strict=True))
 
 
-def _cut(source, low, high, itemsize: int, target, block: int) -> Iterator[ReadItem]:
-    """Yield what reads the box low:high of an array that lies in C order at `source`.
+def _cut(source, cut: tuple[slice, ...], target, block: int) -> Iterator[ReadItem]:
+    """Yield the read items (byte requests) for the box `cut` of an array in C order in a file.
 
-    `source` is (file, offset, shape).
-    Rows are the sub-arrays along the first axis. Full rows are one range of bytes. Parts of rows
-    shorter than a block are cut out of whole rows, since their blocks must be read anyway; a
-    longer row is an array of its own.
+    `source` is the (file number, offset in the file, shape) of the array. A row is a sub-array at
+    one index of the first axis. If the box has only full rows, one item reads them all as one range
+    of bytes. If the box has only a part of each row, and a row is not longer than a block of the
+    file, the items read whole rows, since whole blocks must be read anyway. If a row is longer than
+    a block, the row is treated as an array of its own.
     """
     file, offset, shape = source
-    first, last = (low[0], high[0]) if shape else (0, 1)
-    row = prod(shape[1:]) * itemsize
-    full = all(a == 0 and b == n for a, b, n in zip(low[1:], high[1:], shape[1:], strict=True))
+    first, last = (cut[0].start, cut[0].stop) if shape else (0, 1)
+    row = prod(shape[1:]) * target.itemsize
+    full = all(part == slice(0, n) for part, n in zip(cut[1:], shape[1:], strict=True))
     if full and target.flags.c_contiguous:
         place = target.reshape(-1).view(np.uint8)
         yield ReadItem(file, offset + first * row, (last - first) * row, place)
-        return
-    if row > block and len(shape) > 1:
+    elif row > block and len(shape) > 1:
         for i in range(first, last):
             inner = (file, offset + i * row, shape[1:])
-            yield from _cut(inner, low[1:], high[1:], itemsize, target[i - first], block)
-        return
-    cut = (slice(None), *(slice(a, b) for a, b in zip(low[1:], high[1:], strict=True)))
-    for start, stop in groups_of(last - first, row, block):
-        begin = offset + (first + start) * row
-        yield RowReadItem(file, begin, (stop - start, *shape[1:]), cut, target[start:stop])
+            yield from _cut(inner, cut[1:], target[i - first], block)
+    else:
+        rows = (slice(None), *cut[1:])
+        for start, stop in groups_of(last - first, row, block):
+            begin = offset + (first + start) * row
+            yield RowReadItem(file, begin, (stop - start, *shape[1:]), rows, target[start:stop])

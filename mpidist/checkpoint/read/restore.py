@@ -1,16 +1,17 @@
-"""Restore: find the newest step that is good for every rank, then fill every rank's arrays.
+"""Restore a step: find the newest step that all ranks can read, and fill the arrays of all ranks.
 
-    all ranks  say what they want        --agreement-->  the same? (a gather only where it is not)
+    all ranks  describe what they want   --agreement-->  equal? (a gather only if not)
     rank 0     finds the step, proves its manifest and tables, compares them with what is wanted
-    all ranks  <--bcast--  the step, and where what lies
-               read their parts; what all want is read once and passed on (`read_once`)
-               --agreement-->  all have read all, or rank 0 looks for an older step
+    all ranks  <--bcast--  the step, and the places of its pieces
+               read their parts; arrays that all want are read once and broadcast (`read_once`)
+               --agreement-->  all ranks have read all, or rank 0 looks for an older step
 
-Each rank reads what it wants, whatever the layout it was saved with. Where a checkpoint of very
-many pieces is restored to shards, each rank is told those that it wants (`shard_layouts`). A step
-counts only if all ranks can read theirs. Each block is checked before its bytes go where they
-belong, so arrays are filled in one pass without a copy of anything; damage in a later block is
-answered by filling them all from an older step.
+Each rank reads the parts of arrays that it wants, however the arrays were divided at the save. If
+the state to fill has shards, and the checkpoint has very many pieces (stored parts of arrays), each
+rank receives only the positions of the pieces that it wants (`shard_layouts`). A step is accepted
+only if all ranks can read their parts. Each block of a file is checked before its bytes are used,
+so the bytes are copied to the caller's arrays at once, without a temporary copy of all arrays. If a
+block is damaged, all arrays are filled again from an older step.
 """
 
 from __future__ import annotations
@@ -28,21 +29,9 @@ from ...errors import CheckpointError, ForeignCheckpoint, MismatchError, Mpidist
 from ...runtime.agreement.mismatch import rank_list
 from ...runtime.agreement.run_on_all import difference
 from ..control import run_on_all
-from ..format import shard_layouts
+from ..format import shard_layouts, state
 from ..format.manifest import Damaged, Layout, Manifest
-from ..format.state import (
-    Fact,
-    Path,
-    Shard,
-    array_of,
-    dtype_name,
-    dtype_of,
-    has_array,
-    leaves,
-    shape_of,
-    show,
-    tree,
-)
+from ..format.state import Fact, Path, Shard, array_of, has_array, show
 from ..load import Search
 from ..place import Place
 from ..storage import steps
@@ -51,47 +40,54 @@ from ..storage.worker_thread import Beside
 from . import fill
 from .fill import Filling, is_whole, staged_bytes
 from .read_once import message_room
-from .reader import opened
+from .reader import open_reader
 
 _LISTED = 8
-#: Bytes read over those of the state up to which nobody else is said to read the same.
+#: Ranks count as reading different bytes if they read at most this many times the state's bytes.
 _MOSTLY = 1.25
-#: Bytes of an answer that go to all ranks at once: the manifest of some thousand tensors.
+#: Bytes of rank 0's answer that one message holds: the manifest of some thousand tensors.
 _ROOM = 1 << 18
-#: Pieces up to which all ranks are told all of them, whatever they want.
+#: Number of pieces up to which every rank receives the places of all pieces.
 _FEW = 2048
 
 
 class Leaf(NamedTuple):
-    """What a rank says of a leaf that it wants: `shape` is None of what is no array.
+    """The description of a leaf of the state that a rank wants to fill.
 
-    `whole`: it can be filled by what other ranks have read. `staged` bytes of it come to host
-    memory first.
+    shape : the global shape, or None if the leaf is not an array.
+    whole : whether other ranks may read the leaf for this rank.
+    staged : bytes of temporary host memory that the leaf needs on its way to a device.
     """
 
     path: Path
     dtype: str
-    shape: tuple[int, ...] | None
-    sharded: bool
-    whole: bool
-    staged: int
+    shape: tuple[int, ...] | None = None
+    sharded: bool = False
+    whole: bool = False
+    staged: int = 0
 
 
 class Wish(NamedTuple):
-    """What a rank asks for: its arguments as texts, and its leaves; None for every array whole."""
+    """What a rank asks for in a restore: arguments as texts, and descriptions of leaves to fill.
+
+    If `leaves` is None, the rank wants all arrays of the step whole.
+    """
 
     given: dict[str, str]
     leaves: tuple[Leaf, ...] | None
 
 
 class FoundStep(NamedTuple):
-    """What rank 0 tells all ranks of the step that they try.
+    """A step that all ranks try to read, as rank 0 describes it.
 
-    tensors, extras : what the step holds.
-    common : numbers of the tensors that all ranks want whole, so that each of them reads a part.
-    ends : behind which tensors a batch ends, where not all are filled at once.
-    large : whether some rank needs much memory of its own for what it reads, or to plan that.
-    found : where all pieces lie; None where each rank asks for what it wants.
+    tensors, extras : the content of the step.
+    common : numbers of the tensors that all ranks want whole; of these each rank reads a part and
+        broadcasts it.
+    ends : for each batch of tensors, the number of its last tensor, plus 1. The arrays of a batch
+        are filled together.
+    large : whether some rank needs much memory for its read plan, or temporary host memory for
+        arrays on devices.
+    found : the positions of all pieces, or None if each rank must ask for the pieces that it wants.
     """
 
     entry: Entry
@@ -104,16 +100,17 @@ class FoundStep(NamedTuple):
 
 
 class Restore:
-    """One restore, done by `run`. Only rank 0 searches, and keeps the manifest that it has read.
+    """One call of `restore`. Only rank 0 searches for a step, and holds the manifest of the step.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
     place : Place
-        Rank 0 asks its line for the entry to try, and adds to its damaged ones.
+        The folder of the store. Its attribute `line` tells rank 0 which step to try first. If rank
+        0 finds damaged steps, it adds them to `place.keep.bad`.
     like : dict or None
     check : callable
-        Returns the arguments step, history and verify, or raises.
+        Returns the arguments `step`, `history` and `verify` in a dict, or raises if one is invalid.
     """
 
     manifest: Manifest
@@ -121,26 +118,28 @@ class Restore:
     def __init__(self, comm, place: Place, like: Mapping | None, check: Callable[[], dict]) -> None:
         self._comm, self._place, self._like, self._check = comm, place, like, check
         self._given: dict[str, Any] = {}
+        self._wish: Wish | None = None
         self._items: list | None = None
         self._search: Search | None = None
         self._room = np.empty(0, np.uint8)
 
     def run(self) -> tuple[Entry, dict]:
-        """Return (entry, state); see `CheckpointStore.restore`. Collective."""
-        spoils = False  # parts of a step may be in the caller's arrays
+        """Restore the state; return the step folder that was read, and the restored state.
+
+        Collective.
+        """
+        comm, spoils = self._comm, False  # parts of a step may be in the caller's arrays
         reason: str | None = None
         try:
             while True:
                 decide = partial(self._next, reason)
-                answer = run_on_all(self._comm, "restore", self._ask, decide, room=_ROOM)
+                answer = run_on_all(comm, "restore", self._ask, decide, room=_ROOM)
                 items = self._items
-                if items is None:  # new arrays: nothing of anybody's is changed
-                    items = run_on_all(self._comm, "restore", partial(_fresh, answer.tensors))
+                if items is None:  # new arrays: no array of the caller changes
+                    items = run_on_all(comm, "restore", partial(_fresh, answer.tensors))
                 else:
                     spoils = True
-                found = answer.found or shard_layouts.wanted(
-                    self._comm, self, answer.tensors, items
-                )
+                found = answer.found or shard_layouts.wanted(comm, self, answer.tensors, items)
                 found = found._replace(tensors=answer.tensors)
                 arrays: dict[Path, Any] = {}
                 for start, end in pairwise([0, *answer.ends]):
@@ -148,76 +147,81 @@ class Restore:
                     if reason is not None:
                         break
                 else:
-                    step, ranks = answer.entry.step, self._comm.size
-                    path = self._place.path
+                    path, step, ranks = self._place.path, answer.entry.step, comm.size
                     events.emit("checkpoint_restored", path=path, step=step, ranks=ranks)
-                    return answer.entry, _state(answer.extras, items, arrays)
+                    return answer.entry, _joined(answer.extras, items, arrays)
         except MpidistError as error:
             if spoils:
                 raise spoiled(error) from error
             raise
 
     def _ask(self) -> Wish:
-        """Say what this rank wants, or raise."""
-        if not self._given:
-            self._given = self._check()
-            self._items = None if self._like is None else _wanted(self._like)
+        """Check the arguments, and return a description of what this rank wants to fill."""
+        if self._wish is None:
+            self._given, leaves = self._check(), None
+            if self._like is not None:
+                self._items = list(state.leaves(self._like))
+                leaves = tuple(_described(path, leaf) for path, leaf in self._items)
             if self._comm.size > 1:
-                self._room = message_room()  # here a rank without memory can tell the others
-        given = {name: repr(value) for name, value in self._given.items()}
-        return Wish(given, _described(self._items))
+                self._room = message_room()  # a lack of memory is an error of all ranks here
+            self._wish = Wish({name: repr(value) for name, value in self._given.items()}, leaves)
+        return self._wish
 
     def _next(self, reason: str | None, wishes: Sequence[Wish]) -> FoundStep:
-        """Rank 0: return the next step to try, `reason` being what was wrong with the last one."""
-        path, line = self._place.path, self._place.line
+        """Return, on rank 0, a description of the next step that all ranks try to read.
+
+        If the step that was tried before is damaged, `reason` says how.
+        """
+        place, given = self._place, self._given
         if self._search is None:
             _check_same(wishes)
-            step, history = self._given["step"], self._given["history"]
-            self._search = Search(path, step, history, line.first, self._place.keep.bad)
+            asked = given["step"], given["history"]
+            self._search = Search(place.path, *asked, place.line.first, place.keep.bad)
         while True:
             if reason is not None:
                 self._search.pass_over(reason)
             entry = self._search.next()
             try:
-                self.manifest = steps.read_manifest(path, entry)
+                self.manifest = steps.read_manifest(place.path, entry)
             except Damaged as damage:
                 reason = str(damage)
             else:
-                return _answer(f"{path}/{entry.name}", entry, self.manifest, wishes)
+                return _answer(f"{place.path}/{entry.name}", entry, self.manifest, wishes)
 
     def _fill(
         self, answer: FoundStep, found: Layout, batch: range, items: list, filled: dict
     ) -> str | None:
-        """Fill the leaves of `items` in a batch, and put them into `filled`; why not, if not.
+        """Fill the arrays of a batch, and add them to `filled`.
 
-        Collective. Damage is an answer, on which all ranks go on to an older step; any other error
+        If the step is damaged, return a text that says how; otherwise return None.
+
+        Collective. If any rank finds damage, all ranks go on with an older step. Any other error
         ends the restore on all ranks.
         """
         comm = self._comm
         names = {found.tensors[number].path for number in batch}
         some = [(name, leaf) for name, leaf in items if name in names]
-        common = {found.tensors[number].path for number in answer.common if number in batch}
-        common = common if comm.size > 1 else set()
+        shared = set(answer.common).intersection(batch) if comm.size > 1 else ()
+        common = {found.tensors[number].path for number in shared}
         plan = partial(Filling, found, some, common, comm.rank, comm.size, self._room)
         filling: Any = None
         if answer.large:
             filling = run_on_all(comm, "restore", plan)
         elif common:
-            filling = plan()  # a small one, for which the room is there
+            filling = plan()  # a small plan, whose buffer exists already
         direct = self._place.how.direct and _is_alone(comm.size, answer, items)
 
         def read() -> None:
-            with opened(
-                self._place.path, answer.entry, found, self._given["verify"], direct
-            ) as reader:
+            path, verify = self._place.path, self._given["verify"]
+            with open_reader(path, answer.entry, found, verify, direct) as reader:
                 reader.read(filling.wants, wanted=lambda: not reading.abandoned)
 
-        # What one rank reads for all goes round while the rest is read. Damage is found on the
-        # way: the others then have got it as well, and an older step fills all that it has changed.
+        # Ranks exchange common parts while they read the rest. If a rank finds damage meanwhile,
+        # other ranks may already have the damaged part. An older step then fills all arrays again.
         reading = Beside(read, "mpidist-restore")
         error: Exception | None = None
         try:
-            if filling is None:  # nobody waits for this rank: what fails is told with the outcome
+            if filling is None:  # no rank waits for this one: the outcome reports an error
                 filling = plan()
             if common:
                 with reading:
@@ -243,9 +247,12 @@ class Restore:
 
 
 def spoiled(error: MpidistError) -> MpidistError:
-    """Return `error`, raised on all ranks, for arrays that may be filled in part.
+    """Return an error with the text of `error` and a warning that arrays may be filled in part.
 
-    Nobody may take it for that of an empty store, and go on with them.
+    All ranks raise the returned error.
+
+    A NoCheckpoint becomes a CheckpointError: after a NoCheckpoint, a program could believe that the
+    store is empty, and go on with half-filled arrays.
     """
     kind = CheckpointError if isinstance(error, NoCheckpoint) else type(error)
     told = kind(f"{error}; arrays may hold parts of that now: set them anew before use")
@@ -253,36 +260,27 @@ def spoiled(error: MpidistError) -> MpidistError:
     return told
 
 
-def _wanted(like: Mapping) -> list:
-    """Return the leaves to fill; raises CheckpointError for what cannot be."""
-    items = list(leaves(like))
-    for path, leaf in items:
-        if has_array(leaf):
-            array = array_of(leaf)
-            if not isinstance(leaf, np.generic) and not is_writable(array):
-                raise CheckpointError(
-                    f"{show(path)} is read-only and cannot be filled; pass a writable array"
-                )
-    return items
+def _described(path: Path, leaf) -> Leaf:
+    """Return the description of `leaf`, which is to be filled.
 
-
-def _described(items: list | None) -> tuple[Leaf, ...] | None:
-    """Return what is told of the leaves to fill."""
-    if items is None:
-        return None
-    told = []
-    for path, leaf in items:
-        if has_array(leaf):
-            dtype, sharded = dtype_name(array_of(leaf).dtype), isinstance(leaf, Shard)
-            shape, size = shape_of(leaf), staged_bytes(leaf)
-            told.append(Leaf(path, dtype, shape, sharded, is_whole(leaf), size))
-        else:
-            told.append(Leaf(path, type(leaf).__name__, None, False, False, 0))
-    return tuple(told)
+    Raise CheckpointError if it is a read-only array.
+    """
+    if not has_array(leaf):
+        return Leaf(path, type(leaf).__name__)
+    array, shape = array_of(leaf), state.shape_of(leaf)
+    if not isinstance(leaf, np.generic) and not is_writable(array):
+        raise CheckpointError(
+            f"{show(path)} is read-only and cannot be filled; pass a writable array"
+        )
+    dtype, sharded = state.dtype_name(array.dtype), isinstance(leaf, Shard)
+    return Leaf(path, dtype, shape, sharded, is_whole(leaf), staged_bytes(leaf))
 
 
 def _is_alone(size: int, answer: FoundStep, items: list) -> bool:
-    """Whether hardly any byte is read by two ranks, if the others hold about as much."""
+    """Whether ranks mostly read different bytes, so that reads without the page cache are faster.
+
+    The result is an estimate, which assumes that each rank reads as many bytes as this one.
+    """
     common = {answer.tensors[number].path for number in answer.common}
     own = sum(array_of(x).nbytes for path, x in items if has_array(x) and path not in common)
     shared = sum(answer.tensors[number].nbytes for number in answer.common)
@@ -293,9 +291,8 @@ def _is_alone(size: int, answer: FoundStep, items: list) -> bool:
 
 
 def _check_same(wishes: Sequence[Wish]) -> None:
-    """Raise MismatchError where the ranks do not ask for the same."""
-    text = difference([wish.given for wish in wishes])
-    if text is not None:
+    """Raise MismatchError if the ranks give different arguments."""
+    if text := difference([wish.given for wish in wishes]):
         raise MismatchError(f"restore: {text}; pass one value everywhere")
     without = [wish.leaves is None for wish in wishes]
     if any(without) and not all(without):
@@ -306,9 +303,9 @@ def _check_same(wishes: Sequence[Wish]) -> None:
 
 
 def _answer(name: str, entry: Entry, manifest: Manifest, wishes: Sequence[Wish]) -> FoundStep:
-    """Return what all ranks are told of the step `name`.
+    """Return what rank 0 sends to all ranks: a description of the step in the folder `name`.
 
-    Raises ForeignCheckpoint where it is of another model than a rank wants to fill.
+    Raise ForeignCheckpoint if the arrays of the step do not match those of some rank.
     """
     tensors, count = manifest.tensors, len(manifest.tensors)
     found = shard_layouts.layout_of(manifest, manifest.rows)
@@ -342,22 +339,21 @@ def _answer(name: str, entry: Entry, manifest: Manifest, wishes: Sequence[Wish])
         more = f"; and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
         raise ForeignCheckpoint(f"{name} is of another model: {'; '.join(texts[:_LISTED])}{more}")
     every = [leaf for told in groups for leaf in told]
-    few = len(manifest.rows) <= _FEW or not any(leaf.sharded for leaf in every)
-    return FoundStep(
-        entry,
-        tensors,
-        manifest.extras,
-        np.flatnonzero(takers == len(wishes)).tolist(),
-        fill.batches(most.tolist()),
-        len(manifest.rows) > _FEW or any(leaf.staged and leaf.shape for leaf in every),
-        found if few else None,
-    )
+    many = len(manifest.rows) > _FEW
+    large = many or any(leaf.staged and leaf.shape for leaf in every)
+    layout = None if many and any(leaf.sharded for leaf in every) else found
+    common, ends = np.flatnonzero(takers == len(wishes)).tolist(), fill.batches(most.tolist())
+    return FoundStep(entry, tensors, manifest.extras, common, ends, large, layout)
 
 
 def _differences(
     told: Sequence[Leaf], number: Mapping, tensors: Sequence[Fact], extras: Mapping
 ) -> list[str]:
-    """Say what a rank wants and was not saved so; "here", or the ranks, come behind."""
+    """Return one text for each difference between a rank's leaves and the saved leaves.
+
+    Each text names the saved value and then the rank's value. The rank's value comes last, so that
+    the caller can complete the text with "here", or with the ranks that have this value.
+    """
     lines = []
     for leaf in told:
         name, there = show(leaf.path), "in the checkpoint"
@@ -381,18 +377,21 @@ def _differences(
 
 
 def _fresh(tensors: Sequence[Fact]) -> list[tuple[Path, np.ndarray]]:
-    return [(tensor.path, np.empty(tensor.shape, dtype_of(tensor.dtype))) for tensor in tensors]
+    return [(x.path, np.empty(x.shape, state.named_dtype(x.dtype))) for x in tensors]
 
 
-def _state(extras, items: list, filled: dict[Path, Any]) -> dict:
-    """Return the state that holds the arrays that were filled."""
+def _joined(extras, items: list, filled: dict[Path, Any]) -> dict:
+    """Return nested dicts of the filled arrays, the saved extras, and the caller's other extras.
+
+    Extras are the leaves of a state that are not arrays.
+    """
     saved = dict(extras)
     kept = [(p, leaf) for p, leaf in items if p not in filled and not _related(p, saved, filled)]
-    return tree(iter([*filled.items(), *kept, *saved.items()]))
+    return state.tree(iter([*filled.items(), *kept, *saved.items()]))
 
 
 def _related(path: Path, saved: Mapping, filled: Mapping) -> bool:
-    """Whether a saved leaf has this path, or lies above or below it."""
+    """Whether `path` is equal to, begins with, or is the beginning of the path of a saved leaf."""
     return any(
         path[: len(other)] == other[: len(path)] for known in (saved, filled) for other in known
     )

@@ -1,1 +1,1 @@
-"""The disk below a store: each change to it, steps, the lock, retention, the writer thread."""
+"""The files of a store: system calls, step folders, the lock, removal of steps, and threads."""

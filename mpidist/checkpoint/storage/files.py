@@ -1,8 +1,9 @@
-"""Every system call that changes the disk, and the safe opening of files that may be forged.
+"""All system calls by which a checkpoint store changes the disk; safe opening of untrusted files.
 
-The writer calls these functions and no others, so that a test can kill the process, or refuse,
-at each single one. Folders are held open and everything below is named relative to them, without
-following links: a folder swapped for a link in between is not entered.
+Code that saves a checkpoint changes the disk only by calls of the functions here, so a test can
+kill the process or raise an error at each of these calls. A folder is kept open while it is used,
+and files are opened relative to the open folder, without following links. If somebody replaces the
+folder by a link while it is open, nothing outside the store is touched.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ from pathlib import Path
 
 import numpy as np
 
-#: Bytes that one checksum covers. Lowered by tests; readers take it from the manifest.
+#: Bytes that one checksum covers. Tests lower it; readers take the number from the manifest.
 BLOCK = 1 << 20
-#: So many blocks are read or written at once.
+#: Number of blocks that are read or written at once.
 GROUP = 4
-#: Where and in what sizes bytes may pass the system's cache by, in files and in memory.
+#: Direct input and output, which bypasses the cache of the system, needs multiples of this as
+#: positions in files, addresses in memory, and numbers of bytes.
 PAGE = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)
+#: Flags for all files. O_NONBLOCK, because opening a FIFO would wait for a writer that never comes.
+_SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-#: The functions that change something, in the order a save uses them.
+#: The functions that change the disk, in the order in which a save uses them.
 CHANGES = (
     "make_root",
     "make_folder",
@@ -44,38 +48,35 @@ CHANGES = (
 
 
 def make_root(path: str) -> None:
-    """Make the store's own folder, and those above it, where missing."""
+    """Make the store's own folder and its parents if they do not exist."""
     Path(path).mkdir(parents=True, exist_ok=True)
 
 
 def make_folder(name: str, root: int) -> None:
-    """Make a folder that must not exist yet."""
+    """Make a folder. Raises FileExistsError if the name exists."""
     os.mkdir(name, dir_fd=root)
 
 
 def create(name: str, folder: int) -> int:
-    """Create a file that must not exist yet and return its descriptor."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(name, flags, 0o666, dir_fd=folder)
+    """Create a file and return its descriptor. Raises FileExistsError if the name exists."""
+    return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, 0o666, dir_fd=folder)
 
 
 def open_or_create(name: str, folder: int) -> int:
-    """Open a file for writing, made where it is missing, and return its descriptor."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    return os.open(name, flags, 0o666, dir_fd=folder)
+    """Open a file for writing, or create it, and return its descriptor."""
+    return os.open(name, os.O_RDWR | os.O_CREAT | _SAFE, 0o666, dir_fd=folder)
 
 
 def lock(descriptor: int) -> bool:
-    """Lock a file until it is closed or its process ends; False where another holds it."""
-    try:
+    """Lock a file until it is closed or the process ends. Return False if it is already locked."""
+    with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        return True
+    return False
 
 
 def write_at(descriptor: int, data, offset: int) -> None:
-    """Write all of `data` at `offset`. Raises OSError, also when the disk is full."""
+    """Write all of `data` at `offset`. Raises OSError, for example when the disk is full."""
     view = memoryview(data).cast("B")
     while len(view):
         try:
@@ -89,72 +90,72 @@ def write_at(descriptor: int, data, offset: int) -> None:
 
 
 def begin_sync(descriptor: int, offset: int, count: int) -> None:
-    """Let the system begin to bring a range of a file to the disk, without waiting.
+    """Ask the system to begin to write a range of a file to the disk, without waiting.
 
-    A hint: Linux starts to write pages that it is told nobody needs.
+    The function tells Linux that nobody needs the range in the cache any more
+    (POSIX_FADV_DONTNEED), so Linux begins to write it.
     """
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):
-            os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
+    with suppress(OSError, AttributeError):  # macOS has no such call
+        os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
 
 
 def sync(descriptor: int) -> None:
-    """Wait until a file's bytes, or a folder's names, are on stable storage."""
+    """Wait until the bytes of a file, or the names in a folder, are on stable storage."""
     os.fsync(descriptor)
 
 
 def rename(old: str, new: str, folder: int) -> None:
-    """Rename within one folder. A folder is never put over one that has entries."""
+    """Rename a file or folder within `folder`.
+
+    The call fails if the new name is that of a folder that is not empty.
+    """
     os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def remove_file(name: str, folder: int) -> None:
-    """Remove a file. One that is gone already is no error."""
-    try:
+    """Remove a file, if it exists."""
+    with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
-    except FileNotFoundError:
-        return
 
 
 def remove_folder(name: str, root: int) -> bool:
-    """Remove an empty folder. False where something is left in it."""
+    """Remove a folder, if it exists. If the folder is not empty, keep it and return False."""
     try:
         os.rmdir(name, dir_fd=root)
-    except FileNotFoundError:
-        return True
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            return False
-        raise
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return error.errno == errno.ENOENT
     return True
 
 
-# -------------------------------------------------------------------------- past the cache
+# -------------------------------------------------------------------- direct input and output
 
 
-def set_direct(descriptor: int, on: bool) -> bool:
-    """Let what is read or written pass the system's cache by, or no longer.
+def set_direct_io(descriptor: int, on: bool) -> bool:
+    """Switch direct input and output of a file on or off; return whether it is on now.
 
-    Returns whether it does. Many file systems refuse, some of them not before the first read or
-    write: those go through the cache then.
+    Direct input and output bypass the cache of the operating system. Many file systems refuse
+    direct input and output, some only at the first read or write. If the file system refuses a
+    direct read or write, `read_at` or `write_at` switches direct input and output off, and repeats
+    the system call.
     """
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    try:
+    with suppress(OSError):
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT if on else flags & ~_DIRECT)
-    except OSError:
-        return False
-    return on and _DIRECT != 0
+        return on and _DIRECT != 0
+    return False
 
 
 def _to_cache(descriptor: int, error: OSError) -> None:
-    """Let what may not pass the cache by go through it from now on; else raise `error`."""
+    """Switch direct input and output off if they caused `error`; otherwise raise `error`."""
     if error.errno != errno.EINVAL or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT:
         raise error
-    set_direct(descriptor, False)
+    set_direct_io(descriptor, False)
 
 
 def paged(count: int) -> np.ndarray:
-    """Return memory for `count` bytes that begins with a page."""
+    """Return an array of `count` bytes whose address is a multiple of `PAGE`."""
     memory = np.empty(count + PAGE, np.uint8)
     skip = -memory.ctypes.data % PAGE
     return memory[skip : skip + count]
@@ -165,7 +166,10 @@ def paged(count: int) -> np.ndarray:
 
 @contextmanager
 def folder(name: str, root: int | None = None) -> Iterator[int]:
-    """Hold a folder open. Below `root` a link in its place is refused."""
+    """Keep a folder open during the ``with`` block.
+
+    If an open folder `root` is given, `name` is relative to `root`, and must not be a link.
+    """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     descriptor = os.open(name, flags | (0 if root is None else os.O_NOFOLLOW), dir_fd=root)
     try:
@@ -177,11 +181,9 @@ def folder(name: str, root: int | None = None) -> Iterator[int]:
 def open_regular(name: str, where: int) -> tuple[int, int]:
     """Open a file for reading and return (descriptor, size).
 
-    Raises OSError for links and for everything that is not a regular file. O_NONBLOCK, because
-    opening a FIFO would wait for a writer that never comes.
+    Raises OSError for a link, and for anything else that is not a regular file.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(name, flags, dir_fd=where)
+    descriptor = os.open(name, os.O_RDONLY | _SAFE, dir_fd=where)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         os.close(descriptor)
@@ -190,15 +192,19 @@ def open_regular(name: str, where: int) -> tuple[int, int]:
 
 
 def open_for_lock(name: str, where: int) -> int:
-    """Open an existing file, so that it can be locked. NFS wants it writable."""
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    return os.open(name, flags, dir_fd=where)
+    """Open an existing file to lock it.
+
+    The file is opened for writing too, since NFS cannot lock a file that is open only for reading.
+    """
+    return os.open(name, os.O_RDWR | _SAFE, dir_fd=where)
 
 
 def read_at(descriptor: int, view: memoryview, offset: int, enough: int | None = None) -> int:
-    """Fill `view` from `offset` on and return the bytes read, fewer only at the end.
+    """Read from `offset` into `view` and return the number of bytes read.
 
-    Also stops when `enough` are there: what passes the cache by is read in whole pages.
+    If fewer bytes are read than `view` has, the file has ended, or at least `enough` bytes are
+    read. (A read that bypasses the system's cache must ask for whole pages, although the caller may
+    need fewer bytes.)
     """
     done = 0
     while done < (len(view) if enough is None else enough):
@@ -214,22 +220,18 @@ def read_at(descriptor: int, view: memoryview, offset: int, enough: int | None =
 
 
 def begin_read(descriptor: int, offset: int, count: int) -> None:
-    """Let the system begin to read a range of a file, without waiting: a hint."""
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):
-            os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_WILLNEED)
+    """Ask the system to begin to read a range of a file into its cache, without waiting."""
+    with suppress(OSError, AttributeError):  # macOS has no such call
+        os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_WILLNEED)
 
 
 def read_small(name: str, where: int, limit: int) -> bytes:
-    """Return a whole regular file of at most `limit` bytes."""
+    """Return all bytes of a regular file. Raises OSError if it has more than `limit` bytes."""
     descriptor, size = open_regular(name, where)
-    try:
+    with os.fdopen(descriptor, "rb") as file:
         if size > limit:
             raise OSError(errno.EFBIG, f"{size} bytes, at most {limit} are allowed", name)
-        buffer = bytearray(size)
-        return bytes(buffer[: read_at(descriptor, memoryview(buffer), 0)])
-    finally:
-        os.close(descriptor)
+        return file.read(size)
 
 
 def names(where: int) -> list[str]:
@@ -238,9 +240,10 @@ def names(where: int) -> list[str]:
 
 
 def folders_and_files(where: int) -> tuple[list[str], list[str]]:
-    """Return the names of the folders in an open folder, and all others.
+    """Return two lists: the names of the folders in an open folder, and all other names.
 
-    Most file systems tell them apart without being asked for each; links are no folders.
+    A link to a folder is among the other names. Most file systems list the type of each entry with
+    its name, so no system call is needed for each name.
     """
     found: tuple[list[str], list[str]] = ([], [])
     with os.scandir(where) as entries:
@@ -250,25 +253,23 @@ def folders_and_files(where: int) -> tuple[list[str], list[str]]:
 
 
 def is_there(name: str, where: int) -> bool:
-    """Whether an open folder holds this name, whatever it is."""
-    try:
+    """Whether an open folder has an entry of this name, of any type."""
+    with suppress(FileNotFoundError):
         os.stat(name, dir_fd=where, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
+        return True
+    return False
 
 
 def is_same(descriptor: int, name: str, where: int) -> bool:
-    """Whether an open file is still the one of that name."""
-    try:
+    """Whether `name` in an open folder is the same file as the open `descriptor`."""
+    with suppress(FileNotFoundError):
         found = os.stat(name, dir_fd=where, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(os.fstat(descriptor), found)
+        return os.path.samestat(os.fstat(descriptor), found)
+    return False
 
 
 def total_size(where: int) -> int:
-    """Return the bytes of all files in an open folder. What goes meanwhile has none."""
+    """Return the total size of all files in an open folder, except files removed meanwhile."""
     total = 0
     with os.scandir(where) as entries:
         for entry in entries:
@@ -278,11 +279,10 @@ def total_size(where: int) -> int:
 
 
 def is_folder(name: str, root: int) -> bool:
-    """Whether `name` is a real folder, not a link to one."""
-    try:
+    """Whether `name` in an open folder is a folder, and not a link to a folder."""
+    with suppress(OSError):
         return stat.S_ISDIR(os.stat(name, dir_fd=root, follow_symlinks=False).st_mode)
-    except OSError:
-        return False
+    return False
 
 
 def close(descriptor: int) -> None:

@@ -1,12 +1,15 @@
-"""One job at a time saves into a folder of checkpoints.
+"""The lock that lets only one job at a time save into a folder of checkpoints.
 
-Rank 0 holds a lock on ``.lock`` from its first save until the store is closed. The lock ends with
-the process, whatever ends it, so a dead job never keeps the next one out. The file says who holds
-it. Where a file system does not carry locks from host to host, two jobs may both believe that they
-hold it: then the later one has written its name there, and the other one finds that before its
-next commit and stops (a fence).
+Rank 0 holds a lock on the file ``.lock`` from its first save until the store is closed. The system
+releases the lock when the process ends, so a dead job never blocks the next one. The process that
+takes the lock writes its name (process number, host and time) into the file. Some file systems do
+not share locks between hosts, so two jobs on two hosts can hold the lock at once. If two jobs hold
+the lock, the file has the name of the later job. The earlier job finds the name of the later one
+before it commits its next step, and raises an error instead. (A check that stops a process which
+has lost its lock is called a fence.)
 
-The file also tells the folder from what is in its place when a disk is not mounted.
+The lock file also shows whether the disk of the folder is mounted: if the disk is not mounted, the
+path leads to another folder, which has no lock file.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import os
 import secrets
 import socket
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +31,11 @@ _SIZE = 256
 
 
 class _Held(NamedTuple):
-    """An open lock file, what it says, its file system, how many stores of this process use it."""
+    """A lock file that this process holds open.
+
+    `device` is the number of the file system that contains the lock file, and `users` is the number
+    of this process's stores that use the lock.
+    """
 
     descriptor: int
     text: bytes
@@ -36,20 +44,22 @@ class _Held(NamedTuple):
 
 
 _held: dict[str, _Held] = {}
-_watched = False
 
 
 class RunLock:
-    """The right of this process to save into the folder `path`. For rank 0."""
+    """The lock of this process on the folder `path`. Only rank 0 takes the lock."""
 
     def __init__(self, path: str):
         self.path, self._key = path, os.path.realpath(path)
         self._mine = False
 
     def prepare(self) -> None:
-        """Make the folder for the first save; later StorageError where it is gone.
+        """Make the folder of the store before the first save.
 
-        Made anew it would hide that earlier steps are lost, or lie under a disk that comes back.
+        Raises StorageError if the folder is missing at a later save.
+
+        At a later save no folder is made, since a new folder would hide that earlier steps are
+        lost, or that a disk is not mounted.
         """
         if not self._mine:
             files.make_root(self.path)
@@ -60,10 +70,12 @@ class RunLock:
             )
 
     def take(self, root: int) -> None:
-        """Take the lock of an open folder, if it is not held; CheckpointError where it cannot be.
+        """Take the lock of an open folder, unless this process holds the lock already.
 
-        Where the lock file is gone the folder was made anew, and so is the lock; but not on
-        another file system: there the folder waits for one to be mounted again.
+        Raises CheckpointError if another process holds the lock. If this process holds the lock,
+        but the lock file is missing, the method assumes that a user has made the folder anew, and
+        makes a new lock file. If the lock file is missing and the folder is on another file system
+        than before, the folder's disk is probably not mounted, and a StorageError is raised.
         """
         held = _held.get(self._key)
         if held is None:
@@ -80,50 +92,53 @@ class RunLock:
         self._mine = True
 
     def _acquired(self, root: int) -> _Held:
+        """Take the lock of an open folder.
+
+        Raises CheckpointError if another process holds the lock.
+        """
         _forget_in_children()
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         who = f"process {os.getpid()} on {socket.gethostname()} since {now}"
         text = f"{who} {secrets.token_hex(8)}".encode().ljust(_SIZE - 1)[: _SIZE - 1] + b"\n"
         while True:
-            descriptor = files.open_or_create(NAME, root)
-            try:
+            with ExitStack() as stack:  # closes the file unless it is locked and still in place
+                descriptor = files.open_or_create(NAME, root)
+                stack.callback(files.close, descriptor)
                 free = True
-                with suppress(OSError):  # a file system without locks: the fence alone
+                with suppress(OSError):  # a file system without locks has only the fence
                     free = files.lock(descriptor)
                 if not free:
-                    with suppress(FileNotFoundError):  # it has just been released
-                        holder = b" ".join(files.read_small(NAME, root, _SIZE).split()[:-1])
+                    with suppress(FileNotFoundError):  # the holder has just released the lock
+                        holder = _holder(files.read_small(NAME, root, _SIZE))
                         raise CheckpointError(
-                            f"{self.path} is in use by {holder.decode(errors='replace')}; "
-                            "wait for that job or stop it, or save into another folder"
+                            f"{self.path} is in use by {holder}; wait for that job or stop it, or "
+                            "save into another folder"
                         )
                 elif files.is_same(descriptor, NAME, root):
                     files.write_at(descriptor, text, 0)
-                    files.sync(descriptor)  # other hosts see it from now on
-                    return _Held(descriptor, text, os.fstat(root).st_dev, 0)
-            except BaseException:
-                files.close(descriptor)
-                raise
-            files.close(descriptor)  # its holder has just removed it
+                    files.sync(descriptor)  # other hosts see the name from now on
+                    held = _Held(descriptor, text, os.fstat(root).st_dev, 0)
+                    stack.pop_all()
+                    return held
 
     def check(self, root: int) -> None:
-        """Raise CheckpointError if another job has taken the folder over meanwhile."""
+        """Raise CheckpointError if another job has taken this process's lock."""
         found = b""
         with suppress(OSError):
             found = files.read_small(NAME, root, _SIZE)
         if found != _held[self._key].text:
-            holder = b" ".join(found.split()[:-1]).decode(errors="replace") or "somebody"
+            holder = _holder(found) or "somebody"
             raise CheckpointError(
                 f"{self.path} was taken over by {holder}; this job does not save there any more"
             )
 
     def release(self) -> None:
-        """Give the right back; a second call does nothing."""
+        """Release the lock, if this object still holds it."""
         held = _held.get(self._key)
         mine, self._mine = self._mine, False
-        if not mine or held is None:  # a child of the process that holds it
+        if not mine or held is None:  # a forked child does not hold the lock
             return
-        if held.users > 1:  # replaced, never gone: the thread of another store may look
+        if held.users > 1:  # the entry is never absent, since a thread of another store may read it
             _held[self._key] = held._replace(users=held.users - 1)
             return
         del _held[self._key]
@@ -133,12 +148,19 @@ class RunLock:
         files.close(held.descriptor)
 
 
+def _holder(text: bytes) -> str:
+    """Return the name of the process that holds a lock; `text` is the contents of the lock file."""
+    return b" ".join(text.split()[:-1]).decode(errors="replace")
+
+
+@cache
 def _forget_in_children() -> None:
-    """Let a forked child close what it inherits, once: else the lock would live as long as it."""
-    global _watched
-    if not _watched:
-        _watched = True
-        os.register_at_fork(after_in_child=_forget)
+    """Make each forked child process close the lock files that it inherits.
+
+    If a child kept an inherited lock file open, the lock would last as long as the child. Only the
+    first call has an effect.
+    """
+    os.register_at_fork(after_in_child=_forget)
 
 
 def _forget() -> None:

@@ -1,8 +1,9 @@
-"""What may be removed from a store: its old steps, and files of saves that were killed.
+"""Removal of old steps, and of the files of saves that were killed.
 
-Only names that a save makes are touched, only inside folders that a save names, never through a
-link, and a folder that holds anything else stays. Removing begins with the manifest: without it
-the rest is no checkpoint any more, so an interrupted removal is not a damaged one.
+A file is removed only if it has a name that a save gives to files, and lies in a folder with a name
+that a save gives to folders. Links are never followed. A folder that holds a file with any other
+name is not removed. The manifest is removed first: a folder without a manifest is not a checkpoint,
+so an interrupted removal leaves no damaged checkpoint.
 """
 
 from __future__ import annotations
@@ -29,33 +30,36 @@ _OURS = re.compile(
 )
 _TEMPORARY = re.compile(r"\.tmp-step-[0-9]{12}-[0-9a-f]{16}", re.ASCII)
 
-#: A temporary folder that looks abandoned, but may be of another host, is left alone this long.
+#: A temporary folder without a living owner, but perhaps of another host, stays this long.
 PATIENCE_SECONDS = 3600.0
 
 
 def temporary_name(step: int, nonce: int) -> str:
-    """Return the name of the folder of a save that is under way. Pure."""
+    """Return the name of the temporary folder of a save, which the commit renames. Pure."""
     return f".tmp-step-{step:012d}-{nonce:016x}"
 
 
 def claim(folder: int) -> int:
-    """Mark an open temporary folder as owned by this process, until the descriptor is closed.
+    """Make this process the owner of a temporary folder: create and lock a file OWNER in it.
 
-    The lock ends with the process, whatever ends it.
+    Returns the descriptor of the locked file. The lock lasts until the descriptor is closed, which
+    the operating system does when the process ends or is killed.
     """
-    descriptor = files.create(OWNER, folder)
-    try:
-        with suppress(OSError):  # a file system without locks: then age alone tells
+    with ExitStack() as stack:
+        descriptor = files.create(OWNER, folder)
+        stack.callback(files.close, descriptor)
+        with suppress(OSError):  # without locks, only the age shows that the owner is dead
             files.lock(descriptor)
         files.write_at(descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode(), 0)
-    except BaseException:
-        files.close(descriptor)
-        raise
+        stack.pop_all()
     return descriptor
 
 
 def remove(name: str, root: int) -> bool:
-    """Remove a folder of the store; return False if it holds files that no save made."""
+    """Remove a folder of the store.
+
+    Return False if the folder stays because it holds files that no save writes.
+    """
     with files.folder(name, root) as folder:
         ours = [entry for entry in files.names(folder) if _OURS.fullmatch(entry)]
         for entry in sorted(ours, key=lambda entry: (entry != NAME, entry == OWNER, entry)):
@@ -64,24 +68,24 @@ def remove(name: str, root: int) -> bool:
 
 
 def remove_dead(root: int) -> list[str]:
-    """Remove temporary folders whose save has died; return their names."""
+    """Remove the temporary folders of saves whose process has ended; return their names."""
     removed = []
     for name in files.names(root):
         if _TEMPORARY.fullmatch(name) and files.is_folder(name, root):
-            try:
+            # Another process may remove the folder at this moment, or it belongs to another user.
+            with suppress(OSError):
                 if _is_dead(name, root) and remove(name, root):
                     removed.append(name)
-            except OSError:
-                continue  # someone else is removing it, or it is not ours to remove
     return removed
 
 
 def _is_dead(name: str, root: int) -> bool:
-    """Whether nobody is writing into a temporary folder any more.
+    """Whether the process that owns a temporary folder (the file OWNER names it) has ended.
 
-    The lock tells. But some cluster file systems keep locks to one host, so the lock of another
-    host's owner, and a folder that has no owner yet, must in addition be old, by the clock of
-    the file system itself.
+    The process that writes into a folder locks the file OWNER in it. If the process ran on this
+    host, and the file OWNER is not locked, the process has ended. Some file systems do not share
+    locks between hosts, so if the process ran on another host, or the file OWNER is missing, the
+    process counts as ended only if the folder is also old, by the clock of the file system.
     """
     with files.folder(name, root) as folder:
         try:
@@ -90,7 +94,7 @@ def _is_dead(name: str, root: int) -> bool:
             return _age(folder, root) > PATIENCE_SECONDS
         try:
             mine = False
-            with suppress(OSError):  # a file system without locks: age alone tells
+            with suppress(OSError):  # a file system without locks: only the age counts
                 if not files.lock(descriptor):
                     return False
                 host = os.pread(descriptor, 300, 0).split()[:1]
@@ -101,32 +105,37 @@ def _is_dead(name: str, root: int) -> bool:
 
 
 def _age(folder: int, root: int) -> float:
-    """Seconds between the last change of a folder and the last change of the store."""
+    """Return by how many seconds the last change of `folder` is older than that of `root`.
+
+    `root` is the folder of the store.
+    """
     return os.fstat(root).st_mtime - os.fstat(folder).st_mtime
 
 
 def stay(path: str, error: OSError) -> None:
-    """Say that old checkpoints are left where they are."""
+    """Report, on stderr and as an event, that old checkpoints could not be removed."""
     events.emit("checkpoint_not_removed", path=path, reason=str(error))
     print(f"mpidist: old checkpoints in {path} stay: {error}", file=sys.stderr)
 
 
 @dataclass
 class Keep:
-    """Which steps of the newest history's line stay; those of other histories all do.
+    """Decides which saved steps of a store are kept, and removes all other steps.
 
     Attributes
     ----------
     newest : int or None
-        So many good ones; None keeps all.
+        The number of good steps of the newest history to keep; None keeps all.
     every : int or None
-        And all whose number is a multiple of this.
+        Steps whose number is a multiple of this number are also kept.
     bad : set of Entry
-        Known as damaged: they do not count as kept, and go when they are older than all that are.
+        Steps that are known to be damaged. Damaged steps do not count toward `newest`, and are
+        removed when they are older than all good steps that are kept.
     verified : Entry or None
-        The newest of which every byte was checked, or that was restored: it stays.
+        The newest step that was restored, or of which every byte was checked. The step `verified`
+        is kept.
     others : bool
-        Whether other histories stay.
+        Whether the steps of other histories are kept.
     """
 
     newest: int | None
@@ -138,9 +147,10 @@ class Keep:
     _removing: Worker | None = None
 
     def remove_aside(self, path: str, root: int, saved: Entry) -> None:
-        """Do as `remove_old`, in a thread: a disk takes its time to free so much.
+        """Call `remove_old` in a thread, since a disk needs time to free large files.
 
-        Until `settle` nothing else may be asked of this object, and the store stays locked.
+        The caller must call `settle` before any other method, and must keep the store locked until
+        then.
         """
         stack = ExitStack()
         own = stack.enter_context(files.folder(".", root))
@@ -157,42 +167,42 @@ class Keep:
             work()
 
     def settle(self) -> None:
-        """Wait until nothing is being removed."""
+        """Wait until the thread that `remove_aside` has started, if any, has ended."""
         if self._removing is not None:
             self._removing.end()
             self._removing = None
 
     def remove_old(self, path: str, root: int, saved: Entry) -> None:
-        """Remove what need not stay beside `saved`, which always does.
+        """Remove the old steps that need not be kept after a good step, `saved`, is committed.
 
-        So the last good checkpoint is never removed. Here a step counts as damaged if its
-        manifest, its tables or the sizes of its files are wrong; a step is checked only once. If
-        something cannot be removed, that is reported, and the save has still succeeded.
+        Since `saved` is always kept, the last good checkpoint is never removed. To find damaged
+        steps, this method checks the manifest of a step, the lists of the parts in its shards, and
+        the sizes of its files. It checks a good step only once. If a step cannot be removed, the
+        error is only reported, and the save still succeeds.
         """
+        self._good.add(saved)
         try:
-            self._remove_old(path, root, saved)
+            listed = Histories(root)
+            everything, line = listed.everything(), listed.line(saved.history)
+            self._good.intersection_update(everything)  # bounded in a long run
+            self.bad.intersection_update(everything)
+            self.bad.discard(saved)  # an older step of this name was damaged, and is removed
+            old = [*self._old(path, [entry for entry in line if entry < saved], saved)]
+            old += [] if self.others else set(everything).difference(line)
+            for entry in dict.fromkeys(old):
+                remove(entry.name, root)
+            for mark in listed.idle_marks(saved.history):
+                files.remove_file(mark.name, root)
         except OSError as error:
             stay(path, error)
 
-    def _remove_old(self, path: str, root: int, saved: Entry) -> None:
-        self._good.add(saved)
-        listed = Histories(root)
-        everything, line = listed.everything(), listed.line(saved.history)
-        self._good.intersection_update(everything)  # a long run forgets what is gone
-        self.bad.intersection_update(everything)
-        self.bad.discard(saved)  # a damaged step of this name was removed, and the name is free
-        old = [*self._old(path, [entry for entry in line if entry < saved], saved)]
-        old += [] if self.others else set(everything).difference(line)
-        for entry in dict.fromkeys(old):
-            remove(entry.name, root)
-        for mark in listed.idle_marks(saved.history):
-            files.remove_file(mark.name, root)
-
     def _old(self, path: str, line: list[Entry], saved: Entry) -> Iterator[Entry]:
-        """Yield what need not stay of a line, newest first, beside `saved`.
+        """Yield the folders in the list `line` that need not be kept now that `saved` is committed.
 
-        Only as many are looked at as are to be kept. Of a step that is there twice, since a save
-        was killed before it had removed the older one, that one goes.
+        The folders in `line` are sorted, newest first.
+
+        Steps are checked for damage only until as many good steps are found as must be kept. If two
+        folders hold the same step, because the step was saved again, the older folder is yielded.
         """
         kept, damaged = [saved], list[Entry]()
         for entry in line:
@@ -212,20 +222,25 @@ class Keep:
                 yield entry
 
     def _is_special(self, entry: Entry) -> bool:
-        if entry == self.verified:
-            return True
-        return self.every is not None and entry.step % self.every == 0 and entry not in self.bad
+        """Whether a step is kept although it is not among the newest good steps.
+
+        The newest restored or verified step is kept, and so is each undamaged step whose number is
+        a multiple of `every`.
+        """
+        multiple = self.every is not None and entry.step % self.every == 0
+        return entry == self.verified or (multiple and entry not in self.bad)
 
     def is_good(self, path: str, entry: Entry) -> bool:
-        """Whether a step is not damaged, as far as its manifest and sizes tell."""
-        if entry in self.bad:
-            return False
-        if entry not in self._good:
+        """Whether a step's manifest, lists of the parts in its shards, and file sizes are right.
+
+        A step in a format that this installation cannot read counts as good.
+        """
+        if entry not in self._good | self.bad:
             try:
                 steps.read_manifest(path, entry)
+                self._good.add(entry)
             except Damaged:
                 return False
-            except Unreadable:  # whole, for another installation: it counts
+            except Unreadable:  # another installation can read the step
                 return True
-            self._good.add(entry)
-        return True
+        return entry not in self.bad

@@ -1,11 +1,12 @@
-"""A step folder: its name, and what its manifest says it holds.
+"""Step folders: their names, and reading and checking their manifests.
 
     PATH/step-000000001200/        one committed checkpoint, never changed again
-    PATH/step-000000001200.1/      the same step saved once more: the higher number is the newer one
-    PATH/step-000000001200-h2/     step 1200 of history 2; the others are of history 0
-    PATH/.tmp-step-...             a save that has not been committed; no reader looks at it
+    PATH/step-000000001200.1/      the same step saved again; the higher number is the newer one
+    PATH/step-000000001200-h2/     step 1200 of history 2; the two above are of history 0
+    PATH/.tmp-step-...             a save that is not committed; readers ignore it
 
-Only names of these forms are ever looked at. Which of them go on from which: `histories`.
+A folder is ignored if its name is not that of a step folder. Module `histories` finds out which
+saved step was computed from which older one.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from ..format.decode import decode
 from ..format.manifest import MAX_BYTES, NAME, Damaged, Manifest, tables_of
 from . import files
 
-#: A number of any length: one that is refused here would hide the next, which is counted from it.
+#: History and generation may have any length: the next number is counted from the largest one.
 _STEP = re.compile(r"step-([0-9]{12})(?:-h([1-9][0-9]*))?(?:\.([1-9][0-9]*))?", re.ASCII)
 
 MAX_STEP = 10**12 - 1
 
 
 class Entry(NamedTuple):
-    """One step folder. Entries sort by age."""
+    """The numbers in the name of a step folder.
+
+    If entries are sorted, they are in order from the oldest to the newest step folder.
+    """
 
     history: int
     step: int
@@ -39,16 +43,17 @@ class Entry(NamedTuple):
 
 
 def entry_of(name: str) -> Entry | None:
-    """Return the entry of a folder's name, or None if the name is not that of a step. Pure."""
+    """Return the `Entry` of a folder from its name, or None if it is not a step folder. Pure."""
     match = _STEP.fullmatch(name)
     return match and Entry(int(match[2] or 0), int(match[1]), int(match[3] or 0))
 
 
 def read_manifest(path: str, entry: Entry) -> Manifest:
-    """Return the manifest of an entry, its tables read with it, and proved.
+    """Read, check and return a step folder's manifest, with the list of the parts in each shard.
 
-    The sizes of all shard files are compared as well: that is one stat each, and finds what is
-    missing or cut short before any rank begins to read. Raises Damaged, Unreadable.
+    The sizes of all shard files are compared with the manifest too, which finds missing and
+    truncated files before any rank begins to read data. Raises Damaged if a file is missing or
+    damaged, and Unreadable if this installation does not know the format.
     """
     try:
         with files.folder(path) as root, files.folder(entry.name, root) as folder:
@@ -57,23 +62,21 @@ def read_manifest(path: str, entry: Entry) -> Manifest:
             manifest = decode(data, tables)
             if manifest.step != entry.step:
                 raise Damaged(f"{entry.name} holds the manifest of step {manifest.step}")
-            check_sizes(folder, manifest)
+            for file in manifest.files:
+                descriptor, size = open_shard(folder, file.name)
+                files.close(descriptor)
+                if size != file.size:
+                    raise Damaged(f"{file.name} has {size} bytes, the manifest says {file.size}")
     except OSError as error:
         raise Damaged(f"{entry.name}: {error}") from error
     return manifest
 
 
-def check_sizes(folder: int, manifest: Manifest) -> None:
-    """Raise Damaged unless every shard file is there, regular and of its size."""
-    for file in manifest.files:
-        descriptor, size = open_shard(folder, file.name)
-        files.close(descriptor)
-        if size != file.size:
-            raise Damaged(f"{file.name} has {size} bytes, the manifest says {file.size}")
-
-
 def open_shard(folder: int, name: str) -> tuple[int, int]:
-    """Open a shard for reading: (descriptor, size). Raises Damaged where it cannot."""
+    """Open a shard file for reading; return (descriptor, size).
+
+    Raises Damaged if the file cannot be opened.
+    """
     try:
         return files.open_regular(name, folder)
     except FileNotFoundError:

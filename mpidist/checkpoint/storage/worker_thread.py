@@ -1,4 +1,4 @@
-"""Threads that use what their caller gives up next: open files and folders, the user's arrays."""
+"""Threads that a caller must wait for, before it closes their files or changes their arrays."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 
 class Worker(threading.Thread):
-    """A thread whose end is waited for also where Ctrl-C comes meanwhile.
+    """A thread; its method `end` waits until the thread has ended, even if Ctrl-C is pressed.
 
-    Python's own ``join`` gives up then, and up to Python 3.12 takes the thread for ended from there
-    on: it would write to a descriptor that has become another file's.
+    Ctrl-C interrupts Python's own ``join``, and up to Python 3.12 all later calls of ``join``
+    return at once. With Python's ``join``, the caller could close files while the thread still
+    runs, and the thread could write to a descriptor that by then belongs to another file.
     """
 
     def __init__(self, target, name: str):
@@ -19,14 +20,18 @@ class Worker(threading.Thread):
         self._done, self._process = threading.Event(), os.getpid()
 
     def run(self) -> None:
-        """Run the target."""
+        """Run the function of the thread, and record when it has ended."""
         try:
             super().run()
         finally:
             self._done.set()
 
     def end(self) -> None:
-        """Wait for the end. Ctrl-C is raised after that; a second one at once."""
+        """Wait until the thread has ended.
+
+        If Ctrl-C is pressed meanwhile, KeyboardInterrupt is raised after the thread has ended; a
+        second Ctrl-C raises it at once.
+        """
         if os.getpid() != self._process:
             return  # a forked child has the object but not the thread
         try:
@@ -37,15 +42,16 @@ class Worker(threading.Thread):
 
 
 class Beside:
-    """Work that goes on in a thread while a ``with`` block does something else.
+    """Run the function `work` in a thread during a ``with`` block.
 
-    Not `threaded`, or where there are no more threads, it is done before the block.
+    If `threaded` is False or no thread can be started, `work` runs in the calling thread before the
+    block.
     """
 
     def __init__(self, work: Callable[[], None], name: str, threaded: bool = True):
         self._work = work
         self._error: BaseException | None = None
-        #: The block ended by an exception: what is not done yet is of no use.
+        #: Whether the block has ended by an exception, so that the rest of the work is useless.
         self.abandoned = False
         self._worker = Worker(self._run, name) if threaded else None
 
@@ -73,10 +79,13 @@ class Beside:
             self._error = error
 
     def over(self) -> bool:
-        """Whether the work has ended, well or not."""
+        """Whether the work has ended, with or without an exception."""
         return self._worker is None or not self._worker.is_alive()
 
     def result(self) -> None:
-        """Raise what the work has raised. Behind the block."""
+        """Raise the exception that `work` raised, if any.
+
+        Call this method only after the ``with`` block.
+        """
         if self._error is not None:
             raise self._error

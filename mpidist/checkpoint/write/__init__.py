@@ -1,1 +1,1 @@
-"""A save: look at the state, plan who writes what, write it, and commit."""
+"""Save a step: describe the state, plan which rank writes which parts, write them, and commit."""

@@ -1,10 +1,11 @@
-"""Blocks on their way to a file: one is written while the next is copied and checksummed.
+"""Write a file with two threads: one fills a buffer while the other writes the previous buffer.
 
     caller    copy, checksum   copy, checksum   copy, checksum
     thread                     write            write            write
 
-The copy begins with a page, so that the disk can take it from there: the system's cache would be
-one more copy, and would be written out only when it is full, or at the end.
+Each buffer begins at a page boundary, so that it can be written to the disk without the cache of
+the operating system. A write through the cache copies the data once more, and the data may reach
+the disk only when the file is synchronised.
 """
 
 from __future__ import annotations
@@ -18,45 +19,44 @@ import numpy as np
 from ..storage import files
 from ..storage.worker_thread import Worker
 
-#: Groups of blocks that are there at once: one is filled, one waits, one is written.
-_ROOMS = 3
+#: Number of buffers: the caller fills one, one waits, and the thread writes one.
+_BUFFERS = 3
 
 
 def write(
     descriptor: int, runs: Iterable[np.ndarray], size: int, direct: bool, digest=None
 ) -> list[int]:
-    """Write `runs` of bytes, `size` in all, from the beginning of a file.
+    """Write the byte arrays `runs` to a file, one after the other; `size` is their total size.
 
-    Returns the checksum of each block, computed of the very bytes that are written; so is `digest`,
-    an object of hashlib.
+    Return the CRC-32 of each block of `files.BLOCK` bytes of the file. The checksums are computed
+    from the same buffers that are written. If `digest`, a hashlib object, is given, it is updated
+    with all bytes.
     """
     block, group = files.BLOCK, files.GROUP * files.BLOCK
-    direct = direct and block % files.PAGE == 0 and files.set_direct(descriptor, True)
-    with DoubleBufferedWriter(descriptor, min(group, size), direct) as behind:
+    direct = direct and block % files.PAGE == 0 and files.set_direct_io(descriptor, True)
+    with DoubleBufferedWriter(descriptor, min(group, size), direct) as writer:
         checksums: list[int] = []
-        room, filled, at = behind.room(), 0, 0
+        buffer, filled, at = writer.buffer(), 0, 0
         for run in runs:
-            start = 0
-            while start < len(run):
-                count = min(len(run) - start, group - filled)
-                # Whoever still changes the state changes neither the checksum nor what is written.
-                np.copyto(room[filled : filled + count], run[start : start + count])
-                start, filled = start + count, filled + count
+            while len(run):
+                count = min(len(run), group - filled)
+                # After this copy, a change of the state changes neither checksum nor file.
+                np.copyto(buffer[filled : filled + count], run[:count])
+                run, filled = run[count:], filled + count
                 if filled == group or at + filled == size:
-                    done = room[:filled]
+                    done = buffer[:filled]
                     checksums += [zlib.crc32(done[k : k + block]) for k in range(0, filled, block)]
                     if digest is not None:
                         digest.update(done)
-                    behind.put(room, filled, at)
-                    at, filled = at + filled, 0
-                    room = behind.room()
+                    writer.put(buffer, filled, at)
+                    buffer, filled, at = writer.buffer(), 0, at + filled
     return checksums
 
 
 class DoubleBufferedWriter:
-    """A thread that writes what it is given, in order. Its rooms are used in turn.
+    """A thread that writes buffers to a file, in order, while the caller fills other buffers.
 
-    Where there are no more threads, the caller's own writes.
+    If no thread can be started, `put` itself writes the buffer.
     """
 
     def __init__(self, descriptor: int, count: int, direct: bool):
@@ -64,7 +64,7 @@ class DoubleBufferedWriter:
         self._error: BaseException | None = None
         self._full: SimpleQueue = SimpleQueue()
         self._free: SimpleQueue = SimpleQueue()
-        for _ in range(_ROOMS):
+        for _ in range(_BUFFERS):
             self._free.put(files.paged(count))
         self._thread: Worker | None = Worker(self._run, "mpidist-write")
         try:
@@ -72,7 +72,7 @@ class DoubleBufferedWriter:
         except RuntimeError:
             self._thread = None
         except BaseException:
-            self._full.put(None)  # it may have begun, and nobody else would end it
+            self._full.put(None)  # the thread may run already, and nothing else would end it
             raise
 
     def __enter__(self):
@@ -81,44 +81,42 @@ class DoubleBufferedWriter:
     def __exit__(self, kind, *_):
         if self._thread is not None:
             self._full.put(None)
-            # The caller closes the file now, and its number may soon be that of another one.
+            # The caller closes the file next, and another file may get its descriptor.
             self._thread.end()
         if kind is None:
-            self._told()
+            self._check()
 
-    def room(self) -> np.ndarray:
-        """Return memory that is not being written. Raises the error of an earlier write."""
-        room = self._free.get()
-        self._told()
-        return room
+    def buffer(self) -> np.ndarray:
+        """Wait for a free buffer and return it. If an earlier write failed, raise its error."""
+        buffer = self._free.get()
+        self._check()
+        return buffer
 
-    def put(self, room: np.ndarray, count: int, offset: int) -> None:
-        """Have the first `count` bytes of a room written at `offset`."""
+    def put(self, buffer: np.ndarray, count: int, offset: int) -> None:
+        """Tell the thread to write the first `count` bytes of `buffer` to the file, at `offset`."""
         if self._thread is not None:
-            self._full.put((room, count, offset))
+            self._full.put((buffer, count, offset))
         else:
-            self._do(room, count, offset)
+            self._write(buffer, count, offset)
 
     def _run(self) -> None:
         while (given := self._full.get()) is not None:
-            self._do(*given)
+            self._write(*given)
 
-    def _do(self, room: np.ndarray, count: int, offset: int) -> None:
-        if self._error is None:
-            try:
-                self._write(room[:count], offset)
-            except BaseException as error:
-                self._error = error
-        self._free.put(room)
+    def _write(self, buffer: np.ndarray, count: int, offset: int) -> None:
+        """Write `count` bytes of `buffer`, unless an earlier write failed, and free the buffer."""
+        try:
+            if self._error is None:
+                if self._direct and count % files.PAGE:  # the end of the file
+                    self._direct = files.set_direct_io(self._descriptor, False)
+                files.write_at(self._descriptor, buffer[:count], offset)
+                if not self._direct:
+                    # The disk writes these bytes while the caller fills the next buffer.
+                    files.begin_sync(self._descriptor, offset, count)
+        except BaseException as error:
+            self._error = error
+        self._free.put(buffer)
 
-    def _write(self, data: np.ndarray, offset: int) -> None:
-        if self._direct and len(data) % files.PAGE:  # the end of the file
-            self._direct = files.set_direct(self._descriptor, False)
-        files.write_at(self._descriptor, data, offset)
-        if not self._direct:
-            # The disk works on these while the next ones are made.
-            files.begin_sync(self._descriptor, offset, len(data))
-
-    def _told(self) -> None:
+    def _check(self) -> None:
         if self._error is not None:
             raise self._error

@@ -1,4 +1,4 @@
-"""What a rank's state holds, without its numbers: looked at before each save."""
+"""Describe the state of a rank without the data of its arrays, as the first part of a save."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..format import piece_table
-from ..format.regions import Region
-from ..format.state import Fact, Shard, array_of, dtype_name, is_array, leaves, to_json
+from ..format.state import Fact, Shard, array_of, dtype_name, has_array, leaves, to_json
 from .write_plan import Description, Extras
 
 
 class Survey(NamedTuple):
-    """One look at a state.
+    """The leaves of a state.
 
-    arrays : array leaves and shards.
-    marks : path, dtype, shape and region of each: equal where a plan can be used again.
-    extras : JSON-ready values by path.
+    `arrays` has the leaves that are arrays or shards of arrays. `marks` has the path, dtype, shape
+    and region (a shard's index ranges in the whole array) of each of them. If the marks are equal
+    to those of the last save, the plan of that save (which rank writes what) can be used again.
+    `extras` has (path, value) pairs of all other leaves, with values that JSON can hold.
     """
 
     arrays: list[Any]
@@ -28,38 +28,40 @@ class Survey(NamedTuple):
 
 
 def survey(state: Mapping) -> Survey:
-    """Look at `state`. Raises ConfigError for what cannot be saved."""
+    """Return the leaves of `state` as a Survey.
+
+    Raise ConfigError for a leaf that cannot be saved.
+    """
     arrays, marks, extras = [], [], []
     for path, leaf in leaves(state):
-        region: Region | None = None
-        if type(leaf) is not np.ndarray:
-            if isinstance(leaf, Shard):
-                region = leaf.region
-            elif not is_array(leaf):
-                # An empty dict is a leaf: it has no entries that could keep its name.
-                value = {"dict": {}} if leaf == {} else to_json(leaf, path)
-                extras.append((path, value))
-                continue
-        array = leaf if type(leaf) is np.ndarray else array_of(leaf)
-        shape = leaf.global_shape if region is not None else tuple(array.shape)
+        if type(leaf) is np.ndarray:  # most leaves: no further test
+            array = leaf
+        elif has_array(leaf):
+            array = array_of(leaf)
+        else:
+            # An empty dict is a leaf: it has no entries that could keep its name.
+            extras.append((path, {"dict": {}} if leaf == {} else to_json(leaf, path)))
+            continue
         arrays.append(leaf)
+        region = leaf.region if isinstance(leaf, Shard) else None
+        shape = tuple(array.shape) if region is None else leaf.global_shape
         marks.append((path, array.dtype, shape, region))
     return Survey(arrays, marks, tuple(extras))
 
 
 def describe(found: Survey) -> Description:
-    """Say what a rank wants to save. Raises ConfigError for a dtype without a name."""
-    names: dict[Any, str] = {}
-    facts = []
-    for path, dtype, shape, _ in found.marks:
-        if dtype not in names:
-            names[dtype] = dtype_name(dtype)
-        facts.append(Fact(path, names[dtype], shape))
+    """Return the names, dtypes, shapes and regions of a rank's arrays as a `Description`.
+
+    Raise ConfigError for a dtype that a checkpoint's manifest cannot name.
+    """
+    dtypes = dict.fromkeys(mark[1] for mark in found.marks)
+    names: dict[Any, str] = {dtype: dtype_name(dtype) for dtype in dtypes}
+    facts = tuple(Fact(path, names[dtype], shape) for path, dtype, shape, _ in found.marks)
     regions = [(n, mark[3]) for n, mark in enumerate(found.marks) if mark[3] is not None]
     sharded = tuple(mark[3] is not None for mark in found.marks)
-    return Description(tuple(facts), sharded, piece_table.of_regions(regions))
+    return Description(facts, sharded, piece_table.of_regions(regions))
 
 
 def digest(*values) -> bytes:
-    """Return a digest of the descriptions of `values`."""
+    """Return the SHA-256 of the `repr` of `values`."""
     return hashlib.sha256(repr(values).encode()).digest()

@@ -1,19 +1,23 @@
-"""The plan of a save, kept for the next: as long as all ranks hold the same, it is made once.
+"""Plan which rank writes which data in a save; use the plan again while no array changes its shape.
 
-    all ranks  look at their state: is it what the plan in hand was made for?
-               where it is not, and holds no shard: a plan for ranks that all hold the same
-               --agreement-->  the same plan, and equal extras, on all: that is all
-    else       --gather-->  what each rank holds, unless rank 0 holds the same
-               rank 0 plans  --scatter-->  what each gives and writes
+    all ranks  compare their state with the state of the present plan
+               a rank without a fitting plan and without shards plans as if all ranks had its state
+               --agreement-->  if all ranks have the same plan and equal extras, they are done
+    else       --gather-->  the state of each rank, unless rank 0 has the same
+               rank 0 plans  --scatter-->  the pieces that each rank gives and writes
 
-A plan is that of names, dtypes, shapes, shards and ranks. Each rank compares all of its own; the
-plan's name is a digest of them all, by which the ranks see that they mean the same one.
+A plan depends on the names, dtypes, shapes and regions (index ranges of shards) of the arrays of
+all ranks. At each save, every rank compares these properties of its own arrays (names, dtypes,
+shapes and regions) with those in the last plan. The key of a plan is a digest of the properties on
+which the plan depends, on all ranks, so two plans with equal keys are equal.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,27 +28,20 @@ from ..control import run_on_all
 from ..format import manifest, piece_table
 from ..format.state import Fact
 from ..storage import files
+from . import write_plan
 from .describe import Survey, describe, digest, survey
 from .work import Work
-from .write_plan import (
-    Description,
-    Extras,
-    agree,
-    agree_on_extras,
-    check_names,
-    in_order,
-    itemsizes,
-    shares,
-)
+from .write_plan import Description, Extras
 
-#: Bytes of the head of a table but for its checksums; of each of these; of a data set's header.
+#: Bytes of the head of a table without its checksums, of a checksum, and of a data set's header.
 _HEAD, _CHECKSUM, _DATASET = 1024, 12, 1024
 
 
 class _Word(NamedTuple):
-    """What a rank says first: the name of the plan that it has for its state, and digests.
+    """The first message of a rank in a save: its plan's key, and digests that describe its arrays.
 
-    Of facts and shards only where they are those of no plan, or all ranks may have the same.
+    The fields `facts` and `shards` are digests of the descriptions of tensors and of shards. The
+    fields `facts` and `shards` are empty if the rank uses its last plan again.
     """
 
     step: int
@@ -55,7 +52,10 @@ class _Word(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """What a rank says then: only what rank 0 does not say of its own state alike."""
+    """The second message of a rank in a save: how its arrays and other leaves differ from rank 0's.
+
+    A field is None if rank 0 has the same value.
+    """
 
     facts: tuple[tuple[Fact, ...], tuple[bool, ...]] | None
     shards: np.ndarray | None
@@ -63,11 +63,11 @@ class _Told(NamedTuple):
 
 
 class Leader(NamedTuple):
-    """What rank 0 keeps of a plan.
+    """The part of a plan that only rank 0 has.
 
-    tensors : as they stand in a manifest.
-    nbytes : of all of them.
-    pieces : by writer, the digest of its pieces.
+    `facts` describes all tensors, and `tensors` is the same description as JSON text for the
+    manifest. `nbytes` is the number of bytes of all tensors. `pieces` has, for each writing rank,
+    the digest of the table that lists the parts of arrays that the rank writes.
     """
 
     facts: list[Fact]
@@ -76,10 +76,11 @@ class Leader(NamedTuple):
     pieces: dict[int, bytes]
 
 
-class _Plan(NamedTuple):
-    """A plan in hand, and what it was made for; `leader` on rank 0.
+class SavePlan(NamedTuple):
+    """The plan of a save, and the description of the state for which it was made.
 
-    `room` bytes are enough for the head of each table.
+    Only rank 0 has a `leader`, the part of the plan that other ranks do not need. `room` is a
+    number of bytes in which the head (first line) of each shard's table fits.
     """
 
     word: _Word
@@ -90,53 +91,53 @@ class _Plan(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A save that all ranks have agreed on; `leader` and the `extras` of all ranks on rank 0.
+    """A save that all ranks have agreed on.
 
-    `nonce` is rank 0's.
+    `nonce` is a random number from rank 0, for the name of the temporary folder. Only rank 0 has
+    `extras`, all ranks' leaves that are not arrays.
     """
 
     step: int
     nonce: int
     arrays: list
-    work: Work
-    room: int
-    leader: Leader | None
+    plan: SavePlan
     extras: Extras
 
 
 class Planner:
-    """The plan of a store's saves. Only `begin` is collective.
+    """Makes plans for the saves of a store, and uses the last plan again if it still fits.
+
+    Only `begin` is collective.
 
     Parameters
     ----------
     writer_of : list of int
-        The rank that writes for each rank.
+        For each rank, the rank that writes its shards.
     """
 
     def __init__(self, writer_of: Sequence[int]):
         self._writer_of = writer_of
         #: Whether some ranks write for others.
         self.forwards = any(writer != rank for rank, writer in enumerate(writer_of))
-        self._plan: _Plan | None = None
-        #: Names of extras that go with the tensors of a plan.
+        self._plan: SavePlan | None = None
+        #: A plan, and names of extras that do not clash with its tensors.
         self._checked: tuple[Leader | None, list] = None, []
 
     def begin(
-        self,
-        comm,
-        check: Callable[[], Any],
-        state: Mapping,
-        nonce: int,
-        open_folder: Callable[[int], None],
+        self, comm, check: Callable[[], Any], state: Mapping, prepare: Callable[[int, int], None]
     ) -> Begun:
-        """Agree on a save of `state`, and on who does what. Collective over `comm`.
+        """Agree with all ranks on a save of `state`, and on a plan for this save.
 
-        `check` returns its step, or raises. `open_folder` is called with it on rank 0 when all that
-        it knows fits together, once.
+        Collective over `comm`.
+
+        `check` returns the number of the step, or raises an error if the number is not valid. Rank
+        0 calls `prepare` once, with the step and a random number. Before this call, rank 0 checks
+        its own state, or the states of all ranks, and finds no error.
         """
-        found = Survey([], [], ())
+        found: Survey
+        nonce = secrets.randbits(63)
         extras: Extras = ()
-        plan: _Plan | None = None
+        plan: SavePlan | None = None
         leader: Leader | None = None
         is_open = False
 
@@ -149,31 +150,26 @@ class Planner:
                 return _word(step, found)
             if plan.leader is not None:
                 extras = self._agreed([found.extras], plan.leader)
-                open_folder(step)
+                prepare(step, nonce)
                 is_open = True
             return plan.word
 
         def same(words: list[_Word]) -> tuple[_Word, bytes]:
-            text = difference([{"step": repr(word.step)} for word in words])
-            if text is not None:
+            if text := difference([{"step": repr(word.step)} for word in words]):
                 raise MismatchError(f"save: {text}; pass one value everywhere")
             first = words[0]
             if first.plan and all(one.plan == first.plan for one in words):
                 return first, first.plan
             return first, digest([(one.plan, one.facts, one.shards) for one in words])
 
-        def tell() -> _Told:
-            return _told(found, word, first, comm.rank == 0, name)
-
         def decide(told: list[_Told]) -> list:
             nonlocal extras, leader
             answers: list = [None] * len(told)
             if name != first.plan:
                 leader, answers = _planned(_everyone(told), self._writer_of)
-            assert leader is not None
             extras = self._agreed([one.extras or () for one in told], leader)
             if not is_open:
-                open_folder(first.step)
+                prepare(first.step, nonce)
             return answers
 
         answer, nonce = run_on_all(comm, "save", look, same, if_differs=True, number=lambda: nonce)
@@ -182,18 +178,22 @@ class Planner:
             leader = plan.leader if plan else None
             word = _word(first.step, found)
             doing = f"save of step {first.step}"
+            tell = partial(_told, found, word, first, comm.rank == 0, name)
             share = run_on_all(comm, doing, tell, decide, each=True)
             if share is not None:
-                facts = share[1] or in_order(describe(found).facts)
+                facts = share[1] or write_plan.in_order(describe(found).facts)
                 work = Work(share[0], facts, found.marks)
-                plan = _Plan(word._replace(plan=name), found.marks, work, leader, share[2])
+                plan = SavePlan(word._replace(plan=name), found.marks, work, leader, share[2])
         assert plan is not None
         self._plan = plan
-        step = plan.word.step
-        return Begun(step, nonce, found.arrays, plan.work, plan.room, plan.leader, extras)
+        return Begun(plan.word.step, nonce, found.arrays, plan, extras)
 
-    def _fitting(self, comm, step: int, found: Survey) -> _Plan | None:
-        """Return the plan in hand, or one for ranks that all hold the same, or None."""
+    def _fitting(self, comm, step: int, found: Survey) -> SavePlan | None:
+        """Return the last plan if it fits the state of this rank.
+
+        If the last plan does not fit, and the state has no shards, make a plan as if all ranks had
+        the same state. If the last plan does not fit, and the state has shards, return None.
+        """
         plan = self._plan
         if plan is not None and plan.marks == found.marks:
             word = _Word(step, plan.word.plan, b"", b"", digest(found.extras))
@@ -204,29 +204,29 @@ class Planner:
         word = word._replace(plan=digest([(b"", word.facts, word.shards)] * comm.size))
         leader, answers = _planned([mine] * comm.size, self._writer_of, comm.rank)
         share, facts, room = answers[comm.rank]
-        work = Work(share, facts or in_order(mine.facts), found.marks)
-        return _Plan(word, found.marks, work, leader, room)
+        work = Work(share, facts or write_plan.in_order(mine.facts), found.marks)
+        return SavePlan(word, found.marks, work, leader, room)
 
     def _agreed(self, all_ranks: Sequence[Extras], leader: Leader | None) -> Extras:
-        """Rank 0: return the extras that the ranks hold together."""
+        """On rank 0, check that ranks agree on leaves other than arrays; return these leaves."""
         assert leader is not None
-        extras = agree_on_extras(all_ranks)
+        extras = write_plan.agree_on_extras(all_ranks)
         names = [path for path, _ in extras]
         if self._checked[0] is not leader or self._checked[1] != names:
-            check_names(leader.facts, names)
+            write_plan.check_names(leader.facts, names)
             self._checked = leader, names
         return extras
 
 
 def _word(step: int, found: Survey) -> _Word:
-    """Return what a rank says that has no plan for its state."""
+    """Return the first message of a rank whose last plan does not fit the state `found`."""
     mine = describe(found)
     shards = hashlib.sha256(mine.shards.tobytes()).digest()
     return _Word(step, b"", digest(mine.facts, mine.sharded), shards, digest(found.extras))
 
 
 def _told(found: Survey, word: _Word, first: _Word, is_first: bool, plan: bytes) -> _Told:
-    """Return what a rank tells rank 0, whose word is `first`."""
+    """Return the second message of a rank, where `first` is the first message of rank 0."""
     extras = None if word.extras == first.extras and not is_first else found.extras
     if plan == first.plan:
         return _Told(None, None, extras)
@@ -237,45 +237,47 @@ def _told(found: Survey, word: _Word, first: _Word, is_first: bool, plan: bytes)
 
 
 def _everyone(told: Sequence[_Told]) -> list[Description]:
-    """Rank 0: return what each rank holds."""
-    everyone = []
-    for one in told:
-        facts, sharded = one.facts or told[0].facts  # type: ignore[misc]
-        shards = told[0].shards if one.shards is None else one.shards
-        assert shards is not None  # rank 0 tells all
-        everyone.append(Description(facts, sharded, shards))
-    return everyone
+    """Return, on rank 0, a description of each rank's arrays, from the second messages `told`."""
+    facts, shards = told[0].facts, told[0].shards  # rank 0 leaves nothing out
+    assert facts is not None
+    assert shards is not None
+    return [
+        Description(*(one.facts or facts), shards if one.shards is None else one.shards)
+        for one in told
+    ]
 
 
 def _planned(
     everyone: Sequence[Description], writer_of: Sequence[int], rank: int = 0
 ) -> tuple[Leader | None, list]:
-    """Plan; returns what rank 0 keeps, and for each rank its share, all tensors, and the room.
+    """Make a plan for a save.
 
-    Without the tensors where each rank holds all.
+    Returns the part of the plan that only rank 0 needs, and a tuple (share, tensors, room) for each
+    rank.
+
+    `share` lists the pieces of arrays that the rank sends and writes. `tensors` describes all
+    tensors, or is None if each rank has all of them. `room` is a number of bytes in which the head
+    (first line) of each shard's table fits.
     """
-    tensors = agree(everyone)
-    plan = shares(tensors, everyone, writer_of)
+    tensors = write_plan.agree(everyone)
+    plan = write_plan.shares(tensors, everyone, writer_of)
     leader = None
     if rank == 0:
-        leader = Leader(
-            tensors.facts,
-            manifest.encode_tensors(tensors.facts),
-            sum(fact.nbytes for fact in tensors.facts),
-            {
-                rank: hashlib.sha256(manifest.numbers(share.writes)).digest()
-                for rank, share in enumerate(plan)
-                if len(share.writes)
-            },
-        )
+        pieces = {
+            writer: hashlib.sha256(manifest.numbers(share.writes)).digest()
+            for writer, share in enumerate(plan)
+            if len(share.writes)
+        }
+        nbytes = sum(fact.nbytes for fact in tensors.facts)
+        leader = Leader(tensors.facts, manifest.encode_tensors(tensors.facts), nbytes, pieces)
     facts = None if len(tensors.kinds) == 1 else tensors.facts
-    size = itemsizes(tensors.facts)
+    size = write_plan.itemsizes(tensors.facts)
     most = max(_end(share.writes, size) for share in plan)
     room = _HEAD + _CHECKSUM * (most // files.BLOCK + 1)
     return leader, [(share, facts, room) for share in plan]
 
 
 def _end(rows: np.ndarray, itemsize: np.ndarray) -> int:
-    """Return about where a file of these pieces ends."""
+    """Return an upper bound, in bytes, on the size of a shard file with the pieces `rows`."""
     nbytes = piece_table.sizes(rows) * itemsize[rows[:, piece_table.TENSOR]]
     return int(nbytes.sum()) + _DATASET * len(rows)

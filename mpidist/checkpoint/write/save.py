@@ -1,31 +1,32 @@
-"""Save: agree, write, commit.
+"""Save a step: all ranks agree on a plan and write their shards, and rank 0 commits the step.
 
     rank 0     makes .tmp-step-<nonce>
     all ranks  --agreement-->  on the step and on a plan (`planner`)
                write one shard each, then its table, each with an fsync
-    all ranks  --gather-->  what their tables say
+    all ranks  --gather-->  the heads of the tables
     rank 0     writes the manifest, fsync, renames the folder to step-<number>, fsync,
                and only then removes old steps
     all ranks  <--bcast--  committed, or one error for all
 
-The rename is the commit: before it no reader looks at the folder, after it all bytes have been
-on stable storage for a while. If a file system loses or tears them nevertheless, the checksums
-tell: safety rests on the digests, only durability rests on fsync and rename.
+The rename of the temporary folder commits the step. Before the rename no reader looks at the
+folder, and all bytes are already on stable storage when the rename happens. If a file system loses
+bytes although fsync has succeeded, readers find the damage by the checksums. Even if fsync and
+rename do not work as promised, a reader that compares the checksums uses no wrong data. The
+guarantee that no committed step is lost depends on fsync and rename.
 
-Writing and committing are free of MPI, so `save_async` does both in threads: rank 0's looks for the
-tables in the folder, and the step is committed while all ranks compute. What goes wrong is told by
-the next call that all ranks make.
+A rank needs no MPI to write its shard, and rank 0 needs no MPI to commit, so `save_async` does both
+in threads. In `save_async`, the thread of rank 0 waits until the tables (lists of the parts) of all
+shards are in the folder, and commits the step while all ranks compute. If the background save
+fails, the next collective call of the store raises its error.
 """
 
 from __future__ import annotations
 
 import hashlib
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,6 @@ from ..format import manifest
 from ..histories import publish
 from ..place import Place
 from ..storage import files, retention
-from ..storage.steps import Entry
 from ..storage.worker_thread import Worker
 from . import shard_writer
 from .planner import Begun, Planner
@@ -49,19 +49,12 @@ PATIENCE_SECONDS = 600.0
 _LONGEST_PAUSE = 0.1
 
 
-@dataclass
-class _Folder:
-    """What rank 0 keeps open of a save that is under way."""
-
-    root: int
-    name: str
-    resources: ExitStack
-
-
 class Save:
-    """One save: begun (collective), written (local, in any thread), then finished (collective).
+    """The save of one step, from its beginning until it is committed or abandoned.
 
-    Made by `begin`.
+    The function `begin` makes this object. Each rank then calls `write`, or `start` to write in a
+    thread, and at the end `finish`, which commits the step. `begin` and `finish` are collective.
+    `write` may run in any thread.
     """
 
     _begun: Begun
@@ -73,14 +66,15 @@ class Save:
         self._committed: int | Exception | None = None  # bytes of the state, on rank 0
         self._written, self._cancelled = threading.Event(), threading.Event()
         self._thread: Worker | None = None
-        self._folder: _Folder | None = None
         self._data: list = []
-        #: Of the save: its number; on rank 0 its history; the name of its folder until the commit.
+        #: On rank 0: the open folder of the store, and what to close at the end.
+        self._root, self._resources = -1, ExitStack()
+        #: The number of the step; its history, on rank 0; the name of its folder until the commit.
         self.step, self.history, self.name = -1, 0, ""
 
-    def _open(self, nonce: int, step: int) -> None:
-        """Rank 0: make the temporary folder."""
-        path, keep, lock, line, _ = self._place
+    def _open(self, step: int, nonce: int) -> None:
+        """Lock the store's folder and make the temporary folder of the save, on rank 0."""
+        path, keep, lock, line, *_ = self._place
         lock.prepare()
         with ExitStack() as stack:
             root = stack.enter_context(files.folder(path))
@@ -93,17 +87,20 @@ class Save:
                 owner = retention.claim(folder)
             stack.callback(files.close, owner)
             retention.remove_dead(root)
-            self._folder = _Folder(root, name, stack.pop_all())
+            self._root, self._resources = root, stack.pop_all()
 
     def write(self) -> None:
-        """Write this rank's shard. No MPI; what goes wrong is kept for `finish`."""
+        """Write this rank's shard, without MPI.
+
+        If the write fails, this method keeps the error, and `finish` raises it.
+        """
         try:
-            if not self._begun.work.writes and self._outcome is None:
-                self._outcome = b""  # nobody waits for this rank: the folder may be renamed by now
+            if not self._begun.plan.work.writes and self._outcome is None:
+                self._outcome = b""  # rank 0 does not wait: it may have renamed the folder
             if self._outcome is None:
                 with files.folder(self.path) as root, files.folder(self.name, root) as folder:
                     self._outcome = shard_writer.write(
-                        folder, self.comm.rank, self._begun.work, self._data, self._place.how
+                        folder, self.comm.rank, self._begun.plan.work, self._data, self._place.how
                     )
         except Exception as error:
             self._outcome = error
@@ -111,13 +108,13 @@ class Save:
             self._data = []
 
     def start(self) -> None:
-        """Write, and on rank 0 commit, in the background."""
-        # Not a daemon: a process that ends while it writes waits for it, instead of tearing down
-        # the interpreter under it.
+        """Start a thread that writes this rank's shard and, on rank 0, commits the step."""
+        # Not a daemon: a process that ends meanwhile waits for the thread, which needs the
+        # interpreter.
         self._thread = Worker(self._background, "mpidist-save")
         try:
             self._thread.start()
-        except RuntimeError as error:  # no more threads; raised by finish(), as above
+        except RuntimeError as error:  # no more threads; finish() raises this
             self._thread, self._outcome = None, error
 
     def _background(self) -> None:
@@ -126,8 +123,8 @@ class Save:
             if isinstance(self._outcome, Exception):
                 self._tell_failure()
         finally:
-            self._written.set()  # rank 0 removes the folder as soon as all ranks have come so far
-        if self._folder is not None and not isinstance(self._outcome, Exception):
+            self._written.set()  # rank 0 may remove the folder when all ranks are here
+        if self._root >= 0 and not isinstance(self._outcome, Exception):
             try:
                 self._committed = self._commit(self._wait_for_tables())
             except Exception as error:
@@ -135,26 +132,24 @@ class Save:
         self._ended = time.perf_counter()
 
     def _tell_failure(self) -> None:
-        """Leave a mark for rank 0, which may wait for the table of this rank."""
-        name = shard_writer.failed_name(self.comm.rank)
+        """Make a file from which rank 0 learns that this rank could not write its shard."""
         with (
             suppress(OSError),
             files.folder(self.path) as root,
             files.folder(self.name, root) as folder,
         ):
-            files.close(files.create(name, folder))
+            files.close(files.create(shard_writer.failed_name(self.comm.rank), folder))
 
     def _wait_for_tables(self) -> list[bytes]:
-        """Rank 0: return the heads of all writers' tables when they are there."""
-        own, leader = self._folder, self._begun.leader
-        assert own is not None
+        """On rank 0, wait for the tables of all shards; return their heads (first lines)."""
+        leader = self._begun.plan.leader
         assert leader is not None
         missing = list(leader.pieces)
         found: dict[int, bytes] = {}
         pause, moved, seen = 1e-3, time.monotonic(), -1
-        with files.folder(own.name, own.root) as folder:
+        with files.folder(self.name, self._root) as folder:
             while missing:
-                there = set(files.names(folder))  # one look, however many writers there are
+                there = set(files.names(folder))  # one listing, for any number of writers
                 for rank in list(missing):
                     name = manifest.table_name(shard_writer.shard_name(rank))
                     if name in there:
@@ -175,133 +170,123 @@ class Save:
         return [found[rank] for rank in sorted(found)]
 
     def finish(self, at_once: bool = False) -> None:
-        """Commit, or remove everything again. Collective; raises on all ranks together.
+        """Commit the step, or remove its temporary folder.
 
-        If the save runs in the background (`start`), this waits for it first. `at_once`: all ranks
-        have begun it in the same public call.
+        Collective; if the save fails, all ranks raise the same error. If the save runs in the
+        background (`start`), wait for the thread first. If `at_once` is true, the ranks skip a
+        check that all of them are in this method. `at_once` may be true only if one public method
+        both begins and finishes the save.
         """
-        doing, room = (
-            f"save of step {self.step} to {self.path}",
-            self._begun.room if at_once else None,
-        )
+        doing = f"save of step {self.step} to {self.path}"
+        room = self._begun.plan.room if at_once else None
         try:
             nbytes = run_on_all(self.comm, doing, self._table, self._end, agreed=room)
         finally:
             self.abandon()
-        # One in the background may have ended long before anybody asks: see `longest_save`.
+        # A background save may have ended long before this call: see `longest_save`.
         seconds = (self._ended or time.perf_counter()) - self._began
         events.emit("checkpoint_saved", step=self.step, bytes=nbytes, seconds=round(seconds, 4))
 
     def _table(self) -> bytes:
-        """Return the head of this rank's table when its shard is written, or raise."""
+        """Wait until this rank's shard is written; return the head (first line) of its table."""
         if self._thread is not None:
             self._written.wait()
-        return _told(self._outcome, "writing")
+        return _result(self._outcome, "writing")
 
     def _end(self, tables: Sequence[bytes]) -> int:
-        """Rank 0: all shards are written; commit them, unless that is being done."""
+        """On rank 0, commit the step, or wait until a thread has committed it.
+
+        Return the number of bytes of all arrays.
+        """
         if self._thread is None:
             return self._commit([table for table in tables if table])
         self._thread.end()
-        return _told(self._committed, "the commit")
+        return _result(self._committed, "the commit")
 
     def abandon(self) -> None:
-        """Give up what is held; an uncommitted folder is removed. May be called twice."""
+        """Close open files, and remove the temporary folder unless the step is committed.
+
+        A second call does nothing.
+        """
         self._cancelled.set()
         if self._thread is not None:
             self._thread.end()
-        if self._folder is not None:
-            own, self._folder = self._folder, None
-            own.resources.close()
+        self._resources.close()
 
     def _commit(self, heads: Sequence[bytes]) -> int:
-        """Rank 0: write the manifest and rename the folder. Returns the bytes of all arrays."""
-        own, leader = self._folder, self._begun.leader
-        assert own is not None  # made by _open on this rank
+        """Write the manifest and rename the folder, on rank 0.
+
+        Return the number of bytes of all arrays.
+        """
+        leader, extras = self._begun.plan.leader, self._begun.extras
         assert leader is not None
-        # The plan was proved when it was made; these are whole shards, of nothing but its pieces.
+        # The plan was proved when it was made. Here each table must be that of a whole shard with
+        # the planned pieces.
         tables = [
             manifest.check_head(head, files.BLOCK, digest)
             for head, digest in zip(heads, leader.pieces.values(), strict=True)
         ]
         data = manifest.encode(
-            self.step,
-            files.BLOCK,
-            self.comm.size,
-            tables,
-            leader.tensors,
-            self._begun.extras,
-            _software(),
+            self.step, files.BLOCK, self.comm.size, tables, leader.tensors, extras, _software()
         )
-        # What cannot be read back is not committed.
+        # A manifest that no reader accepts is not committed.
         if len(data) > manifest.MAX_BYTES:
             raise CheckpointError(
                 f"the manifest has {len(data)} bytes, at most {manifest.MAX_BYTES} are allowed; "
                 "keep large lists as arrays, not as extras"
             )
         manifest.tables_of(data)
-        with files.folder(own.name, own.root) as folder:
+        keep, root = self._place.keep, self._root
+        with files.folder(self.name, root) as folder:
             shard_writer.put(folder, manifest.NAME, data)
             files.sync(folder)
-            self._place.lock.check(own.root)
-            saved = publish(own.name, self.history, self.step, own.root)
+            self._place.lock.check(root)
+            saved = publish(self.name, self.history, self.step, root)
             self._place.line.stand(saved)
             try:
-                files.sync(own.root)
-                # Only now, or a death just before would leave a folder without an owner.
+                files.sync(root)
+                # Only now: a process killed earlier would leave a folder without an owner.
                 files.remove_file(retention.OWNER, folder)
-                self._remove_old(own.root, saved)
+                # A background save removes old steps itself: no rank waits for that.
+                remove_old = keep.remove_aside if self._thread is None else keep.remove_old
+                remove_old(self.path, root, saved)
             except OSError as error:
-                # The new step is there: the save has not failed. Where the rename may not last,
-                # the old ones are what is certain, and they stay.
+                # The new step is there: the save has not failed. But the rename may not survive a
+                # crash, so the old steps stay.
                 retention.stay(self.path, error)
         return leader.nbytes
 
-    def _remove_old(self, root: int, saved: Entry) -> None:
-        """Rank 0: remove what need not stay; nobody who waits for the save waits for that."""
-        if self._thread is not None:
-            self._place.keep.remove_old(self.path, root, saved)
-        else:
-            self._place.keep.remove_aside(self.path, root, saved)
-
 
 def begin(
-    comm,
-    place: Place,
-    planner: Planner,
-    memory: shard_writer.WriteBuffers,
-    check: Callable[[], Any],
-    state: Mapping,
-    copy: bool,
+    comm, place: Place, planner: Planner, check: Callable[[], Any], state: Mapping, copy: bool
 ) -> Save:
-    """Begin a save of `state` to the step that `check` returns. Collective over `comm`.
+    """Begin a save of `state`.
 
-    With `copy` this rank's part of the state is copied now, so that it may change at once.
+    The function `check` returns the number of the step. Collective over `comm`. If `copy` is true,
+    copy this rank's part of the state now, so that the caller may change the state.
     """
-    save, nonce = Save(comm, place), secrets.randbits(63)
+    save = Save(comm, place)
     try:
-        begun = planner.begin(comm, check, state, nonce, partial(save._open, nonce))
-        save.step, work = begun.step, begun.work
+        begun = planner.begin(comm, check, state, save._open)
+        save.step, work = begun.step, begun.plan.work
         save.name = retention.temporary_name(begun.step, begun.nonce)
         save._begun = begun
         try:
-            if copy:
-                save._data = shard_writer.copied(work, begun.arrays, memory.copies)
-            else:
-                save._data = shard_writer.in_place(work, begun.arrays)
-        except Exception as error:  # raised by finish(), where all ranks can raise it
+            views = shard_writer.piece_views(work, begun.arrays)
+            save._data = shard_writer.copied(work, views, place.copies) if copy else views
+        except Exception as error:  # finish() raises it, together with all ranks
             save._outcome = error
-        if planner.forwards:  # bring what others hold to who writes it
+        if planner.forwards:  # some ranks write pieces that other ranks hold
 
             def inbox() -> list[np.ndarray]:
                 if isinstance(save._outcome, Exception):
                     raise save._outcome
-                return shard_writer.receive_buffers(work, comm.rank, memory.inbox)
+                return shard_writer.receive_buffers(work, comm.rank, place.inbox)
 
             doing = f"save of step {save.step}"
             rooms = run_on_all(comm, doing, inbox)
             brought = shard_writer.forward_parts(comm, work, save._data, rooms)
-            save._data = run_on_all(comm, doing, brought)
+            save._data = run_on_all(comm, doing, lambda: _result(brought, "forwarding"))
     except BaseException:
         save.abandon()
         raise
@@ -309,7 +294,10 @@ def begin(
 
 
 def _head(name: str, folder: int, digest: bytes) -> bytes:
-    """Return the head of a table whose pieces are those of the plan."""
+    """Return the head (first line) of the file `name`, the table of the pieces in a shard.
+
+    Raise CheckpointError unless the table lists the planned pieces.
+    """
     data = files.read_small(name, folder, manifest.MAX_TABLES_BYTES)
     head = data[: data.find(b"\n") + 1]
     if hashlib.sha256(memoryview(data)[len(head) :]).digest() != digest:
@@ -317,8 +305,8 @@ def _head(name: str, folder: int, digest: bytes) -> bytes:
     return head
 
 
-def _told(outcome, doing: str):
-    """Return what came of it, or raise what went wrong."""
+def _result(outcome, doing: str):
+    """Return `outcome`, the result of a part of a save, or raise it if it is an exception."""
     if isinstance(outcome, Exception):
         raise outcome
     if outcome is None:
@@ -327,7 +315,10 @@ def _told(outcome, doing: str):
 
 
 def _discard(name: str, root: int) -> None:
-    """Remove a temporary folder if it is still there. Else the next run does it."""
+    """Remove a temporary folder if it still exists.
+
+    If the folder cannot be removed, a later run removes it.
+    """
     with suppress(OSError):
         if files.is_folder(name, root):
             retention.remove(name, root)

@@ -1,15 +1,17 @@
-"""What one rank writes: a snapshot of its parts, their bytes in an HDF5 file, and its table.
+"""Write the shard of a rank: an HDF5 file with parts of the state, and a table of these parts.
 
-A shard is written once, front to back, by its one writer, and never changed. Its checksums are
-those of the bytes in memory, taken just before they are written (`checksummed_write`). The table
-follows when the shard is on stable storage and appears under its name when it is there itself:
-whoever sees it sees a whole shard, without a message.
+Each shard has one writer, which writes it once, from front to back. The checksums of a shard are
+computed from its bytes in memory, just before these are written (`checksummed_write`). The writer
+makes the table of a shard when the shard is on stable storage, and gives the table its final name
+when the table itself is on stable storage. A process that sees the table of a shard can therefore
+read the whole shard, without a message from the writer.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -20,14 +22,13 @@ from ...errors import CheckpointError, StorageError
 from ..control import operation
 from ..format import manifest
 from ..format.state import array_of
-from ..place import WriteOptions
 from ..storage import files
 from . import checksummed_write
 from .work import Work
 
 _ALIGN = 64
 _MESSAGE = 1 << 30
-#: Pieces of at most so many bytes go on their way together, so many bytes at once.
+#: Pieces of at most `_SMALL` bytes are joined to runs of about `_TOGETHER` bytes.
 _SMALL, _TOGETHER = 16 << 10, 1 << 20
 
 
@@ -37,48 +38,61 @@ def shard_name(rank: int) -> str:
 
 
 def failed_name(rank: int) -> str:
-    """Return the name of the mark that `rank` will not write its shard."""
+    """Return the name of the file that shows that `rank` has failed to write its shard."""
     return f"shard-{rank:05d}.failed"
 
 
-#: The elements of a piece, or, where that would be a copy, what gives them.
+#: The elements of a piece, or a function that returns them where that takes a copy.
 Elements = Any
 
 
 class Memory:
-    """Room for copies, used again by each save: fresh pages would cost more than the copying."""
+    """Memory for the copies of a save, which the next save uses again.
+
+    In new memory, the page faults would take longer than the copying.
+    """
 
     def __init__(self):
         self._memory = np.empty(0, np.uint8)
 
     def room(self, sizes: Sequence[int]) -> list[np.ndarray]:
-        """Return byte arrays of `sizes`. What was there before is given up."""
+        """Return a byte array for each of `sizes`, in memory that the next call uses again."""
         starts = list(accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0))
         if starts[-1] > len(self._memory):
             self._memory = np.empty(starts[-1], np.uint8)
-        return [
-            self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
-        ]
+        places = zip(starts, sizes, strict=False)
+        return [self._memory[start : start + size] for start, size in places]
 
 
-class WriteBuffers(NamedTuple):
-    """A store's memory: for copies of the state, and for what other ranks send."""
+class WriteOptions(NamedTuple):
+    """The options with which a rank writes its shard.
 
-    copies: Memory
-    inbox: Memory
+    `direct` says whether the bytes bypass the cache of the operating system, where that is
+    possible. `sha256` says whether the writer computes the SHA-256 of the shard.
+    """
+
+    direct: bool = True
+    sha256: bool = False
 
 
-def copied(work: Work, arrays: Sequence, memory: Memory) -> list[Elements]:
-    """Copy what this rank gives of its arrays; returns the bytes of each piece."""
+def copied(work: Work, views: Sequence[Elements], memory: Memory) -> list[Elements]:
+    """Copy the pieces of arrays that this rank holds and saves.
+
+    Return the copy of each piece as an array of bytes.
+    """
     copies = memory.room(work.given_bytes)
-    for given, copy in zip(in_place(work, arrays), copies, strict=True):
+    for given, copy in zip(views, copies, strict=True):
         view = given() if callable(given) else given  # a copy already where the array has strides
         copy_into(copy.view(view.dtype).reshape(view.shape), view)
     return copies  # type: ignore[return-value]
 
 
-def in_place(work: Work, arrays: Sequence) -> list[Elements]:
-    """Return the elements of each piece where they lie."""
+def piece_views(work: Work, arrays: Sequence) -> list[Elements]:
+    """Return the values of each piece that this rank holds and saves, as views of `arrays`.
+
+    If the values of a piece cannot be a view, a function that returns a copy of them takes the
+    place of the view.
+    """
     found: list[Elements] = []
     for place, cut in work.sources:
         leaf = arrays[place]
@@ -94,20 +108,22 @@ def in_place(work: Work, arrays: Sequence) -> list[Elements]:
 
 
 def receive_buffers(work: Work, rank: int, inbox: Memory) -> list[np.ndarray]:
-    """Return memory for each piece that `rank` writes for another."""
+    """Return a receive buffer for each piece that `rank` writes and another rank holds."""
     sizes = zip(work.holders, work.written_bytes, strict=True)
     return inbox.room([nbytes for holder, nbytes in sizes if holder != rank])
 
 
 def forward_parts(
     comm, work: Work, data: Sequence[Elements], inbox: Sequence
-) -> Callable[[], list[Elements]]:
-    """Send what another rank writes, take in what this one writes for others. Collective.
+) -> list[Elements] | Exception:
+    """Send the pieces of this rank to the rank that writes them, and receive pieces from others.
 
-    `inbox` is that of `receive_buffers`: a rank without memory raises there, where nobody waits
-    for it. Returns a function of the elements of each piece that this rank writes. That raises what
-    could not be sent: all messages are through by then, empty ones from there on, so that nobody
-    waits for them.
+    Collective over `comm`. `inbox` has the buffers from `receive_buffers`. A rank without enough
+    memory has already failed in `receive_buffers`, before other ranks wait for its messages.
+    Return, for each piece that this rank writes, an array with its values. If a piece cannot be
+    sent, return the exception in place of the arrays; the caller raises it. The rank then sends
+    empty messages in place of this piece and all later ones, so that no writing rank waits for
+    ever.
     """
     problem: Exception | None = None
     written: list[Elements] = []
@@ -126,23 +142,17 @@ def forward_parts(
         else:
             own, foreign = iter(data), iter(inbox)
             written = [next(own if holder == comm.rank else foreign) for holder in work.holders]
-            # Each rank sends in the order of the tensors, which is the order of what is written.
+            # Each rank sends in the order of the tensors, which is the order of the pieces here.
             for holder, room in zip(work.holders, written, strict=True):
                 if holder != comm.rank:
                     for start in range(0, len(room), _MESSAGE):
                         part = room[start : start + _MESSAGE]
                         context.wait(context.data.Irecv(part, holder, tag).Test)
-
-    def result() -> list[Elements]:
-        if problem is not None:
-            raise problem
-        return written
-
-    return result
+    return written if problem is None else problem
 
 
 def _host_bytes(elements: Elements) -> np.ndarray:
-    """Return the elements of an array in C order as host bytes."""
+    """Return the values of an array as bytes in host memory, in C order."""
     view = elements() if callable(elements) else elements
     if is_device(view):
         host = host_empty(view.size, view.dtype, like=view)
@@ -153,12 +163,19 @@ def _host_bytes(elements: Elements) -> np.ndarray:
 
 
 def write(folder: int, rank: int, work: Work, data: Sequence[Elements], how: WriteOptions) -> bytes:
-    """Write a shard and its table and wait until both are on stable storage.
+    """Write a shard and its table to stable storage; return the head (first line) of the table.
 
-    Returns the head of the table.
+    `data` has one array for each piece, with the values of the piece.
     """
-    name = shard_name(rank)
-    file = write_shard(folder, name, work, data, how)
+    name, digest = shard_name(rank), hashlib.sha256() if how.sha256 else None
+    with _created(folder, name) as descriptor:
+        runs = _runs(work, data)
+        checksums = checksummed_write.write(descriptor, runs, work.size, how.direct, digest)
+        files.sync(descriptor)
+        size = files.size(descriptor)  # of what is on stable storage
+    if size != work.size:
+        raise StorageError(f"{name} has {size} bytes after writing {work.size}")
+    file = manifest.File(name, size, digest.hexdigest() if digest else None, checksums)
     head = manifest.encode_head(file, work.writes, work.numbers)
     if len(head) + len(work.numbers) > manifest.MAX_TABLES_BYTES:
         raise CheckpointError(f"{name} has {work.writes} pieces; save with more writers")
@@ -170,48 +187,37 @@ def write(folder: int, rank: int, work: Work, data: Sequence[Elements], how: Wri
 
 def put(folder: int, name: str, data: bytes) -> None:
     """Write a small file and wait until it is on stable storage."""
-    descriptor = files.create(name, folder)
-    try:
+    with _created(folder, name) as descriptor:
         files.write_at(descriptor, data, 0)
         files.sync(descriptor)
-    finally:
-        files.close(descriptor)
 
 
-def write_shard(
-    folder: int, name: str, work: Work, data: Sequence[Elements], how: WriteOptions
-) -> manifest.File:
-    """Write one shard file; returns its record."""
-    digest = hashlib.sha256() if how.sha256 else None
+@contextmanager
+def _created(folder: int, name: str) -> Iterator[int]:
+    """Create a file, and close it at the end of the ``with`` block."""
     descriptor = files.create(name, folder)
     try:
-        checksums = checksummed_write.write(
-            descriptor, _runs(work, data), work.size, how.direct, digest
-        )
-        files.sync(descriptor)
-        size = files.size(descriptor)
+        yield descriptor
     finally:
         files.close(descriptor)
-    if size != work.size:
-        raise StorageError(f"{name} has {size} bytes after writing {work.size}")
-    return manifest.File(name, size, digest.hexdigest() if digest else None, checksums)
 
 
 def _runs(work: Work, data: Sequence[Elements]) -> Iterator[np.ndarray]:
-    """Yield all bytes of a file in order: small pieces together, zeros behind each."""
+    """Yield all bytes of a shard file in order, as arrays.
+
+    Small pieces are joined into one array, and zeros fill the gaps between the pieces.
+    """
     before, after = work.around
-    small, held = [before], len(before)
+    small = bytearray(before)
     for elements, nbytes, gap in zip(data, work.written_bytes, work.gaps, strict=True):
         if nbytes <= _SMALL and type(elements) is np.ndarray:
-            small.append(elements.tobytes())
-            held += nbytes
+            small += elements.tobytes()
         else:
-            yield np.frombuffer(b"".join(small), np.uint8)
+            yield np.frombuffer(small, np.uint8)
             yield _host_bytes(elements)
-            small, held = [], 0
-        if gap:
-            small.append(bytes(gap))
-        if held > _TOGETHER:
-            yield np.frombuffer(b"".join(small), np.uint8)
-            small, held = [], 0
-    yield np.frombuffer(b"".join([*small, after]), np.uint8)
+            small = bytearray()
+        small += bytes(gap)
+        if len(small) > _TOGETHER:
+            yield np.frombuffer(small, np.uint8)
+            small = bytearray()
+    yield np.frombuffer(small + after, np.uint8)

@@ -1,7 +1,8 @@
-"""What one rank does in the saves of a plan: what it gives of which array, what it writes where.
+"""The work of a rank in a save: which pieces of arrays it holds and saves, and which it writes.
 
-Made once for a plan and used by each save, so that a save of many small arrays costs little more
-than a look at each of them.
+A piece is a part of an array that is stored as one data set. The lists of pieces are computed once
+for each plan (which rank writes what), and all saves with the same plan use them. If a save of many
+small arrays uses an earlier plan again, it takes little more time than one check of each array.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from ..format import hdf5_layout, manifest, piece_table
 from ..format.state import Fact
 from .write_plan import Share, itemsizes
 
-#: Where a given piece comes from: the place of its leaf, and the range of a replicated array.
+#: The source of a given piece: the place of its leaf, and its range if the array is replicated.
 Source = tuple[int, tuple[int, int] | None]
 
 
 class Work:
-    """The share of a rank, as it is used. All is made when it is first asked for.
+    """The pieces of arrays that a rank holds or writes: their sizes, places, and file metadata.
 
     Parameters
     ----------
     share : Share
     facts : list of Fact
-        All tensors, in their order.
+        The descriptions of all tensors, in the order of the plan.
     marks : list
-        What the rank's arrays are, as in a `Survey`.
+        Path, dtype, shape and region of each array of the rank, as in a `Survey`.
     """
 
     def __init__(self, share: Share, facts: Sequence[Fact], marks: Sequence[tuple]):
@@ -42,56 +43,57 @@ class Work:
 
     @cached_property
     def sources(self) -> list[Source]:
-        """Where each piece comes from that this rank gives."""
+        """For each piece that this rank saves, the index of its array, and its range in that array.
+
+        The range is None if the piece is the whole array or shard.
+        """
         places = {mark[0]: place for place, mark in enumerate(self._marks)}
-        place_of = [places.get(fact.path, -1) for fact in self._facts]
         rows = self._share.gives
-        start = rows[:, piece_table.START]
-        stop = start + rows[:, piece_table.START + piece_table.axes(rows)]
-        columns = (rows[:, piece_table.TENSOR], rows[:, piece_table.FLAT], start, stop)
+        count = piece_table.START + piece_table.axes(rows)
+        columns = [piece_table.TENSOR, piece_table.FLAT, piece_table.START, count]
         found: list[Source] = []
-        for tensor, flat, low, high in zip(*(c.tolist() for c in columns), strict=True):
-            place = place_of[tensor]
-            cut = bool(flat) and self._marks[place][3] is None  # a shard is its region
-            found.append((place, (low, high) if cut else None))
+        for tensor, flat, start, size in rows[:, columns].tolist():
+            place = places[self._facts[tensor].path]
+            cut = flat and self._marks[place][3] is None  # a shard is given whole
+            found.append((place, (start, start + size) if cut else None))
         return found
 
     @cached_property
     def given_bytes(self) -> list[int]:
-        """Bytes of each piece that this rank gives."""
+        """Number of bytes of each piece that this rank holds and saves."""
         return self._nbytes(self._share.gives).tolist()
 
     @cached_property
     def holders(self) -> list[int]:
-        """Who gives each piece that this rank writes."""
+        """For each piece that this rank writes, the number of the rank that holds the piece."""
         return self._share.writes[:, piece_table.FILE].tolist()
 
     @cached_property
     def written_bytes(self) -> list[int]:
-        """Bytes of each piece that this rank writes."""
+        """Number of bytes of each piece that this rank writes."""
         return self._nbytes(self._share.writes).tolist()
 
     @cached_property
     def gaps(self) -> list[int]:
-        """Bytes of nothing behind each piece in the file."""
+        """Number of zero bytes behind each piece in the shard file."""
         sizes = self._nbytes(self._share.writes)
         offsets, end = hdf5_layout.place(sizes)
         return (np.diff(np.append(offsets, end)) - sizes).tolist()
 
     @cached_property
     def around(self) -> tuple[bytes, bytes]:
-        """What stands before and behind the pieces in the file."""
+        """The bytes of the shard file before the first piece, and those behind the last piece."""
         rows = self._share.writes
         return hdf5_layout.around(self._facts, rows, hdf5_layout.place(self._nbytes(rows))[1])
 
     @cached_property
     def numbers(self) -> bytes:
-        """The pieces as they stand in the table."""
+        """The list of the pieces that this rank writes, as bytes for the table of its shard."""
         return manifest.numbers(self._share.writes)
 
     @cached_property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Number of bytes of the shard file."""
         return sum(map(len, self.around)) + sum(self.written_bytes) + sum(self.gaps)
 
     def _nbytes(self, rows: np.ndarray) -> np.ndarray:

@@ -1,16 +1,19 @@
-"""Who writes what: every element once, evenly, parameters first. Pure: no MPI, none of the numbers.
+"""Choose which rank writes each element of a state, so that all ranks write about equally much.
 
-Replicated tensors are laid end to end and cut in one range for each rank that holds them:
+The functions here use neither MPI nor the data of the arrays. Replicated tensors are laid end to
+end, and cut into one range for each rank that holds them:
 
     w 0 1 2 3 4 5 6 7 8 9   b 0 1 2      3 ranks, 13 elements
       | rank 0  |  rank 1 |  rank 2 |    w[0:4]  w[4:8]  w[8:10] + b[0:3]
 
-The parameters are cut on their own and come first in every file, then everything else (optimizer
-state, data position): where only the beginning of a file can be saved, it is what matters most.
-Shards are written by who holds them; a shard that several ranks hold alike, by the first of them.
+The parameters are divided separately from all other tensors, and come first in every file.
+In each file the other tensors, such as the optimizer state, follow the parameters: if only the
+beginning of a file survives, it should hold the parameters. A shard of an array is written by the
+rank that holds it, or by the first of several ranks that hold the same region.
 
-Where fewer ranks write than hold (``writers``), replicated tensors are cut over the writers among
-their holders, and everything else goes from its holder to the writer of that rank:
+With the option ``writers`` only some of the ranks write. With ``writers``, a replicated tensor is
+divided among the writing ranks that hold it. Data that no writing rank holds are sent by a rank
+that holds them to the rank that writes for the sender:
 
     writers = 2, 4 ranks    rank 0 writes for 0 and 1, rank 2 for 2 and 3
 """
@@ -27,22 +30,22 @@ import numpy as np
 from ...errors import CheckpointError, MismatchError
 from ...partition import BlockPartition
 from ..format import hdf5_layout, piece_table
-from ..format.state import Fact, Path, dtype_of, show, tree
+from ..format.state import Fact, Path, named_dtype, show, tree
 
-#: Names of the top-level entry of a state that is written first.
+#: Names that the top-level entry with the parameters may have. This entry is written first.
 FIRST = ("parameters", "params")
 
-
-#: Values that are no arrays, ready for JSON.
+#: The leaves of a state that are not arrays, by path, ready for JSON.
 Extras = tuple[tuple[Path, object], ...]
 
 
 class Description(NamedTuple):
-    """What one rank wants to save.
+    """The arrays of one rank, without their data.
 
-    facts : of the tensors of which it holds something.
-    sharded : whether it holds a shard of each, or all of it.
-    shards : table of `piece_table`: the region of each shard; its tensor is the place in `facts`.
+    `facts` has the name, dtype and shape of each tensor that the rank holds in part or whole.
+    `sharded` says for each tensor whether the rank holds a shard of it. `shards` is a table (see
+    module `piece_table`) of the index ranges of each shard. The column `TENSOR` of the table
+    `shards` has an index into `facts`.
     """
 
     facts: tuple[Fact, ...]
@@ -51,12 +54,12 @@ class Description(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The tensors of all ranks.
+    """The tensors of all ranks, and which ranks hold which of them.
 
-    facts : parameters first.
-    kinds : ranks that hold the same tensors are of one kind. For each kind the places of its
-        tensors in `facts`, and which of them are sharded.
-    kind_of : the kind of each rank.
+    `facts` has the name, dtype and shape of each tensor, parameters first. Ranks that hold the same
+    tensors are of one kind. For each kind, `kinds` has an array of the indices of its tensors in
+    `facts`, and an array that says which of these tensors are sharded. `kind_of` has, for each
+    rank, the index of its kind in `kinds`.
     """
 
     facts: list[Fact]
@@ -65,23 +68,21 @@ class Tensors(NamedTuple):
 
 
 def agree(all_ranks: Sequence[Description]) -> Tensors:
-    """Return the tensors that the ranks hold together.
+    """Return the tensors of all ranks, merged from the descriptions of each rank.
 
-    A name may be missing on some ranks, but where it is present it must be the same thing. Raises
-    MismatchError that names ranks.
+    A tensor may be missing on some ranks, but the ranks that have it must agree on its dtype, its
+    shape and whether it is sharded. If ranks disagree, a MismatchError names two of them.
     """
     tensors: dict[Path, tuple[int, tuple]] = {}
     kinds: dict[tuple, int] = {}
     kind_of: list[int] = []
     for rank, one in enumerate(all_ranks):
-        if rank and one.facts is all_ranks[0].facts and one.sharded is all_ranks[0].sharded:
-            kind_of.append(0)
-            continue
-        known = len(kinds)
-        kind_of.append(kinds.setdefault((one.facts, one.sharded), known))
+        known, first = len(kinds), all_ranks[0]
+        same = rank and one.facts is first.facts and one.sharded is first.sharded
+        kind_of.append(0 if same else kinds.setdefault((one.facts, one.sharded), known))
         if kind_of[rank] == known:
             for held in zip(one.facts, one.sharded, strict=True):
-                _same(rank, held[0].path, held, tensors, _told)
+                _same(rank, held[0].path, held, tensors, _described)
     facts = in_order(fact for _, (fact, _) in tensors.values())
     number = {fact.path: i for i, fact in enumerate(facts)}
     numbered = [
@@ -92,9 +93,12 @@ def agree(all_ranks: Sequence[Description]) -> Tensors:
 
 
 def agree_on_extras(all_ranks: Sequence[Extras]) -> Extras:
-    """Return the extras that the ranks hold together. Raises MismatchError as `agree`.
+    """Return the extras (leaves that are not arrays) of all ranks.
 
-    A server has no data position; who has one must have the same.
+    Raise MismatchError if two ranks have different values for the same extra.
+
+    Some ranks may lack an extra: a parameter server, for example, has no position in the training
+    data.
     """
     extras: dict[Path, tuple[int, object]] = {}
     for rank, one in enumerate(all_ranks):
@@ -104,7 +108,7 @@ def agree_on_extras(all_ranks: Sequence[Extras]) -> Extras:
 
 
 def check_names(facts: Sequence[Fact], extras: Sequence[Path]) -> None:
-    """Raise where tensors and extras cannot stand in one tree of names."""
+    """Raise MismatchError or CheckpointError if the paths of tensors and extras collide."""
     both = sorted(show(path) for path in {fact.path for fact in facts}.intersection(extras))
     if both:
         raise MismatchError(f"save: {both} are arrays on some ranks and plain values on others")
@@ -112,18 +116,21 @@ def check_names(facts: Sequence[Fact], extras: Sequence[Path]) -> None:
 
 
 def in_order(facts: Iterable[Fact]) -> list[Fact]:
-    """Return tensors in the order of all files: parameters first."""
+    """Return the tensors in the order in which all files hold them: parameters first."""
     return sorted(facts, key=lambda fact: fact.path[0] not in FIRST)
 
 
-def _told(held: tuple[Fact, bool]) -> str:
+def _described(held: tuple[Fact, bool]) -> str:
     fact, sharded = held
     kind = "sharded" if sharded else "replicated"
     return f"{kind} {fact.dtype} of global shape {fact.shape}"
 
 
 def _same(rank: int, path: Path, value, known: dict, tell) -> None:
-    """Raise unless `value` is told like the one that is known under its path."""
+    """Record in `known` that `rank` has this `value` for a path of the state.
+
+    Raise MismatchError if another rank has a different value for the path.
+    """
     first, other = known.setdefault(path, (rank, value))
     here, there = tell(value), tell(other)
     if here != there:
@@ -133,10 +140,11 @@ def _same(rank: int, path: Path, value, known: dict, tell) -> None:
 
 
 def writers_of(writers: str | int, nodes: Sequence[int]) -> list[int]:
-    """Return the rank that writes for each rank; `nodes` says on which node each one is.
+    """Return, for each rank, the rank that writes its shards; `nodes` has the node of each rank.
 
-    "all": each for itself. "node": the first of its node. A number: so many, evenly spread, each
-    for the ranks behind it.
+    If `writers` is "all", each rank writes for itself. If `writers` is "node", the first rank of
+    each node writes for all ranks of the node. If `writers` is a number, this number of evenly
+    spaced ranks write, each for itself and for the ranks between it and the next writing rank.
     """
     size = len(nodes)
     if writers == "all":
@@ -148,9 +156,13 @@ def writers_of(writers: str | int, nodes: Sequence[int]) -> list[int]:
 
 
 class Share(NamedTuple):
-    """What one rank gives and writes: tables of `piece_table`, in the order of the tensors.
+    """The pieces of arrays that a rank gives to the writing rank `to`, and those that it writes.
 
-    The file of a piece is the rank that holds it, its offset that in the file of the writer.
+    A rank that writes its own pieces gives them to itself.
+
+    The fields `gives` and `writes` are tables of `piece_table`, in the order of the tensors. In
+    `gives` and `writes`, the column `FILE` has the rank that holds the piece. The column `OFFSET`
+    has the offset of the piece in the file of the writing rank.
     """
 
     gives: np.ndarray
@@ -159,23 +171,23 @@ class Share(NamedTuple):
 
 
 def itemsizes(facts: Sequence[Fact]) -> np.ndarray:
-    """Return the bytes of an element of each tensor."""
-    known = {name: dtype_of(name).itemsize for name in {fact.dtype for fact in facts}}
+    """Return, for each tensor, the number of bytes of one element."""
+    known = {name: named_dtype(name).itemsize for name in {fact.dtype for fact in facts}}
     return np.array([known[fact.dtype] for fact in facts], np.int64)
 
 
 def shares(
     tensors: Tensors, all_ranks: Sequence[Description], writer_of: Sequence[int]
 ) -> list[Share]:
-    """Return the share of each rank in a save.
+    """Return, for each rank, which pieces it sends and which it writes in a save.
 
-    Raises CheckpointError where shards overlap or leave a hole.
+    Raise CheckpointError if shards overlap or leave a hole.
     """
     rows = assign(tensors, all_ranks, writer_of)
     holder, tensor = rows[:, piece_table.FILE], rows[:, piece_table.TENSOR]
     writer = np.array(writer_of, np.int64)[holder]
     size, count = len(all_ranks), len(tensors.facts)
-    # Within a tensor in the order of the holders, which is that of the regions.
+    # Pieces of one tensor are in the order of their holders, which is the order of the regions.
     order = np.argsort((writer * count + tensor) * size + holder, kind="stable")
     rows, writer = rows[order], writer[order]
     nbytes = piece_table.sizes(rows) * itemsizes(tensors.facts)[rows[:, piece_table.TENSOR]]
@@ -193,11 +205,14 @@ def shares(
 def assign(
     tensors: Tensors, all_ranks: Sequence[Description], writer_of: Sequence[int]
 ) -> np.ndarray:
-    """Return all pieces; the file of each is the rank that gives it. Raises as `shares`."""
+    """Return the table of all pieces of a save.
+
+    The column `FILE` of the table has the rank that holds and sends the piece.
+    """
     shapes = [fact.shape for fact in tensors.facts]
     tables, seen = [], set()
     for rank, one in enumerate(all_ranks):
-        if len(one.shards) and id(one.shards) not in seen:  # else it is the first one's to write
+        if len(one.shards) and id(one.shards) not in seen:  # equal shards are given once
             seen.add(id(one.shards))
             table = one.shards.copy()
             table[:, piece_table.FILE] = rank
@@ -216,7 +231,11 @@ def assign(
 
 
 def _replicated(tensors: Tensors, writers: set[int], dims: int) -> Iterator[np.ndarray]:
-    """Yield the pieces of replicated tensors: those of equal holders together, parameters apart."""
+    """Yield tables of the pieces of replicated tensors, one table for each group of tensors.
+
+    Two tensors are in the same group if exactly the same ranks hold them, and both are parameters
+    or neither is.
+    """
     held: list[list[int]] = [[] for _ in tensors.facts]
     for kind, (number, sharded) in enumerate(tensors.kinds):
         for tensor in number[~sharded].tolist():
@@ -233,12 +252,15 @@ def _replicated(tensors: Tensors, writers: set[int], dims: int) -> Iterator[np.n
 
 
 def _cut(group: np.ndarray, ranks: Sequence[int], facts: Sequence[Fact], dims: int) -> np.ndarray:
-    """Return the pieces of one concatenation cut in equal ranges of bytes."""
+    """Lay tensors end to end, and cut them into one range of about equal bytes for each rank.
+
+    Return the pieces as a table.
+    """
     size = itemsizes(facts)
     count = np.array([prod(fact.shape) for fact in facts], np.int64)
     ends, byte_ends = np.add.accumulate(count), np.add.accumulate(size * count)
     bounds = np.array(BlockPartition(int(byte_ends[-1]), len(ranks)).bounds()[1:-1], np.int64)
-    # A bound inside an element moves to its beginning, the same for both neighbours.
+    # A bound inside an element moves to the beginning of that element.
     at = np.searchsorted(byte_ends, bounds, "right").clip(max=len(group) - 1)
     cuts = (ends - count)[at] + (bounds - (byte_ends - size * count)[at]) // size[at]
     points = np.unique(np.concatenate([[0], ends, cuts]))

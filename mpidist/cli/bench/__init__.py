@@ -1,7 +1,7 @@
-"""``mpidist bench WHAT``: figures, each beside its yardstick of the same run.
+"""``mpidist bench WHAT``: benchmarks, each with a reference that is measured in the same run.
 
-Each sub-command is a module here with ``add_parser(what)`` and ``run(comm, args)``, which prints
-and returns its rows.
+Each sub-command is a module of this package with ``HELP``, ``add_options(parser)`` and ``run(comm,
+args)``. The function ``run`` prints the rows of its result, and returns them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...errors import ConfigError
 from ...launch import binding, start_checks
 from . import allreduce, checkpoint, choices, loader, node, overlap, servers, step
 
-_MODULES = {
+_MODULES: dict[str, Any] = {
     "allreduce": allreduce,
     "node": node,
     "ps": servers,
@@ -25,7 +25,7 @@ _MODULES = {
     "overlap": overlap,
     "step": step,
 }
-#: Options that count something.
+#: Options whose values must be above 0.
 _POSITIVE = (
     "low", "high", "rounds", "servers", "steps", "unit", "size", "ranks", "layers", "bucket_bytes",
     "nbytes",
@@ -34,23 +34,26 @@ _POSITIVE = (
 
 def add_parser(commands) -> None:
     """Add this command to the argument parser."""
-    parser = commands.add_parser("bench", help="measure allreduce, servers or checkpoints")
+    parser = commands.add_parser("bench", help="measure allreduce, servers, checkpoints and more")
     names = f"{{{','.join(_MODULES)}}}"
     what = parser.add_subparsers(dest="what", required=True, metavar=names)
-    for module in _MODULES.values():
-        each = module.add_parser(what)
+    for name, module in _MODULES.items():
+        each = what.add_parser(name, help=module.HELP)
+        module.add_options(each)
         each.add_argument("--json", metavar="FILE", help="write the rows to FILE as well")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; collective over the launch, but local for --advise."""
+    """Measure, and print the results.
+
+    Collective over all ranks of the launch, except that ``--advise`` runs in one process.
+    """
     for name in _POSITIVE:
         value = getattr(args, name, None)
         value = min(value, default=1) if isinstance(value, list) else value
         if value is not None and value <= 0:
             option = {"low": "min", "high": "max", "nbytes": "bytes"}.get(name, name)
             raise ConfigError(f"--{option} {value}: expected more than 0")
-    module: Any = _MODULES[args.what]
     if args.what == "allreduce":
         allreduce.prepare(args)
     if getattr(args, "advise", False):
@@ -59,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         comm = start_checks.initialize(os.environ).COMM_WORLD
         start_checks.check_launch(comm, os.environ)
         binding.check_binding(comm, os.environ)
-        rows, first = module.run(comm, args), comm.rank == 0
+        rows, first = _MODULES[args.what].run(comm, args), comm.rank == 0
     if args.json and first:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -1,4 +1,8 @@
-"""``mpidist bench allreduce``: OSU's two columns, our ratios beside them, losing cases below."""
+"""``mpidist bench allreduce``: size and latency, and ratios to MPI's own allreduce.
+
+The first two columns of the table (size and latency) are those of the OSU benchmarks. The sizes at
+which mpidist is slower than MPI are listed below the table.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +12,31 @@ from ...errors import ConfigError
 from . import choices
 from .common import library, say
 
+HELP = "every algorithm against native, 8 B to 64 MiB"
 _COLUMNS = ("Latency(us)", "native(us)", "ratio", "low", "high", "limit", "algbw", "busbw")
 
 
-def add_parser(what):
-    """Add this command; return its parser."""
-    parser = what.add_parser("allreduce", help="every algorithm against native, 8 B to 64 MiB")
-    parser.add_argument("--min", type=int, dest="low", help="smallest size in bytes (8)")
-    parser.add_argument("--max", type=int, default=64 << 20, dest="high", help="largest (64 MiB)")
-    parser.add_argument("--step", type=int, default=2, help="each size so many times the last (2)")
-    parser.add_argument("--algorithms", default="auto,ring", help="comma-separated (auto,ring)")
-    parser.add_argument(
-        "--forms", default="call,plan,arena", help="also nonblocking (call,plan,arena)"
-    )
-    parser.add_argument("--rounds", type=int, default=21, help="interleaved rounds (21)")
-    parser.add_argument("--dtype", default="f4", choices=["f4", "f8"], help="elements (f4)")
-    parser.add_argument(
-        "--thread-level", choices=["funneled", "multiple"], default="multiple",
-        help="which MPI is asked for",
-    )  # fmt: skip
-    parser.add_argument(
-        "--cold", action="store_true", help="vectors take turns, twice the last-level cache full"
-    )
-    parser.add_argument(
-        "--consistency", action="store_true", help="also MPI's compositions that do the same"
-    )
-    parser.add_argument("--torch", action="store_true", help="also torch gloo, where installed")
-    parser.add_argument("--wire", metavar="DEVICE", help="count what DEVICE sends, such as eth0")
+def add_options(parser) -> None:
+    """Add the options of this benchmark."""
+    add = parser.add_argument
+    add("--min", type=int, dest="low", help="smallest size in bytes (8)")
+    add("--max", type=int, default=64 << 20, dest="high", help="largest size in bytes (64 MiB)")
+    add("--step", type=int, default=2, help="factor from one size to the next (2)")
+    add("--algorithms", default="auto,ring", help="comma-separated (auto,ring)")
+    add("--forms", default="call,plan,arena", help="also: nonblocking (call,plan,arena)")
+    add("--rounds", type=int, default=21, help="interleaved rounds (21)")
+    add("--dtype", default="f4", choices=["f4", "f8"], help="type of the elements (f4)")
+    levels = ["funneled", "multiple"]
+    add("--thread-level", choices=levels, default="multiple", help="requested from MPI (multiple)")
+    add("--cold", action="store_true", help="use vectors that are not in the cache")
+    add("--consistency", action="store_true", help="also MPI's reduce+broadcast and the like")
+    add("--torch", action="store_true", help="also PyTorch over gloo, where installed")
+    add("--wire", metavar="DEVICE", help="count the bytes that DEVICE, such as eth0, sends")
     choices.add_options(parser)
-    return parser
 
 
 def prepare(args) -> None:
-    """Check the names and set the thread level. Comes before MPI begins."""
+    """Check the options, and choose MPI's thread level before MPI_Init."""
     from ...collectives.schedules.algorithms import ALLREDUCE, check_name
 
     args.names, args.forms = _words(args.algorithms), _words(args.forms)
@@ -66,21 +62,23 @@ def run(comm, args) -> list[dict]:
     """Measure and print. Collective over `comm`."""
     if args.explain:
         return choices.print_choices(comm, args)
-    from ...bench import report
+    from ...bench import report, torch_yardstick
     from ...bench.allreduce_times import check_forms, measure, size_range
     from ...collectives import selection
 
-    selection.remember_in(comm, None)  # auto shows what it can do, not what it once saw
+    selection.remember_in(comm, None)  # auto must choose anew, and not from its cache
     check_forms(args.forms, args.low, args.cold)
     with ExitStack() as stack:
-        version, torch = _torch(comm, stack) if args.torch else ("", None)
         facts = {
             "mpi": library(),
             "dtype": args.dtype,
             "thread_level": args.thread_level,
             "vectors": "cold" if args.cold else "hot",
-            **({"torch": version} if version else {}),
         }
+        torch = None
+        if args.torch:
+            facts["torch"], torch = torch_yardstick.reducer(comm)
+            stack.callback(torch_yardstick.leave)
         say(
             comm,
             f"# mpidist allreduce, {comm.size} ranks, {args.rounds} rounds, "
@@ -88,36 +86,19 @@ def run(comm, args) -> list[dict]:
             f"# {'Size':<10}" + "".join(f"{name:>12}" for name in _COLUMNS) + "  algorithm",
         )
         rows: list[dict] = []
+        options = {name: getattr(args, name) for name in ("forms", "cold", "consistency")}
+        options |= {"torch": torch, "device": args.wire}
         for size in size_range(args.low, args.high, args.step):
-            for row in measure(
-                comm,
-                size,
-                args.names,
-                args.rounds,
-                args.dtype,
-                forms=args.forms,
-                cold=args.cold,
-                consistency=args.consistency,
-                torch=torch,
-                device=args.wire,
-            ):
+            for row in measure(comm, size, args.names, args.rounds, args.dtype, **options):
                 rows.append({**row, **facts})
                 say(comm, _line(row))
         say(comm, *(f"# {line}" for line in report.lines(rows)))
     return rows
 
 
-def _torch(comm, stack: ExitStack):
-    from ...bench import torch_yardstick
-
-    found = torch_yardstick.reducer(comm)
-    stack.callback(torch_yardstick.leave)
-    return found
-
-
 def _line(row: dict) -> str:
     numbers = [f"{row['median_us']:>12.2f}", f"{row['native_us']:>12.2f}"]
-    for name in ("ratio", "low", "high", "limit", "algbw", "busbw"):
+    for name in _COLUMNS[2:]:
         numbers.append(f"{row[name]:>12.3f}" if name in row else f"{'-':>12}")
     wire = f"  {row['wire_bytes']} bytes sent" if "wire_bytes" in row else ""
     return f"{row['bytes']:<12}{''.join(numbers)}  {row['algorithm']}{wire}"

@@ -1,18 +1,18 @@
-"""``mpidist bench checkpoint``: save, stall and restore against plain files."""
+"""``mpidist bench checkpoint``: the times of saving and restoring, compared with plain files."""
 
 from __future__ import annotations
 
 from .common import check_folder, library, print_rows
 
+HELP = "save, stall and restore against plain files"
 
-def add_parser(what):
-    """Add this command; return its parser."""
-    parser = what.add_parser("checkpoint", help="save, stall and restore against plain files")
+
+def add_options(parser) -> None:
+    """Add the options of this benchmark."""
     parser.add_argument("--size", type=float, default=64, help="MiB that are stored (64)")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (5)")
-    parser.add_argument("--folder", default=".", help="where, on the file system to measure (.)")
-    parser.add_argument("--torch", action="store_true", help="beside torch.distributed.checkpoint")
-    return parser
+    parser.add_argument("--folder", default=".", help="folder on the file system to measure (.)")
+    parser.add_argument("--torch", action="store_true", help="also torch.distributed.checkpoint")
 
 
 def run(comm, args) -> list[dict]:
@@ -29,5 +29,4 @@ def run(comm, args) -> list[dict]:
         ("what", "what", ""), ("seconds", "median_s", ".4f"), ("beside", "beside", ""),
         ("seconds", "plain_s", ".4f"), ("ratio", "ratio", ".2f"), ("MB/s", "mb_per_s", ".0f"),
     )  # fmt: skip
-    print_rows(comm, title, columns, rows, width=14)
-    return rows
+    return print_rows(comm, title, columns, rows, width=14)

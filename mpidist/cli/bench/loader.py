@@ -1,18 +1,18 @@
-"""``mpidist bench loader``: file sources against a plain read of the same bytes."""
+"""``mpidist bench loader``: reading samples, compared with a plain read of the same bytes."""
 
 from __future__ import annotations
 
 from .common import check_folder, library, print_rows
 
+HELP = "HDF5 and TFRecord against a plain sequential read"
 
-def add_parser(what):
-    """Add this command; return its parser."""
-    parser = what.add_parser("loader", help="HDF5 and TFRecord against a plain sequential read")
+
+def add_options(parser) -> None:
+    """Add the options of this benchmark."""
     parser.add_argument("--size", type=float, default=64, help="MiB of each file (64)")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (9)")
     parser.add_argument("--unit", type=int, default=64, help="samples per batch of a rank (64)")
-    parser.add_argument("--folder", default=".", help="where, on the file system to measure (.)")
-    return parser
+    parser.add_argument("--folder", default=".", help="folder on the file system to measure (.)")
 
 
 def run(comm, args) -> list[dict]:
@@ -31,5 +31,4 @@ def run(comm, args) -> list[dict]:
         ("ratio", "ratio", ".2f"), ("low", "low", ".2f"), ("high", "high", ".2f"),
         ("cpu us", "cpu_us", ".2f"), ("plain", "plain_cpu_us", ".2f"),
     )  # fmt: skip
-    print_rows(comm, title, columns, rows, width=12)
-    return rows
+    return print_rows(comm, title, columns, rows, width=12)

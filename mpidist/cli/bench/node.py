@@ -1,28 +1,23 @@
-"""``mpidist bench node``: what more ranks on a node cost each of them."""
+"""``mpidist bench node``: one rank's time in an allreduce on simulated nodes, without waiting."""
 
 from __future__ import annotations
 
 from .common import head, say
 
+HELP = "what one rank of a large node does itself; one process, the others faked"
 
-def add_parser(what):
-    """Add this command; return its parser."""
-    parser = what.add_parser(
-        "node", help="what one rank of a large node does itself; one process, the others faked"
-    )
-    parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[2, 8, 32, 96, 256], help="(2 8 32 96 256)"
-    )
-    parser.add_argument(
-        "--bytes", type=int, nargs="+", default=[8, 1024, 512 << 10], dest="nbytes",
-        help="(8 1024 524288)",
-    )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=20, help="of which the least counts (20)")
-    return parser
+
+def add_options(parser) -> None:
+    """Add the options of this benchmark."""
+    ranks, sizes = [2, 8, 32, 96, 256], [8, 1024, 512 << 10]
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=ranks, help="ranks of the node (2 8 32 96 256)")
+    add("--bytes", type=int, nargs="+", default=sizes, dest="nbytes", help="sizes (8 1024 524288)")
+    add("--rounds", type=int, default=20, help="rounds, of which the fastest counts (20)")
 
 
 def run(comm, args) -> list[dict]:
-    """Measure and print. Rank 0 does it."""
+    """Measure on rank 0 only, and print the results."""
     from ...bench.node_times import measure
 
     columns = ("Ranks", "size", "us", "staging(MiB)")
@@ -30,8 +25,7 @@ def run(comm, args) -> list[dict]:
     rows = []
     for ranks in args.ranks if comm.rank == 0 else ():
         for nbytes in args.nbytes:
-            row = measure(ranks, nbytes, args.rounds)
-            rows.append(row)
+            rows.append(row := measure(ranks, nbytes, args.rounds))
             mib = row["staging_bytes"] / 2**20
             say(comm, f"{ranks:>13}{row['bytes']:>13}{row['us']:>13.2f}{mib:>13.1f}  {row['form']}")
     return rows

@@ -1,18 +1,18 @@
-"""``mpidist bench overlap``: how much of the gradient exchange hides behind backward."""
+"""``mpidist bench overlap``: how much of the gradient exchange runs during the backward pass."""
 
 from __future__ import annotations
 
 from .common import head, library, say
 
+HELP = "share of the exchange hidden behind backward"
 
-def add_parser(what):
-    """Add this command; return its parser."""
-    parser = what.add_parser("overlap", help="share of the exchange hidden behind backward")
+
+def add_options(parser) -> None:
+    """Add the options of this benchmark."""
     parser.add_argument("--size", type=int, default=16, help="MiB of gradients (16)")
-    parser.add_argument("--layers", type=int, default=64, help="equal gradients (64)")
+    parser.add_argument("--layers", type=int, default=64, help="layers, of equal size (64)")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (9)")
     parser.add_argument("--bucket-bytes", type=int, default=None, help="as in md.AllReduce (auto)")
-    return parser
 
 
 def run(comm, args) -> list[dict]:
@@ -22,16 +22,11 @@ def run(comm, args) -> list[dict]:
     columns = ("exchange(ms)", "backward(ms)", "step(ms)", "hidden", "buckets")
     title = f"{args.size} MiB of gradients in {args.layers} layers, {comm.size} ranks, {library()}"
     head(comm, title, columns, width=13, last="progress")
+    given = {"nbytes": args.size << 20, "layers": args.layers, "rounds": args.rounds}
+    buckets = args.bucket_bytes or "auto"
     rows = []
     for progress in ("hooks", "thread"):
-        row = measure(
-            comm,
-            nbytes=args.size << 20,
-            layers=args.layers,
-            rounds=args.rounds,
-            bucket_bytes=args.bucket_bytes or "auto",
-            progress=progress,
-        )
+        row = measure(comm, bucket_bytes=buckets, progress=progress, **given)
         rows.append({**row, "progress": progress})
         hidden = "-" if row["hidden"] is None else f"{row['hidden']:.3f}"
         times = "".join(f"{row[name]:>13.2f}" for name in ("exchange_ms", "backward_ms", "step_ms"))

@@ -1,25 +1,18 @@
-"""``mpidist bench step``: whole training steps, PyTorch's DDP beside them where it is installed."""
+"""``mpidist bench step``: the time of training steps, compared with PyTorch's DDP."""
 
 from __future__ import annotations
 
 from .common import head, library, say
 
-#: What stands beside our step where there is PyTorch, and its digits.
-COLUMNS = (
-    ("torch_us", 1),
-    ("ratio", 3),
-    ("attached_us", 1),
-    ("over_attached", 3),
-    ("alone_us", 1),
-)
+HELP = "training steps of LeNet and an MLP, against torch DDP"
+#: The columns that need PyTorch, and the digits after their decimal point.
+COLUMNS = (("torch_us", 1), ("ratio", 3), ("attached_us", 1), ("over_attached", 3), ("alone_us", 1))
 
 
-def add_parser(what):
-    """Add this command; return its parser."""
-    parser = what.add_parser("step", help="training steps of LeNet and an MLP, against torch DDP")
+def add_options(parser) -> None:
+    """Add the options of this benchmark."""
     parser.add_argument("--rounds", type=int, default=21, help="blocks of 10 steps (21)")
     parser.add_argument("--torch", action="store_true", help="also torch DDP over gloo")
-    return parser
 
 
 def run(comm, args) -> list[dict]:
@@ -27,9 +20,7 @@ def run(comm, args) -> list[dict]:
     from ...bench import torch_yardstick
     from ...bench.step_times import MODELS, measure
 
-    version = ""
-    if args.torch:
-        version = ", torch " + torch_yardstick.reducer(comm)[0]
+    version = f", torch {torch_yardstick.reducer(comm)[0]}" if args.torch else ""
     columns = ("step(us)", "DDP(us)", "ratio", "attach(us)", "ratio", "alone(us)")
     title = f"training steps, {comm.size} ranks, {library()}{version}; ratio: DDP over it"
     head(comm, title, columns, width=11, last="model, global batch")

@@ -1,5 +1,8 @@
-"""Engines carry out reductions: by schedules, by MPI's own calls, or in a node's shared memory.
+"""Engines: the objects that run reductions, by messages, MPI's own calls or shared memory.
 
-`programs` picks the engine for a schedule. Everything that an engine needs of plans is handed in,
-so that nothing here knows a public function.
+The module `programs` chooses the engine for the name of an algorithm. The module `executor` runs
+schedules (lists of steps), `native` calls MPI's own allreduce, and four modules (`node_barrier`,
+`node_short`, `staging`, `cross_copy`) reduce inside a node, through its memory. The module
+`arena_sum` sums a whole arena (tensors in shared memory), `fused_pieces` sums an arena in buckets,
+and `piecewise` sums vectors that are given one after the other.
 """

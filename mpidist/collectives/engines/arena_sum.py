@@ -1,4 +1,4 @@
-"""Allreduce of an arena: ranks add each other's tensors where they lie; only nodes send."""
+"""Allreduce of an arena (tensors in shared memory); messages are sent only between nodes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ from ...errors import ConfigError
 from ...runtime.agreement.mismatch import Signature
 from ...runtime.arena import Arena
 from ...runtime.context import Context
-from ..plan import AllreducePlan, make
+from ..plan import AllreducePlan, make_plan
 from ..schedules import algorithms
 from . import programs
 from .node_barrier import memory_of
 from .reductions import resolve
 
-#: Shorter vectors are copied into the node's small slots: one barrier instead of two.
+#: Shorter vectors are copied into the node's small slots, which needs one barrier instead of two.
 SMALL_BYTES = 8 << 10
 
 
 def plans_of(context: Context, arena: Arena, op, algorithm: str) -> list[AllreducePlan]:
-    """Return a plan for each vector of `arena`, kept for it; collective when made.
+    """Return a plan (a prepared allreduce) for each vector of `arena`.
 
-    Their operations carry the arena's label, so an array or another arena never meets them. A
-    vector is added where it lies; a short one, and half precision, like a private one.
+    Collective on first use, which makes the plans.
+
+    The label of the arena is part of each operation's signature, the description that all ranks
+    compare. If some ranks reduce one arena and others reduce another arena or an array, all ranks
+    raise an error. A long vector of the arena is summed in place, in the arena's shared memory. A
+    short vector, or a vector of half precision, is reduced like an ordinary array outside shared
+    memory.
     """
     if (op, algorithm) in arena.plans:
         return arena.plans[op, algorithm]
@@ -29,11 +34,10 @@ def plans_of(context: Context, arena: Arena, op, algorithm: str) -> list[Allredu
     if arena.comm != context.comm:
         raise ConfigError("this arena was made for another communicator; pass arena.comm")
     reductions = [resolve(op, vector.dtype) for vector in arena.vectors]
-    agreed = Signature(
-        "allreduce", ",".join(r.dtype.name for r in reductions),
-        f"({','.join(str(vector.size) for vector in arena.vectors)})", reductions[0].name,
-        algorithm, arena.label,
-    )  # fmt: skip
+    dtypes = ",".join(reduction.dtype.name for reduction in reductions)
+    sizes = f"({','.join(str(vector.size) for vector in arena.vectors)})"
+    name = reductions[0].name
+    agreed = Signature("allreduce", dtypes, sizes, name, algorithm, arena.label)
     context.begin_agreed(agreed, "first call")
     name = _settle(context, arena, algorithm)
     plans = []
@@ -42,13 +46,13 @@ def plans_of(context: Context, arena: Arena, op, algorithm: str) -> list[Allredu
         lies = name in algorithms.NODE and reduction.work == vector.dtype and not small
         slots = arena.slots[k] if lies else None
         label = f"{arena.label} vector {k}"
-        plans.append(make(context, vector, op, name, label, slots).owned())
+        plans.append(make_plan(context, vector, op, name, label, slots).owned())
     arena.plans[op, algorithm] = plans
     return plans
 
 
 def _settle(context: Context, arena: Arena, algorithm: str) -> str:
-    """Return the algorithm for this arena: memory of the node wherever there is some."""
+    """Return the algorithm for this arena; it uses shared memory where possible. Collective."""
     topology = arena.topology
     alone = topology.nodes == topology.size  # also a single rank
     if algorithm not in (algorithms.MEASURED, *algorithms.NODE) or alone or not arena.shared:
@@ -62,5 +66,5 @@ def _settle(context: Context, arena: Arena, algorithm: str) -> str:
     if algorithm == algorithms.MEASURED:
         algorithm = "node" if topology.nodes == 1 else "hierarchical"
     elif algorithm == algorithms.SINGLE_COPY and topology.nodes == 1:
-        algorithm = "node"  # nothing to copy: the vectors lie where all see them
+        algorithm = "node"  # nothing to copy: the vectors lie in shared memory
     return programs.settle(context, algorithm)

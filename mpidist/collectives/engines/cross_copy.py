@@ -1,18 +1,27 @@
-"""The executor of `node.in_place` and its second half on vectors that lie in private memory.
+"""Allreduce inside a node: the Linux kernel copies data between the ranks' private memories.
 
-In an arena slot r is mapped; here it is the vector of local rank r, wherever that lies, and the
-kernel copies (`cross_memory`). Two ways, 2 ranks and n elements, each step of n/2:
+The steps of this allreduce are those of `node.in_place_allreduce`, which was written for vectors in
+shared memory. In this module, the vectors are in private memory, and the Linux kernel copies from
+one rank's memory to another rank's memory (module `cross_memory`). Two algorithms use copies by the
+Linux kernel: ``node`` and ``single_copy``. With 2 ranks and n elements, each step of these
+algorithms handles n/2 elements:
 
     node          a copy in, a sum, a copy out by the kernel        3 + n/(2 pieces) syncs
     single_copy   a copy by the kernel, a sum, a copy back by it    2 syncs
 
-Staging what comes in keeps the syncs and system calls few. Where the cores of two ranks share no
-cache, what is staged moves between them twice more, and reading the vectors where they lie wins.
+The algorithm ``node`` copies the input through shared buffers, and needs fewer system calls than
+``single_copy``. However, in ``node`` the data moves between the cores of two ranks twice more than
+in ``single_copy``. If the cores of two ranks share no cache, ``single_copy`` is therefore faster,
+because it reads the vectors of other ranks directly.
 
-Addresses travel on the gate's cache lines beside the key of the operation: the first sync proves
-both, and nobody tells another before all have passed the last one. Nobody writes into a vector
-before its rank has staged all of it, for owners write after the last sync of the first half; and
-each element has one owner, who alone reads and writes it everywhere.
+Each rank writes the address of its vector next to its counter in the node's barrier, beside the key
+that identifies the operation. The first barrier of the operation makes the address and the key
+visible to all ranks, and no rank writes its next address before all ranks have reached the last
+barrier of the operation. Each element of the vector has one owner, the rank that computes its sum.
+In ``node``, owners write their sums into the other ranks' vectors only after a barrier that each
+rank reaches when it has copied its whole input, so no input is overwritten too early. In
+``single_copy``, only the owner of an element reads and writes this element, in the vectors of all
+ranks.
 """
 
 from __future__ import annotations
@@ -22,33 +31,33 @@ import numpy as np
 from ...errors import MpidistError
 from ...events import Counters
 from ...runtime.cross_memory import CrossMemory
-from ..schedules.schedule import COPY, FINISH, NODE_SYNC, REDUCE, Step, length
+from ..schedules.schedule import COPY, FINISH, REDUCE, Step, intervals, length
 from .node_barrier import ADDRESS, LINE, NodeBarrier, NodeProgram
 from .reductions import Reduction
 
-#: Private vectors of more bytes are written through the kernel; shorter ones are staged twice, for
+#: Private vectors of more bytes are written by the kernel; shorter ones are staged both ways, for
 #: a system call costs some 4 us. Measured at 2 ranks: on pages of 4 KiB both are equal from 2 MiB
 #: on, on huge pages the kernel is faster by a fifth from 1 MiB on.
 REACHED_BYTES = 512 << 10
-#: Private vectors of more bytes go by `single_copy` under "node" as well. Measured at 2 ranks: it
+#: For private vectors of more bytes "node" runs `single_copy`. Measured at 2 ranks: `single_copy`
 #: is slower by up to a sixth where the cores share a cache, and twice as fast where they do not.
 WHOLE_BYTES = 2 << 20
-#: Bytes that `single_copy` reads at once, which stay in the cache until they are added.
+#: Bytes that `single_copy` reads at once, few enough to stay in the cache until they are added.
 PIECE_BYTES = 512 << 10
 
 
 class CrossProgram(NodeProgram):
-    """Steps of one rank of `node.in_place` or its second half, made ready; see `NodeProgram`.
+    """An engine that runs the steps of `node.in_place_allreduce` or `node.in_place_allgather`.
 
-    Positions ``[r n, (r + 1) n)`` are the vector of local rank r. `staged` does the same where
-    some rank's vector is no memory that the kernel copies; that rank tells the address 0.
+    In these steps, positions ``[r n, (r + 1) n)`` mean the n elements of the vector of local rank
+    r. A rank whose vector the Linux kernel cannot read or write shows the address 0 to the others,
+    and all ranks then run the engine `staged` instead.
     """
 
     def __init__(
         self,
         steps: list[Step],
         n: int,
-        rank: int,
         reduction: Reduction,
         memory: CrossMemory,
         staged: NodeProgram,
@@ -56,40 +65,41 @@ class CrossProgram(NodeProgram):
         super().__init__(staged.gate)
         self.memory, self.staged, self.ufunc = memory, staged, reduction.ufunc
         itemsize = reduction.work.itemsize
-        self._seen = self._told = 0
+        self._seen = self._published = 0
         self._held: np.ndarray | None = None
-        self.rounds: list[list[tuple[str, int, slice, int]]] = [[]]
-        moved = {COPY: 0, REDUCE: 0, FINISH: 0}
-        longest = 0
-        for step in steps:
-            if step.kind == NODE_SYNC:
-                self.rounds.append([])
-            elif length(step.target):
-                # The other rank's range has the same place in its vector as ours in ours.
-                other = {COPY: step.target, REDUCE: step.source, FINISH: step.target}[step.kind]
-                peer, start = divmod(other[0], n)
-                span = slice(start, start + length(step.target))
-                self.rounds[-1].append((step.kind, peer, span, start * itemsize))
-                moved[step.kind] += length(step.target) * itemsize
-                if step.kind == REDUCE:
-                    longest = max(longest, length(step.target))
-        self._buffer = np.empty(longest, reduction.work)
-        self.counters = Counters(shared_bytes=moved[COPY], bytes_reduced=moved[REDUCE])
+
+        def place(step: Step) -> tuple[str, int, slice, int]:
+            """Return a step's kind, peer and elements, and the byte offset of the first element."""
+            other = step.source if step.kind == REDUCE else step.target
+            peer, start = divmod(other[0], n)
+            return step.kind, peer, slice(start, start + length(other)), start * itemsize
+
+        self.rounds = [
+            [place(step) for step in interval if length(step.target)]
+            for interval in intervals(steps)
+        ]
+        copied = [length(step.target) for step in steps if step.kind == COPY]
+        added = [length(step.target) for step in steps if step.kind == REDUCE]
+        self._buffer = np.empty(max(added, default=0), reduction.work)
+        self.counters = Counters(
+            shared_bytes=sum(copied) * itemsize, bytes_reduced=sum(added) * itemsize
+        )
 
     def prepare(self, x: np.ndarray) -> None:
-        """Tell the others where `x` lies. Before the first sync of the operation."""
-        # They write into it. If this is broken off, it must not become other memory meanwhile.
+        """Write the address of `x` where other ranks read it; called before the first barrier."""
+        # The other ranks write into `x`, so `x` must stay allocated, also after an exception.
         self._held = x
         address = x.ctypes.data
         if address != self._seen:
             self._seen = address
-            self._told = address if self.memory.holds(address, x.nbytes) else 0
-        self.gate.lines[self.gate.mine + ADDRESS] = self._told
+            self._published = address if self.memory.holds(address, x.nbytes) else 0
+        self.gate.lines[self.gate.mine + ADDRESS] = self._published
 
     def run(self, work, key, number: int = 0, divisor=None) -> None:
-        """Run all rounds on the flat vector `work`. Collective over the node.
+        """Run all steps on the 1-D vector `work`. Collective over the node.
 
-        `key` is None for the second half of an operation, on the vector of its `prepare`.
+        The argument `key` identifies the operation. `key` is None if this engine runs the second
+        half of an allreduce; `prepare` has then been called with the same vector.
         """
         gate, rounds = self.gate, self.rounds
         if key is not None:
@@ -97,16 +107,16 @@ class CrossProgram(NodeProgram):
             gate.announce(key)
             gate.sync()
             gate.check(key)
-            rounds = rounds[1:]  # the first is empty: nothing is touched before that sync
-        if gate.all_told():
+            rounds = rounds[1:]  # the round before the first sync is empty
+        if gate.addresses.all():  # every rank has written an address
             for k, steps in enumerate(rounds):
                 if k:
                     gate.sync()
                 try:
                     self._compute(gate, steps, work, divisor)
                 except MpidistError as error:
-                    # The peers wait for the rest. If this rank went on, its next sync would let
-                    # them return with half a result.
+                    # The other ranks wait for this one. If it went on to the next sync, they would
+                    # return with half a result.
                     gate.context.statuses.fail(str(error))
         else:
             self.staged.run(work, None, 0, divisor)

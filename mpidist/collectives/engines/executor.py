@@ -1,14 +1,16 @@
-"""The one executor: runs any schedule over MPI point-to-point, step after released step.
+"""The executor: it runs any schedule (list of steps) over MPI point-to-point messages.
 
-Receives into fresh scratch are posted ahead as soon as the schedule allows, messages leave the
-moment their data is final, and additions happen while other segments are on the wire. The order
-of additions is that of the schedule, never that of arrival.
+The executor posts each receive as soon as the schedule allows, and sends each message as soon as
+the data of this message is final. The executor adds received data while other messages are still
+being sent. Additions happen in the order of the schedule, even if messages arrive in another order.
 
-The tag of an operation is its number. What proves that a message belongs to it is a header: the
-first message from one rank to another begins with `heading`. A short message goes with its header
-in one buffer, a longer one has it sent ahead. Nothing more is received from that rank before its
-header was looked at: the long message of another operation would meet a receive that is too short
-for it, and some MPIs crash on that. Counters count data: a header is no message.
+The MPI tag of a message is the number of its operation. The first message of an operation from one
+rank to another begins with a header (`heading`), which shows to which operation the message
+belongs. A short first message is sent together with its header; before a longer one, the header is
+sent alone. A rank receives nothing more from a peer before it has checked the peer's header.
+Without the check of headers, a long message of another operation could match a receive that is too
+short for it, and some MPI libraries would crash. Headers are not included in the counts of messages
+and bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -32,7 +34,6 @@ from ..schedules.schedule import (
     REDUCE,
     REDUCE_LEFT,
     SEND,
-    Compiled,
     Step,
     compile_steps,
     extent,
@@ -41,21 +42,22 @@ from ..schedules.schedule import (
     without_empty,
 )
 
-#: Longest message in bytes. Counts stay far below 2^31 whatever the MPI; tests lower it.
+#: Longest message in bytes, so that counts stay far below 2^31 in any MPI; tests lower it.
 MAX_MESSAGE = 1 << 30
-#: First messages up to so many bytes travel in one buffer with their header. On one node to copy
-#: 16 KiB costs as much as a second message, and what lies on a device is packed on the host.
+#: First messages up to so many bytes share a buffer with their header. On one node a copy of
+#: 16 KiB costs as much as a second message, and a device array has to be packed on the host.
 PACKED_BYTES = 2048
 
-#: Scratch up to so many bytes is made anew: that is quicker than to borrow it.
+#: Scratch up to so many bytes is allocated anew, which is quicker than to take it from the pool.
 POOLED_BYTES = 65536
 
-#: Seconds in which messages may end after an exception, before their memory is the user's again.
+#: Seconds that a rank waits for its messages to end after an exception, before the caller may
+#: write into the memory of these messages.
 GRACE = 1.0
 
 _HEADER = struct.Struct("<qq")
 _KEY_BYTES = 8
-_HEADER_SENT = -1  # in place of a step
+_HEADER_SENT = -1  # stands for the message of a header, where other messages have a step
 
 _testsome, _BYTE = MPI.Request.Testsome, MPI.BYTE
 
@@ -63,15 +65,20 @@ _testsome, _BYTE = MPI.Request.Testsome, MPI.BYTE
 def heading(context, key: int) -> bytes:
     """Return the header of an operation that this rank has just begun.
 
-    Its signature's key, and what `context.chain` knows of the operations before it.
+    The header has two parts. The first part of the header is a number that identifies the
+    operation's kind, dtype and shape. The second part of the header, `context.chain`, is a digest
+    of all earlier operations in which a rank does not wait for every other rank, such as
+    broadcasts.
     """
     return _HEADER.pack(key, context.chain)
 
 
 def hear_first(context) -> None:
-    """Raise the error that other ranks have reported, for a rank that begins late.
+    """If another rank has reported an error, raise it; called before an operation begins.
 
-    A rank that has broken the operation off keeps what it sends for `GRACE` seconds, not for ever.
+    A rank that stops an operation because of an error keeps the buffers of its messages for `GRACE`
+    seconds only, so a rank that begins the operation later than that must not receive these
+    messages.
     """
     now = time.monotonic()
     if context.size > 1 and now - context.heard > GRACE / 2:
@@ -80,55 +87,58 @@ def hear_first(context) -> None:
 
 
 class Engine:
-    """What a plan runs on a flat vector of the work dtype. `programs` makes them."""
+    """An object that reduces 1-D vectors by one algorithm; module `programs` chooses it."""
 
-    #: Whether it divides a mean itself, while the piece is in the cache.
+    #: Whether the engine divides a mean itself, while the piece is in the cache.
     divides = False
     #: Whether its messages carry the number of the operation.
     tagged = True
-    #: The barrier of the node, where there is one: nobody passes it when this rank breaks off.
+    #: The barrier of the node, if the engine uses it: no rank passes it when this rank breaks off.
     gate: Any = None
-    #: What a run sends.
+    #: The messages and bytes of one run.
     counters = Counters()
 
     def run(self, work, key, number: int = 0, divisor=None) -> None:
-        """Reduce `work` in place as operation `number`, whose signature has that `key`. Collective.
+        """Reduce `work` in place. Collective.
 
-        `divisor` finishes a mean, for those that divide.
+        `number` is the number of the operation, and `key` is a digest of its kind, dtype and shape.
+
+        An engine whose attribute `divides` is true also divides the sum by `divisor`, unless
+        `divisor` is None.
         """
         raise NotImplementedError
 
     def close(self) -> None:
-        """Nothing to free: the memory is Python's, or the communicator's."""
+        """Do nothing: this engine has no memory or MPI requests that it must free."""
 
 
 class Program(Engine):
-    """A schedule made ready for vectors of `n` elements of one dtype. Used again at every step."""
+    """An engine that runs a schedule (list of steps) on vectors of `n` elements of one dtype."""
 
     def __init__(self, context, steps: list[Step], n: int, dtype: np.dtype, ufunc: np.ufunc):
         limit = max(1, MAX_MESSAGE // dtype.itemsize)
         steps = split_messages(without_empty(steps), limit)
         self.context, self.n, self.dtype, self.ufunc = context, n, dtype, ufunc
-        self.compiled: Compiled = compile_steps(steps)
-        self.ready = [i for i, needs in enumerate(self.compiled.needs) if not needs]
-        self.ready.reverse()  # a run takes them from the end
+        self.compiled = compile_steps(steps)
+        # The steps that need no other step, in reverse: a run takes them from the end of the list.
+        self.ready = [i for i in reversed(range(len(steps))) if not self.compiled.needs[i]]
         self.scratch_size = extent(steps, n) - n
         self.counters = _count(steps, dtype.itemsize)
 
     def run(self, work, key, number: int = 0, divisor=None) -> None:
-        """Run the schedule on `work`, in place, and wait. Collective."""
+        """Run the schedule on `work`, in place, and wait for its end. Collective."""
         context = self.context
         hear_first(context)
         run = Run(self, work, context.tag(number), heading(context, key))
         try:
-            context.wait(run.progress)  # nobody else has it: no lock
+            context.wait(run.progress)  # without the lock of `test`: no other thread has this run
         except BaseException:
             run.finish_sends()
             raise
 
     def scratch(self, data):
-        """Return scratch for a run on `data`; those at the same time need each their own."""
-        if is_device(data):  # that has a pool of cupy's
+        """Return scratch memory for one run on `data`; two simultaneous runs must not share it."""
+        if is_device(data):  # cupy keeps a pool of its own
             return mpi_empty(self.scratch_size, self.dtype, like=data)
         if self.scratch_size * self.dtype.itemsize <= POOLED_BYTES:
             return np.empty(self.scratch_size, self.dtype)
@@ -136,30 +146,43 @@ class Program(Engine):
 
 
 def _count(steps: list[Step], itemsize: int) -> Counters:
+    """Return how many messages and bytes this rank sends, receives and adds in a run of `steps`."""
     sent = [length(s.source) for s in steps if s.kind == SEND]
     received = [length(s.target) for s in steps if s.kind == RECV]
-    reduced = sum(length(s.target) for s in steps if s.kind in (REDUCE, REDUCE_LEFT))
+    reduced = [length(s.target) for s in steps if s.kind in (REDUCE, REDUCE_LEFT)]
     return Counters(
         messages_sent=len(sent),
         bytes_sent=sum(sent) * itemsize,
         messages_received=len(received),
         bytes_received=sum(received) * itemsize,
-        bytes_reduced=reduced * itemsize,
+        bytes_reduced=sum(reduced) * itemsize,
     )
 
 
-class Run:
-    """One execution of a program on `data`, a 1-D contiguous vector that is used in place.
+def ends_within(seconds: float, test: Callable[[], bool]) -> bool:
+    """Call `test` repeatedly for at most `seconds`; return whether it returned true."""
+    end = time.monotonic() + seconds
+    while not test():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.0005)
+    return True
 
-    Begins at once; poll `test`. `data` is host memory, or device memory that MPI takes; scratch
-    lies where the data does. Where another `header` comes MismatchError is raised; without one
-    none is sent.
+
+class Run:
+    """One execution of a schedule on `data`, a 1-D contiguous vector that is reduced in place.
+
+    The constructor begins the execution; the caller must call `test` until it returns true. `data`
+    is in host memory, or in device memory if MPI can send from there. The scratch memory of a run
+    is on the host or on the device, as `data` is. A message with another header than `header`
+    belongs to another operation and raises MismatchError. With an empty `header` no headers are
+    sent.
     """
 
     def __init__(self, program: Program, data, tag: int, header: bytes):
         self.program, self.comm, self.tag = program, program.context.data, tag
         self.header = header
-        self.sequence: int | None = None  # of this operation, where others are begun after it
+        self.sequence: int | None = None  # of this operation, if newer operations may begin
         self.data, self.scratch = data, program.scratch(data)
         self.device = not isinstance(data, np.ndarray)
         self.needs = program.compiled.needs.copy()
@@ -167,7 +190,7 @@ class Run:
         self.requests: list = []
         self.owners: list[int] = []
         self.inboxes: dict[int, bytearray] = {}
-        self.broken = False  # by an exception: nothing is sent or added any more
+        self.broken = False  # true after an exception: this run sends and adds nothing more
         self._first = bytearray(program.compiled.first if header else self.left)
         self._testing = threading.Lock()
         try:
@@ -178,19 +201,17 @@ class Run:
             raise
 
     def finish_sends(self) -> None:
-        """Wait a moment until nothing is sent any more from memory that the caller may change."""
+        """Wait up to `GRACE` seconds until MPI has sent all messages from the caller's memory."""
         steps = self.program.compiled.steps
         owned = zip(self.owners, self.requests, strict=False)
         sends = [r for i, r in owned if i == _HEADER_SENT or steps[i].kind == SEND]
-        end = time.monotonic() + GRACE
-        with suppress(MPI.Exception):  # what is raised already is the cause
-            while not MPI.Request.Testall(sends) and time.monotonic() < end:
-                time.sleep(0.0005)
+        with suppress(MPI.Exception):  # the exception that is being raised is the cause
+            ends_within(GRACE, lambda: MPI.Request.Testall(sends))
 
     def test(self) -> bool:
-        """Make progress; true when this rank's part is done.
+        """Make progress; return whether this rank has finished all its steps.
 
-        False for a thread that comes while another one is in here, and after an exception.
+        Returns False while another thread is in this method, and after an exception.
         """
         if not self.left:
             return True
@@ -205,10 +226,13 @@ class Run:
             self._testing.release()
 
     def progress(self, ready: list[int] | None = None) -> bool:
-        """Do what `test` does, for the one thread that has this run.
+        """Make progress without a lock; return whether this rank has finished all its steps.
 
-        Begins the steps that are `ready`, or that what has come in releases, and what each of them
-        releases. A list, not recursion: chains are long. Nor calls: MPI is entered from here.
+        The method begins the steps in the list `ready`. If `ready` is None, the method begins the
+        steps that have waited for messages which are now complete. When a step is done, the steps
+        that waited for it are begun as well. Steps to begin are kept in a list, because recursion
+        would be too deep. For speed, this method calls MPI directly and not through helper
+        functions.
         """
         if not self.left:
             return True
@@ -226,8 +250,8 @@ class Run:
             released = compiled.followers[i]
             if kind == RECV:
                 if first[i]:
-                    # Room for whatever another operation may send first. What follows on this
-                    # channel is received when the header is known.
+                    # There is room for the first message of any other operation. The next message
+                    # on this channel is received after the header has been checked.
                     target = self.inboxes[i] = bytearray(_HEADER.size + PACKED_BYTES)
                     released = ()
                 else:
@@ -237,7 +261,7 @@ class Run:
             elif kind == SEND:
                 message = self._view(step.source)
                 if first[i]:
-                    if message.nbytes > PACKED_BYTES:  # the header goes ahead
+                    if message.nbytes > PACKED_BYTES:  # the header is sent ahead
                         self.left += 1
                         requests.append(comm.Isend([self.header, _BYTE], step.peer, tag))
                         owners.append(_HEADER_SENT)
@@ -256,11 +280,11 @@ class Run:
         if self.left:
             return False
         if not self.device and self.scratch.nbytes > POOLED_BYTES:
-            self.program.context.pool.give(self.scratch)  # the next run may have it
+            self.program.context.pool.give(self.scratch)  # for the next run
         return True
 
     def _released(self, done: list[int]) -> list[int]:
-        """Return the steps that may begin now that the requests at `done` are complete."""
+        """Return the steps that may begin after the MPI requests numbered `done` have ended."""
         owners, requests = self.owners, self.requests
         if len(done) == len(requests):
             finished = owners.copy()
@@ -269,7 +293,7 @@ class Run:
         else:
             finished = [owners[k] for k in done]
             for k in sorted(done, reverse=True):
-                # Order in the list does not matter, so the last entry fills the gap.
+                # The order in the list does not matter, so the last entry fills the gap.
                 owners[k], requests[k] = owners[-1], requests[-1]
                 owners.pop()
                 requests.pop()
@@ -277,12 +301,9 @@ class Run:
         for i in finished:
             if i in self.inboxes:
                 if not self._open(i):
-                    ready.append(i)  # the long message itself
+                    ready.append(i)  # now receive the long message itself
                     continue
-                released: Sequence[int] = (
-                    *self.program.compiled.followers[i],
-                    *dependents[i],
-                )
+                released: Sequence[int] = (*self.program.compiled.followers[i], *dependents[i])
             else:
                 self.left -= 1
                 released = dependents[i] if i != _HEADER_SENT else ()
@@ -301,16 +322,14 @@ class Run:
         return self.data[start:stop]
 
     def _headed(self, view):
-        """Return a short first message behind its header."""
-        if not self.device:
-            return self.header + view.tobytes()
-        buffer = bytearray(len(self.header) + view.nbytes)
-        buffer[: len(self.header)] = self.header
-        copy_into(np.frombuffer(buffer, view.dtype, offset=len(self.header)), view)
-        return buffer
+        """Return a buffer that contains the header and then the data of a short first message."""
+        if self.device:
+            view, source = np.empty(view.size, view.dtype), view
+            copy_into(view, source)
+        return self.header + view.tobytes()
 
     def _open(self, i: int) -> bool:
-        """Look at the first message of a channel; whether its data came with the header."""
+        """Check the header of a peer's first message; return whether data came with the header."""
         inbox, header = self.inboxes.pop(i), self.header
         if not inbox.startswith(header):
             self._mismatch(inbox)
@@ -319,15 +338,12 @@ class Run:
         if target.nbytes > PACKED_BYTES:
             return False
         values = np.frombuffer(inbox, self.program.dtype, target.size, len(header))
-        if self.device:
-            copy_into(target, values)
-        else:
-            target[...] = values
+        (copy_into if self.device else np.copyto)(target, values)
         self.left -= 1
         return True
 
     def _mismatch(self, inbox: bytearray) -> None:
-        """Raise MismatchError: a message of another operation has come under this one's tag."""
+        """Raise MismatchError for a message of another operation that has this operation's tag."""
         context = self.program.context
         if inbox.startswith(self.header[:_KEY_BYTES]):
             context.statuses.fail(f"{CHAIN_DIFFERS}; operation #{context.sequence} found it")
@@ -342,5 +358,5 @@ class Run:
         else:
             self.program.ufunc(source, target, out=target)
         if self.device:
-            # It has only queued the work, and the next step may hand the target to MPI.
+            # The device may still compute, and the next step may pass the target to MPI.
             synchronize(target)

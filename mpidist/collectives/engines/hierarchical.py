@@ -1,13 +1,15 @@
-"""Allreduce over nodes of several ranks: one copy of the vector per node crosses the wire.
+"""Allreduce over nodes of several ranks: a node adds its ranks' vectors and sends only the sum.
 
     2 nodes of 2 ranks; each node's ranks first cut the sum of their node in lanes:
       node reduce-scatter    rank 0: a0+a1 of part 0    rank 1: a0+a1 of part 1      (memory)
       lane exchange          0 <-> 2 with part 0        1 <-> 3 with part 1          (wire, at once)
-      node allgather         all ranks of a node take the finished parts             (memory)
+      node allgather         all ranks of a node copy the finished parts             (memory)
 
-There are as many lanes as the smallest node has ranks: every lane has a member on each node, and
-all lanes use the wire at the same time. Cost for P nodes of q ranks: 2(P-1)/P N bytes per node over
-the wire, 2(P-1) messages per rank where the lanes run a ring, log2 P times 2 where a butterfly.
+A lane is a group with one rank of each node, which exchanges one part of the vector. The number of
+lanes is the number of ranks of the smallest node, and all lanes use the network at the same time.
+With P nodes and vectors of N bytes, each node sends 2(P-1)/P N bytes over the network. Each rank
+sends 2(P-1) messages if the exchange between P nodes uses a ring, and 2 log2 P messages if it uses
+a butterfly.
 
 Traeff, Hunold, "Decomposing Collectives for Exploiting Multi-lane Communication", CLUSTER 2020.
 """
@@ -29,12 +31,12 @@ from .reductions import Reduction
 
 
 def lanes_of(topology: Topology) -> int:
-    """How many ranks of each node exchange with other nodes: the size of the smallest."""
+    """Return the number of lanes (groups with one rank per node): the size of the smallest node."""
     return int(np.bincount(topology.node_of).min())
 
 
 def peers_of(topology: Topology, lane: int) -> list[int]:
-    """Return the rank that takes part in `lane`, of each node. One pass over the ranks."""
+    """Return the ranks of group number `lane`, which has one rank of each node."""
     nodes = np.asarray(topology.node_of)
     by_node = np.argsort(nodes, kind="stable")  # a node's ranks one after the other, ascending
     starts = np.cumsum(np.bincount(nodes)) - np.bincount(nodes)
@@ -44,49 +46,47 @@ def peers_of(topology: Topology, lane: int) -> list[int]:
 def lane_steps(
     topology: Topology, lane: int, n: int, itemsize: int, name: str | None = None
 ) -> list[Step]:
-    """Steps of the exchange of lane `lane`'s `n` elements between the nodes, by real ranks."""
-    if name is None:
-        name = "ring" if n * itemsize > RING_BYTES else "butterfly"
+    """Return the steps of an allreduce of `n` elements in a lane, a group of one rank per node."""
+    name = name or ("ring" if n * itemsize > RING_BYTES else "butterfly")
     peers = [*peers_of(topology, lane), -1]  # the last one for steps that have no peer
     steps = algorithms.ALLREDUCE[name](topology.nodes, topology.node, n, itemsize)
     return [Step(round, kind, peers[peer], *spans) for round, kind, peer, *spans in steps]
 
 
 def total_of(*programs) -> Counters:
-    """Return what the programs send together; None counts for nothing."""
+    """Return the sums of the message and byte counts of the engines `programs`; None is skipped."""
     total = Counters()
-    for program in programs:
-        if program is not None:
-            total.add(program.counters)
+    for program in filter(None, programs):
+        total.add(program.counters)
     return total
 
 
+def lane_program(
+    context: Context, topology: Topology, n: int, reduction: Reduction, name: str | None = None
+) -> tuple[slice, Program | None]:
+    """Return this rank's slice of `n` elements to sum between nodes, and its engine or None."""
+    lanes, lane, dtype = lanes_of(topology), topology.local_rank, reduction.work
+    if lane >= lanes:
+        return slice(0), None
+    start, stop = BlockPartition(n, lanes).range(lane)
+    if topology.nodes == 1:
+        return slice(start, stop), None
+    steps = lane_steps(topology, lane, stop - start, dtype.itemsize, name)
+    return slice(start, stop), Program(context, steps, stop - start, dtype, reduction.ufunc)
+
+
 class Hierarchical(Engine):
-    """One allreduce in three phases; `halves` are the node's parts of it, before and after."""
+    """An engine that reduces inside nodes, then sums between nodes, then gathers inside nodes."""
 
     divides = True
 
-    def __init__(
-        self,
-        context: Context,
-        reduction: Reduction,
-        n: int,
-        topology: Topology,
-        halves: tuple[NodeProgram, NodeProgram],
-    ):
-        self.first, self.second = halves
-        self.gate = self.first.gate
-        lanes, lane = lanes_of(topology), topology.local_rank
-        self.part = slice(*BlockPartition(n, lanes).range(lane)) if lane < lanes else slice(0)
-        self.program: Program | None = None
-        if lane < lanes and topology.nodes > 1:
-            count, dtype = self.part.stop - self.part.start, reduction.work
-            steps = lane_steps(topology, lane, count, dtype.itemsize)
-            self.program = Program(context, steps, count, dtype, reduction.ufunc)
-        self.counters = total_of(self.first, self.second, self.program)
+    def __init__(self, reduction: Reduction, n: int, first: NodeProgram, second: NodeProgram):
+        self.first, self.second, self.gate = first, second, first.gate
+        self.part, self.program = lane_program(self.gate.context, self.gate.topology, n, reduction)
+        self.counters = total_of(first, second, self.program)
 
     def run(self, work: np.ndarray, key, number: int = 0, divisor=None) -> None:
-        """Reduce the flat vector `work` in place. Collective."""
+        """Reduce the 1-D vector `work` in place. Collective."""
         self.second.prepare(work)
         self.first.run(work, key)
         if self.program is not None:

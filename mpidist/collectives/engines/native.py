@@ -1,12 +1,15 @@
-"""The MPI library's own allreduce, made safe: ranks that disagree find out instead of hanging.
+"""MPI's own allreduce with a check: if the ranks' calls differ, all ranks raise an error.
 
-Short vectors (`Staged`): the data is copied beside a header (a number that stands for operation,
-dtype, shape) into a registered buffer and both are summed by one persistent `Allreduce_init`. A
-wrong header sum means that the ranks were in different operations. Two copies and one comparison
-are all it costs, and nothing is looked up in the call.
+For short vectors (class `Staged`), the data and a header are copied into one buffer, and a
+persistent MPI request (`Allreduce_init`) sums both. The header is a number that identifies the
+operation, its dtype and its shape. If the sum of all ranks' headers is not the number of ranks
+times a rank's own header, the ranks were in different operations. The header costs two copies of
+the vector, into and out of the buffers, and one comparison.
 
-Longer vectors (`Blocking`): a blocking call cannot be left, so the ranks first agree, by the header
-alone, that all are about to make it; then MPI's blocking Allreduce runs in pieces below 2^31.
+Longer vectors (class `Blocking`) are summed by a blocking call, which a rank cannot leave before
+all ranks have made it. Before a blocking call, the ranks therefore check, with a small allreduce,
+that all of them are about to make the same call. After this check the ranks call MPI's blocking
+Allreduce, on pieces of fewer than 2^31 elements.
 """
 
 from __future__ import annotations
@@ -24,26 +27,26 @@ from mpi4py import MPI
 from ...events import Counters
 from ...runtime.agreement.mismatch import BALLOT, Signature
 from ...runtime.context import Context
-from .executor import MAX_MESSAGE, Engine
+from .executor import MAX_MESSAGE, Engine, ends_within
 from .reductions import Reduction, finish_mean, native_op
 
-#: Vectors up to this many bytes are staged beside a header; measured at 2 ranks: beyond, the
-#: persistent call of Open MPI loses to the blocking one by more than the handshake costs.
+#: Vectors up to this many bytes are staged beside a header. Measured at 2 ranks: for longer vectors
+#: the blocking call of Open MPI, with its handshake, is faster than the persistent call.
 STAGED_BYTES = 2048
 
-#: Looks at a short reduction before the polite wait begins: it costs more than it waits for.
+#: Tests of a short reduction before the polite wait begins, for its setup costs more than a test.
 SPINS = 64
 
-#: Seconds that a rank stays in a handshake that it would leave: the others may still begin.
+#: Seconds that a rank with an exception stays in a handshake, because other ranks may still begin.
 GRACE = 1.0
 
 _MANTISSA = {"f4": 24, "f8": 53, "i4": 31, "i8": 62, "u4": 31, "u8": 62}
 
 
 def header_values(key: int, code: str, size: int) -> np.ndarray | None:
-    """Cut `key` into eight bytes of elements whose sum over `size` ranks is exact.
+    """Encode the number `key` as array elements (8 bytes), whose sum over `size` ranks is exact.
 
-    Returns None where the ranks are too many for the elements of type `code` to carry enough.
+    Returns None if elements of type `code` are too small for an exact sum over so many ranks.
     """
     bits = _MANTISSA[code] - size.bit_length()
     if bits < 8:
@@ -53,7 +56,7 @@ def header_values(key: int, code: str, size: int) -> np.ndarray | None:
 
 
 def can_stage(reduction: Reduction, n: int, size: int) -> bool:
-    """Whether `Staged` can run this: a sum of a few kilobytes of plain numbers."""
+    """Whether `Staged` can run the reduction: it must be a short sum or mean of real numbers."""
     code = f"{reduction.work.kind}{reduction.work.itemsize}"
     return (
         reduction.ufunc is np.add
@@ -64,7 +67,7 @@ def can_stage(reduction: Reduction, n: int, size: int) -> bool:
 
 
 class _Nonblocking:
-    """Start and Test of an allreduce, for an MPI without persistent collectives (before MPI 4)."""
+    """Replaces a persistent MPI request by nonblocking calls, for libraries older than MPI 4."""
 
     def __init__(self, comm, arguments):
         self.arguments, self.comm = arguments, comm
@@ -77,7 +80,7 @@ class _Nonblocking:
         return self.request.Test()
 
     def Free(self) -> None:
-        """Nothing to free."""
+        """Do nothing, because the call of `Test` has already freed the request."""
 
 
 def persistent_allreduce(comm: MPI.Comm, source: np.ndarray, result: np.ndarray, op: MPI.Op):
@@ -91,30 +94,17 @@ def persistent_allreduce(comm: MPI.Comm, source: np.ndarray, result: np.ndarray,
 
 
 class Staged:
-    """Allreduce of a short vector through registered buffers with a header.
+    """Allreduce of a short vector, copied with a header into buffers that are kept between calls.
 
-    The send buffer's header never changes; the receive buffer's must come back as `size` times
-    that. It is eight bytes, so one look at an integer tells.
+    The header in the send buffer is written once and never changes. If all ranks make the same
+    call, the header in the receive buffer is `size` times the header in the send buffer. A header
+    has eight bytes, so one comparison of two integers checks the sum of the headers.
     """
 
     def __init__(self, context: Context, signature: Signature, reduction: Reduction, shape):
-        n = prod(shape)
-        dtype = reduction.work
-        header = header_values(signature.key, f"{dtype.kind}{dtype.itemsize}", context.size)
-        assert header is not None  # can_stage has asked
-        source, result = np.zeros(n + header.size, dtype), np.zeros(n + header.size, dtype)
-        source[n:] = header
-        self.context, self.signature, self.reduction = context, signature, reduction
-        self.raw_source, self.raw_result = _bytes(source), _bytes(result)
-        self.nbytes = n * dtype.itemsize
-        self.source, self.result = source[:n].reshape(shape), result[:n].reshape(shape)
-        self.header = self.raw_result[self.nbytes :].cast("q")
-        self.expected = int((header * dtype.type(context.size)).view(np.int64)[0])
-        self.request = persistent_allreduce(context.data, source, result, MPI.SUM)
-        self.run, self.bind, calls = _hot_paths(self)
-        self.runs = context.count(
-            Counters(native_calls=1, native_bytes=self.nbytes), calls, numbers=True
-        )
+        self.request, self.run, self.bind, calls = _hot_paths(context, signature, reduction, shape)
+        sent = Counters(native_calls=1, native_bytes=prod(shape) * reduction.work.itemsize)
+        self.runs = context.count(sent, calls, numbers=True)
 
     def close(self) -> None:
         """Free the persistent request."""
@@ -125,42 +115,43 @@ def _bytes(array: np.ndarray) -> memoryview:
     return memoryview(array).cast("B")  # type: ignore[arg-type]
 
 
-def _hot_paths(staged: Staged):
-    """Return ``run(x, total)``, ``bind(x)`` and ``calls()``.
+def _hot_paths(context: Context, signature: Signature, reduction: Reduction, shape):
+    """Return the MPI request of a `Staged` object, and its methods ``run``, ``bind`` and ``calls``.
 
-    ``run`` reduces `x` in place as the next operation. Collective. ``bind`` returns the same for
-    one array, whose bytes are at hand. ``calls`` returns how often they ran. Closures, written out
-    flat: a lookup in an object costs 20 ns and a function call 100, where MPI itself needs 1,000.
+    ``run`` reduces the array `x` in place. Collective. ``bind`` returns a function without
+    arguments that reduces one array. ``calls`` returns how many reductions have been made by
+    ``run`` or by functions from ``bind``. For speed, ``run``, ``bind`` and ``calls`` are closures
+    that do not call each other: the MPI operation takes 1,000 ns, each function call in Python 100
+    ns, and each attribute lookup 20 ns.
     """
-    context, note, signature = staged.context, staged.context.history.append, staged.signature
-    source, result, header, expected = staged.source, staged.result, staged.header, staged.expected
-    begin, test, whole = staged.request.Start, staged.request.Test, slice(None)
-    reduction, mean, size = staged.reduction, staged.reduction.mean, staged.context.size
-    owner, kind = context.owner, signature.kind
-    raw_source = staged.raw_source[: staged.nbytes]
-    raw_result = staged.raw_result[: staged.nbytes]
+    size, n, dtype, mean = context.size, prod(shape), reduction.work, reduction.mean
+    values = header_values(signature.key, f"{dtype.kind}{dtype.itemsize}", size)
+    assert values is not None  # `can_stage` has checked it
+    sent, received = np.zeros(n + values.size, dtype), np.zeros(n + values.size, dtype)
+    sent[n:] = values
+    request = persistent_allreduce(context.data, sent, received, MPI.SUM)
+    begin, test, whole = request.Start, request.Test, slice(None)
+    source, result = sent[:n].reshape(shape), received[:n].reshape(shape)
+    raw_source, raw_result = _bytes(sent)[: source.nbytes], _bytes(received)[: source.nbytes]
+    header = _bytes(received)[source.nbytes :].cast("q")
+    expected = int((values * dtype.type(size)).view(np.int64)[0])
+    note, owner, kind = context.history.append, context.owner, signature.kind
     count = 0
-
-    def look():
-        """Wait on: setting up this loop costs as much as the first looks, which need none."""
-        for _ in range(SPINS):
-            if test():
-                return
-        context.wait(test)
 
     def run(x, total=size):
         nonlocal count
         before = context.stopped
         if before or (owner is not None and get_ident() != owner):
             before = context.check_free(kind)
-        context.stopped = True  # a second thread must not come in: see `calls`
+        context.stopped = True  # refuses a second thread, see `agreement/calls.py`
         try:
             count += 1  # numbers the operation: see `Context.sequence`
             note(signature)
             source[...] = x
             begin()
+            # The first tests come without a loop, whose setup costs as much time as they do.
             if not (test() or test() or test() or test() or test() or test()):
-                look()
+                _wait(context, test)
             if header[0] != expected:
                 context.disagree()
             if mean:
@@ -174,10 +165,10 @@ def _hot_paths(staged: Staged):
         return x
 
     def bind(x: np.ndarray):
-        flags = x.flags  # not aligned: it has no format that a memoryview can be cast from
-        plain = flags.c_contiguous and flags.aligned and x.dtype == reduction.work and x.size
+        flags = x.flags  # the bytes of an array that is not aligned are no memoryview
+        plain = flags.c_contiguous and flags.aligned and x.dtype == dtype and x.size
         if not plain or mean:
-            return lambda: run(x)
+            return lambda: run(x)  # a partial would take an argument as a divisor
         mine = _bytes(x)
 
         def run_bound():
@@ -192,7 +183,7 @@ def _hot_paths(staged: Staged):
                 raw_source[whole] = mine
                 begin()
                 if not (test() or test() or test() or test() or test() or test()):
-                    look()
+                    _wait(context, test)
                 if header[0] != expected:
                     context.disagree()
                 mine[whole] = raw_result
@@ -205,16 +196,27 @@ def _hot_paths(staged: Staged):
 
         return run_bound
 
-    return run, bind, lambda: count
+    return request, run, bind, lambda: count
+
+
+def _wait(context: Context, test: Callable[[], bool]) -> None:
+    """Call `test` a few times; if it always returns false, wait with little CPU use. Collective."""
+    for _ in range(SPINS):
+        if test():
+            return
+    context.wait(test)
 
 
 class Handshake:
-    """A few bytes that prove that all ranks are about to make the same blocking call.
+    """A small allreduce that checks that all ranks are about to make the same blocking call.
 
-    Whoever has begun one may be the last whom the others wait for: they go on into a call that
-    nobody can leave. So an exception in here is held back where the call comes off after all, and
-    this rank takes part in it first. Whether it does is certain after `GRACE` seconds, for ranks
-    that come later are told before they begin.
+    When all ranks have begun the handshake, each rank makes the blocking call, which no rank can
+    leave before all ranks have made it. If an exception (such as KeyboardInterrupt) interrupts one
+    rank in the handshake, this rank waits up to `GRACE` seconds for the others to begin the
+    handshake. If all ranks have begun in time, the interrupted rank makes the blocking call first
+    and raises the exception afterwards. A rank that comes to the handshake more than `GRACE`
+    seconds after the exception receives the error of the interrupted rank first, and does not begin
+    the handshake.
     """
 
     def __init__(self, context: Context):
@@ -222,16 +224,16 @@ class Handshake:
         mine, most = np.zeros(BALLOT, np.int64), np.empty(BALLOT, np.int64)
         self.mine, self.most = memoryview(mine), memoryview(most)  # type: ignore[arg-type]
         self.request = persistent_allreduce(context.control, mine, most, MPI.MAX)
-        self.begin, self.test = self.request.Start, self.request.Test
 
     def __call__(self, key: int) -> BaseException | None:
-        """Return when all ranks passed the same key; raise MismatchError otherwise. Collective.
+        """Wait for all ranks; raise MismatchError if `key` differs between ranks. Collective.
 
-        An exception that is returned must be raised after the call that all make now.
+        If an exception interrupted this rank, the method returns this exception, otherwise None.
+        The caller must raise this exception as soon as the blocking call has ended.
         """
         now = time.monotonic()
         if now - self.last > GRACE / 2:
-            # A look brings in a message or two, and others may have come before that word.
+            # One call receives a message or two, and an error may be behind other messages.
             for _ in range(SPINS):
                 self.context.statuses.listen()
         held: BaseException | None = None
@@ -239,16 +241,11 @@ class Handshake:
         try:
             self.mine[0], self.mine[1] = key, -key
             begun = True
-            self.begin()
-            test = self.test
-            for _ in range(SPINS):
-                if test():
-                    break
-            else:
-                self.context.wait(test)
+            self.request.Start()
+            _wait(self.context, self.request.Test)
         except BaseException as error:
             self.context.break_off(error)
-            if not begun or not self._comes_off():
+            if not begun or not ends_within(GRACE, self.request.Test):
                 raise
             held = error
         self.last = now
@@ -258,22 +255,13 @@ class Handshake:
             self.context.disagree()
         return held
 
-    def _comes_off(self) -> bool:
-        """Whether all ranks begin, after an exception on one of them."""
-        end = time.monotonic() + GRACE
-        while time.monotonic() < end:
-            if self.test():
-                return True
-            time.sleep(0.0005)
-        return False
-
     def close(self) -> None:
         """Free the persistent request."""
         self.request.Free()
 
 
 def handshake(context: Context) -> Handshake:
-    """Return the handshake of a communicator; made on first use. Collective on first use."""
+    """Return the handshake of a communicator. Collective on first use, which creates it."""
     if "handshake" not in context.store:
         context.store["handshake"] = Handshake(context)
     return context.store["handshake"]
@@ -284,7 +272,7 @@ Calls = Iterable[tuple[Callable, tuple]]
 
 
 class Blocking(Engine):
-    """Agree, then make MPI's blocking calls, which all ranks make; `calls` says which."""
+    """An engine that makes MPI's blocking calls, after a check that all ranks will make them."""
 
     tagged = False
 
@@ -294,17 +282,18 @@ class Blocking(Engine):
         handshake(context)
 
     def run(self, work, key, number: int = 0, divisor=None) -> None:
-        """Make the calls on `work`. Collective.
+        """Reduce the vector `work` by blocking MPI calls. Collective.
 
-        What this rank raises on the way is raised when all ranks have come through: `Handshake`.
+        An exception on this rank, such as one from a signal handler, is raised only after the
+        blocking calls have ended.
         """
         held = handshake(self.context)(key)
         for call, arguments in self.calls(work):
             made: list = []
             for _ in range(2):
                 try:
-                    # One step of the interpreter: what a signal's handler raises comes before it
-                    # or after it, and the list tells which.
+                    # This is one step of the interpreter. A signal handler raises before it or
+                    # after it, and the list shows whether the call was made.
                     made.extend(starmap(call, (arguments,)))
                     break
                 except MPI.Exception:
@@ -319,7 +308,7 @@ class Blocking(Engine):
 
 
 def blocking_allreduce(context: Context, reduction: Reduction, n: int) -> Blocking:
-    """Return MPI's own allreduce of `n` elements, in place, in pieces. Collective."""
+    """Return an engine that runs MPI's own allreduce of `n` elements, in place. Collective."""
     comm, op, root = context.data, native_op(reduction), context.rank == 0
     piece = max(1, MAX_MESSAGE // reduction.work.itemsize)
 
@@ -330,7 +319,8 @@ def blocking_allreduce(context: Context, reduction: Reduction, n: int) -> Blocki
                 yield comm.Allreduce, (MPI.IN_PLACE, part, op)
                 continue
             # An operation made from a ufunc may depend on the order of its operands (minimum of the
-            # two zeros), and MPI's allreduce may order them differently on each rank: reduce once.
+            # two zeros), and MPI's allreduce may order them differently on each rank. So one rank
+            # reduces for all.
             yield comm.Reduce, (MPI.IN_PLACE if root else part, part if root else None, op, 0)
             yield comm.Bcast, (part, 0)
 
@@ -338,7 +328,7 @@ def blocking_allreduce(context: Context, reduction: Reduction, n: int) -> Blocki
 
 
 def run_native(context: Context, signature: Signature, nbytes: int, *calls) -> None:
-    """Begin an operation that is MPI's own, agree, make its `calls`, count it. Collective."""
+    """Check that all ranks run the same operation, then make the MPI calls `calls`. Collective."""
     engine = Blocking(context, lambda _: calls, nbytes)
     context.begin(signature)
     engine.run(None, signature.key)

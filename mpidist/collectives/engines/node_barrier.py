@@ -1,24 +1,27 @@
-"""The memory that the ranks of a node share for a communicator, and the executor of node schedules.
+"""Memory that the ranks of a node share, a barrier in this memory, and an engine that uses both.
 
-`memory_of(context)` makes it once: flags, two sets of slots for short vectors, staging for long
-ones. `NodeBarrier` is the barrier of the node. `SharedProgram` runs the steps of `node.py` on
-vectors that lie in shared memory, `staging.StagedProgram` on private ones.
+`memory_of(context)` allocates this memory once: the counters of a barrier, two areas for short
+vectors of all ranks, and buffers through which long vectors are copied. `NodeBarrier` is the
+barrier of the node. `SharedProgram` runs the steps of `schedules/node.py` on vectors that lie in
+shared memory. `staging.StagedProgram` runs the steps of `schedules/node.py` on vectors in private
+memory.
 
-A rank that breaks an operation off never arrives at the next sync: its counter says so, and nobody
-passes, so that nobody returns with half a sum.
+A rank that stops an operation because of an error never arrives at the next barrier. A rank that
+has stopped marks its counter in the barrier as failed, so that no other rank passes the barrier and
+returns an incomplete sum.
 
-Order of memory. A rank writes data, then its counter; another reads the counter, then the data.
-x86 processors keep stores in order and loads in order (TSO), the kernel's and C library's streaming
-copies end in a fence, and an aligned 8-byte write is one write, so the counters need nothing more.
-Other processors may swap them: there the counters are not used, and a barrier of MPI, whose
-messages order memory, stands in their place.
+Order of memory. A rank writes data, then its counter; another rank reads the counter, then the
+data. The processor must not reorder the two writes (data before counter) or the two reads (counter
+before data). x86 processors keep stores in order and loads in order (TSO), the streaming copies of
+the kernel and the C library end in a fence, and an aligned 8-byte write is atomic. On x86, the
+counters therefore need no fence instructions. Other processors may reorder the writes or the reads,
+so on them an MPI barrier, whose messages order memory accesses, replaces the counters.
 """
 
 from __future__ import annotations
 
 import platform
 from functools import lru_cache
-from itertools import chain
 
 import numpy as np
 from mpi4py import MPI
@@ -31,10 +34,10 @@ from ...runtime.cross_memory import CrossMemory
 from ...runtime.polling import wait_until
 from ...runtime.topology import Topology, topology_of
 from ..schedules.node import FEW_RANKS, FLAT_BYTES, staging_bytes
-from ..schedules.schedule import COPY, NODE_SYNC, REDUCE, Step, length
+from ..schedules.schedule import COPY, REDUCE, Step, intervals, length
 from .executor import Engine
 
-#: Looks at the counters before the polite wait begins.
+#: Reads of the counters before the polite wait begins.
 SPINS = 200
 
 ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")
@@ -44,22 +47,26 @@ LINE = 8  # int64 per cache line
 KEYS, ADDRESS = 1, 3
 _PAGE = 4096
 
-#: Seconds in which a rank that broke an operation off says why.
+#: Seconds in which a rank that broke an operation off sends the reason.
 HEARSAY = 5.0
 
 
 class NodeBarrier:
-    """A barrier of the ranks of a node: a counter for each, on a cache line of its own.
+    """A barrier of the ranks of a node: each rank has a counter on a cache line of its own.
 
-    Beside the counter lie two keys, so that the first sync of an operation also proves that all
-    ranks are in the same one. Two, because a quick rank may announce its next operation while a
-    slow one still looks at the keys of this; it cannot be two ahead.
+    Each rank's cache line also holds two keys (numbers that identify an operation). At the first
+    barrier of an operation, the ranks compare their keys to check that all ranks are in the same
+    operation. A rank has two keys because a quick rank may write the key of its next operation
+    while a slow rank still reads the keys of the current one. Two keys are enough, because no rank
+    can be two operations ahead of another one.
 
-    A rank that gives up (`leave`) writes the complement of the last count that it arrived at: less
-    than any count, so nobody passes unseeing, and those who still wait for that count find it in
-    there and do pass.
+    A rank that stops because of an error (`leave`) replaces its counter, the number of barriers
+    that it has reached, by the bitwise complement. The complement is negative and thus less than
+    any count, so no rank passes a barrier that the stopped rank has not reached. A rank that still
+    waits at a barrier that the stopped rank has reached computes the count from the complement, and
+    passes.
 
-    Nodes of more than `node.FEW_RANKS` ranks (`many`) look at a column of all lines in one call.
+    On nodes of more than `node.FEW_RANKS` ranks, one NumPy call reads the counters of all ranks.
     """
 
     def __init__(self, context: Context, lines: memoryview, topology: Topology):
@@ -74,11 +81,11 @@ class NodeBarrier:
         self.keys = table[:, KEYS], table[:, KEYS + 1]
 
     def announce(self, key: int) -> None:
-        """Say which operation begins; `check` compares after the next sync."""
+        """Write the key of a new operation for the other ranks, which compare it in `check`."""
         self.lines[self.mine + KEYS + (self.count + 1) % 2] = key
 
     def check(self, key: int) -> None:
-        """Raise MismatchError unless all ranks announced `key`. Comes after the first sync."""
+        """Raise MismatchError unless all ranks wrote `key`; called after the first barrier."""
         if self.many:
             if self.keys[self.count % 2].tobytes() != same_keys(key, len(self.counters)):
                 self.context.disagree()
@@ -87,12 +94,8 @@ class NodeBarrier:
             if self.lines[other + KEYS + self.count % 2] != key:
                 self.context.disagree()
 
-    def all_told(self) -> bool:
-        """Whether all ranks have told an address. Comes after a sync."""
-        return bool(self.addresses.all())
-
     def sync(self) -> None:
-        """Wait until all ranks of the node are here. Collective over the node."""
+        """Wait at the barrier until all ranks of the node are there. Collective over the node."""
         self.count = count = self.count + 1
         lines = self.lines
         lines[self.mine] = count
@@ -108,14 +111,14 @@ class NodeBarrier:
                     return
 
     def wait(self, count: int) -> None:
-        """Look a few times, then wait politely: a look costs less than the wait's beginning."""
+        """Read the counters a few times; if a rank has not arrived, wait without using much CPU."""
         for _ in range(SPINS):
             if self.arrived(count):
                 return
         self.context.wait(lambda: self.arrived(count))
 
     def arrived(self, count: int) -> bool:
-        """Whether all ranks have arrived at sync `count`; raises if one never will."""
+        """Whether all ranks have reached barrier number `count`; raises if a rank has failed."""
         lines = self.lines
         if self.many and (first := least(self.counters)) >= 0:
             return first >= count
@@ -123,12 +126,12 @@ class NodeBarrier:
             seen = lines[other]
             if seen < count and ~seen < count:
                 if seen < 0:
-                    self._hear(other // LINE)
+                    self._raise_reason(other // LINE)
                 return False
         return True
 
     def leave(self, error: BaseException) -> None:
-        """Break off the operation under way: nobody passes another sync with this rank."""
+        """Stop the operation because of `error`, so that no rank passes a later barrier."""
         self.lines[self.mine] = ~self.count
         self.context.break_off(error)
 
@@ -136,16 +139,16 @@ class NodeBarrier:
         test = self.topology.intra_comm.Ibarrier().Test
 
         def passed() -> bool:
-            # Whoever has left may have entered this barrier or not. If not, it never ends.
+            # The barrier never ends if a rank has left before it entered the barrier.
             return test() or (least(self.counters) < 0 and self.arrived(count) and test())
 
         self.context.wait(passed)
 
-    def _hear(self, local_rank: int) -> None:
-        """Raise what the rank that broke the operation off says about it."""
+    def _raise_reason(self, local_rank: int) -> None:
+        """Wait for the error message of the rank that stopped, and raise that error."""
         context, topology = self.context, self.topology
 
-        def speak_for_it(seconds: float) -> None:
+        def without_reason(seconds: float) -> None:
             if seconds > HEARSAY:
                 rank = topology.members(topology.node)[local_rank]
                 begun = context.operation(context.sequence)
@@ -155,41 +158,41 @@ class NodeBarrier:
                     "not said why; see its output"
                 )
 
-        def heard() -> bool:
-            context.statuses.listen()
+        def listen() -> bool:
+            context.statuses.listen()  # raises the reason
             return False
 
-        wait_until(heard, speak_for_it)
+        wait_until(listen, without_reason)
 
 
 def least(column: np.ndarray) -> int:
-    """Return the smallest number of a column of lines."""
+    """Return the smallest of the barrier counters in the array `column`."""
     return np.minimum.reduce(column)
 
 
 @lru_cache(maxsize=256)
 def same_keys(key: int, size: int) -> bytes:
-    """Return a column of keys in which all ranks say `key`, as bytes. Pure."""
+    """Return the bytes that the keys of `size` ranks have in memory if all of them equal `key`."""
     return np.full(size, key, np.int64).tobytes()
 
 
 class NodeMemory:
-    """What a communicator's ranks on one node share. Collective over the communicator.
+    """The memory that a communicator's ranks on one node share. Collective over the communicator.
 
-    `reason` says why there is none, on all ranks alike; then only `topology` may be used. `cross`
-    is None where the ranks of this node cannot reach each other's private memory.
+    If the memory cannot be allocated, the attribute `reason` says why, on all ranks, and only
+    `reason` and `topology` may be used. If the memory has been allocated, `reason` is None. The
+    attribute `cross` is None if some rank of this node cannot read or write the private memory of
+    another rank.
     """
 
     def __init__(self, context: Context, ranks_per_node: int | None = None):
         self.topology = topology_of(context, ranks_per_node)
         size = self.topology.local_size
         flags = -(-8 * LINE * size // _PAGE) * _PAGE
-        flat = 2 * FLAT_BYTES
-        staging = staging_bytes(size)
+        sizes = (flags, FLAT_BYTES, FLAT_BYTES, staging_bytes(size))
         self.reason: str | None = None
         try:
-            each = -(-(flags + flat + staging) // size)
-            parts = Segment(self.topology.intra_comm, each, context.wait).parts
+            parts = Segment(self.topology.intra_comm, -(-sum(sizes) // size), context.wait).parts
         except ConfigError as error:
             self.reason = str(error)
         failed = np.array([self.reason is not None], np.int64)
@@ -200,12 +203,9 @@ class NodeMemory:
             return
         memory = parts[0].base  # the parts are cut from one mapping
         assert isinstance(memory, np.ndarray)
-        lines = memoryview(memory[:flags]).cast("q")  # type: ignore[arg-type]
+        words, *self.flat, self.staging, _ = np.split(memory, np.cumsum(sizes))
+        lines = memoryview(words).cast("q")  # type: ignore[arg-type]
         self.gate = NodeBarrier(context, lines, self.topology)
-        self.flat = [
-            memory[flags + k * FLAT_BYTES : flags + (k + 1) * FLAT_BYTES] for k in range(2)
-        ]
-        self.staging = memory[flags + flat : flags + flat + staging]
         self.cross: CrossMemory | None = None
         try:
             self.cross = CrossMemory(self.topology.intra_comm)
@@ -214,22 +214,24 @@ class NodeMemory:
 
 
 def memory_of(context: Context, ranks_per_node: int | None = None) -> NodeMemory:
-    """Return the node memory of a communicator; made on first use. Collective on first use."""
+    """Return the node memory of a communicator. Collective on first use, which allocates it."""
     if "node" not in context.store:
         context.store["node"] = NodeMemory(context, ranks_per_node)
     return context.store["node"]
 
 
 def faked_nodes(comm: MPI.Comm) -> int | None:
-    """Return the ranks per node that `comm`'s collectives were told to believe in."""
+    """Return the ranks per node if a caller has set simulated nodes for `comm`, otherwise None."""
     node = of(comm).store.get("node")
     return None if node is None else node.topology.ranks_per_node
 
 
 class NodeProgram(Engine):
-    """What runs the steps of one rank of a node: an operation, or a half of one.
+    """An engine for one rank's steps of an allreduce in a node, or of half an allreduce.
 
-    `run` takes None for the key within an operation that was checked: a second half.
+    The two halves are the reduce-scatter and the allgather of an allreduce. For the second half,
+    the argument `key` of `run` is None, because the first half has already checked that all ranks
+    run the same operation.
     """
 
     divides, tagged = True, False
@@ -238,59 +240,46 @@ class NodeProgram(Engine):
         self.gate = gate
 
     def prepare(self, x: np.ndarray) -> None:
-        """Tell the others where `x` lies, if they must know. Before the first sync."""
+        """Give other ranks `x`'s address if they need it; called before the first barrier."""
 
 
 class SharedProgram(NodeProgram):
-    """Steps of one rank made ready to run: rounds between syncs, shared ranges as views.
+    """An engine that runs the steps of one rank on vectors in shared memory, between barriers.
 
-    `memory` holds what lies at positions from `n` on; positions below are the vector of each call.
+    For the positions ``[a, b)`` of a schedule, ``memory[a:b]`` is the array of the values there.
     """
 
-    def __init__(
-        self, gate: NodeBarrier | None, steps: list[Step], n: int, memory, ufunc: np.ufunc
-    ):
+    def __init__(self, gate: NodeBarrier | None, steps: list[Step], memory, ufunc: np.ufunc):
         super().__init__(gate)
-
-        def place(span):
-            if span[0] < n:
-                return slice(*span)
-            return memory[span[0] - n : span[1] - n]
-
-        self.rounds: list[list[tuple]] = [[]]
         self.ufunc = ufunc
-        for step in steps:
-            if step.kind == NODE_SYNC:
-                self.rounds.append([])
-            elif length(step.target):
-                self.rounds[-1].append((step.kind, place(step.target), place(step.source)))
-        moved = chain.from_iterable(self.rounds)
-        shared = [t.nbytes for kind, t, _ in moved if kind == COPY and not isinstance(t, slice)]
-        added = [length(step.target) for step in steps if step.kind == REDUCE]
-        self.counters = Counters(
-            shared_bytes=sum(shared), bytes_reduced=sum(added) * memory.dtype.itemsize
-        )
+        self.rounds = [
+            [
+                (step.kind, memory[slice(*step.target)], memory[slice(*step.source)])
+                for step in interval
+                if length(step.target)
+            ]
+            for interval in intervals(steps)
+        ]
+        shared = sum(length(step.target) for step in steps if step.kind == COPY)
+        added = sum(length(step.target) for step in steps if step.kind == REDUCE)
+        size = memory.dtype.itemsize
+        self.counters = Counters(shared_bytes=shared * size, bytes_reduced=added * size)
 
     def run(self, work, key, number: int = 0, divisor=None) -> None:
-        """Run all rounds on the flat vector `work`. Collective over the node."""
+        """Run all steps on the vectors in `memory`. Collective over the node."""
         gate = self.gate
         if key is not None:
             gate.announce(key)
-        last = len(self.rounds) - 1
-        for k in range(last + 1):
-            self.compute(k, work, divisor)
-            if k < last:
+        for k in range(len(self.rounds)):
+            if k:
                 gate.sync()
-                if k == 0 and key is not None:
-                    gate.check(key)
+            if k == 1 and key is not None:
+                gate.check(key)
+            self.compute(k, divisor)
 
-    def compute(self, number: int, x: np.ndarray | None = None, divisor=None) -> None:
-        """Do what lies between two syncs: copies, sums, divisions."""
+    def compute(self, number: int, divisor=None) -> None:
+        """Run the copies, sums and divisions of one round (the steps between two barriers)."""
         for kind, target, source in self.rounds[number]:
-            if type(target) is slice:
-                target = x[target]  # type: ignore[index]
-            if type(source) is slice:
-                source = x[source]  # type: ignore[index]
             if kind == COPY:
                 target[...] = source
             elif kind == REDUCE:

@@ -1,16 +1,20 @@
-"""Allreduce of a short vector inside a node: everyone copies in, one sync, everyone adds all.
+"""Allreduce of short vectors in a node: ranks copy them to shared memory; each rank adds all.
 
-The steps are `node.flat`; here they are written out for speed, for at these sizes a function call
-of Python costs as much as the addition. Slots are double: when a rank writes a slot for the second
-time, it has passed the sync between, at which everybody had read the first.
+The steps of this allreduce are those of the schedule `node.flat`. This module does not use a
+general engine for schedules, because for short vectors one Python function call costs as much as
+the addition. Each rank has a slot in shared memory for its vector. There are two sets of slots,
+with one slot (a buffer) per rank, and successive allreduces use the two sets in turn. A rank that
+fills its slot in one allreduce does not overwrite it before the second allreduce after that. When a
+rank overwrites a slot, all ranks have read the slot's old contents, because they have reached the
+barrier of an allreduce in between.
 
-On nodes of more than `node.FEW_RANKS` ranks one call of NumPy looks at all counters, one compares
-all keys, and one adds all slots, in rank order as well.
+On nodes of more than `node.FEW_RANKS` ranks, one NumPy call reads the barrier counters of all
+ranks. On these large nodes, a second NumPy call compares the numbers that identify the ranks'
+operations, and a third call adds the vectors of all ranks in rank order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from threading import get_ident
 
@@ -19,7 +23,6 @@ import numpy as np
 from ...events import Counters
 from ...runtime.agreement.calls import mark_told
 from ...runtime.agreement.mismatch import Signature
-from ...runtime.context import Context
 from ..schedules.node import FLAT_BYTES
 from . import node_barrier
 from .node_barrier import NodeMemory
@@ -29,7 +32,7 @@ _ALIGNED = 128  # bytes: slots of two ranks never share a cache line, nor a pref
 
 
 def can_run(memory: NodeMemory, reduction: Reduction, n: int) -> bool:
-    """Whether a vector of `n` elements is short enough."""
+    """Whether a vector of `n` elements is short enough for this module."""
     return memory.topology.local_size * _stride(n * reduction.work.itemsize) <= FLAT_BYTES
 
 
@@ -37,81 +40,66 @@ def _stride(nbytes: int) -> int:
     return -(-max(nbytes, 1) // _ALIGNED) * _ALIGNED
 
 
-class Flat:
-    """One allreduce of a short vector, ready to run: ``run(x, total)`` reduces `x` in place."""
+class NodeShort:
+    """A prepared allreduce of a short vector; its ``run(x, total)`` reduces `x` in place."""
 
     def __init__(
-        self,
-        context: Context,
-        signature: Signature,
-        reduction: Reduction,
-        shape: tuple[int, ...],
-        memory: NodeMemory,
+        self, signature: Signature, reduction: Reduction, shape: tuple[int, ...], memory: NodeMemory
     ):
-        self.context, self.signature, self.reduction = context, signature, reduction
-        self.gate, self.shape = memory.gate, shape
-        self.nbytes = prod(shape) * reduction.work.itemsize
-        size = memory.topology.local_size
+        self.gate, self.reduction = memory.gate, reduction
+        size, n = memory.topology.local_size, prod(shape)
+        # NumPy adds up a single column in another order, so a single number is there twice.
+        slot = (2,) if self.gate.many and n == 1 else shape
         #: Two sets of slots; the first axis is the rank.
-        self.sets = [_slots(area, size, reduction.work, shape) for area in memory.flat]
-        if self.gate.many and prod(shape) == 1:
-            # NumPy adds up a single column in another order. So every number is there twice.
-            self.sets = [_slots(area, size, reduction.work, (2,)) for area in memory.flat]
-        self.rank = memory.topology.local_rank
-        sent = Counters(shared_bytes=self.nbytes, bytes_reduced=self.nbytes * (size - 1))
-        self.run, calls = _hot_path(self)
-        self.runs = context.count(sent, calls, numbers=True)
+        self.sets = [_slots(area, size, reduction.work, slot) for area in memory.flat]
+        nbytes = n * reduction.work.itemsize
+        sent = Counters(shared_bytes=nbytes, bytes_reduced=nbytes * (size - 1))
+        rank = memory.topology.local_rank
+        self.run, calls = _hot_path(self, signature, shape, rank)
+        self.runs = self.gate.context.count(sent, calls, numbers=True)
 
     def bind(self, x: np.ndarray):
-        """Return ``run()`` for this array."""
+        """Return a function without arguments that reduces the array `x` in place."""
         run = self.run
-        return lambda: run(x)
+        return lambda: run(x)  # a partial would take an argument as a divisor
 
     def close(self) -> None:
-        """Nothing to free: the memory is the communicator's."""
+        """Do nothing: the memory belongs to the communicator."""
 
 
 def _slots(area: np.ndarray, size: int, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a slot of `shape` for each rank, as one array over `area`."""
+    """Return the shared memory `area` as one array with a buffer of the given shape per rank."""
     nbytes = prod(shape) * dtype.itemsize
     stride = _stride(nbytes)
     return area[: size * stride].reshape(size, stride)[:, :nbytes].view(dtype).reshape(size, *shape)
 
 
-def _add_all(flat: Flat) -> Callable[[int, np.ndarray], np.ndarray]:
-    """Return ``add_all(set, x)``: the sum of all slots of a set, in `x` where it can be."""
-    ufunc, work, sets = flat.reduction.ufunc, flat.reduction.work, flat.sets
-    scratch = np.empty(sets[0].shape[1:], work)
-    twice = sets[0].shape[1:] != flat.shape
+def _hot_path(short: NodeShort, signature: Signature, shape, rank: int):
+    """Return ``run(x, total)``, which reduces `x`, and ``calls()``, the number of runs so far."""
+    gate, context, slots = short.gate, short.gate.context, short.sets
+    note, owner, kind, key = context.history.append, context.owner, signature.kind, signature.key
+    size = context.size
+    lines, me, others, many = gate.lines, gate.mine, gate.others, gate.many
+    reduction, ufunc, mean = short.reduction, short.reduction.ufunc, short.reduction.mean
+    work, scratch = reduction.work, np.empty(slots[0].shape[1:], reduction.work)
+    twice = scratch.shape != shape
+    views = [[each[r, ...] for r in range(len(each))] for each in slots]
+    sets = [(each[rank], each[0], each[1], each[2:]) for each in views]
+    quick = node_barrier.ORDERED and not many
+    calls = 0
 
     def add_all(odd: int, x: np.ndarray) -> np.ndarray:
+        """Return the sum of all ranks' vectors, in `x` if its dtype and layout allow that."""
         result = x if x.dtype == work and x.flags.c_contiguous and not twice else scratch
-        ufunc.reduce(sets[odd], axis=0, dtype=work, out=result, initial=None)
-        return result[:1].reshape(flat.shape) if twice else result
-
-    return add_all
-
-
-def _hot_path(flat: Flat):
-    """Return ``run(x, total)`` and ``calls()``, written out flat; see `native._hot_paths`."""
-    context, note, signature = flat.context, flat.context.history.append, flat.signature
-    gate, lines, me, others = flat.gate, flat.gate.lines, flat.gate.mine, flat.gate.others
-    key, ordered, rank, size = signature.key, node_barrier.ORDERED, flat.rank, context.size
-    reduction, ufunc, mean = flat.reduction, flat.reduction.ufunc, flat.reduction.mean
-    work, scratch = reduction.work, np.empty(flat.shape, reduction.work)
-    views = [[slots[r, ...] for r in range(len(slots))] for slots in flat.sets]
-    sets = [(slots[rank], slots[0], slots[1], slots[2:]) for slots in views]
-    owner, kind, many, add_all = context.owner, signature.kind, gate.many, _add_all(flat)
-    quick = ordered and not many
-
-    calls = 0
+        ufunc.reduce(slots[odd], axis=0, dtype=work, out=result, initial=None)
+        return result[:1].reshape(shape) if twice else result
 
     def run(x, total=size):
         nonlocal calls
         before = context.stopped
         if before or (owner is not None and get_ident() != owner):
             before = context.check_free(kind)
-        context.stopped = True  # a second thread must not come in: see `calls`
+        context.stopped = True  # refuses a second thread, see `agreement/calls.py`
         complete = False
         try:
             calls += 1  # numbers the operation: see `Context.sequence`
@@ -146,7 +134,7 @@ def _hot_path(flat: Flat):
             if result is not x:
                 x[...] = result
         except BaseException as error:
-            if complete:  # the others have all they need from this rank
+            if complete:  # the other ranks have all that they need from this rank
                 mark_told(error, context, for_now=True)
             else:
                 gate.leave(error)

@@ -1,16 +1,17 @@
-"""`PieceSum`: vectors that arrive piece by piece, summed over all ranks in one fixed tree.
+"""Add many vectors, which are spread over the ranks, in the order of one fixed tree.
 
     sums = PieceSum(comm, n, np.float32, pieces=16)
     for piece in sums.mine:             # this rank's pieces, in their order
         sums.add(vector_of(piece), weight)
     sums.finish(out)                    # collective: the same bits on any number of ranks
 
-A piece is added as soon as the tree allows (``fixed_tree.push``), so of V/p pieces about
-log2(V/p) + 1 vectors are kept, in the rows of one buffer; what is left at the end lies in the
-first rows, which is where the schedules of ``fixed_tree`` expect it. Where all ranks are on one
-node the rows lie in memory that they share, and no message is sent (``fixed_tree.on_slots``).
-Whoever has several pieces at once hands them over by `add_all`, which adds a level of the tree per
-call.
+Each of the vectors to add is called a piece. A rank adds each piece as soon as the tree allows
+(``fixed_tree.push``). With V pieces (vectors) on p ranks, a rank keeps only about log2(V/p) + 1
+vectors in memory, as rows of one buffer. When a rank has added all its pieces, its partial sums are
+in the first rows of the buffer, where the schedules of ``fixed_tree`` expect them. If all ranks are
+on one node, the buffers are in memory that the ranks share, and no message is sent
+(``fixed_tree.on_slots``). `add_all` adds several pieces in one call: first all pairs of pieces in
+the tree's lowest level at once, then all pairs of sums in the next level, and so on.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ import itertools
 
 import numpy as np
 
-from ...arrays import array_module, copy_into, host_empty, mpi_direct, synchronize
-from ...arrays import work_dtype as work_of
+from ...arrays import array_module, copy_into, host_empty, mpi_direct, synchronize, work_dtype
 from ...errors import ConfigError, ProtocolError
 from ...events import emit
 from ...runtime.agreement.mismatch import Signature
@@ -34,23 +34,23 @@ from .transfer import prepared
 
 
 class PieceSum:
-    """A weighted sum of `pieces` vectors in the order of the tree over them.
+    """A weighted sum of `pieces` vectors, added in the order of one binary tree.
 
-    Collective over `comm` to make, to finish and to close; `add` is local. Used again after
-    `finish`.
+    Creating a `PieceSum` is collective over `comm`, and so are the methods `finish` and `close`.
+    After `finish` the object can be used for the next sum.
 
     Parameters
     ----------
     n : int
         Length of the vectors.
     dtype : dtype
-        Of the vectors. float16 and bfloat16 are added in float32 and rounded once.
+        The dtype of the vectors. float16 and bfloat16 are added in float32 and rounded once.
     pieces : int
-        How many vectors there are over all ranks together, at least 1; ranks may have none.
+        The number of vectors of all ranks together, at least 1; a rank may have none.
     votes : int
-        The last `votes` elements are a sum over ranks instead, see `finish`.
+        How many of the last elements are sums over the ranks instead of the pieces, see `finish`.
     like : array, optional
-        Where the vectors are: a device array for vectors on a device.
+        A device array if the vectors are on a device.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class PieceSum:
         self.n, self.pieces, self.votes = n, pieces, votes
         start, stop = fixed_tree.cuts(pieces, comm.size)[comm.rank : comm.rank + 2]
         self.mine = range(start, stop)
-        self.dtype = work_of(dtype)
+        self.dtype = work_dtype(dtype)
         self.held = max(len(fixed_tree.partials(start, stop, pieces)), 1)
         self._stack: list = []
         self._next = start
@@ -81,9 +81,9 @@ class PieceSum:
             self.rows = slots[self.context.rank].reshape(-1, n)
 
     def _slots(self) -> list[np.ndarray] | None:
-        """Return memory that all ranks see, room for every rank's rows; None where there is none.
+        """Return shared memory for the partial sums of every rank; None if no memory is shared.
 
-        Collective, and the same on all ranks.
+        Collective. All ranks return memory, or all return None.
         """
         context = self.context
         if context.size == 1 or not self.n:
@@ -92,14 +92,12 @@ class PieceSum:
         memory = memory_of(context)
         if memory.reason is not None or memory.topology.nodes > 1:
             return None
-        bounds = fixed_tree.cuts(self.pieces, context.size)
-        depths = (
-            fixed_tree.vectors_held(*span, self.pieces) for span in itertools.pairwise(bounds)
-        )
-        nbytes = max(depths) * self.n * self.dtype.itemsize
+        spans = itertools.pairwise(fixed_tree.cuts(self.pieces, context.size))
+        rows = max(fixed_tree.vectors_held(*span, self.pieces) for span in spans)
+        nbytes = rows * self.n * self.dtype.itemsize
         try:
             parts = Segment(memory.topology.intra_comm, nbytes, context.wait).parts
-        except ConfigError as error:  # on all ranks together
+        except ConfigError as error:  # all ranks raise it
             emit("fallback", algorithm="node", instead="messages", reason=str(error))
             return None
         return [part[:nbytes].view(self.dtype) for part in parts]
@@ -110,19 +108,20 @@ class PieceSum:
             context.size, context.rank, self.n, self.pieces, stride,
             node.in_place_length(self.dtype.itemsize), votes=self.votes,
         )  # fmt: skip
-        return SharedProgram(memory_of(context).gate, steps, 0, SlotSpace(slots), np.add)
+        return SharedProgram(memory_of(context).gate, steps, SlotSpace(slots), np.add)
 
     def close(self) -> None:
-        """Let go of the memory. Collective, though nothing is sent; idempotent."""
+        """Free the memory. Collective, but sends no message; a second call does nothing."""
         if self._plan is not None:
             self._plan.close()
             self._plan = None
         self.rows = self.rows[:0]
 
     def add(self, vector, weight: float = 1.0) -> None:
-        """Add ``weight * vector`` as the next piece of this rank; it may change afterwards.
+        """Add ``weight * vector`` as the next piece (summand) of this rank.
 
-        Without a vector the piece is zero.
+        The caller may change `vector` after the call. If `vector` is None, a vector of zeros is
+        added.
         """
         self._take(1)
         row = self.rows[len(self._stack)]
@@ -133,9 +132,9 @@ class PieceSum:
         self._join((self._next - 1, self._next))
 
     def add_all(self, vectors, weight: float = 1.0) -> None:
-        """Add each row of ``weight * vectors`` as a piece, in their order.
+        """Add each row of ``weight * vectors`` as one piece (summand), in the order of the rows.
 
-        `vectors`, (pieces, n), is used for the sums: what it holds afterwards is of no use.
+        `vectors` has the shape (pieces, n). The method overwrites `vectors` with partial sums.
         """
         first = self._next
         self._take(len(vectors))
@@ -144,7 +143,7 @@ class PieceSum:
         values = xp.multiply(vectors, self.dtype.type(weight), out=out, dtype=self.dtype)
         for start, stop in fixed_tree.partials(first, self._next, self.pieces):
             node = values[start - first : stop - first]
-            # Pairs of neighbours, level by level; an odd last one waits. That is the tree.
+            # The tree adds pairs of neighbours, level by level; an odd last one waits.
             while len(node) > 1:
                 node[:-1:2] += node[1::2]
                 node = node[::2]
@@ -160,7 +159,7 @@ class PieceSum:
         self._next += count
 
     def _join(self, node) -> None:
-        """Join the sum of `node`, in the next free row, with what the tree joins it to."""
+        """Add the newest row (the sum of tree node `node`) to earlier rows, as the tree demands."""
         joins = fixed_tree.push(self._stack, node, self.pieces)
         for right in range(len(self._stack) + joins - 1, len(self._stack) - 1, -1):
             self.rows[right - 1] += self.rows[right]
@@ -168,8 +167,8 @@ class PieceSum:
     def finish(self, out, votes=()) -> None:
         """Write the sum over all pieces into `out`. Collective; every rank gets the same bits.
 
-        `votes` are this rank's numbers for the last elements, which every rank has a say in,
-        whether it has pieces or not: `out` ends with their sums over the ranks.
+        Every rank, even one without pieces, passes `votes`: a few numbers to add over the ranks.
+        The last elements of `out` are the sums of all ranks' `votes`.
         """
         if self._next != self.mine.stop or len(votes) != self.votes:
             raise ProtocolError(
@@ -199,10 +198,14 @@ class PieceSum:
         self._next = self.mine.start
 
     def _exchange(self, partial_sums) -> None:
-        """Run the schedule on this rank's partial sums; the total replaces the first of them."""
-        plan = prepared(
-            self.context, self._signature, self._steps, len(partial_sums), self.dtype, np.add
-        )
+        """Add the partial sums of all ranks by messages; the total is then in the first row."""
+
+        def steps(size: int, rank: int, _length: int, itemsize: int):
+            count = algorithms.segments(self.n * itemsize, size)
+            options = {"votes": self.votes, "segments": count, "itemsize": itemsize}
+            return fixed_tree.piecewise(size, rank, self.n, self.pieces, **options)
+
+        plan = prepared(self.context, self._signature, steps, len(partial_sums), self.dtype)
         if mpi_direct(partial_sums):
             synchronize(partial_sums)
             plan.run(partial_sums)
@@ -212,14 +215,3 @@ class PieceSum:
         copy_into(self._staging, partial_sums)
         plan.run(self._staging)
         copy_into(self.rows[0], self._staging[: self.n])
-
-    def _steps(self, size: int, rank: int, _length: int, itemsize: int):
-        return fixed_tree.piecewise(
-            size,
-            rank,
-            self.n,
-            self.pieces,
-            votes=self.votes,
-            segments=algorithms.segments(self.n * itemsize, size),
-            itemsize=itemsize,
-        )

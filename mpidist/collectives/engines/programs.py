@@ -1,7 +1,9 @@
-"""What runs a plan: from the name of an algorithm to the object that reduces a vector.
+"""Choose the engine (the object that reduces a vector) by the name of the algorithm.
 
-A *short* engine (`native.Staged`, `node_short.Flat`) does everything itself: ``run(x, total)`` on
-the user's array. The others, an `executor.Engine` each, take a flat vector of the work dtype.
+A *short* engine (`native.Staged`, `node_short.NodeShort`) is for short vectors. The method ``run(x,
+total)`` of a short engine takes the user's array `x`. All other engines derive from
+`executor.Engine`. Engines derived from `executor.Engine` reduce a 1-D vector, which has the dtype
+float32 if the user's array has half precision.
 """
 
 from __future__ import annotations
@@ -20,16 +22,17 @@ from .executor import Engine, Program
 from .hierarchical import Hierarchical, lanes_of
 from .native import Staged, blocking_allreduce, can_stage
 from .node_barrier import NodeBarrier, NodeMemory, NodeProgram, SharedProgram, memory_of
-from .node_short import Flat
+from .node_short import NodeShort
 from .reductions import Reduction
 from .staging import ALLGATHER, REDUCE_SCATTER, STAGED, StagedProgram
 
 
 def settle(context: Context, name: str) -> str:
-    """Return the algorithm that can run here in place of `name`. Collective.
+    """Return the algorithm that really runs if the user asks for `name` on these ranks. Collective.
 
-    Without memory to share (a /dev/shm that is too small) the node's algorithms become the
-    butterfly, and that is said. ConfigError for those of one node on several nodes.
+    If the ranks cannot share memory, for example because /dev/shm is too small, the butterfly
+    replaces each algorithm that needs shared memory, and this is logged. Raises ConfigError for an
+    algorithm that works inside one node only, if the ranks are on several nodes.
     """
     if name not in algorithms.NODE or context.size == 1:
         return name
@@ -46,18 +49,19 @@ def settle(context: Context, name: str) -> str:
     return "butterfly"
 
 
-def make(
+def make_engine(
     context: Context, signature: Signature, reduction: Reduction, shape, name: str, slots=None
 ):
-    """Return (short engine or None, engine or None) for algorithm `name`. Collective.
+    """Return the engine of `name`: (engine for short vectors, None) or (None, other). Collective.
 
-    With `slots` the vector is this rank's in an arena: slot r is that of local rank r.
+    If there is only one rank, both returned values are None. If the vector is in an arena (shared
+    memory), `slots` is the list of the vectors of all local ranks.
     """
     n = prod(shape)
     if context.size == 1:
         return None, None
     if slots is not None:
-        return None, _on_slots(context, reduction, slots)
+        return None, _on_slots(reduction, memory_of(context), slots)
     if name == algorithms.NATIVE:
         if can_stage(reduction, n, context.size):
             return Staged(context, signature, reduction, shape), None
@@ -66,15 +70,16 @@ def make(
         memory = memory_of(context)
         single = name == algorithms.SINGLE_COPY
         if memory.topology.nodes == 1 and not single and node_short.can_run(memory, reduction, n):
-            return Flat(context, signature, reduction, shape, memory), None
-        return None, _on_nodes(context, reduction, n, memory, name)
+            return NodeShort(signature, reduction, shape, memory), None
+        return None, _on_nodes(reduction, n, memory, name)
     build = algorithms.ALLREDUCE[name]
     algorithms.check_scratch(name, context.size, n, reduction.work.itemsize)
     steps = build(context.size, context.rank, n, reduction.work.itemsize)
     return None, Program(context, steps, n, reduction.work, reduction.ufunc)
 
 
-def _on_nodes(context, reduction: Reduction, n: int, memory: NodeMemory, name: str) -> Engine:
+def _on_nodes(reduction: Reduction, n: int, memory: NodeMemory, name: str) -> Engine:
+    """Return the engine for vectors of `n` elements in private memory, on one node or several."""
     dtype, ufunc, topology = reduction.work, reduction.ufunc, memory.topology
     size, rank, gate = topology.local_size, topology.local_rank, memory.gate
     nbytes = n * dtype.itemsize
@@ -88,43 +93,44 @@ def _on_nodes(context, reduction: Reduction, n: int, memory: NodeMemory, name: s
     if topology.nodes == 1 and (reach is None or single):
         program = staged(STAGED, size)
         if single and memory.cross is not None and n:
-            steps = node.in_place(size, rank, n, cross_copy.PIECE_BYTES // dtype.itemsize, n)
-            program = CrossProgram(steps, n, rank, reduction, memory.cross, program)
+            piece = cross_copy.PIECE_BYTES // dtype.itemsize
+            steps = node.in_place_allreduce(size, rank, n, piece, n)
+            program = CrossProgram(steps, n, reduction, memory.cross, program)
         return program
     lanes = lanes_of(topology)
     first = staged(REDUCE_SCATTER, lanes)
     second: NodeProgram = staged(ALLGATHER, lanes)
-    # Nodes need not choose alike: the order of additions is that of the first half.
+    # Nodes may choose differently, for the first half alone decides the order of additions.
     if reach is not None:
         steps = node.in_place_allgather(size, rank, n, n, lanes, n)
-        second = CrossProgram(steps, n, rank, reduction, reach, second)
-    return Hierarchical(context, reduction, n, topology, (first, second))
+        second = CrossProgram(steps, n, reduction, reach, second)
+    return Hierarchical(reduction, n, first, second)
 
 
-def _on_slots(context, reduction: Reduction, slots: list) -> Engine:
-    memory = memory_of(context)
+def _on_slots(reduction: Reduction, memory: NodeMemory, slots: list) -> Engine:
+    """Return the engine that reduces vectors in shared memory; local rank r has ``slots[r]``."""
     n, ufunc, topology = slots[0].size, reduction.ufunc, memory.topology
     if topology.nodes > 1:
         halves = halves_on_slots(topology, slots, ufunc, memory.gate)
-        return Hierarchical(context, reduction, n, topology, halves)
+        return Hierarchical(reduction, n, *halves)
     piece = node.in_place_length(reduction.work.itemsize)
-    steps = node.in_place(topology.local_size, topology.local_rank, n, piece, n)
-    return SharedProgram(memory.gate, steps, 0, SlotSpace(slots), ufunc)
+    steps = node.in_place_allreduce(topology.local_size, topology.local_rank, n, piece, n)
+    return SharedProgram(memory.gate, steps, SlotSpace(slots), ufunc)
 
 
 def halves_on_slots(topology: Topology, slots: list, ufunc, gate: NodeBarrier | None = None):
-    """Return what a node does before and after its lanes, for vectors in an arena."""
+    """Return engines for reduce-scatter and allgather in a node, of vectors in shared memory."""
     n = slots[0].size
     place = topology.local_size, topology.local_rank, n
     more = node.in_place_length(slots[0].itemsize), lanes_of(topology), n
     first = node.in_place_reduce_scatter(*place, *more)
     second = node.in_place_allgather(*place, *more)
     space = SlotSpace(slots)
-    return SharedProgram(gate, first, 0, space, ufunc), SharedProgram(gate, second, 0, space, ufunc)
+    return SharedProgram(gate, first, space, ufunc), SharedProgram(gate, second, space, ufunc)
 
 
 class SlotSpace:
-    """The slots of an arena as one address space: slot r begins at r times their length."""
+    """The vectors of all local ranks, which can be sliced as if they were one long vector."""
 
     def __init__(self, slots: list):
         self.slots, self.stride, self.dtype = slots, max(slots[0].size, 1), slots[0].dtype

@@ -1,15 +1,17 @@
-"""Operations and dtypes: what ``op`` means for which elements. It makes no MPI calls.
+"""Reductions: what the argument ``op`` means for a dtype. This module sends no messages.
 
-Sums of float16 and bfloat16 travel and add as float32 and are rounded once. ``mean`` is a sum
-divided at the end, on every rank from the same bits. ``min`` and ``max`` propagate NaN (NumPy's
-do; MPI's own MIN and MAX may not, so the native path gets an operation made from NumPy's).
+Values of float16 and bfloat16 are sent and added as float32, and the sum is rounded once. ``mean``
+is a sum that each rank divides at the end; all ranks divide equal sums, so they get the same bits.
+``min`` and ``max`` propagate NaN, as NumPy's do. MPI's own MIN and MAX may return a number although
+one of the values is NaN. For floats, the algorithm ``native`` therefore gives MPI an operation that
+calls NumPy.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -29,7 +31,7 @@ OPERATIONS: dict[str, np.ufunc] = {
     "prod": np.multiply,
 }
 
-#: MPI's own operations that have one of our names, and those that NumPy has.
+#: MPI's operations that have a name in `OPERATIONS`, and those that have a ufunc in NumPy.
 _SAME = ((MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MIN, "min"), (MPI.MAX, "max"))
 _IN_NUMPY = (
     (MPI.LAND, "LAND", "logical_and"), (MPI.BAND, "BAND", "bitwise_and"),
@@ -39,19 +41,18 @@ _IN_NUMPY = (
     (MPI.REPLACE, "REPLACE", ""), (MPI.NO_OP, "NO_OP", ""),
 )  # fmt: skip
 
-#: NumPy's ufuncs that are associative and commutative; all others have to prove it by values.
+#: NumPy's ufuncs that are associative and commutative; any other ufunc is tested on some values.
 GOOD = (
     "add", "multiply", "minimum", "maximum", "fmin", "fmax", "hypot", "logaddexp", "logaddexp2",
     "gcd", "lcm", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or",
     "bitwise_xor",
 )  # fmt: skip
 _GOOD = frozenset(getattr(np, name) for name in GOOD)
-
-_MADE: dict[np.ufunc, MPI.Op] = {}
+_PREDEFINED = {OPERATIONS[name]: op for op, name in _SAME}
 
 
 class Reduction(NamedTuple):
-    """An operation on elements of one dtype, ready to run."""
+    """An operation on elements of one dtype, with its ufunc and the dtype in which it computes."""
 
     name: str
     ufunc: np.ufunc
@@ -61,12 +62,12 @@ class Reduction(NamedTuple):
 
 
 def known(op):
-    """Return `op` as one of our names or a ufunc: MPI's own, and "average", have one too.
+    """Return `op` as a ufunc or a name such as "sum"; convert "average" and MPI operations.
 
     Raises
     ------
     ConfigError
-        For other operations of MPI, and for what is no operation.
+        `op` is an MPI operation other than SUM, PROD, MIN and MAX, or not an operation at all.
     """
     if isinstance(op, np.ufunc):
         return op
@@ -90,7 +91,7 @@ def _expected() -> str:
 
 
 def resolve(op, dtype: np.dtype) -> Reduction:
-    """Look up `op` for elements of `dtype`. ConfigError for what has no meaning."""
+    """Return the `Reduction` for `op` on elements of `dtype`; ConfigError if there is none."""
     op = known(op)
     if isinstance(op, np.ufunc):
         return _resolve_ufunc(op, dtype)
@@ -122,15 +123,15 @@ def _resolve_ufunc(ufunc: np.ufunc, dtype: np.dtype) -> Reduction:
     return Reduction(ufunc.__name__, ufunc, False, dtype, work)
 
 
-@lru_cache(maxsize=256)  # what calls a ufunc some thousand times is asked for each `md.reduce`
+@lru_cache(maxsize=256)  # `md.reduce` calls it each time, and it calls the ufunc on many values
 def _objection(ufunc: np.ufunc, work: np.dtype) -> str:
-    """Say why `ufunc` cannot combine the elements of many ranks; "" where it can."""
+    """Return why `ufunc` cannot combine the values of many ranks; "" if it can combine them."""
     if ufunc.nin != 2 or ufunc.nout != 1 or ufunc.signature:
         return "is not a binary ufunc (two inputs, one output, element by element)"
     one = np.ones(1, work)
     try:
         result = ufunc(one, one).dtype
-    except Exception:  # TypeError: it has no loop for these; others come from a user's own code
+    except Exception:  # TypeError for a dtype that the ufunc does not take; others from user code
         return "does not map two {dtype} to one {dtype}"
     if result == np.dtype(object):
         return "returns Python objects, as those of np.frompyfunc do; numba.vectorize makes others"
@@ -145,7 +146,7 @@ def _objection(ufunc: np.ufunc, work: np.dtype) -> str:
 
 
 def _order_is_free(ufunc: np.ufunc, work: np.dtype) -> bool:
-    """Whether a few values, alike on all ranks, can be combined in any order and grouping."""
+    """Whether `ufunc` gives the same result for a few test values in any order and grouping."""
     if work.kind == "b":
         values = np.array([False, True])
     else:
@@ -158,7 +159,7 @@ def _order_is_free(ufunc: np.ufunc, work: np.dtype) -> bool:
         with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
             swapped = _alike(ufunc(a, b), ufunc(b, a))
             return swapped and _alike(ufunc(ufunc(a, b), c), ufunc(a, ufunc(b, c)))
-    except Exception:  # code of a user's own
+    except Exception:  # from user code
         return False
 
 
@@ -170,10 +171,10 @@ def _alike(first: np.ndarray, second: np.ndarray) -> bool:
 
 
 def device_safe(reduction: Reduction, native: bool) -> bool:
-    """Whether device memory may be reduced where it lies.
+    """Whether device memory can be reduced without a copy to the host.
 
-    Not by an operation that MPI calls back for: it would be given device pointers; nor by a ufunc
-    that cupy may not have.
+    The result is False if MPI would call a Python function with device pointers, or if CuPy may not
+    have the ufunc.
     """
     if native:
         return native_op(reduction).is_predefined
@@ -181,32 +182,27 @@ def device_safe(reduction: Reduction, native: bool) -> bool:
 
 
 def native_op(reduction: Reduction) -> MPI.Op:
-    """Return the MPI operation that computes `reduction`; made once per ufunc and process."""
-    if reduction.ufunc is np.add:
-        return MPI.SUM
-    if reduction.ufunc is np.multiply:
-        return MPI.PROD
-    if reduction.work.kind in "iu":
-        if reduction.ufunc is np.minimum:
-            return MPI.MIN
-        if reduction.ufunc is np.maximum:
-            return MPI.MAX
-    if reduction.ufunc not in _MADE:
-        _MADE[reduction.ufunc] = MPI.Op.Create(_callback(reduction.ufunc), commute=True)
-    return _MADE[reduction.ufunc]
+    """Return the MPI operation that computes `reduction`."""
+    ufunc = reduction.ufunc
+    if ufunc in (np.add, np.multiply) or (reduction.work.kind in "iu" and ufunc in _PREDEFINED):
+        return _PREDEFINED[ufunc]
+    return _operation(ufunc)
 
 
-def _callback(ufunc: np.ufunc):
+@cache
+def _operation(ufunc: np.ufunc) -> MPI.Op:
+    """Return a new MPI operation that calls `ufunc` on the operands."""
+
     def apply(source, target, datatype):
         dtype = to_numpy_dtype(datatype)
         into = np.frombuffer(target, dtype)
         ufunc(np.frombuffer(source, dtype), into, out=into)
 
-    return apply
+    return MPI.Op.Create(apply, commute=True)
 
 
 def finish_mean(reduction: Reduction, work: np.ndarray, total) -> None:
-    """Divide a sum by `total` in place, for ``mean``; nothing for other operations."""
+    """If the operation is ``mean``, divide the sum in place by `total`; otherwise do nothing."""
     if reduction.mean:
         np.divide(work, work.dtype.type(total), out=work)
 
@@ -215,10 +211,11 @@ def finish_mean(reduction: Reduction, work: np.ndarray, total) -> None:
 
 
 def weight_sums(weight, rank: int) -> np.ndarray:
-    """Return what the ranks add up to know the sum of their weights, and who has a bad one.
+    """Return four numbers to sum over the ranks, so that all ranks learn of an invalid weight.
 
-    The weight; 0 or 1, the rank, and the weight again where it is below 0 or not finite, NaN for
-    what is no number at all. So all ranks raise alike.
+    For a valid weight, the result is (weight, 0, 0, 0). For a weight that is negative or not
+    finite, the result is (0, 1, rank, weight). An object that is not a number counts as the weight
+    NaN.
     """
     try:
         value = float(weight)
@@ -229,12 +226,13 @@ def weight_sums(weight, rank: int) -> np.ndarray:
 
 
 def total_weight(sums: np.ndarray) -> float:
-    """Return the total weight of all ranks, given the summed `weight_sums`.
+    """Return the total weight of all ranks; `sums` are all ranks' `weight_sums`, added.
 
     Raises
     ------
     ConfigError
-        A weight is below 0 or not finite, or their sum is.
+        If the weight of some rank is below 0 or not finite, or the sum of all weights is zero or
+        not finite.
     """
     total, bad, rank, value = (float(each) for each in sums)
     if bad:

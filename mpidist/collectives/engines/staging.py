@@ -1,15 +1,18 @@
-"""The executor of `node.staged` and of its halves: private vectors through a node's shared memory.
+"""Allreduce inside a node: private vectors are copied, piece by piece, through shared memory.
 
-The steps of `node.py` copy one piece for each owner. Written out here, pieces of owners whose parts
-follow each other are one block: rows of the vector on one side, rows of staging on the other, so
-that NumPy is called as often on a node of 256 ranks as on one of 17.
+Each rank owns one part of the vector, and sums this part over all ranks of the node. The schedule
+`node.staged` has a separate copy step for the piece of each owner (the rank that sums a part). This
+module copies the pieces of neighbouring ranks in one NumPy call: it treats both the vector and the
+shared buffer as matrices with a row for each rank that owns a part. Because one NumPy call copies
+many pieces, a node of 256 ranks needs no more calls than a node of 17.
 
     vector   | part 0 | part 1 | part 2 | ...     two matrices: the first n % lanes parts are
     matrix     row 0    row 1    row 2            one element longer than the others
     piece t    [:, t * piece : (t + 1) * piece]
 
-What a rank does between two syncs is four methods: `stage`, `add`, `publish`, `fetch`. The order of
-additions is that of the steps: my piece, then the others' in rank order.
+Between two barriers a rank calls one or more of the methods `stage`, `add`, `publish` and `fetch`.
+Each rank adds in the same order as in `node.staged`: its own piece first, then the other ranks'
+pieces in rank order.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ Matrices = tuple[np.ndarray, np.ndarray]
 
 
 class _Block(NamedTuple):
-    """Pieces of owners that follow each other, `length` elements each."""
+    """Equally long pieces of neighbouring ranks' parts, which one NumPy call copies together."""
 
     matrix: int
     owners: slice | int
@@ -39,10 +42,13 @@ class _Block(NamedTuple):
 
 
 class _Round(NamedTuple):
-    """What this rank touches in a round: the others' pieces, its own, and what it adds to it.
+    """The memory that this rank reads and writes between two barriers.
 
-    `taken` are the pieces that it fetches. Where they are many its own is among them: it lies in
-    the same block.
+    `others` describes the pieces that this rank copies to shared memory for other ranks. `taken`
+    describes the finished pieces that this rank copies from shared memory. `mine` is the piece that
+    this rank sums, and `rows` contains the other ranks' values that are added to this piece. On a
+    large node `taken` contains this rank's own piece too, because one NumPy call copies
+    neighbouring pieces together.
     """
 
     others: list[_Block]
@@ -52,9 +58,10 @@ class _Round(NamedTuple):
 
 
 class StagedProgram(NodeProgram):
-    """One rank's part of the allreduce of a private vector of `n` elements, or of a half of it.
+    """An engine that runs one rank's steps of an allreduce in a node, or of half an allreduce.
 
-    `memory` is the node's staging, in bytes. `form` is "staged", "reduce_scatter" or "allgather".
+    `memory` is the shared buffer of the node, as bytes. `form` is "staged" for the whole allreduce,
+    and "reduce_scatter" or "allgather" for one half of the allreduce.
     """
 
     def __init__(
@@ -62,82 +69,109 @@ class StagedProgram(NodeProgram):
         memory: np.ndarray, dtype: np.dtype, ufunc: np.ufunc,
     ):  # fmt: skip
         super().__init__(gate)
-        self.ufunc, self.dtype = ufunc, dtype
+        self.ufunc, self.dtype, self.size, self.rank = ufunc, dtype, size, rank
         stride = node.piece_bytes(size)
         self.piece = stride // dtype.itemsize
         short, longer = divmod(n, lanes)
-        self._longer, self._shapes = (
-            longer * (short + 1),
-            ((longer, short + 1), (lanes - longer, short)),
-        )
-        rounds = -(-(short + (longer > 0)) // self.piece)
+        #: Of each matrix: the first owner, the owner behind the last, and the length of a part.
+        self._matrices = (0, longer, short + 1), (longer, lanes, short)
+        self.rounds = -(-(short + (longer > 0)) // self.piece)
         self._full = short // self.piece  # rounds in which every part has a whole piece
         rows = memory[: node.staging_length(size, lanes, stride)].reshape(lanes * size, 2, stride)
         rows = rows[..., : self.piece * dtype.itemsize].view(dtype)
-        make = _Rounds(size, rank, lanes, longer, rows)
-        whole, rest = (self.piece, self.piece), self._full * self.piece
-        last = (short + 1 - rest, short - rest)
-        self._rounds = [make(0, whole), make(1, whole), make(self._full % 2, last)]
+        # The axes are: owner, rank that writes, buffer, element; and owner, buffer, element.
+        self._inboxes = rows[: lanes * (size - 1)].reshape(lanes, size - 1, *rows.shape[1:])
+        self._outboxes = rows[lanes * (size - 1) :]
+        self._rounds = [self._make_round(k, self.piece, self.piece) for k in (0, 1)]
+        rest = self._full * self.piece
+        self._rounds.append(self._make_round(self._full % 2, short + 1 - rest, short - rest))
         self._run: Callable = getattr(self, f"_{form}")
-        self.rounds = rounds
         own = short + (rank < longer) if rank < lanes else 0
-        staged = 0 if form == ALLGATHER else n - own
+        staged, added = (0, 0) if form == ALLGATHER else (n - own, own * (size - 1))
         published = 0 if form == REDUCE_SCATTER else own
-        added = 0 if form == ALLGATHER else own * (size - 1)
         self.counters = Counters(
             shared_bytes=(staged + published) * dtype.itemsize, bytes_reduced=added * dtype.itemsize
         )
 
+    def _make_round(self, buffer: int, *lengths: int) -> _Round:
+        """Return the `_Round` (memory between syncs) of buffer 0 or 1, for pieces of `lengths`."""
+        others, everyone, mine, rank = [], [], None, self.rank
+        few = self.size <= node.FEW_RANKS
+        added: list[np.ndarray] | np.ndarray = []
+        for matrix, length in enumerate(lengths):
+            first, stop, _ = self._matrices[matrix]
+            if length <= 0 or first == stop:
+                continue
+            # An owner has no row for itself, so this rank's row of a lower owner is one earlier.
+            for low, high, row in (
+                (first, min(rank, stop), rank - 1),
+                (max(rank + 1, first), stop, rank),
+            ):
+                if low < high:
+                    others.append(self._block(matrix, low, high, row, buffer, length))
+            if not few:
+                everyone.append(self._block(matrix, first, stop, 0, buffer, length))
+            if first <= rank < stop:
+                own = self._outboxes[rank, buffer, :length]
+                mine = _Block(matrix, rank - first, length, own, own)
+                rows = self._inboxes[rank, :, buffer, :length]
+                added = list(rows) if few else rows
+        return _Round(others, others if few else everyone, mine, added)
+
+    def _block(self, matrix, low, high, row, buffer, length) -> _Block:
+        """Return the pieces of ranks `low` to `high` - 1, as a block that one NumPy call copies."""
+        first = self._matrices[matrix][0]
+        inbox = self._inboxes[low:high, row, buffer, :length]
+        outbox = self._outboxes[low:high, buffer, :length]
+        return _Block(matrix, slice(low - first, high - first), length, inbox, outbox)
+
     def run(self, work, key, number: int = 0, divisor=None) -> None:
-        """Run all rounds on the flat vector `work`. Collective over the node."""
+        """Run all steps on the 1-D vector `work`. Collective over the node."""
         if key is not None:
             self.gate.announce(key)
         if self.rounds:
-            longer, (first, second) = self._longer, self._shapes
-            parts = work[:longer].reshape(first), work[longer:].reshape(second)
-            self._run(self.gate, key, parts, divisor)
+            (_, longer, more), (_, lanes, fewer) = self._matrices
+            long, rest = work[: longer * more], work[longer * more :]
+            parts = long.reshape(longer, more), rest.reshape(lanes - longer, fewer)
+            self._run(key, parts, divisor)
 
-    def _staged(self, gate: NodeBarrier, key: int | None, x: Matrices, divisor) -> None:
-        self.stage(0, x)
-        gate.sync()
-        if key is not None:
-            gate.check(key)
-        for t in range(1, self.rounds):
-            self.stage(t, x)
-            self.add(t - 1, x)
-            self.publish(t - 1, x, divisor)
-            gate.sync()
-            self.fetch(t - 1, x)
-        last = self.rounds - 1
-        self.add(last, x)
-        self.publish(last, x, divisor)
-        gate.sync()
-        self.fetch(last, x)
+    def _staged(self, key: int | None, x: Matrices, divisor) -> None:
+        for t in range(self.rounds + 1):
+            if t < self.rounds:
+                self.stage(t, x)
+            if t:
+                self.add(t - 1, x)
+                self.publish(t - 1, x, divisor)
+            self._sync(t, key)
+            if t:
+                self.fetch(t - 1, x)
 
-    def _reduce_scatter(self, gate: NodeBarrier, key: int | None, x: Matrices, divisor) -> None:
+    def _reduce_scatter(self, key: int | None, x: Matrices, divisor) -> None:
         for t in range(self.rounds):
             self.stage(t, x)
-            gate.sync()
-            if t == 0 and key is not None:
-                gate.check(key)
+            self._sync(t, key)
             self.add(t, x)
 
-    def _allgather(self, gate: NodeBarrier, key: int | None, x: Matrices, divisor) -> None:
+    def _allgather(self, key: int | None, x: Matrices, divisor) -> None:
         for t in range(self.rounds):
             self.publish(t, x, divisor)
-            gate.sync()
-            if t == 0 and key is not None:
-                gate.check(key)
+            self._sync(t, key)
             self.fetch(t, x)
 
+    def _sync(self, t: int, key: int | None) -> None:
+        """Wait at barrier `t`; at barrier 0, check that all ranks run the same operation."""
+        self.gate.sync()
+        if t == 0 and key is not None:
+            self.gate.check(key)
+
     def stage(self, t: int, x: Matrices) -> None:
-        """Copy piece `t` of every other rank's part to where that rank reads it."""
+        """Copy piece `t` of each other owner's part to the shared buffer that the owner reads."""
         start = t * self.piece
         for matrix, owners, length, inbox, _ in self._round(t).others:
             inbox[...] = x[matrix][owners, start : start + length]
 
     def add(self, t: int, x: Matrices) -> None:
-        """Add the others' pieces to piece `t` of my part."""
+        """Add the other ranks' pieces to piece `t` of this rank's part."""
         _, _, block, rows = self._round(t)
         if block is None:
             return
@@ -156,7 +190,7 @@ class StagedProgram(NodeProgram):
                 mine[...] = out[:1]
 
     def publish(self, t: int, x: Matrices, divisor) -> None:
-        """Finish piece `t` of my part and show it to all."""
+        """Copy the sum of piece `t` of this rank's part, divided for a mean, to shared memory."""
         block = self._round(t).mine
         if block is not None:
             mine = self._mine(t, x, block)
@@ -165,7 +199,7 @@ class StagedProgram(NodeProgram):
             block.outbox[...] = mine
 
     def fetch(self, t: int, x: Matrices) -> None:
-        """Take piece `t` of all other parts."""
+        """Copy the finished piece `t` of every part from shared memory into this rank's vector."""
         start = t * self.piece
         for matrix, owners, length, _, outbox in self._round(t).taken:
             x[matrix][owners, start : start + length] = outbox
@@ -176,45 +210,3 @@ class StagedProgram(NodeProgram):
     def _mine(self, t: int, x: Matrices, block: _Block) -> np.ndarray:
         start = t * self.piece
         return x[block.matrix][block.owners, start : start + block.length]
-
-
-class _Rounds:
-    """Makes the `_Round` of one rank for a buffer (0 or 1) and a length of the pieces."""
-
-    def __init__(self, size: int, rank: int, lanes: int, longer: int, rows: np.ndarray):
-        self.size, self.rank, self.lanes, self.longer = size, rank, lanes, longer
-        # Owner, who puts it there, buffer, element; and owner, buffer, element.
-        self.inbox = rows[: lanes * (size - 1)].reshape(lanes, size - 1, *rows.shape[1:])
-        self.outbox = rows[lanes * (size - 1) :]
-
-    def __call__(self, buffer: int, lengths: tuple[int, int]) -> _Round:
-        others, everyone, mine, rank = [], [], None, self.rank
-        few = self.size <= node.FEW_RANKS
-        added: list[np.ndarray] | np.ndarray = []
-        spans = (0, self.longer, lengths[0]), (self.longer, self.lanes, lengths[1])
-        for matrix, (first, stop, length) in enumerate(spans):
-            if length <= 0 or first == stop:
-                continue
-            # Of owners behind this rank it is row `rank`, of those before it the one less.
-            for low, high, row in (
-                (first, min(rank, stop), rank - 1),
-                (max(rank + 1, first), stop, rank),
-            ):
-                if low < high:
-                    others.append(self._block(matrix, first, low, high, row, buffer, length))
-            if not few:
-                everyone.append(self._block(matrix, first, first, stop, 0, buffer, length))
-            if first <= rank < stop:
-                own = self.outbox[rank, buffer, :length]
-                mine = _Block(matrix, rank - first, length, own, own)
-                rows = self.inbox[rank, :, buffer, :length]
-                added = list(rows) if few else rows
-        return _Round(others, others if few else everyone, mine, added)
-
-    def _block(self, matrix, first, low, high, row, buffer, length) -> _Block:
-        """Return the pieces of owners `low` to `high`, which stand in one row for each."""
-        one = high == low + 1
-        at: slice | int = low if one else slice(low, high)
-        owners: slice | int = low - first if one else slice(low - first, high - first)
-        inbox, outbox = self.inbox[at, row, buffer, :length], self.outbox[at, buffer, :length]
-        return _Block(matrix, owners, length, inbox, outbox)

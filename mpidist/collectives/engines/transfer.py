@@ -1,13 +1,12 @@
-"""Shared machinery of the collectives other than allreduce: cached programs, lengths, roots."""
+"""Find plans (prepared operations) and check arguments, for all collectives except allreduce."""
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
-from mpi4py import MPI
 
 from ...arrays import as_array, copy_into, host_empty, is_writable, mpi_empty
 from ...errors import ConfigError, shown
@@ -19,7 +18,7 @@ from ..schedules import algorithms
 from .executor import Program
 from .reductions import Reduction, device_safe
 
-#: Up to so many counts are told in full where ranks differ in them; of more, their digest.
+#: An error about differing counts shows up to so many counts; for more it shows a digest.
 _SHOWN = 32
 
 
@@ -29,17 +28,19 @@ def prepared(
     build: Callable,
     problem,
     dtype,
-    ufunc,
+    ufunc=np.add,
     *,
     agreed: bool = False,
     **root,
 ) -> CachedPlan:
-    """Return the cached program of an operation; made, and agreed on, when first needed.
+    """Return the cached plan (prepared operation); the call is collective if it must make the plan.
 
-    Collective when made, unless the ranks have `agreed` already. `build` is called as
-    ``build(size, rank, problem[, itemsize], **root)``.
+    Ranks that make a plan check that they run the same operation, unless `agreed` is true because
+    they have checked it already. `build` is called as ``build(size, rank, problem[, itemsize],
+    **root)``, in which `problem` is the length of the vector, or a list of the lengths of its
+    blocks.
     """
-    # Ranks compare names. Here two ufuncs of one name are two operations.
+    # Signatures compare the names of ufuncs, and two ufuncs may have the same name.
     key = (signature, ufunc)
     plan = context.plans.get(key)
     if plan is None:
@@ -47,11 +48,9 @@ def prepared(
             context.begin_agreed(signature, "first call")
         if isinstance(problem, np.ndarray):
             problem = problem.tolist()
-        if root:
-            steps = build(context.size, context.rank, problem, **root)
-        else:
-            steps = build(context.size, context.rank, problem, np.dtype(dtype).itemsize)
-        n = sum(problem) if isinstance(problem, Sequence) else problem
+        itemsize = () if root else (np.dtype(dtype).itemsize,)
+        steps = build(context.size, context.rank, problem, *itemsize, **root)
+        n = sum(problem) if isinstance(problem, list) else problem
         program = Program(context, steps, n, np.dtype(dtype), ufunc)
         plan = CachedPlan(context, signature, program)
         remember(context, key, plan)
@@ -59,7 +58,7 @@ def prepared(
 
 
 def packed_copy(x, reduction: Reduction, native: bool):
-    """Return a copy of `x` as a flat vector of the work dtype that MPI can be given."""
+    """Return a copy of `x` as a 1-D vector that MPI can send, of the dtype used for additions."""
     make = mpi_empty if device_safe(reduction, native) else host_empty
     work = make(x.size, reduction.work, like=x)
     copy_into(work.reshape(x.shape), x)
@@ -67,48 +66,37 @@ def packed_copy(x, reduction: Reduction, native: bool):
 
 
 def block_lengths(context: Context, signature: Signature, counts, mine: int) -> np.ndarray:
-    """Return the length of every rank's block, where this rank's is `mine`.
+    """Return the lengths of all ranks' blocks, given the length `mine` of this rank's block.
 
-    Collective, polled, where `counts` is None: then the ranks tell each other, which proves that
-    they begin the same operation. Given counts are checked: ConfigError where they do not say
-    `mine` for this rank.
+    If `counts` is None, the function is collective: the ranks exchange their lengths, and check
+    that they begin the same operation. Raises ConfigError if ``counts[rank]`` is not `mine`.
     """
-    if counts is None:
-        return _exchange(context, signature, mine)
-    lengths = check_counts(counts, None, context.size)
-    if lengths[context.rank] != mine:
-        raise ConfigError(
-            f"rank {context.rank} has a block of {mine} rows, "
-            f"counts say {lengths[context.rank]}; counts[rank] must be len(x)"
-        )
-    return lengths
-
-
-def _exchange(context: Context, signature: Signature, length: int) -> np.ndarray:
+    if counts is not None:
+        lengths = check_counts(counts, None, context.size)
+        if lengths[context.rank] != mine:
+            raise ConfigError(
+                f"rank {context.rank} has a block of {mine} rows, "
+                f"counts say {lengths[context.rank]}; counts[rank] must be len(x)"
+            )
+        return lengths
     lengths = np.zeros(context.size, np.int64)
-    lengths[context.rank] = length
+    lengths[context.rank] = mine
     if context.size > 1:
         extra = f"lengths, {signature.extra}" if signature.extra else "lengths"
         signature = signature._replace(extra=extra)
         build = algorithms.ALLREDUCE["butterfly"]
-        plan = prepared(context, signature, build, context.size, lengths.dtype, np.add, agreed=True)
-        plan.run(lengths)
+        prepared(context, signature, build, context.size, lengths.dtype, agreed=True).run(lengths)
     return lengths
 
 
-def from_root(context: Context, signature: Signature, values: np.ndarray, root: int) -> np.ndarray:
-    """Broadcast a few int64 values from the root. Collective, polled."""
-    context.begin_agreed(signature, "facts")
-    if context.size > 1:
-        context.wait(context.control.Ibcast([values, MPI.INT64_T], root).Test)
-    return values
-
-
 def check_counts(counts, total: int | None, size: int) -> np.ndarray:
-    """Return `counts` as int64; ConfigError unless they are `size` lengths.
+    """Return `counts` as int64; raise ConfigError unless they are `size` valid lengths.
 
-    Where `total` is given they must add up to it.
+    The counts must add up to `total` if that is given. If `counts` is None, return the lengths of
+    blocks of `total` rows that are as equal as possible.
     """
+    if counts is None and total is not None:
+        return np.array(BlockPartition(total, size).counts(), np.int64)
     try:
         lengths = np.asarray(counts)
     except ValueError:
@@ -125,13 +113,8 @@ def check_counts(counts, total: int | None, size: int) -> np.ndarray:
     return lengths
 
 
-def equal_counts(rows: int, size: int) -> np.ndarray:
-    """Return the lengths of blocks that are as equal as possible."""
-    return np.array(BlockPartition(rows, size).counts(), np.int64)
-
-
 def counts_text(lengths: np.ndarray) -> str:
-    """Write counts for a signature, equal only for equal ones: many of them by a digest."""
+    """Return `counts` as text that ranks can compare; long lists are replaced by a digest."""
     if len(lengths) <= _SHOWN:
         return f"counts=({', '.join(map(str, lengths.tolist()))})"
     digest = hashlib.blake2b(lengths.tobytes(), digest_size=8).hexdigest()
@@ -140,13 +123,12 @@ def counts_text(lengths: np.ndarray) -> str:
 
 
 def bounds_at(lengths: np.ndarray, rank: int) -> tuple[int, int]:
-    """Return where block `rank` begins and ends."""
-    start = int(lengths[:rank].sum())
-    return start, start + int(lengths[rank])
+    """Return the indices of the first row of block `rank` and of the row after its last one."""
+    return int(lengths[:rank].sum()), int(lengths[: rank + 1].sum())
 
 
 def check_root(root: int, size: int) -> int:
-    """Return `root` as a plain integer; ConfigError where it is no rank."""
+    """Return `root` as a plain integer; raise ConfigError if it is not a rank."""
     try:
         number = operator.index(root)
     except TypeError:
@@ -156,13 +138,13 @@ def check_root(root: int, size: int) -> int:
     return number
 
 
-def check_out(out, dtype: np.dtype, shape: tuple | None = None):
-    """Return `out` as an array that can take a result; ConfigError where it cannot.
+def check_out(out, dtype: np.dtype, shape: tuple | None = None) -> None:
+    """Raise ConfigError if `out` is given and the result cannot be written into it.
 
-    None stays None. Without a `shape` only dtype and memory are looked at.
+    If `shape` is None, only the dtype of `out` is checked, and whether it is writable.
     """
     if out is None:
-        return None
+        return
     array = as_array(out)
     fits = shape is None or array.shape == tuple(shape)
     if not fits or array.dtype != dtype or not is_writable(array):
@@ -172,4 +154,3 @@ def check_out(out, dtype: np.dtype, shape: tuple | None = None):
             f"out has shape {array.shape} and dtype {array.dtype}{state}; expected {expected} "
             f"and dtype {dtype}"
         )
-    return out

@@ -1,5 +1,8 @@
-"""Algorithms as data: lists of steps that one checker proves and one executor runs. No MPI in here.
+"""The collective algorithms, as functions that return the list of steps of each rank.
 
-`schedule` is the language, `check` the proof, `algorithms` the table by name; the other files are
-an algorithm each, and their docstrings draw it.
+The modules of this package make no MPI calls. The module `schedule` defines the steps, `check`
+verifies lists of steps, and `algorithms` maps the names of the algorithms to their functions.
+`protocol_limits` has the measured lengths at which MPI changes its protocol, or another schedule is
+faster. Each other module contains one family of algorithms, and most docstrings draw them for a few
+ranks.
 """

@@ -1,7 +1,9 @@
-"""The tables of algorithms. A new one is one file and one line here.
+"""Tables that map the name of an algorithm to its builder, which returns the steps of a rank.
 
-Every builder is called as ``build(size, rank, n or counts, itemsize)`` and returns the steps of
-`rank`. ``native`` is MPI's own and has no steps; ``auto`` measures (``selection``).
+A builder is called as ``build(size, rank, n or counts, itemsize)``, or with ``root=`` in place of
+`itemsize` if the operation has a root. The builder returns the steps of `rank`. The name ``native``
+means MPI's own function, which has no steps. For allreduce, the name ``auto`` means that
+``selection`` measures the algorithms and takes the fastest.
 """
 
 from __future__ import annotations
@@ -13,32 +15,30 @@ import numpy as np
 from ...errors import ConfigError, nearest, shown
 from . import butterfly, direct, double_tree, fixed_tree, ring, tree
 
-#: A ring chunk is cut in segments of about this many bytes, so that adding one overlaps the wire.
+#: Bytes of a segment of a ring chunk: one segment is added while the next one is on the wire.
 SEGMENT_BYTES = 1 << 20
 MAX_SEGMENTS = 16
-#: The same for one half in a double tree: below 64 KiB Open MPI sends eagerly over TCP, without
-#: an answer to wait for (docs/benchmarks.md, "Long messages over TCP").
+#: Bytes of a segment of one half in a double tree. Over TCP, Open MPI sends messages below 64 KiB
+#: without waiting for the receiver's answer (docs/benchmarks.md, "Long messages over TCP").
 TREE_SEGMENT_BYTES = 60 << 10
 MAX_TREE_SEGMENTS = 512
 
-
-#: Segments of all chunks together: what bounds a plan. Below 8,192 ranks it is never reached.
+#: Most segments of all chunks together, which bounds a plan's length from 8,192 ranks on.
 MAX_SCHEDULE = 1 << 17
-#: Scratch that a schedule may take: more is refused, for some rank would run out of memory.
+#: Most bytes of scratch of a schedule. More is refused, for some rank would run out of memory.
 MAX_SCRATCH = 4 << 30
 
 
 def segments(nbytes: int, size: int) -> int:
-    """Number of segments of one ring chunk of a vector of `nbytes`."""
-    size = max(size, 1)
-    most = min(MAX_SEGMENTS, MAX_SCHEDULE // size)
-    return max(1, min(most, nbytes // size // SEGMENT_BYTES))
+    """Return the number of segments into which a ring cuts each chunk of a vector of `nbytes`."""
+    return max(1, min(MAX_SEGMENTS, MAX_SCHEDULE // size, nbytes // size // SEGMENT_BYTES))
 
 
 def check_scratch(name: str, size: int, n: int, itemsize: int) -> None:
-    """Raise ConfigError if a rank would need room for all ranks' vectors, and they are too long.
+    """Raise ConfigError if an algorithm would need more than `MAX_SCRATCH` bytes of extra memory.
 
-    The figure follows from the problem, so all ranks refuse alike.
+    Some algorithms receive the vectors of all ranks into extra memory before they add them. All
+    ranks compute the same number of bytes, so either all of them raise or none does.
     """
     nbytes = (size - 1) * n * itemsize
     if name in EVERY_VECTOR and nbytes > MAX_SCRATCH:
@@ -48,47 +48,46 @@ def check_scratch(name: str, size: int, n: int, itemsize: int) -> None:
         )
 
 
-def _ring(size, rank, n, itemsize):
-    return ring.allreduce(size, rank, n, segments=segments(n * itemsize, size))
-
-
-def _ring_reduce_scatter(size, rank, counts, itemsize):
-    count = segments(sum(counts) * itemsize, size)
-    return ring.reduce_scatter(size, rank, counts, segments=count)
-
-
-def _ring_allgather(size, rank, counts, itemsize):
-    count = segments(sum(counts) * itemsize, size)
-    return ring.allgather(size, rank, counts, segments=count)
-
-
 def tree_segments(nbytes: int) -> int:
-    """Number of segments of each half in a double tree of `nbytes`."""
+    """Return the number of segments into which a double tree cuts half a vector of `nbytes`."""
     return max(1, min(MAX_TREE_SEGMENTS, nbytes // 2 // TREE_SEGMENT_BYTES))
 
 
-def _double_tree(size, rank, n, itemsize):
-    return double_tree.allreduce(size, rank, n, segments=tree_segments(n * itemsize))
-
-
 def _plain(build: Callable) -> Callable:
+    """Return a function that takes and ignores `itemsize`, and calls `build` without it."""
     return lambda size, rank, problem, itemsize: build(size, rank, problem)
 
 
-#: Algorithms that receive every rank's whole vector before they add.
+def _sized(build: Callable) -> Callable:
+    """Return a function that calls `build`, with `itemsize` as fourth positional argument."""
+    return lambda size, rank, n, itemsize: build(size, rank, n, itemsize=itemsize)
+
+
+def _ring(build: Callable) -> Callable:
+    """Return a function that calls a ring's builder with a suitable number of segments."""
+
+    def adapted(size, rank, problem, itemsize):
+        nbytes = int(np.sum(problem)) * itemsize
+        return build(size, rank, problem, segments=segments(nbytes, size))
+
+    return adapted
+
+
+#: Name -> builder.
+Table = dict[str, Callable]
+
+#: Algorithms in which a rank receives the whole vector of every rank before it adds.
 EVERY_VECTOR = ("direct", "naive")
 
-ALLREDUCE: dict[str, Callable] = {
-    "ring": _ring,
+ALLREDUCE: Table = {
+    "ring": _ring(ring.allreduce),
     "tree": _plain(tree.allreduce),
-    "double_tree": _double_tree,
-    "butterfly": lambda size, rank, n, itemsize: butterfly.butterfly(
-        size, rank, n, itemsize=itemsize
+    "double_tree": lambda size, rank, n, itemsize: double_tree.allreduce(
+        size, rank, n, segments=tree_segments(n * itemsize)
     ),
+    "butterfly": _sized(butterfly.butterfly),
     "recursive_doubling": _plain(butterfly.recursive_doubling),
-    "halving_doubling": lambda size, rank, n, itemsize: butterfly.halving_doubling(
-        size, rank, n, itemsize=itemsize
-    ),
+    "halving_doubling": _sized(butterfly.halving_doubling),
     "direct": _plain(direct.allreduce),
     "two_hop": _plain(direct.two_hop),
     "ordered": lambda size, rank, n, itemsize: fixed_tree.allreduce(
@@ -96,36 +95,29 @@ ALLREDUCE: dict[str, Callable] = {
     ),
     "naive": _plain(direct.naive),
 }
-REDUCE_SCATTER: dict[str, Callable] = {
-    "ring": _ring_reduce_scatter,
+REDUCE_SCATTER: Table = {
+    "ring": _ring(ring.reduce_scatter),
     "direct": _plain(direct.reduce_scatter),
 }
-ALLGATHER: dict[str, Callable] = {
-    "ring": _ring_allgather,
-    "direct": _plain(direct.allgather),
-}
-#: Rooted builders take ``root`` as well.
-BROADCAST: dict[str, Callable] = {"tree": tree.broadcast, "direct": direct.broadcast}
-REDUCE: dict[str, Callable] = {
-    "tree": tree.reduce,
-    "direct": direct.reduce,
-    "ordered": fixed_tree.reduce,
-}
-GATHER: dict[str, Callable] = {"direct": direct.gather}
-SCATTER: dict[str, Callable] = {"direct": direct.scatter}
+ALLGATHER: Table = {"ring": _ring(ring.allgather), "direct": _plain(direct.allgather)}
+#: The builders of rooted collectives take ``root``, and no ``itemsize``.
+BROADCAST: Table = {"tree": tree.broadcast, "direct": direct.broadcast}
+REDUCE: Table = {"tree": tree.reduce, "direct": direct.reduce, "ordered": fixed_tree.reduce}
+GATHER: Table = {"direct": direct.gather}
+SCATTER: Table = {"direct": direct.scatter}
 
-#: Names that every collective takes besides those in its table.
+#: Names that every collective accepts besides those in its table.
 MEASURED, NATIVE = "auto", "native"
 #: The algorithm whose bits depend on the number of ranks alone.
 ORDERED = "ordered"
-#: Private vectors of one node, read and written where they lie.
+#: The algorithm that copies between the private memories of one node's ranks, without staging.
 SINGLE_COPY = "single_copy"
-#: Allreduce in memory that the ranks of a node share; "hierarchical" goes on between nodes.
+#: Algorithms in the memory of a node; "hierarchical" also exchanges between nodes.
 NODE = ("node", SINGLE_COPY, "hierarchical")
 
 
 def check_name(algorithm: str, table: Iterable[str], what: str = "allreduce") -> None:
-    """Raise ConfigError that lists the names, and the nearest one, for an unknown algorithm."""
+    """Raise ConfigError for an unknown algorithm; the message suggests the most similar name."""
     names = [MEASURED, NATIVE, *table, *(NODE if table is ALLREDUCE else ())]
     if not isinstance(algorithm, str) or algorithm not in names:
         raise ConfigError(
@@ -135,16 +127,17 @@ def check_name(algorithm: str, table: Iterable[str], what: str = "allreduce") ->
 
 
 def chosen(
-    algorithm: str,
-    reproducible: bool,
-    table: Iterable[str] = ALLREDUCE,
-    what: str = "allreduce",
+    algorithm: str, reproducible: bool, table: Iterable[str] = ALLREDUCE, what: str = "allreduce"
 ) -> str:
-    """Return what a sum runs: with `reproducible` the one in order, whatever was asked for.
+    """Return the algorithm to run, which is "ordered" if `reproducible`, else `algorithm`.
 
-    ConfigError for an `algorithm` that there is not, and a `reproducible` that is no bool.
+    If `algorithm` is "auto", return the first algorithm of `table`. For allreduce, "auto" is
+    returned unchanged, because the fastest algorithm is measured later. Raises ConfigError if
+    `algorithm` is unknown or `reproducible` is not a bool.
     """
     check_name(algorithm, table, what)
     if not isinstance(reproducible, bool | np.bool_):
         raise ConfigError(f"reproducible={shown(reproducible)}: expected True or False")
-    return ORDERED if reproducible else algorithm
+    if reproducible:
+        return ORDERED
+    return next(iter(table)) if algorithm == MEASURED and table is not ALLREDUCE else algorithm

@@ -1,20 +1,26 @@
-"""Butterflies: in round k every rank exchanges with the rank whose number differs in bit k.
+"""Butterfly: in round k, every rank exchanges data with the rank that differs from it in bit k.
 
     4 ranks    round 0   0<->1   2<->3        round 1   0<->2   1<->3
 
-With L = log2 p, alpha the latency, and beta and gamma the time to send and to add one of N bytes:
-recursive_doubling exchanges whole vectors: L alpha + L N beta + L N gamma, the least latency.
-halving_doubling (Rabenseifner) exchanges halves, quarters, ... and adds, then walks back gathering:
-2L alpha + 2(p-1)/p N beta + (p-1)/p N gamma: the bytes of the ring in 2 log2 p rounds.
-`butterfly` picks: recursive doubling below `SHORT` bytes, halving and doubling above.
+In the costs below, L is log2 p, N the bytes of the vector, alpha the latency, beta the time to send
+a byte, and gamma the time to add a byte. `recursive_doubling` exchanges whole vectors and has the
+least latency. `recursive_doubling` costs L alpha + L N beta + L N gamma. `halving_doubling`
+(Rabenseifner) first exchanges and adds halves, quarters and so on, and then gathers the finished
+blocks in the reverse order. `halving_doubling` costs 2L alpha + 2(p-1)/p N beta + (p-1)/p N gamma:
+it sends as many bytes as a ring, in 2 log2 p rounds. `butterfly` chooses recursive doubling for
+vectors below `SHORT` bytes, and halving and doubling for longer ones.
 
-Both of a pair send at once. Over TCP a long message waits for an answer, and that queues behind the
-long message that crosses it; so halves longer than `LONG` bytes go as many of `EAGER_BYTES`, which
-wait for nothing, and are added while the next ones arrive.
+Two ranks that exchange data send at the same time. Over TCP, MPI asks the receiver before it sends
+a long message (rendezvous), and the receiver's answer must wait behind the long message that the
+receiver itself is sending. Halves of a vector that are longer than `LONG` bytes are therefore sent
+as several messages of `EAGER_BYTES`, which need no answer. If a half is sent as several messages,
+the receiver adds each of them while the next ones arrive.
 
-p that is not a power of two: with r = p - 2^k, the first 2r ranks fold in pairs (odd gives its
-vector to even), 2^k ranks do the work, and even hands the result back: two rounds more.
-Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005.
+If the number p of ranks is not a power of two, let p be 2^k + r, where 2^k is the largest power of
+two below p. If p = 2^k + r is not a power of two, the first 2r ranks form pairs. The odd rank of
+each pair sends its vector to the even rank, 2^k ranks run the butterfly, and the even rank sends
+the result back. If p is not a power of two, the messages between the ranks of each pair add two
+rounds. Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005.
 """
 
 from __future__ import annotations
@@ -28,24 +34,24 @@ from .schedule import Range, Step, combine, cut, length, recv, send
 
 
 def recursive_doubling(size: int, rank: int, n: int) -> list[Step]:
-    """Everyone exchanges everything, log2 p times."""
+    """Return steps in which each rank exchanges whole vectors with log2 p others, one per round."""
     return _folded(size, rank, n, doubling)
 
 
 def halving_doubling(size: int, rank: int, n: int, *, itemsize: int = 4) -> list[Step]:
-    """Recursive halving (reduce-scatter), then recursive doubling (allgather)."""
+    """Return the steps of a reduce-scatter by halves, quarters and so on, then an allgather."""
     return _folded(size, rank, n, partial(halving, itemsize=itemsize))
 
 
 def butterfly(size: int, rank: int, n: int, *, itemsize: int = 4) -> list[Step]:
-    """Pick by length: `recursive_doubling` for short vectors, `halving_doubling` for long ones."""
+    """Return the steps of `recursive_doubling` for short vectors, else of `halving_doubling`."""
     if n * itemsize < SHORT or n < size:
         return recursive_doubling(size, rank, n)
     return halving_doubling(size, rank, n, itemsize=itemsize)
 
 
 def _folded(size: int, rank: int, n: int, inner: Callable) -> list[Step]:
-    """Run `inner` on the largest power of two of ranks, the others folded onto neighbours."""
+    """Return the steps of `inner` on 2^k ranks, to which the others first send their vectors."""
     power = 1 << (size.bit_length() - 1)
     rest = size - power
     whole: Range = (0, n)
@@ -57,8 +63,8 @@ def _folded(size: int, rank: int, n: int, inner: Callable) -> list[Step]:
     steps: list[Step] = []
     scratch = n
     if rank < 2 * rest:
-        slot = (n, 2 * n)
         scratch = 2 * n
+        slot = (n, scratch)
         steps = [recv(0, rank + 1, slot), combine(0, rank, rank + 1, slot, whole)]
     # Ranks of the inner butterfly: the even folded ones first, then the unfolded ones.
     members = [2 * i for i in range(rest)] + list(range(2 * rest, size))
@@ -69,7 +75,7 @@ def _folded(size: int, rank: int, n: int, inner: Callable) -> list[Step]:
 
 
 def doubling(size: int, me: int, n: int, members: list[int], scratch: int, first: int):
-    """The inner part of `recursive_doubling`, on `size` members, a power of two."""
+    """Return the steps of `recursive_doubling` for `size` ranks; `size` must be a power of two."""
     steps: list[Step] = []
     whole: Range = (0, n)
     for k in range(size.bit_length() - 1):
@@ -95,14 +101,15 @@ def halving(
     neighbours_first: bool = False,
     itemsize: int = 4,
 ):
-    """The inner part of `halving_doubling`, on `size` members, a power of two.
+    """Return the steps of `halving_doubling` for `size` ranks; `size` must be a power of two.
 
-    With `neighbours_first` the distances are 1, 2, 4, ... in the halving as well, so that sums
-    are those of neighbouring members, as `recursive_doubling` adds.
+    With `neighbours_first`, a rank exchanges halves first with the rank at distance 1, then with
+    those at distances 2, 4, and so on. With `neighbours_first`, the order of additions is the same
+    as in `recursive_doubling`.
     """
     blocks = BlockPartition(n, size)
     levels = size.bit_length() - 1
-    # On each level: the partner, the blocks that are kept, and those that it keeps.
+    # On each level: the partner, the blocks that this rank keeps, and those that the partner keeps.
     halves: list[tuple[int, Range, Range]] = []
     kept: Range = (0, size)
     for k in range(levels):
@@ -115,21 +122,18 @@ def halving(
         kept = mine
 
     def messages(k: int, of: Range, backward: bool = False) -> list[Range]:
-        """Cut one half of level k: what the next level sends first comes first."""
+        """Cut blocks into messages; the first messages hold the data that the next round sends."""
         whole: Range = (blocks.start(of[0]), blocks.start(of[1]))
         if length(whole) * itemsize <= LONG:
             return [whole]
-        # Partners differ in this level alone, so their parts lie alike in either half.
+        # Partners differ in this level alone, so both cut their halves at the same places.
         shift = of[0] - halves[k][1][0]
         parts = [theirs for _, _, theirs in halves[k + 1 :]] + [kept]
         spans = [(blocks.start(a + shift), blocks.start(b + shift)) for a, b in parts]
-        if backward:
-            spans.reverse()
-        return [
-            piece
-            for span in spans
-            for piece in cut(span, -(-length(span) * itemsize // EAGER_BYTES))
-        ]
+        result: list[Range] = []
+        for span in reversed(spans) if backward else spans:
+            result += cut(span, -(-length(span) * itemsize // EAGER_BYTES))
+        return result
 
     steps: list[Step] = []
     for k, (other, mine, theirs) in enumerate(halves):
@@ -139,7 +143,7 @@ def halving(
             slot = (home[0] + move, home[1] + move)
             steps.append(recv(first + k, members[other], slot))
             steps.append(combine(first + k, me, other, slot, home))
-        scratch += blocks.start(mine[1]) - blocks.start(mine[0])
+        scratch = move + blocks.start(mine[1])
     for k in reversed(range(levels)):
         other, mine, theirs = halves[k]
         round = first + 2 * levels - 1 - k

@@ -1,79 +1,76 @@
-"""The proof: run all ranks' steps symbolically and see what every element is made of.
+"""Check schedules: run all ranks' steps on symbolic values, which show what was added up.
 
-Each element carries the list of ranks whose values were added into it, in order, so a value added
-twice, forgotten, or added in another order on another rank is found. No MPI: the schedules of any
-number of ranks are proved in one process. Messages match in posting order, as MPI promises.
+For each element, the checker keeps the list of ranks whose values were added to the element, in
+order. The checker therefore finds values that are added twice or never, and values that two ranks
+add in different orders. The checker needs no MPI: one process checks the schedules of any number of
+ranks. The k-th send from rank a to rank b matches the k-th receive of rank b from rank a, as in
+MPI.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from ...partition import bounds_of
 from .schedule import (
     COPY,
     FINISH,
     NODE_SYNC,
-    NOTHING,
     RECV,
+    REDUCE,
     SEND,
     Step,
     extent,
+    intervals,
     length,
-    reads_writes,
     split_messages,
     without_empty,
 )
 
-#: A rank (its own value), the number of a sum made by `Sums`, or nothing yet.
+#: A rank (its own value), the number of a sum made by `Sums`, or None for an unwritten element.
 Value = int | None
 
 
 class Sums:
-    """Gives every sum of two values a number, the same one each time: equal numbers, equal bits."""
+    """A table that numbers each sum of two values; sums with the same number have equal bits."""
 
     _FIRST = 1 << 20
 
     def __init__(self):
         self._numbers: dict[tuple[int, int], int] = {}
-        self._pairs: list[tuple[int, int]] = []
         self._ranks: dict[int, list[int]] = {}
 
     def add(self, left: int, right: int) -> int:
-        """Return the number of ``left op right``."""
-        pair = (left, right)
-        number = self._numbers.get(pair)
-        if number is None:
-            number = self._numbers[pair] = self._FIRST + len(self._pairs)
-            self._pairs.append(pair)
-        return number
+        """Return the number that stands for ``left op right``: the same for equal operands."""
+        return self._numbers.setdefault((left, right), self._FIRST + len(self._numbers))
 
     def ranks(self, value: Value) -> list[int]:
-        """Ranks whose values were added into `value`, left to right."""
+        """Return the ranks whose values the sum `value` contains, from left to right."""
         if value is None:
             return []
         if value < self._FIRST:
             return [value]
         if value not in self._ranks:
-            # Operands are older than their sum, so going up in age needs no recursion.
-            for number in range(self._FIRST + len(self._ranks), value + 1):
-                left, right = self._pairs[number - self._FIRST]
+            # The operands of a sum have lower numbers, so in the order of numbers all are there.
+            for (left, right), number in islice(self._numbers.items(), len(self._ranks), None):
                 self._ranks[number] = self.ranks(left) + self.ranks(right)
         return self._ranks[value]
 
 
 class ScheduleError(AssertionError):
-    """A schedule is wrong; the message says which rank, step or element."""
+    """A schedule is wrong; the message names the rank, step or element at fault."""
 
 
 def run(
     programs: Sequence[list[Step]], vectors: Sequence[Sequence[Value]]
 ) -> tuple[list[list], Sums]:
-    """Execute all programs on symbolic vectors; returns the memories at the end, and the sums.
+    """Run all ranks' steps on symbolic vectors; return the memory of all ranks, and the sums.
 
-    Sends do not block; a receive waits for its message. In-order execution that ends proves that
-    the executor, which only starts steps earlier than that, ends as well.
+    In this simulation a send does not block, and a receive waits for its message. The simulation
+    runs the steps of each rank strictly in order. If this function returns, a real run of the
+    schedule cannot deadlock, because a real run starts no step later than this function does.
     """
     n = max((len(v) for v in vectors), default=0)
     memory = [
@@ -81,26 +78,25 @@ def run(
     ]
     wires: dict[tuple[int, int], deque] = {}
     sums = Sums()
-    cursor = [0] * len(programs)
+    left = [deque(steps) for steps in programs]
     moved = True
     while moved:
         moved = False
-        for rank, steps in enumerate(programs):
-            while cursor[rank] < len(steps):
-                if not _execute(rank, steps[cursor[rank]], memory[rank], wires, sums):
-                    break
-                cursor[rank] += 1
+        for rank, steps in enumerate(left):
+            while steps and _execute(rank, steps[0], memory[rank], wires, sums):
+                steps.popleft()
                 moved = True
-    for rank, steps in enumerate(programs):
-        if cursor[rank] < len(steps):
-            raise ScheduleError(f"rank {rank} waits for ever in {steps[cursor[rank]]}")
-    left = {pair: len(queue) for pair, queue in wires.items() if queue}
-    if left:
-        raise ScheduleError(f"messages nobody received: {left}")
+    for rank, steps in enumerate(left):
+        if steps:
+            raise ScheduleError(f"rank {rank} waits for ever in {steps[0]}")
+    unread = {pair: len(queue) for pair, queue in wires.items() if queue}
+    if unread:
+        raise ScheduleError(f"messages nobody received: {unread}")
     return memory, sums
 
 
 def _execute(rank: int, step: Step, memory: list, wires: dict, sums: Sums) -> bool:
+    """Execute a step and return True; return False for a receive whose message is not sent yet."""
     (a, b), (c, d) = step.source, step.target
     if step.kind == SEND:
         wires.setdefault((rank, step.peer), deque()).append(memory[a:b])
@@ -115,10 +111,10 @@ def _execute(rank: int, step: Step, memory: list, wires: dict, sums: Sums) -> bo
     elif step.kind == COPY:
         memory[c:d] = memory[a:b]
     else:
-        if length(step.source) != length(step.target):
+        if b - a != d - c:
             raise ScheduleError(f"rank {rank}: {step} reduces ranges of different length")
         for i, j in zip(range(a, b), range(c, d), strict=True):
-            pair = (memory[j], memory[i]) if step.kind == "reduce" else (memory[i], memory[j])
+            pair = (memory[j], memory[i]) if step.kind == REDUCE else (memory[i], memory[j])
             if None in pair:
                 raise ScheduleError(f"rank {rank}: {step} reads an element nobody wrote")
             memory[j] = sums.add(*pair)
@@ -126,53 +122,64 @@ def _execute(rank: int, step: Step, memory: list, wires: dict, sums: Sums) -> bo
 
 
 def programs(build: Callable, size: int, *args, limit: int | None = None, **kwargs):
-    """Build the steps of all ranks as the executor sees them (empty steps gone, messages cut)."""
-    result = []
-    for rank in range(size):
-        steps = without_empty(build(size, rank, *args, **kwargs))
-        result.append(split_messages(steps, limit) if limit else steps)
-    return result
+    """Return all ranks' steps as the executor runs them: no empty steps, and long messages cut."""
+    built = [without_empty(build(size, rank, *args, **kwargs)) for rank in range(size)]
+    return [split_messages(steps, limit) for steps in built] if limit else built
 
 
 def check_allreduce(build: Callable, size: int, n: int, **kwargs) -> None:
-    """Every element, everywhere: each rank exactly once, and the same order of additions."""
+    """Check that every element is the sum of all ranks, added in the same order on all ranks."""
     memory, sums = run(programs(build, size, n, **kwargs), [[rank] * n for rank in range(size)])
-    everyone = list(range(size))
-    for element in range(n):
-        first = memory[0][element]
-        if sorted(sums.ranks(first)) != everyone:
-            raise ScheduleError(f"element {element} on rank 0 holds {sums.ranks(first)}")
-        for rank in range(1, size):
-            if memory[rank][element] != first:
+    _check_sums(sums, size, memory[0][:n], "rank 0")
+    for rank, vector in enumerate(memory):
+        for element in range(n):
+            if vector[element] != memory[0][element]:
                 raise ScheduleError(f"element {element} of rank {rank} is added in another order")
 
 
+def _check_sums(sums: Sums, size: int, values: Iterable[Value], where: str) -> None:
+    """Raise ScheduleError unless each of `values` contains the value of every rank exactly once."""
+    for element, value in enumerate(values):
+        if sorted(sums.ranks(value)) != list(range(size)):
+            raise ScheduleError(f"element {element} of {where} holds {sums.ranks(value)}")
+
+
 def check_reduce_scatter(build: Callable, size: int, counts: Sequence[int], **kwargs) -> None:
-    """Block r on rank r: each rank exactly once."""
+    """Check that each rank r gets the sum of block r over all ranks."""
     bounds = bounds_of(counts)
     start = [[r] * bounds[-1] for r in range(size)]
     memory, sums = run(programs(build, size, counts, **kwargs), start)
     for rank in range(size):
-        for element in range(bounds[rank], bounds[rank + 1]):
-            if sorted(sums.ranks(memory[rank][element])) != list(range(size)):
-                raise ScheduleError(f"element {element} of block {rank} is not the full sum")
+        block = memory[rank][bounds[rank] : bounds[rank + 1]]
+        _check_sums(sums, size, block, f"block {rank}")
 
 
-def check_allgather(build: Callable, size: int, counts: Sequence[int], **kwargs) -> None:
-    """Every block on every rank is its owner's."""
-    bounds = bounds_of(counts)
+def check_reduce(build: Callable, size: int, n: int, root: int) -> None:
+    """Check that the root gets the sum of all ranks' vectors."""
+    start = [[rank] * n for rank in range(size)]
+    memory, sums = run(programs(build, size, n, root=root), start)
+    _check_sums(sums, size, memory[root][:n], f"root {root}")
+
+
+def check_allgather(
+    build: Callable, size: int, counts: Sequence[int], receivers: Sequence[int] = (), **kwargs
+) -> None:
+    """Check that all `receivers` (by default all ranks) get the block of every rank."""
     owner = [r for r in range(size) for _ in range(counts[r])]
-    memory, _ = run(
-        programs(build, size, counts, **kwargs),
-        [[r if owner[e] == r else None for e in range(bounds[-1])] for r in range(size)],
-    )
-    for rank in range(size):
-        if memory[rank][: bounds[-1]] != owner:
+    start = [[r if r == rank else None for r in owner] for rank in range(size)]
+    memory, _ = run(programs(build, size, counts, **kwargs), start)
+    for rank in receivers or range(size):
+        if memory[rank][: len(owner)] != owner:
             raise ScheduleError(f"rank {rank} did not gather all blocks")
 
 
+def check_gather(build: Callable, size: int, counts: Sequence[int], root: int) -> None:
+    """Check that the root gets the block of every rank."""
+    check_allgather(build, size, counts, [root], root=root)
+
+
 def check_broadcast(build: Callable, size: int, n: int, root: int) -> None:
-    """Every rank ends with the root's vector."""
+    """Check that every rank gets the root's vector."""
     start = [[root if r == root else None] * n for r in range(size)]
     memory, _ = run(programs(build, size, n, root=root), start)
     for rank in range(size):
@@ -180,27 +187,8 @@ def check_broadcast(build: Callable, size: int, n: int, root: int) -> None:
             raise ScheduleError(f"rank {rank} did not get the vector of rank {root}")
 
 
-def check_reduce(build: Callable, size: int, n: int, root: int) -> None:
-    """The root ends with each rank exactly once."""
-    start = [[rank] * n for rank in range(size)]
-    memory, sums = run(programs(build, size, n, root=root), start)
-    for element in range(n):
-        if sorted(sums.ranks(memory[root][element])) != list(range(size)):
-            raise ScheduleError(f"element {element} on root {root} is not the full sum")
-
-
-def check_gather(build: Callable, size: int, counts: Sequence[int], root: int) -> None:
-    """The root ends with every rank's block."""
-    bounds = bounds_of(counts)
-    owner = [r for r in range(size) for _ in range(counts[r])]
-    start = [[r if owner[e] == r else None for e in range(bounds[-1])] for r in range(size)]
-    memory, _ = run(programs(build, size, counts, root=root), start)
-    if memory[root][: bounds[-1]] != owner:
-        raise ScheduleError(f"root {root} did not gather all blocks")
-
-
 def check_scatter(build: Callable, size: int, counts: Sequence[int], root: int) -> None:
-    """Every rank ends with its block of the root's vector."""
+    """Check that every rank gets its block of the root's vector."""
     bounds = bounds_of(counts)
     whole: list[Value] = list(range(bounds[-1]))
     start = [whole[:] if r == root else [None] * bounds[-1] for r in range(size)]
@@ -211,28 +199,18 @@ def check_scatter(build: Callable, size: int, counts: Sequence[int], root: int) 
             raise ScheduleError(f"rank {rank} did not get its block")
 
 
-def intervals(steps: list[Step]) -> list[list[Step]]:
-    """Cut the steps of one rank at the syncs of its node."""
-    rounds: list[list[Step]] = [[]]
-    for step in steps:
-        if step.kind == NODE_SYNC:
-            rounds.append([])
-        else:
-            rounds[-1].append(step)
-    return rounds
-
-
-#: The steps of every rank (or of some), the length of their private vectors and, where positions
-#: of the node's memory are no bytes, what says at which byte a position lies.
+#: The steps of every rank (or of some), and the length of their private vectors. Where a position
+#: of the node's memory is not one byte, a function follows that returns the byte of a position.
 Operation = tuple[Sequence[list[Step]], int] | tuple[Sequence[list[Step]], int, Callable]
 
 
 def check_races(operations: Sequence[Operation]) -> None:
-    """Prove that no rank touches memory of the node that another writes between the same syncs.
+    """Check that between two barriers no rank reads or writes memory that another rank writes.
 
-    `operations` run one after the other. The last interval of one and the first of the next are one
-    interval: nothing separates them. A race is between two ranks, so the steps of some ranks prove
-    it for these.
+    The `operations` are checked as if they ran one after the other. No barrier separates two
+    operations, so the steps after the last barrier of one and before the first barrier of the next
+    are checked together. The caller may pass the steps of some ranks only; these ranks are then
+    checked against each other.
     """
     spans: list[list[tuple[int, int, int, bool, Step]]] = [[]]
     ends = [0] * len(operations[0][0])
@@ -241,29 +219,28 @@ def check_races(operations: Sequence[Operation]) -> None:
         if len(counts) != 1:
             raise ScheduleError(f"the ranks pass different numbers of syncs: {sorted(counts)}")
         start = place[0] if place else int
-        # Where one position begins, the one before it ends; but not at the end of a piece.
+        # The end of a range is computed from its length: position `span[1]` may lie elsewhere.
         width = start(1) - start(0)
         for rank, steps in enumerate(programs):
             for k, interval in enumerate(intervals(steps), ends[rank]):
                 if k == len(spans):
                     spans.append([])
                 for step in interval:
-                    reads, write = reads_writes(step)
-                    for span in (*reads, write or NOTHING):
+                    for span, writes in ((step.source, False), (step.target, step.kind != SEND)):
                         if span[1] > span[0] >= n:
                             first = start(span[0] - n)
-                            stop = first + (span[1] - span[0]) * width
-                            spans[k].append((first, stop, rank, span is write, step))
+                            stop = first + length(span) * width
+                            spans[k].append((first, stop, rank, writes, step))
             ends[rank] = k
     for k, touched in enumerate(spans):
         _check_interval(k, touched)
 
 
 def _check_interval(k: int, touched: list[tuple[int, int, int, bool, Step]]) -> None:
-    """Find two ranks that touch a byte between two syncs, one of which writes it."""
+    """Check interval `k`, which lies between two barriers: no rank writes what another uses."""
     touched.sort(key=lambda span: span[0])
-    # Of all spans so far, of any kind and of writes: the one that reaches furthest, and the one of
-    # another rank that does.
+    # For reads and writes together (False) and for writes alone (True): of all spans so far the one
+    # that reaches furthest, and the one that does so among the spans of the other ranks.
     furthest: dict[bool, list[tuple[int, int, int, bool, Step]]] = {False: [], True: []}
     for span in touched:
         start, stop, rank, writes, step = span
@@ -284,7 +261,7 @@ def _check_interval(k: int, touched: list[tuple[int, int, int, bool, Step]]) -> 
 def run_node(
     programs: Sequence[list[Step]], vectors: Sequence[Sequence[Value]], shared: Sequence[Value]
 ) -> tuple[list[list], list, Sums]:
-    """Execute the steps of one node's ranks; returns private vectors, shared memory and sums."""
+    """Run the steps of one node's ranks; return their vectors, shared memory and sums."""
     n = len(vectors[0])
     private, common, sums = [list(v) for v in vectors], list(shared), Sums()
     cut_up = [intervals(steps) for steps in programs]

@@ -1,17 +1,24 @@
-"""Without clever routes: everyone to everyone, or everyone to one root.
+"""Direct exchange: every rank sends to every other rank, or all ranks send to one root.
 
-direct     every rank sends its whole vector to every other: k(k-1) G bytes in total, one round.
-           Alpha + (p-1) N beta: fine for a handful of ranks and a few bytes, ruinous otherwise.
-two_hop    reduce_scatter and allgather, each of them direct: 2(p-1)/p N bytes as the ring, in two
-           rounds of p-1 messages instead of 2(p-1) rounds of one. 2 alpha + 2(p-1)/p N beta, where
-           the network takes p-1 messages at once; least waiting where progress is rare (overlap).
-naive      reduce to rank 0 in rank order, rank 0 sends the result to each: the definition of
-           allreduce and the oracle for all others; 2(p-1) N bytes through one rank.
+In `direct`, each of p ranks sends its whole vector of N bytes to every other rank, in one round.
+The algorithm `direct` costs alpha + (p-1) N beta, which is good for a few ranks and a few bytes
+only.
+
+`two_hop` is a direct reduce-scatter and then a direct allgather. In `two_hop`, each rank sends
+2(p-1)/p N bytes, as in a ring, but in two rounds of p-1 messages instead of 2(p-1) rounds of one
+message. If the network takes p-1 messages at once, `two_hop` costs 2 alpha + 2(p-1)/p N beta. The
+few rounds of `two_hop` help a program that seldom calls MPI, because messages make progress mainly
+during calls of MPI.
+
+In `naive`, rank 0 adds all vectors in rank order and sends the result to each rank. The simple
+algorithm `naive` is the reference with which tests compare all others. In `naive`, all 2(p-1) N
+bytes pass through rank 0.
 
     direct, 4 ranks:   0<->1  0<->2  0<->3  1<->2  1<->3  2<->3     all in round 0
     naive,  4 ranks:   1->0  2->0  3->0                  then 0->1  0->2  0->3
 
-The rooted and blockwise forms (gather, scatter, allgather, reduce_scatter) are here as well.
+The module also builds direct schedules for gather, scatter, allgather, reduce_scatter, reduce and
+broadcast.
 """
 
 from __future__ import annotations
@@ -24,39 +31,41 @@ from .schedule import REDUCE, Range, Step, copy, length, recv, send
 
 
 def allreduce(size: int, rank: int, n: int) -> list[Step]:
-    """Everyone gets every vector and adds them in rank order, so all get the same bits."""
-    if size == 1:
-        return []
-    whole: Range = (0, n)
-    return _exchange(size, rank, [whole] * size, whole, n)
+    """Return steps in which every rank receives all vectors and adds them in rank order."""
+    return _exchange(size, rank, [(0, n)] * size, (0, n), n)
 
 
 def reduce_scatter(size: int, rank: int, counts: Sequence[int]) -> list[Step]:
-    """Rank r gets everyone's block r and adds them in rank order."""
-    if size == 1:
-        return []
+    """Return steps in which rank r receives block r of every rank and adds these in rank order."""
     bounds = bounds_of(counts)
     blocks = list(itertools.pairwise(bounds))
     return _exchange(size, rank, blocks, blocks[rank], bounds[-1])
 
 
 def _exchange(size: int, rank: int, outgoing: list[Range], home: Range, n: int) -> list[Step]:
-    width = length(home)
-    slots = [(n + q * width, n + (q + 1) * width) for q in range(size)]
+    """Return steps that send ``outgoing[q]`` to each rank q and add received data in rank order."""
+    slots = _slots(size, n, length(home))
     others = [(rank + k) % size for k in range(1, size)]
     steps = [send(0, q, outgoing[q]) for q in others]
     steps += [recv(0, q, slots[q]) for q in reversed(others)]
-    # x0 + x1 + x2 + ... whoever adds: the sum grows in slot 0 (or at home on rank 0).
+    return steps + _add_in_rank_order(size, rank, slots, home)
+
+
+def _slots(size: int, n: int, width: int) -> list[Range]:
+    """Return, for each rank q, the positions in scratch memory that receive the message of q."""
+    return [(n + q * width, n + (q + 1) * width) for q in range(size)]
+
+
+def _add_in_rank_order(size: int, rank: int, slots: list[Range], home: Range) -> list[Step]:
+    """Return steps that add all ranks' data in rank order and put the sum into the range `home`."""
     total = home if rank == 0 else slots[0]
-    for q in range(1, size):
-        steps.append(Step(0, REDUCE, q, home if q == rank else slots[q], total))
-    if rank:
-        steps.append(copy(0, total, home))
-    return steps
+    places = [*slots[:rank], home, *slots[rank + 1 :]]
+    steps = [Step(0, REDUCE, q, places[q], total) for q in range(1, size)]
+    return [*steps, copy(0, total, home)] if rank else steps
 
 
 def allgather(size: int, rank: int, counts: Sequence[int], *, first_round: int = 0) -> list[Step]:
-    """Everyone sends its block to everyone."""
+    """Return steps in which every rank sends its block to every other rank."""
     blocks = list(itertools.pairwise(bounds_of(counts)))
     others = [(rank + k) % size for k in range(1, size)]
     steps = [send(first_round, q, blocks[rank]) for q in others]
@@ -64,41 +73,35 @@ def allgather(size: int, rank: int, counts: Sequence[int], *, first_round: int =
 
 
 def two_hop(size: int, rank: int, n: int) -> list[Step]:
-    """Everyone adds one block and sends it to everyone: two rounds, and the bytes of a ring."""
+    """Return steps in which every rank sums one block over all ranks, then sends the sum to all."""
     counts = BlockPartition(n, size).counts()
     scattered = reduce_scatter(size, rank, counts)
     return scattered + allgather(size, rank, counts, first_round=1)
 
 
 def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
-    """Everyone sends to the root, which adds in rank order."""
+    """Return steps in which all ranks send to the root, which adds in rank order."""
     if rank != root:
         return [send(0, root, (0, n))]
-    steps: list[Step] = []
-    slots = {q: (n + q * n, n + (q + 1) * n) for q in range(size) if q != root}
-    steps += [recv(0, q, slot) for q, slot in slots.items()]
-    total = (0, n) if root == 0 else slots[0]
-    for q in range(1, size):
-        steps.append(Step(0, REDUCE, q, (0, n) if q == root else slots[q], total))
-    if root != 0:
-        steps.append(copy(0, total, (0, n)))
-    return steps
+    slots = _slots(size, n, n)
+    steps = [recv(0, q, slots[q]) for q in range(size) if q != root]
+    return steps + _add_in_rank_order(size, root, slots, (0, n))
 
 
 def broadcast(size: int, rank: int, n: int, *, root: int = 0, first_round: int = 0) -> list[Step]:
-    """The root sends to everyone."""
+    """Return steps in which the root sends its vector to every other rank."""
     if rank == root:
         return [send(first_round, q, (0, n)) for q in range(size) if q != root]
     return [recv(first_round, root, (0, n))]
 
 
 def naive(size: int, rank: int, n: int) -> list[Step]:
-    """Allreduce as it is defined: reduce to rank 0, then broadcast from rank 0."""
+    """Return the steps of the simplest allreduce: reduce to rank 0, then broadcast from rank 0."""
     return reduce(size, rank, n) + broadcast(size, rank, n, first_round=1)
 
 
 def gather(size: int, rank: int, counts: Sequence[int], *, root: int = 0) -> list[Step]:
-    """The root ends with all blocks; rank r begins with block r in its place in the vector."""
+    """Return steps that give the root all blocks; at the start, rank r has only block r."""
     bounds = bounds_of(counts)
     if rank != root:
         return [send(0, root, (bounds[rank], bounds[rank + 1]))]
@@ -106,7 +109,7 @@ def gather(size: int, rank: int, counts: Sequence[int], *, root: int = 0) -> lis
 
 
 def scatter(size: int, rank: int, counts: Sequence[int], *, root: int = 0) -> list[Step]:
-    """Rank r ends with block r of the root's vector, in its place."""
+    """Return steps that send block r of the root's vector to each rank r, at the same positions."""
     bounds = bounds_of(counts)
     if rank == root:
         return [send(0, q, (bounds[q], bounds[q + 1])) for q in range(size) if q != root]

@@ -1,23 +1,27 @@
-"""Two binary trees at once: the bytes of a pipeline in the depth of a tree.
+"""An allreduce over two trees at once: about the bytes of a ring in the few rounds of a tree.
 
-In a binary tree half of the ranks are leaves, which send the vector once and receive it once while
-the inner ranks do that three times. So the vector is halved and each half has a tree of its own,
-such that no rank is an inner one of both: together every rank sends, and receives, at most 2N.
+In a binary tree half of the ranks are leaves. In an allreduce over one tree, a leaf sends the
+vector once and receives it once, but an inner rank sends three vectors and receives three. To give
+all ranks equal work, the vector is cut into two halves, and each half has its own tree. No rank is
+an inner rank in both trees, so every rank sends at most 2N bytes and receives at most 2N bytes for
+a vector of N bytes.
 
     4 ranks    tree of the first half       tree of the second half
                        3                            0
                      1                                2
                     0 2                              3 1
 
-Ranks stand in the tree in order, numbered from 1: an odd number is a leaf, the parent of x is
-found by its lowest set bit. The second tree is the mirror image (p even) or shifted by one (p
-odd), which makes inner ranks of leaves. A half travels in segments, up (added on the way) and,
-from the root, down again, so that all levels of both trees are busy at the same time.
+In each tree, the ranks are numbered from 1, from left to right. Odd numbers are leaves, and the
+lowest set bit of a number determines its parent. The second tree is the mirror image of the first
+one if p is even. If p is odd, the second tree is the first one with all ranks shifted by one. For
+any p, an inner rank of the first tree is a leaf of the second one. Each half of the vector is cut
+into segments. The segments are added on their way up to the root and then sent down again, so that
+all levels of both trees are busy at the same time.
 
-Cost with S segments in a half, D = floor(log2 p): at most (2D + S - 1) (alpha + 2N/S beta) + N
-gamma; with many segments 2N beta for any p, where the ring's latency would grow with p.
-Sanders, Speck, Traeff, Parallel Computing 35(12), 2009, doi 10.1016/j.parco.2009.09.001; NCCL
-uses such trees since version 2.4.
+The cost with S segments in each half, and D = floor(log2 p), is at most (2D + S - 1) (alpha + 2N/S
+beta) + N gamma. With many segments and a long vector, the cost is close to 2N beta for any p,
+whereas the latency of a ring grows with p. Sanders, Speck, Traeff, Parallel Computing 35(12), 2009,
+doi 10.1016/j.parco.2009.09.001; NCCL uses such trees since version 2.4.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from .schedule import REDUCE, Range, Step, cut, length, recv, send
 
 
 class TreePlace(NamedTuple):
-    """Where a rank stands in one tree: ranks above (None at the root) and below, and its depth."""
+    """The position of a rank in one tree: its parent (None at the root), children and depth."""
 
     parent: int | None
     children: tuple[int, ...]
@@ -37,12 +41,12 @@ class TreePlace(NamedTuple):
 
 
 def depth(size: int) -> int:
-    """Depth of the deepest rank: floor(log2 p)."""
+    """Return the depth of the deepest rank in a tree of p ranks: floor(log2 p)."""
     return size.bit_length() - 1
 
 
 def tree_place(size: int, rank: int, tree: int) -> TreePlace:
-    """Return the place of `rank` in tree 0 or 1."""
+    """Return the position of `rank` in the first (0) or the second (1) tree."""
     x = _number(size, rank, tree)
     above = [y for y in _ancestors(x, size) if y <= size]
     return TreePlace(
@@ -65,7 +69,7 @@ def _rank(size: int, x: int, tree: int) -> int:
 
 
 def _ancestors(x: int, size: int) -> list[int]:
-    # Nearest first, in the full tree of which the tree of `size` is a part.
+    """Return the ancestors of x, nearest first, also numbers above `size`, which have no rank."""
     result = []
     low = x & -x
     while low < 1 << depth(size):
@@ -81,19 +85,19 @@ def _children(x: int, size: int) -> list[int]:
     if low == 1:
         return []
     right = x + low // 2
-    # What is missing on the way down to the right is skipped: its left child takes its place.
+    # A number above `size` is missing from the tree: its left child takes its place.
     while right > size and right > x + 1:
         right = x + (right - x) // 2
     return [x - low // 2] + ([right] if right <= size else [])
 
 
 def allreduce(size: int, rank: int, n: int, *, segments: int = 1) -> list[Step]:
-    """Reduce each half up its tree and send it down again, in `segments` segments."""
+    """Return steps that reduce each half of the vector up its tree and send the sum back down."""
     return steps(size, [tree_place(size, rank, tree) for tree in (0, 1)], n, segments)
 
 
 def steps(size: int, places: Sequence[TreePlace], n: int, segments: int) -> list[Step]:
-    """Return the steps of a rank that has these places in the two trees."""
+    """Return the steps of a rank, given its positions in the two trees."""
     result: list[Step] = []
     scratch = n
     for (parent, children, level), half in zip(places, ((0, n // 2), (n // 2, n)), strict=True):
@@ -107,6 +111,7 @@ def steps(size: int, places: Sequence[TreePlace], n: int, segments: int) -> list
             if parent is not None:
                 result += [send(up, parent, part), recv(down - 1, parent, part)]
             result += [send(down, child, part) for child in children]
-    # Both ends give a message the same round, and two ranks have at most one message each way per
-    # round and tree, so by round they post in the same order; a step needs earlier rounds only.
+    # Sender and receiver give a message the same round, and two ranks have at most one message each
+    # way per round and tree. So both post in the same order when the steps are sorted by round. A
+    # step depends on earlier rounds only.
     return sorted(result, key=lambda step: step.round)

@@ -1,32 +1,44 @@
-"""One order of additions for any number of ranks: the fixed tree over V pieces.
+"""Add V pieces (vectors) in the order of one fixed binary tree, on any number of ranks.
 
-The tree is cut where binary numbers are: a node of more than one piece is split at the largest
-power of two below its length. It knows V and nothing of ranks.
+A tree node that covers k > 1 pieces (vectors to add) has two children, and the left child covers as
+many pieces as the largest power of two below k. The shape of the tree therefore depends on V alone,
+and not on the number of ranks.
 
     V = 6      ((0 + 1) + (2 + 3)) + (4 + 5)
                3 ranks hold  0 1 | 2 3 | 4 5        one node each: three partial sums
                4 ranks hold  0 1 | 2 3 | 4 | 5      four
                2 ranks hold  0 1 2 | 3 4 5          (0 + 1), 2 | 3, (4 + 5): four
 
-A rank holds a contiguous range of pieces and adds up, alone, every node that lies wholly in it:
-at most 2 log2 V partial sums are left, one or two for a sensible V. Then the ranks
+Each rank has a contiguous range of the V pieces. For every tree node whose pieces are all on one
+rank, this rank computes the sum without messages. After the additions that need no messages, each
+rank has at most 2 log2 V partial sums, and usually only one or two. The ranks then add their
+partial sums in one of these ways:
 
-    direct    each owns a block of the elements, is given that block of all partial sums, adds
-              them in the order of the tree, and gives the total to everyone:
-              two rounds; k (p-1)/p N sent for k partial sums, plus (p-1)/p N; 2(p-1) messages
-              where each rank has one partial sum, which is then the traffic of the ring;
-    halving   where the ranks' partial sums are a whole binary tree themselves, neighbours first:
-              2 log2 p messages, 2(p-1)/p N. Short vectors are exchanged whole, log2 p messages;
-    on_slots  where all ranks are on one node and keep their partial sums in memory they share:
-              each owner adds its block of them where they lie, and writes the total to everyone;
-    reduce    one piece per rank, for one root: up the tree itself, log2 p rounds of a whole vector.
+    direct:   Each rank owns a block of the elements. The owner of a block receives this block of
+              all partial sums, adds these in the order of the tree, and sends the total of the
+              block to all ranks. A rank with k partial sums of N bytes sends (k + 1) (p-1)/p N
+              bytes in two rounds.
 
-All forms compute ``left op right`` for the same nodes, so they give the same bits, and so does
-one process that adds up all pieces. With one piece per rank this is an ordinary allreduce whose
-bits depend on p alone: not on the algorithm, the vector's length or the nodes.
+    halving:  If each rank has one partial sum and p is a power of two, the ranks exchange halves
+              of the vector, neighbours first. With halving, each rank sends 2(p-1)/p N bytes in
+              2 log2 p messages. Short vectors are exchanged whole, in log2 p messages.
 
-Demmel and Nguyen, Parallel Reproducible Summation, IEEE Trans. Comput. 64(7), 2015, make sums
-independent of the tree as well, at several times the additions; here the tree is what is fixed.
+    on_slots: If all ranks are on one node, the partial sums are in memory that the ranks share.
+              In the shared memory, each rank adds its block of all partial sums, and copies the
+              total to every rank.
+
+    reduce:   If only one root needs the sum and each rank has one piece, the ranks send whole
+              vectors up the tree, in log2 p rounds.
+
+All four ways (direct, halving, on_slots, reduce) compute ``left op right`` for the same nodes of
+the tree, so their results have the same bits. A single process that adds all pieces in the tree's
+order gets the same bits as many ranks. With one piece per rank, the sum over the tree is an
+ordinary allreduce whose bits depend on the number of ranks alone: not on the algorithm, the
+vector's length or the hosts.
+
+Demmel and Nguyen ("Parallel Reproducible Summation", IEEE Transactions on Computers 64(7), 2015)
+make sums independent of the tree as well, with several times as many additions; this module instead
+keeps the tree fixed.
 """
 
 from __future__ import annotations
@@ -37,27 +49,16 @@ from collections.abc import Sequence
 from ...partition import BlockPartition
 from . import butterfly
 from .protocol_limits import SHORT
-from .schedule import (
-    NODE_SYNC,
-    NOTHING,
-    REDUCE,
-    Range,
-    Step,
-    combine,
-    copy,
-    cut,
-    length,
-    recv,
-    send,
-)
+from .schedule import REDUCE, Range, Step, combine, copy, cut, length, node_sync, recv, send
 
 
 def cuts(pieces: int, ranks: int) -> list[int]:
-    """Return the ``ranks + 1`` bounds of the ranks' ranges of pieces.
+    """Return ``ranks + 1`` bounds; rank r gets the pieces from bound r up to bound r + 1.
 
-    No rank has more than it must, ``ceil(pieces / ranks)``, for the slowest one makes the pace.
-    Within that, ranges end where the tree is cut most deeply, so that few partial sums are left;
-    the last ranks may have fewer pieces than the others, or none.
+    No rank gets more than ``ceil(pieces / ranks)`` pieces, because all ranks wait for the rank with
+    the most work. Within the limit of ``ceil(pieces / ranks)`` pieces, each range ends at a
+    multiple of the largest possible power of two, so that each rank has few partial sums. The last
+    ranks may have fewer pieces than the other ranks, or none.
     """
     most = -(-pieces // ranks)
     bounds = [0]
@@ -69,10 +70,11 @@ def cuts(pieces: int, ranks: int) -> list[int]:
 
 
 def push(stack: list[Range], node: Range, pieces: int) -> int:
-    """Put the next node on a stack of adjacent ones and join what the tree joins.
+    """Push a tree node on a stack; while the two topmost nodes have the same parent, merge them.
 
-    Returns the number of joins: each makes the two topmost nodes one. Whoever pushes all pieces,
-    or ranks' partial sums one rank after the other, ends with the root alone.
+    Returns the number of merges; each merge replaces the two topmost nodes by their parent. When
+    all pieces, or the partial sums of all ranks in rank order, have been pushed, only the root of
+    the tree is on the stack.
     """
     stack.append(node)
     joins = 0
@@ -87,7 +89,7 @@ def push(stack: list[Range], node: Range, pieces: int) -> int:
 
 
 def partials(start: int, stop: int, pieces: int) -> list[Range]:
-    """Return the nodes that a rank with the pieces [start, stop) is left with."""
+    """Return the tree nodes whose sums a rank has after it has added the pieces [start, stop)."""
     stack: list[Range] = []
     for piece in range(start, stop):
         push(stack, (piece, piece + 1), pieces)
@@ -95,7 +97,10 @@ def partials(start: int, stop: int, pieces: int) -> list[Range]:
 
 
 def vectors_held(start: int, stop: int, pieces: int) -> int:
-    """Return how many vectors such a rank holds at most while it adds them up; 1 for none."""
+    """Return the largest number of vectors that a rank keeps while it adds pieces [start, stop).
+
+    The result is 1 for a rank without pieces.
+    """
     stack: list[Range] = []
     most = 1
     for piece in range(start, stop):
@@ -105,10 +110,12 @@ def vectors_held(start: int, stop: int, pieces: int) -> int:
 
 
 def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
-    """The root gets the sum over the ranks in the order of the tree over `size` pieces.
+    """Return steps that give the root the sum, in the order of a tree with one piece per rank.
 
-    The root holds each node that it is in, the lowest rank every other; so which rank is the root
-    changes who adds, never what is added. Costs as much as the binomial tree.
+    If a tree node covers a range of ranks that contains the root, the root computes the node's sum;
+    otherwise the lowest rank of the range does. Another root changes which rank computes a sum, but
+    not the order of additions. The cost of this reduce is the same as for the binomial tree
+    (``tree.reduce``).
     """
     steps: list[Step] = []
     scratch = n
@@ -116,7 +123,7 @@ def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
         start = rank >> (round + 1) << (round + 1)
         middle, stop = start + (1 << round), min(start + (2 << round), size)
         if middle >= size:
-            continue  # the node is its left half
+            continue  # this node has no right half
         left = root if start <= root < middle else start
         right = root if middle <= root < stop else middle
         holder, other = (right, left) if root == right else (left, right)
@@ -125,13 +132,13 @@ def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
             break
         slot = (scratch, scratch + n)
         scratch += n
-        # `combine` puts the lower rank's operand on the left, and that is the left half's.
+        # `combine` puts the lower rank's operand on the left, and the left half has lower ranks.
         steps += [recv(round, other, slot), combine(round, rank, other, slot, (0, n))]
     return steps
 
 
 def allreduce(size: int, rank: int, n: int, *, segments: int = 1, itemsize: int = 4) -> list[Step]:
-    """Everyone gets the sum over the ranks in the order of the tree over `size` pieces."""
+    """Return steps that give every rank the sum, in the order of a tree with one piece per rank."""
     return piecewise(size, rank, n, size, segments=segments, itemsize=itemsize)
 
 
@@ -145,11 +152,12 @@ def piecewise(
     segments: int = 1,
     itemsize: int = 4,
 ) -> list[Step]:
-    """Everyone gets the sum over all pieces in ``[0, n)``.
+    """Return steps that give every rank the sum over all pieces, at positions ``[0, n)``.
 
-    A rank with k partial sums holds them one after the other in ``[0, k n)``. The last `votes`
-    elements also count a rank that has no pieces: its numbers there, in ``[n - votes, n)``, are
-    added to the total. `segments` cuts blocks, so that adding overlaps the wire.
+    A rank with k partial sums holds them one after the other at the positions ``[0, k n)``. A rank
+    without pieces adds numbers only to the last `votes` elements of the total; it holds these
+    numbers at the positions ``[n - votes, n)``. Each rank's block of the vector is cut into
+    `segments` ranges, so that a range can be added while the next one is being sent.
     """
     if size == 1:
         return []
@@ -166,7 +174,7 @@ def piecewise(
 
 
 def _is_binary_tree(nodes: Sequence[Sequence[Range]], pieces: int) -> bool:
-    """Whether each rank has one partial sum, and they are joined as 2^k pieces would be."""
+    """Whether 2^k ranks have one partial sum each, which the tree adds as a perfect binary tree."""
     size = len(nodes)
     if size & (size - 1) or any(len(held) != 1 for held in nodes):
         return False
@@ -188,24 +196,17 @@ def _direct(size, rank, n, pieces, nodes, votes, segments) -> list[Step]:
     # Round 0: blocks of partial sums to their owners. Both ends go through the segments first and
     # the partial sums second, so messages between two ranks match in posting order.
     for q in others:
-        for a, b in blocks[q]:
-            if nodes[rank]:
-                held = range(len(nodes[rank]))
-                steps += [send(0, q, (row * n + a, row * n + b)) for row in held]
-            else:
-                steps.append(send(0, q, _common((a, b), counted)))
+        for block in blocks[q]:
+            steps += [send(0, q, place) for place in _places(nodes[rank], n, block, counted)]
     scratch = n * max(len(nodes[rank]), 1)
     for home in blocks[rank]:
-        width = length(home)
-        slots: dict[int, list[Range]] = {}
+        slots = {rank: _places(nodes[rank], n, home, counted)}
         for q in reversed(others):
             slots[q] = []
-            for _ in nodes[q] or [None]:
-                arriving = width if nodes[q] else length(_common(home, counted))
-                slots[q].append((scratch, scratch + arriving))
+            for place in _places(nodes[q], n, home, counted):
+                slots[q].append((scratch, scratch + length(place)))
                 steps.append(recv(0, q, slots[q][-1]))
-                scratch += arriving
-        slots[rank] = _places(nodes[rank], n, home, counted)
+                scratch += length(place)
         added, total = _add_up(pieces, nodes, slots, home, counted)
         steps += added if total == home else [*added, copy(0, total, home)]
     # Round 1: the total of each block from its owner to everyone.
@@ -217,26 +218,28 @@ def _direct(size, rank, n, pieces, nodes, votes, segments) -> list[Step]:
 def on_slots(
     size: int, rank: int, n: int, pieces: int, stride: int, piece: int, *, votes: int = 0
 ) -> list[Step]:
-    """`piecewise` in memory of the node: rank r's partial sums lie from ``r * stride`` on.
+    """Return steps that add all ranks' partial sums in the memory that the ranks of a node share.
 
-    The total replaces the first of every rank's. Between the two syncs a block is its owner's on
-    all slots, so nobody else reads or writes it; before and after, a slot is its rank's.
+    The partial sums of rank r begin at position ``r * stride``. The total replaces the first
+    partial sum of every rank. Each rank owns one block of the elements. Between the two barriers of
+    the node, only the owner of a block reads or writes this block of any rank's partial sums.
+    Before the first barrier and after the second one, each rank uses only its own memory.
     """
     nodes = [partials(*span, pieces) for span in itertools.pairwise(cuts(pieces, size))]
     counted: Range = (n - votes, n)
     start, stop = BlockPartition(n, size).range(rank)
-    steps = [Step(0, NODE_SYNC, -1, NOTHING, NOTHING)]
+    steps = [node_sync(0)]
     for first in range(start, stop, piece):
         home = first, min(first + piece, stop)
         slots = {q: _places(nodes[q], n, home, counted, q * stride) for q in range(size)}
         added, total = _add_up(pieces, nodes, slots, home, counted)
-        everyone = [(q * stride + home[0], q * stride + home[1]) for q in range(size)]
-        steps += [*added, *(copy(0, total, place) for place in everyone if place != total)]
-    return [*steps, Step(0, NODE_SYNC, -1, NOTHING, NOTHING)]
+        targets = [(q * stride + home[0], q * stride + home[1]) for q in range(size)]
+        steps += [*added, *(copy(0, total, target) for target in targets if target != total)]
+    return [*steps, node_sync(0)]
 
 
 def _places(held, n: int, home: Range, counted: Range, start: int = 0) -> list[Range]:
-    """Return where `home` lies in each partial sum of a rank, or in its votes where it has none."""
+    """Return where the range `home` of elements lies in each partial sum (`held`) of a rank."""
     if not held:
         home = _common(home, counted)
     rows = range(max(len(held), 1))
@@ -244,9 +247,9 @@ def _places(held, n: int, home: Range, counted: Range, start: int = 0) -> list[R
 
 
 def _add_up(pieces, nodes, slots, home, counted) -> tuple[list[Step], Range]:
-    """Add the partial sums of one range in the order of the tree, each node into its left half.
+    """Return steps that add the partial sums of the elements `home` in the order of the tree.
 
-    Returns the steps, and where the total then lies.
+    The second return value is the range of positions that contains the total after these steps.
     """
     steps: list[Step] = []
     stack: list[Range] = []
@@ -255,8 +258,7 @@ def _add_up(pieces, nodes, slots, home, counted) -> tuple[list[Step], Range]:
         for node, place in zip(held, slots[q], strict=False):
             places.append(place)
             for _ in range(push(stack, node, pieces)):
-                right = places.pop()
-                steps.append(Step(0, REDUCE, q, right, places[-1]))
+                steps.append(Step(0, REDUCE, q, places.pop(), places[-1]))
     total = places[0]
     here = _common(home, counted)
     for q, held in enumerate(nodes):
@@ -267,5 +269,6 @@ def _add_up(pieces, nodes, slots, home, counted) -> tuple[list[Step], Range]:
 
 
 def _common(a: Range, b: Range) -> Range:
+    """Return the range of positions that lie in both `a` and `b`; it may be empty."""
     start = max(a[0], b[0])
     return start, max(start, min(a[1], b[1]))

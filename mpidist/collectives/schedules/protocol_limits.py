@@ -1,18 +1,18 @@
-"""Bytes at which something changes: how an MPI library sends, and which schedule is the faster one.
+"""Lengths in bytes at which MPI changes its protocol, or at which another schedule is faster.
 
-Measured, see docs/benchmarks.md; the simulator counts with the same numbers.
+The lengths are measured (docs/benchmarks.md), and the simulator uses them too.
 """
 
 #: Messages up to this many bytes are sent at once; longer ones wait for the receiver's answer.
 #: Open MPI calls it btl_tcp_min_rdma_pipeline_size.
 LONG = 192 << 10
 
-#: Open MPI's TCP sends what is below 64 KiB eagerly.
+#: Over TCP, Open MPI sends messages below 64 KiB without waiting for the receiver's answer.
 EAGER_BYTES = 60 << 10
 
-#: Below this many bytes `butterfly` is recursive doubling.
+#: Vectors below this many bytes use recursive doubling in `butterfly`.
 SHORT = 8192
 
-#: Lanes of more bytes run a ring, whose segments overlap the wire and the sum; shorter ones a
-#: butterfly, which needs fewer messages.
+#: Lanes of more bytes run a ring, which adds one segment while the next is on the wire; shorter
+#: lanes run a butterfly, which needs fewer messages.
 RING_BYTES = 256 << 10

@@ -1,8 +1,9 @@
 """The steps of a collective: what one rank sends, receives, reduces and copies, and when.
 
-A builder takes the problem (size, rank, counts, root, ...) and returns the list of `Step` of that
-rank. Positions are elements of one address space: ``[0, n)`` is the user's vector, ``[n, ...)`` is
-scratch that the executor allocates. The k-th send from a to b meets the k-th receive of b from a.
+A builder is a function that takes the problem (size, rank, counts, root, ...) and returns the list
+of the steps of that rank. A step names elements by their position: positions ``[0, n)`` are the
+user's vector, and positions from n on are scratch memory that the executor allocates. The k-th send
+from rank a to rank b matches the k-th receive of rank b from rank a.
 
     send         source -> peer
     recv         target <- peer
@@ -12,8 +13,9 @@ scratch that the executor allocates. The k-th send from a to b meets the k-th re
     node_sync    a barrier of the ranks of this node, which share the memory from n on (`node`)
     finish       target is a final sum: a mean is divided here
 
-Steps that touch overlapping ranges happen in list order; all others may overlap in time. So the
-list *is* the dependency graph, and `compile_steps` writes it down.
+Steps that use the same elements happen in the order of the list of steps; other steps may overlap
+in time. The list of a rank's steps therefore defines a dependency graph, whose edges
+`compile_steps` computes.
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ NOTHING: Range = (0, 0)
 
 
 class Step(NamedTuple):
-    """One action of one rank. `round` orders pictures and costs; the list order decides."""
+    """One action of one rank, such as a send or a sum.
+
+    The attribute `round` only groups steps for drawings and for the simulator; the order of
+    execution depends on the list of steps alone.
+    """
 
     round: int
     kind: str
@@ -40,31 +46,37 @@ class Step(NamedTuple):
 
 
 def send(round: int, peer: int, source: Range) -> Step:
-    """Send `source` to `peer`."""
+    """Return a step that sends `source` to `peer`."""
     return Step(round, SEND, peer, source, NOTHING)
 
 
 def recv(round: int, peer: int, target: Range) -> Step:
-    """Receive from `peer` into `target`."""
+    """Return a step that receives from `peer` into `target`."""
     return Step(round, RECV, peer, NOTHING, target)
 
 
 def combine(round: int, rank: int, peer: int, source: Range, target: Range) -> Step:
-    """Reduce what came from `peer` into `target`, the operand of the lower rank on the left.
+    """Return a step that reduces `source`, the data received from `peer`, into `target`.
 
-    Two ranks that exchange and add both compute ``lower op higher``: the same bits on both, also
-    where an operation depends on the order of its operands (signed zeros, NaN payloads).
+    The left operand of the operation comes from the lower rank. Two ranks that exchange and add
+    both compute ``lower op higher``, and so get the same bits, even where the result of an
+    operation depends on the order of its operands (signed zeros, NaN payloads).
     """
     return Step(round, REDUCE_LEFT if peer < rank else REDUCE, peer, source, target)
 
 
 def copy(round: int, source: Range, target: Range) -> Step:
-    """Copy `source` to `target` on this rank."""
+    """Return a step that copies `source` to `target` on this rank."""
     return Step(round, COPY, -1, source, target)
 
 
+def node_sync(round: int) -> Step:
+    """Return a step that is a barrier: it waits until all ranks of this node have reached it."""
+    return Step(round, NODE_SYNC, -1, NOTHING, NOTHING)
+
+
 def length(span: Range) -> int:
-    """Number of elements of a range."""
+    """Return the number of positions in a range."""
     return span[1] - span[0]
 
 
@@ -79,29 +91,41 @@ def cut(span: Range, pieces: int) -> list[Range]:
 
 
 def without_empty(steps: list[Step]) -> list[Step]:
-    """Drop steps of no elements (n < p leaves empty chunks). Both ends drop the same ones."""
+    """Return `steps` without those that move no elements; very short vectors cause such steps.
+
+    The sender and the receiver of an empty message both drop it, so all other messages still match.
+    """
     return [step for step in steps if length(step.source) or length(step.target)]
 
 
 def split_messages(steps: list[Step], limit: int) -> list[Step]:
-    """Cut every send and receive into messages of at most `limit` elements."""
+    """Return `steps` with every send and receive cut into messages of at most `limit` elements."""
     result = []
     for step in steps:
-        size = max(length(step.source), length(step.target))
-        if step.kind not in (SEND, RECV) or size <= limit:
-            result.append(step)
-            continue
-        pieces = -(-size // limit)
-        if step.kind == SEND:
+        pieces = -(-max(length(step.source), length(step.target)) // limit)
+        if step.kind == SEND and pieces > 1:
             result += [step._replace(source=part) for part in cut(step.source, pieces)]
-        else:
+        elif step.kind == RECV and pieces > 1:
             result += [step._replace(target=part) for part in cut(step.target, pieces)]
+        else:
+            result.append(step)
     return result
 
 
 def extent(steps: list[Step], n: int) -> int:
-    """Number of positions that the steps use: `n` plus the scratch they need."""
+    """Return how many elements of memory `steps` use, for the vector and in scratch memory."""
     return max(n, max((max(step.source[1], step.target[1]) for step in steps), default=0))
+
+
+def intervals(steps: list[Step]) -> list[list[Step]]:
+    """Split the steps of one rank into lists, at the barriers between the ranks of its node."""
+    result: list[list[Step]] = [[]]
+    for step in steps:
+        if step.kind == NODE_SYNC:
+            result.append([])
+        else:
+            result[-1].append(step)
+    return result
 
 
 _MESSAGES = frozenset((SEND, RECV))
@@ -109,25 +133,14 @@ _READS = frozenset((SEND, REDUCE, REDUCE_LEFT, COPY))
 _WRITES = frozenset((RECV, REDUCE, REDUCE_LEFT, COPY, FINISH, NODE_SYNC))
 
 
-def reads_writes(step: Step) -> tuple[list[Range], Range | None]:
-    """Ranges that a step reads, and the range that it writes."""
-    if step.kind == SEND:
-        return [step.source], None
-    if step.kind == RECV:
-        return [], step.target
-    if step.kind == COPY:
-        return [step.source], step.target
-    if step.kind == FINISH:
-        return [step.target], step.target
-    return [step.source, step.target], step.target
-
-
 class Compiled(NamedTuple):
-    """A step list with its dependencies: `needs[i]` steps must finish before step i begins.
+    """A list of steps and their dependencies: step i waits for `needs[i]` steps.
 
-    `dependents[i]` are released when i has finished; `followers[i]` when i has begun (messages
-    between the same two ranks match in posting order, so they are posted in list order).
-    `first[i]` is 1 where i is the first message that is sent to its peer, or received from it.
+    When step i has finished, each step in `dependents[i]` has one step fewer to wait for. When step
+    i has begun, each step in `followers[i]` has one step fewer to wait for. The attribute
+    `followers` exists because MPI matches messages between two ranks in the order in which they are
+    posted. Messages to (or from) one peer must therefore be posted in the order of the list of
+    steps. `first[i]` is 1 if step i is the first send to its peer, or the first receive from it.
     """
 
     steps: list[Step]
@@ -138,10 +151,12 @@ class Compiled(NamedTuple):
 
 
 def compile_steps(steps: list[Step]) -> Compiled:
-    """Turn list order into the fewest waits: overlapping ranges, and posting order per peer.
+    """Compute which steps each step must wait for, and leave out all waits that are not needed.
 
-    Written for schedules of 300,000 steps (65,536 ranks in a ring): one pass, and no object where
-    a step has nobody to release.
+    A step waits for earlier steps that touch the same elements, and for the previous message to (or
+    from) the same peer. Schedules may be long (a ring of 65,536 ranks has 300,000 steps), so one
+    pass over the list computes all dependencies, and steps for which no other step waits share one
+    empty list.
     """
     edges = {edge for s in steps for span in (s.source, s.target) for edge in span}
     index = {edge: i for i, edge in enumerate(sorted(edges))}
@@ -152,12 +167,10 @@ def compile_steps(steps: list[Step]) -> Compiled:
     dependents: list = [()] * len(steps)
     followers: list = [()] * len(steps)
     first = bytearray(len(steps))
-    for i, step in enumerate(steps):
-        _, kind, peer, source, target = step
+    for i, (_, kind, peer, source, target) in enumerate(steps):
         before: set[int] = set()
         if kind in _WRITES:
-            atoms = range(index[target[0]], index[target[1]])
-            for atom in atoms:
+            for atom in range(index[target[0]], index[target[1]]):
                 before.add(writer[atom])
                 if readers[atom] is not None:
                     before.update(readers[atom])
@@ -165,7 +178,7 @@ def compile_steps(steps: list[Step]) -> Compiled:
                 writer[atom] = i
         if kind in _READS:
             for atom in range(index[source[0]], index[source[1]]):
-                # What this step has written itself it reads as well: it stands in no line.
+                # A step need not wait for itself where it has written what it also reads.
                 if writer[atom] != i:
                     before.add(writer[atom])
                     if readers[atom] is None:
@@ -180,12 +193,11 @@ def compile_steps(steps: list[Step]) -> Compiled:
                 dependents[j] = [i]
         needs[i] = len(before)
         if kind in _MESSAGES:
-            channel = (kind, peer)
-            previous = last_posted.get(channel)
+            previous = last_posted.get((kind, peer))
             if previous is None:
                 first[i] = 1
             else:
                 followers[previous] = (i,)
                 needs[i] += 1
-            last_posted[channel] = i
+            last_posted[kind, peer] = i
     return Compiled(steps, needs, dependents, followers, first)

@@ -1,27 +1,29 @@
-"""Binomial tree: log2 p rounds, each doubling the ranks that know, or halving those that owe.
+"""Binomial tree: in each round of a broadcast, twice as many ranks have the vector as before.
 
     broadcast from 0, 8 ranks          reduce to 0 is the same picture backwards
     round 0   0 -> 4
     round 1   0 -> 2   4 -> 6
     round 2   0 -> 1   2 -> 3   4 -> 5   6 -> 7
 
-Cost of one direction: L (alpha + N beta), L = ceil(log2 p); reduce adds L N gamma. Allreduce is
-reduce to 0 and broadcast from 0: 2L alpha + 2L N beta. Any p; best for short vectors and roots.
-Ranks are renumbered so that the root is 0; see Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005.
+With L = ceil(log2 p), a broadcast costs L (alpha + N beta). A reduce costs L N gamma more than a
+broadcast. An allreduce is a reduce to rank 0 and a broadcast from rank 0, and its messages cost 2L
+alpha + 2L N beta. The tree works for any number of ranks, and is best for short vectors and for
+operations with a root. Ranks are renumbered so that the root has number 0; see Thakur,
+Rabenseifner, Gropp, IJHPCA 19(1), 2005.
 """
 
 from __future__ import annotations
 
-from .schedule import Range, Step, combine, length, recv, send
+from .schedule import Range, Step, combine, recv, send
 
 
 def rounds(size: int) -> int:
-    """Number of rounds of one direction: ceil(log2 p)."""
+    """Return the number of rounds of a broadcast or a reduce over p ranks: ceil(log2 p)."""
     return max(size - 1, 0).bit_length()
 
 
 def broadcast(size: int, rank: int, n: int, *, root: int = 0, first_round: int = 0) -> list[Step]:
-    """Every rank ends with the root's vector."""
+    """Return steps that give every rank the root's vector."""
     me = (rank - root) % size
     whole: Range = (0, n)
     steps: list[Step] = []
@@ -35,7 +37,7 @@ def broadcast(size: int, rank: int, n: int, *, root: int = 0, first_round: int =
 
 
 def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
-    """The root ends with the sum; the other ranks' vectors hold partial sums afterwards."""
+    """Return steps that give the root the sum; other ranks' vectors then contain partial sums."""
     me = (rank - root) % size
     steps: list[Step] = []
     scratch = n
@@ -45,15 +47,14 @@ def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
             steps.append(send(round, (me - distance + root) % size, (0, n)))
             break
         if me % (2 * distance) == 0 and me + distance < size:
-            peer = (me + distance + root) % size
             slot = (scratch, scratch + n)
             scratch += n
-            steps.append(recv(round, peer, slot))
             # The tree's left operand is the lower *renumbered* rank, whichever the root is.
-            steps.append(combine(round, 0, 1, slot, (0, length(slot))))
+            steps.append(recv(round, (me + distance + root) % size, slot))
+            steps.append(combine(round, 0, 1, slot, (0, n)))
     return steps
 
 
 def allreduce(size: int, rank: int, n: int) -> list[Step]:
-    """Reduce to rank 0, broadcast from rank 0."""
+    """Return the steps of a reduce to rank 0 and a broadcast from rank 0."""
     return reduce(size, rank, n) + broadcast(size, rank, n, first_round=rounds(size))

@@ -1,1 +1,1 @@
-"""A reader for each file format. Records are checked when they are read."""
+"""A reader for each file format. Each record is checked when it is read."""

@@ -1,12 +1,15 @@
-"""tf.train.Example and SequenceExample, decoded: just enough of protocol buffers, and no trust.
+"""Decode tf.train.Example and SequenceExample without a library, with checks of every length.
 
     Example   1: Features   1: map entry   1: name   2: Feature   1 bytes | 2 floats | 3 integers
     each of the last three                                        1: values, packed or one by one
     SequenceExample         1: Features, its context              2: FeatureLists
-    FeatureLists            1: map entry   1: name   2: FeatureList                  1: Feature ...
+    FeatureLists            1: map entry   1: name   2: FeatureList           1: Feature, repeated
 
-A message is a run of (number << 3 | kind, value): kind 0 is a varint, 2 a length and as many bytes,
-5 four bytes, 1 eight. Everything else, and every length beyond the end, is a ValueError.
+Example and SequenceExample are messages of Protocol Buffers. A message is a sequence of fields. A
+field is a varint (an integer of 1 to 10 bytes), which is ``number << 3 | kind``, followed by a
+value. A value of kind 0 is a varint, a value of kind 1 is eight bytes, and a value of kind 5 is
+four bytes. A value of kind 2 is a length followed by that many bytes. Every other kind, and every
+length that goes beyond the end of the message, raises a ValueError.
 
 Protocol Buffers, "Encoding"; tensorflow/core/example/{example,feature}.proto.
 """
@@ -22,7 +25,7 @@ _BYTES, _FLOATS, _INTEGERS = 1, 2, 3
 
 
 def varint(data: bytes, at: int, stop: int) -> tuple[int, int]:
-    """Return (value, where it ends) of the varint at `at`."""
+    """Return the value of the varint at position `at`, and the position after it."""
     value = shift = 0
     while at < stop and shift < 70:
         byte = data[at]
@@ -34,7 +37,7 @@ def varint(data: bytes, at: int, stop: int) -> tuple[int, int]:
 
 
 def fields(data: bytes, span: Span) -> Iterator[tuple[int, int, Span]]:
-    """Yield (number, kind, where the value lies) of each field of a message."""
+    """Yield, for each field of a message, its number, its kind and the span of its value."""
     at, stop = span
     while at < stop:
         key, at = varint(data, at, stop)
@@ -55,9 +58,10 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, int, Span]]:
 
 
 def layout(data: bytes) -> dict[str, tuple[int, list[tuple[int, Span]]]]:
-    """Return name -> (type of its list, its values as (kind, where they lie)).
+    """Return a dict: name of a feature -> (type of its list, [(kind, span) of each value]).
 
-    Of a SequenceExample: of its context.
+    A span is the (begin, end) of a value in `data`. For a SequenceExample, the features are those
+    of its context.
     """
     found: dict[str, tuple[int, list[tuple[int, Span]]]] = {}
     for name, feature in _entries(data, 1):
@@ -68,13 +72,13 @@ def layout(data: bytes) -> dict[str, tuple[int, list[tuple[int, Span]]]]:
 
 
 def feature_lists(data: bytes) -> dict[str, Span]:
-    """Return name -> where its FeatureList lies, of a SequenceExample."""
+    """Return a dict: name of each FeatureList of a SequenceExample -> its (begin, end) in bytes."""
     return dict(_entries(data, 2))
 
 
 def byte_rows(data: bytes, span: Span, width: int) -> np.ndarray:
-    """Return a FeatureList of Features of `width` bytes each, as uint8 (n, width)."""
-    # As it is written everywhere, the same few bytes lie before each row.
+    """Return a FeatureList of n Features of `width` bytes each, as a uint8 array (n, width)."""
+    # The usual writers put the same few bytes before each row, so the rows are one array.
     head = _field(1, _field(1, _field(1, bytes(width))))[:-width]
     flat = np.frombuffer(data, np.uint8)[slice(*span)]
     if len(flat) % (len(head) + width) == 0:
@@ -92,7 +96,7 @@ def byte_rows(data: bytes, span: Span, width: int) -> np.ndarray:
 
 
 def _entries(data: bytes, number: int) -> Iterator[tuple[str, Span]]:
-    """Yield (name, where its value lies) of the map that is this field of a message."""
+    """Yield, for each entry of the map in field `number`, its name and the span of its value."""
     for _, _, entries in _of(data, (0, len(data)), number):
         for _, _, entry in _of(data, entries, 1):
             name, value = "", (0, 0)
@@ -109,7 +113,7 @@ def _of(data: bytes, span: Span, number: int, kind: int | None = 2):
 
 
 def values(data: bytes, kind_of_list: int, parts: list[tuple[int, Span]]):
-    """Return the values of a feature: list of bytes, or array of float32 or int64."""
+    """Return the values of a feature as a list of bytes, or as an array of float32 or int64."""
     if kind_of_list == _BYTES:
         return [data[slice(*span)] for _, span in parts]
     text = b"".join(data[slice(*span)] for _, span in parts)
@@ -121,7 +125,7 @@ def values(data: bytes, kind_of_list: int, parts: list[tuple[int, Span]]):
 
 
 def varints(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (values as int64, where each begins) of bytes full of varints."""
+    """Return the values of successive varints as int64, and the position where each begins."""
     ends = np.flatnonzero(flat < 128)
     if not len(flat):
         return np.empty(0, np.int64), ends
@@ -137,9 +141,9 @@ def varints(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def encode_example(features: dict) -> bytes:
-    """Return an Example of name -> list of bytes, float array or integer array.
+    """Return an encoded Example; a feature is a list of bytes, or an array of floats or integers.
 
-    For tests, and to prepare data.
+    This function is for tests, and to prepare data.
     """
     entries = b""
     for name, value in features.items():

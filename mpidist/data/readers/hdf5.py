@@ -1,11 +1,13 @@
-"""Datasets of HDF5 files as a source: read when asked for, in whole chunks, each once per batch.
+"""A data source of HDF5 datasets, which reads each chunk that a batch needs only once.
 
     file        images (60000, 28, 28)   chunks of 128 rows
     a batch     rows 5 9 130 4000        chunks 0, 1, 31: three reads, four rows
 
-That is for filters: those of HDF5 and h5py (gzip, lzf, szip, ...), and those of hdf5plugin where it
-is installed. Where there are none, rows lie in the file as they are, and are read past HDF5: only
-those that are wanted, neighbours at once, straight into the batch.
+If a dataset has filters, its chunks are read whole. The filters may be those of HDF5 and h5py
+(gzip, lzf, szip, ...), and those of hdf5plugin if it is installed. If a dataset has no filters, the
+file contains the bytes of the rows as they are in memory. A batch of a dataset without filters is
+read without the HDF5 library. Without filters, only the rows of the batch are read, and not whole
+chunks. Rows that are close together in the file are read at once, with the gaps between them.
 """
 
 from __future__ import annotations
@@ -14,34 +16,35 @@ import itertools
 import math
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ...errors import BadRecord, ClosedError, ConfigError
-from ..read_retry import ByteRun, Rooms, RunReader, bytes_of
+from ..read_retry import ByteRun, LRUCache, Rooms, RunReader, bytes_of
 from ..sources import Part, Source, check_split
 
-#: Bytes of chunks that are kept, for a batch has several rows of one, and so has the next batch.
+#: Bytes of chunks that are cached, because this batch and the next ones need more rows of them.
 _CACHE = 32 << 20
-#: Rows further apart than this many bytes are not read in one piece.
+#: Rows that are more than this many bytes apart are read separately.
 _GAP = 4096
 
 
 class HDF5:
-    """Named datasets of one file with equal first axis. Threads take turns.
+    """Named datasets of one file, whose first axes have the same length.
+
+    A lock lets only one thread read at a time.
 
     Parameters
     ----------
     path : path-like
     names : sequence of str
-        Datasets, in the order of a sample's arrays.
+        Names of the datasets, in the order of the arrays of a sample.
     cache : int
-        Bytes of chunks that are kept.
+        How many bytes of chunks are cached at most.
 
-    Raises ConfigError where the file or a dataset is missing, or is not plain numbers in the file
-    itself: see ``untrusted_hdf5.py``.
+    Raises ConfigError if the file or a dataset is missing, or if a dataset is not plain numbers
+    inside the file itself (see ``untrusted_hdf5.py``).
     """
 
     reads = True
@@ -51,7 +54,7 @@ class HDF5:
         self._lock, self._rooms = threading.Lock(), Rooms()
         if not self.names:
             raise ConfigError(f"hdf5: {path}: no dataset is named; give at least one")
-        from ... import untrusted_hdf5  # and with it HDF5, which others do not need at their start
+        from ... import untrusted_hdf5  # imports h5py, which runs with other data do not need
 
         self._file = untrusted_hdf5.open_untrusted(path, follow=True)
         self._raw = os.dup(self._file.id.get_vfd_handle())
@@ -85,27 +88,28 @@ class HDF5:
 
     @property
     def counts(self) -> list[int]:
-        """Samples of each of the largest chunks, for `sharding.shard` by "file".
+        """Number of samples in each chunk, for the function `sharding.shard` with mode "file".
 
-        A chunk is then one rank's, which unpacks it once.
+        With these counts, `shard` gives each chunk to one rank, which decompresses it once. If the
+        datasets have chunks of different sizes, the counts are those of the largest chunks.
         """
         there = [reader.chunk for reader in self._readers if reader.chunk < len(self)]
         per = max(there, default=max(1, len(self)))
         return [min(per, len(self) - low) for low in range(0, len(self), per)]
 
     def take(self, indices) -> tuple:
-        """Return the samples at `indices`, in that order."""
+        """Return the samples at `indices`, in the order of `indices`."""
         indices = np.asarray(indices)
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise ConfigError(f"hdf5: index {indices.max()} of {len(self)} samples in {self.name}")
         with self._lock:
-            if self._raw < 0:  # the number may be another file's by now
+            if self._raw < 0:  # the descriptor may belong to another file by now
                 raise ClosedError(f"hdf5: {self.name} is closed")
             if len(indices) and (np.diff(indices) == 1).all():
                 low, high = int(indices[0]), int(indices[-1]) + 1
                 return tuple(reader.piece(low, high) for reader in self._readers)
             order = np.argsort(indices, kind="stable")
-            # Written to where they belong, so nothing is sorted back.
+            # The readers write each row to its place in the batch.
             return tuple(reader.read(indices[order], order) for reader in self._readers)
 
     def close(self) -> None:
@@ -118,44 +122,39 @@ class HDF5:
 
 
 class _Rows:
-    """Rows that lie in the file as they are, one after the other or chunk by chunk."""
+    """Reads rows of a dataset without filters, which the file stores as they are in memory."""
 
     def __init__(self, runs: RunReader, rooms: Rooms, dataset):
         self._runs, self._rooms, self._dataset = runs, rooms, dataset
         self.count, self._shape, self._dtype = dataset.shape[0], dataset.shape[1:], dataset.dtype
         self._nbytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
-        # Where each chunk begins, asked for when it is needed; a dataset without is one chunk.
+        # The offset of each chunk, looked up on first use; a dataset without chunks is one chunk.
         self.chunk = dataset.chunks[0] if dataset.chunks else max(1, self.count)
         self._chunks = np.full(-(-self.count // self.chunk), -1)
         if not dataset.chunks:
             self._chunks[:] = dataset.id.get_offset()
 
     def piece(self, low: int, high: int) -> np.ndarray:
-        """Return the rows from `low` to `high`."""
+        """Return the rows `low` to `high` - 1 of the dataset."""
         out = self._rooms.empty((high - low, *self._shape), self._dtype)
         room = bytes_of(out)
-        # Where this piece of each chunk begins: as a row, and in the file. Most lie side by side.
+        # The first row of the piece in each chunk, and its offset; adjacent pieces are one run.
         firsts = np.array([low, *range(low - low % self.chunk + self.chunk, high, self.chunk)])
         begins = self._where(firsts)
         sizes = np.diff(firsts, append=high) * self._nbytes
         cuts = np.flatnonzero(np.diff(begins) != sizes[:-1]) + 1
         firsts, begins = firsts[[0, *cuts]], begins[[0, *cuts]]
         bounds = ((firsts - low) * self._nbytes).tolist()
-        runs = [
-            ByteRun(0, begin, room[start:stop])
-            for begin, (start, stop) in zip(
-                begins.tolist(), itertools.pairwise([*bounds, len(room)]), strict=True
-            )
-        ]
-        self._fill(runs, firsts)
+        parts = zip(begins.tolist(), itertools.pairwise([*bounds, len(room)]), strict=True)
+        self._fill([ByteRun(0, begin, room[start:stop]) for begin, (start, stop) in parts], firsts)
         return out
 
     def read(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Return the ascending `rows`, row k at place ``places[k]``."""
+        """Return an array with row number ``rows[k]`` at index ``places[k]``; `rows` ascend."""
         out, width = self._rooms.empty((len(rows), *self._shape), self._dtype), self._nbytes
         room = bytes_of(out)
         begins = self._where(rows)
-        # Cut where what lies between is not worth reading.
+        # Begin a new run where the gap to the next row is too long to read.
         steps = np.diff(begins)
         cuts = np.flatnonzero((steps > _GAP + width) | (steps < 0)) + 1
         bounds = [0, *cuts.tolist(), len(rows)] if len(rows) else [0]
@@ -177,14 +176,14 @@ class _Rows:
         return out
 
     def _fill(self, runs: list[ByteRun], rows) -> None:
-        """Read the runs, which begin with these rows."""
+        """Read the ranges of bytes `runs`; `rows` has the number of the first row of each."""
         whole = self._runs.read(runs)
         if whole < len(runs):
             where = f"the file ends before it, at byte {runs[whole].begin} or later"
             raise BadRecord(int(rows[whole]), where)
 
     def _where(self, rows: np.ndarray) -> np.ndarray:
-        """Return where each of these rows begins in the file."""
+        """Return the offset in the file of each of the rows numbered `rows`."""
         chunks, within = np.divmod(rows, self.chunk)
         for chunk in np.unique(chunks[self._chunks[chunks] < 0]).tolist():
             corner = chunk * self.chunk, *(0 for _ in self._shape)
@@ -193,7 +192,7 @@ class _Rows:
 
 
 def _as_they_are(dataset) -> bool:
-    """Whether the rows of a dataset lie whole in the file, byte for byte as in memory."""
+    """Return whether the file holds whole rows of the dataset with the same bytes as in memory."""
     import h5py
 
     settings, stored = dataset.id.get_create_plist(), dataset.id.get_type()
@@ -201,58 +200,47 @@ def _as_they_are(dataset) -> bool:
         return False
     if dataset.chunks is None:
         return dataset.id.get_offset() is not None
-    # Chunks that nobody has written do not lie anywhere.
-    chunks = -(-dataset.shape[0] // dataset.chunks[0])
-    written = (
-        dataset.id.get_storage_size() == chunks * math.prod(dataset.chunks) * stored.get_size()
-    )
+    # A chunk that was never written has no place in the file.
+    elements = -(-dataset.shape[0] // dataset.chunks[0]) * math.prod(dataset.chunks)
+    written = dataset.id.get_storage_size() == elements * stored.get_size()
     return written and dataset.chunks[1:] == dataset.shape[1:]
 
 
 class _Chunks:
-    """Rows of a dataset with filters, or with chunks of parts of rows. Keeps the newest."""
+    """Reads rows of a dataset with filters, or whose chunks cut rows in parts. Caches chunks."""
 
     def __init__(self, rooms: Rooms, dataset, cache: int):
         self._rooms, self._dataset = rooms, dataset
         self.count = dataset.shape[0]
         row = max(1, int(np.prod(dataset.shape[1:], dtype=np.int64)) * dataset.dtype.itemsize)
         self.chunk = dataset.chunks[0] if dataset.chunks else max(1, _GAP // row)
-        # Two at least, for a batch may have rows at the seam of two.
-        self._keep = max(2, cache // (row * self.chunk))
-        self._kept: OrderedDict[int, np.ndarray] = OrderedDict()
+        # At least two, because a batch may have rows on both sides of a chunk's end.
+        most, rows = max(2, cache // (row * self.chunk)), self.chunk
+        # Without `self`: a reference cycle would keep the dataset open after its last use.
+        self._cached = LRUCache(lambda k: dataset[k * rows : (k + 1) * rows], most)
 
     def piece(self, low: int, high: int) -> np.ndarray:
-        """Return the rows from `low` to `high`; a whole chunk is unpacked where it belongs."""
+        """Return rows `low` to `high` - 1; whole chunks are read directly into the result."""
         out = self._rooms.empty((high - low, *self._dataset.shape[1:]), self._dataset.dtype)
         for chunk in range(low // self.chunk, -(-high // self.chunk)):
             start = chunk * self.chunk
             stop = min(start + self.chunk, self.count)
             first, last = max(low, start), min(high, stop)
-            if (first, last) == (start, stop) and chunk not in self._kept:
+            if (first, last) == (start, stop) and chunk not in self._cached:
                 self._dataset.read_direct(out, np.s_[start:stop], np.s_[start - low : stop - low])
             else:
-                out[first - low : last - low] = self._chunk(chunk)[first - start : last - start]
+                out[first - low : last - low] = self._cached[chunk][first - start : last - start]
         return out
 
     def read(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Return the ascending `rows`, row k at place ``places[k]``."""
+        """Return an array with row number ``rows[k]`` at index ``places[k]``; `rows` ascend."""
         out = self._rooms.empty((len(rows), *self._dataset.shape[1:]), self._dataset.dtype)
         chunks = rows // self.chunk
         bounds = np.flatnonzero(np.diff(chunks, prepend=-1, append=self.count)).tolist()
         for first, last in itertools.pairwise(bounds):
             chunk = int(chunks[first])
-            out[places[first:last]] = self._chunk(chunk)[rows[first:last] - chunk * self.chunk]
+            out[places[first:last]] = self._cached[chunk][rows[first:last] - chunk * self.chunk]
         return out
-
-    def _chunk(self, chunk: int) -> np.ndarray:
-        if chunk in self._kept:
-            self._kept.move_to_end(chunk)
-            return self._kept[chunk]
-        values = self._dataset[chunk * self.chunk : (chunk + 1) * self.chunk]
-        self._kept[chunk] = values
-        if len(self._kept) > self._keep:
-            self._kept.popitem(last=False)
-        return values
 
 
 def hdf5(
@@ -261,9 +249,12 @@ def hdf5(
     train: int | None = None,
     test_path: str | os.PathLike | None = None,
 ) -> tuple[Source, Source]:
-    """Return (train, test): the first `train` samples and the others, or two files.
+    """Return (train, test) sources, from one file or from two files.
 
-    Raises ConfigError unless one of `train` and `test_path` is given.
+    With `train`, the first `train` samples of the file are the training set, and all others the
+    test set.
+
+    Raises ConfigError unless exactly one of `train` and `test_path` is given.
     """
     if (train is None) == (test_path is None):
         raise ConfigError(f"hdf5: train={train}, test_path={test_path}: give one of the two")
@@ -275,7 +266,7 @@ def hdf5(
 
 
 def write(path: str | os.PathLike, arrays: Mapping, chunks: int | None = None) -> None:
-    """Write arrays by name, in chunks of so many rows: for tests, and to prepare data."""
+    """Write an HDF5 file of named arrays, in chunks of `chunks` rows, for tests and examples."""
     import h5py
 
     with h5py.File(path, "w") as file:

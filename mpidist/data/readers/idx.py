@@ -1,8 +1,8 @@
-"""Images and labels in MNIST's IDX format, plain or gzip.
+"""Read images and labels in MNIST's IDX format, plain or compressed by gzip.
 
-A file is: two zero bytes, a code of the type (8: unsigned byte), the number of dimensions, each
-dimension as a big-endian 4-byte integer, then the values. Nothing else may follow, and nothing
-may be missing: a file of any other length is refused, never read in part.
+A file has two zero bytes, a code for the type (8: unsigned byte), the number of dimensions, the
+length of each dimension as a big-endian integer of 4 bytes, and after these the values. A file that
+is longer or shorter than its header says is refused.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import struct
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -31,16 +32,16 @@ def idx(
     train: int = 8000,
     distort: Mapping | None = None,
 ) -> tuple[Source, ArraySource]:
-    """Return (train, test): the first `train` samples and the others.
+    """Return (train, test) sources: the first `train` samples, and all others.
 
-    Images are float32 (n, 1, height, width) from 0 to 1, labels int64. `distort` are keywords of
-    `Distorted`, for the training images only.
+    Images are float32 (n, 1, height, width) from 0 to 1, and labels are int64. `distort` has
+    keyword arguments for `Distorted`, which makes distorted copies of the training images.
 
     Raises
     ------
     ConfigError
-        If a file is missing, is not IDX, or holds more or fewer bytes than its header says; if
-        the files differ in their number of samples; if `train` leaves no test samples.
+        When a file is missing, is not IDX, or has more or fewer bytes than its header says; when
+        the files differ in their number of samples; when `train` leaves no test samples.
 
     References
     ----------
@@ -63,7 +64,7 @@ def idx(
 
 
 def read_idx(path: str | os.PathLike, dimensions: int) -> np.ndarray:
-    """Return the unsigned bytes of an IDX file with that many dimensions, read-only."""
+    """Return the bytes that an IDX file holds, as a read-only uint8 array of `dimensions` axes."""
     data = _content(Path(path))
     header = 4 + 4 * dimensions
     if len(data) < header:
@@ -97,22 +98,16 @@ def _content(path: Path) -> bytes:
     try:
         return gzip.decompress(raw)
     except (EOFError, OSError, zlib.error) as error:
-        # What could be unpacked still says how much is missing.
-        got = _partial(raw)
         raise ConfigError(
-            f"{path}: damaged or truncated gzip ({error}): {_missing(got)}; fetch it again"
+            f"{path}: damaged or truncated gzip ({error}): {_missing(raw)}; fetch it again"
         ) from None
 
 
-def _partial(raw: bytes) -> bytes:
-    try:
-        return zlib.decompressobj(wbits=31).decompress(raw)
-    except zlib.error:
-        return b""
-
-
-def _missing(got: bytes) -> str:
-    """How many bytes an unpacked piece has and how many its own header promises."""
+def _missing(raw: bytes) -> str:
+    """Return a text with the numbers of decompressed and of expected bytes of a damaged file."""
+    got = b""
+    with suppress(zlib.error):
+        got = zlib.decompressobj(wbits=31).decompress(raw)
     count = got[3] if len(got) > 3 else 0
     header = 4 + 4 * count
     if not count or len(got) < header:

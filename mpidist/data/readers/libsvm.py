@@ -1,12 +1,12 @@
-"""Sparse records in LibSVM's text format, read as scikit-learn's `load_svmlight_file` does.
+"""Read sparse records in LibSVM's text format, as scikit-learn's `load_svmlight_file` does.
 
     1 3:0.5 10:1          label, then column:value, columns ascending
-    2 qid:7 4:1   # note  the query it belongs to, and a comment
+    2 qid:7 4:1   # note  a query number and a comment
     1,5,9 4:1             several labels, or none: with multilabel=True
                           empty lines and comments are no records
 
-A line with words that is no record keeps its number among the records: it is a bad one, found out
-when it is asked for. Numbers that are not finite are values like others.
+A line that is not a valid record counts as a bad record: it has a record number, and `take` raises
+BadRecord for this number. NaN and infinities are valid values.
 
 C.-C. Chang, C.-J. Lin, "LIBSVM: a library for support vector machines", ACM TIST 2(3), 2011.
 """
@@ -21,6 +21,7 @@ import zlib
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import BinaryIO
 
 import numpy as np
@@ -28,47 +29,52 @@ import numpy as np
 from ...errors import BadRecord, ConfigError, in_one_line, shown
 from ..sources import Source
 
-#: The largest column there is, and columns of a dense sample that are believed of a file, for it
-#: takes memory for each: 4 MiB at most.
+#: The largest valid column, and the most columns of a dense sample (4 MiB) that are accepted from a
+#: file without the argument `features`.
 _LAST, _WIDEST = (1 << 31) - 1, 1 << 20
-#: What words are made of: all bytes but white space, colons and the mark of a comment.
+#: The bytes inside of words: all but white space, colons and the mark of a comment.
 _ATOMS = bytes(set(range(256)) - set(b" \t\n\r\v\f:#"))
 
 
 class LibSVM:
-    """Records of a LibSVM file, in memory as compressed rows.
+    """Records of a LibSVM file, held in memory as compressed sparse rows.
 
     Parameters
     ----------
     path : path-like
-        Plain, gzip or bzip2.
+        A plain, gzip or bzip2 file.
     features : int, optional
-        Columns of a dense sample, records with others are bad; by default one more than the
-        largest of the file. One wrong digit can make that very large: `take` refuses more than
-        2^20 columns that nobody has said there are, `rows` does not need them.
+        Number of columns of a dense sample. A record with a column that is not below `features` is
+        bad. The default is the largest column of the file plus one. Since one wrong digit in the
+        file can make the default very large, `take` refuses more than 2^20 columns if `features` is
+        not given; `rows` has no limit.
     classes : sequence of float, optional
-        Label values in the order of their classes, which `take` then returns as int64 from 0.
+        The label value of each class, in ascending order. If `classes` is given, `take` returns
+        class numbers (int64, from 0) in place of label values.
     zero_based : bool or "auto"
-        Whether the file counts columns from 0; here they always do. "auto": not, where it has
-        columns and none is 0. One damaged digit can change that: say it where you know it.
+        Whether the file counts columns from 0; the columns of this object always begin at 0. "auto"
+        means False if the file has columns but no column 0, else True. A single damaged digit in
+        the file can change the result of "auto", so pass a bool if you can.
     multilabel : bool
-        Whether a record has any number of labels. `classes` are then those of the file, unless
-        they are given.
+        Whether a record may have any number of labels. With `multilabel`, `classes` is by default
+        all label values of the file.
     query_id : bool
-        Whether the numbers after ``qid:`` are wanted; a record without one is then bad.
+        Whether to read the query numbers after ``qid:``. If `query_id` is True, a record without a
+        query number is bad.
 
     Attributes
     ----------
-    labels : array (n,), NaN of a bad record; with `multilabel` those of all records, flat
+    labels : array (n,)
+        The labels; NaN for a bad record. With `multilabel`, the labels of all records in one array.
     label_starts : array (n + 1,)
         Record k has ``labels[label_starts[k]:label_starts[k + 1]]``, ascending.
     starts, columns, values : arrays
-        Record k has ``columns[starts[k]:starts[k + 1]]``, ascending, and values likewise.
+        Record k has ``columns[starts[k]:starts[k + 1]]``, ascending, and the same part of `values`.
     queries : array (n,) of int64, with `query_id`
     zero_based : bool
-        What "auto" has found.
+        Whether the file counts columns from 0, as given or as found by "auto".
 
-    Raises ConfigError where the file cannot be read or unpacked to its end.
+    Raises ConfigError if the file cannot be read or decompressed to its end.
     """
 
     def __init__(
@@ -97,7 +103,7 @@ class LibSVM:
         self.classes = None if classes is None else np.asarray(classes, float)
 
     def _parse(self, file: BinaryIO) -> None:
-        """Take in all lines, whatever their columns are."""
+        """Read all lines of the file; `_check` checks the columns afterwards."""
         labels, label_starts, queries = array("d"), array("q", [0]), array("q")
         columns, values, starts = array("q"), array("f"), array("q", [0])
         lines = array("q")
@@ -114,14 +120,14 @@ class LibSVM:
                 if words and words[0].startswith(b"qid"):
                     _, query = words.pop(0).split(b":", 1)
                 if self._query_id:
-                    queries.append(_query(query))
+                    if query is None:
+                        raise ValueError("it has no qid")
+                    queries.append(int(query))
                 text = b" ".join(words)
                 parts = text.replace(b":", b" ").split()
-                # Each word is column:value where colons and spaces take turns, with something in
-                # between.
-                if text.translate(None, _ATOMS) != (b": " * len(words))[:-1] or (
-                    len(parts) != 2 * len(words)
-                ):
+                # Each word is column:value if colons and spaces alternate, with bytes between them.
+                marks = text.translate(None, _ATOMS)
+                if marks != (b": " * len(words))[:-1] or len(parts) != 2 * len(words):
                     raise ValueError(f"{_odd(words)} is not column:value")
                 columns.extend(map(int, parts[::2]))
                 values.extend(map(float, parts[1::2]))
@@ -140,7 +146,7 @@ class LibSVM:
         self.queries = np.array(queries) if self._query_id else None
 
     def _check(self, zero_based: bool | str, features: int | None) -> None:
-        """Find the records whose columns cannot be, and count columns from 0."""
+        """Find the records with invalid columns, and renumber all columns from 0."""
         first = np.zeros(len(self.columns) + 1, bool)
         first[self.starts[:-1]] = True
         falls = self.columns[1:] <= self.columns[:-1]
@@ -160,14 +166,14 @@ class LibSVM:
             self._drop_bad()
 
     def _mark(self, places: np.ndarray, reason: str, base: int = 0) -> None:
-        """Say why the records with columns at these places are bad; the first reason counts."""
+        """Mark as bad the records to which ``columns[places]`` belong; keep earlier marks."""
         owners = np.searchsorted(self.starts, places, side="right") - 1
         for record, first in zip(*np.unique(owners, return_index=True), strict=True):
             text = reason.format(self.columns[places[first]] + base)
             self._bad.setdefault(int(record), f"line {self._lines[record]}: {text}")
 
     def _drop_bad(self) -> None:
-        """Leave no columns and labels of bad records."""
+        """Remove the columns and labels of bad records."""
         if not self._bad:
             return
         bad = np.zeros(len(self), bool)
@@ -187,11 +193,11 @@ class LibSVM:
         return len(self._lines)
 
     def found_classes(self) -> np.ndarray:
-        """Return the labels that there are, ascending, but for those that are not finite."""
+        """Return the different finite labels of the file, ascending."""
         return np.unique(self.labels[np.isfinite(self.labels)])
 
     def rows(self, indices) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (starts, columns, values) of the records at `indices`, sparse as they are."""
+        """Return (starts, columns, values) of the records at `indices`, as compressed rows."""
         for index in indices:
             if int(index) in self._bad:
                 raise BadRecord(int(index), self._bad[int(index)])
@@ -199,7 +205,7 @@ class LibSVM:
         return starts, self.columns[at], self.values[at]
 
     def check_width(self) -> None:
-        """Raise ConfigError where a dense sample has more columns than are believed of a file."""
+        """Raise ConfigError if dense samples would be too wide and `features` was not given."""
         if self._given or self.features <= _WIDEST:
             return
         last = int(np.argmax(self.columns))
@@ -212,10 +218,10 @@ class LibSVM:
         )
 
     def take(self, indices) -> tuple:
-        """Return (dense float32 (n, features), labels) of the records at `indices`.
+        """Return the records at `indices` as dense float32 (n, features), and their labels.
 
-        With `query_id` the queries (n,) come before the labels. Labels are (n,); with `multilabel`
-        uint8 (n, classes) of 0 and 1.
+        If `query_id` is set, an array of query numbers (n,) comes before the labels. Labels have
+        the shape (n,). If `multilabel` is set, the labels are uint8 (n, classes) of 0 and 1.
         """
         self.check_width()
         indices = np.asarray(indices, np.int64)
@@ -244,14 +250,8 @@ class LibSVM:
         return marks
 
 
-def _query(value: bytes | None) -> int:
-    if value is None:
-        raise ValueError("it has no qid")
-    return int(value)
-
-
 def _odd(words: list[bytes]) -> str:
-    """Return the first word that is not two parts with one colon between them."""
+    """Return, as text, the first of `words` that is not two parts with a colon between them."""
     odd = (w for w in words if w.count(b":") != 1 or len(w.replace(b":", b" ").split()) != 2)
     return shown(next(odd).decode(errors="replace"))
 
@@ -261,7 +261,7 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
 
 
 def _places(starts: np.ndarray, indices) -> tuple[np.ndarray, np.ndarray]:
-    """Return where each record at `indices` begins among them, and where all their parts are."""
+    """Return where the chosen records start if packed together, and the old index of each value."""
     indices = np.asarray(indices, np.int64)
     lengths = starts[indices + 1] - starts[indices]
     own = _starts(lengths)
@@ -270,12 +270,12 @@ def _places(starts: np.ndarray, indices) -> tuple[np.ndarray, np.ndarray]:
 
 @contextmanager
 def _opened(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """Open a file for reading, unpacked; what cannot be read is a ConfigError."""
+    """Open a plain or compressed file for reading; turn errors into ConfigError."""
     try:
         with open(path, "rb") as raw:  # noqa: PTH123
             head = raw.peek(3)
             if head.startswith(b"\x1f\x8b"):
-                # In C, line by line.
+                # The BufferedReader splits lines in C.
                 yield io.BufferedReader(gzip.GzipFile(fileobj=raw))  # type: ignore[arg-type]
             elif head.startswith(b"BZh"):
                 yield io.BufferedReader(bz2.BZ2File(raw))  # type: ignore[arg-type]
@@ -296,20 +296,14 @@ def libsvm(
     zero_based: bool | str = "auto",
     multilabel: bool = False,
 ) -> tuple[Source, Source]:
-    """Return (train, test), dense, with classes in the order of the training labels.
+    """Return (train, test) sources of dense samples; the label values of `path` are the classes.
 
-    With "auto", columns count from 1 where neither file has a column 0.
+    If `zero_based` is "auto", columns count from 1 if neither file has a column 0.
     """
-
-    def both(zero_based):
-        return (
-            LibSVM(one, features, zero_based=zero_based, multilabel=multilabel)
-            for one in (path, test_path)
-        )
-
-    train, test = both(zero_based)
+    opened = partial(LibSVM, features=features, multilabel=multilabel)
+    train, test = (opened(one, zero_based=zero_based) for one in (path, test_path))
     if train.zero_based != test.zero_based:
-        train, test = both(True)
+        train, test = (opened(one, zero_based=True) for one in (path, test_path))
     width = max(train.features, test.features) if features is None else features
     classes = train.found_classes()
     for source in (train, test):

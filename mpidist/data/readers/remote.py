@@ -1,9 +1,9 @@
-"""A remote file, once per node: fetched by one rank, into a folder that all ranks of it see.
+"""Fetch remote files: one rank of each node, the leader, makes a copy for all ranks of the node.
 
     object store -> node 0: leader fetches | ranks 1 2 3 wait | all open the copy
-                    node 1: leader fetches | ...
+                    node 1: the same
 
-HTTP is Python's own; of the other protocols fsspec knows: s3, gs, ssh, memory, file, ...
+HTTP and HTTPS use Python's own client. Other protocols (s3, gs, ssh, ...) use fsspec.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import socket
 import stat
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -27,7 +25,7 @@ from ...errors import ConfigError, MpidistError
 
 #: Bytes per read.
 _PIECE = 4 << 20
-#: Seconds that a server of the web may be silent.
+#: Seconds after which an HTTP server that sends nothing is an error.
 _SILENCE = 60.0
 
 
@@ -41,36 +39,40 @@ def local_copy(
     bandwidth: float | None = None,
     ranks_per_node: int | None = None,
 ) -> Path:
-    """Return the path of a copy of `url` in `folder`, fetched if it is not there. Collective.
+    """Return the path of a copy of `url` in `folder`; fetch the file if there is no copy.
+
+    Collective over `comm`.
 
     Parameters
     ----------
     comm : MPI.Intracomm
     url : str
-        Of the web, or what fsspec can open.
+        An HTTP address, or an address that fsspec can open.
     folder : path-like
-        On a disk of the node; the same name on all.
+        A folder on a disk of each node, with the same name on all nodes.
     tries : int
-        How often to try, with `wait` seconds in between, twice as long each time.
+        The largest number of attempts to fetch the file. After the first failure, `wait` seconds
+        pass until the next attempt; this time doubles after each further failure.
     bandwidth : float, optional
-        Most bytes per second for each node.
+        The largest number of bytes per second that each node fetches.
     ranks_per_node : int, optional
-        Fake nodes, as in `Topology`; their folders must differ.
+        The ranks are divided into simulated nodes of this many ranks, as in `Topology`. Each
+        simulated node must be given another folder.
 
     Raises
     ------
     MpidistError
-        On all ranks, when a node could not get it.
+        Raised on all ranks if a node could not fetch the file.
     """
     return _copies(comm, [url], folder, ranks_per_node, tries, wait, bandwidth)[0]
 
 
 def _copies(comm, urls, folder, ranks_per_node, *how) -> list[Path]:
-    # Here, not above: a job file is read, and URLs are found in it, before MPI starts.
+    # Not imported at the top: the URLs of a job file are found before MPI starts.
     from ...runtime.topology import node_once
 
     own = folder is None
-    folder = _own_folder() if own else Path(folder)
+    folder = Path(tempfile.gettempdir(), f"mpidist-data-{os.getuid()}") if own else Path(folder)
     targets = [folder / cached_name(url) for url in urls]
     with node_once(comm, ranks_per_node=ranks_per_node) as first:
         if first and own:
@@ -82,19 +84,20 @@ def _copies(comm, urls, folder, ranks_per_node, *how) -> list[Path]:
 
 
 def is_remote(settings: Mapping) -> bool:
-    """Whether a value of a data table is a URL, or a list with one."""
+    """Return whether the settings of a source have a URL, alone or in a list."""
     return any("://" in text for value in settings.values() for text in _texts(value))
 
 
 def brought_here(comm, settings: Mapping, *, ranks_per_node: int | None = None) -> dict:
-    """Return a data table with copies in place of its URLs. Collective over `comm`.
+    """Fetch the URLs in a source's settings; return the settings with the copies' paths instead.
 
-    Its key ``cache`` is the folder for them, by default one below the node's folder for temporary
-    files, for this user alone. URLs may be patterns where the protocol can list.
+    Collective over `comm`. The key ``cache`` of the settings names the folder for the copies. By
+    default, the copies are in a folder to which only this user can write, inside the node's folder
+    for temporary files. A URL may be a pattern if its protocol can list files.
     """
     table = dict(settings)
     cache = table.pop("cache", None)
-    # One rank looks up patterns, for all must have the same files.
+    # Rank 0 alone lists patterns, so that all ranks get the same files.
     found, problem = comm.bcast(_listed(table) if comm.rank == 0 else None)
     if problem:
         error = ConfigError(problem)
@@ -110,7 +113,7 @@ def brought_here(comm, settings: Mapping, *, ranks_per_node: int | None = None) 
 
 
 def _listed(table: Mapping) -> tuple[dict[str, list[str]], str | None]:
-    """Return the texts of each key with a URL, patterns looked up; and what went wrong."""
+    """Return a dict of the URLs of each key (patterns replaced by matches), and an error text."""
     found: dict[str, list[str]] = {}
     for key, value in table.items():
         texts = _texts(value)
@@ -120,7 +123,7 @@ def _listed(table: Mapping) -> tuple[dict[str, list[str]], str | None]:
         for text in texts:
             try:
                 found[key] += _matching(text) if "://" in text else [text]
-            except Exception as error:  # on one rank only: all must hear of it
+            except Exception as error:  # it was raised on rank 0 alone; all ranks must get the text
                 return {}, f"data: {key}: cannot look up {without_secrets(text)}: {error}"
     return found, None
 
@@ -140,12 +143,8 @@ def _texts(value) -> list[str]:
     return [text for text in values if isinstance(text, str)]
 
 
-def _own_folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"mpidist-data-{os.getuid()}"
-
-
 def _make_own(folder: Path) -> None:
-    """Make a folder where anybody may; refuse one into which others could have put something."""
+    """Make this user's folder for copies; refuse one to which other users can write."""
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
@@ -153,20 +152,20 @@ def _make_own(folder: Path) -> None:
 
 
 def cached_name(url: str) -> str:
-    """Return the name of a copy: readable, and of its own for every URL."""
+    """Return the file name of the copy of `url`, which is readable and unique for the URL."""
     name = PurePosixPath(url.partition("?")[0]).name or "data"
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", name)[-100:]
     return f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{readable}"
 
 
 def without_secrets(url: str) -> str:
-    """Return a URL without what may be a password or a key."""
+    """Return a URL without the parts that may contain a password or a key."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def _there(url: str, target: Path) -> bool:
-    """Whether there is a copy, as long as the original; if that can be asked."""
+    """Return whether `target` exists, and has the length of the original if that is known."""
     if not target.exists():
         return False
     try:
@@ -179,11 +178,11 @@ def _there(url: str, target: Path) -> bool:
 def fetch(
     url: str, target: Path, tries: int = 5, wait: float = 1.0, bandwidth: float | None = None
 ) -> None:
-    """Fetch `url` to `target`, which is whole or not there."""
+    """Fetch `url` to the file `target`, which appears only when it is complete."""
     if tries < 1:
         raise ConfigError(f"remote: tries is {tries}, expected 1 or more")
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Of its own, should the folder be on a disk that nodes share.
+    # The name has host and process, because nodes may share the disk of the folder.
     partial = target.with_name(f"{target.name}.{socket.gethostname()}.{os.getpid()}.part")
     try:
         for number in range(1, tries + 1):
@@ -193,14 +192,12 @@ def fetch(
             except ConfigError:
                 raise
             except Exception as error:
-                said = " ".join(f"{type(error).__name__}: {error}".split())
-                said = said.replace(url, without_secrets(url))
-                events.emit("fetch_failed", url=without_secrets(url), number=number, error=said)
+                public = without_secrets(url)
+                text = " ".join(f"{type(error).__name__}: {error}".split()).replace(url, public)
+                events.emit("fetch_failed", url=public, number=number, error=text)
                 if number == tries or _hopeless(error):
                     times = "once" if number == 1 else f"{number} times"
-                    raise MpidistError(
-                        f"cannot fetch {without_secrets(url)}: {said}; tried {times}"
-                    ) from error
+                    raise MpidistError(f"cannot fetch {public}: {text}; tried {times}") from error
                 time.sleep(wait * 2 ** (number - 1))
         partial.replace(target)
     finally:
@@ -208,8 +205,10 @@ def fetch(
 
 
 def _hopeless(error: Exception) -> bool:
-    """Whether it is the wrong URL, and not a bad moment."""
-    if isinstance(error, urllib.error.HTTPError):
+    """Return whether another try would be useless: the URL is wrong, or access is denied."""
+    from urllib.error import HTTPError
+
+    if isinstance(error, HTTPError):
         return 400 <= error.code < 500 and error.code not in (408, 425, 429)
     return isinstance(error, FileNotFoundError | PermissionError)
 
@@ -230,9 +229,11 @@ def _copy(url: str, partial: Path, bandwidth: float | None) -> None:
 
 @contextmanager
 def _opened(url: str) -> Iterator[tuple]:
-    """Open a URL; gives a file, and how long it says it is where its protocol knows."""
+    """Open a URL; yield a file, and its length or None if the protocol does not report it."""
     if _of_the_web(url):
-        with urllib.request.urlopen(url, timeout=_SILENCE) as answer:
+        from urllib.request import urlopen  # takes 20 ms, which most starts do not need
+
+        with urlopen(url, timeout=_SILENCE) as answer:
             length = answer.headers.get("Content-Length")
             yield answer, None if length is None else int(length)
         return

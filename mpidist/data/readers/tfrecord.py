@@ -1,10 +1,11 @@
-"""TFRecord files: records of any bytes, each with its length and two checksums.
+"""Read TFRecord files, whose records are any bytes, each with its length and two checksums.
 
-    length (8 bytes)  crc of it (4)  |  data  |  crc of the data (4)         little-endian
+    length (8 bytes)  crc of the length (4)  |  data  |  crc of the data (4)     little-endian
 
-The checksums are CRC-32C, rotated and with a constant added ("masked"). An index of all records is
-made by reading the lengths alone, so that a record is reached without reading another's data.
-Files that are packed as a whole, by gzip or zlib, are unpacked once for it: see ``compression.py``.
+The checksums are "masked": a CRC-32C is rotated, and a constant is added. An index of all records
+is made from their lengths alone, so that each record can be read without the others. If a whole
+file is compressed by gzip or zlib, it is decompressed once to make its index (see
+``compression.py``).
 
 TensorFlow, "TFRecord and tf.train.Example" and tensorflow/core/lib/hash/crc32c.h.
 """
@@ -23,19 +24,22 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import BadRecord, ConfigError
-from ..read_retry import ByteRun, Descriptors, RunReader, bytes_of
-from .compression import Compressed, Kept, is_compressed
+from ..read_retry import OPEN_FILES, ByteRun, LRUCache, RunReader, bytes_of
+from .compression import Compressed, DecompressionCache, is_compressed
 
 _HEAD, _FOOT = 12, 4
 _DELTA = 0xA282EAD8
-#: Bytes per look at a file while its index is made.
+#: Bytes per read while the index of a file is made.
 _LOOK = 1 << 16
-#: Longer records are not unpacked: a few bytes of a packed file can stand for any number.
+#: Longer records are not decompressed, because a few compressed bytes can stand for any number.
 _LONGEST = 1 << 30
 
 
 def _checksum():
-    """CRC-32C of bytes or of an array of them, or ConfigError with the cure."""
+    """Return a function that computes CRC-32C.
+
+    Raise ConfigError if the package google-crc32c is not installed.
+    """
     try:
         from google_crc32c import implementation, value
     except ImportError:
@@ -46,35 +50,37 @@ def _checksum():
 
 
 def masked(crc):
-    """Return checksums as they are stored: rotated by 15 bits, plus a constant."""
+    """Return CRC-32C checksums in their stored form: rotated by 15 bits, plus a constant."""
     return (crc >> 15 | crc << 17) + _DELTA & 0xFFFFFFFF
 
 
 class Laid(NamedTuple):
-    """Records that lie in one array of bytes: number k is ``data[starts[k] : stops[k]]``."""
+    """Records in one array of bytes: record k is ``data[starts[k] : stops[k]]``."""
 
     data: np.ndarray
     starts: np.ndarray
     stops: np.ndarray
 
     def gather(self, dtype, places: np.ndarray) -> np.ndarray:
-        """Return one `dtype` from each of these byte places, which need no alignment."""
+        """Return one value of `dtype` from each byte position in `places`, aligned or not."""
         dtype = np.dtype(dtype)
         count = max(0, len(self.data) - dtype.itemsize + 1)
         return np.ndarray((count,), dtype, self.data, 0, (1,))[places]
 
 
 class TFRecords:
-    """Records of TFRecord files by number, through an index. Threads take turns.
+    """The records of TFRecord files, read by their numbers.
+
+    A lock lets only one thread read at a time.
 
     Parameters
     ----------
-    paths : path-like, or sequence of them
-        Files in their order: record numbers go through them one after the other. Plain, or
-        packed by gzip or zlib, each as its bytes say.
+    paths : path-like, or sequence of path-like
+        The files, in the order in which their records are numbered. Each file may be plain, or
+        compressed by gzip or zlib.
 
-    Raises ConfigError where a file is missing, or the length of a record, or what is packed, is
-    damaged: where the next one begins is then unknown, so what follows is lost.
+    Raises ConfigError if a file is missing, or if the length of a record or the compressed data are
+    damaged, because the beginning of the next record is unknown after such damage.
     """
 
     def __init__(self, paths: str | os.PathLike | Sequence):
@@ -84,17 +90,19 @@ class TFRecords:
             raise ConfigError("tfrecord: no files are given; give at least one")
         self._crc = _checksum()
         self._lock = threading.Lock()
-        self._files = Descriptors(lambda number: os.open(paths[number], os.O_RDONLY))
+        self._files = LRUCache(
+            lambda number: os.open(paths[number], os.O_RDONLY), OPEN_FILES, os.close
+        )
         self._runs = RunReader(self._files.__getitem__)
         self._packed: dict[int, Compressed] = {}
-        self._kept = Kept(len(self.paths))
+        self._cache = DecompressionCache(len(self.paths))
         try:
             bounds = [self._index(number) for number in range(len(self.paths))]
         except BaseException:
             self.close()
             raise
         self.bounds = [0, *itertools.accumulate(len(places) - 1 for places in bounds)]
-        # Where each record begins in its file, head included, and where it ends.
+        # The offsets in its file where each record, with head and foot, begins and ends.
         self._begins = np.concatenate([places[:-1] for places in bounds])
         self._ends = np.concatenate([places[1:] for places in bounds])
 
@@ -103,16 +111,16 @@ class TFRecords:
 
     @property
     def counts(self) -> list[int]:
-        """Records of each file, for `sharding.shard`."""
+        """Number of records in each file, for the function `sharding.shard`."""
         return [stop - start for start, stop in itertools.pairwise(self.bounds)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all records, as they lie in the files."""
+        """Number of bytes of all records, including lengths and checksums."""
         return int((self._ends - self._begins).sum())
 
     def _index(self, number: int) -> np.ndarray:
-        """Where each record of a file begins, and where the last one ends."""
+        """Return the offset of each record of file `number`, and the end of the last record."""
         path = self.paths[number]
         try:
             file = self._files[number]
@@ -120,9 +128,9 @@ class TFRecords:
             raise ConfigError(f"tfrecord: cannot read {path}: {error.strerror}") from None
         look: Callable[[int, int], bytes] = partial(self._pread, number)
         head = look(0, _HEAD)
-        # By the checksum first: 2 of 65,536 lengths look like the head of a packed file.
+        # The checksum decides: 2 of 65,536 lengths look like the head of a compressed file.
         if is_compressed(head) and not self._is_head(head):
-            self._packed[number] = Compressed(look, self._kept)
+            self._packed[number] = Compressed(look, self._cache)
             look = _Forward(self._packed[number].pieces())
         starts, at, begin, seen = [0], 0, 0, b""
         while True:
@@ -147,7 +155,7 @@ class TFRecords:
         packed = self._packed.get(number)
         size = packed.size if packed else os.fstat(file).st_size
         if at < size or (at == size and packed and not packed.whole):
-            starts.append(size)  # cut off in its head, or with the rest of a packed file: bad
+            starts.append(size)  # the last record is truncated, which makes it a bad record
         starts[-1] = min(starts[-1], size)
         return np.array(starts, np.int64)
 
@@ -159,15 +167,16 @@ class TFRecords:
         return len(head) == _HEAD and masked(self._crc(head[:8])) == crc
 
     def read(self, indices: Sequence[int] | np.ndarray) -> list[bytes]:
-        """Return the data of the records at `indices`; BadRecord for one that is damaged."""
+        """Return the data of the records at `indices`. Raises BadRecord for a damaged record."""
         data, starts, stops = self.lay(indices)
         bounds = zip(starts.tolist(), stops.tolist(), strict=True)
         return [data[start:stop].tobytes() for start, stop in bounds]
 
     def lay(self, indices: Sequence[int] | np.ndarray, room: np.ndarray | None = None) -> Laid:
-        """Return the records at `indices` in one array, checked; BadRecord as `read`.
+        """Read the records at `indices` into one array, and check them.
 
-        They are laid into the bytes of `room` where these are enough.
+        Raises BadRecord for a damaged record. If the buffer `room` has enough bytes, the array is
+        the beginning of `room`.
         """
         indices = np.asarray(indices, np.int64)
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
@@ -184,7 +193,7 @@ class TFRecords:
         if room is None or len(room) < bounds[-1]:
             room = np.empty(bounds[-1], np.uint8)
         data = room[: bounds[-1]]
-        # Neighbours are read at once.
+        # Neighbours are read in one run.
         cuts = np.flatnonzero((begins[1:] != ends[:-1]) | (files[1:] != files[:-1])) + 1
         firsts = np.concatenate([[0], cuts])[: len(rows)]
         view = bytes_of(data)
@@ -206,10 +215,10 @@ class TFRecords:
         return Laid(data, starts, stops)
 
     def _broken(self, laid: Laid) -> np.ndarray:
-        """Which records, laid with head and foot, are not what was written."""
+        """Return the numbers of those records of `laid` that have a wrong length or checksum."""
         data, starts, stops = laid
         short = np.flatnonzero(stops - starts < _HEAD + _FOOT)
-        if len(short):  # no room for what is compared below
+        if len(short):  # these have no head and foot that could be compared below
             return short
         crc = self._crc
         bounds = zip((starts + _HEAD).tolist(), (stops - _FOOT).tolist(), strict=True)
@@ -220,19 +229,22 @@ class TFRecords:
         return np.flatnonzero(~good)
 
     def close(self) -> None:
-        """Close all files; they are opened again when they are needed."""
+        """Close all files; they are opened again when a record is read."""
         with self._lock:
             self._files.close()
 
 
 class _Forward:
-    """Looks at what comes in pieces, from its beginning to its end."""
+    """Reads data from an iterator of byte strings, from the beginning to the end."""
 
     def __init__(self, pieces: Iterator[bytes]):
         self._pieces, self._begin, self._seen = pieces, 0, b""
 
     def __call__(self, at: int, count: int) -> bytes:
-        """Return `count` bytes from `at`, or more; fewer at the end. Never before the last one."""
+        """Return `count` bytes or more from position `at`, or fewer at the end of the data.
+
+        `at` must never decrease.
+        """
         while at + count > self._begin + len(self._seen):
             gone = min(at - self._begin, len(self._seen))
             self._begin, self._seen = self._begin + gone, self._seen[gone:]
@@ -251,7 +263,7 @@ def _reason(laid: Laid, place: int) -> str:
 
 
 def write(path: str | os.PathLike, records: Iterable[bytes]) -> None:
-    """Write a TFRecord file: for tests, and to prepare data."""
+    """Write a TFRecord file, for tests or to prepare data."""
     crc = _checksum()
     with open(path, "wb") as file:  # noqa: PTH123
         for data in records:

@@ -1,9 +1,10 @@
-"""Video-level features of YouTube-8M: what a video looks and sounds like, and its entities.
+"""Read video-level records of YouTube-8M: visual and audio features of a video, and its labels.
 
     TFRecord files   Example {id, labels, mean_rgb, mean_audio}   ->   (n, 1024 + 128), (n, 3862)
 
-Most records are laid out like an earlier one of the same length: where the bytes between the
-values are the same, the values lie at the same places, and nothing is decoded again.
+The labels of a video are numbers of entities, which are topics of the video. Most records have the
+same layout as an earlier record of the same length. A record with a known layout need not be
+decoded, since its values are at known positions (``dataset_layout.py``).
 
 S. Abu-El-Haija et al., "YouTube-8M: a large-scale video classification benchmark", 2016,
 arXiv:1609.08675.
@@ -15,12 +16,12 @@ import glob
 import itertools
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from ...errors import BadRecord, ConfigError
-from ...partition import BlockPartition
+from ...partition import pieces
 from ..dataset_layout import Layouts
 from ..read_retry import Rooms
 from . import example
@@ -31,19 +32,19 @@ FEATURES = {"mean_rgb": 1024, "mean_audio": 128}
 CLASSES = 3862
 #: Bytes of records that are decoded together.
 _PIECE = 4 << 20
-#: Bytes of values that are copied together: what lies between two copies is still in a cache.
+#: Bytes of values that are copied together, few enough to stay in a cache until the next copy.
 _STRIP = 192 << 10
 
 
 class Videos:
-    """What TFRecord files of videos have in common, whatever a record holds."""
+    """Base class of the sources that read TFRecord files of videos."""
 
     reads = finite = True
 
     def __init__(self, paths, classes: int):
         self.records, self.classes = TFRecords(paths), classes
-        # Records are read and decoded in pieces: so large that what a piece costs by itself, as
-        # much as sixty records, is little, and so small that what was read is still in a cache.
+        # Records are read and decoded in pieces. A piece is large, because its fixed cost is that
+        # of sixty records, and small enough for its bytes to stay in a cache until decoded.
         mean = -(-self.records.nbytes // max(1, len(self)))
         self._piece = max(1, _PIECE // max(1, mean))
         self._room = np.empty(2 * _PIECE, np.uint8)
@@ -54,12 +55,11 @@ class Videos:
     def __len__(self) -> int:
         return len(self.records)
 
-    def _pieces(self, count: int) -> list[slice]:
-        pieces = BlockPartition(count, max(1, -(-count // self._piece)))
-        return [slice(start, stop) for start, stop in itertools.pairwise(pieces.bounds())]
+    def _pieces(self, count: int) -> Iterator[slice]:
+        return itertools.starmap(slice, pieces(0, count, self._piece))
 
     def ids(self, indices) -> list[str]:
-        """Return the videos' names."""
+        """Return the identifiers of the videos at `indices`."""
         found = []
         for data in self.records.read(indices):
             entries = example.layout(data)
@@ -73,26 +73,26 @@ class Videos:
 
 
 class YouTube8M(Videos):
-    """Samples (features float32, entities uint8 of 0 and 1) of TFRecord files.
+    """Samples of video-level files: features as float32, and entities as uint8 of 0 and 1.
 
     Parameters
     ----------
-    paths : path-like, or sequence of them
+    paths : path-like, or sequence of path-like
     classes : int
-        Entities; a record with a larger one is bad.
+        Number of entities. A record with a label that is not below `classes` is bad.
     features : mapping of name -> length
-        Which float features a sample is made of, one after the other.
+        Names and lengths of the float features of a sample, in order.
     """
 
     def __init__(self, paths, classes: int = CLASSES, features: Mapping[str, int] | None = None):
         super().__init__(paths, classes)
         self.features = dict(FEATURES if features is None else features)
-        # A sample: one feature's bytes after the other's.
+        # The bytes of a sample: all features one after the other.
         self._row = np.dtype([(name, f"V{4 * width}") for name, width in self.features.items()])
         self._layouts = Layouts(len(self.features) + 1)
 
     def take(self, indices) -> tuple:
-        """Return the samples at `indices`; BadRecord for one that cannot be decoded."""
+        """Return the samples at `indices`. Raises BadRecord for a record that cannot be decoded."""
         indices = np.asarray(indices, np.int64)
         with self._lock:
             inputs = self._rooms.empty((len(indices), sum(self.features.values())), "<f4")
@@ -102,11 +102,11 @@ class YouTube8M(Videos):
         return inputs, labels
 
     def _decode(self, indices: np.ndarray, inputs: np.ndarray, labels: np.ndarray) -> None:
-        """Put samples where they belong."""
+        """Read the samples at `indices` into `inputs` and `labels`."""
         records = self.records.lay(indices, self._room)
-        # Where the features and the entities of each record begin and end.
+        # Begin and end of the features and of the entities of each record.
         spans = self._spans(records, indices) + records.starts[:, None, None]
-        # Copied as bytes: they need not lie at multiples of four in a record.
+        # Values are copied as bytes, because their places need not be multiples of four.
         for k, name in enumerate(self.features):
             values = inputs.view(self._row)[name][:, 0]
             few = max(1, _STRIP // max(1, values.itemsize))
@@ -119,7 +119,7 @@ class YouTube8M(Videos):
             raise BadRecord(int(indices[first]), "a feature is not finite")
 
     def _spans(self, records: Laid, indices: np.ndarray) -> np.ndarray:
-        """Return the spans of each record, from its first byte: as in one like it, or decoded."""
+        """Return the (begin, end) of the values in each record, counted from its first byte."""
         kinds = self._layouts.kinds(records.stops - records.starts)
         spans = self._layouts.spans.take(kinds, axis=0)
         for place in self._layouts.unlike(records.gather, records.starts, kinds).tolist():
@@ -131,7 +131,10 @@ class YouTube8M(Videos):
         return spans
 
     def _decoded(self, data: bytes) -> tuple[list[example.Span], list[example.Span]]:
-        """Return where the values of a record are that are used, and of those that may differ."""
+        """Return two lists of (begin, end): of features and labels, and of all bytes that may vary.
+
+        The bytes in the second list may differ between records of the same layout.
+        """
         found = example.layout(data)
         spans = []
         for name, width in self.features.items():
@@ -145,9 +148,10 @@ class YouTube8M(Videos):
 
 
 def mark_entities(records: Laid, spans: np.ndarray, indices, labels: np.ndarray) -> None:
-    """Set the entities of each record, whose varints lie in `spans`, to 1, all others to 0.
+    """Set `labels` to 1 for the entities of each record, and to 0 for all others.
 
-    Raises BadRecord for one that there is not.
+    `spans` has the (begin, end) of each record's list of entities, which are varints. Raises
+    BadRecord for an entity that is not below the number of classes.
     """
     labels[...] = 0
     starts, stops = spans.T
@@ -169,9 +173,10 @@ def mark_entities(records: Laid, spans: np.ndarray, indices, labels: np.ndarray)
 
 
 def packed_span(found: Mapping, name: str, kind: int) -> example.Span:
-    """Return where the values of a feature lie in one piece, or an empty span.
+    """Return the (begin, end) of the values of a feature; both are equal if there are no values.
 
-    Raises ValueError where there is none of that name and kind.
+    Raises ValueError if no feature has this name and kind, or if its values are not packed in one
+    field.
     """
     got, parts = found.get(name, (0, []))
     if got != kind or len(parts) > 1 or any(wire != 2 for wire, _ in parts):
@@ -181,9 +186,9 @@ def packed_span(found: Mapping, name: str, kind: int) -> example.Span:
 
 
 def files(patterns: str | os.PathLike | Sequence) -> list[str]:
-    """Return the files of a pattern, or of several, sorted.
+    """Return the files that match one or several patterns; the files of each pattern are sorted.
 
-    Raises ConfigError where a pattern matches nothing.
+    Raises ConfigError if a pattern matches no file.
     """
     given = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
     found: list[str] = []

@@ -1,12 +1,13 @@
-"""Frame-level features of YouTube-8M: what each second of a video looks and sounds like.
+"""Read frame-level features of YouTube-8M: visual and audio features of each second of a video.
 
     TFRecord files   SequenceExample   context: id, labels   feature_lists: rgb, audio
                      a video of 3      frames (5, 1024 + 128) uint8: 3, and 2 of zeros; 3; (3862,)
 
-A frame is 1,024 bytes of "rgb" and 128 of "audio", floats from -2 to 2 in 256 steps.
+A frame has 1,024 bytes of "rgb" and 128 bytes of "audio". Each byte of a frame stands for a number
+from -2 to 2.
 
-S. Abu-El-Haija et al., "YouTube-8M: a large-scale video classification benchmark", 2016,
-arXiv:1609.08675; "Dequantize" in its starter code.
+References: Abu-El-Haija et al., "YouTube-8M: a large-scale video classification benchmark", 2016,
+arXiv:1609.08675; the function "Dequantize" in YouTube-8M's starter code.
 """
 
 from __future__ import annotations
@@ -15,30 +16,32 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ...errors import BadRecord, ConfigError, shown
+from ...errors import BadRecord
+from ...registry import checked_whole
 from ..sources import Derived, Source
 from . import example
 from .youtube8m import CLASSES, Videos, YouTube8M, files, mark_entities, packed_span
 
-#: Names and bytes of what a frame has, in the order of a sample.
+#: Names and bytes of the features of a frame, in the order of a sample.
 FRAME = {"rgb": 1024, "audio": 128}
-#: What a byte of a feature means: so much times it, and so much more.
+#: A byte b of a feature means the number ``_SCALE * b + _BIAS``.
 _SCALE, _BIAS = 4 / 255, 4 / 512 - 2
 
 
 class YouTube8MFrames(Videos):
-    """Samples (frames uint8, counts, entities uint8 of 0 and 1) of TFRecord files.
+    """A source of videos: frames (uint8), the number of frames, and a 0 or 1 per entity (class).
 
     Parameters
     ----------
-    paths : path-like, or sequence of them
+    paths : path-like, or sequence of path-like
     frames : int
-        Of each sample: longer videos are cut, shorter ones are filled up with zeros; `counts` says
-        how many are the video's. The data set has one a second, 300 at most.
+        Number of frames of each sample. Longer videos are cut, and shorter ones are padded with
+        zeros. The second array of a sample has the number of frames that are not padding. The data
+        set has one frame per second of video, and at most 300 frames of a video.
     classes : int
-        Entities; a record with a larger one is bad.
+        Number of entities. A record with a label that is not below `classes` is bad.
     features : mapping of name -> bytes
-        Which lists a frame is made of, one after the other.
+        Names of the feature lists of a frame, in order, and the bytes of each in one frame.
     """
 
     def __init__(
@@ -48,13 +51,12 @@ class YouTube8MFrames(Videos):
         classes: int = CLASSES,
         features: Mapping[str, int] | None = None,
     ):
-        if isinstance(frames, bool) or not isinstance(frames, int) or frames < 1:
-            raise ConfigError(f"youtube8m: frames is {shown(frames)}, expected 1 or more")
+        checked_whole("youtube8m: frames", frames, 1)
         super().__init__(paths, classes)
         self.frames, self.features = frames, dict(FRAME if features is None else features)
 
     def take(self, indices) -> tuple:
-        """Return frames (n, frames, bytes), counts int64 (n,) and entities (n, classes)."""
+        """Return frames (n, frames, bytes), frame counts int64 (n,), and labels (n, classes)."""
         indices = np.asarray(indices, np.int64)
         with self._lock:
             shape = len(indices), self.frames, sum(self.features.values())
@@ -66,7 +68,7 @@ class YouTube8MFrames(Videos):
         return inputs, counts, labels
 
     def _decode(self, indices, inputs: np.ndarray, counts: np.ndarray, labels: np.ndarray) -> None:
-        """Put samples where they belong."""
+        """Read the samples at `indices` into `inputs`, `counts` and `labels`."""
         records = self.records.lay(indices, self._room)
         spans = np.empty((len(indices), 2), np.int64)
         for k, (start, stop) in enumerate(zip(records.starts, records.stops, strict=True)):
@@ -79,7 +81,7 @@ class YouTube8MFrames(Videos):
         mark_entities(records, spans + records.starts[:, None], indices, labels)
 
     def _frames(self, data: bytes, target: np.ndarray) -> int:
-        """Lay the frames of one record into `target`, and return how many there are."""
+        """Write the frames of one record into `target`, and return their number."""
         lists, at, counts = example.feature_lists(data), 0, {}
         for name, width in self.features.items():
             if name not in lists:
@@ -102,9 +104,10 @@ class YouTube8MFrames(Videos):
 
 
 def mean_frames(frames: np.ndarray, counts: np.ndarray, labels: np.ndarray) -> tuple:
-    """Return (mean over each video's frames, float32 (n, bytes), from -2 to 2; labels).
+    """Return the mean of each video's frames, as float32 (n, bytes) from -2 to 2, and the labels.
 
-    For `Derived`: what the files of the video level have is such a mean.
+    Pass `mean_frames` to `Derived`, a source that computes its samples from another source. The
+    video-level files of YouTube-8M contain such means of frames.
     """
     means = frames.sum(axis=1, dtype=np.uint32) / np.maximum(counts, 1)[:, None]
     return (means * _SCALE + _BIAS).astype(np.float32), labels
@@ -116,9 +119,11 @@ def youtube8m(
     classes: int = CLASSES,
     frames: int | None = None,
 ) -> tuple[Source, Source]:
-    """Return (train, test) of files, or patterns such as ``train*.tfrecord``.
+    """Return (train, test) sources from names of files, or patterns such as ``train*.tfrecord``.
 
-    With `frames` the files are of the frame level, and a sample is the mean over so many.
+    If `frames` is None, the files must be video-level files. If `frames` is a number, the files
+    must be frame-level files, and a sample is the mean of at most the first `frames` frames of a
+    video.
     """
 
     def opened(patterns):

@@ -1,6 +1,8 @@
-"""An error on one rank reaches all ranks: calls, their signatures, and work on all ranks.
+"""Agreement of ranks: an error on one rank is raised on all ranks of the communicator.
 
-`calls` guards one call on one rank. `statuses` tells the ranks where the others stand, `mismatch`
-says in words how two of them differ, `crossed_waits` finds ranks that wait for each other on two
-communicators. `run_on_all` does local work that succeeds on all ranks or raises on all.
+`calls` sends an exception that one rank raises in a public function to the other ranks. `statuses`
+tells other ranks in which operation a rank waits. `mismatch` compares the statuses of ranks and
+composes the text of a `MismatchError`. `crossed_waits` finds ranks that wait for each other on two
+communicators. `run_on_all` runs local work, which either succeeds on all ranks or raises an error
+on all ranks.
 """

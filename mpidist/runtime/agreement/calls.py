@@ -1,13 +1,15 @@
-"""One call of a collective on one communicator: by one thread at a time, and never half silent.
+"""The guard of public functions: it admits one thread at a time, and tells ranks of exceptions.
 
-    with context.call("broadcast"):     refuses a second thread
-        check all arguments             an exception here: this rank raised in place of the
-        begin ... wait ... deliver      operation, and the ranks that are in it are told
-                                        an exception here: the operation is broken off for all
+    with context.call("broadcast"):     raises ProtocolError if another thread is in a call
+        check all arguments             an exception here stands in place of the operation: the
+                                        ranks that are in the operation get an error
+        begin ... wait ... deliver      an exception here breaks the operation off on all ranks
 
-The short paths of allreduce do the same by hand (`native`, `node_short`): `Context.stopped` is true
-while a call is under way, so that the one look that every operation makes at it anyway is enough.
-Only who finds it true asks `Context.check_free` why.
+The modules `native` and `node_short` guard short allreduce calls in the same way, but without a
+``with`` block, to save time. `Context.stopped` is true while a call of a public function is under
+way, and after a failure. Even without the guard, every operation would read `Context.stopped`, so
+the guard's check takes no additional time. If `Context.stopped` is true, `Context.check_free` finds
+out why.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from ...errors import ProtocolError
 
 
 class Call:
-    """What `Context.call` returns; see the module."""
+    """The guard that `Context.call` returns; the docstring of this module explains it."""
 
     __slots__ = ("context", "kind", "nested")
 
@@ -33,10 +35,10 @@ class Call:
             if context.check_free(self.kind):
                 self.nested = True
                 return self
-        # Nothing is called between the look and the claim: another thread cannot come between.
+        # No function is called between reading `stopped` and setting it, so the interpreter cannot
+        # change threads in between.
         context.stopped, context.caller, context.under_way = True, me, False
-        context.thread = me
-        self.nested = False
+        context.thread, self.nested = me, False
         return self
 
     def __exit__(self, kind, error, trace):
@@ -45,20 +47,19 @@ class Call:
             return
         try:
             if error is not None and not context.failed and not was_told(error, context):
-                if context.under_way:
-                    context.break_off(error)
-                else:
-                    context.raised(error)
+                report = context.break_off if context.under_way else context.raised
+                report(error)
         finally:
             context.under_way, context.caller = False, None
             context.stopped = bool(context.failed) or context.unconfirmed
 
 
 def mark_told(error: BaseException, context, *, for_now: bool = False) -> None:
-    """Note that the other ranks of `context` know of `error`, or need not.
+    """Record that `error` need not be sent to the other ranks of `context`.
 
-    `for_now`: until the next operation, in which the same exception raised again is news. `context`
-    None: before there is one.
+    If `for_now` is true, the record is valid only until the next operation: an exception that is
+    raised again in the next operation is sent again. `context` is None if the communicator has no
+    context yet.
     """
     with suppress(Exception):
         told = error.__dict__.setdefault("told_to_ranks", {})
@@ -70,24 +71,24 @@ def _now(context) -> tuple[int, int]:
 
 
 def was_told(error: BaseException, context) -> bool:
-    """Whether the other ranks of `context` know of `error`."""
+    """Return whether `mark_told` has recorded that `error` need not be sent to the other ranks."""
     told = getattr(error, "told_to_ranks", {})
     return None in told or (context in told and told[context] in (None, _now(context)))
 
 
 def refusal(kind: str, context=None) -> ProtocolError:
-    """Return the error of a call that another thread's call is in the way of."""
+    """Return the error for a call of a public function while another such call is under way."""
     error = ProtocolError(
         f"{kind}: another call on this communicator is under way, in another thread or in what a "
         "signal handler interrupted; use one thread at a time, or a communicator for each "
         "(comm.Dup())"
     )
-    mark_told(error, context)  # it is this rank's alone: the call that is in its way goes on
+    mark_told(error, context)  # only this rank raises it: the call that is under way goes on
     return error
 
 
 def wrong_thread(kind: str, context) -> ProtocolError:
-    """Return the error of a call in a thread that may not call this MPI."""
+    """Return the error of a call in a thread that must not call MPI."""
     error = ProtocolError(
         f"{kind}: called in thread {threading.current_thread().name!r}, but this MPI was started "
         "for one thread only; call it in the thread that initialised MPI, or leave "
@@ -98,41 +99,41 @@ def wrong_thread(kind: str, context) -> ProtocolError:
 
 
 class Running(threading.local):
-    """Nonblocking operations that this thread has begun: objects with `context` and `test`.
+    """The nonblocking operations of this thread: objects with the attributes `context` and `test`.
 
-    Every wait makes progress for all of its thread's, so ranks may wait for theirs in different
-    orders. Another thread's are not touched.
+    Every wait makes progress for all operations of its own thread, so ranks may wait for them in
+    different orders. A wait makes no progress for the operations of other threads.
     """
 
     def __init__(self):
         self.handles: list = []
 
     def append(self, handle) -> None:
-        """Let waits of this thread make progress for `handle`."""
+        """Add the operation `handle`, so that every wait of this thread makes progress for it."""
         self.handles.append(handle)
         handle.context.handles.append(handle)
 
     def remove(self, handle) -> None:
-        """Forget it, if it is there. Another thread may have begun it."""
+        """Remove the operation `handle` from the running ones of this thread and its communicator.
+
+        Another thread may have begun the operation.
+        """
         for kept in (self.handles, handle.context.handles):
             if handle in kept:
                 kept.remove(handle)
 
     def progress(self, test: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a test that makes progress for all of these as well."""
+        """Return a function that makes progress for this thread's operations and calls `test`."""
 
         def look() -> bool:
             for handle in tuple(self.handles):
                 if handle.context.failed:
-                    self.handles.remove(handle)  # given up in another thread
+                    self.handles.remove(handle)  # another thread has given up the communicator
                 else:
                     handle.test()
             return test()
 
         return look
-
-    def __contains__(self, handle) -> bool:
-        return handle in self.handles
 
     def __iter__(self):
         return iter(tuple(self.handles))

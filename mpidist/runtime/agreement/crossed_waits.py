@@ -3,58 +3,51 @@
     rank 0   allreduce(a) ...... waits for rank 1
     rank 1   allreduce(b) ...... waits for rank 0       or in the first call on a new communicator
 
-On each of the two nothing is wrong: nobody is in another operation. So a rank that waits looks at
-its other communicators too, and answers whoever waits for it there: "I am elsewhere, and need you".
-If that rank has not come to where it is needed, neither can go on, and it tells all so.
+On each single communicator, one rank waits and the other seems only late, so the status messages of
+one communicator show no error. Therefore a waiting rank A also reads the status messages of its
+other communicators. If a rank B waits for A on one communicator while A waits on another, A tells B
+in which operation of which communicator A waits. If B has not begun the operation in which A waits,
+neither A nor B can go on, and B sends an error to all ranks.
 
-MPI requires that ranks call the collectives of communicators that share ranks in the same order,
-even if one of the calls need not wait.
+If communicators share ranks, MPI requires that these ranks call their collectives in one order,
+even if one of the collectives does not wait for other ranks.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
 
 from mpi4py import MPI
 
 from ...errors import MismatchError
+from ..communicator import translated_rank
 from .mismatch import ELSEWHERE, Status
 
-#: The contexts of this process that are open.
+#: The open contexts of this process.
 open_contexts: list = []
 
 
-class Place(NamedTuple):
-    """Where this rank waits: an operation on a communicator; number 0 for its first call."""
-
-    comm: MPI.Comm
-    number: int
-    identity: int
-    words: str
-
-
 def look(comm: MPI.Comm, context=None, number: int = 0) -> None:
-    """Answer ranks that wait for this one on other communicators than `comm`.
+    """Tell ranks that wait for this rank on other communicators that this rank waits on `comm`.
 
-    `context` is that of `comm`, None while it is made. Raises MismatchError where a rank there
-    has found that neither can go on.
+    `context` is the context of `comm`, or None while the context is being made. Raises
+    MismatchError if another rank has found that it and this rank wait for each other.
     """
     place, here = None, (comm, number)
     for other in tuple(open_contexts):
         if other is context or other.thread != threading.get_ident():
-            continue  # another thread's: that one may come to it while this one waits
+            continue  # another thread uses it, and may call on it while this thread waits
         statuses = other.statuses
         if other.failed or not statuses.quiet.acquire(blocking=False):
             continue
         try:
             for status in statuses.waiting_for_me():
-                if place is None:
-                    place = _place(comm, context, number)
-                statuses.say_elsewhere(status, _needs(place, other, status.rank))
+                place = place or _place(comm, context, number)
+                needed = translated_rank(status.rank, other.comm, comm) != MPI.UNDEFINED
+                statuses.say_elsewhere(status, place if needed else "")
                 statuses.told_place = here
         except MismatchError as error:
-            # An old verdict that comes now is about another wait.
+            # An old verdict that arrives now is about an earlier wait.
             if statuses.crossed and statuses.told_place == here:
                 crossed = MismatchError(str(error))
                 crossed.crossed = True
@@ -63,38 +56,31 @@ def look(comm: MPI.Comm, context=None, number: int = 0) -> None:
             statuses.quiet.release()
 
 
-def _place(comm, context, number: int) -> Place:
-    if context is None:
-        return Place(comm, 0, 0, f"the first call on a communicator of {comm.size} ranks")
-    begun = context.operation(number)
-    kind = begun.kind if begun else "an operation"
-    return Place(
-        comm, number, context.identity, f"{kind} #{number} on a communicator of {comm.size} ranks"
-    )
+def _place(comm, context, number: int) -> str:
+    """Return a text that tells other ranks in which operation this rank waits.
 
-
-def _needs(place: Place, other, rank: int) -> str:
-    """Say where this rank is, to a rank of another communicator; "" where that is not needed."""
-    theirs, ours = other.comm.Get_group(), place.comm.Get_group()
-    (found,) = theirs.Translate_ranks([rank], ours)
-    theirs.Free()
-    ours.Free()
-    if found == MPI.UNDEFINED:
-        return ""
-    return f"{place.identity:x}\x1e{place.number}\x1e{place.words}"
+    The text names the communicator, too. If `context` is None, the rank waits in the first call on
+    `comm`, whose operation number is 0.
+    """
+    what, identity = "the first call", 0
+    if context is not None:
+        begun, identity = context.operation(number), context.identity
+        what = f"{begun.kind if begun else 'an operation'} #{number}"
+    return f"{identity:x}\x1e{number}\x1e{what} on a communicator of {comm.size} ranks"
 
 
 def crossing(context, number: int, status: Status) -> str | None:
-    """Return the line that says that the sender of `status` and this rank cannot go on.
+    """Return the error text if this rank and the sender of `status` wait for each other.
 
-    This rank waits in operation `number` of `context`; the other one told where it is.
+    This rank waits in operation `number` of `context`. `status` says in which operation of which
+    communicator the sender waits. Returns None if both ranks can go on.
     """
     if status.state != ELSEWHERE or status.sequence != number:
         return None
     identity, at, words = status.signature.split("\x1e")
     there = [one for one in open_contexts if f"{one.identity:x}" == identity]
     if int(at) and (not there or there[0].sequence >= int(at)):
-        return None  # this rank has been there already
+        return None  # this rank has called that operation already
     mine = context.operation(number)
     return (
         f"{mine.kind if mine else 'operation'} #{number}: rank {context.rank} waits for rank "

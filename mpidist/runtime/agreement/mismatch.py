@@ -1,8 +1,9 @@
-"""Do the ranks agree on the operation they are in? Pure: statuses in, one line out.
+"""Compare the statuses of ranks: are all of them in the same operation? This module uses no MPI.
 
-Every operation on a communicator has a number and a `Signature`. A rank that waits too long
-tells the others where it stands (a `Status`, packed into `STATUS_BYTES`); whoever sees two
-different signatures under one number composes the message and tells all (`context.py`).
+Every operation on a communicator has a number and a `Signature` (its kind, dtype, shape and so on).
+A rank that waits for more than a moment sends its `Status`, packed into `STATUS_BYTES` bytes, to
+other ranks. A rank that sees two different signatures with the same operation number composes the
+error text and sends it to all ranks (`statuses.py`).
 """
 
 from __future__ import annotations
@@ -10,28 +11,32 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable
+from itertools import groupby
 from typing import NamedTuple
 
 STATUS_BYTES = 512
 _TEXT_BYTES = 360
 _HEAD = struct.Struct("<qqq")
 
-#: What a status says: waiting inside an operation, or has raised in its place; has left the
-#: communicator; a verdict; a question to all, where they are; the verdict that a rank broke an
-#: operation off; waits on another communicator; the verdict that ranks wait for each other so.
+#: The state in a status. WAITING: the rank waits in an operation, or has raised in its place.
+#: LEFT: the rank has left the communicator. VERDICT: the text is an error for all ranks. ROLL_CALL:
+#: the rank asks all ranks for their status. BROKEN: an error for all ranks, because one rank broke
+#: an operation off. ELSEWHERE: the rank waits on another communicator. CROSSED: an error for all
+#: ranks, because two ranks wait for each other on two communicators.
 WAITING, LEFT, VERDICT, ROLL_CALL, BROKEN, ELSEWHERE, CROSSED = range(7)
 
-#: What all ranks vote on before they begin: a key, its negative, and up to so many facts. As
-#: many in every vote, for ranks that disagree meet in it, and MPI cannot bear other lengths.
+#: All ranks reduce a ballot before they begin: a key, its negative, and at most FACTS numbers.
+#: Every ballot has the same length, because ranks in different operations meet in one reduction,
+#: and MPI forbids different lengths there.
 FACTS = 5
 BALLOT = 2 + FACTS
 
-#: The kind in the signature of a call that ended by an exception before its operation began.
+#: The kind in the signature of a call that raised an exception before its operation began.
 RAISED = "raised"
 
 
 class Signature(NamedTuple):
-    """What must be equal on all ranks of one operation."""
+    """The description of one operation; it must be equal on all ranks."""
 
     kind: str
     dtype: str
@@ -42,17 +47,21 @@ class Signature(NamedTuple):
 
     @property
     def key(self) -> int:
-        """A 63-bit number, the same in every process, for tags and headers."""
-        text = "\x1f".join(self).encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        """A 63-bit digest of the signature, with which ranks compare their operations."""
+        return digest_number("\x1f".join(self).encode())
 
     def text(self) -> str:
-        """Everything in a few words."""
+        """Return a text with all fields of the signature that are not empty."""
         return " ".join(part for part in self if part)
 
 
+def digest_number(data: bytes) -> int:
+    """Return a 63-bit digest of `data`."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
 class Status(NamedTuple):
-    """Where one rank stands."""
+    """The operation that one rank is in, and the line of the user's program that called it."""
 
     rank: int
     state: int
@@ -62,15 +71,14 @@ class Status(NamedTuple):
     site: str
 
     def pack(self) -> bytes:
-        """Encode in exactly `STATUS_BYTES` bytes; long texts lose their end."""
+        """Encode the status in exactly `STATUS_BYTES` bytes; texts that are too long are cut."""
         text = "\x1f".join((self.signature, self.host, self.site)).encode()
-        room = STATUS_BYTES - _HEAD.size
-        text = text[:room].decode(errors="ignore").encode()
+        text = text[: STATUS_BYTES - _HEAD.size].decode(errors="ignore").encode()
         return (_HEAD.pack(self.rank, self.state, self.sequence) + text).ljust(STATUS_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, data: bytes | bytearray) -> Status:
-        """Decode what `pack` made."""
+        """Decode the bytes that `pack` has returned."""
         rank, state, sequence = _HEAD.unpack_from(data)
         text = bytes(data[_HEAD.size :]).rstrip(b"\0").decode(errors="replace")
         signature, host, site = ([*text.split("\x1f"), "", "", ""])[:3]
@@ -78,10 +86,11 @@ class Status(NamedTuple):
 
 
 def encode_signature(signature: Signature) -> str:
-    """Write a signature as the text that a `Status` carries, equal only for equal ones.
+    """Encode a signature as the text of a `Status`. Different signatures have different texts.
 
-    A long one (the counts of a hundred ranks) is cut, with its key in place of the rest: what a
-    status cut off by itself would look like another signature.
+    A long signature, such as one with the element counts of a hundred ranks, is cut, and a digest
+    of the whole signature is appended. If `Status.pack` cut the text instead, two different
+    signatures could have the same text.
     """
     text = "\x1e".join(signature)
     data = text.encode()
@@ -91,35 +100,31 @@ def encode_signature(signature: Signature) -> str:
 
 
 def decode_signature(text: str) -> Signature:
-    """Read back what `encode_signature` wrote."""
-    parts = [*text.split("\x1e"), *[""] * 6]
-    return Signature(*parts[:6])
+    """Decode the text that `encode_signature` has returned."""
+    return Signature(*[*text.split("\x1e"), *[""] * 6][:6])
 
 
 def raised(text: str) -> bool:
-    """Whether a text of `encode_signature` stands for a call that ended by an exception."""
+    """Return whether an encoded signature stands for a call that has raised an exception."""
     return text.startswith(RAISED + "\x1e")
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """Name ranks as ``rank 2`` or ``ranks 0,1,3`` or ``ranks 0-62``."""
+    """Return a text such as ``rank 2`` or ``ranks 0,1,3`` or ``ranks 0-62``."""
     ranks = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    words = [
-        f"{a}-{b}" if b > a + 1 else ",".join(str(r) for r in range(a, b + 1)) for a, b in runs
-    ]
+    words: list[str] = []
+    # In a run of consecutive ranks, a rank minus its position in the list is constant.
+    for _, pairs in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
+        run = [str(rank) for _, rank in pairs]
+        words += run if len(run) < 3 else [f"{run[0]}-{run[-1]}"]
     return ("rank " if len(ranks) == 1 else "ranks ") + ",".join(words)
 
 
 def conflict(statuses: Iterable[Status]) -> str | None:
-    """Return the message when statuses of one operation number disagree, else None.
+    """Return an error text if `statuses` show different operations of the same number, else None.
 
-    The smallest group is named first: it is most often the one that is wrong.
+    The text groups the ranks by operation and names the smallest group first, because most often
+    that group is wrong.
     """
     statuses = list(statuses)
     here = [s for s in statuses if s.state == WAITING]
@@ -131,19 +136,13 @@ def conflict(statuses: Iterable[Status]) -> str | None:
         return None
     sequence = max(s.sequence for s in here)
     signatures = [decode_signature(text) for text in groups]
-    differing = [
-        field for field in Signature._fields if len({getattr(s, field) for s in signatures}) > 1
-    ]
-    if gone and not differing:
-        differing = ["kind"]
+    columns = zip(Signature._fields, zip(*signatures, strict=True), strict=True)
+    differing = [field for field, values in columns if len(set(values)) > 1] or ["kind"]
     parts = []
     for text, members in sorted(groups.items(), key=lambda g: (len(g[1]), g[1][0].rank)):
-        signature = decode_signature(text)
-        what = (
-            signature.text()
-            if "kind" in differing
-            else " ".join(_word(signature, field) for field in differing)
-        )
+        what = " ".join(_word(decode_signature(text), field) for field in differing)
+        if "kind" in differing:
+            what = decode_signature(text).text()
         where = ", ".join(word for word in (members[0].host, members[0].site) if word)
         parts.append(f"{rank_list(s.rank for s in members)} {what} ({where})")
     if gone:

@@ -1,16 +1,17 @@
-"""`run_on_all`: local work whose failure on one rank is an error on all of them.
+"""`run_on_all`: local work whose failure on one rank raises an error on all ranks.
 
     every rank   local()                 checks, files, memory: no communication
-    agreement    one allreduce           same operation? did any rank fail? did all find the same?
-    only where somebody failed, or they differ and something is decided:
-    rank 0       <-- gather --           what each rank found, or why it failed
-    only where somebody failed, or something is decided:
+    agreement    one allreduce           same operation? did a rank fail? are all results equal?
+    only if a rank failed, or if results differ and there is a `decide`:
+    rank 0       <-- gather --           the result of each rank, or its error
+    only if a rank failed, or if there is a `decide`:
     rank 0       decide([...])
     every rank   <-- bcast, scatter --   the answer, or one error for all
 
-No rank is left alone in a collective call, because nothing between two of them may raise: also
-pickling and the texts of errors stand inside the guarded part. All waits are polled, so a rank in
-another operation raises `MismatchError` together with those that are here.
+No rank is left alone in a collective call, because no code between two collective calls may raise.
+Exceptions are therefore also caught while results are pickled and error texts are composed. A
+waiting rank polls, and so notices if another rank is in another operation; both then raise
+`MismatchError`.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from ...errors import ConfigError, MismatchError, MpidistError, in_one_line, shown
+from ...errors import ConfigError, MismatchError, MpidistError, described, in_one_line, shown
 from .mismatch import rank_list
 from .rounds import LONGEST, ROOM, Polled, Private
 
 
 class Failure(NamedTuple):
-    """What one rank tells of an error: strings only, since an error need not survive a message.
+    """The exception of one rank in strings, because not every exception can be pickled.
 
-    `kind` is ``module:class``; `text` one line. `secondary`: it only reports another rank's error.
+    `kind` is ``module:class``, and `text` is one line. `secondary` is true for an exception that
+    only reports another rank's exception.
     """
 
     kind: str
@@ -54,113 +56,106 @@ def run_on_all(
     agreed: int | None = None,
     room: int = ROOM,
 ):
-    """Run `local` everywhere; what fails on one rank raises on all. Collective over `comm`.
+    """Run `local` on all ranks; if it fails on one rank, all ranks raise. Collective over `comm`.
 
-    Only small Python objects travel: control facts, never arrays. Costs one small allreduce where
-    nothing fails and nothing is decided.
+    Ranks exchange only small Python objects, never arrays. If no rank fails and the caller passes
+    no function `decide`, the cost is one small allreduce.
 
     Parameters
     ----------
     doing : str
-        What this is, for messages. Equal on all ranks: it is what they agree on.
+        The name of this work for error texts. The name must be equal on all ranks.
     local : callable
-        Work of this rank. It makes no call on `comm` that others may miss.
+        The work of this rank. `local` must not call a collective on `comm` unless all ranks call
+        it.
     decide : callable, optional
-        Called on rank 0 with all results of `local`, in rank order.
+        A function that rank 0 calls with the results of `local` of all ranks, in rank order.
     each : bool
-        `decide` returns a list with one answer for each rank.
+        Whether `decide` returns a list with one answer for each rank, instead of one for all.
     exchange : callable, optional
-        Gives an object to all ranks and returns everyone's, for ranks with a channel of their own:
-        no context of `comm` is touched then, and `comm` is asked for its rank and size alone.
+        A function that sends one object of this rank to all ranks and returns the objects of all
+        ranks. If `exchange` is given, `run_on_all` uses only ``comm.rank`` and ``comm.size``, and
+        sends nothing on `comm` itself.
     fault : callable, optional
-        Returns the class that an exception of `local` or `decide` which is not mpidist's is raised
-        as on all ranks. By default the failing rank raises it as it is.
+        A function that takes an exception of `local` or `decide` and returns the error class that
+        all ranks raise for it. `fault` is not called for errors of mpidist. By default the failing
+        rank raises its own exception.
     if_differs : bool
-        Ask `decide` only where the results of the ranks differ: as cheap as without it.
+        Call `decide` only if the results differ between ranks. The comparison needs no additional
+        message.
     number : callable, optional
-        Asked on rank 0 when `local` is over, for a number from 0 that all ranks learn in the
-        agreement.
+        A function that rank 0 calls after `local`. `number` returns an integer >= 0, which all
+        ranks receive without an additional message.
     agreed : int, optional
-        All ranks are known to come: they have agreed in the same public call. So there is no
-        agreement, and each rank tells what it found in a message of so many bytes, the same on all
-        ranks. Where one has more to tell, they agree after all.
+        A number of bytes, given if all ranks are known to make this call, because they have agreed
+        on the same public call already. If `agreed` is given, the ranks skip the agreement, and
+        each rank sends its result in a message of `agreed` bytes. If a result is longer, the ranks
+        begin again with the agreement. All ranks pass the same `agreed`.
     room : int
-        So many bytes of an answer for all go at once; the same on all ranks.
+        The number of bytes in the first message of an answer. All ranks pass the same `room`.
 
     Returns
     -------
     object
-        What rank 0 decided; this rank's own result where nobody was asked. With `number`: this, and
-        rank 0's number.
+        The answer of `decide`, or this rank's own result if `decide` was not called. If `number` is
+        given, the result is a pair of this object and the number of rank 0.
 
     Raises
     ------
     MpidistError
-        On all ranks, where `local` failed on some or `decide` failed: of the class that failed
-        where that is one of mpidist, naming the rank, its host and the cause. What is none of
-        mpidist, such as KeyboardInterrupt, goes on as itself on the rank where it was raised.
+        On all ranks, if `local` failed on some rank or if `decide` failed. If the exception is an
+        error of mpidist, all ranks raise an error of its class. The text of the error names the
+        rank that failed, its host and the cause. The failing rank raises any other exception, such
+        as KeyboardInterrupt, unchanged.
     MismatchError
-        On all ranks, where a rank is in another operation.
+        On all ranks, if a rank is in another operation.
     """
     channel = Private(comm, exchange) if exchange else Polled(comm)
-    own: list[BaseException] = []  # what this rank raised
-    rounds = _Rounds(channel, doing, decide, each, fault, if_differs, number, own)
+    own: list[BaseException] = []  # the exception of this rank
+
+    def answers(everyone: list[bytes]) -> list[bytes]:
+        """On rank 0, compute the pickled answer for each rank from the messages of all ranks."""
+        try:
+            return _answers(doing, everyone, decide, each)
+        except BaseException as error:
+            own[:] = [error]
+            told = _of_rank_0(doing, error, fault, channel.size)
+            return [_pack(told, None)] * channel.size
+
     with channel.call(doing):
-        failure, value = rounds.run(local, agreed, room)
+        result, mine, largest, answer = None, 0, 0, None
+        try:
+            result = local()
+            packed = _NOTHING if decide is None else _pack(None, result)
+            mine = number() if number and channel.rank == 0 else 0
+        except BaseException as error:
+            own.append(error)
+            packed = _pack(failure_of(error, fault), None)
+        cause = own[0] if own else None
+        if agreed is not None:
+            answer = channel.without_agreement(doing, packed, cause, agreed, answers)
+        failure, value = None, result
+        if answer is None:
+            failed, differs, largest = channel.begin(doing, packed, cause, mine)
+            if failed or (decide is not None and (differs or not if_differs)):
+                everyone = channel.gather(packed) if failed or differs else [packed] * channel.size
+                told = answers(everyone) if channel.rank == 0 else []
+                answer = channel.hand_out(told, each, room)
+        channel.end()
+        if answer is not None:
+            failure, value = _unpack(answer)
     if failure is None:
-        return (value, rounds.number) if number else value
-    # Behind the call: all ranks are told, so the communicator stays as good as before.
-    cause = own.pop() if own else None
+        return (value, largest) if number else value
+    # Raised behind the ``with``: all ranks have the error, so the communicator stays usable.
+    cause = own[0] if own else None
+    own.clear()
     try:
-        if cause is not None and _stays(cause, fault):
+        converted = fault is not None and isinstance(cause, Exception)
+        if cause is not None and not isinstance(cause, MpidistError) and not converted:
             raise cause
         raise _rebuilt(failure, cause) from cause
     finally:
-        del cause  # its traceback names this frame
-
-
-class _Rounds:
-    """What `run_on_all` was given, and its rounds. Only `run` is collective."""
-
-    def __init__(self, channel, doing, decide, each, fault, if_differs, number, own):
-        self.channel, self.doing, self.decide, self.each = channel, doing, decide, each
-        self.fault, self.if_differs, self.own = fault, if_differs, own
-        self.number, self._number = 0, number
-
-    def run(self, local, agreed: int | None, room: int) -> tuple[Failure | None, Any]:
-        """Return one failure for all ranks, or None and what is returned. Collective."""
-        channel, result = self.channel, None
-        number = 0
-        try:
-            result = local()
-            packed = _NOTHING if self.decide is None else _pack(None, result)
-            number = self._number() if self._number and channel.rank == 0 else 0
-        except BaseException as error:
-            self.own.append(error)
-            packed = _pack(failure_of(error, self.fault), None)
-        cause = self.own[0] if self.own else None
-        answer = None
-        if agreed is not None:
-            answer = channel.without_agreement(self.doing, packed, cause, agreed, self._answers)
-        if answer is None:
-            failed, differs, self.number = channel.begin(self.doing, packed, cause, number)
-            if not failed and (self.decide is None or (self.if_differs and not differs)):
-                channel.end()
-                return None, result
-            everyone = channel.gather(packed) if failed or differs else [packed] * channel.size
-            answers = self._answers(everyone) if channel.rank == 0 else []
-            answer = channel.hand_out(answers, self.each, room)
-        channel.end()
-        return _unpack(answer)
-
-    def _answers(self, everyone: list[bytes]) -> list[bytes]:
-        """Rank 0: return what each rank is told."""
-        try:
-            return _answers(self.doing, everyone, self.decide, self.each)
-        except BaseException as error:
-            self.own[:] = [error]
-            size = self.channel.size
-            return [_pack(_of_rank_0(self.doing, error, self.fault, size), None)] * size
+        del cause  # its traceback refers to this frame
 
 
 def same_on_all(
@@ -172,12 +167,14 @@ def same_on_all(
     fault: Callable[[Exception], type[MpidistError]] | None = None,
     number: Callable[[], int] | None = None,
 ):
-    """Check arguments with `local`, which returns them by name; they must be equal on all ranks.
+    """Check that the arguments in the dict that `local` returns are equal on all ranks.
 
-    Collective over `comm`, in one small allreduce where all is well. Returns this rank's. They
-    are compared as their ``repr``: plain numbers and texts, not arrays. Raises as `run_on_all`,
-    and MismatchError on all ranks, with the name, values and ranks of the first that differs.
-    With `number`, as in `run_on_all`, returns rank 0's number with them.
+    Collective over `comm`; it takes one small allreduce if all arguments are equal. Returns the
+    arguments of this rank. Arguments are compared by their ``repr``, so they should be numbers and
+    texts, not arrays. Raises the same errors as `run_on_all`. Raises MismatchError on all ranks if
+    an argument differs; the error text has the argument's name, its values and the ranks. If the
+    function `number` is given, rank 0 calls it, and `same_on_all` returns a pair: the arguments,
+    and the integer that `number` returned on rank 0.
     """
     mine: dict[str, Any] = {}
 
@@ -204,7 +201,7 @@ def _exact(name: str, value) -> str:
 
 
 def difference(everyone: Sequence[Mapping[str, str]]) -> str | None:
-    """Name the first entry in which the ranks differ, with the values; fewest ranks first. Pure."""
+    """Return a text with the first name whose value differs between ranks; None if all agree."""
     for name in {key: None for one in everyone for key in one}:
         groups: dict[str | None, list[int]] = {}
         for rank, one in enumerate(everyone):
@@ -222,35 +219,21 @@ def failure_of(
     error: BaseException, fault: Callable[[Exception], type[MpidistError]] | None = None
 ) -> Failure:
     """Return the description of an error. Never raises, even if the error's own methods do."""
-    try:
-        text = in_one_line(str(error), LONGEST)
-    except BaseException as other:
-        text = f"(its text raises {type(other).__name__})"
-    kind: type = MpidistError
-    if isinstance(error, MpidistError):
-        kind = type(error)
-    else:
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        if fault is not None and isinstance(error, Exception):
-            kind = fault(error)
+    ours = isinstance(error, MpidistError)
+    text = described(error, LONGEST, named=not ours)
+    kind: type = type(error) if ours else MpidistError
+    if fault is not None and not ours and isinstance(error, Exception):
+        kind = fault(error)
     known = next(one for one in kind.__mro__ if one.__module__.split(".")[0] == "mpidist")
-    secondary = bool(getattr(error, "secondary", False))
-    return Failure(
-        f"{known.__module__}:{known.__qualname__}", text, socket.gethostname(), secondary
-    )
-
-
-def _stays(error: BaseException, fault) -> bool:
-    """Whether the rank that raised `error` goes on with it as it is."""
-    converted = fault is not None and isinstance(error, Exception)
-    return not isinstance(error, MpidistError) and not converted
+    name, secondary = f"{known.__module__}:{known.__qualname__}", getattr(error, "secondary", False)
+    return Failure(name, text, socket.gethostname(), bool(secondary))
 
 
 def _pack(failure: Failure | None, value) -> bytes:
     return MPI.pickle.dumps((failure and tuple(failure), value))
 
 
-#: What a rank has to tell that neither failed nor is asked.
+#: The result of a rank that has not failed, where there is no `decide`.
 _NOTHING = _pack(None, None)
 
 
@@ -260,7 +243,7 @@ def _unpack(data: bytes) -> tuple[Failure | None, Any]:
 
 
 def _answers(doing: str, everyone: list[bytes], decide, each: bool) -> list[bytes]:
-    """Rank 0: what each rank is told. Raises what `decide` raises."""
+    """Return the pickled answers of rank 0, one for each rank. Raises what `decide` raises."""
     outcomes = [_unpack(data) for data in everyone]
     verdict = _joined(doing, [failure for failure, _ in outcomes])
     if verdict is not None:
@@ -275,7 +258,7 @@ def _answers(doing: str, everyone: list[bytes], decide, each: bool) -> list[byte
 
 
 def _joined(doing: str, failures: list[Failure | None]) -> Failure | None:
-    """Join the failures of the ranks to one: that of the first who knows the cause. Pure."""
+    """Return the `Failure` that all ranks raise: that of the lowest rank that knows the cause."""
     size = len(failures)
     failed = [(rank, one) for rank, one in enumerate(failures) if one]
     if not failed:
@@ -289,7 +272,10 @@ def _joined(doing: str, failures: list[Failure | None]) -> Failure | None:
 
 
 def _of_rank_0(doing: str, error: BaseException, fault, size: int) -> Failure:
-    """What all are told of a failure of `decide`, which knows all ranks and may name others."""
+    """Return the `Failure` that all ranks raise if the function `decide` raised `error` on rank 0.
+
+    The text names rank 0 and its host, unless `error` is an error of mpidist.
+    """
     failure = failure_of(error, fault)
     if isinstance(error, MpidistError):
         return failure._replace(secondary=False)
@@ -298,7 +284,7 @@ def _of_rank_0(doing: str, error: BaseException, fault, size: int) -> Failure:
 
 
 def _rebuilt(failure: Failure, cause: BaseException | None) -> MpidistError:
-    """Return the error of a verdict; on a rank that failed it has the facts of the own error."""
+    """Return the exception that `failure` describes, with the attributes of `cause`."""
     module, _, name = failure.kind.partition(":")
     kind: Any = MpidistError
     with contextlib.suppress(Exception):
@@ -307,12 +293,12 @@ def _rebuilt(failure: Failure, cause: BaseException | None) -> MpidistError:
             kind = found
     try:
         error = kind(failure.text)
-    except Exception:  # made of something else than a text
+    except Exception:  # the class takes other arguments than one text
         error = kind.__new__(kind, failure.text)
         Exception.__init__(error, failure.text)
     if isinstance(cause, kind):
         error.__dict__.update(cause.__dict__)
-    error.everywhere = True  # all ranks raise together; one of them speaks,
+    error.everywhere = True  # all ranks raise together, and a rank that knows the cause prints it
     knows = cause is not None and not getattr(cause, "secondary", False)
-    error.secondary = failure.secondary and not knows  # one that knows the cause first
+    error.secondary = failure.secondary and not knows
     return error

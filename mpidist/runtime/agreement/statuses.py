@@ -1,24 +1,28 @@
-"""Where do the others stand? What the ranks of a communicator tell each other while they wait.
+"""Status messages: while a rank waits, it tells other ranks which operation it is in.
 
-A wait that lasts tells its neighbours the number and signature of its operation, its host and the
-caller's line, and listens. The neighbours of a rank are those 1, 2, 4, 8, ... places before and
-after it, so that each of p ranks tells some 2 log2 p others and a word that all pass on once
-reaches everyone, also past ranks that do not listen just now:
+After a moment of waiting, a rank sends its neighbours the number and the signature (description) of
+its operation, its host, and the line of the user's program. The neighbours of rank r are the ranks
+r + 1, r - 1, r + 2, r - 2, r + 4, r - 4, ... modulo the number of ranks. Each of p ranks thus sends
+about 2 log2 p messages. If each rank that receives a message passes it on once, the message reaches
+all ranks that poll, even if some other ranks do not:
 
-    two neighbours in different operations    whoever sees it asks all where they are (ROLL_CALL)
-    all have answered, or a moment is over    one line is composed and told to all (VERDICT)
-    every rank that waits, or comes to wait   raises that line as MismatchError
+    two neighbours are in different operations  the rank that sees it asks all ranks (ROLL_CALL)
+    all have answered, or a moment is over      that rank sends one error text to all (VERDICT)
+    each rank that waits or begins to wait      raises MismatchError with that text
 
-Ranks in two operations cannot all be neighbours of their own kind only, so somebody sees it. A rank
-that is merely late is never accused: its status, once it comes, agrees. A wait that goes on
-tells log2 p further ranks every second, whoever they are: one of them may be the one that left.
-Nothing here blocks; statuses travel on the context's `control` communicator.
+If ranks are in two operations, at least one rank has a neighbour in the other operation, so at
+least one rank sees the conflict. A rank that is only late is never reported as wrong, because its
+status agrees with those of the others as soon as it begins the operation. Once a second, a waiting
+rank also sends its status to log2 p ranks (of p in all) that are not its neighbours, because one of
+these ranks may have left. No function of this module blocks. Statuses travel on the communicator
+`Context.control`.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -27,33 +31,22 @@ from mpi4py import MPI
 from ... import events
 from ...errors import MismatchError
 from ..polling import wait_until
-from . import crossed_waits
-from .mismatch import (
-    BROKEN,
-    CROSSED,
-    ELSEWHERE,
-    LEFT,
-    ROLL_CALL,
-    STATUS_BYTES,
-    VERDICT,
-    WAITING,
-    Status,
-    conflict,
-    encode_signature,
-    raised,
-)
+from . import crossed_waits, mismatch
+from .mismatch import WAITING, Status, conflict, encode_signature, raised
 
-#: How many signatures a rank remembers, to answer ranks that wait in an earlier operation, and to
-#: tell what it did last when the job hangs.
+#: How many signatures a rank remembers. It needs them to answer ranks that wait in an earlier
+#: operation, and to report its last operations when the job hangs.
 HISTORY = 256
 _TAG = 1
 
-#: Seconds that ranks have to answer a roll call, for the line that names them all.
+#: Seconds that ranks have to answer a roll call, so that the error text can name them all.
 ROLL_CALL_SECONDS = 1.5
+#: Seconds that ranks have to answer when the data have shown that the ranks disagree.
+_DISAGREE_SECONDS = 2.0
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    """Return the ranks 1, 2, 4, ... places after and before `rank`, each once. Pure."""
+    """Return the ranks ``rank + 1``, ``rank - 1``, ``rank + 2``, ..., each once. Pure."""
     steps = [1 << k for k in range(max(size - 1, 1).bit_length())]
     found = dict.fromkeys((rank + sign * step) % size for step in steps for sign in (1, -1))
     found.pop(rank, None)
@@ -61,46 +54,45 @@ def neighbours(rank: int, size: int) -> list[int]:
 
 
 class Statuses:
-    """The conversation of one context.
+    """The statuses that one context has sent and received.
 
-    `awaited` is the number of the operation that is being waited for, None for the newest.
+    `awaited` is the number of the operation that this rank waits for; None means the newest.
     """
 
     def __init__(self, context):
         self.context = context
         self.awaited: int | None = None
         self.said = self.heard = 0
-        self.quiet = threading.Lock()  # held by who listens: a message has one taker
-        self.crossed = False  # the verdict was that ranks wait for each other elsewhere
-        self.told_place: tuple | None = None  # where this rank said that it waits meanwhile
+        self.quiet = threading.Lock()  # held while a thread receives: one thread at a time
+        self.crossed = False  # the verdict is that ranks wait for each other elsewhere
+        self.told_place: tuple | None = None  # the waiting place that this rank has sent to others
         self._elsewhere: dict[int, Status] = {}
         self._reached: set[tuple[int, int]] = set()
-        self.closing = False  # at the end messages are counted: nothing is passed on any more
+        self.closing = False  # messages are being counted at the end, so none is passed on
         self.found = False  # this rank composed the verdict
         self.neighbours = neighbours(context.rank, context.size)
-        self._others = len(self.neighbours)  # the distance up to which further ranks were told
+        self._others = len(self.neighbours)  # distance of the last further rank that got a status
         self._told, self._next = -1, 0.0
         self._known: dict[int, Status] = {}
         self._raised: dict[int, Status] = {}
         self._caller = context.size  # the lowest rank that has called the roll
         self._asked: float | None = None  # when this rank called the roll
-        self._inbox = bytearray(STATUS_BYTES)
+        self._inbox = bytearray(mismatch.STATUS_BYTES)
         self._outbox: list = []
         self._answered: set[int] = set()
 
     @property
     def current(self) -> int:
-        """The operation that is being waited for."""
+        """The number of the operation for whose completion this rank waits."""
         return self.context.sequence if self.awaited is None else self.awaited
 
     def look_around(self, waited: float) -> None:
-        """Exchange statuses with other ranks and raise on a conflict. Does not block."""
-        if self.context.failed:  # another thread heard of it, or a wait within this one
+        """Exchange statuses with others without blocking; raise MismatchError if they conflict."""
+        if self.context.failed:  # another thread has received the verdict, or a nested wait has
             raise MismatchError(self.context.failed)
         current = self.current
         if self._told != current:
-            self._told, self._next = current, waited + 1.0
-            self._others = 0
+            self._told, self._next, self._others = current, waited + 1.0, 0
             events.emit("waiting", sequence=current, seconds=round(waited, 2))
             self._tell(self._status(WAITING), self.neighbours)
         elif waited >= self._next:
@@ -112,50 +104,41 @@ class Statuses:
         crossed_waits.look(self.context.comm, self.context, current)
 
     def waiting_for_me(self) -> list[Status]:
-        """Return the statuses of ranks that wait in an operation this one has not begun."""
+        """Return the statuses of ranks that wait in an operation that this rank has not begun."""
         self.listen()
         number = self.context.sequence
-        return [
-            status
-            for status in self._known.values()
-            if status.state == WAITING
-            and status.sequence > number
-            and (status.rank, status.sequence) not in self._reached
-        ]
+        waiting = [s for s in self._known.values() if s.state == WAITING and s.sequence > number]
+        return [s for s in waiting if (s.rank, s.sequence) not in self._reached]
 
     def say_elsewhere(self, status: Status, words: str) -> None:
-        """Tell the sender of `status` where this rank waits; nothing for no words."""
+        """Send `words`, which say in which operation this rank waits, to the sender of `status`.
+
+        Sends nothing if `words` is empty.
+        """
         self._reached.add((status.rank, status.sequence))
         if words:
-            rank, host = self.context.rank, self.context.host
-            said = Status(rank, ELSEWHERE, status.sequence, words, host, call_site())
-            self._tell(said, [status.rank])
+            said = self._status(mismatch.ELSEWHERE, status.sequence)
+            self._tell(said._replace(signature=words), [status.rank])
 
     def disagree(self, sequence: int | None = None) -> None:
-        """Raise MismatchError: the data showed that the ranks were in different operations.
+        """Raise MismatchError: received data show that the ranks are in different operations.
 
-        `sequence` is this rank's number of the operation, by default of its newest one.
+        `sequence` is the number of the operation of this rank; the default is its newest operation.
         """
         number = self.context.sequence if sequence is None else sequence
         self.awaited, self._told = number, number
         self._call_the_roll()
-        waited = 0.0
+        start = time.monotonic()
 
-        def everyone_spoke() -> bool:
+        def answered_or_late() -> bool:
             self.listen()
             current = [s for s in self._known.values() if s.sequence >= number]
-            return len(current) == self.context.size - 1
+            late = time.monotonic() - start > _DISAGREE_SECONDS
+            if late:
+                events.emit("mismatch", waited=_DISAGREE_SECONDS, heard=sorted(self._known))
+            return late or len(current) == self.context.size - 1
 
-        def give_up(seconds: float) -> None:
-            nonlocal waited
-            waited = seconds
-            if seconds > 2.0:
-                raise TimeoutError
-
-        try:
-            wait_until(everyone_spoke, give_up)
-        except TimeoutError:
-            events.emit("mismatch", waited=waited, heard=sorted(self._known))
+        wait_until(answered_or_late)
         self.check_raised()
         statuses = [*self._known.values(), self._status(WAITING)]
         same = [s for s in statuses if s.state != WAITING or s.sequence == number]
@@ -164,65 +147,66 @@ class Statuses:
         self._disagreeing(same, f"operation #{number}: other ranks are not in {here}")
 
     def known(self, rank: int) -> Status | None:
-        """Return the last status of `rank`; None before its first."""
+        """Return the last status that `rank` has sent, or None before the first one."""
         return self._known.get(rank)
 
     # -- verdicts ------------------------------------------------------------------------
 
-    def fail(self, text: str, secondary: bool = False) -> None:
-        """Mark the communicator as failed, tell all ranks, raise MismatchError.
+    def fail(self, text: str, state: int = mismatch.VERDICT) -> None:
+        """Mark the communicator as failed, send `text` to all ranks, and raise MismatchError.
 
-        `secondary`: another rank has raised, and knows why.
+        The state ``BROKEN`` tells the receivers that another rank has raised an exception and knows
+        the cause.
         """
-        self.found = True
-        self.sentence(text, BROKEN if secondary else VERDICT)
+        self.found, self.crossed = True, state == mismatch.CROSSED
+        self.sentence(text, state)
         error = MismatchError(text)
-        error.secondary = secondary
+        error.secondary = state == mismatch.BROKEN
         raise error
 
     def _disagreeing(self, group: list[Status], otherwise: str) -> None:
-        """Raise the line that names the ranks of a conflict."""
+        """Raise MismatchError with a text that names the ranks of a conflict."""
         secondary = any(s.state == WAITING and raised(s.signature) for s in group)
-        self.fail(conflict(group) or otherwise, secondary)
+        text = conflict(group) or otherwise
+        self.fail(text, mismatch.BROKEN if secondary else mismatch.VERDICT)
 
     def sentence(self, text: str, state: int) -> None:
-        """Mark the communicator as failed and tell all ranks. Raises nothing."""
+        """Mark the communicator as failed and send `text` to all ranks. Does not raise."""
         self.context.give_up(text)
         number = self.context.sequence
         self._tell(Status(self.context.rank, state, number, text, "", ""), self.neighbours)
         events.emit("mismatch", message=text)
 
     def tell_raised(self, number: int) -> None:
-        """Tell the neighbours that this rank raised in place of operation `number`."""
-        signature = self.context.operation(number)
-        status = Status(
-            self.context.rank,
-            WAITING,
-            number,
-            encode_signature(signature),
-            self.context.host,
-            call_site(),
-        )
-        self._tell(status, self.neighbours)
+        """Tell the neighbours that this rank raised an exception in place of operation `number`."""
+        self._tell(self._status(WAITING, number), self.neighbours)
 
     def _hear_verdict(self, status: Status) -> None:
-        """Pass a verdict on and raise it."""
+        """Pass a received error text on to the neighbours, and raise MismatchError with it."""
         if not self.closing:
             self._tell(status._replace(rank=self.context.rank), self.neighbours)
         self.context.give_up(status.signature)
-        self.crossed = status.state == CROSSED
+        self.crossed = status.state == mismatch.CROSSED
         error = MismatchError(status.signature)
         # Another rank has the exception itself, with its traceback.
-        error.secondary = status.state == BROKEN
+        error.secondary = status.state == mismatch.BROKEN
         raise error
 
-    # -- telling and listening -------------------------------------------------------------
+    # -- sending and receiving -------------------------------------------------------------
 
-    def _status(self, state: int) -> Status:
-        number = self.context.sequence if state == LEFT else self.current
+    def _status(self, state: int, number: int | None = None) -> Status:
+        """Return this rank's status in operation `number`, by default the awaited operation."""
+        number = self.current if number is None else number
+        context, text = self.context, self._signature(number)
+        return Status(context.rank, state, number, text, context.host, call_site())
+
+    def _signature(self, number: int) -> str:
+        """Return the encoded signature of operation `number`, or "" if it is no longer stored."""
         signature = self.context.operation(number)
-        text = encode_signature(signature) if signature is not None else ""
-        return Status(self.context.rank, state, number, text, self.context.host, call_site())
+        return encode_signature(signature) if signature is not None else ""
+
+    def _left(self) -> Status:
+        return self._status(mismatch.LEFT, self.context.sequence)
 
     def _tell(self, status: Status, ranks) -> None:
         data = status.pack()
@@ -233,7 +217,7 @@ class Statuses:
             self._outbox.append((request, data))
 
     def _further(self) -> list[int]:
-        """Return the next log2 p ranks that are no neighbours, going round."""
+        """Return some ranks that are no neighbours of this rank; repeated calls return others."""
         size, rank = self.context.size, self.context.rank
         near, found = set(self.neighbours), list[int]()
         wanted = min(size.bit_length(), size - 1 - len(near))
@@ -245,10 +229,10 @@ class Statuses:
         return found
 
     def _call_the_roll(self) -> None:
-        """Ask all ranks where they are; they answer to this one, unless a lower one asks too."""
+        """Ask all ranks for their status, unless a lower rank has asked already."""
         if self.context.rank < self._caller:
             self._caller = self.context.rank
-            self._tell(self._status(ROLL_CALL), self.neighbours)
+            self._tell(self._status(mismatch.ROLL_CALL), self.neighbours)
 
     def listen(self) -> None:
         """Receive the statuses of other ranks; raise MismatchError if one reports a mismatch."""
@@ -258,31 +242,28 @@ class Statuses:
             self._take(Status.unpack(self._inbox))
 
     def _take(self, status: Status) -> None:
-        if status.state in (VERDICT, BROKEN, CROSSED):
+        if status.state in (mismatch.VERDICT, mismatch.BROKEN, mismatch.CROSSED):
             self._hear_verdict(status)
-        if status.state == ELSEWHERE:
+        if status.state == mismatch.ELSEWHERE:
             self._elsewhere[status.rank] = status
             return
         self._known[status.rank] = status
         if status.state == WAITING and raised(status.signature):
             self._raised[status.rank] = status
-        if status.state == ROLL_CALL:
+        if status.state == mismatch.ROLL_CALL:
             self._known[status.rank] = status._replace(state=WAITING)
-            # Of several that ask the lowest is told, and speaks first, for it knows them all.
+            # If several ranks ask, all answer the lowest one. It knows all statuses and raises.
             if status.rank < self._caller and not self.closing:
                 self._caller = status.rank
-                others = [rank for rank in self.neighbours if rank != status.rank]
-                self._tell(status, others)
+                self._tell(status, [rank for rank in self.neighbours if rank != status.rank])
                 self._tell(self._status(WAITING), [status.rank])
 
     def _decide(self, waited: float) -> None:
-        """Raise when what was heard is a conflict and all have spoken, or had the time to."""
+        """Raise MismatchError if statuses conflict; first give all ranks time to send theirs."""
         for status in self._elsewhere.values():
             crossing = crossed_waits.crossing(self.context, self.current, status)
             if crossing:
-                self.found = self.crossed = True
-                self.sentence(crossing, CROSSED)
-                raise MismatchError(crossing)
+                self.fail(crossing, mismatch.CROSSED)
         found = self._conflicting()
         if not found:
             return
@@ -290,52 +271,51 @@ class Statuses:
             if len(self._known) < self.context.size - 1:
                 self._call_the_roll()
             self._asked = waited
-        # Give the ranks that have not spoken yet a moment, so that the message names all.
+        # Give the ranks that have not answered yet a moment, so that the text names all ranks.
         if len(self._known) < self.context.size - 1 and waited < self._asked + ROLL_CALL_SECONDS:
             return
         self._disagreeing(found, "the ranks disagree")
 
     def _conflicting(self) -> list[Status]:
-        """Statuses (mine included) of the first operation number on which ranks disagree."""
-        for other in (*self._raised.values(), *self._known.values()):
-            if other.state == LEFT:
-                if other.sequence < self.current:
-                    known = self._known.values()
-                    same = [s for s in known if s.state == LEFT or s.sequence == self.current]
+        """Return the statuses of an operation on which ranks disagree, or an empty list."""
+        here, known = self.current, self._known.values()
+        for other in (*self._raised.values(), *known):
+            if other.state == mismatch.LEFT:
+                if other.sequence < here:
+                    same = [s for s in known if s.state == mismatch.LEFT or s.sequence == here]
                     return [*same, self._status(WAITING)]
                 continue
-            mine = self.context.operation(other.sequence)
-            if mine is None or encode_signature(mine) == other.signature:
-                continue
-            if raised(other.signature) and raised(encode_signature(mine)):
-                continue  # both were told at once what is wrong
-            return self._group(other.sequence, encode_signature(mine))
+            mine = self._signature(other.sequence)
+            # If both ranks have raised, each of them has its own error.
+            if mine not in ("", other.signature) and not (raised(other.signature) and raised(mine)):
+                return self._group(other.sequence)
         return []
 
-    def _group(self, number: int, mine: str) -> list[Status]:
+    def _group(self, number: int) -> list[Status]:
+        """Return the statuses of all ranks that are known to be in operation `number`."""
         told = {**self._known, **{r: s for r, s in self._raised.items() if s.sequence == number}}
-        group = [s for s in told.values() if s.sequence == number and s.state != LEFT]
-        site = call_site() if number == self.current else ""
-        group.append(Status(self.context.rank, WAITING, number, mine, self.context.host, site))
-        return group
+        group = [s for s in told.values() if s.sequence == number and s.state != mismatch.LEFT]
+        mine = self._status(WAITING, number)
+        return [*group, mine if number == self.current else mine._replace(site="")]
 
     # -- leaving ---------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Tell the neighbours that this rank has left, and after how many operations."""
-        self._tell(self._status(LEFT), self.neighbours)
+        """Tell the neighbours after how many operations this rank has left the communicator."""
+        self._tell(self._left(), self.neighbours)
 
     def answer(self) -> None:
-        """Tell the ranks that wait for this one, which leaves, that it has left.
+        """Tell the ranks that wait for this rank that this rank has left the communicator.
 
-        Raises MismatchError where another rank left after a different number of operations: one
-        that nobody waited for, such as a broadcast that only some of the ranks made.
+        Raises MismatchError if another rank has left the communicator after a different number of
+        operations. No rank may have noticed the difference before: if only some ranks call an
+        operation such as a broadcast, it is possible that no rank has to wait in it.
         """
         self.listen()
         mine = self.context.sequence
         for other in self._known.values():
-            if other.state == LEFT and other.sequence != mine:
-                few, many = sorted([other, self._status(LEFT)], key=lambda s: s.sequence)
+            if other.state == mismatch.LEFT and other.sequence != mine:
+                few, many = sorted([other, self._left()], key=lambda s: s.sequence)
                 self.fail(
                     f"rank {few.rank} left after {few.sequence} operations ({few.host}), "
                     f"rank {many.rank} after {many.sequence} ({many.host}); "
@@ -343,26 +323,23 @@ class Statuses:
                 )
             if other.sequence > mine and other.rank not in self._answered:
                 self._answered.add(other.rank)
-                self._tell(self._status(LEFT), [other.rank])
+                self._tell(self._left(), [other.rank])
 
     def take_the_rest(self) -> None:
-        """Receive statuses still under way, and free those that were sent. See `settle`."""
+        """Receive the statuses that are under way, and free the buffers of completed sends."""
         self.closing = True
         self.listen()
         self._outbox = [pair for pair in self._outbox if not pair[0].Test()]
 
     def check_raised(self) -> None:
-        """Raise MismatchError where a rank raised in place of an operation of this one."""
+        """Raise MismatchError if a rank raised an exception in place of this rank's operation."""
         for other in self._raised.values():
-            mine = self.context.operation(other.sequence)
-            if mine is not None and not raised(encode_signature(mine)):
-                self._disagreeing(
-                    self._group(other.sequence, encode_signature(mine)), other.signature
-                )
+            if (mine := self._signature(other.sequence)) and not raised(mine):
+                self._disagreeing(self._group(other.sequence), other.signature)
 
 
 def call_site() -> str:
-    """File and line of the user's code that is inside mpidist now, as ``train.py:31``."""
+    """Return the line of the user's program that has called mpidist, such as ``train.py:31``."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and events.is_ours(frame.f_code.co_filename):
         frame = frame.f_back

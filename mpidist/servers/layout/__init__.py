@@ -1,1 +1,1 @@
-"""The placement of a model on servers: what each holds, what messages carry, what fits."""
+"""Which server holds which part of a model, how messages list parts, and the memory needed."""

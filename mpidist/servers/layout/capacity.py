@@ -1,19 +1,19 @@
-"""Will the shards fit: what each server needs against what its node has, before allocating."""
+"""Compare the memory that servers need with the memory of their nodes, before allocating."""
 
 from __future__ import annotations
 
 from ...errors import ConfigError
 from ..consistency import Consistency
 
-#: Pushes are received, and pulls answered, this many bytes at a time (or one), see `server`.
+#: A server receives pushes, and sends answers, of so many bytes at a time, or one (see `server`).
 ROOM_BYTES = 64 << 20
 
 
 def needed(shard: int, copies: float, workers: int, consistency: Consistency) -> int:
-    """Bytes that a server allocates at most for its `shard` bytes of a model.
+    """Return how many bytes a server allocates at most if it holds `shard` bytes of a model.
 
-    Parameters and optimizer state, one sum of gradients, the pushes that the clocks hold (one
-    per worker where they wait for each other), and the answers in flight.
+    The sum counts parameters, optimizer state, one sum of gradients, the pushes that the server
+    holds (one per worker where workers wait for each other), and the answers that are being sent.
     """
     pushes = workers if consistency.holds else max(1, min(workers, ROOM_BYTES // max(1, shard)))
     answers = max(shard, min(workers * shard, ROOM_BYTES))
@@ -21,7 +21,7 @@ def needed(shard: int, copies: float, workers: int, consistency: Consistency) ->
 
 
 def check_capacity(model: str, servers: list[tuple[int, str, int, int | None]]) -> None:
-    """Refuse a model that does not fit. With equal input it refuses on all ranks.
+    """Raise ConfigError for a model that does not fit into the memory of the servers' hosts.
 
     Parameters
     ----------
@@ -31,12 +31,12 @@ def check_capacity(model: str, servers: list[tuple[int, str, int, int | None]]) 
     Raises
     ------
     ConfigError
-        Servers of one host need more than the host has.
+        The servers of one host need more memory than the host has.
     """
     for host in dict.fromkeys(host for _, host, _, _ in servers):
         here = [entry for entry in servers if entry[1] == host]
         need = sum(entry[2] for entry in here)
-        # Servers of one node draw on the same memory; the most careful of them is believed.
+        # Servers of one node share its memory, so the smallest of their figures counts.
         free = min((entry[3] for entry in here if entry[3] is not None), default=None)
         if free is not None and need > free:
             ranks = ", ".join(str(entry[0]) for entry in here)
@@ -48,7 +48,7 @@ def check_capacity(model: str, servers: list[tuple[int, str, int, int | None]]) 
 
 
 def bytes_text(nbytes: float) -> str:
-    """Write a byte count with its unit."""
+    """Return a byte count as text with its unit."""
     units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while nbytes >= 1024 and len(units) > 1:
         nbytes /= 1024

@@ -1,13 +1,14 @@
-"""Which ranks serve, and which of them holds which part of which tensor: pure arithmetic.
+"""Which ranks serve, and which part of which tensor each server holds. Pure arithmetic.
 
     servers      0              1              2          2/3 of the bytes in one tensor W:
-    small        b0 b3          b1             b2         packed, largest first, emptiest server
-    large        WWWWWWWWWW|WWWWWWWWWWWWW|WWWWWWWWVVVV    poured: each server is filled to the mean
+    small        b0 b3          b1             b2         largest first, to the emptiest server
+    large        WWWWWWWWWW|WWWWWWWWWWWWW|WWWWWWWWVVVV    each server in turn is filled to the mean
 
-Small tensors are packed first; large ones are then cut where a server is full, so that the bytes
-come out even whatever the shapes are. A tensor has at most one piece on a server, a flat range.
-Where the rows of a tensor are small against a server's share, cuts are between rows, and a pull
-of rows asks only the servers that have them.
+Small tensors are placed first. Large tensors are placed after the small ones and cut where a server
+is full, so that all servers hold nearly the same number of bytes for any shapes. A tensor has at
+most one piece on a server, and the piece is a contiguous range of the flattened tensor. If the rows
+of a tensor are small compared with the bytes of a server, the tensor is cut only between rows, and
+a pull of rows asks only the servers that have the rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 from ...errors import ConfigError, shown
 from ...tensors import dtype_of
 
-#: A tensor above this part of a server's mean share is large: it may be cut.
+#: A tensor larger than this fraction of a server's mean share is large, and may be cut.
 LARGE = 1 / 32
 
 #: Whether server ranks also work.
@@ -30,7 +31,7 @@ PLACEMENTS = ("dedicated", "colocated")
 
 
 class Piece(NamedTuple):
-    """Elements ``start:stop`` of the flattened tensor number `tensor`."""
+    """Elements ``start:stop`` of the flattened tensor with the number `tensor`."""
 
     tensor: int
     start: int
@@ -38,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """Name, shape and dtype of one tensor, and whether its cuts are between rows."""
+    """The name, shape and dtype of one tensor, and whether the tensor is cut only between rows."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,17 +48,17 @@ class Tensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
+        """The number of bytes."""
         return self.size * self.dtype.itemsize
 
     @property
     def width(self) -> int:
-        """Elements of one row: of one index of the first axis."""
+        """The number of elements of one row; a row has one index of the first axis."""
         return prod(self.shape[1:])
 
 
@@ -68,29 +69,27 @@ class ServerLayout(NamedTuple):
     pieces: tuple[tuple[Piece, ...], ...]
 
     def bytes_of(self, server: int) -> int:
-        """Bytes of parameters that `server` holds."""
-        return sum(
-            (stop - start) * self.tensors[tensor].dtype.itemsize
-            for tensor, start, stop in self.pieces[server]
-        )
+        """Return how many bytes of parameters `server` holds."""
+        held = self.pieces[server]
+        return sum((stop - start) * self.tensors[i].dtype.itemsize for i, start, stop in held)
 
     @property
     def imbalance(self) -> float:
-        """Bytes of the fullest server over the mean; 1.0 is perfect."""
+        """The bytes of the fullest server divided by the servers' mean; 1.0 is perfect balance."""
         loads = [self.bytes_of(server) for server in range(len(self.pieces))]
         return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
     def key(self, piece: Piece) -> str:
-        """The piece's name on its server: the tensor's, with ``@start`` where it is cut."""
+        """Return the name of a piece: the tensor's name, with ``@start`` if the tensor is cut."""
         tensor = self.tensors[piece.tensor]
         whole = piece.stop - piece.start == tensor.size
         return tensor.name if whole else f"{tensor.name}@{piece.start}"
 
 
 def place_tensors(specs: Mapping[str, tuple[Sequence[int], Any]], servers: int) -> ServerLayout:
-    """Cut the tensors of a model into byte-balanced parts, one per server.
+    """Return a placement that gives each server nearly the same number of bytes.
 
-    The result depends on names, shapes, dtypes and `servers` only, not on their order.
+    The result depends on names, shapes, dtypes and `servers`, not on the order of `specs`.
 
     Parameters
     ----------
@@ -107,29 +106,27 @@ def place_tensors(specs: Mapping[str, tuple[Sequence[int], Any]], servers: int) 
     tensors = tuple(t._replace(by_rows=_cut_by_rows(t, servers, mean)) for t in plain)
     loads = [0.0] * servers
     pieces: list[list[Piece]] = [[] for _ in range(servers)]
-    small = [i for i, t in enumerate(tensors) if t.nbytes <= LARGE * mean and t.size]
-    for i in sorted(small, key=lambda i: (-tensors[i].nbytes, i)):
-        server = min(range(servers), key=lambda s: (loads[s], s))
-        pieces[server].append(Piece(i, 0, tensors[i].size))
-        loads[server] += tensors[i].nbytes
+    small = [(i, t) for i, t in enumerate(tensors) if t.nbytes <= LARGE * mean and t.size]
+    for i, tensor in sorted(small, key=lambda each: -each[1].nbytes):
+        server = loads.index(min(loads))
+        pieces[server].append(Piece(i, 0, tensor.size))
+        loads[server] += tensor.nbytes
     large = [(i, t) for i, t in enumerate(tensors) if t.nbytes > LARGE * mean]
-    _pour(large, loads, mean, pieces)
+    _fill_up(large, loads, mean, pieces)
     return ServerLayout(tensors, tuple(tuple(sorted(p)) for p in pieces))
 
 
 def _cut_by_rows(tensor: Tensor, servers: int, mean: float) -> bool:
-    """Cut between rows only where that costs no balance: few huge rows are cut anywhere."""
-    if len(tensor.shape) < 2:
-        return True
-    return tensor.shape[0] > servers and tensor.width * tensor.dtype.itemsize <= LARGE * mean
+    """Whether to cut a tensor only between rows; false if rows are too big to balance servers."""
+    small_rows = tensor.width * tensor.dtype.itemsize <= LARGE * mean
+    return len(tensor.shape) < 2 or (tensor.shape[0] > servers and small_rows)
 
 
-def _pour(large, loads: list[float], mean: float, pieces: list[list[Piece]]) -> None:
-    """Fill servers one after another with the large tensors, cut where each becomes full."""
+def _fill_up(large, loads: list[float], mean: float, pieces: list[list[Piece]]) -> None:
+    """Fill one server after another with the large tensors; cut a tensor where a server is full."""
     server, last = 0, len(loads) - 1
     for i, tensor in large:
-        start = 0
-        unit = tensor.width if tensor.by_rows else 1
+        start, unit = 0, tensor.width if tensor.by_rows else 1
         while start < tensor.size:
             left = tensor.size - start
             room = (mean - loads[server]) / tensor.dtype.itemsize
@@ -143,12 +140,12 @@ def _pour(large, loads: list[float], mean: float, pieces: list[list[Piece]]) -> 
 
 
 def ranks_asked(servers) -> int | list[int]:
-    """Return `servers` as a plain number, or a list of them.
+    """Return the argument `servers` as a whole number, or as a list of ranks.
 
     Raises
     ------
     ConfigError
-        It is neither a whole number nor a sequence of them.
+        `servers` is neither a whole number nor a sequence of whole numbers.
     """
     try:
         if isinstance(servers, bool | str):
@@ -163,12 +160,12 @@ def ranks_asked(servers) -> int | list[int]:
 
 
 def choose_ranks(size: int, servers, placement: str) -> tuple[list[int], list[int]]:
-    """Return (server ranks, worker ranks) of `size` ranks.
+    """Return which of `size` ranks are servers and which are workers, as two lists.
 
     Raises
     ------
     ConfigError
-        Unknown placement, ranks that do not exist, nobody left to work.
+        The placement is unknown, a rank does not exist, or no worker is left.
     """
     if not isinstance(placement, str) or placement not in PLACEMENTS:
         raise ConfigError(f"placement {shown(placement)} is not one of {', '.join(PLACEMENTS)}")

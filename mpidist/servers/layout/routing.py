@@ -1,8 +1,9 @@
-"""Which parts of a model one message carries, and where they lie in it. Pure arithmetic.
+"""Which parts of a model a message carries, and at which bytes they lie. Pure arithmetic.
 
-A part is a whole piece, or some rows of it. On the wire a selection is a list of int64:
-``tensor, -1`` for a whole piece, ``tensor, n, row 1, ... row n`` for rows; their data follow in
-the same order, each part aligned to 8 bytes.
+A part is a whole piece of a tensor, or some rows of a piece. A message lists its parts in a
+selection (an array of int64): ``tensor, -1`` for a whole piece, ``tensor, n, row 1, ... row n`` for
+rows. After the selection come the data of the parts in the same order, each part aligned to 8
+bytes.
 """
 
 from __future__ import annotations
@@ -19,34 +20,37 @@ _ALIGN = 8
 
 
 class ShardPart(NamedTuple):
-    """A whole piece (`rows` is None), or these rows of it, by their index in the tensor."""
+    """A whole piece (`rows` is None), or some rows of it (`rows` has indices in the tensor)."""
 
     piece: Piece
     rows: np.ndarray | None = None
 
     def elements(self, layout: ServerLayout) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         if self.rows is None:
             return self.piece.stop - self.piece.start
         return len(self.rows) * layout.tensors[self.piece.tensor].width
 
     def local_rows(self, layout: ServerLayout) -> np.ndarray:
-        """Rows counted from the start of the piece; only for a part that has rows."""
+        """Return the part's `rows`, counted from the first row of its piece, not of the tensor."""
         width = max(1, layout.tensors[self.piece.tensor].width)
         return np.asarray(self.rows) - self.piece.start // width
 
 
 def whole_parts(layout: ServerLayout, server: int) -> list[ShardPart]:
-    """Everything that `server` holds."""
+    """Return one part for each whole piece that `server` holds."""
     return [ShardPart(piece) for piece in layout.pieces[server]]
 
 
 def route(
     layout: ServerLayout, server: int, wanted: Mapping[int, np.ndarray | None]
 ) -> list[ShardPart]:
-    """Return the parts of `wanted` (tensor number to rows, or None for all) on `server`.
+    """Return the parts of `wanted` that `server` holds.
 
-    Rows keep their order. Cuts of a tensor whose rows are asked for must be between rows.
+    `wanted` maps the number of a tensor to rows, or to None for all rows.
+
+    The rows of each part keep the order that they have in `wanted`. If `wanted` has rows of a
+    tensor, the servers must have cut that tensor only between rows.
     """
     parts = []
     for piece in layout.pieces[server]:
@@ -61,36 +65,33 @@ def route(
 
 
 def owned(layout: ServerLayout, piece: Piece, rows: np.ndarray) -> np.ndarray:
-    """Mask of the rows that `piece` holds."""
+    """Return a boolean array that says which of `rows` lie in `piece`."""
     width = max(1, layout.tensors[piece.tensor].width)
     return (rows >= piece.start // width) & (rows < piece.stop // width)
 
 
 def encode_parts(parts: Sequence[ShardPart]) -> np.ndarray:
-    """Selection words of `parts`."""
-    words: list[np.ndarray] = []
-    for part in parts:
-        count = -1 if part.rows is None else len(part.rows)
-        words.append(np.array([part.piece.tensor, count], np.int64))
-        if part.rows is not None:
-            words.append(part.rows.astype(np.int64, copy=False))
-    return np.concatenate(words) if words else np.empty(0, np.int64)
+    """Return the int64 array, called a selection, that lists `parts` in a message."""
+    words = [np.empty(0, np.int64)]
+    for (tensor, *_), rows in parts:
+        words.append(np.array([tensor, -1 if rows is None else len(rows)], np.int64))
+        if rows is not None:
+            words.append(rows.astype(np.int64, copy=False))
+    return np.concatenate(words)
 
 
 def decode_parts(words: np.ndarray, layout: ServerLayout, server: int) -> list[ShardPart]:
-    """Parts that selection words mean on `server`; rows are copied out of the message.
+    """Return the parts on `server` that the selection `words` lists; their `rows` are copies.
 
     Raises
     ------
     ProtocolError
-        The words do not fit this server's pieces.
+        The selection lists tensors or rows that this server does not hold.
     """
     here = {piece.tensor: piece for piece in layout.pieces[server]}
     parts, at = [], 0
     while at < len(words):
-        tensor, count = (
-            (int(word) for word in words[at : at + 2]) if at + 2 <= len(words) else (-1, 0)
-        )
+        tensor, count = words[at : at + 2].tolist() if at + 2 <= len(words) else (-1, 0)
         rows = None if count == -1 else words[at + 2 : at + 2 + count].copy()
         if tensor not in here or count < -1 or (rows is not None and len(rows) != count):
             raise ProtocolError(f"parameter server {server}: selection asks for tensor {tensor}")
@@ -102,14 +103,14 @@ def decode_parts(words: np.ndarray, layout: ServerLayout, server: int) -> list[S
 
 
 def data_bytes(layout: ServerLayout, parts: Sequence[ShardPart]) -> int:
-    """Bytes that the data of `parts` take in a message."""
+    """Return how many bytes the data of `parts` take in a message."""
     return sum(_room(layout, part) for part in parts)
 
 
 def views(
     layout: ServerLayout, parts: Sequence[ShardPart], buffer: np.ndarray, offset: int
 ) -> Iterator[tuple[ShardPart, np.ndarray]]:
-    """Yield each part with its data in `buffer`, from byte `offset` on, as a 1-D view."""
+    """Yield each part with a 1-D view of its data; the data begin at byte `offset` of `buffer`."""
     for part in parts:
         dtype = layout.tensors[part.piece.tensor].dtype
         stop = offset + part.elements(layout) * dtype.itemsize

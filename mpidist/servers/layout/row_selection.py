@@ -1,4 +1,4 @@
-"""From what a user asks for (names, rows, arrays of any kind) to flat host arrays per tensor."""
+"""Turn the arguments of pushes and pulls (names, rows, arrays) into 1-D host arrays."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from .placement import ServerLayout, Tensor
 
 
 class Selection:
-    """The names of one model, and what may be asked of them."""
+    """The tensor names of one model, and checks of the arguments of its pushes and pulls."""
 
     def __init__(self, model: str, layout: ServerLayout):
         self.model, self.layout = model, layout
         self.number = {tensor.name: i for i, tensor in enumerate(layout.tensors)}
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor called `name`; ConfigError with the nearest name if there is none."""
+        """Return the tensor called `name`, or raise ConfigError with the nearest name."""
         if not isinstance(name, str) or name not in self.number:
-            close = nearest(name, self.number) if isinstance(name, str) else ""
+            close = nearest(name, self.number)
             raise ConfigError(f"model {self.model!r} has no parameter {shown(name)}{close}")
         return self.layout.tensors[self.number[name]]
 
     def rows(self, name: str, rows) -> np.ndarray:
-        """Row indices of `name` as int64, checked."""
+        """Check row indices of the tensor called `name`, and return the indices as int64."""
         tensor = self.tensor(name)
         try:
             rows = np.asarray(rows)
         except ValueError:  # lists of different lengths
             rows = np.empty((0, 0))
-        if rows.size == 0:
-            rows = rows.astype(np.int64)
-        if rows.ndim != 1 or rows.dtype.kind not in "iu" or not tensor.shape:
+        whole = rows.size == 0 or rows.dtype.kind in "iu"  # an empty list is an array of floats
+        if rows.ndim != 1 or not whole or not tensor.shape:
             raise ConfigError(
                 f"rows of {name!r}: expected a 1-D integer array, got {rows.dtype} of shape "
                 f"{rows.shape} for a tensor of shape {tensor.shape}"
@@ -49,7 +48,7 @@ class Selection:
         return rows
 
     def wanted(self, what, out: Mapping | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Name to rows (None for all), and name to the array that shall receive them."""
+        """Return a dict of name to rows (None for all), and a dict of name to receiving array."""
         if out is not None and not isinstance(out, Mapping):
             raise ConfigError(
                 f"pull {self.model!r}: out={shown(out)}; expected a mapping of name to array"
@@ -60,8 +59,7 @@ class Selection:
                 "of name to rows"
             )
         if what is None:
-            what = self.number if out is None else out
-            wanted = dict.fromkeys(what)
+            wanted = dict.fromkeys(self.number if out is None else out)
         elif isinstance(what, Mapping):
             wanted = {n: r if r is None else self.rows(n, r) for n, r in what.items()}
         else:
@@ -86,10 +84,10 @@ class Selection:
         return array
 
     def targets(self, wanted: dict, results: dict) -> tuple[dict, Callable[[], None]]:
-        """Flat host arrays to receive into, and what to call when they are full.
+        """Return 1-D host arrays to receive into, and a function to call after the data arrived.
 
-        Rows of a tensor that is cut within rows become the whole tensor in `wanted`: such rows
-        are few and long.
+        If the servers have cut a tensor within rows, `wanted` is changed to ask for the whole
+        tensor instead of some rows, because such a tensor has only few, long rows.
         """
         flat, copies = {}, []
         for name, rows in wanted.items():
@@ -111,7 +109,7 @@ class Selection:
         return flat, finish
 
     def split(self, gradients: Mapping) -> dict[str, tuple[Any, np.ndarray]]:
-        """Name to (rows or None, flat host gradient)."""
+        """Return a dict of name to (rows or None, one-dimensional host gradient)."""
         if not isinstance(gradients, Mapping):
             raise ConfigError(
                 f"push {self.model!r}: gradients={shown(gradients)}; expected a mapping of name "
@@ -125,7 +123,11 @@ class Selection:
             if len(gradient) != 2:
                 raise ConfigError(f"push {name!r}: gradients: expected (rows, values)")
             rows, gradient = self.rows(name, gradient[0]), gradient[1]
-        gradient = _host(f"push {name!r}: gradients", gradient)
+        gradient = checked_array(f"push {name!r}: gradients", gradient)
+        if is_device(gradient):
+            staged = host_empty(gradient.size, gradient.dtype, like=gradient)
+            copy_into(staged, gradient)
+            gradient = staged.reshape(gradient.shape)
         shape = _shape(tensor, rows)
         number = gradient.dtype.kind in "fiub" or gradient.dtype.name == "bfloat16"
         if gradient.shape != shape or not number:
@@ -145,17 +147,8 @@ def _shape(tensor: Tensor, rows) -> tuple[int, ...]:
 
 
 def checked_array(what: str, x):
-    """Return an array of any kind; what is none is a ConfigError that begins with `what`."""
+    """Return `x` as an array, or raise ConfigError with a text that begins with `what`."""
     try:
         return as_array(x)
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from error
-
-
-def _host(what: str, x) -> np.ndarray:
-    array = checked_array(what, x)
-    if not is_device(array):
-        return array
-    staged = host_empty(array.size, array.dtype, like=array)
-    copy_into(staged, array)
-    return staged.reshape(array.shape)

@@ -1,1 +1,1 @@
-"""What a strategy does with gradients: an allreduce, its microbatches, or a push to servers."""
+"""The ways to exchange gradients: by allreduce, by microbatches, or through parameter servers."""

@@ -1,7 +1,8 @@
-"""The exchange of `AllReduce`: every rank a replica, gradients averaged in every step.
+"""How `AllReduce` exchanges gradients: each rank has a replica; each step averages gradients.
 
-The loss and the wish to stop ride beside the gradients, so inside a node a step costs exactly one
-reduction however many tensors there are (R100), and between nodes one per bucket:
+The loss and the request to stop are reduced in the same vector as the gradients. Therefore a step
+needs exactly one reduction inside a node, however many tensors there are (R100), and one reduction
+per bucket (a part of the vector) between nodes. The vector contains:
 
     [ dense3.b | dense3.w | ... | conv1.w | loss | stop ]    scaled by local / global samples
 """
@@ -27,19 +28,22 @@ from ..feed import REJECTIONS, beside
 
 
 class Replicas:
-    """Gradients averaged over all ranks, the same update on each. Collective over `comm`."""
+    """Average the gradients over all ranks; each rank updates its own copy of the model.
+
+    Collective over `comm`.
+    """
 
     dedicated = False
     synchronous = True
     equal_state = False  # the model's state may differ from rank to rank
-    price: dict | None = None  # what `PieceReplicas` has measured
+    price: dict | None = None  # the cost that `PieceReplicas` has measured
     wait = staticmethod(wait_until)
 
     def __init__(self, comm, model, optimizer, algorithm: str, accumulate: int = 1, **settings):
         self.accumulate = accumulate
         self.comm = self.workers = comm
         self.model, self.optimizer, self.algorithm = model, optimizer, algorithm
-        # The initial parameters are rank 0's on all ranks, whatever the models were seeded with.
+        # All ranks begin with the parameters of rank 0, whatever the seeds of their models were.
         broadcast_parameters(comm, model)
         self.optimizer_state = run_on_all(
             comm, "md.train: optimizer", lambda: optimizer.init(model.parameters)
@@ -52,25 +56,25 @@ class Replicas:
             self.comm, self.model.parameters, algorithm=self.algorithm, **settings
         )
         self.gradients = self.exchange.views
-        # A model of a user's own may know nothing of `ready`.
-        names = signature(self.model.loss_and_gradients).parameters
-        self._tells = "ready" in names
+        # A user's own model may have no parameter `ready`.
+        self._has_ready = "ready" in signature(self.model.loss_and_gradients).parameters
         if self.accumulate > 1:
             self._scratch, _ = flat_views(self.model.parameters)
 
     def part(self, count: int) -> tuple[int, int]:
-        """Return which samples of a global batch of `count` are this rank's."""
+        """Return (start, stop) of this rank's samples in a global batch of `count` samples."""
         return BlockPartition(count, self.comm.size).range(self.comm.rank)
 
     def compute(self, feed, indices) -> tuple[float, int]:
-        """Compute this rank's part of a global batch; returns (local mean loss, samples).
+        """Compute the gradients of this rank's samples; return (their mean loss, their number).
 
-        A rank without a good sample has zeros, and takes part in every exchange.
+        A rank without a good sample sets its gradients to zero, and still takes part in the
+        exchange.
         """
         start, stop = self.part(len(indices))
         mine = indices[start:stop]
         taken = feed.take(mine)
-        self._told = False
+        self._sending = False
 
         def mean(batch: tuple) -> float:
             samples = len(batch[0])
@@ -82,9 +86,9 @@ class Replicas:
                 else:
                     loss = self._call(batch, self.gradients, self._ready)
             except ConfigError:
-                raise  # no fault of a record
+                raise  # no record causes this error
             except REJECTIONS as error:
-                if not self._told:
+                if not self._sending:
                     raise
                 raise RuntimeError("the model failed when gradients were under way") from error
             check_in_place(self.gradients, views)
@@ -101,23 +105,23 @@ class Replicas:
         return loss, samples
 
     def _ready(self, name: str) -> None:
-        self._told = self.exchange.overlapping
+        self._sending = self.exchange.overlapping
         self.exchange.ready(name)
 
     def _call(self, batch, gradients: dict, ready) -> float:
-        if self._tells:
-            return check_loss(self.model.loss_and_gradients(batch, gradients, ready))
-        return check_loss(self.model.loss_and_gradients(batch, gradients))
+        more = (ready,) if self._has_ready else ()
+        return check_loss(self.model.loss_and_gradients(batch, gradients, *more))
 
     def _add_up(self, batch, samples: int) -> float:
-        """Compute the local mean in `accumulate` parts, one after the other.
+        """Compute the mean gradients of `batch` in `accumulate` parts; return the mean loss.
 
-        Nothing is exchanged before the last part; from then on a gradient is final, and told, as
-        soon as that part's share is added.
+        The parts are computed one after the other. Nothing is exchanged before the last part.
+        During the last part, a gradient is final as soon as this part's gradient is added to it,
+        and may then be sent.
         """
         bounds = BlockPartition(samples, min(self.accumulate, samples)).bounds()
         last, total = len(bounds) - 2, 0.0
-        told: set[str] = set()
+        added: set[str] = set()
 
         def add(name: str) -> None:
             if self._number:
@@ -126,82 +130,83 @@ class Replicas:
                 np.multiply(self._scratch[name], self._part, out=self.gradients[name])
             if self._number == last:
                 self._ready(name)
-            told.add(name)
+            added.add(name)
 
         for self._number in range(last + 1):
             start, stop = bounds[self._number : self._number + 2]
             self._part = (stop - start) / samples
-            told.clear()
+            added.clear()
             part = tuple(array[start:stop] for array in batch)
             total += self._call(part, self._scratch, add) * self._part
             for name in self._scratch:
-                if name not in told:
+                if name not in added:
                     add(name)
         return total
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
-        """Turn local mean gradients into the global mean; returns (global loss, flag). Collective.
+        """Average the gradients over all ranks; return (global mean loss, flag). Collective.
 
-        `samples` of the `total` samples of this step were this rank's; the flag is up where `stop`
-        is on any rank.
+        This step has `total` samples on all ranks, of which this rank computed `samples`. The flag
+        is true if `stop` is true on any rank.
         """
         self.exchange.reduce(loss * samples / max(total, 1), stop)
         return float(self.exchange.extras[0]), bool(self.exchange.extras[1] > 0)
 
     def rescale(self, factor: float) -> None:
-        """Multiply the reduced gradients, where samples turned out to be missing.
+        """Multiply the reduced gradients by a factor, which corrects the mean for missing samples.
 
-        To be called after every reduction whose flag is up and whose gradients are used.
+        Call this method if the flag that `reduce` has returned is true, and the gradients of the
+        step are used.
         """
         for gradient in self.gradients.values():
             gradient *= factor
 
     def order(self) -> dict[str, int]:
-        """Return the place of every gradient where it has been learned: name -> number."""
+        """Return the order in which gradients become ready (name -> number); empty if unknown."""
         return {name: k for k, name in enumerate(self.exchange.order or [])}
 
     def arrange(self, order: dict[str, int]) -> None:
-        """Lay the gradients out as a run did that is resumed. Collective; between two steps."""
+        """Arrange the gradients in memory in the order that a checkpoint has stored. Collective."""
         if order:
             self.exchange.arrange(sorted(order, key=order.__getitem__))
 
     def hidden(self) -> float | None:
-        """Share of the exchange that ran behind backward."""
+        """Return the share of the exchange's time that ran during the backward pass."""
         return self.exchange.hidden()
 
     def update(self) -> None:
-        """Apply the reduced gradients."""
+        """Update the parameters with the reduced gradients."""
         self.optimizer.update(self.gradients, self.optimizer_state, self.model.parameters)
 
     def state(self, saving: bool) -> dict:
-        """Return what a checkpoint holds, by live arrays."""
+        """Return the arrays that a checkpoint saves, without a copy: parameters and optimizer."""
         return {"parameters": dict(self.model.parameters), "optimizer": self.optimizer_state}
 
     def begin(self) -> None:
-        """Get ready for the first step, after a checkpoint was loaded. Nothing to do here."""
+        """Do nothing: with replicas, the first step needs no preparation."""
 
     def check(self, step: int) -> None:
-        """Raise ReplicaError on all ranks unless all hold the same parameters. Collective."""
+        """Raise ReplicaError on all ranks unless their parameters are equal. Collective."""
         check_replicas(self.comm, self.model.parameters, step=step)
 
     def save_point(self, step: int) -> None:
-        """Make sure that `state` is one state: each rank writes a part of it. Collective."""
+        """Check that all ranks have the same parameters, before they are saved. Collective."""
         self.check(step)
 
     def finish(self) -> None:
-        """Bring the final parameters to every worker. Nothing to do here."""
+        """Do nothing: every replica has the final parameters already."""
 
     def close(self) -> None:
-        """Free what was made. Collective."""
+        """Free the exchange. Collective."""
         self.exchange.close()
 
     def abandon(self, error: BaseException) -> None:
-        """Tell the other ranks, which wait for this one or will, why it does not come."""
+        """Send the other ranks the error that has ended the run on this rank."""
         self._let_go()
         context = of(self.comm)
         if context.failed or context.closed or context.size == 1:
             return
-        if context.handles:  # a bucket is under way, which the others wait for
+        if context.handles:  # the others wait for a bucket that is under way
             context.break_off(error, min(handle.sequence for handle in context.handles))
         else:
             context.raised(error)
@@ -211,9 +216,9 @@ class Replicas:
 
 
 def check_in_place(gradients: dict, views: dict) -> None:
-    """Raise ConfigError where a model has put arrays of its own into `gradients`.
+    """Raise ConfigError if a model has put arrays of its own into `gradients`.
 
-    Nobody would send them: the replicas would drift apart without a word.
+    The model's own arrays would never be sent, and the replicas would differ without any error.
     """
     for name, view in views.items():
         if gradients.get(name) is not view:

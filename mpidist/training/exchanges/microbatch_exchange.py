@@ -1,9 +1,11 @@
-"""The exchange of ``train(..., microbatches=V)``: the same bits on any number of ranks.
+"""Add gradients for ``train(..., microbatches=V)``: the same bits on any number of ranks.
 
-The global batch is cut into V pieces, by position alone. A rank computes its pieces so that every
-matrix product has the same shape whoever holds the piece: each by a call of its own, or several
-of equal size by one call of a model that can (`piece_gradients`). Gradients, loss and model state
-of a piece, times its share of the samples, are added in the fixed tree over the V pieces
+The global batch is cut into V pieces (microbatches). A sample's piece depends only on its position
+in the batch, and not on the number of ranks. A rank calls the model once for each piece, so that
+the matrix products of a piece have the same shapes on any number of ranks. If the model has the
+method `piece_gradients`, one call of this method computes several pieces of equal size. The
+gradients, loss and model state of a piece are multiplied by the share of the batch's samples that
+are in this piece. The results of all V pieces are added in the fixed order of a tree
 (``collectives/schedules/fixed_tree.py``).
 
     global batch of 10, V = 4    0 1 2 | 3 4 5 | 6 7 | 8 9
@@ -34,13 +36,13 @@ from .allreduce_exchange import Replicas, check_in_place
 
 #: Exchanges of each kind that are timed for `PieceReplicas.price`.
 ROUNDS = 5
-#: Bytes of gradients that one call of a model may fill. Only where they are few, and products are
-#: small, does a call for several pieces save time; large ones would only need the memory.
+#: Bytes of gradients that one call of a model may fill. One call for several pieces saves time only
+#: if the gradients are small; for large ones it would only need more memory.
 TOGETHER_BYTES = 4 << 20
 
 
 class PieceReplicas(Replicas):
-    """Replicas whose gradients are summed over pieces, not over ranks. Collective over `comm`."""
+    """Replicas that add the gradients of microbatches in a fixed order. Collective over `comm`."""
 
     equal_state = True
 
@@ -49,78 +51,87 @@ class PieceReplicas(Replicas):
         self.pieces = pieces
         self._state = checked_state(model)
         self._together = together(model, -(-pieces // comm.size))
-        # Room for the gradients of that many pieces; the first one's takes the sum over all.
+        # Memory for the gradients of that many pieces; the memory of the first also gets the sum.
         self._rows, self._filled = flat_views(model.parameters, (self._together,))
         self.gradients = {name: rows[0] for name, rows in self._rows.items()}
         self.flat = [rows[0] for rows in self._filled]
         self._after, vectors = flat_views(self._state) if self._state else ({}, [])
         self._vectors = [*self.flat, *vectors]
-        # The wish to stop is every rank's, also of one that has no piece: it is a vote.
+        # The request to stop is a vote of every rank, also of a rank without pieces.
         self._sums = [
             PieceSum(comm, vector.size, vector.dtype, pieces, votes=int(k == 0), like=vector)
             for k, vector in enumerate(self._vectors)
         ]
 
     def _allocate(self, **settings) -> None:
-        """Nothing here: pieces are summed in memory of their own."""
+        """Allocate nothing, because `__init__` allocates the gradients of the pieces."""
 
     def order(self) -> dict[str, int]:
-        """Return nothing: the tree over the pieces does not depend on where a gradient lies."""
+        """Return an empty order: no order of the gradients in memory changes the sum."""
         return {}
 
     def hidden(self) -> None:
-        """Return None: nothing travels before all pieces are there."""
+        """Return None, because nothing is sent before all pieces of this rank are computed."""
 
     def close(self) -> None:
-        """Free what was made. Collective."""
+        """Free the sums. Collective."""
         for sums in self._sums:
             sums.close()
 
     def _let_go(self) -> None:
-        """Nothing here: no thread makes progress."""
+        """Do nothing, because this exchange has no thread that must be stopped."""
 
     def _bounds(self, count: int) -> list[int]:
-        """Return where this rank's pieces of a global batch begin, and where the last ends."""
+        """Return the first sample of each microbatch of this rank, and the end of the last one."""
         mine = self._sums[0].mine
         return BlockPartition(count, self.pieces).bounds()[mine.start : mine.stop + 1]
 
     def part(self, count: int) -> tuple[int, int]:
-        """Return which samples of a global batch of `count` are this rank's."""
+        """Return (start, stop) of this rank's samples in a global batch of `count` samples."""
         bounds = self._bounds(count)
         return bounds[0], bounds[-1]
 
     def compute(self, feed, indices) -> tuple[float, int]:
-        """Compute and add this rank's pieces; returns (its share of the loss, samples).
+        """Compute and add the gradients of this rank's pieces (microbatches).
 
-        The samples are taken at once and then cut: a source gives each of them as it is, whatever
-        else is asked for. Pieces of no samples (a short last batch, bad records) are zero.
+        Returns what these pieces contribute to the global mean loss, and their number of samples.
+
+        All samples of this rank are read in one call, and are then cut into pieces. A piece may
+        have no samples, because the last batch is short or because records are bad. The gradients
+        of a piece without samples are zero.
         """
         bounds = self._bounds(len(indices))
         mine = indices[bounds[0] : bounds[-1]]
         taken = feed.take(mine)
         if taken is None:
-            for sums in self._sums * (len(bounds) - 1):
-                sums.add(None)
+            self._add_zeros(len(bounds) - 1)
             return 0.0, 0
         batch, mine = beside(taken.batch, self.model), mine[taken.kept]
-        # Where the good samples of each piece lie among the good ones.
+        # The bounds of the pieces among the good samples.
         bounds = np.searchsorted(taken.kept, np.array(bounds) - bounds[0]).tolist()
         self._before = {name: array.copy() for name, array in self._state.items()}
         total, start, used = 0.0, 0, 0
         for samples, count in equal_runs(bounds, self._together):
             stop = start + count * samples
-            part, of = tuple(array[start:stop] for array in batch), mine[start:stop]
             if not samples:
-                for sums in self._sums * count:
-                    sums.add(None)
+                self._add_zeros(count)
             else:
-                loss, good = self._add(feed, part, of, count, len(indices))
+                part = tuple(array[start:stop] for array in batch)
+                loss, good = self._add(feed, part, mine[start:stop], count, len(indices))
                 total, used = total + loss, used + good
             start = stop
         return total, used
 
+    def _add_zeros(self, count: int) -> None:
+        """Add the zero gradients of `count` pieces that have no samples."""
+        for sums in self._sums * count:
+            sums.add(None)
+
     def _add(self, feed, batch: tuple, indices, count: int, all_samples: int) -> tuple[float, int]:
-        """Add `count` pieces of equal size; returns (share of the loss, samples)."""
+        """Compute and add the gradients of `count` pieces (microbatches) of equal size.
+
+        Returns what these pieces contribute to the global mean loss, and their number of samples.
+        """
         each = len(indices) // count
         if self._together > 1:
             with contextlib.suppress(*REJECTIONS):
@@ -142,7 +153,7 @@ class PieceReplicas(Replicas):
         try:
             loss = self.model.loss_and_gradients(batch, self.gradients)
         finally:
-            # Every piece begins with the state that the step began with, and leaves its own.
+            # Every piece starts from the model state before the step; its new state is kept apart.
             for name, array in self._state.items():
                 self._after[name][...] = array
                 array[...] = self._before[name]
@@ -161,20 +172,21 @@ class PieceReplicas(Replicas):
         return float(sum(losses)) * weight
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
-        """Sum what `compute` has added; returns (global loss, flag). Collective.
+        """Add the gradients of all ranks' pieces; return (global mean loss, flag). Collective.
 
-        The losses lie beside the gradients; what is given of this rank's is not needed.
+        `compute` has stored the losses in the same vector as the gradients, so the argument `loss`
+        is not used.
         """
         self._exchange(stop)
         first = self.flat[0]
         loss, flag = float(first[-2]), bool(first[-1] > 0)
-        # Where the flag is up nobody knows yet whether the state is a whole mean: see `rescale`.
+        # If the flag is set, samples may be missing from the mean of the state: see `rescale`.
         if total and not flag:
             self._leave_state(1.0)
         return loss, flag
 
     def rescale(self, factor: float) -> None:
-        """Multiply the reduced gradients, and the state that goes on."""
+        """Multiply the reduced gradients and the model's new state by `factor`."""
         super().rescale(factor)
         self._leave_state(factor)
 
@@ -187,17 +199,16 @@ class PieceReplicas(Replicas):
             sums.finish(vector, [] if k else [stop])
 
     def begin(self) -> None:
-        """Measure what the order of additions costs against a plain exchange. Collective.
+        """Measure the times of the exchange in a fixed order and of a plain allreduce. Collective.
 
-        `price` says it in microseconds: medians of a few exchanges, of the slowest rank.
+        The attribute `price` gets the medians of both times (fixed order and plain), in
+        microseconds, on the slowest rank.
         """
         if self.comm.size == 1:
             return
         seconds = np.empty((ROUNDS + 1, 2))
         for measured in seconds:
-            for sums in self._sums:
-                for _ in sums.mine:
-                    sums.add(None)
+            self._add_zeros(len(self._sums[0].mine))
             self.comm.Barrier()
             start = time.perf_counter()
             self._exchange(0)
@@ -207,7 +218,7 @@ class PieceReplicas(Replicas):
             for vector in self._vectors:
                 allreduce(self.comm, vector, algorithm=self.algorithm)
             measured[1] = time.perf_counter() - start
-        # The first round pays for connections, page faults and the plain one's own measurement.
+        # The first round includes connections, page faults and the choice of an algorithm.
         medians = np.median(seconds[1:], axis=0)
         self.comm.Allreduce(MPI.IN_PLACE, medians, MPI.MAX)
         ordered, plain = (round(float(median) * 1e6, 1) for median in medians)
@@ -221,21 +232,26 @@ class PieceReplicas(Replicas):
 
 
 def together(model, most: int) -> int:
-    """Return how many pieces one call computes, at most `most`.
+    """Return how many pieces (microbatches) one call of the model may compute, at most `most`.
 
-    One where the model has no call for several, or has state, which every piece finds as the step
-    began; and on a device, whose library may take another kernel for several products than for one.
+    The result is 1 for a model without `piece_gradients`. The result is 1 for a model with state,
+    because each piece must start from the state before the step. The result is also 1 on a
+    GPU: there a library may use one kernel for a single matrix product and another kernel for
+    several, whose products may differ in their last bits.
     """
     parameters = list(model.parameters.values())
-    if not hasattr(model, "piece_gradients") or getattr(model, "state", {}):
-        return 1
-    if is_device(parameters[0]):
+    stateful = bool(getattr(model, "state", {}))
+    if stateful or not hasattr(model, "piece_gradients") or is_device(parameters[0]):
         return 1
     return max(1, min(most, TOGETHER_BYTES // sum(array.nbytes for array in parameters)))
 
 
 def equal_runs(bounds: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yield (samples, count) for neighbours of one size, at most `most` of them."""
+    """Group neighbouring pieces of equal size; yield (samples per piece, number of pieces).
+
+    A group has at most `most` pieces. `bounds` has the first sample of each piece, and the end of
+    the last piece.
+    """
     sizes = (stop - start for start, stop in itertools.pairwise(bounds))
     for samples, equal in itertools.groupby(sizes):
         for start, stop in partition.pieces(0, len(list(equal)), most):
@@ -243,7 +259,7 @@ def equal_runs(bounds: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def checked_state(model) -> dict:
-    """Return the model's state; ConfigError where it has no mean over pieces."""
+    """Return the model's state; raise ConfigError if an array in it is not floating point."""
     state = getattr(model, "state", {})
     for name, array in state.items():
         if array.dtype.kind != "f":

@@ -1,8 +1,10 @@
-"""The exchange of `ParameterServer`: push gradients, pull parameters, no reduction among workers.
+"""How `ParameterServer` exchanges gradients: workers push gradients, and pull parameters.
 
-Workers run apart by design, so nothing here makes them wait for each other, with two exceptions:
-a checkpoint (all pause between the same two clocks) and the end. A wish to stop travels by
-`Agreement`, which finds a clock that nobody has passed without holding anyone up.
+The clock of a worker is the number of its finished steps, which may differ from worker to worker.
+Workers wait for each other only at a checkpoint, where all workers pause after the same step, and
+at the end of the run. If a worker is asked to stop, `Agreement` finds a step that no worker has
+passed, and all workers stop after this step. Workers continue to train while `Agreement` finds the
+step.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ MODEL = "model"
 
 
 class Served:
-    """One model on a server group. Collective over `comm`."""
+    """Exchange the gradients of one model with a group of servers. Collective over `comm`."""
 
     synchronous = False
     equal_state = False
     price = None
 
-    def __init__(self, comm, model, optimizer, strategy, global_batch: int, seed: int):
+    def __init__(self, comm, model, optimizer, strategy, **settings: int):
         self.comm, self.model = comm, model
         self.group = ServerGroup(comm, servers=strategy.servers, placement=strategy.placement)
         self.dedicated = not self.group.is_worker
@@ -48,13 +50,9 @@ class Served:
         if comm.rank == self.group.server_ranks[0]:
             self.group.link.on_note = Times(self.group.worker_ranks, hosts, crowded).take
         self.workers: Any = self.group.workers
+        mode = strategy.consistency
         self.client: Any = self.group.add(
-            MODEL,
-            model.parameters,
-            optimizer=optimizer,
-            consistency=strategy.consistency,
-            seed=seed,
-            global_batch=global_batch,
+            MODEL, model.parameters, optimizer=optimizer, consistency=mode, **settings
         )
         if self.dedicated:
             return
@@ -63,12 +61,12 @@ class Served:
         self.stragglers = OwnTimes(self.client)
         self.gradients, _ = flat_views(model.parameters)
         self._views = dict(self.gradients)
-        slack = strategy.consistency.staleness if isinstance(strategy.consistency, SSP) else 0
-        assert self.workers is not None  # this rank works
+        slack = mode.staleness if isinstance(mode, SSP) else 0
+        assert self.workers is not None  # this rank is a worker
         self.agreement = Agreement(self.workers, slack + 2, self.group.progress)
         self._samples = 0
-        # A wish to stop is answered from inside every wait, where servers of this rank serve too:
-        # those that wish wait for the answer of all, and others may be waiting for those.
+        # Every wait answers requests to stop, as it answers the requests to a server on this rank:
+        # a worker that wants to stop waits for the answers of all, and others may wait for it.
         self._serve = self.group.link.background
         self.group.link.background = self._attend
 
@@ -77,21 +75,19 @@ class Served:
         return self._serve()
 
     def part(self, count: int) -> tuple[int, int]:
-        """Return which samples of a global batch of `count` are this worker's."""
+        """Return (start, stop) of this worker's samples in a global batch of `count` samples."""
         return BlockPartition(count, self.workers.size).range(self.workers.rank)
 
     def compute(self, feed, indices) -> tuple[float, int]:
-        """Compute this worker's part of a global batch; returns (mean loss, samples).
+        """Compute the gradients of this worker's samples; return (their mean loss, their number).
 
-        A source that does not answer is this worker's trouble alone: it waits, as long as it takes,
-        and serves and listens to the others meanwhile.
+        If the data source does not answer, this worker waits without a time limit, and the others
+        continue. While this worker waits for data, it answers the requests of the other ranks.
         """
         start, stop = self.part(len(indices))
         mine = indices[start:stop]
-        taken = feed.take(mine, self.group.progress)
-        while taken is None:
+        while (taken := feed.take(mine, self.group.progress)) is None:
             events.emit("starved", step=self.client.finished, seconds=feed.starved)
-            taken = feed.take(mine, self.group.progress)
 
         def mean(batch: tuple) -> float:
             return check_loss(self.model.loss_and_gradients(batch, self.gradients))
@@ -104,20 +100,19 @@ class Served:
         return loss, samples
 
     def order(self) -> dict[str, int]:
-        """Return nothing: servers add gradients wherever they lie."""
+        """Return an empty order: servers do not need an order of the gradients in memory."""
         return {}
 
     def arrange(self, order: dict[str, int]) -> None:
-        """Nothing to arrange."""
+        """Do nothing: servers do not need an order of the gradients in memory."""
 
     def hidden(self) -> None:
-        """Return None: what a push hides is in the servers' statistics."""
+        """Return None, because this exchange does not measure its overlap with computing."""
 
     def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
-        """Take note of this step; returns (this worker's loss, whether all stop here).
+        """Record this step; return (this worker's loss, whether all workers stop after this step).
 
-        A loss that is no number is not pushed: this worker asks for a stop instead, and pushes
-        nothing until all have stopped.
+        If the loss is not finite, this worker pushes zeros and requests a stop.
         """
         check_in_place(self.gradients, self._views)
         if not np.isfinite(loss):
@@ -128,50 +123,54 @@ class Served:
         return loss, self.agreement.at(self.client.finished + 1, bool(stop))
 
     def update(self) -> None:
-        """Push the gradients, finish the clock and pull what the next clock may see."""
+        """Push the gradients of this step, and pull the parameters for the next step."""
         self.client.push_pull(self.gradients, out=self.model.parameters, samples=self._samples)
 
     def state(self, saving: bool) -> dict:
-        """Return this rank's shards, as pieces of global arrays. Workers hold nothing.
+        """Return the shards (pieces of global arrays) on this rank; a worker returns an empty dict.
 
-        The counters of the optimizer are saved by the first server: asynchronous pushes are
-        added up in another order on each, and so agree but for the last bit.
+        Only the first server saves the scalar state of the optimizer, such as a step counter.
+        Scalars of the optimizer may differ in the last bit between servers, because each server
+        handles asynchronous pushes in its own order.
         """
         if not self.group.is_server:
             return {}
         held = self.group.shards(MODEL)
         shapes = {name: array.shape for name, array in self.model.parameters.items()}
-        state: dict = {"parameters": _pieces(held["parameters"], shapes), "optimizer": {}}
-        for slot, triples in held["optimizer"].items():
-            state["optimizer"][slot] = _pieces(triples, shapes)
+        slots = {slot: _pieces(triples, shapes) for slot, triples in held["optimizer"].items()}
         if not saving or self.comm.rank == self.group.server_ranks[0]:
-            state["optimizer"].update(held["scalars"])
-        # A server may hold nothing of a kind; an empty dict would be an entry of its own.
+            slots.update(held["scalars"])
+        state = {"parameters": _pieces(held["parameters"], shapes), "optimizer": slots}
+        # A server may hold no tensor of a kind, and an empty dict would be saved as an entry.
         return {kind: entries for kind, entries in state.items() if entries}
 
     def begin(self) -> None:
-        """Pull the parameters that the first clock begins with."""
+        """Pull the parameters for the first step."""
         self.client.pull(out=self.model.parameters)
 
     def check(self, step: int) -> None:
-        """Nothing to compare: servers hold each parameter once."""
+        """Do nothing: servers hold each parameter only once, so there are no copies to compare."""
 
     def save_point(self, step: int) -> None:
-        """Pause the servers after the same clock of all workers. Collective over the workers."""
+        """Pause the servers once all workers have finished `step`. Collective over the workers."""
         self.group.pause(step)
 
     def serve(self, on_pause) -> None:
-        """Serve until all workers have left; for dedicated servers. `on_pause(step)` saves."""
+        """On a dedicated server, answer requests until all workers have finished.
+
+        At each checkpoint, the server calls ``on_pause(step)``, which saves its arrays.
+        """
         self.group.serve(on_pause)
 
     def wait(self, test: Callable[[], bool]) -> None:
-        """Wait among the workers, and serve meanwhile those that still need it."""
+        """Wait until `test` is true, and answer the requests of other ranks meanwhile."""
         self.agreement.wait(test)
 
     def finish(self) -> None:
-        """Bring the final parameters to every worker. Collective over the workers.
+        """Copy the final parameters to every worker. Collective over the workers.
 
-        The second barrier keeps colocated servers serving until the last pull is answered.
+        A worker that is a server too waits in a second barrier, and answers requests until the last
+        worker has pulled the parameters.
         """
         self.agreement.wait(self.workers.Ibarrier().Test)
         self.client.pull(out=self.model.parameters)
@@ -184,7 +183,7 @@ class Served:
         self.group.close()
 
     def abandon(self, error: BaseException) -> None:
-        """Tell servers and workers, which wait for this rank or will, why it is gone."""
+        """Send servers and workers the error that has ended the run on this rank."""
         self.group.__exit__(type(error), error, error.__traceback__)
 
 
@@ -193,14 +192,15 @@ def _pieces(triples, shapes) -> dict:
 
 
 class Agreement:
-    """Workers at different clocks agree on one to stop after, without waiting for each other.
+    """Workers agree on a clock (a number of finished steps) after which all of them stop.
 
-    A worker that wants to stop tells all others. Each, once it knows, names a clock that it has
-    not passed yet (its own plus some slack) and goes on until then while a nonblocking maximum of
-    the names is under way: the maximum is the clock after which all stop. Wishes are heard at
-    every clock and in every wait (`listen`), so whoever has come to the clock it named may wait
-    for the others, also for those that wait for it. One that has finished names a clock beyond the
-    last, and then nobody stops early.
+    A worker that wants to stop sends a message to all others. Each worker then proposes a clock
+    that it has not passed yet: its own clock plus some slack. A nonblocking allreduce computes the
+    maximum of the proposals, and each worker continues meanwhile, at most to the clock that it has
+    proposed. All workers stop after the largest proposed clock. A worker waits if it reaches its
+    own proposed clock before the maximum is known. Waiting for the maximum cannot deadlock, because
+    each worker checks for messages (`listen`) after every step and in every wait. A worker that has
+    finished its last step proposes a clock after this step, so all workers then do all their steps.
     """
 
     _TAG = 7
@@ -216,7 +216,7 @@ class Agreement:
         self._notes: list = []
 
     def at(self, clock: int, wish: bool) -> bool:
-        """Whether all workers stop after `clock`. Called once per clock."""
+        """Return whether all workers stop after `clock` steps. Call this method once per step."""
         self._reached = clock
         if self.clock is None:
             self.listen(wish)
@@ -228,7 +228,7 @@ class Agreement:
         return self.clock is not None and clock >= self.clock
 
     def listen(self, wish: bool = False) -> None:
-        """Name a clock if this worker or another one wishes to stop. Returns at once."""
+        """If a worker wants to stop, propose after which step all stop. Returns at once."""
         if self._named is None and (wish or self.comm.Iprobe(MPI.ANY_SOURCE, self._TAG)):
             others = (rank for rank in range(self.comm.size) if rank != self.comm.rank)
             self._notes = [self.comm.Isend([b"", MPI.BYTE], r, self._TAG) for r in others]
@@ -240,13 +240,13 @@ class Agreement:
         self._request = self.comm.Iallreduce(MPI.IN_PLACE, self._named, MPI.MAX)
 
     def wait(self, test: Callable[[], bool]) -> None:
-        """Wait, and serve meanwhile where this worker is a server as well."""
+        """Wait until `test` is true, and answer the requests of other ranks meanwhile."""
         wait_until(lambda: test() or (self.progress(), False)[1])
 
     def close(self) -> None:
-        """Take in what is under way and free the communicator. Collective over the workers."""
+        """Receive all remaining messages and free the communicator. Collective over the workers."""
         if self._named is None:
-            self._name(0)  # the maximum that others may have begun needs every rank
+            self._name(0)  # others may have begun the maximum, which needs every rank
         self.wait(self._request.Test)
         told = np.array([bool(self._notes)], np.int64)
         self.wait(self.comm.Iallreduce(MPI.IN_PLACE, told, MPI.SUM).Test)

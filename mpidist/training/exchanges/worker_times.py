@@ -1,6 +1,7 @@
-"""Which worker of parameter servers is slow? They run apart, and never meet to compare their times.
+"""Find slow workers of parameter servers; no collective call compares the workers' times.
 
-So each tells the first server, in the next request that it sends there anyway, and that one judges:
+Each worker adds its times to a request that it sends to the first server anyway, and this server
+compares the times of all workers:
 
     worker 0   ten steps . . | push+clock+pull, 4.0 ms a step   -> server
     worker 1   ten steps . . . . . . | push+clock+pull, 54 ms   -> server: worker 1 is slow
@@ -16,13 +17,13 @@ from ...fault_tolerance.stragglers import Judge, Window, record, report_straggle
 
 
 class OwnTimes:
-    """A worker's times, sent to the first server together with requests."""
+    """The times of this worker, which it sends to the first server as a part of other requests."""
 
     def __init__(self, client):
         self.client, self._window = client, Window()
 
     def note(self, *seconds: float) -> None:
-        """Take what a step needed in each phase before its push; every tenth is told."""
+        """Record the seconds of each phase of a step; every ten steps, send them with a request."""
         self._window.note(*seconds)
         mine = self._window.take()
         if mine is not None:
@@ -31,11 +32,11 @@ class OwnTimes:
 
 
 class Times:
-    """The workers' times as the first server knows them; it reports slow workers.
+    """The times of all workers, collected on the first server, which reports slow workers.
 
-    `hosts` are those of all ranks, `crowded` the ranks that share cores, who are not named. It
-    looks when each worker has told a new window: a slow one tells fewer than the others where
-    nobody waits for it.
+    `hosts` are the hosts of all ranks. `crowded` are the ranks that share cores; these are never
+    reported as slow. The times are compared only when each worker has sent new times, because a
+    slow worker sends its times less often than the others.
     """
 
     def __init__(self, workers: Sequence[int], hosts: Sequence[str], crowded: Collection[int] = ()):
@@ -44,16 +45,16 @@ class Times:
         self._newest: dict[int, tuple[int, int]] = {}
 
     def take(self, rank: int, note: tuple[int, int]) -> None:
-        """Take the nanoseconds per step of the worker that is `rank`."""
+        """Store the nanoseconds per step of worker `rank`; report the workers that are slow."""
         self._newest[rank] = note
         if len(self._newest) < len(self.workers) or len(self.workers) == 1:
             return
         everyone = np.array([self._newest[rank] for rank in self.workers]) / 1e9
         self._newest.clear()
         for one in self.judge.look(everyone):
-            named = one._replace(rank=self.workers[one.rank])
-            if named.rank in self.crowded:
-                continue
-            record(named)
-            who = f"rank {named.rank} on {self.hosts[named.rank]} is slower than the other workers"
-            report_straggler(named, who, float(everyone[one.rank].sum()))
+            rank = self.workers[one.rank]
+            if rank not in self.crowded:
+                named = one._replace(rank=rank)
+                record(named)
+                who = f"rank {rank} on {self.hosts[rank]} is slower than the other workers"
+                report_straggler(named, who, float(everyone[one.rank].sum()))

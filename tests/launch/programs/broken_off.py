@@ -21,6 +21,7 @@ WORLD = MPI.COMM_WORLD
 KINDS = (RuntimeError, KeyboardInterrupt, MemoryError, SystemExit)
 
 # The others hear at once, not after a second: there are many cases.
+executor.GRACE = 0.1
 contexts.wait_until = functools.partial(polling.wait_until, patience=0.003)
 
 
