@@ -22,8 +22,8 @@ endif
 # One thread per rank: NumPy's BLAS would otherwise start one per core in every rank.
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
-# Else every rank compiles every module at every start.
-unexport PYTHONDONTWRITEBYTECODE
+# Else every rank compiles every module at every start, and writes its lines in pieces.
+unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
 .PHONY: help run test test-unit test-mpi test-launch test-cluster test-slurm test-net test-gpu \
         test-floor test-hdf5 fuzz lint bench bench-simulate bench-net bench-relaunch bench-counters soak soak-threads \

@@ -37,6 +37,8 @@ os.environ["MPIDIST_SELECTION_CACHE"] = "0"
 # again: 0.2 s of CPU for a small program, 0.35 s for `mpidist train`.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# And with this the words of one line are several writes, between which other ranks write theirs.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 def pytest_configure():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -60,9 +61,10 @@ class Site:
 
     def hosts(self) -> list[str]:
         """Return the host of each rank."""
-        program = "import socket; print('host', socket.gethostname(), flush=True)"
-        said = self.output([sys.executable, "-c", program], {}).splitlines()
-        return [line.split()[1] for line in said if line.startswith("host ")]
+        # One write, because a launcher mixes the output of ranks between their writes.
+        program = "import socket, sys; sys.stdout.write(f'<host {socket.gethostname()}>\\n')"
+        said = self.output([sys.executable, "-c", program], {})
+        return re.findall("<host (.*?)>", said)
 
     def times(self, setting: Setting) -> dict[int, float]:
         """Measure MPI's allreduce with `setting`; return a dict: bytes of a vector -> microseconds.

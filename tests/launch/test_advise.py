@@ -102,3 +102,10 @@ def test_bench_explain(tmp_path):
     (table,) = [line for line in first.splitlines() if line.startswith("# table ")]
     assert len(table.split()[2].rstrip(":")) == 16
     assert launch(1, words, env=env).returncode == 2
+
+
+def test_hosts_of_ranks_that_write_word_by_word(monkeypatch):
+    """PYTHONUNBUFFERED, common in batch scripts, makes each word a write of its own."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    there = advise.site(4, None, [], [8])
+    assert [len(there.hosts()) for _ in range(5)] == [4] * 5
