@@ -180,8 +180,8 @@ class Handle:
         if not self.done:
             try:
                 self.context.wait(self.test, self.sequence)
-            except BaseException:
-                self.run.finish_sends()
+            except BaseException as error:
+                self.run.finish_sends(error)
                 raise
         if self.error is not None:
             raise self.error

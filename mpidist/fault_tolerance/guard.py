@@ -59,7 +59,7 @@ class Stopped(SystemExit):
 
     def __init__(self, step: int, reason: str):
         super().__init__(REQUEUE)
-        expect_failure()
+        expect_failure(REQUEUE)
         self.step, self.reason = step, reason
 
     def __str__(self):

@@ -10,15 +10,18 @@ import types
 
 from mpi4py import MPI
 
-from ..errors import ConfigError
+from ..errors import ClosedError, ConfigError
 from ..events import is_ours
 
 
 def check_comm(comm) -> None:
     """Raise ConfigError unless `comm` is a valid intracommunicator that includes this rank.
 
-    The error text names the public function that was called.
+    Raises ClosedError for a communicator of an elastic group that has ended because a rank has
+    died. The error text names the public function that was called.
     """
+    if ended := getattr(comm, "ended", ""):
+        raise ClosedError(f"{_entry()}: {ended}")
     if problem := _problem(comm):
         raise ConfigError(f"{_entry()}: comm is {problem}")
 

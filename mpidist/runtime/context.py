@@ -27,7 +27,7 @@ import numpy as np
 from mpi4py import MPI
 
 from .. import arrays, events
-from ..errors import ClosedError, MismatchError, described
+from ..errors import ClosedError, MismatchError, MpidistError, RankFailure, described
 from .agreement.calls import Call, Running, mark_told, refusal, was_told, wrong_thread
 from .agreement.crossed_waits import open_contexts
 from .agreement.mismatch import BALLOT, BROKEN, CROSSED, RAISED, Signature
@@ -39,6 +39,7 @@ from .context_end import leave_together
 from .context_setup import Making
 from .failure import hook, is_child
 from .polling import wait_until
+from .ulfm import failure_of, is_death
 
 #: The most plans of a communicator; beyond it, a plan that has not run lately is closed.
 MAX_PLANS = 256
@@ -79,6 +80,8 @@ class Context:
         self.chain = 0  # a digest of past operations in which not all ranks wait
         self.history: deque[Signature] = deque(maxlen=HISTORY)
         self.failed: str | None = None
+        self.failed_as: type[MpidistError] = MismatchError  # or RankFailure
+        self.ended = ""  # why it has ended, if `free` did not close it
         #: If `stopped` is true, a thread must not begin an operation without `check_free`. It is
         #: true while a call is under way in the thread `caller`, and for good after a failure or
         #: after `close`.
@@ -162,10 +165,11 @@ class Context:
         checks that all ranks have raised an exception, too.
         """
         self._check_thread(kind)
-        if self.failed:
-            raise MismatchError(f"this communicator failed earlier: {self.failed}")
         if self.closed:
-            raise ClosedError("the context of this communicator was freed by md.free(comm)")
+            freed = "the context of this communicator was freed by md.free(comm)"
+            raise ClosedError(self.ended or freed)
+        if self.failed:
+            raise self.earlier_failure()
         me = threading.get_ident()
         if self.caller == me:
             return True
@@ -216,7 +220,7 @@ class Context:
         newest operation; a nonblocking operation may have begun earlier.
         """
         if self.failed and not test():
-            raise MismatchError(f"this communicator failed earlier: {self.failed}")
+            raise self.earlier_failure()
         self.statuses.awaited = sequence
         try:
             wait_until(running.progress(test) if running else test, self.statuses.look_around)
@@ -251,6 +255,7 @@ class Context:
         """
         if self.size == 1 or self.closed:
             return
+        self._check_death(error)
         self.unconfirmed = True
         self.begun += 1
         mark_told(error, self, for_now=True)
@@ -262,10 +267,14 @@ class Context:
 
         A rank that waits for this rank raises MismatchError, which names this rank and `error`.
         From then on the communicator cannot be used. This function does not raise; the caller
-        raises `error` again.
+        raises `error` again. If MPI has raised `error` because a rank has died, this function
+        raises RankFailure instead, and sends nothing.
         """
         mark_told(error, self)
         if self.failed or self.size == 1:
+            return
+        self._check_death(error)
+        if self.failed:
             return
         number = self.sequence if sequence is None else sequence
         begun = self.operation(number)
@@ -287,6 +296,22 @@ class Context:
         """Mark the communicator as failed: no operation begins or makes progress any more."""
         self.failed, self.stopped = text, True
         self._abandon()
+
+    def _check_death(self, error: BaseException) -> None:
+        """Mark the communicator as failed if `error` says that a rank has died.
+
+        Raises RankFailure if `error` is an exception of MPI.
+        """
+        if is_death(error):
+            found = failure_of(error)
+            self.failed_as = RankFailure
+            self.give_up(str(found))
+            if found is not error:
+                raise found from error
+
+    def earlier_failure(self) -> MpidistError:
+        """Return the error of a call on this communicator, which has failed."""
+        return self.failed_as(f"this communicator failed earlier: {self.failed}")
 
     def _abandon(self) -> None:
         """Keep the buffers that MPI may still write into, and stop all operations' progress."""
@@ -323,6 +348,23 @@ class Context:
         """Close a cached plan (a prepared operation). All ranks must drop the same plans."""
         self.quick.pop(key[1:], None)
         self.plans.pop(key).close()
+
+    def end(self, text: str) -> list:
+        """End the context without a message, because a rank has died. Local.
+
+        From then on, a call on the communicator raises ClosedError with `text`. Returns objects
+        whose buffers MPI may use until the private communicators are freed.
+        """
+        self.closed = self.stopped = True
+        self.ended, self.failed, self.failed_as = text, self.failed or text, RankFailure
+        open_contexts.remove(self)
+        self._abandon()
+        kept = [*_abandoned, *self.plans.values(), *self.store.values(), self.statuses, self.pool]
+        _abandoned.clear()
+        self.plans.clear()
+        self.quick.clear()
+        self.store.clear()
+        return kept
 
     def close(self) -> None:
         """Wait for the other ranks, then free all that belongs to the context.
@@ -411,7 +453,8 @@ def _close_all() -> None:
     for context in sorted(open_contexts, key=attrgetter("identity")):  # in one order on all ranks
         try:
             context.close()
-        except (MismatchError, MPI.Exception) as error:
+        except (MismatchError, RankFailure, MPI.Exception) as error:
             # A rank that has received the error from another rank does not print it again.
-            if context.statuses.found or isinstance(error, MPI.Exception):
-                print(f"mpidist: error: {error}", file=sys.stderr, flush=True)
+            if context.statuses.found or not isinstance(error, MismatchError):
+                shown = failure_of(error) if is_death(error) else error
+                print(f"mpidist: error: {shown}", file=sys.stderr, flush=True)

@@ -21,6 +21,7 @@ from .agreement import crossed_waits
 from .agreement.calls import refusal
 from .failure import claim_exit_barrier, first_of_job, set_exit_barrier
 from .polling import wait_until
+from .ulfm import failure_of, is_death, keep
 
 
 class Making:
@@ -55,7 +56,13 @@ class Making:
         for step in steps[len(self._made) :]:
             if self._request is None:
                 self._pending, self._request = step()
-            wait_until(self._request.Test, lambda _: crossed_waits.look(self.comm))
+            try:
+                wait_until(self._request.Test, lambda _: crossed_waits.look(self.comm))
+            except Exception as error:
+                if is_death(error):
+                    keep(self._request, self._pending)
+                    raise failure_of(error) from error
+                raise
             # This line calls no function, so no exception can interrupt it.
             self._made, self._request = (*self._made, self._pending), None
         _, data, control, number, exit_barrier = self._made

@@ -37,12 +37,13 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from .. import events
-from ..errors import ConfigError, MpidistError
+from ..errors import ConfigError, MpidistError, RankFailure
 from .communicator import check_comm, translated_rank
 
 #: HOLD_BACK: seconds that a failing rank waits for notes of lower ranks. LOOK: seconds that rank 0
@@ -58,14 +59,20 @@ DRAIN, READ_BY = 0.15, 10.0
 #: leave, too. LEAVE_FIRST: seconds that the first of several such ranks leaves before the others.
 LEAVE_TOGETHER, LEAVE_FIRST = 5.0, 1.0
 
+#: The `ulfm.Membership` of an elastic group. Its ranks end the job together, because MPI_Abort of
+#: Open MPI 5.0.11 ends only one rank of a job that was started with ULFM.
+elastic: Any = None
+
 #: Functions that run on a rank that is about to end the job by its own error.
 failing: list[Callable[[], None]] = []
 
 _installed = False
 _hook_before, _thread_hook_before, _original_exit = sys.excepthook, threading.excepthook, sys.exit
 _exit_code = 0  # the code of the last sys.exit(...)
-_may_fail = False  # whether this process may exit with a nonzero code without sys.exit
+_may_fail = 0  # the code with which this process may exit without sys.exit
 _child = False  # whether this process was forked by a rank
+_ending = False  # whether the ranks of an elastic group end the job by an error
+_survives = False  # whether a rank has died, and this process has gone on without it
 _exit_barrier = MPI.COMM_NULL  # a duplicate of all ranks, for notes and for leaving together
 _unclaimed = [None]  # emptied by the thread that makes the exit barrier; pop is one step
 _speaking = threading.Lock()
@@ -123,6 +130,22 @@ def claim_exit_barrier(comm: MPI.Comm) -> bool:
             _unclaimed.pop()
             return True
     return False
+
+
+def survive(comm: MPI.Comm) -> None:
+    """Leave the job with the ranks of `comm` only, because all others have died. Local.
+
+    From then on this process ends without MPI_Finalize, in which it would wait for dead ranks.
+    """
+    global _exit_barrier, _survives
+    _unclaimed.clear()
+    _exit_barrier, _survives = comm, True
+    sys.exit = _recording_exit
+
+
+def has_ulfm() -> bool:
+    """Return whether the job was started with ULFM, so that its ranks can survive a dead rank."""
+    return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112
 
 
 def first_of_job(comm: MPI.Comm) -> int:
@@ -195,6 +218,10 @@ def _end_job(error: BaseException, show_traceback) -> None:
     if not (_is_secondary(error) or isinstance(error, MPI.Exception)):
         _announce()
     with _speaking:  # a second thread that fails waits here until the process has ended
+        if elastic is not None:
+            if elastic.end_job(code, not _is_secondary(error)):
+                _show(error, show_traceback)
+            leave_with(code)
         if world.size > 1 and _others_speak(world.rank, error):
             time.sleep(READ_BY + 10 * HOLD_BACK)  # the launcher ends this process meanwhile
             _abort(code)
@@ -202,17 +229,22 @@ def _end_job(error: BaseException, show_traceback) -> None:
             # Another process of this launch prints the same error. That process may be slower than
             # this one, and the launcher ends all processes when one has failed.
             time.sleep(6 * HOLD_BACK)
-        elif speaks_in_one_line(error):
-            print(one_line(error), file=sys.stderr)
         else:
-            if world.size > 1:
-                print(f"mpidist: {_this_rank()} failed and ends the job:", file=sys.stderr)
-            show_traceback()
+            _show(error, show_traceback)
         _flush()
         if world.size > 1:
             _abort(code)
         elif code != 1 and threading.current_thread() is threading.main_thread():
             _leave_alone(code)
+
+
+def _show(error: BaseException, show_traceback) -> None:
+    if speaks_in_one_line(error):
+        print(one_line(error), file=sys.stderr)
+        return
+    if MPI.COMM_WORLD.size > 1:
+        print(f"mpidist: {_this_rank()} failed and ends the job:", file=sys.stderr)
+    show_traceback()
 
 
 def _is_secondary(error: BaseException) -> bool:
@@ -249,6 +281,11 @@ def _abort(code: int) -> None:
     unlink_segments()
     wait_for_the_reader()
     time.sleep(DRAIN)
+    if has_ulfm():
+        # MPI_Abort would end only this process, as if it had died.
+        with contextlib.suppress(OSError):
+            os.kill(os.getppid(), signal.SIGTERM)
+            time.sleep(READ_BY)
     MPI.COMM_WORLD.Abort(code)
 
 
@@ -360,7 +397,8 @@ def _flush() -> None:
 
 
 def _recording_exit(status=None):
-    global _exit_code
+    global _exit_code, _may_fail
+    _may_fail = 0
     # Python's own rule: None means 0, a number is the code, anything else is printed and means 1.
     _exit_code = 0 if status is None else status if isinstance(status, int) else 1
     _original_exit(status)
@@ -371,10 +409,10 @@ def asked_exit_code() -> int:
     return _exit_code
 
 
-def expect_failure() -> None:
-    """Record that an exception such as `Stopped` may soon end all ranks with a nonzero code."""
+def expect_failure(code: int) -> None:
+    """Record that an exception such as `Stopped` may soon end all ranks with exit code `code`."""
     global _may_fail
-    _may_fail = True
+    _may_fail = code
 
 
 def _leave() -> None:
@@ -385,7 +423,7 @@ def _leave() -> None:
     several ranks have a nonzero code, the lowest of them exits first, if the job's `mpirun` needs
     this order (see `let_first_leave`).
     """
-    global _exit_barrier
+    global _exit_barrier, _survives
     if _child and _job_is_alive():
         # MPI_Finalize would run next. Handlers that the child has registered have run already,
         # because handlers run last in, first out.
@@ -412,9 +450,28 @@ def _leave() -> None:
         _exit_barrier.Free()
         if fails and first < mine:
             let_first_leave()
-    except MPI.Exception:
-        pass  # a rank has died, and a rank that has noticed it ends the job
+    except (MPI.Exception, RankFailure):
+        # A rank has died. Without ULFM, a rank that has noticed it ends the job. With ULFM,
+        # MPI_Finalize would wait for the dead rank.
+        _survives = _survives or has_ulfm()
+        if elastic is not None and not _ending and (text := elastic.agree_at_exit()):
+            print(f"mpidist: {text}", file=sys.stderr)
     _exit_barrier = MPI.COMM_NULL
+    if _survives:
+        _flush()
+        os._exit((_exit_code or _may_fail) & 0xFF)
+
+
+def leave_with(code: int) -> None:
+    """End this process with exit code `code`, together with the ranks that `survive` has given.
+
+    Exit handlers of the program do not run, as after MPI_Abort.
+    """
+    global _exit_code, _ending
+    _exit_code, _ending = code, True
+    _flush()
+    wait_for_the_reader()
+    _leave()
 
 
 def let_first_leave() -> None:
@@ -429,5 +486,6 @@ def let_first_leave() -> None:
     here = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 0))
     if _exit_barrier == MPI.COMM_NULL and 0 < here < MPI.COMM_WORLD.size:
         _flush()
-        MPI.Finalize()  # waits for all ranks
+        if not _survives:
+            MPI.Finalize()  # waits for all ranks
         time.sleep(LEAVE_FIRST)

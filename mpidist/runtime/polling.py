@@ -20,6 +20,9 @@ PATIENCE = 1.0
 #: Seconds that the main thread has spent in waits so far. Waits that end at once do not count.
 waited = 0.0
 
+#: A function that every wait calls between its tests, if a module has set one. It may raise.
+look: Callable[[], None] | None = None
+
 _SPINS = 200
 _BATCH = 32
 
@@ -56,6 +59,8 @@ def wait_until(
                 if test():
                     return
                 os.sched_yield()
+            if look is not None:
+                look()
             now = time.monotonic()
             if now >= look_around:
                 if on_wait is not None:

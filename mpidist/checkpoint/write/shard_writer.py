@@ -19,6 +19,7 @@ import numpy as np
 
 from ...arrays import copy_into, host_empty, is_device
 from ...errors import CheckpointError, StorageError
+from ...runtime.ulfm import tester
 from ..control import operation
 from ..format import manifest
 from ..format.state import array_of
@@ -138,7 +139,7 @@ def forward_parts(
                         problem = error
                 for start in range(0, nbytes, _MESSAGE):
                     part = run[start : start + _MESSAGE]
-                    context.wait(context.data.Isend(part, work.to, tag).Test)
+                    context.wait(tester(context.data.Isend(part, work.to, tag)))
         else:
             own, foreign = iter(data), iter(inbox)
             written = [next(own if holder == comm.rank else foreign) for holder in work.holders]
@@ -147,7 +148,7 @@ def forward_parts(
                 if holder != comm.rank:
                     for start in range(0, len(room), _MESSAGE):
                         part = room[start : start + _MESSAGE]
-                        context.wait(context.data.Irecv(part, holder, tag).Test)
+                        context.wait(tester(context.data.Irecv(part, holder, tag)))
     return written if problem is None else problem
 
 

@@ -28,6 +28,7 @@ from mpi4py import MPI
 from ...arrays import copy_into, is_device, mpi_empty, synchronize
 from ...events import Counters
 from ...runtime.context_end import CHAIN_DIFFERS
+from ...runtime.ulfm import is_death, keep, test_some
 from ..schedules.schedule import (
     COPY,
     RECV,
@@ -59,7 +60,7 @@ _HEADER = struct.Struct("<qq")
 _KEY_BYTES = 8
 _HEADER_SENT = -1  # stands for the message of a header, where other messages have a step
 
-_testsome, _BYTE = MPI.Request.Testsome, MPI.BYTE
+_BYTE = MPI.BYTE
 
 
 def heading(context, key: int) -> bytes:
@@ -132,8 +133,8 @@ class Program(Engine):
         run = Run(self, work, context.tag(number), heading(context, key))
         try:
             context.wait(run.progress)  # without the lock of `test`: no other thread has this run
-        except BaseException:
-            run.finish_sends()
+        except BaseException as error:
+            run.finish_sends(error)
             raise
 
     def scratch(self, data):
@@ -195,13 +196,19 @@ class Run:
         self._testing = threading.Lock()
         try:
             self.progress(program.ready.copy())
-        except BaseException:
+        except BaseException as error:
             self.broken = True
-            self.finish_sends()
+            self.finish_sends(error)
             raise
 
-    def finish_sends(self) -> None:
-        """Wait up to `GRACE` seconds until MPI has sent all messages from the caller's memory."""
+    def finish_sends(self, error: BaseException) -> None:
+        """Wait up to `GRACE` seconds until MPI has sent all messages from the caller's memory.
+
+        If `error` reports a death, the messages may never end, and their memory is kept instead.
+        """
+        if is_death(error):
+            keep(self)
+            return
         steps = self.program.compiled.steps
         owned = zip(self.owners, self.requests, strict=False)
         sends = [r for i, r in owned if i == _HEADER_SENT or steps[i].kind == SEND]
@@ -237,7 +244,7 @@ class Run:
         if not self.left:
             return True
         if ready is None:
-            done = _testsome(self.requests)
+            done = test_some(self.requests)
             if not done:
                 return False
             ready = self._released(done)

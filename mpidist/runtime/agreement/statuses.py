@@ -30,6 +30,7 @@ from mpi4py import MPI
 
 from ... import events
 from ...errors import MismatchError
+from .. import ulfm
 from ..polling import wait_until
 from . import crossed_waits, mismatch
 from .mismatch import WAITING, Status, conflict, encode_signature, raised
@@ -89,7 +90,7 @@ class Statuses:
     def look_around(self, waited: float) -> None:
         """Exchange statuses with others without blocking; raise MismatchError if they conflict."""
         if self.context.failed:  # another thread has received the verdict, or a nested wait has
-            raise MismatchError(self.context.failed)
+            raise self.context.failed_as(self.context.failed)
         current = self.current
         if self._told != current:
             self._told, self._next, self._others = current, waited + 1.0, 0
@@ -158,6 +159,7 @@ class Statuses:
         The state ``BROKEN`` tells the receivers that another rank has raised an exception and knows
         the cause.
         """
+        ulfm.expect_death()  # which may be the reason why ranks are in different operations
         self.found, self.crossed = True, state == mismatch.CROSSED
         self.sentence(text, state)
         error = MismatchError(text)

@@ -1,0 +1,366 @@
+"""Detect that a rank has died, and make a smaller communicator of the living ranks (ULFM).
+
+ULFM (user-level failure mitigation) is the part of MPI with which a program can go on after a rank
+has died. Open MPI has it if the job was started by ``mpirun --with-ft ulfm``.
+
+    a rank is killed --> a waiting rank probes `base` --> RankFailure
+                     --> revoke all: every other rank leaves its call of MPI with an error, too
+                     --> shrink `base` to the living ranks --> a new `Membership`
+
+Open MPI 5.0.11 reports a death only to a rank that makes progress in MPI, and a rank that receives
+from a living rank never learns that a third rank has died. Therefore every wait of mpidist calls
+`Membership.look`, which probes one private communicator that has all ranks of the group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+
+import numpy as np
+from mpi4py import MPI
+
+from ..errors import RankFailure
+from . import failure, polling
+from .agreement.crossed_waits import open_contexts
+from .failure import leave_with, survive
+
+#: A tag on which no rank sends.
+_TAG = 9
+#: The bits on which ranks agree: whether a rank is well, and whether the job goes on. If the job
+#: does not go on, its exit code is in the bits above.
+_WELL, _GO_ON, _CODE = 1, 2, 8
+_ANY_CODE = 0xFF << _CODE
+#: What MPI may still use after a death, and what must never be freed.
+_GRAVE: list = []
+#: Seconds in which MPI reports a death that the kernel has shown already.
+_REPORT, _SOON = 2.0, 0.5
+_DEATH = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+
+#: The membership whose deaths this process notices; a process has at most one.
+current: Membership | None = None
+
+
+def is_death(error: BaseException | None) -> bool:
+    """Return whether `error` says that a rank has died, or that another rank has noticed it."""
+    if not isinstance(error, MPI.Exception):
+        return isinstance(error, RankFailure)
+    if error.Get_error_class() not in _DEATH:
+        # A blocking call of Open MPI 5.0.11 may report a death as MPI_ERR_OTHER or in a status.
+        try:
+            expect_death(_SOON)
+        except RankFailure:
+            return True
+        return False
+    return True
+
+
+def failure_of(error: BaseException) -> RankFailure:
+    """Return the `RankFailure` to raise for an error for which `is_death` is true."""
+    if isinstance(error, RankFailure):
+        return error
+    if current is not None:
+        return current.failure()
+    return RankFailure(f"a rank of this communicator has died ({error})")
+
+
+def keep(*objects) -> None:
+    """Keep objects that MPI may still use until the communicators of the group are freed. Local."""
+    if current is not None:
+        current.kept.append(objects)
+
+
+def test_some(requests: list[MPI.Request]) -> list[int] | None:
+    """Return the numbers of the requests that have ended, as ``MPI.Request.Testsome`` does.
+
+    A request that a death has broken off raises RankFailure, and is not freed: Open MPI 5.0.11 ends
+    the process if such a request is freed before its last fragment has been sent.
+    """
+    if current is None:
+        return MPI.Request.Testsome(requests)
+    status, ended = MPI.Status(), []
+    for k, request in enumerate(requests):
+        if request.Get_status(status):
+            if status.Get_error() != MPI.SUCCESS:
+                raise current.failure()
+            ended.append(k)
+    for k in ended:
+        requests[k].Test()
+    return ended
+
+
+def tester(request: MPI.Request) -> Callable[[], bool]:
+    """Return the test function of one request for a wait, with the errors of `test_some`."""
+    return request.Test if current is None else lambda: bool(test_some([request]))
+
+
+def expect_death(seconds: float = _REPORT) -> None:
+    """Raise RankFailure if MPI reports a death within `seconds`. Local.
+
+    A rank calls this function when it finds something wrong that a death may explain. Does nothing
+    in a program that is not elastic.
+    """
+    end = time.monotonic() + seconds
+    while current is not None and time.monotonic() < end:
+        current.look()
+        time.sleep(0.0005)
+
+
+class ElasticComm(MPI.Intracomm):
+    """A communicator that registers the communicators that are made from it, in its membership."""
+
+    membership: Membership
+    #: Why the communicator cannot be used any more.
+    ended = ""
+
+    def Idup(self, info=None):
+        """Duplicate the communicator, and return a request that has ended. Collective, blocking."""
+        return self.Dup(info), MPI.Request()
+
+    def Create_group(self, group, tag=0):
+        """Make a communicator of the ranks of `group`. Collective over `group`."""
+        made = self.membership.register(super().Create_group(group, tag))
+        return self.membership.settle(made, made)
+
+
+def _collective(name: str):
+    make = getattr(MPI.Intracomm, name)
+
+    @wraps(make)
+    def registering(self, *args, **settings):
+        made = self.membership.register(make(self, *args, **settings))
+        return self.membership.settle(made, self)
+
+    return registering
+
+
+for _name in ("Dup", "Clone", "Split", "Split_type", "Create"):
+    setattr(ElasticComm, _name, _collective(_name))
+
+
+class Membership:
+    """The living ranks of an elastic group, from one death to the next.
+
+    Parameters
+    ----------
+    base : MPI.Intracomm
+        A communicator of the living ranks, which this object owns.
+    names : sequence of str
+        What error texts call each rank of `base`, such as ``rank 3 (n2)``.
+
+    Attributes
+    ----------
+    comm : ElasticComm
+        The communicator of the group, which is made by `open`.
+    children : list of MPI.Comm
+        `comm` and all communicators that were made from it. They are revoked together.
+    """
+
+    def __init__(self, base: MPI.Intracomm, names: tuple[str, ...]):
+        self.base, self.names = base, names
+        self.children: list[MPI.Comm] = []
+        self._settled: list[MPI.Comm] = [base]
+        self.kept: list = []  # what MPI may still use, until the membership has ended
+
+    def open(self) -> None:
+        """Make `comm`, and from now on notice deaths. Collective over `base`.
+
+        The ranks also use `base` for the exit barrier of the job, so `base` has all living ranks.
+        """
+        global current
+        current, polling.look = self, self.look
+        self.comm: ElasticComm = self.register(self.base.Dup())
+        self.settle(self.comm, self.base)
+        failure.elastic = self
+        failure.set_exit_barrier(self.base)
+
+    def register(self, comm):
+        """Add `comm` to `children`; return it as an object that registers its own children."""
+        self.children = [child for child in self.children if child != MPI.COMM_NULL]
+        self._settled = [comm for comm in self._settled if comm != MPI.COMM_NULL]
+        if isinstance(comm, MPI.Intracomm) and type(comm) is MPI.Intracomm:
+            comm = ElasticComm(comm)
+        if isinstance(comm, ElasticComm):
+            comm.membership = self
+        self.children.append(comm)
+        return comm
+
+    def settle(self, made, around: MPI.Comm):
+        """Wait until all ranks of `around` have made `made`, and return it. Collective, polled.
+
+        Open MPI 5.0.11 crashes a rank that makes a communicator which another rank revokes already.
+        Therefore `end` leaves out communicators that are not settled.
+        """
+        if around != MPI.COMM_NULL:  # a rank outside of a group takes no part
+            request = around.Ibarrier()
+            try:
+                polling.wait_until(request.Test)
+            except Exception:
+                self.kept.append(request)
+                raise
+        self._settled.append(made)
+        return made
+
+    def look(self) -> None:
+        """Raise RankFailure if a rank of the group has died; make progress in MPI. Local."""
+        try:
+            self.base.Iprobe(MPI.ANY_SOURCE, _TAG)
+        except MPI.Exception as error:
+            if not is_death(error):
+                raise
+            raise self.failure() from None
+
+    def dead(self) -> list[int]:
+        """Return the ranks of `base` of which this rank knows that they are dead. Local."""
+        failed, everyone = self.base.Get_failed(), self.base.Get_group()
+        ranks = failed.Translate_ranks(range(failed.size), everyone)
+        failed.Free()
+        everyone.Free()
+        return [*ranks]
+
+    def failure(self) -> RankFailure:
+        """Return the error that names the dead ranks. Local."""
+        dead = self.dead()
+        who = ", ".join(self.names[rank] for rank in dead[:8]) or "a rank"
+        more = f" and {len(dead) - 8} more" if len(dead) > 8 else ""
+        verb = "has" if len(dead) < 2 else "have"
+        error = RankFailure(f"{who}{more} of {self.base.size} ranks {verb} died", tuple(dead))
+        error.everywhere = True
+        return error
+
+    def end(self, text: str) -> None:
+        """Make all ranks leave all calls on all communicators of the group. Local, not collective.
+
+        Contexts end without a message, and using them raises ClosedError with `text`.
+        """
+        global current
+        current, polling.look = None, None
+        for comm in self._settled:
+            with suppress(MPI.Exception):
+                if comm != MPI.COMM_NULL:
+                    comm.Revoke()
+        mine = [comm.handle for comm in self.children]
+        self._end_contexts(text, lambda comm: comm.handle in mine)
+        for comm in self.children:
+            if isinstance(comm, ElasticComm):
+                comm.ended = text
+
+    def _end_contexts(self, text: str, which: Callable[[MPI.Comm], bool]) -> None:
+        for context in tuple(open_contexts):
+            if which(context.comm):
+                self.kept.append(context.end(text))
+
+    def shrink(self, agreed: bool = False) -> Membership:
+        """Return the membership of the living ranks, which is not open yet. Collective over them.
+
+        This membership must have ended on this rank. `agreed` says that this rank has just taken
+        part in the agreement with which ranks in `all_here` learn of the failure.
+        """
+        if not agreed:
+            self._agree(_GO_ON)
+        base = MPI.Intracomm(self.base.Shrink())
+        here, there = base.Get_group(), self.base.Get_group()
+        before = here.Translate_ranks(range(here.size), there)
+        dead = MPI.Group.Difference(there, here)
+        # Communicators that the program has made from others than `comm`, and before.
+        self._end_contexts("a rank of this communicator has died", lambda comm: _share(comm, dead))
+        for group in (here, there, dead):
+            group.Free()
+        for comm in (*self.children, self.base):
+            with suppress(MPI.Exception):
+                if comm != MPI.COMM_NULL:
+                    comm.Free()
+        _GRAVE.append(self.kept)
+        survive(base)
+        failure.elastic = living = Membership(base, tuple(self.names[rank] for rank in before))
+        living._meet(0)  # now all ranks have made `base`, and it may be revoked
+        return living
+
+    def all_here(self) -> bool:
+        """Wait for all ranks; return whether all of them are here and alive. Collective.
+
+        All living ranks get the same answer. A rank that has noticed a death elsewhere does not
+        come here, but takes part in the same agreement in `shrink`. After a false answer all ranks
+        must call `end` and ``shrink(agreed=True)``.
+        """
+        request = self.base.Ibarrier()
+        try:
+            polling.wait_until(request.Test)
+        except Exception as error:
+            self.kept.append(request)
+            if not is_death(error):
+                raise
+            return self._agree(_GO_ON)
+        return self._agree(_GO_ON | _WELL)
+
+    def end_job(self, code: int, speaks: bool) -> bool:
+        """End the job on all ranks; return whether this rank must print its error. Collective.
+
+        Other ranks take part in `shrink` or `all_here`, and leave the job there with exit code
+        `code`. This rank must then call `failure.leave_with`. `speaks` says that this rank has an
+        error to print. Only the lowest of such ranks prints.
+        """
+        self.end("the job ends")
+        self._meet(code << _CODE)
+        return self._last_meeting(speaks)
+
+    def agree_at_exit(self) -> str:
+        """Agree with the other ranks, one of which has died or ends the job. Collective.
+
+        A rank calls this method if the exit barrier of the job was broken. If a rank ends the job,
+        this method does not return. If a rank has died, the lowest living rank gets the text that
+        it must print, and the others get "".
+        """
+        self._agree(_GO_ON)
+        dead = self.dead()
+        living = [rank for rank in range(self.base.size) if rank not in dead]
+        return f"{self.failure()}, at the end" if self.base.rank == living[0] else ""
+
+    def _last_meeting(self, speaks: bool) -> bool:
+        base = MPI.Intracomm(self.base.Shrink())
+        survive(base)
+        lowest = np.array([base.rank if speaks else base.size])
+        base.Allreduce(MPI.IN_PLACE, lowest, MPI.MIN)
+        return bool(lowest[0] == base.rank)
+
+    def _agree(self, mine: int) -> bool:
+        """Return whether all ranks are well and none has died. Collective, uniform.
+
+        If a rank ends the job by its own error, this function does not return.
+        """
+        value, alive = self._meet(mine | _ANY_CODE)
+        if not value & _GO_ON:
+            self.end("the job ends")
+            self._last_meeting(False)
+            leave_with(value >> _CODE or 1)
+        return alive and bool(value & _WELL)
+
+    def _meet(self, mine: int) -> tuple[int, bool]:
+        """Combine the bits of all ranks by "and"; return them, and whether no rank has died.
+
+        The same on all living ranks. A rank that leaves MPI for a while is waited for.
+        """
+        value = np.array([mine], np.intc)
+        look, polling.look = polling.look, None  # a death does not break an agreement off
+        request, alive = self.base.Iagree(value), True
+        try:
+            polling.wait_until(request.Test)
+        except MPI.Exception as error:
+            alive = False
+            if not is_death(error):
+                raise
+        finally:
+            polling.look = look
+        return int(value[0]), alive
+
+
+def _share(comm: MPI.Comm, dead: MPI.Group) -> bool:
+    """Return whether a rank of `comm` is in the group `dead`."""
+    group = comm.Get_group()
+    both = MPI.Group.Intersection(group, dead)
+    found = both.size > 0
+    group.Free()
+    both.Free()
+    return found

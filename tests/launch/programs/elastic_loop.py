@@ -1,0 +1,183 @@
+"""An elastic loop whose result is known: elastic_loop.py MODE OUT [n [algorithm]].
+
+`deaths` in the environment says who dies: "1:5:in" is rank 1, in step 5, while it adds. Each rank
+writes the steps that it has done to OUT/RANK, and at the end prints what it has.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+import mpidist as md
+
+SAMPLES, STEPS = 24, 12
+mode, out = sys.argv[1], Path(sys.argv[2])
+n = int(sys.argv[3]) if len(sys.argv) > 3 else 1000
+algorithm = sys.argv[4] if len(sys.argv) > 4 else "auto"
+comm, world = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
+deaths = [tuple(one.split(":")) for one in os.environ.get("DEATHS", "").split(",") if one]
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fate(step, where):
+    for rank, when, place in deaths:
+        if (int(rank), int(when)) == (world, step) and place.startswith(where):
+            if place == "in":  # some time in the sum
+                threading.Timer(0.002, die).start()
+            elif place.startswith("stuck"):  # the others wait before it dies
+                time.sleep(0.3)
+                die()
+            else:
+                die()
+
+
+def part(rank, size, step):
+    """Whole numbers: every order of additions gives the same bits."""
+    numbers = np.arange(n) % 97
+    mine = range(rank, SAMPLES, size)
+    return sum(((numbers * (k + 1) + step) % 89 for k in mine), np.zeros(n))
+
+
+def expected(steps=STEPS):
+    return sum((part(0, 1, step) for step in range(steps)), np.zeros(n))
+
+
+state = {"w": np.zeros(n), "more": {"count": 0}}
+log = (out / str(world)).open("a", buffering=1)
+
+
+def apply(step, total):
+    state["w"] += total
+    state["more"]["count"] += 1
+    log.write(f"{int(step)}\n")
+
+
+def one_step(group, step):
+    fate(step, "before")
+    total = part(group.rank, group.size, step)
+    fate(step, "in")
+    fate(step, "stuck")
+    if any((int(when), place, group.deaths) == (step, "in", 0) for _, when, place in deaths):
+        for _ in range(10_000):  # sums that nobody needs, until the timer ends one rank
+            md.allreduce(group.comm, total.copy(), algorithm=algorithm)
+    md.allreduce(group.comm, total, algorithm=algorithm)
+    apply(step, total)
+
+
+def report(group, more=""):
+    good = state["w"].tobytes() == expected().tobytes() and state["more"]["count"] == STEPS
+    print(f"rank {world} of {group.size}, {group.deaths} dead: {'right' if good else 'wrong'} {more}",
+          flush=True)  # fmt: skip
+
+
+if mode == "with":
+    with md.elastic(comm, state) as group:
+        group.on_resize(lambda old, new: fate(-1, "resize"))
+        for step in group.steps(0, STEPS):
+            with step:
+                one_step(group, step)
+        fate(STEPS, "after")
+    report(group)
+
+elif mode == "ahead":
+    # Rank 0 has done a step when a rank dies, and the others have not: they get rank 0's state.
+    with md.elastic(comm, state) as group:
+        for step in group.steps(0, STEPS):
+            with step:
+                total = part(group.rank, group.size, step)
+                md.allreduce(group.comm, total)
+                if step == 5 and group.deaths == 0:
+                    if world == 0:
+                        apply(step, total)
+                        group.done(step)
+                    if world == 1:
+                        time.sleep(0.2)
+                        die()
+                    group.comm.Barrier()
+                else:
+                    apply(step, total)
+    report(group)
+
+elif mode == "function":
+
+    def work(group):
+        with md.Arena(group.comm, {"g": ((n,), "f8")}) as arena:
+            for step in group.steps(0, STEPS):
+                fate(step, "before")
+                arena["g"][...] = part(group.rank, group.size, step)
+                md.allreduce(group.comm, arena)
+                apply(step, arena["g"])
+                group.done(step)
+        fate(STEPS, "after")
+        return int(md.allreduce(group.comm, np.ones(1))[0])
+
+    calls = []
+    found = md.run_elastic(comm, lambda group: (calls.append(group), work(group))[1], state)
+    report(calls[-1], f"returned {found}")
+
+elif mode == "old":
+    # What was made from the communicator of before says so.
+    with md.elastic(comm, state) as group:
+        old, x = group.comm, np.ones(n)
+        planned, arena = md.plan(old, x), md.Arena(old, {"g": ((n,), "f8")})
+        for step in group.steps(0, STEPS):
+            with step:
+                one_step(group, step)
+        for name, call in {
+            "comm": lambda: md.allreduce(old, x),
+            "plan": lambda: planned(),
+            "arena": lambda: md.allreduce(old, arena),
+            "free": lambda: md.Topology(old),
+        }.items():
+            try:
+                call()
+                found = "nothing raised"
+            except md.MpidistError as error:
+                found = f"{type(error).__name__}: {error}"
+            if group.rank == 0:
+                print(name, found, flush=True)
+    report(group)
+
+elif mode == "few":
+    with md.elastic(comm, state, min_ranks=comm.size) as group:
+        for step in group.steps(0, STEPS):
+            with step:
+                one_step(group, step)
+
+elif mode == "raises":
+    with md.elastic(comm, state) as group:
+        for step in group.steps(0, STEPS):
+            with step:
+                one_step(group, step)
+                if step == 8 and group.rank == 1:
+                    raise ValueError("bad sample")
+
+elif mode == "outside":
+    with md.elastic(comm, state) as group:
+        for step in group.steps(0, STEPS):
+            with step:
+                one_step(group, step)
+        if world == 1:
+            die()
+        md.allreduce(group.comm, np.ones(n))
+
+elif mode == "code":
+    with md.elastic(comm, state) as group:
+        for step in group.steps(0, STEPS):
+            with step:
+                one_step(group, step)
+    sys.exit(3)
+
+elif mode == "forgotten":
+    with md.elastic(comm, state) as group:
+        for _ in group.steps(0, STEPS):
+            md.allreduce(group.comm, np.ones(n))

@@ -1,0 +1,170 @@
+"""`md.elastic` with real kills: R46, R48, R54, R77; each death is a SIGKILL of a real rank."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpidist.launch.launchers import (
+    find_launcher,
+    launch,
+    launch_environment,
+    launcher_command,
+    launcher_kind,
+)
+from mpidist.launch.processes import run
+
+PROGRAM = str(Path(__file__).with_name("programs") / "elastic_loop.py")
+STEPS = 12
+OPEN_MPI = launcher_kind(find_launcher())[0] == "openmpi"
+with_ulfm = pytest.mark.skipif(not OPEN_MPI, reason="ULFM is a part of Open MPI")
+
+
+def elastic(ranks, mode, folder, *more, deaths=""):
+    """Run the program with ULFM; return the outcome and the steps in each rank's log."""
+    folder.mkdir(exist_ok=True)
+    launcher, *options = launcher_command(ranks)
+    command = [launcher, "--with-ft", "ulfm", *options, sys.executable, PROGRAM, mode, str(folder)]
+    done = run([*command, *map(str, more)], env=launch_environment({"DEATHS": deaths}))
+    logs = {int(path.name): [*map(int, path.read_text().split())] for path in folder.iterdir()}
+    return done, logs
+
+
+def said(done, word="rank "):
+    return sorted(line.strip() for line in done.stdout.splitlines() if line.startswith(word))
+
+
+def check(found, living, dead):
+    """All living ranks have the right state, and each of them did each step once at most."""
+    done, logs = found
+    done.check()
+    assert said(done) == [f"rank {r} of {len(living)}, {dead} dead: right" for r in living], done
+    for rank in living:
+        assert logs[rank] == sorted(set(logs[rank])), (rank, logs[rank])
+    steps = set().union(*(logs[rank] for rank in living))
+    assert steps == set(range(STEPS))
+    return done
+
+
+CASES = {
+    "auto 8 KB": (1000, "auto"),
+    "auto 2 MB": (250_000, "auto"),
+    "ring": (250_000, "ring"),
+    "butterfly": (250_000, "butterfly"),
+    "double_tree": (250_000, "double_tree"),
+    "two_hop": (1000, "two_hop"),
+    "single_copy": (250_000, "single_copy"),
+    "native": (250_000, "native"),
+    "native short": (100, "native"),
+}
+
+
+@with_ulfm
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_dies_in_each_algorithm(tmp_path, case):
+    """R77: the tree, ring or barrier is made again from the living ranks; right bits."""
+    done = check(elastic(4, "with", tmp_path, *CASES[case], deaths="2:6:in"), [0, 1, 3], 1)
+    (line,) = [one for one in done.stderr.splitlines() if "died" in one]
+    assert line.startswith("mpidist: rank 2 on ")
+    assert "died at step 6; 3 ranks go on after" in line
+
+
+@with_ulfm
+@pytest.mark.parametrize(
+    ("deaths", "living"),
+    [
+        ("0:0:before", [1, 2, 3]),
+        ("3:11:stuck", [0, 1, 2]),
+        ("1:3:before,2:3:before", [0, 3]),
+        ("1:3:in,2:4:before,3:9:stuck", [0]),
+        ("1:3:in,2:-1:resize", [0, 3]),
+        ("1:12:after", [0, 2, 3]),
+    ],
+    ids=["first step", "last step", "two at once", "all but one", "in the repair", "at the end"],
+)
+def test_moments(tmp_path, deaths, living):
+    """R48: no step is lost or done twice, whenever a rank dies."""
+    check(elastic(4, "with", tmp_path, deaths=deaths), living, 4 - len(living))
+
+
+@with_ulfm
+def test_who_is_behind_gets_the_state_of_who_is_ahead(tmp_path):
+    """R54: from peers, not from disk; the step that one rank has done is not repeated."""
+    done, logs = elastic(4, "ahead", tmp_path)
+    check((done, logs), [0, 2, 3], 1)
+    assert [5 in logs[rank] for rank in (0, 2, 3)] == [True, False, False]
+
+
+@with_ulfm
+@pytest.mark.parametrize("deaths", ["1:4:before", "1:4:before,0:12:after"])
+def test_a_function_that_begins_again(tmp_path, deaths):
+    """`md.run_elastic`: arenas and collectives of the function are made anew by all ranks."""
+    done, _ = elastic(4, "function", tmp_path, deaths=deaths)
+    done.check()
+    gone = [int(one.split(":")[0]) for one in deaths.split(",")]
+    living = [rank for rank in range(4) if rank not in gone]
+    wanted = f"of {len(living)}, {len(gone)} dead: right returned {len(living)}"
+    assert said(done) == [f"rank {rank} {wanted}" for rank in living], done
+
+
+@with_ulfm
+def test_what_was_made_from_the_old_communicator_says_so(tmp_path):
+    done, _ = elastic(3, "old", tmp_path, deaths="1:4:in")
+    done.check()
+    for name in ("comm", "plan", "arena", "free"):
+        (line,) = said(done, f"{name} ")
+        assert line.startswith(f"{name} ClosedError: "), line
+        assert "a rank has died; group.comm is a new communicator" in line
+
+
+@with_ulfm
+def test_too_few_ranks_live(tmp_path):
+    done, _ = elastic(3, "few", tmp_path, deaths="1:4:in")
+    assert done.returncode == 70, done
+    assert not done.timed_out
+    assert done.stderr.count("only 2 ranks live, and min_ranks is 3") == 1, done.stderr
+
+
+@with_ulfm
+@pytest.mark.parametrize("deaths", ["", "2:3:in"], ids=["nobody died", "after a death"])
+def test_an_exception_ends_the_job(tmp_path, deaths):
+    """As without elasticity: a bad sample would kill rank after rank."""
+    done, _ = elastic(4, "raises", tmp_path, deaths=deaths)
+    assert done.returncode == 1, done
+    assert done.stderr.count("ValueError: bad sample") == 1, done.stderr
+
+
+@with_ulfm
+def test_a_death_outside_a_step_ends_the_job(tmp_path):
+    done, _ = elastic(3, "outside", tmp_path)
+    assert done.returncode == 70, done
+    assert "rank 1 on " in done.stderr
+    assert "has died" in done.stderr
+
+
+@with_ulfm
+def test_the_exit_code_is_the_programs(tmp_path):
+    done, _ = elastic(3, "code", tmp_path, deaths="1:4:in")
+    assert done.returncode == 3, done
+
+
+@with_ulfm
+def test_a_step_that_is_not_done(tmp_path):
+    done, _ = elastic(2, "forgotten", tmp_path)
+    assert done.returncode == 1, done
+    assert "step 0 was left without being done; use `with step:`" in done.stderr
+
+
+def test_refused_without_ulfm(tmp_path):
+    """On all ranks, before any step, in one line, with what works."""
+    done = launch(2, [sys.executable, PROGRAM, "with", str(tmp_path)])
+    assert done.returncode == 2, done
+    (line,) = [one for one in done.stderr.splitlines() if one.startswith("mpidist: error")]
+    assert "mpidist launch" in line
+    assert ("mpirun --with-ft ulfm" if OPEN_MPI else "needs Open MPI 5.0.11 or newer") in line
+
+
+def test_one_rank_needs_no_ulfm(tmp_path):
+    done = run([sys.executable, PROGRAM, "with", str(tmp_path)], env=launch_environment())
+    done.check()
+    assert said(done) == ["rank 0 of 1, 0 dead: right"]
