@@ -219,7 +219,7 @@ def _end_job(error: BaseException, show_traceback) -> None:
         _announce()
     with _speaking:  # a second thread that fails waits here until the process has ended
         if elastic is not None:
-            if elastic.end_job(code, not _is_secondary(error)):
+            if elastic.end_job(code, error):
                 _show(error, show_traceback)
             leave_with(code)
         if world.size > 1 and _others_speak(world.rank, error):

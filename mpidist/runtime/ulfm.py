@@ -295,16 +295,18 @@ class Membership:
             return self._agree(_GO_ON)
         return self._agree(_GO_ON | _WELL)
 
-    def end_job(self, code: int, speaks: bool) -> bool:
+    def end_job(self, code: int, error: BaseException) -> bool:
         """End the job on all ranks; return whether this rank must print its error. Collective.
 
         Other ranks take part in `shrink` or `all_here`, and leave the job there with exit code
-        `code`. This rank must then call `failure.leave_with`. `speaks` says that this rank has an
-        error to print. Only the lowest of such ranks prints.
+        `code`. This rank must then call `failure.leave_with`. One rank prints its error: the lowest
+        that knows the cause.
         """
         self.end("the job ends")
         self._meet(code << _CODE)
-        return self._last_meeting(speaks)
+        hearsay = getattr(error, "secondary", False)
+        unnamed = isinstance(error, RankFailure) and not error.ranks
+        return self._last_meeting(2 if hearsay else int(unnamed))
 
     def agree_at_exit(self) -> str:
         """Agree with the other ranks, one of which has died or ends the job. Collective.
@@ -318,12 +320,14 @@ class Membership:
         living = [rank for rank in range(self.base.size) if rank not in dead]
         return f"{self.failure()}, at the end" if self.base.rank == living[0] else ""
 
-    def _last_meeting(self, speaks: bool) -> bool:
+    def _last_meeting(self, turn: int) -> bool:
+        """Return whether this rank is the lowest of those with the smallest `turn`. Collective."""
         base = MPI.Intracomm(self.base.Shrink())
         survive(base)
-        lowest = np.array([base.rank if speaks else base.size])
-        base.Allreduce(MPI.IN_PLACE, lowest, MPI.MIN)
-        return bool(lowest[0] == base.rank)
+        mine = turn * base.size + base.rank
+        first = np.array([mine])
+        base.Allreduce(MPI.IN_PLACE, first, MPI.MIN)
+        return bool(first[0] == mine)
 
     def _agree(self, mine: int) -> bool:
         """Return whether all ranks are well and none has died. Collective, uniform.
@@ -333,7 +337,7 @@ class Membership:
         value, alive = self._meet(mine | _ANY_CODE)
         if not value & _GO_ON:
             self.end("the job ends")
-            self._last_meeting(False)
+            self._last_meeting(3)
             leave_with(value >> _CODE or 1)
         return alive and bool(value & _WELL)
 
