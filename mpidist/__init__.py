@@ -63,8 +63,8 @@ _HOME = {
     "watch": "fault_tolerance.watch",
     "Watch": "fault_tolerance.watch",
     "parameter_server": "servers.parameter_server",
-    "elastic": "elasticity.group",
-    "run_elastic": "elasticity.group",
+    "elastic": "elasticity.elastic_group",
+    "run_elastic": "elasticity.elastic_group",
 }
 _SUBMODULES = ("optim", "data", "models")
 

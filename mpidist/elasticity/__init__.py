@@ -1,6 +1,6 @@
 """Elasticity: a job goes on after a rank has died, with the ranks that live.
 
-`group` has the elastic group, in which a program trains: it notices a death, makes a smaller
+`elastic_group` has the group in which a program trains: it notices a death, makes a smaller
 communicator, brings all ranks to the newest state, and repeats the step that was broken off.
 `peer_state` sends the state from a rank that has it to the ranks that are behind. The calls of MPI
 on which this rests are in `runtime/ulfm.py`.

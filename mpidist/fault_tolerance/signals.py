@@ -12,7 +12,8 @@ from typing import Any
 
 from .. import events
 from ..launch import heartbeat
-from ..runtime.failure import end_child, unlink_segments, wait_for_the_reader
+from ..runtime.before_exit import unlink_segments, wait_for_the_reader
+from ..runtime.failure import end_child
 
 #: The text that rank 0 prints at once, because the step may go on for long.
 _INTERRUPTED = b"mpidist: interrupted: the run stops after this step; Ctrl-C again ends it now\n"

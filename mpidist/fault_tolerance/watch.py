@@ -40,7 +40,7 @@ from ..errors import ConfigError, shown
 from ..launch.process_table import born, stat_of
 from ..runtime import polling
 from ..runtime.agreement.run_on_all import run_on_all, same_on_all
-from ..runtime.failure import unlink_segments, wait_for_the_reader
+from ..runtime.before_exit import unlink_segments, wait_for_the_reader
 from ..runtime.status_board import Board
 from . import hang_dump
 from .hang import Hang, Seen, hang_report, judge

@@ -39,3 +39,8 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 def mpi_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment variables that tune MPI itself."""
     return {k: environ[k] for k in sorted(environ) if k.startswith(_MPI_SETTINGS)}
+
+
+def has_ulfm(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the job was started with ULFM, so that its ranks can survive a dead rank."""
+    return environ.get("OMPI_MCA_mpi_ft_enable") == "1"

@@ -35,11 +35,11 @@ from .agreement.statuses import HISTORY, Statuses
 from .agreement.tell_others import contexts
 from .buffer_pool import BufferPool
 from .communicator import handle_of
-from .context_end import leave_together
+from .context_end import end_after_death, leave_together
 from .context_setup import Making
 from .failure import hook, is_child
 from .polling import wait_until
-from .ulfm import failure_of, is_death
+from .ulfm import is_death, rank_failure
 
 #: The most plans of a communicator; beyond it, a plan that has not run lately is closed.
 MAX_PLANS = 256
@@ -166,8 +166,7 @@ class Context:
         """
         self._check_thread(kind)
         if self.closed:
-            freed = "the context of this communicator was freed by md.free(comm)"
-            raise ClosedError(self.ended or freed)
+            raise ClosedError(self.ended or "this communicator was freed by md.free(comm)")
         if self.failed:
             raise self.earlier_failure()
         me = threading.get_ident()
@@ -298,12 +297,9 @@ class Context:
         self._abandon()
 
     def _check_death(self, error: BaseException) -> None:
-        """Mark the communicator as failed if `error` says that a rank has died.
-
-        Raises RankFailure if `error` is an exception of MPI.
-        """
+        """Give up if `error` says that a rank has died; raise RankFailure for an error of MPI."""
         if is_death(error):
-            found = failure_of(error)
+            found = rank_failure(error)
             self.failed_as = RankFailure
             self.give_up(str(found))
             if found is not error:
@@ -350,21 +346,15 @@ class Context:
         self.plans.pop(key).close()
 
     def end(self, text: str) -> list:
-        """End the context without a message, because a rank has died. Local.
+        """End the context without a message, because a rank has died; calls raise `text`.
 
-        From then on, a call on the communicator raises ClosedError with `text`. Returns objects
-        whose buffers MPI may use until the private communicators are freed.
+        Returns what MPI may use until the private communicators are freed.
         """
-        self.closed = self.stopped = True
-        self.ended, self.failed, self.failed_as = text, self.failed or text, RankFailure
+        self.ended = text
         open_contexts.remove(self)
-        self._abandon()
-        kept = [*_abandoned, *self.plans.values(), *self.store.values(), self.statuses, self.pool]
-        _abandoned.clear()
-        self.plans.clear()
-        self.quick.clear()
-        self.store.clear()
-        return kept
+        self.give_up(self.failed or text)
+        self.closed, self.failed_as = True, RankFailure
+        return end_after_death(self, _abandoned)
 
     def close(self) -> None:
         """Wait for the other ranks, then free all that belongs to the context.
@@ -456,5 +446,5 @@ def _close_all() -> None:
         except (MismatchError, RankFailure, MPI.Exception) as error:
             # A rank that has received the error from another rank does not print it again.
             if context.statuses.found or not isinstance(error, MismatchError):
-                shown = failure_of(error) if is_death(error) else error
+                shown = rank_failure(error) if is_death(error) else error
                 print(f"mpidist: error: {shown}", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from .agreement import crossed_waits
 from .agreement.calls import refusal
 from .failure import claim_exit_barrier, first_of_job, set_exit_barrier
 from .polling import wait_until
-from .ulfm import failure_of, is_death, keep
+from .ulfm import is_death, keep_alive, rank_failure
 
 
 class Making:
@@ -60,8 +60,8 @@ class Making:
                 wait_until(self._request.Test, lambda _: crossed_waits.look(self.comm))
             except Exception as error:
                 if is_death(error):
-                    keep(self._request, self._pending)
-                    raise failure_of(error) from error
+                    keep_alive(self._request, self._pending)
+                    raise rank_failure(error) from error
                 raise
             # This line calls no function, so no exception can interrupt it.
             self._made, self._request = (*self._made, self._pending), None

@@ -24,13 +24,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import os
 import signal
 import socket
-import stat
 import sys
-import termios
 import threading
 import time
 import traceback
@@ -44,16 +41,17 @@ from mpi4py import MPI
 
 from .. import events
 from ..errors import ConfigError, MpidistError, RankFailure
+from ..launch.environment import has_ulfm
+from .before_exit import READ_BY, SEGMENTS, unlink_segments, wait_for_the_reader
 from .communicator import check_comm, translated_rank
 
 #: HOLD_BACK: seconds that a failing rank waits for notes of lower ranks. LOOK: seconds that rank 0
 #: waits for a note of a rank that prints already; MPI shows a message after a few probes only.
 HOLD_BACK, LOOK = 0.5, 0.05
 
-#: DRAIN: seconds between the last output and MPI_Abort. MPICH's launcher stops forwarding output
+#: Seconds between the last output and MPI_Abort. MPICH's launcher stops forwarding output
 #: when it receives the abort, and without this pause about one traceback in twenty was lost.
-#: READ_BY: the most seconds that a rank waits until a slow launcher has read its output.
-DRAIN, READ_BY = 0.15, 10.0
+DRAIN = 0.15
 
 #: LEAVE_TOGETHER: seconds that a rank leaving by ``sys.exit(nonzero)`` waits for the other ranks to
 #: leave, too. LEAVE_FIRST: seconds that the first of several such ranks leaves before the others.
@@ -76,9 +74,6 @@ _survives = False  # whether a rank has died, and this process has gone on witho
 _exit_barrier = MPI.COMM_NULL  # a duplicate of all ranks, for notes and for leaving together
 _unclaimed = [None]  # emptied by the thread that makes the exit barrier; pop is one step
 _speaking = threading.Lock()
-
-#: The names of shared memory of MPICH, UCX and Open MPI. Other files there may hold users' data.
-_SEGMENTS = ("mpich_shm_", "ucx_shm_", "sm_segment.", "vader_segment.")
 
 
 def install_hook(comm: MPI.Comm) -> None:
@@ -133,7 +128,7 @@ def claim_exit_barrier(comm: MPI.Comm) -> bool:
 
 
 def survive(comm: MPI.Comm) -> None:
-    """Leave the job with the ranks of `comm` only, because all others have died. Local.
+    """Leave the job with the ranks of `comm` only, because all others have died.
 
     From then on this process ends without MPI_Finalize, in which it would wait for dead ranks.
     """
@@ -143,9 +138,9 @@ def survive(comm: MPI.Comm) -> None:
     sys.exit = _recording_exit
 
 
-def has_ulfm() -> bool:
-    """Return whether the job was started with ULFM, so that its ranks can survive a dead rank."""
-    return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112
+def is_whole_job(comm: MPI.Comm) -> bool:
+    """Return whether `comm` has all ranks of the job."""
+    return comm.size == MPI.COMM_WORLD.size
 
 
 def first_of_job(comm: MPI.Comm) -> int:
@@ -162,7 +157,7 @@ def set_exit_barrier(comm: MPI.Comm) -> None:
     # All ranks have left MPI_Init, where MPICH's ranks map their shared memory. So the name of the
     # file is not needed any more, and the file would stay if the whole job were killed. Open MPI's
     # ranks map each other's memory later, and its daemons remove the files.
-    unlink_segments(_SEGMENTS[:1])
+    unlink_segments(SEGMENTS[:1])
 
 
 # ------------------------------------------------------------------------------ forked processes
@@ -261,22 +256,6 @@ def _announce() -> None:
         tell()
 
 
-def unlink_segments(prefixes: tuple[str, ...] = _SEGMENTS) -> None:
-    """Remove the names of the shared-memory files that the MPI library of this process has made.
-
-    A process calls this function before it may be killed, because MPICH leaves megabytes in
-    /dev/shm when a job is aborted. The memory itself lives on in the processes that have mapped it.
-    """
-    try:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return
-    for path in {Path(line.split()[-1]) for line in maps.splitlines() if "/dev/shm/" in line}:
-        if path.name.startswith(prefixes):
-            with contextlib.suppress(OSError):
-                path.unlink()
-
-
 def _abort(code: int) -> None:
     unlink_segments()
     wait_for_the_reader()
@@ -287,23 +266,6 @@ def _abort(code: int) -> None:
             os.kill(os.getppid(), signal.SIGTERM)
             time.sleep(READ_BY)
     MPI.COMM_WORLD.Abort(code)
-
-
-def wait_for_the_reader(seconds: float = READ_BY) -> bool:
-    """Wait until the launcher has read the output of this process; return whether it has."""
-    deadline = time.monotonic() + seconds
-    while (unread := any(map(_unread, (1, 2)))) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not unread
-
-
-def _unread(descriptor: int) -> int:
-    """Return how many bytes of an output pipe the launcher has not read yet."""
-    with contextlib.suppress(OSError):
-        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-            count = fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))
-            return int.from_bytes(count, sys.byteorder)
-    return 0
 
 
 def exit_code(error: BaseException) -> int:
@@ -463,10 +425,7 @@ def _leave() -> None:
 
 
 def leave_with(code: int) -> None:
-    """End this process with exit code `code`, together with the ranks that `survive` has given.
-
-    Exit handlers of the program do not run, as after MPI_Abort.
-    """
+    """End this process with exit code `code`, together with the ranks that `survive` has given."""
     global _exit_code, _ending
     _exit_code, _ending = code, True
     _flush()

@@ -57,7 +57,7 @@ def is_death(error: BaseException | None) -> bool:
     return True
 
 
-def failure_of(error: BaseException) -> RankFailure:
+def rank_failure(error: BaseException) -> RankFailure:
     """Return the `RankFailure` to raise for an error for which `is_death` is true."""
     if isinstance(error, RankFailure):
         return error
@@ -66,8 +66,8 @@ def failure_of(error: BaseException) -> RankFailure:
     return RankFailure(f"a rank of this communicator has died ({error})")
 
 
-def keep(*objects) -> None:
-    """Keep objects that MPI may still use until the communicators of the group are freed. Local."""
+def keep_alive(*objects) -> None:
+    """Keep objects that MPI may still use until the communicators of the group are freed."""
     if current is not None:
         current.kept.append(objects)
 
@@ -97,7 +97,7 @@ def tester(request: MPI.Request) -> Callable[[], bool]:
 
 
 def expect_death(seconds: float = _REPORT) -> None:
-    """Raise RankFailure if MPI reports a death within `seconds`. Local.
+    """Raise RankFailure if MPI reports a death within `seconds`.
 
     A rank calls this function when it finds something wrong that a death may explain. Does nothing
     in a program that is not elastic.
@@ -204,7 +204,7 @@ class Membership:
         return made
 
     def look(self) -> None:
-        """Raise RankFailure if a rank of the group has died; make progress in MPI. Local."""
+        """Raise RankFailure if a rank of the group has died; make progress in MPI."""
         try:
             self.base.Iprobe(MPI.ANY_SOURCE, _TAG)
         except MPI.Exception as error:
@@ -213,7 +213,7 @@ class Membership:
             raise self.failure() from None
 
     def dead(self) -> list[int]:
-        """Return the ranks of `base` of which this rank knows that they are dead. Local."""
+        """Return the ranks of `base` of which this rank knows that they are dead."""
         failed, everyone = self.base.Get_failed(), self.base.Get_group()
         ranks = failed.Translate_ranks(range(failed.size), everyone)
         failed.Free()
@@ -221,7 +221,7 @@ class Membership:
         return [*ranks]
 
     def failure(self) -> RankFailure:
-        """Return the error that names the dead ranks. Local."""
+        """Return the error that names the dead ranks."""
         dead = self.dead()
         who = ", ".join(self.names[rank] for rank in dead[:8]) or "a rank"
         more = f" and {len(dead) - 8} more" if len(dead) > 8 else ""
@@ -231,7 +231,7 @@ class Membership:
         return error
 
     def end(self, text: str) -> None:
-        """Make all ranks leave all calls on all communicators of the group. Local, not collective.
+        """Make all ranks leave all calls on all communicators of the group. Not collective.
 
         Contexts end without a message, and using them raises ClosedError with `text`.
         """

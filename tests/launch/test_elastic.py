@@ -1,5 +1,6 @@
 """`md.elastic` with real kills: R46, R48, R54, R77; each death is a SIGKILL of a real rank."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -153,6 +154,28 @@ def test_a_step_that_is_not_done(tmp_path):
     done, _ = elastic(2, "forgotten", tmp_path)
     assert done.returncode == 1, done
     assert "step 0 was left without being done; use `with step:`" in done.stderr
+
+
+@with_ulfm
+def test_the_page(tmp_path):
+    """The first block of docs/elastic.md as it stands; the second with what it takes as given."""
+    page = (Path(__file__).parents[2] / "docs" / "elastic.md").read_text(encoding="utf-8")
+    first, second = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    given = """
+state = {"weights": np.zeros(1000)}
+def fill(x, rank, size, step):
+    x[...] = sum(np.sin(np.arange(1000) * k + step) / 60 for k in range(rank, 60, size))
+def update(state, x):
+    state["weights"] -= 0.1 * x
+"""
+    last = "\nif comm.rank == 0: print('and', *[f'{w:.6f}' for w in state['weights'][1:2]])\n"
+    path = tmp_path / "elastic_loop.py"
+    path.write_text(first + given + second + last)
+    launcher, *options = launcher_command(2)
+    command = [launcher, "--with-ft", "ulfm", *options, sys.executable, str(path)]
+    lines = run(command, env=launch_environment()).check().stdout.splitlines()
+    assert lines[0].startswith("2 ranks, weights[1] = ")
+    assert lines[1].split()[1] == lines[0].split()[-1]
 
 
 def test_refused_without_ulfm(tmp_path):

@@ -1,7 +1,8 @@
 """The Python blocks of docs/*.md run on two ranks as they stand, with what they take as given.
 
 README.md and docs/adoption.md are run by tests/launch/test_readme.py and test_adoption.py,
-docs/parameter_servers.md by test_servers_docs.py. docs/one_box_clusters.md needs root;
+docs/parameter_servers.md by test_servers_docs.py, and docs/elastic.md by
+tests/launch/test_elastic.py. docs/one_box_clusters.md needs root;
 its blocks, and that of docs/api.md, are compiled and their imports looked up in
 tests/unit/test_docs.py.
 """
@@ -109,7 +110,7 @@ GIVEN = {
     "data.md": of_data, "faults.md": of_faults,
 }  # fmt: skip
 #: Pages with blocks that are not run here: see above.
-ELSEWHERE = {"adoption.md", "parameter_servers.md", "one_box_clusters.md", "api.md"}
+ELSEWHERE = {"adoption.md", "parameter_servers.md", "one_box_clusters.md", "api.md", "elastic.md"}
 
 
 def test_every_page_with_python_is_run_somewhere():

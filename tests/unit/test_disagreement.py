@@ -55,6 +55,8 @@ TESTS = {
     "ServerGroup.add": f"{SETTINGS}::test_add",
     "ServerGroup.pause": f"{METHODS}::test_a_tag_that_is_none_on_one_worker",
     "parameter_server": f"{SETTINGS}::test_parameter_server",
+    "elastic": "test_elastic_arguments.py::test_an_argument_of_one_rank",
+    "run_elastic": "test_elastic_arguments.py::test_an_argument_of_one_rank",
     "guard": f"{SETTINGS}::test_guard",
     "Guard.should_stop": f"{METHODS}::test_should_stop_and_leave_at_another_step",
     "Guard.leave": f"{METHODS}::test_should_stop_and_leave_at_another_step",

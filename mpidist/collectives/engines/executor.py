@@ -28,7 +28,7 @@ from mpi4py import MPI
 from ...arrays import copy_into, is_device, mpi_empty, synchronize
 from ...events import Counters
 from ...runtime.context_end import CHAIN_DIFFERS
-from ...runtime.ulfm import is_death, keep, test_some
+from ...runtime.ulfm import is_death, keep_alive, test_some
 from ..schedules.schedule import (
     COPY,
     RECV,
@@ -207,7 +207,7 @@ class Run:
         If `error` reports a death, the messages may never end, and their memory is kept instead.
         """
         if is_death(error):
-            keep(self)
+            keep_alive(self)
             return
         steps = self.program.compiled.steps
         owned = zip(self.owners, self.requests, strict=False)

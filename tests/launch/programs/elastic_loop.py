@@ -75,8 +75,8 @@ def one_step(group, step):
 
 def report(group, more=""):
     good = state["w"].tobytes() == expected().tobytes() and state["more"]["count"] == STEPS
-    print(f"rank {world} of {group.size}, {group.deaths} dead: {'right' if good else 'wrong'} {more}",
-          flush=True)  # fmt: skip
+    told = f"{'right' if good else 'wrong'} {more}"
+    print(f"rank {world} of {group.size}, {group.deaths} dead: {told}", flush=True)
 
 
 if mode == "with":

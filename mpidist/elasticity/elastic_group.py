@@ -23,9 +23,10 @@ from mpi4py import MPI
 
 from .. import events
 from ..errors import ConfigError, ProtocolError, RankFailure, shown
+from ..launch.environment import has_ulfm
 from ..runtime.agreement.run_on_all import same_on_all
-from ..runtime.failure import has_ulfm
-from ..runtime.ulfm import Membership, failure_of, is_death
+from ..runtime.failure import is_whole_job
+from ..runtime.ulfm import Membership, is_death, rank_failure
 from . import peer_state
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ T = TypeVar("T")
 _CURE = "use mpidist launch, which starts the job again from the newest checkpoint"
 
 
-class Step(int):
+class ElasticStep(int):
     """The number of a step, and a context manager for the body of the step.
 
     A ``with`` block that ends without an exception means that the step is done. If a rank dies, the
@@ -43,7 +44,7 @@ class Step(int):
 
     _group: Group
 
-    def __enter__(self) -> Step:
+    def __enter__(self) -> ElasticStep:
         return self
 
     def __exit__(self, kind, error, trace) -> bool:
@@ -115,17 +116,17 @@ class Group:
             raise ProtocolError(f"done({shown(step)}): step {self.step} is the next one")
         self.step += 1
 
-    def steps(self, first: int, last: int) -> Iterator[Step]:
+    def steps(self, first: int, last: int) -> Iterator[ElasticStep]:
         """Yield the numbers of the steps ``first, ..., last - 1``. Collective.
 
-        Each number is a `Step`, whose ``with`` block is the body of the step. Steps that are done
-        already are left out, so the numbers of a second loop must be larger than those of the
-        first. When the loop has ended, all living ranks have done all steps.
+        Each number is an `ElasticStep`, whose ``with`` block is the body of the step. Steps that
+        are done already are left out, so the numbers of a second loop must be larger than those of
+        the first. When the loop has ended, all living ranks have done all steps.
         """
         self.step = max(self.step, first)
         while True:
             while self.step < last:
-                step = Step(self.step)
+                step = ElasticStep(self.step)
                 step._group = self
                 yield step
                 if self._broken_at is not None:
@@ -203,10 +204,8 @@ def _open(comm, state, min_ranks, restarts: bool) -> Group:
     def facts() -> dict:
         if not isinstance(min_ranks, int) or not 1 <= min_ranks <= comm.size:
             raise ConfigError(f"min_ranks={shown(min_ranks)}; expected 1 to {comm.size}")
-        if comm.size < MPI.COMM_WORLD.size:
-            raise ConfigError(
-                f"comm has {comm.size} of the {MPI.COMM_WORLD.size} ranks of this job; expected all"
-            )
+        if not is_whole_job(comm):
+            raise ConfigError(f"comm has only {comm.size} ranks of this job; expected all")
         if comm.size > 1 and not has_ulfm():
             raise ConfigError(why_not(MPI.Get_library_version()))
         return {"min_ranks": min_ranks, **peer_state.description(state)}
@@ -269,7 +268,7 @@ def elastic(comm: MPI.Intracomm, state: peer_state.State, *, min_ranks: int = 1)
         yield group
     except MPI.Exception as error:
         if is_death(error):
-            raise failure_of(error) from error
+            raise rank_failure(error) from error
         raise
     while not group._all_here():
         group._repair()

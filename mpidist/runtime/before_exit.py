@@ -1,0 +1,53 @@
+"""What a process does before it may be killed: it removes names of shared memory, and its output
+must have been read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import sys
+import termios
+import time
+from pathlib import Path
+
+#: The most seconds that a rank waits until a slow launcher has read its output.
+READ_BY = 10.0
+
+#: The names of shared memory of MPICH, UCX and Open MPI. Other files there may hold users' data.
+SEGMENTS = ("mpich_shm_", "ucx_shm_", "sm_segment.", "vader_segment.")
+
+
+def unlink_segments(prefixes: tuple[str, ...] = SEGMENTS) -> None:
+    """Remove the names of the shared-memory files that the MPI library of this process has made.
+
+    A process calls this function before it may be killed, because MPICH leaves megabytes in
+    /dev/shm when a job is aborted. The memory itself lives on in the processes that have mapped it.
+    """
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for path in {Path(line.split()[-1]) for line in maps.splitlines() if "/dev/shm/" in line}:
+        if path.name.startswith(prefixes):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def wait_for_the_reader(seconds: float = READ_BY) -> bool:
+    """Wait until the launcher has read the output of this process; return whether it has."""
+    deadline = time.monotonic() + seconds
+    while (unread := any(map(_unread, (1, 2)))) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not unread
+
+
+def _unread(descriptor: int) -> int:
+    """Return how many bytes of an output pipe the launcher has not read yet."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            count = fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))
+            return int.from_bytes(count, sys.byteorder)
+    return 0
