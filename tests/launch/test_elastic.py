@@ -18,7 +18,7 @@ from mpidist.launch.processes import run
 PROGRAM = str(Path(__file__).with_name("programs") / "elastic_loop.py")
 STEPS = 12
 OPEN_MPI = launcher_kind(find_launcher())[0] == "openmpi"
-with_ulfm = pytest.mark.skipif(not OPEN_MPI, reason="ULFM is a part of Open MPI")
+with_ulfm = pytest.mark.skipif(not OPEN_MPI, reason="no ULFM in this MPI")
 
 
 def elastic(ranks, mode, folder, *more, deaths=""):
