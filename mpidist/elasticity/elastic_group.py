@@ -163,7 +163,7 @@ class Group:
     def _repair(self) -> None:
         """Go on with the living ranks: shrink, bring the state up to date. Collective over them."""
         began = time.monotonic() if self._broken_at is None else self._broken_at
-        old, names, step = self.size, set(self._members.names), self.step
+        old, names, step = self.size, self._members.names, self.step
         whole = False
         while not whole:
             self._shrink()
@@ -177,7 +177,7 @@ class Group:
                 if not is_death(error):
                     raise
         self._broken_at = None
-        gone = sorted(names - set(self._members.names))
+        gone = [name for name in names if name not in self._members.names]
         self.deaths += len(gone)
         seconds = time.monotonic() - began
         events.emit("died", ranks=gone, step=self.step, ranks_left=self.size, seconds=seconds)

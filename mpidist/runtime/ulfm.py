@@ -75,8 +75,9 @@ def keep_alive(*objects) -> None:
 def test_some(requests: list[MPI.Request]) -> list[int] | None:
     """Return the numbers of the requests that have ended, as ``MPI.Request.Testsome`` does.
 
-    A request that a death has broken off raises RankFailure, and is not freed: Open MPI 5.0.11 ends
-    the process if such a request is freed before its last fragment has been sent.
+    A program that is not elastic may call Testsome itself, which is faster. Here, a request that a
+    death has broken off raises RankFailure and is not freed: Open MPI 5.0.11 ends the process if
+    such a request is freed before its last fragment has been sent.
     """
     if current is None:
         return MPI.Request.Testsome(requests)

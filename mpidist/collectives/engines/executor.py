@@ -27,8 +27,8 @@ from mpi4py import MPI
 
 from ...arrays import copy_into, is_device, mpi_empty, synchronize
 from ...events import Counters
+from ...runtime import ulfm
 from ...runtime.context_end import CHAIN_DIFFERS
-from ...runtime.ulfm import is_death, keep_alive, test_some
 from ..schedules.schedule import (
     COPY,
     RECV,
@@ -60,7 +60,7 @@ _HEADER = struct.Struct("<qq")
 _KEY_BYTES = 8
 _HEADER_SENT = -1  # stands for the message of a header, where other messages have a step
 
-_BYTE = MPI.BYTE
+_testsome, _BYTE = MPI.Request.Testsome, MPI.BYTE
 
 
 def heading(context, key: int) -> bytes:
@@ -206,8 +206,8 @@ class Run:
 
         If `error` reports a death, the messages may never end, and their memory is kept instead.
         """
-        if is_death(error):
-            keep_alive(self)
+        if ulfm.is_death(error):
+            ulfm.keep_alive(self)
             return
         steps = self.program.compiled.steps
         owned = zip(self.owners, self.requests, strict=False)
@@ -244,7 +244,8 @@ class Run:
         if not self.left:
             return True
         if ready is None:
-            done = test_some(self.requests)
+            requests = self.requests
+            done = _testsome(requests) if ulfm.current is None else ulfm.test_some(requests)
             if not done:
                 return False
             ready = self._released(done)
