@@ -58,7 +58,8 @@ def table(comm: MPI.Comm) -> dict[str, dict]:
     For example ``{"1048576": {"algorithm": "ring", "ranks": 4, "from": "measured",
     "won": 1.0, "us": {"native": 812.0, "ring": 640.5}}}``. The key is the largest number of bytes
     in the size class. ``won`` is the fraction of the measured rounds in which the algorithm was the
-    fastest, ``us`` are microseconds per call, and ``from`` is "measured", "cache" or "checkpoint".
+    fastest, ``us`` are microseconds per call, and ``from`` is "measured", "cache", "checkpoint" or
+    "more ranks" (chosen before a death).
     """
     return dict(_chosen(of(comm)))
 
@@ -68,11 +69,12 @@ def table_fingerprint(table: dict[str, dict]) -> str:
     return selection_cache.fingerprint({key: e["algorithm"] for key, e in table.items()})
 
 
-def restore(comm: MPI.Comm, saved: dict[str, dict]) -> None:
+def restore(comm: MPI.Comm, saved: dict[str, dict], origin: str = "checkpoint") -> None:
     """Restore the chosen algorithms from a result of `table`. Every rank must pass the same table.
 
     Choices that were measured with another number of ranks are ignored. For the size classes of
-    ignored choices, the algorithms are measured again.
+    ignored choices, the algorithms are measured again. The other choices get the value `origin`
+    under the key ``from``.
     """
     context = of(comm)
     for key, entry in saved.items():
@@ -80,7 +82,7 @@ def restore(comm: MPI.Comm, saved: dict[str, dict]) -> None:
         if entry.get("algorithm") not in names:
             raise ConfigError(f"selection table names unknown algorithm {entry.get('algorithm')!r}")
         if entry.get("ranks") == context.size:
-            _chosen(context)[key] = {**entry, "from": "checkpoint"}
+            _chosen(context)[key] = {**entry, "from": origin}
     # Plans with an algorithm of the former table would add in another order.
     for key, plan in list(context.plans.items()):
         if key[0] == "allreduce" and key[2] == algorithms.MEASURED and not plan.owners:

@@ -22,9 +22,11 @@ from typing import Any, TypeVar
 from mpi4py import MPI
 
 from .. import events
+from ..collectives import selection
 from ..errors import ConfigError, ProtocolError, RankFailure, shown
 from ..launch.environment import has_ulfm
 from ..runtime.agreement.run_on_all import same_on_all
+from ..runtime.agreement.tell_others import contexts
 from ..runtime.failure import is_whole_job
 from ..runtime.ulfm import Membership, is_death, rank_failure
 from . import peer_state
@@ -164,12 +166,17 @@ class Group:
         """Go on with the living ranks: shrink, bring the state up to date. Collective over them."""
         began = time.monotonic() if self._broken_at is None else self._broken_at
         old, names, step = self.size, self._members.names, self.step
+        # Algorithms that were fast on more ranks are used again, for measuring takes long.
+        table = selection.table(self.comm) if self.comm.handle in contexts else {}
         whole = False
         while not whole:
             self._shrink()
             try:
                 self._members.open()
                 self.step = peer_state.bring_up_to_date(self.comm, self.state, self.step)
+                table = self.comm.bcast(table, 0)
+                same = {key: {**entry, "ranks": self.size} for key, entry in table.items()}
+                selection.restore(self.comm, same, "more ranks")
                 for function in self._on_resize:
                     function(old, self.size)
                 whole = True

@@ -1,11 +1,13 @@
 """What a process does before it may be killed: it removes names of shared memory, and its output
-must have been read.
+must have been read, and files must have been written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
+import io
 import os
 import stat
 import sys
@@ -51,3 +53,14 @@ def _unread(descriptor: int) -> int:
             count = fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))
             return int.from_bytes(count, sys.byteorder)
     return 0
+
+
+def flush_files() -> None:
+    """Write what open files of this process still hold in memory, as the end of Python would."""
+    # Text files come first, because they write into binary files.
+    for kind in (io.TextIOBase, io.BufferedIOBase):
+        for each in gc.get_objects():
+            if isinstance(each, kind):
+                # A file may be closed, read-only or broken.
+                with contextlib.suppress(Exception):
+                    each.flush()
