@@ -27,7 +27,7 @@ from ..errors import ConfigError, ProtocolError, RankFailure, shown
 from ..launch.environment import has_ulfm
 from ..runtime.agreement.run_on_all import same_on_all
 from ..runtime.agreement.tell_others import contexts
-from ..runtime.failure import is_whole_job
+from ..runtime.failure import is_whole_job, this_rank
 from ..runtime.ulfm import Membership, is_death, rank_failure
 from . import peer_state
 
@@ -78,8 +78,7 @@ class Group:
         self._on_resize: list[Callable[[int, int], Any]] = []
         self._broken_at: float | None = None  # when this rank has noticed the death
         self._agreed = False  # this rank has noticed it in `Membership.all_here`
-        hosts = comm.allgather(MPI.Get_processor_name())
-        names = tuple(f"rank {rank} on {host}" for rank, host in enumerate(hosts))
+        names = tuple(comm.allgather(this_rank()))
         base = MPI.Intracomm(comm.Dup())
         comm.Barrier()  # all ranks have made it
         self._members = Membership(base, names)

@@ -444,7 +444,7 @@ def _close_all() -> None:
         try:
             context.close()
         except (MismatchError, RankFailure, MPI.Exception) as error:
-            # A rank that has received the error from another rank does not print it again.
-            if context.statuses.found or not isinstance(error, MismatchError):
-                shown = rank_failure(error) if is_death(error) else error
-                print(f"mpidist: error: {shown}", file=sys.stderr, flush=True)
+            # Errors of other ranks are not printed again. Of deaths an elastic group tells at exit.
+            heard = isinstance(error, MismatchError) and not context.statuses.found
+            if not heard and not is_death(error):
+                print(f"mpidist: error: {error}", file=sys.stderr, flush=True)

@@ -57,8 +57,7 @@ DRAIN = 0.15
 #: leave, too. LEAVE_FIRST: seconds that the first of several such ranks leaves before the others.
 LEAVE_TOGETHER, LEAVE_FIRST = 5.0, 1.0
 
-#: The `ulfm.Membership` of an elastic group. Its ranks end the job together, because MPI_Abort of
-#: Open MPI 5.0.11 ends only one rank of a job that was started with ULFM.
+#: The `ulfm.Membership` of an elastic group. With ULFM, MPI_Abort of Open MPI ends only one rank.
 elastic: Any = None
 
 #: Functions that run on a rank that is about to end the job by its own error.
@@ -139,8 +138,8 @@ def survive(comm: MPI.Comm) -> None:
 
 
 def is_whole_job(comm: MPI.Comm) -> bool:
-    """Return whether `comm` has all ranks of the job."""
-    return comm.size == MPI.COMM_WORLD.size
+    """Return whether `comm` has all ranks of the job that live."""
+    return comm.size == (_exit_barrier if _survives else MPI.COMM_WORLD).size
 
 
 def first_of_job(comm: MPI.Comm) -> int:
@@ -238,7 +237,7 @@ def _show(error: BaseException, show_traceback) -> None:
         print(one_line(error), file=sys.stderr)
         return
     if MPI.COMM_WORLD.size > 1:
-        print(f"mpidist: {_this_rank()} failed and ends the job:", file=sys.stderr)
+        print(f"mpidist: {this_rank()} failed and ends the job:", file=sys.stderr)
     show_traceback()
 
 
@@ -246,7 +245,8 @@ def _is_secondary(error: BaseException) -> bool:
     return isinstance(error, MpidistError) and error.secondary
 
 
-def _this_rank() -> str:
+def this_rank() -> str:
+    """Return the number of this rank in the job and its host, such as ``rank 3 of 8 on n2``."""
     world = MPI.COMM_WORLD
     return f"rank {world.rank} of {world.size} on {socket.gethostname()}"
 
@@ -402,7 +402,7 @@ def _leave() -> None:
         while not everyone.Test():
             waited = time.monotonic() - start
             if _exit_code and waited > LEAVE_TOGETHER:
-                called = f"mpidist: {_this_rank()} called sys.exit({_exit_code})"
+                called = f"mpidist: {this_rank()} called sys.exit({_exit_code})"
                 ago = f"{waited:.0f} s ago and other ranks go on; it ends the job"
                 print(called, ago, file=sys.stderr)
                 _announce()

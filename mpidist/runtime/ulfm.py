@@ -149,7 +149,7 @@ class Membership:
     base : MPI.Intracomm
         A communicator of the living ranks, which this object owns.
     names : sequence of str
-        What error texts call each rank of `base`, such as ``rank 3 (n2)``.
+        What error texts call each rank of `base`, such as ``rank 3 of 8 on n2``.
 
     Attributes
     ----------
@@ -227,7 +227,7 @@ class Membership:
         who = ", ".join(self.names[rank] for rank in dead[:8]) or "a rank"
         more = f" and {len(dead) - 8} more" if len(dead) > 8 else ""
         verb = "has" if len(dead) < 2 else "have"
-        error = RankFailure(f"{who}{more} of {self.base.size} ranks {verb} died", tuple(dead))
+        error = RankFailure(f"{who}{more} {verb} died", tuple(dead))
         error.everywhere = True
         return error
 

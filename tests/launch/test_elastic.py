@@ -66,7 +66,7 @@ def test_a_rank_dies_in_each_algorithm(tmp_path, case):
     """R77: the tree, ring or barrier is made again from the living ranks; right bits."""
     done = check(elastic(4, "with", tmp_path, *CASES[case], deaths="2:6:in"), [0, 1, 3], 1)
     (line,) = [one for one in done.stderr.splitlines() if "died" in one]
-    assert line.startswith("mpidist: rank 2 on ")
+    assert line.startswith("mpidist: rank 2 of 4 on ")
     assert "died at step 6; 3 ranks go on after" in line
 
 
@@ -139,7 +139,7 @@ def test_an_exception_ends_the_job(tmp_path, deaths):
 def test_a_death_outside_a_step_ends_the_job(tmp_path):
     done, _ = elastic(3, "outside", tmp_path)
     assert done.returncode == 70, done
-    assert "rank 1 on " in done.stderr
+    assert "rank 1 of 3 on " in done.stderr
     assert "has died" in done.stderr
 
 
