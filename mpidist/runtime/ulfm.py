@@ -23,6 +23,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..errors import RankFailure
+from ..launch.environment import has_ulfm
 from . import failure, polling
 from .agreement.crossed_waits import open_contexts
 from .failure import leave_with, survive
@@ -174,7 +175,8 @@ class Membership:
         current, polling.look = self, self.look
         self.comm: ElasticComm = self.register(self.base.Dup())
         self.settle(self.comm, self.base)
-        failure.elastic = self
+        if has_ulfm():  # not in a program of one rank that was started without it
+            failure.elastic = self
         failure.set_exit_barrier(self.base)
 
     def register(self, comm):

@@ -188,6 +188,10 @@ def test_refused_without_ulfm(tmp_path):
 
 
 def test_one_rank_needs_no_ulfm(tmp_path):
-    done = run([sys.executable, PROGRAM, "with", str(tmp_path)], env=launch_environment())
-    done.check()
+    command = [sys.executable, PROGRAM]
+    done = run([*command, "with", str(tmp_path)], env=launch_environment()).check()
     assert said(done) == ["rank 0 of 1, 0 dead: right"]
+    done = run([*command, "raises", str(tmp_path)], env=launch_environment())
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: bad sample") == 1
+    assert "excepthook" not in done.stderr
