@@ -25,7 +25,7 @@ from .. import events
 from ..collectives import selection
 from ..errors import ConfigError, ProtocolError, RankFailure, shown
 from ..launch.environment import has_ulfm
-from ..runtime.agreement.run_on_all import same_on_all
+from ..runtime.agreement.run_on_all import run_on_all, same_on_all
 from ..runtime.agreement.tell_others import contexts
 from ..runtime.failure import is_whole_job, this_rank
 from ..runtime.ulfm import Membership, is_death, rank_failure
@@ -154,7 +154,8 @@ class Group:
 
     def _all_here(self) -> bool:
         """Wait until all ranks are here; return false on all living ranks if one has died."""
-        if self._members.all_here():
+        doing = f"md.elastic: the end of the steps before {self.step}"
+        if self._members.all_here(lambda: run_on_all(self.comm, doing, lambda: None)):
             return True
         self._broken_at, self._agreed = time.monotonic(), True
         if self._restarts:
@@ -195,13 +196,13 @@ class Group:
     def _shrink(self) -> None:
         self._members.end("a rank has died; group.comm is a new communicator, and what was made "
                           "from the old one must be made again")  # fmt: skip
-        self._members = self._members.shrink(self._agreed)
-        self._agreed = False
-        size = self._members.base.size
+        living = self._members.shrink(self._agreed)
+        self._agreed, size = False, living.base.size
         if size < self.min_ranks:
             error = RankFailure(f"only {size} ranks live, and min_ranks is {self.min_ranks}")
             error.everywhere = True
             raise error
+        self._members = living
 
 
 def _open(comm, state, min_ranks, restarts: bool) -> Group:

@@ -21,7 +21,8 @@ from mpi4py import MPI
 
 from ..arrays import copy_into, host_empty, is_device, is_writable
 from ..checkpoint.format.state import Path, Shard, array_of, is_array, leaves, show
-from ..errors import ConfigError
+from ..errors import ConfigError, MismatchError
+from ..runtime.agreement.run_on_all import difference
 
 #: The state of a program: nested dicts of arrays and numbers, or a function that returns arrays.
 State = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
@@ -74,8 +75,10 @@ def bring_up_to_date(comm: MPI.Intracomm, state: State, step: int) -> int:
     # The sender has the lowest key, so it is rank 0 of `part`.
     part: Any = comm.Split(0 if takes_part else MPI.UNDEFINED, int(comm.rank != sender))
     if comm.rank == sender:
+        part.bcast(description(state), 0)
         _send(part, leaves_of(state))
     elif takes_part:
+        _check(part.bcast(None, 0), description(state))
         _receive(part, leaves_of(state), state)
     if takes_part:
         with suppress(MPI.Exception):
@@ -86,6 +89,16 @@ def bring_up_to_date(comm: MPI.Intracomm, state: State, step: int) -> int:
 def _in_place(leaf) -> bool:
     """Return whether a leaf is an array, into which values can be copied, and not a number."""
     return is_array(leaf) and not isinstance(leaf, np.generic)
+
+
+def _check(newest: dict[str, str], mine: dict[str, str]) -> None:
+    """Raise MismatchError if a rank that is behind has no place for a part of the newest state."""
+    text = difference([newest, mine])
+    if text is not None:
+        raise MismatchError(
+            "md.elastic: the newest state (rank 0) has other parts than that of a late rank "
+            f"(rank 1): {text}; make all parts before the first step"
+        )
 
 
 def _send(part: MPI.Intracomm, found: list[tuple[Path, Any]]) -> None:

@@ -212,11 +212,12 @@ class Context:
 
     # -- waiting -----------------------------------------------------------------------
 
-    def wait(self, test: Callable[[], bool], sequence: int | None = None) -> None:
+    def wait(self, test: Callable[[], bool], sequence: int | None = None, keep=True) -> None:
         """Call `test` until it is true; raise MismatchError if ranks are in different operations.
 
         `sequence` is the number of the operation that this rank waits for. The default is the
-        newest operation; a nonblocking operation may have begun earlier.
+        newest operation; a nonblocking operation may have begun earlier. After an exception, `test`
+        and its memory are kept, because MPI may still write there, unless `keep` is false.
         """
         if self.failed and not test():
             raise self.earlier_failure()
@@ -224,7 +225,8 @@ class Context:
         try:
             wait_until(running.progress(test) if running else test, self.statuses.look_around)
         except BaseException as error:
-            _abandoned.append(test)
+            if keep:
+                _abandoned.append(test)
             self.break_off(error, sequence)
             raise
 
@@ -346,15 +348,13 @@ class Context:
         self.plans.pop(key).close()
 
     def end(self, text: str) -> list:
-        """End the context without a message, because a rank has died; calls raise `text`.
-
-        Returns what MPI may use until the private communicators are freed.
-        """
+        """End the context without a message, because a rank has died; return its memory."""
         self.ended = text
         open_contexts.remove(self)
         self.give_up(self.failed or text)
         self.closed, self.failed_as = True, RankFailure
-        return end_after_death(self, _abandoned)
+        _abandoned.append(self.statuses._outbox)
+        return end_after_death(self)
 
     def close(self) -> None:
         """Wait for the other ranks, then free all that belongs to the context.

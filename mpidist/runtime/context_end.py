@@ -132,13 +132,9 @@ def _progress(context, test: Callable[[], bool]) -> Callable[[], bool]:
     return look
 
 
-def end_after_death(context, abandoned: list) -> list:
-    """Empty a context that ends without a message, and the list `abandoned` of broken operations.
-
-    Returns what MPI may use until the private communicators are freed.
-    """
-    plans, store = context.plans.values(), context.store.values()
-    kept = [*abandoned, *plans, *store, context.statuses, context.pool]
-    for each in (abandoned, context.plans, context.quick, context.store):
+def end_after_death(context) -> list:
+    """Empty a context that ends without a message; return what held memory for its operations."""
+    kept = [*context.plans.values(), *context.store.values(), context.pool]
+    for each in (context.plans, context.quick, context.store):
         each.clear()
     return kept

@@ -127,10 +127,7 @@ def claim_exit_barrier(comm: MPI.Comm) -> bool:
 
 
 def survive(comm: MPI.Comm) -> None:
-    """Leave the job with the ranks of `comm` only, because all others have died.
-
-    From then on this process ends without MPI_Finalize, in which it would wait for dead ranks.
-    """
+    """Leave the job with the ranks of `comm` only, and without MPI_Finalize: others have died."""
     global _exit_barrier, _survives
     _unclaimed.clear()
     _exit_barrier, _survives = comm, True
@@ -213,9 +210,11 @@ def _end_job(error: BaseException, show_traceback) -> None:
         _announce()
     with _speaking:  # a second thread that fails waits here until the process has ended
         if elastic is not None:
-            if elastic.end_job(code, error):
-                _show(error, show_traceback)
-            leave_with(code)
+            with contextlib.suppress(TimeoutError):
+                world.Revoke()  # other ranks may be in calls of MPI on it
+                if elastic.end_job(code, error):
+                    _show(error, show_traceback)
+                leave_with(code)
         if world.size > 1 and _others_speak(world.rank, error):
             time.sleep(READ_BY + 10 * HOLD_BACK)  # the launcher ends this process meanwhile
             _abort(code)
@@ -413,8 +412,7 @@ def _leave() -> None:
         if fails and first < mine:
             let_first_leave()
     except (MPI.Exception, RankFailure):
-        # A rank has died. Without ULFM, a rank that has noticed it ends the job. With ULFM,
-        # MPI_Finalize would wait for the dead rank.
+        # A rank has died. With ULFM, MPI_Finalize would wait for it.
         _survives = _survives or has_ulfm()
         if elastic is not None and not _ending and (text := elastic.agree_at_exit()):
             print(f"mpidist: {text}", file=sys.stderr)

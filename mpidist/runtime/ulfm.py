@@ -26,6 +26,7 @@ from ..errors import RankFailure
 from ..launch.environment import has_ulfm
 from . import failure, polling
 from .agreement.crossed_waits import open_contexts
+from .before_exit import READ_BY
 from .failure import leave_with, survive
 
 #: A tag on which no rank sends.
@@ -34,7 +35,7 @@ _TAG = 9
 #: does not go on, its exit code is in the bits above.
 _WELL, _GO_ON, _CODE = 1, 2, 8
 _ANY_CODE = 0xFF << _CODE
-#: What MPI may still use after a death, and what must never be freed.
+#: What MPI may still use after a death: it is never freed.
 _GRAVE: list = []
 #: Seconds in which MPI reports a death that the kernel has shown already.
 _REPORT, _SOON = 2.0, 0.5
@@ -64,13 +65,15 @@ def rank_failure(error: BaseException) -> RankFailure:
         return error
     if current is not None:
         return current.failure()
-    return RankFailure(f"a rank of this communicator has died ({error})")
+    found = RankFailure(f"a rank of this communicator has died ({error})")
+    found.everywhere = True
+    return found
 
 
 def keep_alive(*objects) -> None:
-    """Keep objects that MPI may still use until the communicators of the group are freed."""
+    """Keep objects for good that MPI may still use after a death."""
     if current is not None:
-        current.kept.append(objects)
+        _GRAVE.append(objects)
 
 
 def test_some(requests: list[MPI.Request]) -> list[int] | None:
@@ -138,7 +141,8 @@ def _collective(name: str):
     return registering
 
 
-for _name in ("Dup", "Clone", "Split", "Split_type", "Create"):
+_GRAPHS = ("Create_cart", "Create_graph", "Create_dist_graph", "Create_dist_graph_adjacent")
+for _name in ("Dup", "Dup_with_info", "Clone", "Split", "Split_type", "Create", *_GRAPHS):
     setattr(ElasticComm, _name, _collective(_name))
 
 
@@ -164,7 +168,7 @@ class Membership:
         self.base, self.names = base, names
         self.children: list[MPI.Comm] = []
         self._settled: list[MPI.Comm] = [base]
-        self.kept: list = []  # what MPI may still use, until the membership has ended
+        self.kept: list = []  # what MPI may use until the communicators are freed
 
     def open(self) -> None:
         """Make `comm`, and from now on notice deaths. Collective over `base`.
@@ -201,7 +205,7 @@ class Membership:
             try:
                 polling.wait_until(request.Test)
             except Exception:
-                self.kept.append(request)
+                keep_alive(request)
                 raise
         self._settled.append(made)
         return made
@@ -275,24 +279,23 @@ class Membership:
             with suppress(MPI.Exception):
                 if comm != MPI.COMM_NULL:
                     comm.Free()
-        _GRAVE.append(self.kept)
+        self.kept.clear()
         survive(base)
         failure.elastic = living = Membership(base, tuple(self.names[rank] for rank in before))
-        living._meet(0)  # now all ranks have made `base`, and it may be revoked
+        living._agree(_GO_ON)  # now all ranks have made `base`, and it may be revoked
         return living
 
-    def all_here(self) -> bool:
+    def all_here(self, meet: Callable[[], object]) -> bool:
         """Wait for all ranks; return whether all of them are here and alive. Collective.
 
-        All living ranks get the same answer. A rank that has noticed a death elsewhere does not
-        come here, but takes part in the same agreement in `shrink`. After a false answer all ranks
-        must call `end` and ``shrink(agreed=True)``.
+        `meet` is a collective function of `comm`, in which a rank notices that others do something
+        else. All living ranks get the same answer. A rank that has noticed a death elsewhere does
+        not come here, but takes part in the same agreement in `shrink`. After a false answer all
+        ranks must call `end` and ``shrink(agreed=True)``.
         """
-        request = self.base.Ibarrier()
         try:
-            polling.wait_until(request.Test)
+            meet()
         except Exception as error:
-            self.kept.append(request)
             if not is_death(error):
                 raise
             return self._agree(_GO_ON)
@@ -301,14 +304,16 @@ class Membership:
     def end_job(self, code: int, error: BaseException) -> bool:
         """End the job on all ranks; return whether this rank must print its error. Collective.
 
-        Other ranks take part in `shrink` or `all_here`, and leave the job there with exit code
-        `code`. This rank must then call `failure.leave_with`. One rank prints its error: the lowest
-        that knows the cause.
+        Raises TimeoutError if the other ranks do not come within seconds. They take part in
+        `shrink`, `all_here` or `agree_at_exit`, and leave the job there with exit code `code`. This
+        rank must then call `failure.leave_with`. One rank prints its error: the lowest that knows
+        the cause.
         """
         self.end("the job ends")
-        self._meet(code << _CODE)
+        self._meet(code << _CODE, READ_BY)
         hearsay = getattr(error, "secondary", False)
-        unnamed = isinstance(error, RankFailure) and not error.ranks
+        # An exception of MPI mostly means that another rank has ended the job.
+        unnamed = isinstance(error, MPI.Exception | RankFailure) and not getattr(error, "ranks", ())
         return self._last_meeting(2 if hearsay else int(unnamed))
 
     def agree_at_exit(self) -> str:
@@ -344,16 +349,22 @@ class Membership:
             leave_with(value >> _CODE or 1)
         return alive and bool(value & _WELL)
 
-    def _meet(self, mine: int) -> tuple[int, bool]:
+    def _meet(self, mine: int, patience: float | None = None) -> tuple[int, bool]:
         """Combine the bits of all ranks by "and"; return them, and whether no rank has died.
 
-        The same on all living ranks. A rank that leaves MPI for a while is waited for.
+        The same on all living ranks. A rank that leaves MPI for a while is waited for, or for
+        `patience` seconds, after which TimeoutError is raised.
         """
+
+        def late(waited: float) -> None:
+            if patience is not None and waited > patience:
+                raise TimeoutError
+
         value = np.array([mine], np.intc)
         look, polling.look = polling.look, None  # a death does not break an agreement off
         request, alive = self.base.Iagree(value), True
         try:
-            polling.wait_until(request.Test)
+            polling.wait_until(request.Test, late)
         except MPI.Exception as error:
             alive = False
             if not is_death(error):

@@ -178,6 +178,29 @@ def update(state, x):
     assert lines[1].split()[1] == lines[0].split()[-1]
 
 
+@with_ulfm
+@pytest.mark.parametrize(
+    ("mode", "code", "words"),
+    [
+        ("early", 1, "md.elastic: the end of the steps before"),
+        ("later", 1, "ValueError: bad sample"),
+        ("exits", 1, "rank 1 left after"),
+        ("lazy", 1, "a differs: rank 0: float64 (1000,), rank 1: nothing"),
+    ],
+)
+def test_one_rank_does_something_else(tmp_path, mode, code, words):
+    """It ends the job in one error on all ranks, and nobody waits for ever."""
+    done, _ = elastic(4, mode, tmp_path)
+    assert not done.timed_out, done
+    assert done.returncode == code, done
+    assert done.stderr.count(words) == 1, done.stderr
+
+
+@with_ulfm
+def test_a_communicator_with_a_topology(tmp_path):
+    check(elastic(4, "ring", tmp_path), [0, 1, 3], 1)
+
+
 def test_refused_without_ulfm(tmp_path):
     """On all ranks, before any step, in one line, with what works."""
     done = launch(2, [sys.executable, PROGRAM, "with", str(tmp_path)])

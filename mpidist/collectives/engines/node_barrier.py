@@ -115,7 +115,7 @@ class NodeBarrier:
         for _ in range(SPINS):
             if self.arrived(count):
                 return
-        self.context.wait(lambda: self.arrived(count))
+        self.context.wait(lambda: self.arrived(count), keep=False)
 
     def arrived(self, count: int) -> bool:
         """Whether all ranks have reached barrier number `count`; raises if a rank has failed."""

@@ -181,3 +181,62 @@ elif mode == "forgotten":
     with md.elastic(comm, state) as group:
         for _ in group.steps(0, STEPS):
             md.allreduce(group.comm, np.ones(n))
+
+elif mode == "early":
+    # One rank leaves the loop, because it alone looks behind the step.
+    with md.elastic(comm, state) as group:
+        for step in group.steps(0, STEPS):
+            with step:
+                one_step(group, step)
+            if world == 0 and step == 5:
+                break
+
+elif mode == "later":
+    # The others are in a call of MPI itself when a rank fails after the block.
+    with md.elastic(comm, state) as group:
+        for step in group.steps(0, STEPS):
+            with step:
+                one_step(group, step)
+    if world == 1:
+        raise ValueError("bad sample")
+    comm.Barrier()
+
+elif mode == "exits":
+    with md.elastic(comm, state) as group:
+        for step in group.steps(0, STEPS):
+            with step:
+                one_step(group, step)
+        if world == 1:
+            sys.exit(3)
+        time.sleep(0.2)
+
+elif mode == "lazy":
+    # The rank that is ahead has a part of the state that the others have not made yet.
+    with md.elastic(comm, state) as group:
+        for step in group.steps(0, STEPS):
+            with step:
+                total = part(group.rank, group.size, step)
+                md.allreduce(group.comm, total)
+                if step == 0 and group.deaths == 0:
+                    if world == 0:
+                        state["a"] = total.copy()
+                        group.done(step)
+                    if world == 1:
+                        time.sleep(0.2)
+                        die()
+                    group.comm.Barrier()
+
+elif mode == "ring":
+    # A communicator of another class, and MPI's own calls on it.
+    with md.elastic(comm, state) as group:
+        for step in group.steps(0, STEPS):
+            with step:
+                ring = group.comm.Create_cart([group.size], periods=[True])
+                before, after = ring.Shift(0, 1)
+                for k in range(200 if step == 3 and group.deaths == 0 else 1):
+                    ring.sendrecv(world, after, source=before)
+                    if (world, int(step), k) == (2, 3, 50):
+                        die()
+                apply(step, md.allreduce(group.comm, part(group.rank, group.size, step)))
+                ring.Free()
+    report(group)
