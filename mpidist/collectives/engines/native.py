@@ -25,6 +25,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ...events import Counters
+from ...runtime import ulfm
 from ...runtime.agreement.mismatch import BALLOT, Signature
 from ...runtime.context import Context
 from .executor import MAX_MESSAGE, Engine, ends_within
@@ -302,6 +303,8 @@ class Blocking(Engine):
                     held = held or error
                     if made:
                         break
+        if ulfm.current is not None:
+            ulfm.current.look()  # a call that a death broke off may return as if it had succeeded
         if held is not None:
             self.context.break_off(held)
             raise held
