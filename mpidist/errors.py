@@ -62,6 +62,7 @@ class RankFailure(MpidistError):
     """A rank has died or has not answered before the deadline. Raised on the living ranks."""
 
     exit_code = 70
+    everywhere = True
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()):
         super().__init__(message)

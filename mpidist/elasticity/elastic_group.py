@@ -199,9 +199,7 @@ class Group:
         living = self._members.shrink(self._agreed)
         self._agreed, size = False, living.base.size
         if size < self.min_ranks:
-            error = RankFailure(f"only {size} ranks live, and min_ranks is {self.min_ranks}")
-            error.everywhere = True
-            raise error
+            raise RankFailure(f"only {size} ranks live, and min_ranks is {self.min_ranks}")
         self._members = living
 
 

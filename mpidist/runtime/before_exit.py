@@ -1,5 +1,7 @@
-"""What a process does before it may be killed: it removes names of shared memory, and its output
-must have been read, and files must have been written.
+"""What a process does before it ends without MPI or Python's own clean-up.
+
+It removes the names of its shared memory, waits until its output has been read, and writes its open
+files.
 """
 
 from __future__ import annotations

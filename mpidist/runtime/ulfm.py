@@ -65,9 +65,7 @@ def rank_failure(error: BaseException) -> RankFailure:
         return error
     if current is not None:
         return current.failure()
-    found = RankFailure(f"a rank of this communicator has died ({error})")
-    found.everywhere = True
-    return found
+    return RankFailure(f"a rank of this communicator has died ({error})")
 
 
 def keep_alive(*objects) -> None:
@@ -233,9 +231,7 @@ class Membership:
         who = ", ".join(self.names[rank] for rank in dead[:8]) or "a rank"
         more = f" and {len(dead) - 8} more" if len(dead) > 8 else ""
         verb = "has" if len(dead) < 2 else "have"
-        error = RankFailure(f"{who}{more} {verb} died", tuple(dead))
-        error.everywhere = True
-        return error
+        return RankFailure(f"{who}{more} {verb} died", tuple(dead))
 
     def end(self, text: str) -> None:
         """Make all ranks leave all calls on all communicators of the group. Not collective.

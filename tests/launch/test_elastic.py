@@ -21,12 +21,16 @@ OPEN_MPI = launcher_kind(find_launcher())[0] == "openmpi"
 with_ulfm = pytest.mark.skipif(not OPEN_MPI, reason="no ULFM in this MPI")
 
 
+def launch_with_ulfm(ranks, *words, **variables):
+    launcher, *options = launcher_command(ranks)
+    command = [launcher, "--with-ft", "ulfm", *options, sys.executable, *map(str, words)]
+    return run(command, env=launch_environment(variables))
+
+
 def elastic(ranks, mode, folder, *more, deaths=""):
     """Run the program with ULFM; return the outcome and the steps in each rank's log."""
     folder.mkdir(exist_ok=True)
-    launcher, *options = launcher_command(ranks)
-    command = [launcher, "--with-ft", "ulfm", *options, sys.executable, PROGRAM, mode, str(folder)]
-    done = run([*command, *map(str, more)], env=launch_environment({"DEATHS": deaths}))
+    done = launch_with_ulfm(ranks, PROGRAM, mode, folder, *more, DEATHS=deaths)
     logs = {int(path.name): [*map(int, path.read_text().split())] for path in folder.iterdir()}
     return done, logs
 
@@ -171,9 +175,7 @@ def update(state, x):
     last = "\nif comm.rank == 0: print('and', *[f'{w:.6f}' for w in state['weights'][1:2]])\n"
     path = tmp_path / "elastic_loop.py"
     path.write_text(first + given + second + last)
-    launcher, *options = launcher_command(2)
-    command = [launcher, "--with-ft", "ulfm", *options, sys.executable, str(path)]
-    lines = run(command, env=launch_environment()).check().stdout.splitlines()
+    lines = launch_with_ulfm(2, path).check().stdout.splitlines()
     assert lines[0].startswith("2 ranks, weights[1] = ")
     assert lines[1].split()[1] == lines[0].split()[-1]
 

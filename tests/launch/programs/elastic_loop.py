@@ -73,6 +73,12 @@ def one_step(group, step):
     apply(step, total)
 
 
+def all_steps(group):
+    for step in group.steps(0, STEPS):
+        with step:
+            one_step(group, step)
+
+
 def report(group, more=""):
     good = state["w"].tobytes() == expected().tobytes() and state["more"]["count"] == STEPS
     told = f"{'right' if good else 'wrong'} {more}"
@@ -82,9 +88,7 @@ def report(group, more=""):
 if mode == "with":
     with md.elastic(comm, state) as group:
         group.on_resize(lambda old, new: fate(-1, "resize"))
-        for step in group.steps(0, STEPS):
-            with step:
-                one_step(group, step)
+        all_steps(group)
         fate(STEPS, "after")
     report(group)
 
@@ -129,9 +133,7 @@ elif mode == "old":
     with md.elastic(comm, state) as group:
         old, x = group.comm, np.ones(n)
         planned, arena = md.plan(old, x), md.Arena(old, {"g": ((n,), "f8")})
-        for step in group.steps(0, STEPS):
-            with step:
-                one_step(group, step)
+        all_steps(group)
         for name, call in {
             "comm": lambda: md.allreduce(old, x),
             "plan": lambda: planned(),
@@ -149,9 +151,7 @@ elif mode == "old":
 
 elif mode == "few":
     with md.elastic(comm, state, min_ranks=comm.size) as group:
-        for step in group.steps(0, STEPS):
-            with step:
-                one_step(group, step)
+        all_steps(group)
 
 elif mode == "raises":
     with md.elastic(comm, state) as group:
@@ -163,18 +163,14 @@ elif mode == "raises":
 
 elif mode == "outside":
     with md.elastic(comm, state) as group:
-        for step in group.steps(0, STEPS):
-            with step:
-                one_step(group, step)
+        all_steps(group)
         if world == 1:
             die()
         md.allreduce(group.comm, np.ones(n))
 
 elif mode == "code":
     with md.elastic(comm, state) as group:
-        for step in group.steps(0, STEPS):
-            with step:
-                one_step(group, step)
+        all_steps(group)
     sys.exit(3)
 
 elif mode == "forgotten":
@@ -194,18 +190,14 @@ elif mode == "early":
 elif mode == "later":
     # The others are in a call of MPI itself when a rank fails after the block.
     with md.elastic(comm, state) as group:
-        for step in group.steps(0, STEPS):
-            with step:
-                one_step(group, step)
+        all_steps(group)
     if world == 1:
         raise ValueError("bad sample")
     comm.Barrier()
 
 elif mode == "exits":
     with md.elastic(comm, state) as group:
-        for step in group.steps(0, STEPS):
-            with step:
-                one_step(group, step)
+        all_steps(group)
         if world == 1:
             sys.exit(3)
         time.sleep(0.2)
