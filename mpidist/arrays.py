@@ -240,7 +240,8 @@ def host_empty(count: int, dtype, like=None) -> np.ndarray:
     if nbytes == 0 or not is_device(like):
         return np.empty(count, dtype)
     memory = sys.modules["cupy"].cuda.alloc_pinned_memory(nbytes)
-    # The allocator rounds the length up, so the view needs its length. It keeps `memory` alive.
+    # The allocator rounds the length up, so the view is given the exact length. The view keeps
+    # `memory` alive.
     return np.frombuffer(memory, np.uint8, nbytes).view(dtype)
 
 
@@ -280,15 +281,16 @@ def _assign(destination, source) -> None:
     if destination.shape == source.shape:
         destination[...] = source
     elif destination.flags.c_contiguous:
-        # Reshaping a contiguous array makes no copy, so the values reach `destination`.
+        # Reshaping a contiguous array makes no copy, so the assignment writes into `destination`
+        # itself.
         destination.reshape(source.shape)[...] = source
     else:
         destination[...] = source.reshape(destination.shape)
 
 
 def _download(destination: np.ndarray, source) -> None:
-    # Packing and casting on the device saves bytes on the bus, which go in one piece. `get` runs
-    # after the work of the current stream, and waits for the copy.
+    # The values are packed and cast on the device first, so that few bytes cross the bus, in one
+    # copy. The method `get` runs after the work of the current stream, and waits for the copy.
     flat = source.reshape(-1)
     if flat.dtype != destination.dtype:
         flat = flat.astype(destination.dtype)

@@ -15,7 +15,7 @@ class MpidistError(Exception):
     secondary = False
     #: True if another process prints the same error, so this process prints nothing.
     quiet = False
-    #: True if it was raised before an MPI call in which ranks without the error wait for this rank.
+    #: True if the error was raised before an MPI call in which the other ranks wait for this rank.
     awaited = False
 
 

@@ -46,7 +46,8 @@ def verbosity(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def _verbosity_or_notes() -> int:
-    # An import must not raise. The first call of a program calls `verbosity` again, which raises.
+    # The import of this module must not raise. The program's first call of mpidist calls
+    # `verbosity` again, which then raises the error.
     try:
         return verbosity()
     except ConfigError:
@@ -142,7 +143,7 @@ def close_log() -> None:
     """Close the event log; a second call does nothing."""
     global _log
     if _log is not None:
-        with suppress(OSError):  # as in `emit`
+        with suppress(OSError):  # a full disk must not end the run
             _log.close()
         _log = None
 
@@ -194,7 +195,7 @@ class Trail:
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
-        self.about: Callable[[], dict] | None = None  # more facts for the report; it must not wait
+        self.about: Callable[[], dict] | None = None  # adds facts to the report; must not wait
         self._newest: deque[list] = deque(maxlen=256)
         trails.add(self)
 

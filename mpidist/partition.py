@@ -39,7 +39,8 @@ class BlockPartition(NamedTuple):
         """Return the ``parts + 1`` bounds: the start of each block, and the end of the last."""
         base, extra = divmod(self.count, self.parts)
         long = extra * (base + 1)
-        # The bounds of blocks of one length are a range. All empty blocks begin and end at `count`.
+        # Blocks of equal length have equally spaced bounds. All empty blocks begin and end at
+        # `count`.
         rest = range(long, self.count + 1, base) if base else [long] * (self.parts - extra + 1)
         return [*range(0, long, base + 1), *rest]
 
@@ -59,7 +60,7 @@ class BlockPartition(NamedTuple):
 
 def bounds_of(counts: Sequence[int]) -> list[int]:
     """Return the bounds of blocks with the lengths `counts`: running sums that begin with 0."""
-    return list(itertools.accumulate(map(int, counts), initial=0))  # int32 would overflow
+    return list(itertools.accumulate(map(int, counts), initial=0))  # sums of int32 could overflow
 
 
 def overlaps(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:

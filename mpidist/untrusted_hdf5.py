@@ -28,8 +28,8 @@ import h5py
 from . import events
 from .errors import ConfigError
 
-#: Published vulnerabilities by which a file makes HDF5 overwrite memory, and the version that
-#: mends them.
+#: Published vulnerabilities of HDF5, by which a crafted file overwrites memory of the process, and
+#: the version of HDF5 that mends them.
 _HOLES = (
     "CVE-2025-2308",
     "CVE-2025-2309",
@@ -49,7 +49,8 @@ _FILTERS = {
     h5py.h5z.FILTER_SZIP: 1 << 14,
     h5py.h5z.FILTER_LZF: 88,
 }
-#: Filters of hdf5plugin, for which no smaller bound than `_PLUGIN` is known.
+#: Filters of hdf5plugin. They unpack at most `_PLUGIN` bytes from one stored byte; no smaller bound
+#: is known.
 _PLUGINS = {
     307: "bzip2", 32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd",
     32017: "sz", 32018: "fcidecomp", 32024: "sz3", 32026: "blosc2", 32028: "sperr", 32033: "htj2k",
@@ -77,7 +78,8 @@ def open_untrusted(path, folder: int | None = None, *, follow: bool = False) -> 
     except OSError as error:
         raise ConfigError(f"{path} cannot be opened: {error.strerror}") from None
     try:
-        # By the descriptor: HDF5 opens the file that was checked, even if it was replaced by now.
+        # HDF5 gets the descriptor and not the path, so it opens the file that was checked, even if
+        # another file now has that path.
         return h5py.File(f"/dev/fd/{descriptor}", "r", locking=False)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{path} is not an HDF5 file that can be read: {error}") from None
@@ -86,7 +88,7 @@ def open_untrusted(path, folder: int | None = None, *, follow: bool = False) -> 
 
 
 def _open_regular(path, folder: int | None, follow: bool) -> int:
-    # O_NONBLOCK: opening a FIFO would wait for a writer that never comes.
+    # Without O_NONBLOCK, opening a FIFO would wait for a writer that never comes.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     descriptor = os.open(path, flags, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

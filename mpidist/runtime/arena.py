@@ -38,8 +38,8 @@ from .topology import topology_of, whole_nodes
 _FOLDER = Path("/dev/shm")
 _HEAD = mmap.PAGESIZE
 _LINE = 8  # int64 per cache line
-_MOST = 1 << 60  # bytes: more than any memory, and it fits in the integers of the C library
-_NAME, _TEXT = 64, 512  # bytes of a file's name, and of the text of a problem
+_MOST = 1 << 60  # bytes: more than any machine has, and few enough for C integers
+_NAME, _TEXT = 64, 512  # most bytes of a file's name, and of an error text
 
 #: A function that polls a test until the test returns true.
 Wait = Callable[[Callable[[], bool]], None]
@@ -69,7 +69,7 @@ class Segment:
     def __init__(self, comm: MPI.Comm, nbytes: int, wait: Wait):
         each = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         memory = np.empty(0, np.uint8)
-        with ExitStack() as files:  # closes the file: the mapping keeps the memory alive
+        with ExitStack() as files:  # closes the file; the mapping keeps the memory alive
             file, problem = _open_together(comm, each * comm.size, wait, files)
             try:
                 if file is not None:
@@ -146,7 +146,7 @@ class Arena(Mapping):
         Equal on all ranks. The tensors of one dtype lie together, in the order of the mapping. A
         dtype may also be "bfloat16" or a dtype of PyTorch.
     ranks_per_node : int, optional
-        Treat so many consecutive ranks as a node, as `Topology` does.
+        The number of consecutive ranks that are treated as a node, as in `Topology`.
 
     Attributes
     ----------
@@ -197,7 +197,8 @@ class Arena(Mapping):
                 parts = Segment(self.topology.intra_comm, nbytes, context.wait).parts
             except ConfigError as error:
                 problem = str(error)
-            # If one node has no shared memory, no node uses it, so that all run one algorithm.
+            # If one node has no shared memory, no node uses shared memory, so that all nodes run
+            # the same algorithm.
             self.reason = first_problem(context.control, problem, context.wait) or None
         if self.reason:
             mine, parts = 0, [run_on_all(comm, "Arena", lambda: np.zeros(nbytes, np.uint8))]

@@ -1,7 +1,7 @@
-"""What a process does before it ends without MPI or Python's own clean-up.
+"""Clean-up by a process that is about to end without the clean-up of MPI or of Python.
 
-It removes the names of its shared memory, waits until its output has been read, and writes its open
-files.
+The process removes the names of its shared-memory files, waits until the launcher has read its
+output, and flushes its open files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 #: The most seconds that a rank waits until a slow launcher has read its output.
 READ_BY = 10.0
 
-#: The names of shared memory of MPICH, UCX and Open MPI. Other files there may hold users' data.
+#: How the names of the shared-memory files of MPICH, UCX and Open MPI begin. Other files in
+#: /dev/shm may hold users' data.
 SEGMENTS = ("mpich_shm_", "ucx_shm_", "sm_segment.", "vader_segment.")
 
 
@@ -58,7 +59,7 @@ def _unread(descriptor: int) -> int:
 
 
 def flush_files() -> None:
-    """Write what open files of this process still hold in memory, as the end of Python would."""
+    """Flush all open files of this process, as Python does when it ends."""
     # Text files come first, because they write into binary files.
     for kind in (io.TextIOBase, io.BufferedIOBase):
         for each in gc.get_objects():

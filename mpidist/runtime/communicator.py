@@ -80,7 +80,7 @@ def _entry() -> str:
     frame: types.FrameType | None = sys._getframe(2)
     name = "mpidist"
     while frame is not None and is_ours(frame.f_code.co_filename):
-        # `tells` wraps public functions, and the name of a wrapper says nothing to the user.
+        # The decorator `tells` wraps public functions; the user does not know the wrapper's name.
         inner = frame.f_code.co_qualname
         name = name if inner.startswith("tells.") else inner
         frame = frame.f_back

@@ -64,8 +64,8 @@ class Context:
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
         self.host = socket.gethostname()
-        # Plans send on `data`. Statuses travel on `control`, where a probe for any message finds no
-        # data.
+        # Plans send on `data`. Statuses are sent on `control`, so that a probe for them finds no
+        # data message.
         self.data, self.control, self.identity = private
         self.thread = threading.get_ident()  # the thread of the newest call
         self.tag_limit = (self.data.Get_attr(MPI.TAG_UB) or 32767) - 1
@@ -76,18 +76,18 @@ class Context:
         self.store: dict = {}
         self.pool = BufferPool()
         self.begun = 0  # operations that have begun, without those that plans count
-        self.heard = time.monotonic()  # when this rank last received statuses or had no need to
+        self.heard = time.monotonic()  # when this rank last received statuses, or needed none
         self.chain = 0  # a digest of past operations in which not all ranks wait
         self.history: deque[Signature] = deque(maxlen=HISTORY)
         self.failed: str | None = None
         self.failed_as: type[MpidistError] = MismatchError  # or RankFailure
-        self.ended = ""  # why it has ended, if `free` did not close it
-        #: If `stopped` is true, a thread must not begin an operation without `check_free`. It is
-        #: true while a call is under way in the thread `caller`, and for good after a failure or
-        #: after `close`.
+        self.ended = ""  # why the context has ended without `free`
+        #: If `stopped` is true, a thread must call `check_free` before it begins an operation.
+        #: `stopped` is true while a call runs in the thread `caller`, and always after a failure or
+        #: `close`.
         self.closed = self.stopped = self.under_way = False
         self.caller: int | None = None
-        #: This rank has raised, and has not yet proved that all ranks have; how often it has.
+        #: Whether other ranks may not have raised an error as this one did; the count of proofs.
         self.unconfirmed, self.confirmed = False, 0
         #: The only thread that may call, if MPI allows only one thread.
         self.owner = None if MPI.Query_thread() == MPI.THREAD_MULTIPLE else threading.get_ident()
@@ -444,7 +444,7 @@ def _close_all() -> None:
         try:
             context.close()
         except (MismatchError, RankFailure, MPI.Exception) as error:
-            # Errors of other ranks are not printed again. Of deaths an elastic group tells at exit.
+            # Other ranks print their own errors. The exit of an elastic group prints its deaths.
             heard = isinstance(error, MismatchError) and not context.statuses.found
             if not heard and not is_death(error):
                 print(f"mpidist: error: {error}", file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ from .agreement.mismatch import BALLOT, Signature
 from .failure import asked_exit_code
 from .polling import wait_until
 
-#: Seconds in which nonblocking operations must end when all ranks have left.
+#: Seconds within which nonblocking operations must end after all ranks have left.
 _FINISH = 5.0
 
 #: Seconds in which a leaving rank receives statuses of ranks that go on.
@@ -50,7 +50,8 @@ def leave_together(context) -> bool:
     """
     if context.size == 1:
         return True
-    # The same reduction begins every new operation, so ranks that go on meet this rank in it.
+    # Every new operation begins with the same reduction. A rank that goes on and begins an
+    # operation therefore meets this rank in the reduction.
     key, ballot = _LEAVING.key, np.zeros(BALLOT, np.int64)
     ballot[:2] = key, -key
     request = context.control.Iallreduce(MPI.IN_PLACE, ballot, MPI.MAX)
@@ -100,8 +101,9 @@ def _settle(context) -> bool:
     statuses, end = context.statuses, time.monotonic() + _FINISH
 
     def listen(seconds: float) -> None:
-        # A rank that has failed does not come here, although the reduction of a call that it broke
-        # off may have met the reduction of this call.
+        # This rank receives statuses while it waits, because a rank that has failed never comes to
+        # this reduction. (The reduction of a call that it broke off may have matched the first
+        # reduction of the ranks that leave.)
         _give_up(seconds)
         statuses.listen()
 

@@ -48,10 +48,10 @@ class Making:
     def finish(self) -> tuple[MPI.Comm, MPI.Comm, int]:
         """Return (communicator for data, communicator for control messages, number of the context).
 
-        Collective; waits by polling.
+        Collective. The ranks wait by polling.
         """
-        # The barrier comes first, because a rank can leave a barrier for good. Open MPI makes no
-        # other communicator while one is half made.
+        # The barrier comes first, because an interrupted rank can abandon a barrier. If a rank
+        # abandons a half-made communicator, Open MPI makes no other one.
         steps = (self._meet, self._duplicate, self._duplicate, self._number, self._exit_barrier)
         for step in steps[len(self._made) :]:
             if self._request is None:

@@ -49,8 +49,9 @@ def wait_until(
     for _ in range(_SPINS):
         if test():
             return
-    # If there are more ranks than cores, a spinning rank keeps its peer from running. So the rank
-    # gives the core away after every test. With a free core sched_yield costs 0.3 microseconds.
+    # If there are more ranks than cores, a rank that spins keeps its peer from running. So the rank
+    # gives its core away after every test. If no other process needs the core, sched_yield takes
+    # 0.3 microseconds.
     start = time.monotonic()
     look_around = start + patience
     try:

@@ -79,7 +79,8 @@ class Board:
         def look() -> bool:
             with contextlib.suppress(OSError):
                 if path.stat().st_size == size:
-                    # In memory the file is kept open, because its name is removed in a moment.
+                    # A file in memory stays open, because its name is removed as soon as all ranks
+                    # have it open.
                     if folder == _MEMORY:
                         self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                     return True
@@ -98,7 +99,8 @@ class Board:
     def write(self, record: dict) -> None:
         """Publish the record of this rank."""
         while len(text := json.dumps(record, separators=(",", ":")).encode()) > RECORD:
-            # Only the two texts can be long, and the shorter text is more useful.
+            # Only the two texts of a record can be long. The longer of them is cut, because the
+            # shorter one is more useful.
             longest = max((key for key in record if isinstance(record[key], str)),
                           key=lambda key: len(record[key]))  # fmt: skip
             record = {**record, longest: record[longest][: len(record[longest]) // 2]}

@@ -24,7 +24,8 @@ from .communicator import translated_rank
 from .context import Context, of
 
 _RECORD = np.dtype([("leader", "i8"), ("host", "S256")])
-#: The tag with which the leaders make their communicator. A program may make others meanwhile.
+#: The tag with which the leaders make their communicator. With a tag of its own, the call does not
+#: match another `Create_group` that the program makes at the same time.
 _LEADERS = 71
 
 
@@ -38,8 +39,8 @@ class Topology:
     ----------
     comm : MPI.Intracomm
     ranks_per_node : int, optional
-        Treat so many consecutive ranks as a node, instead of using the real nodes. All ranks pass
-        the same `ranks_per_node`.
+        The number of consecutive ranks that are treated as a node, instead of the real nodes. All
+        ranks pass the same `ranks_per_node`.
 
     Attributes
     ----------
@@ -70,7 +71,8 @@ class Topology:
         self.size, self.rank = comm.size, comm.rank
         number = _agreed(comm, "Topology", ranks_per_node)
         self.faked, self.ranks_per_node = number is not None, number
-        # MPI has no polled split. This split blocks, but all ranks have agreed to make it.
+        # MPI has no nonblocking split. A blocking split is safe here, because all ranks have just
+        # agreed to call it.
         if number is None:
             self.intra_comm = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
         else:
@@ -85,8 +87,8 @@ class Topology:
         self.nodes = len(self.leaders)
         self.node = self.node_of[self.rank]
         self.local_rank, self.local_size = self.intra_comm.rank, self.intra_comm.size
-        # Two machines of one name are two nodes of MPI. Only the host names show the machines of
-        # faked nodes.
+        # Two machines may have the same host name, but MPI reports them as two nodes. With faked
+        # nodes, only the host names show which machine a rank is on.
         self.single_host = len(set(self.hosts)) == 1 and (self.faked or self.nodes == 1)
 
     def __repr__(self):
@@ -112,7 +114,7 @@ class Topology:
         return tuple(rank for rank, of in enumerate(self.node_of) if of == node)
 
     def describe(self) -> str:
-        """Return a text of one line, such as ``8 ranks on 2 hosts (n1, n2), 4 per host``."""
+        """Return one line of text, such as ``8 ranks on 2 hosts (n1, n2), 4 per host``."""
         names = list(dict.fromkeys(self.hosts)) if self.faked else list(self.hosts)
         unit = "node" if self.faked else "host"
         where = f"{_count(len(names), 'host')} ({_some(names)})"
@@ -173,7 +175,7 @@ def whole_nodes(ranks_per_node) -> int | None:
 
 
 def _everyone(context: Context, leader: int) -> tuple[list[int], list[str]]:
-    """Return, for each rank, the leader of its node and its host name. Collective, polled."""
+    """Return, for each rank, the leader of its node and its host name. Collective, by polling."""
     mine = np.zeros(1, _RECORD)
     mine["leader"], mine["host"] = leader, socket.gethostname().encode()
     records = np.zeros(context.size, _RECORD)

@@ -1,4 +1,4 @@
-"""The guard of public functions: it admits one thread at a time, and tells ranks of exceptions.
+"""The guard of public functions: it admits one thread at a time, and sends exceptions to all ranks.
 
     with context.call("broadcast"):     raises ProtocolError if another thread is in a call
         check all arguments             an exception here stands in place of the operation: the
@@ -83,7 +83,7 @@ def refusal(kind: str, context=None) -> ProtocolError:
         "signal handler interrupted; use one thread at a time, or a communicator for each "
         "(comm.Dup())"
     )
-    mark_told(error, context)  # only this rank raises it: the call that is under way goes on
+    mark_told(error, context)  # only this rank raises it: the other call goes on
     return error
 
 
@@ -114,7 +114,7 @@ class Running(threading.local):
         handle.context.handles.append(handle)
 
     def remove(self, handle) -> None:
-        """Remove the operation `handle` from the running ones of this thread and its communicator.
+        """Remove the operation `handle` from the lists of this thread and of its communicator.
 
         Another thread may have begun the operation.
         """

@@ -36,7 +36,7 @@ def look(comm: MPI.Comm, context=None, number: int = 0) -> None:
     place, here = None, (comm, number)
     for other in tuple(open_contexts):
         if other is context or other.thread != threading.get_ident():
-            continue  # another thread uses it, and may call on it while this thread waits
+            continue  # another thread uses this communicator, and may go on meanwhile
         statuses = other.statuses
         if other.failed or not statuses.quiet.acquire(blocking=False):
             continue
@@ -47,7 +47,8 @@ def look(comm: MPI.Comm, context=None, number: int = 0) -> None:
                 statuses.say_elsewhere(status, place if needed else "")
                 statuses.told_place = here
         except MismatchError as error:
-            # An old verdict that arrives now is about an earlier wait.
+            # If this rank has not told others where it waits now, the verdict (an error text for
+            # all ranks) is about an earlier wait.
             if statuses.crossed and statuses.told_place == here:
                 crossed = MismatchError(str(error))
                 crossed.crossed = True
@@ -80,7 +81,7 @@ def crossing(context, number: int, status: Status) -> str | None:
     identity, at, words = status.signature.split("\x1e")
     there = [one for one in open_contexts if f"{one.identity:x}" == identity]
     if int(at) and (not there or there[0].sequence >= int(at)):
-        return None  # this rank has called that operation already
+        return None  # this rank has begun that operation already
     mine = context.operation(number)
     return (
         f"{mine.kind if mine else 'operation'} #{number}: rank {context.rank} waits for rank "

@@ -18,16 +18,17 @@ STATUS_BYTES = 512
 _TEXT_BYTES = 360
 _HEAD = struct.Struct("<qqq")
 
-#: The state in a status. WAITING: the rank waits in an operation, or has raised in its place.
-#: LEFT: the rank has left the communicator. VERDICT: the text is an error for all ranks. ROLL_CALL:
-#: the rank asks all ranks for their status. BROKEN: an error for all ranks, because one rank broke
-#: an operation off. ELSEWHERE: the rank waits on another communicator. CROSSED: an error for all
-#: ranks, because two ranks wait for each other on two communicators.
+#: The values of the field `state` of a `Status`. WAITING: the rank waits in an operation, or has
+#: raised in its place. LEFT: the rank has left the communicator. VERDICT: the text is an error for
+#: all ranks. ROLL_CALL: the rank asks all ranks for their status. BROKEN: the text is an error for
+#: all ranks, because one rank broke an operation off. ELSEWHERE: the rank waits on another
+#: communicator. CROSSED: the text is an error for all ranks, because two ranks wait for each other
+#: on two communicators.
 WAITING, LEFT, VERDICT, ROLL_CALL, BROKEN, ELSEWHERE, CROSSED = range(7)
 
-#: All ranks reduce a ballot before they begin: a key, its negative, and at most FACTS numbers.
-#: Every ballot has the same length, because ranks in different operations meet in one reduction,
-#: and MPI forbids different lengths there.
+#: Before an operation, all ranks reduce a ballot: a key, its negative, and at most FACTS numbers.
+#: Every ballot has the same length: ranks that begin different operations meet in the same
+#: reduction, and MPI requires equal lengths in a reduction.
 FACTS = 5
 BALLOT = 2 + FACTS
 
@@ -121,7 +122,7 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 def conflict(statuses: Iterable[Status]) -> str | None:
-    """Return an error text if `statuses` show different operations of the same number, else None.
+    """Return an error text if `statuses` show different operations with the same number, else None.
 
     The text groups the ranks by operation and names the smallest group first, because most often
     that group is wrong.

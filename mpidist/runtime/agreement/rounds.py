@@ -20,14 +20,17 @@ from ...errors import MismatchError, in_one_line
 from ..context import of
 from .mismatch import Signature, digest_number
 
-#: If rank 0 receives at most so many bytes in all, each rank pads its message to one length, and
-#: one round suffices. Otherwise there are two rounds: the lengths, then the data.
+#: If rank 0 receives at most this many bytes in a gather, all ranks pad their messages to the same
+#: length, and one round of messages suffices. Otherwise the ranks send the lengths in a first round
+#: and the data in a second one.
 _PADDED = 1 << 20
-#: Bytes of the first message of an answer: the answer's length, and as much of it as fits.
+#: Bytes of the first message of an answer. It has the length of the answer, and as many bytes of
+#: the answer as fit.
 ROOM = 1024
-#: A rank sends this text in place of data that do not fit in the message; no pickle begins so.
+#: A rank sends this text in place of data that do not fit in the message. No pickle begins with
+#: these bytes.
 _TOO_LONG = b"too long"
-#: The text of an error is cut to so many characters before a rank sends it.
+#: The text of an error is cut to this many characters before a rank sends it.
 LONGEST = 4000
 
 #: A function that rank 0 calls with the messages of all ranks; it returns an answer for each rank.
@@ -70,7 +73,7 @@ class Polled:
 
     def _begun(self, doing: str, cause: BaseException | None) -> Signature:
         if cause is not None and (self.context.failed or self.context.closed):
-            raise cause  # the communicator cannot report it to the other ranks any more
+            raise cause  # the broken communicator cannot send it to the other ranks
         signature = Signature(in_one_line(doing, LONGEST), "", "")
         self.context.begin(signature)
         return signature
@@ -88,7 +91,7 @@ class Polled:
             self.longest = 8 + max(frame, len(_TOO_LONG))
             everyone = self.gather(key + (packed if len(packed) <= frame else _TOO_LONG))
             if any(not data.startswith(key) for data in everyone):
-                self.context.disagree()  # a rank was in another operation after all
+                self.context.disagree()  # a rank is in another operation
             told = [data[8:] for data in everyone]
             long = any(data.startswith(_TOO_LONG) for data in told)
             answers = ([_TOO_LONG] if long else answer(told)) if self.rank == 0 else []
@@ -106,7 +109,7 @@ class Polled:
             rows = np.empty((size if root else 0, self.longest), np.uint8)
             mine = [data.ljust(self.longest, b"\0"), MPI.BYTE]
             self._wait(control.Igather(mine, [rows, MPI.BYTE] if root else None, 0))
-            return [row.tobytes() for row in rows]  # a pickle ends itself, so padding is harmless
+            return [row.tobytes() for row in rows]  # pickle ignores the padding
         lengths = np.zeros(size, np.int64)
         number = np.array([len(data)], np.int64)
         self._wait(control.Igather(number, lengths if root else None, 0))
@@ -182,7 +185,7 @@ class Private:
             told = self.exchange([cause is not None, _text(packed), number])
         except Exception as error:
             if cause is not None:
-                raise cause from error  # the channel cannot report it to the other ranks any more
+                raise cause from error  # the broken channel cannot send it to the other ranks
             raise
         failed, texts, numbers = zip(*told, strict=True)
         self._everyone = [base64.b64decode(text) for text in texts]

@@ -146,7 +146,8 @@ def run_on_all(
             failure, value = _unpack(answer)
     if failure is None:
         return (value, largest) if number else value
-    # Raised behind the ``with``: all ranks have the error, so the communicator stays usable.
+    # The error is raised outside the ``with`` block, whose guard would send it to the other ranks.
+    # All ranks have the error already, so the communicator stays usable.
     cause = own[0] if own else None
     own.clear()
     try:
@@ -155,7 +156,7 @@ def run_on_all(
             raise cause
         raise _rebuilt(failure, cause) from cause
     finally:
-        del cause  # its traceback refers to this frame
+        del cause  # the traceback of `cause` refers to this frame, a cycle
 
 
 def same_on_all(
@@ -233,7 +234,7 @@ def _pack(failure: Failure | None, value) -> bytes:
     return MPI.pickle.dumps((failure and tuple(failure), value))
 
 
-#: The result of a rank that has not failed, where there is no `decide`.
+#: The message of a rank that has not failed, if there is no function `decide` to use its result.
 _NOTHING = _pack(None, None)
 
 
@@ -258,7 +259,7 @@ def _answers(doing: str, everyone: list[bytes], decide, each: bool) -> list[byte
 
 
 def _joined(doing: str, failures: list[Failure | None]) -> Failure | None:
-    """Return the `Failure` that all ranks raise: that of the lowest rank that knows the cause."""
+    """Return the `Failure` that all ranks raise: from the lowest rank that knows the cause."""
     size = len(failures)
     failed = [(rank, one) for rank, one in enumerate(failures) if one]
     if not failed:
@@ -293,12 +294,12 @@ def _rebuilt(failure: Failure, cause: BaseException | None) -> MpidistError:
             kind = found
     try:
         error = kind(failure.text)
-    except Exception:  # the class takes other arguments than one text
+    except Exception:  # the constructor of the class takes other arguments
         error = kind.__new__(kind, failure.text)
         Exception.__init__(error, failure.text)
     if isinstance(cause, kind):
         error.__dict__.update(cause.__dict__)
-    error.everywhere = True  # all ranks raise together, and a rank that knows the cause prints it
+    error.everywhere = True  # a rank that knows the cause prints it
     knows = cause is not None and not getattr(cause, "secondary", False)
     error.secondary = failure.secondary and not knows
     return error

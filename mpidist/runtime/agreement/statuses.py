@@ -35,8 +35,8 @@ from ..polling import wait_until
 from . import crossed_waits, mismatch
 from .mismatch import WAITING, Status, conflict, encode_signature, raised
 
-#: How many signatures a rank remembers. It needs them to answer ranks that wait in an earlier
-#: operation, and to report its last operations when the job hangs.
+#: How many signatures a rank remembers. A rank needs old signatures to answer ranks that wait in an
+#: earlier operation, and to report its last operations when the job hangs.
 HISTORY = 256
 _TAG = 1
 
@@ -47,7 +47,7 @@ _DISAGREE_SECONDS = 2.0
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    """Return the ranks ``rank + 1``, ``rank - 1``, ``rank + 2``, ..., each once. Pure."""
+    """Return the ranks ``rank + 1``, ``rank - 1``, ``rank + 2``, ``rank - 2``, ..., each once."""
     steps = [1 << k for k in range(max(size - 1, 1).bit_length())]
     found = dict.fromkeys((rank + sign * step) % size for step in steps for sign in (1, -1))
     found.pop(rank, None)
@@ -64,20 +64,20 @@ class Statuses:
         self.context = context
         self.awaited: int | None = None
         self.said = self.heard = 0
-        self.quiet = threading.Lock()  # held while a thread receives: one thread at a time
-        self.crossed = False  # the verdict is that ranks wait for each other elsewhere
+        self.quiet = threading.Lock()  # held by the one thread that receives statuses
+        self.crossed = False  # whether the verdict names a wait on two communicators
         self.told_place: tuple | None = None  # the waiting place that this rank has sent to others
         self._elsewhere: dict[int, Status] = {}
         self._reached: set[tuple[int, int]] = set()
-        self.closing = False  # messages are being counted at the end, so none is passed on
-        self.found = False  # this rank composed the verdict
+        self.closing = False  # true at the end: messages are counted, and none is passed on
+        self.found = False  # whether this rank composed the error text
         self.neighbours = neighbours(context.rank, context.size)
-        self._others = len(self.neighbours)  # distance of the last further rank that got a status
+        self._others = len(self.neighbours)  # distance to the last non-neighbour that got a status
         self._told, self._next = -1, 0.0
         self._known: dict[int, Status] = {}
         self._raised: dict[int, Status] = {}
-        self._caller = context.size  # the lowest rank that has called the roll
-        self._asked: float | None = None  # when this rank called the roll
+        self._caller = context.size  # the lowest rank that has asked all ranks
+        self._asked: float | None = None  # when this rank asked all ranks
         self._inbox = bytearray(mismatch.STATUS_BYTES)
         self._outbox: list = []
         self._answered: set[int] = set()
@@ -89,7 +89,7 @@ class Statuses:
 
     def look_around(self, waited: float) -> None:
         """Exchange statuses with others without blocking; raise MismatchError if they conflict."""
-        if self.context.failed:  # another thread has received the verdict, or a nested wait has
+        if self.context.failed:  # another thread or a nested wait has received the error text
             raise self.context.failed_as(self.context.failed)
         current = self.current
         if self._told != current:
@@ -159,7 +159,7 @@ class Statuses:
         The state ``BROKEN`` tells the receivers that another rank has raised an exception and knows
         the cause.
         """
-        ulfm.expect_death()  # which may be the reason why ranks are in different operations
+        ulfm.expect_death()  # a death may be why the ranks are in different operations
         self.found, self.crossed = True, state == mismatch.CROSSED
         self.sentence(text, state)
         error = MismatchError(text)
@@ -190,7 +190,7 @@ class Statuses:
         self.context.give_up(status.signature)
         self.crossed = status.state == mismatch.CROSSED
         error = MismatchError(status.signature)
-        # Another rank has the exception itself, with its traceback.
+        # For BROKEN, another rank has the exception itself, and prints it with its traceback.
         error.secondary = status.state == mismatch.BROKEN
         raise error
 
@@ -219,7 +219,7 @@ class Statuses:
             self._outbox.append((request, data))
 
     def _further(self) -> list[int]:
-        """Return some ranks that are no neighbours of this rank; repeated calls return others."""
+        """Return some ranks that are not neighbours of this rank; each call returns other ranks."""
         size, rank = self.context.size, self.context.rank
         near, found = set(self.neighbours), list[int]()
         wanted = min(size.bit_length(), size - 1 - len(near))
@@ -254,7 +254,8 @@ class Statuses:
             self._raised[status.rank] = status
         if status.state == mismatch.ROLL_CALL:
             self._known[status.rank] = status._replace(state=WAITING)
-            # If several ranks ask, all answer the lowest one. It knows all statuses and raises.
+            # If several ranks call the roll, all ranks answer the lowest of them. So that rank
+            # knows all statuses, and it raises the error.
             if status.rank < self._caller and not self.closing:
                 self._caller = status.rank
                 self._tell(status, [rank for rank in self.neighbours if rank != status.rank])
@@ -288,7 +289,8 @@ class Statuses:
                     return [*same, self._status(WAITING)]
                 continue
             mine = self._signature(other.sequence)
-            # If both ranks have raised, each of them has its own error.
+            # If this rank and the other one have both raised an exception in place of the
+            # operation, each of them has its own error, and there is no conflict.
             if mine not in ("", other.signature) and not (raised(other.signature) and raised(mine)):
                 return self._group(other.sequence)
         return []
