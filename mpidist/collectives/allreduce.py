@@ -21,7 +21,8 @@ from .schedules import algorithms
 
 _ndarray = np.ndarray
 
-#: On up to so many ranks a nonblocking sum is `two_hop`, in which every rank sends to every other.
+#: On at most this many ranks, a nonblocking sum uses the algorithm `two_hop`, in which every rank
+#: sends to every other rank.
 TWO_HOP_RANKS = 16
 
 
@@ -75,7 +76,7 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
     try:
         target = x if out is None else out
         if weight is None and type(target) is _ndarray and target.flags.writeable:
-            # The short path for a plan that exists already looks up nothing but the plan.
+            # This is the short path: if a plan exists for these arguments, it runs at once.
             name = algorithms.chosen(algorithm, True) if reproducible is True else algorithm
             try:
                 run = contexts[comm.handle].quick.get((op, name, x.dtype, x.shape))
@@ -133,7 +134,7 @@ class Handle:
         self, context: Context, plan: AllreducePlan, target, result, weight=None, weights=None
     ):
         self.context, self.plan, self.target, self.result = context, plan, target, result
-        self.weights: Handle | None = weights  # the sum of all ranks' weights, also under way
+        self.weights: Handle | None = weights  # the running sum of all ranks' weights
         self.done = self._inside = False
         self.error: Exception | None = None
         number = context.begin(plan.signature, plan.runs)
@@ -171,7 +172,8 @@ class Handle:
             if self.context.size > 1:
                 self.plan.store(self.target, self.work, total, in_place=self.in_place)
         except Exception as error:
-            # `wait` raises the error, for the wait of another operation may have called this.
+            # The error is stored here, and `wait` raises it, because this method may run inside the
+            # wait of another operation.
             self.error = error
         self.done = True
 
@@ -255,7 +257,8 @@ class Plan(partial):
         """
         release = self.__dict__.pop("release", None)
         if release is not None:
-            # No other method of a partial replaces the function that it calls.
+            # `__setstate__` is the only method of a partial object that replaces the function it
+            # calls.
             self.__setstate__((_closed, (self.context,), {}, self.__dict__))  # type: ignore[attr-defined]
             release()
 
@@ -302,11 +305,11 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> Plan:
                     for each, vector in zip(plans, x.vectors, strict=True):
                         each(vector)
                     return x
-                except BaseException as error:  # also one that is raised between two vectors
+                except BaseException as error:  # also an error raised between two vectors
                     context.escaped(error)
                     raise
 
-            # These plans are closed with their arena.
+            # The arena closes these plans when it is closed.
             return _bound(context, reduce_arena, plans[0].algorithm, plans, lambda: None)
         target = _target(x, None)
         made = find(context, target, op, algorithm).owned()
@@ -321,7 +324,8 @@ def plan(comm, x, op="sum", *, algorithm="auto", reproducible=False) -> Plan:
             reduce()
             return x
 
-        # Both return the target, so an array that is its own target needs no call of `run`.
+        # `reduce` returns `target` and `run` returns `x`, so if these are the same array, the extra
+        # call of `run` is left out.
         call = reduce if target is x else run
         return _bound(context, call, made.algorithm, made, made.release)
 
@@ -354,8 +358,9 @@ def sum_of_weights(context: Context, op, weight, algorithm: str) -> float | None
     if weight is None:
         return None
     sums = _weight_sums(context, op, weight)
-    # The mean is divided by this sum, so this sum is "ordered" if the mean is.
+    # The mean is divided by this sum of weights. If the vectors are summed in rank order
+    # ("ordered"), the weights are summed in rank order, too.
     in_order = algorithm == algorithms.ORDERED
     find(context, sums, "sum", algorithms.ORDERED if in_order else algorithms.NATIVE)(sums)
-    context.under_way = False  # the sum has ended; all ranks raise the same error about its value
+    context.under_way = False  # all ranks have the sum, and raise the same error about it
     return total_weight(sums)

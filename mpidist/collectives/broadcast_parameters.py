@@ -26,10 +26,10 @@ from ..runtime.context import of
 from .broadcast import broadcast
 from .engines.transfer import check_root
 
-#: Most bytes of a message of packed tensors. Tensors of so many bytes or more are sent alone.
+#: The most bytes of a message of packed tensors. A tensor of this many bytes or more is sent alone.
 PACK = 4 << 20
 
-_ALIGN = 64  # bytes: in a pack every tensor begins at a cache line, whatever its dtype
+_ALIGN = 64  # bytes: each tensor in a pack begins at a cache line
 
 
 @tells

@@ -27,14 +27,16 @@ from .schedules import algorithms
 class CachedPlan:
     """One prepared operation on a 1-D vector: the engine that runs it, and a count of its runs."""
 
-    #: The number of owners (`md.plan`, arenas, gradients), which may run the plan at any time.
+    #: The number of owners: objects (of `md.plan`, arenas, gradients) that may run the plan at any
+    #: time.
     owners = 0
-    #: The runs that `remember` has seen; the run that a plan is made for does not count.
+    #: The number of runs at the last look of `remember`. It begins with 1, because the first run of
+    #: a new plan does not count.
     seen = 1
 
     def __init__(self, context: Context, signature: Signature, engine, runs=None):
         self.context, self.signature = context, signature
-        self.engine: Any = engine  # an `executor.Engine`; None on one rank
+        self.engine: Any = engine  # an `executor.Engine`; None if there is only one rank
         self.key = signature.key
         self.place: tuple = ()  # the key in the context's plans; () for plans of an arena
         kind = engine or Engine()
@@ -50,11 +52,13 @@ class CachedPlan:
         context = self.context
         number = context.begin(self.signature, self.runs)
         if context.size > 1:
-            # A root that only sends waits for no rank, so it looks for failed ranks here.
+            # A root that only sends does not wait for other ranks, so it looks here for ranks that
+            # have failed.
             context.statuses.listen()
             context.statuses.check_raised()
-        # Two roots that send at once would not notice each other. So each rank keeps a hash of such
-        # operations, which the next operation with a wait compares, and the end of the job too.
+        # If two ranks both act as root and send, neither waits, so neither notices the mistake.
+        # Each rank therefore keeps a hash of such operations. The ranks compare their hashes in the
+        # next operation in which they wait, and at the end of the job.
         context.chain = (context.chain * 0x9E3779B1 + self.key) % (1 << 40)
         self.engine.run(vector, self.key, number)
         context.under_way = False
@@ -97,7 +101,8 @@ class AllreducePlan(CachedPlan):
         self.shape, self.n, self.algorithm = shape, prod(shape), name
         native = name == algorithms.NATIVE
         self._device_safe = name not in algorithms.NODE and device_safe(reduction, native)
-        # Copied from the engine, for a plan may be closed while its `Handle` is under way.
+        # This is a copy of the engine's attribute, because a plan may be closed while a `Handle` of
+        # it is still running.
         self.divides = engine is not None and engine.divides and reduction.mean
 
     def __call__(self, x, weight=None, total=None):
@@ -109,7 +114,8 @@ class AllreducePlan(CachedPlan):
             if self.short is not None:
                 if weight is None and type(x) is np.ndarray:
                     return self.short.run(x, total)
-                # A device array, or one with a weight, is reduced in a vector of the host.
+                # A device array, or an array with a weight, is first copied to a vector in host
+                # memory.
                 shaped = self.load(x, weight, in_place=False, pooled=False).reshape(self.shape)
                 copy_into(x, self.short.run(shaped, total))
                 return x
@@ -163,7 +169,7 @@ class AllreducePlan(CachedPlan):
         if not (flags.c_contiguous and x.dtype == self.reduction.work):
             return False
         if isinstance(x, np.ndarray):
-            return flags.aligned  # MPI's datatypes begin at multiples of their alignment
+            return flags.aligned  # MPI needs aligned elements
         return not is_device(x) or (self._device_safe and mpi_direct(x))
 
     def store(self, x, work, total, *, in_place: bool) -> None:
@@ -213,7 +219,7 @@ def remember(context: Context, place: tuple, plan: CachedPlan) -> None:
     loose = [key for key, kept in context.plans.items() if not kept.owners]
     if len(loose) >= MAX_PLANS:
         # Every rank has run the same operations, so every rank drops the same plan.
-        for key in (*loose, *loose[:1]):  # if all have run, the first one is dropped
+        for key in (*loose, *loose[:1]):  # if all have run, the first is dropped
             kept, runs = context.plans[key], context.plans[key].runs.number()
             if runs <= kept.seen:
                 context.drop(key)

@@ -68,7 +68,7 @@ def reduce(
             np.multiply(work, work.dtype.type(weight), out=work)
             synchronize(work)
         if comm.size == 1:
-            total = None  # a weight would be rounded, which `allreduce` on one rank does not do
+            total = None  # no weight: as in `allreduce`, the result on one rank is exact
             context.begin(signature)
         elif name == algorithms.NATIVE:
             buffers = (MPI.IN_PLACE, work) if comm.rank == root else (work, None)

@@ -69,7 +69,7 @@ def reduce_scatter(comm, x, op="sum", *, counts=None, out=None, algorithm="auto"
         else:
             build, dtype = algorithms.REDUCE_SCATTER[name], reduction.work
             prepared(context, signature, build, elements, dtype, reduction.ufunc).run(work)
-        # A view of the block would keep the memory of the whole vector.
+        # The block is copied, because a view of it would keep the whole vector in memory.
         block = work[slice(*bounds_at(elements, comm.rank))].copy()
         finish_mean(reduction, block, comm.size)
         return deliver(block.reshape(shape), x, out, shape)

@@ -74,7 +74,8 @@ def scatter(comm, x, *, root=0, counts=None, out=None, algorithm="auto"):
             run_native(context, signature, block.nbytes, (context.data.Scatterv, (*buffers, root)))
         else:
             build = algorithms.SCATTER[name]
-            # The root waits for no rank, so a rank whose `out` is bad must raise before it sends.
+            # The root does not wait for other ranks. A rank with a bad `out` must therefore raise
+            # before the root sends, and not later.
             context.begin_agreed(signature, "checked")
             plan = prepared(context, signature, build, elements, dtype, agreed=True, root=root)
             plan.run(vector)
@@ -91,7 +92,8 @@ def _announce(context: Context, signature: Signature, x, counts, root: int):
     shape or counts are invalid.
     """
     size = context.size
-    # A code, the byte order, the number of axes, the axes, the counts; or -1, a length, a text.
+    # The root sends a code of the dtype, the byte order, the number of axes, their lengths and the
+    # counts. If it cannot, it sends -1, the length of an error text, and the text.
     facts = np.full(3 + _MOST_AXES + size, -1, np.int64)
     room = facts[2 : 3 + _MOST_AXES].view(np.uint8)
     problem = None

@@ -30,17 +30,19 @@ from .engines.node_barrier import memory_of
 from .engines.reductions import Reduction, native_op
 from .schedules import algorithms
 
-#: Seconds that the rounds of one size class may take, and the least and the most rounds.
+#: Seconds that the measurement of one size class may take, and the least and the greatest number of
+#: its rounds.
 BUDGET, LEAST_ROUNDS, ROUNDS = 0.1, 5, 41
 
-#: Seconds of the calls that are timed together, so that the barrier before them matters little.
+#: Seconds of calls that are timed together. They are long compared with the barrier before them.
 TIMING, MOST_CALLS = 300e-6, 200
 
-#: Two algorithms count as equal within this factor. Then MPI's own is chosen, which needs no
-#: Python, and a butterfly instead of a ring, which needs more messages: 2(p-1) instead of 2 log p.
+#: Two algorithms count as equally fast if their times differ by less than this factor. Among
+#: equally fast ones, MPI's own is preferred, because it runs no Python, and a butterfly is
+#: preferred to a ring, because it sends 2 log p messages and not 2(p-1).
 _TIE, _BEFORE = 1.03, {"ring": ("native", "butterfly")}
 
-#: Vectors up to so many bytes are short; their first, rough timing is repeated.
+#: Vectors of at most this many bytes are short; their first, rough timing is repeated.
 _SHORT = 64 << 10
 
 #: Vectors are measured up to this size; all longer vectors are in one class.
@@ -83,7 +85,8 @@ def restore(comm: MPI.Comm, saved: dict[str, dict], origin: str = "checkpoint") 
             raise ConfigError(f"selection table names unknown algorithm {entry.get('algorithm')!r}")
         if entry.get("ranks") == context.size:
             _chosen(context)[key] = {**entry, "from": origin}
-    # Plans with an algorithm of the former table would add in another order.
+    # Cached plans are dropped: a plan with an algorithm of the former table would add in another
+    # order.
     for key, plan in list(context.plans.items()):
         if key[0] == "allreduce" and key[2] == algorithms.MEASURED and not plan.owners:
             context.drop(key)
@@ -129,14 +132,16 @@ def choose(context: Context, signature: Signature, reduction: Reduction, shape, 
     nbytes = n * reduction.work.itemsize
     key = str(1 << size_class(nbytes))
     names = candidates(context)
-    if nbytes <= _SHORT:  # a system call would take more time than the copy
+    if nbytes <= _SHORT:  # shorter than one system call
         names = tuple(name for name in names if name != algorithms.SINGLE_COPY)
     if not native_op(reduction).is_predefined:
-        # MPI would call back into Python for every piece; these algorithms call the ufunc directly.
+        # For an operation that is a ufunc, MPI's own algorithm would call Python for every piece.
+        # The algorithms in this list call the ufunc directly.
         return names[1] if names[1] in algorithms.NODE else "butterfly"
     cache, chosen = remembered(context.comm), _chosen(context)
     known = chosen[key]["algorithm"] if key in chosen else None
-    # A table from another layout of nodes may name an algorithm that cannot run here.
+    # A table that was measured on another layout of nodes may name an algorithm that cannot run on
+    # this one.
     if known is None or (known in algorithms.NODE and known not in names):
         length = min(n, _LARGEST // reduction.work.itemsize)
         entry = _measure(context, signature, reduction, length, make, names)
@@ -171,12 +176,14 @@ def remembered(comm: MPI.Comm) -> selection_cache.Remembered:
             }
             facts = selection_cache.facts_of(node_of, mpi)
             cache = selection_cache.Remembered(facts, folder)
-            # Another attempt at the same job makes the same choices, and measures nothing again.
+            # If the job is started again, it must make the same choices, so it measures nothing
+            # again.
             job = job_folder() if folder else None
             attempts = selection_cache.Remembered(facts, job, all_choices=True)
             mine = cache.read(time.time()) | attempts.read(time.time())
         context.store["remembered"], context.store["attempts"] = cache, attempts
-        # All ranks use the entries of rank 0, for other ranks may have other home folders.
+        # All ranks use the entries that rank 0 has read, because other ranks may have other home
+        # folders.
         for key, entry in json.loads(_from_rank_0(context, json.dumps(mine).encode())).items():
             if entry["algorithm"] in candidates(context) and entry.get("ranks") == context.size:
                 _chosen(context).setdefault(key, {**entry, "from": "cache"})
@@ -197,19 +204,20 @@ def _measure(context: Context, signature: Signature, reduction, n: int, make, na
     probe = signature._replace(kind="selection", shape=f"({n})")
     plans = [make(context, probe, reduction, (n,), name) for name in names]
     data = np.zeros(n, reduction.work)
-    # Short engines are bound to the vector, as `md.plan` binds them.
+    # Engines for short vectors are bound to the vector before they are timed, as in `md.plan`.
     runs = [partial(p, data) if p.short is None else p.short.bind(data) for p in plans]
     for run in runs:
-        run()  # opens connections and allocates pages, which takes time
+        run()  # the first run opens connections and allocates pages
     once, repeat = (8, 3) if data.nbytes <= _SHORT else (1, 1)
-    # All ranks have the seconds of the slowest rank, so they compute the same numbers.
+    # Each rank has the times of the slowest rank, so all ranks compute the same numbers.
     rough = _rounds(context, runs, [once] * len(runs), repeat).min(axis=0)
     calls = np.clip(TIMING / rough, 1, MOST_CALLS).astype(int).tolist()
     rounds = int(np.clip(BUDGET / (rough * calls).sum(), LEAST_ROUNDS, ROUNDS))
     seconds = _rounds(context, runs, calls, rounds)
     for plan in plans:
         plan.close()
-    # The lower quartile, for other programs on the machine can only make a round longer.
+    # The lower quartile is used, because other programs on the machine can only make a round
+    # longer.
     typical = np.quantile(seconds, 0.25, axis=0)
     best = _fastest(names, typical)
     return {

@@ -33,7 +33,7 @@ MARGIN = 1.1
 WON = 0.9
 
 _FORMAT = 1
-_MOST_BYTES = 1 << 20  # a table has some twenty entries of a hundred bytes
+_MOST_BYTES = 1 << 20  # a table needs 20 entries of 100 bytes
 
 
 class Remembered:
@@ -65,7 +65,8 @@ class Remembered:
             return
         entries = {**self.read(now), key: {**entry, "time": int(now)}}
         content = {"format": _FORMAT, "facts": self.facts, "entries": entries}
-        # If the home is full, read-only or missing, the next run measures again.
+        # If the home folder is full, read-only or missing, nothing is stored, and the next run
+        # measures again.
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, json.dumps(content, indent=1) + "\n")
@@ -125,8 +126,8 @@ def facts_of(node_of: Sequence[int], mpi: Mapping[str, object]) -> dict:
 def _valid(key: str, entry: dict, now: float) -> bool:
     us = entry["us"]
     numbers = all(isinstance(t, int | float) and 0 < t < math.inf for t in us.values())
-    # The clock of another host may be a little ahead. If it is far ahead, the entry is not valid,
-    # for it would never become too old.
+    # An entry may be from the near future, because the clock of another host may be ahead. An entry
+    # from the far future is not valid, because it would not become too old for a long time.
     fresh = -3600 <= now - entry["time"] < DAYS * 86400
     return key.isdecimal() and numbers and entry["algorithm"] in us and fresh
 
@@ -138,7 +139,7 @@ def _digest(parts: Iterable[bytes]) -> str:
 def _cpu() -> str:
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        # On Arm this file has no name of the processor, but its part number.
+        # On Arm, /proc/cpuinfo has no name of the processor, only its part number.
         if found := re.search(r"^(?:model name|CPU part)\s*:\s*(.*)$", text, re.MULTILINE):
             return found[1]
     return ""
@@ -149,6 +150,6 @@ def _network(root: Path = Path("/sys/class")) -> list[str]:
     found = []
     speeds = [p / "speed" for p in root.glob("net/*") if (p / "device").exists()]
     for path in sorted([*speeds, *root.glob("infiniband/*/ports/*/rate")]):
-        with contextlib.suppress(OSError):  # the speed of an interface that is down
+        with contextlib.suppress(OSError):  # an interface that is down has no speed
             found.append(f"{path.relative_to(root)} {path.read_text().strip()}")
     return found

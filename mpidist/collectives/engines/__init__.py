@@ -1,4 +1,5 @@
-"""Engines: the objects that run reductions, by messages, MPI's own calls or shared memory.
+"""Engines are the objects that run reductions, by messages, by MPI's own calls, or in shared
+memory.
 
 The module `programs` chooses the engine for the name of an algorithm. The module `executor` runs
 schedules (lists of steps), `native` calls MPI's own allreduce, and four modules (`node_barrier`,

@@ -54,7 +54,7 @@ def plans_of(context: Context, arena: Arena, op, algorithm: str) -> list[Allredu
 def _settle(context: Context, arena: Arena, algorithm: str) -> str:
     """Return the algorithm for this arena; it uses shared memory where possible. Collective."""
     topology = arena.topology
-    alone = topology.nodes == topology.size  # also a single rank
+    alone = topology.nodes == topology.size  # every rank alone on its node
     if algorithm not in (algorithms.MEASURED, *algorithms.NODE) or alone or not arena.shared:
         return algorithm
     memory = memory_of(context, topology.ranks_per_node)
@@ -66,5 +66,5 @@ def _settle(context: Context, arena: Arena, algorithm: str) -> str:
     if algorithm == algorithms.MEASURED:
         algorithm = "node" if topology.nodes == 1 else "hierarchical"
     elif algorithm == algorithms.SINGLE_COPY and topology.nodes == 1:
-        algorithm = "node"  # nothing to copy: the vectors lie in shared memory
+        algorithm = "node"  # the vectors lie in shared memory: nothing to copy
     return programs.settle(context, algorithm)

@@ -35,14 +35,17 @@ from ..schedules.schedule import COPY, FINISH, REDUCE, Step, intervals, length
 from .node_barrier import ADDRESS, LINE, NodeBarrier, NodeProgram
 from .reductions import Reduction
 
-#: Private vectors of more bytes are written by the kernel; shorter ones are staged both ways, for
-#: a system call costs some 4 us. Measured at 2 ranks: on pages of 4 KiB both are equal from 2 MiB
-#: on, on huge pages the kernel is faster by a fifth from 1 MiB on.
+#: If private vectors have more bytes, the kernel writes the results into them. Shorter vectors are
+#: copied in and out through shared buffers, because a system call takes about 4 us. Measured at 2
+#: ranks: with pages of 4 KiB, both ways are equally fast from 2 MiB on; with huge pages, the kernel
+#: is faster by a fifth from 1 MiB on.
 REACHED_BYTES = 512 << 10
-#: For private vectors of more bytes "node" runs `single_copy`. Measured at 2 ranks: `single_copy`
-#: is slower by up to a sixth where the cores share a cache, and twice as fast where they do not.
+#: If private vectors have more bytes, the algorithm "node" runs `single_copy` instead. Measured at
+#: 2 ranks: `single_copy` is slower by up to a sixth if the two cores share a cache, and twice as
+#: fast if they do not.
 WHOLE_BYTES = 2 << 20
-#: Bytes that `single_copy` reads at once, few enough to stay in the cache until they are added.
+#: Bytes that `single_copy` reads in one system call: few enough to stay in the cache until they are
+#: added.
 PIECE_BYTES = 512 << 10
 
 
@@ -115,8 +118,8 @@ class CrossProgram(NodeProgram):
                 try:
                     self._compute(gate, steps, work, divisor)
                 except MpidistError as error:
-                    # The other ranks wait for this one. If it went on to the next sync, they would
-                    # return with half a result.
+                    # The other ranks wait for this rank at a barrier. If this rank went on to the
+                    # next barrier, they would return an incomplete result.
                     gate.context.statuses.fail(str(error))
         else:
             self.staged.run(work, None, 0, divisor)

@@ -43,13 +43,16 @@ from ..schedules.schedule import (
     without_empty,
 )
 
-#: Longest message in bytes, so that counts stay far below 2^31 in any MPI; tests lower it.
+#: The longest message in bytes. It keeps counts far below 2^31, the limit of many MPI libraries.
+#: Tests lower this number.
 MAX_MESSAGE = 1 << 30
-#: First messages up to so many bytes share a buffer with their header. On one node a copy of
-#: 16 KiB costs as much as a second message, and a device array has to be packed on the host.
+#: A first message of at most this many bytes is copied into one buffer with its header. On one
+#: node, a copy of 16 KiB takes as long as a second message, and data of a device must be packed on
+#: the host.
 PACKED_BYTES = 2048
 
-#: Scratch up to so many bytes is allocated anew, which is quicker than to take it from the pool.
+#: Scratch memory of at most this many bytes is newly allocated, which is quicker than to take it
+#: from the buffer pool.
 POOLED_BYTES = 65536
 
 #: Seconds that a rank waits for its messages to end after an exception, before the caller may
@@ -58,7 +61,7 @@ GRACE = 1.0
 
 _HEADER = struct.Struct("<qq")
 _KEY_BYTES = 8
-_HEADER_SENT = -1  # stands for the message of a header, where other messages have a step
+_HEADER_SENT = -1  # in place of a step number: this message is a header
 
 _testsome, _BYTE = MPI.Request.Testsome, MPI.BYTE
 
@@ -92,11 +95,12 @@ class Engine:
 
     #: Whether the engine divides a mean itself, while the piece is in the cache.
     divides = False
-    #: Whether its messages carry the number of the operation.
+    #: Whether the engine's messages carry the number of the operation.
     tagged = True
-    #: The barrier of the node, if the engine uses it: no rank passes it when this rank breaks off.
+    #: The barrier of the node, if the engine uses one. No rank passes it after this rank has broken
+    #: off.
     gate: Any = None
-    #: The messages and bytes of one run.
+    #: The number of messages and bytes of one run.
     counters = Counters()
 
     def run(self, work, key, number: int = 0, divisor=None) -> None:
@@ -121,7 +125,8 @@ class Program(Engine):
         steps = split_messages(without_empty(steps), limit)
         self.context, self.n, self.dtype, self.ufunc = context, n, dtype, ufunc
         self.compiled = compile_steps(steps)
-        # The steps that need no other step, in reverse: a run takes them from the end of the list.
+        # The steps that depend on no other step, in reverse order, because a run takes steps from
+        # the end of the list.
         self.ready = [i for i in reversed(range(len(steps))) if not self.compiled.needs[i]]
         self.scratch_size = extent(steps, n) - n
         self.counters = _count(steps, dtype.itemsize)
@@ -132,7 +137,7 @@ class Program(Engine):
         hear_first(context)
         run = Run(self, work, context.tag(number), heading(context, key))
         try:
-            context.wait(run.progress)  # without the lock of `test`: no other thread has this run
+            context.wait(run.progress)  # needs no lock: only this thread has this run
         except BaseException as error:
             run.finish_sends(error)
             raise
@@ -183,7 +188,7 @@ class Run:
     def __init__(self, program: Program, data, tag: int, header: bytes):
         self.program, self.comm, self.tag = program, program.context.data, tag
         self.header = header
-        self.sequence: int | None = None  # of this operation, if newer operations may begin
+        self.sequence: int | None = None  # the operation's number, if newer ones may begin
         self.data, self.scratch = data, program.scratch(data)
         self.device = not isinstance(data, np.ndarray)
         self.needs = program.compiled.needs.copy()
@@ -191,7 +196,7 @@ class Run:
         self.requests: list = []
         self.owners: list[int] = []
         self.inboxes: dict[int, bytearray] = {}
-        self.broken = False  # true after an exception: this run sends and adds nothing more
+        self.broken = False  # after an exception the run sends and adds no more
         self._first = bytearray(program.compiled.first if header else self.left)
         self._testing = threading.Lock()
         try:
@@ -212,7 +217,7 @@ class Run:
         steps = self.program.compiled.steps
         owned = zip(self.owners, self.requests, strict=False)
         sends = [r for i, r in owned if i == _HEADER_SENT or steps[i].kind == SEND]
-        with suppress(MPI.Exception):  # the exception that is being raised is the cause
+        with suppress(MPI.Exception):  # an earlier exception is being raised
             ends_within(GRACE, lambda: MPI.Request.Testall(sends))
 
     def test(self) -> bool:
@@ -258,8 +263,9 @@ class Run:
             released = compiled.followers[i]
             if kind == RECV:
                 if first[i]:
-                    # There is room for the first message of any other operation. The next message
-                    # on this channel is received after the header has been checked.
+                    # This receive has room for the first message of any operation, even of a wrong
+                    # one. The next message from this peer is received only after the header has
+                    # been checked.
                     target = self.inboxes[i] = bytearray(_HEADER.size + PACKED_BYTES)
                     released = ()
                 else:
@@ -301,7 +307,8 @@ class Run:
         else:
             finished = [owners[k] for k in done]
             for k in sorted(done, reverse=True):
-                # The order in the list does not matter, so the last entry fills the gap.
+                # The order of the requests in the list does not matter, so the last request fills
+                # the gap.
                 owners[k], requests[k] = owners[-1], requests[-1]
                 owners.pop()
                 requests.pop()
@@ -366,5 +373,6 @@ class Run:
         else:
             self.program.ufunc(source, target, out=target)
         if self.device:
-            # The device may still compute, and the next step may pass the target to MPI.
+            # The device may still be computing the sum, and the next step may pass this memory to
+            # MPI, so this rank waits for the device.
             synchronize(target)

@@ -104,7 +104,7 @@ class LaneBucket:
         """Make all ranks of the node stop at the bucket's next barrier, and send them `error`."""
         mine = self.lines[self.mine]
         for line in (self.line, self.line + 8):
-            mine[line] = min(mine[line], ~mine[line])  # stays what it is in a second call
+            mine[line] = min(mine[line], ~mine[line])  # a second call changes nothing
         self.context.break_off(error, sequence)
 
     def arrive(self, line: int) -> None:
@@ -120,7 +120,7 @@ class LaneBucket:
             there = lines[other][line]
             if there < count and ~there < count:
                 if there < 0:
-                    self.context.disagree()  # that rank sends the reason
+                    self.context.disagree()  # the rank that failed sends the reason
                 return False
         for other in self.others:
             if lines[other][line + 1 + count % 2] != self.key:

@@ -38,7 +38,7 @@ def lanes_of(topology: Topology) -> int:
 def peers_of(topology: Topology, lane: int) -> list[int]:
     """Return the ranks of group number `lane`, which has one rank of each node."""
     nodes = np.asarray(topology.node_of)
-    by_node = np.argsort(nodes, kind="stable")  # a node's ranks one after the other, ascending
+    by_node = np.argsort(nodes, kind="stable")  # ranks sorted by node, ascending in each node
     starts = np.cumsum(np.bincount(nodes)) - np.bincount(nodes)
     return by_node[starts + lane].tolist()
 

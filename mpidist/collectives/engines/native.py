@@ -31,14 +31,17 @@ from ...runtime.context import Context
 from .executor import MAX_MESSAGE, Engine, ends_within
 from .reductions import Reduction, finish_mean, native_op
 
-#: Vectors up to this many bytes are staged beside a header. Measured at 2 ranks: for longer vectors
-#: the blocking call of Open MPI, with its handshake, is faster than the persistent call.
+#: Vectors of at most this many bytes are copied into a buffer beside a header (class `Staged`).
+#: Measured at 2 ranks: for longer vectors the blocking call of Open MPI, with its handshake, is
+#: faster than the persistent call.
 STAGED_BYTES = 2048
 
-#: Tests of a short reduction before the polite wait begins, for its setup costs more than a test.
+#: How often a short reduction is tested before the wait that gives the core away begins, because
+#: the setup of that wait takes longer than a test.
 SPINS = 64
 
-#: Seconds that a rank with an exception stays in a handshake, because other ranks may still begin.
+#: Seconds that a rank with an exception waits in a handshake for other ranks that may still begin
+#: the handshake.
 GRACE = 1.0
 
 _MANTISSA = {"f4": 24, "f8": 53, "i4": 31, "i8": 62, "u4": 31, "u8": 62}
@@ -150,7 +153,8 @@ def _hot_paths(context: Context, signature: Signature, reduction: Reduction, sha
             note(signature)
             source[...] = x
             begin()
-            # The first tests come without a loop, whose setup costs as much time as they do.
+            # The first tests are written without a loop, because the setup of a loop takes as long
+            # as the tests.
             if not (test() or test() or test() or test() or test() or test()):
                 _wait(context, test)
             if header[0] != expected:
@@ -166,7 +170,7 @@ def _hot_paths(context: Context, signature: Signature, reduction: Reduction, sha
         return x
 
     def bind(x: np.ndarray):
-        flags = x.flags  # the bytes of an array that is not aligned are no memoryview
+        flags = x.flags  # a memoryview needs aligned memory
         plain = flags.c_contiguous and flags.aligned and x.dtype == dtype and x.size
         if not plain or mean:
             return lambda: run(x)  # a partial would take an argument as a divisor
@@ -234,7 +238,8 @@ class Handshake:
         """
         now = time.monotonic()
         if now - self.last > GRACE / 2:
-            # One call receives a message or two, and an error may be behind other messages.
+            # One call of `listen` may receive only some of the messages, and an error may be the
+            # last of them.
             for _ in range(SPINS):
                 self.context.statuses.listen()
         held: BaseException | None = None
@@ -293,8 +298,9 @@ class Blocking(Engine):
             made: list = []
             for _ in range(2):
                 try:
-                    # This is one step of the interpreter. A signal handler raises before it or
-                    # after it, and the list shows whether the call was made.
+                    # The interpreter runs this line as one step. A signal handler can raise only
+                    # before or after the step, and the length of the list shows whether the MPI
+                    # call was made.
                     made.extend(starmap(call, (arguments,)))
                     break
                 except MPI.Exception:
@@ -304,7 +310,7 @@ class Blocking(Engine):
                     if made:
                         break
         if ulfm.current is not None:
-            ulfm.current.look()  # a call that a death broke off may return as if it had succeeded
+            ulfm.current.look()  # after a death, the call may return as if it had succeeded
         if held is not None:
             self.context.break_off(held)
             raise held
@@ -321,9 +327,9 @@ def blocking_allreduce(context: Context, reduction: Reduction, n: int) -> Blocki
             if op.is_predefined:
                 yield comm.Allreduce, (MPI.IN_PLACE, part, op)
                 continue
-            # An operation made from a ufunc may depend on the order of its operands (minimum of the
-            # two zeros), and MPI's allreduce may order them differently on each rank. So one rank
-            # reduces for all.
+            # The result of an operation made from a ufunc may depend on the order of its operands
+            # (for example, the minimum of 0.0 and -0.0), and MPI's allreduce may order them
+            # differently on each rank. So one rank reduces, and broadcasts the result.
             yield comm.Reduce, (MPI.IN_PLACE if root else part, part if root else None, op, 0)
             yield comm.Bcast, (part, 0)
 

@@ -37,17 +37,18 @@ from ..schedules.node import FEW_RANKS, FLAT_BYTES, staging_bytes
 from ..schedules.schedule import COPY, REDUCE, Step, intervals, length
 from .executor import Engine
 
-#: Reads of the counters before the polite wait begins.
+#: How often the counters are read before the wait that gives the core away begins.
 SPINS = 200
 
 ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")
 
 LINE = 8  # int64 per cache line
-#: On a rank's line: its counter, two keys, the address of its vector (`cross_copy`).
+#: The cache line of a rank has its counter, two keys, and the address of its vector (see
+#: `cross_copy`).
 KEYS, ADDRESS = 1, 3
 _PAGE = 4096
 
-#: Seconds in which a rank that broke an operation off sends the reason.
+#: Seconds that other ranks wait for the error text of a rank that broke an operation off.
 HEARSAY = 5.0
 
 
@@ -139,7 +140,8 @@ class NodeBarrier:
         test = self.topology.intra_comm.Ibarrier().Test
 
         def passed() -> bool:
-            # The barrier never ends if a rank has left before it entered the barrier.
+            # The wait for the barrier would never end if another rank has left the operation before
+            # this barrier.
             return test() or (least(self.counters) < 0 and self.arrived(count) and test())
 
         self.context.wait(passed)
@@ -159,7 +161,7 @@ class NodeBarrier:
                 )
 
         def listen() -> bool:
-            context.statuses.listen()  # raises the reason
+            context.statuses.listen()  # raises the reason when it arrives
             return False
 
         wait_until(listen, without_reason)
@@ -201,7 +203,7 @@ class NodeMemory:
             self.reason = self.reason or "no memory shared by the ranks of another node"
             emit("node_memory", reason=self.reason)
             return
-        memory = parts[0].base  # the parts are cut from one mapping
+        memory = parts[0].base  # all parts are views of one mapping
         assert isinstance(memory, np.ndarray)
         words, *self.flat, self.staging, _ = np.split(memory, np.cumsum(sizes))
         lines = memoryview(words).cast("q")  # type: ignore[arg-type]

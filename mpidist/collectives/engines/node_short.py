@@ -28,7 +28,7 @@ from . import node_barrier
 from .node_barrier import NodeMemory
 from .reductions import Reduction, finish_mean
 
-_ALIGNED = 128  # bytes: slots of two ranks never share a cache line, nor a prefetched pair
+_ALIGNED = 128  # bytes: two ranks share no cache line and no prefetched pair of lines
 
 
 def can_run(memory: NodeMemory, reduction: Reduction, n: int) -> bool:
@@ -48,7 +48,8 @@ class NodeShort:
     ):
         self.gate, self.reduction = memory.gate, reduction
         size, n = memory.topology.local_size, prod(shape)
-        # NumPy adds up a single column in another order, so a single number is there twice.
+        # NumPy adds up a single column in another order than several columns. So a vector of one
+        # number is stored as two equal columns.
         slot = (2,) if self.gate.many and n == 1 else shape
         #: Two sets of slots; the first axis is the rank.
         self.sets = [_slots(area, size, reduction.work, slot) for area in memory.flat]
@@ -134,7 +135,7 @@ def _hot_path(short: NodeShort, signature: Signature, shape, rank: int):
             if result is not x:
                 x[...] = result
         except BaseException as error:
-            if complete:  # the other ranks have all that they need from this rank
+            if complete:  # the other ranks need no more data of this rank
                 mark_told(error, context, for_now=True)
             else:
                 gate.leave(error)

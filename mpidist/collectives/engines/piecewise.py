@@ -143,7 +143,8 @@ class PieceSum:
         values = xp.multiply(vectors, self.dtype.type(weight), out=out, dtype=self.dtype)
         for start, stop in fixed_tree.partials(first, self._next, self.pieces):
             node = values[start - first : stop - first]
-            # The tree adds pairs of neighbours, level by level; an odd last one waits.
+            # The tree adds pairs of neighbours, level by level. If the number of sums is odd, the
+            # last sum waits for the next level.
             while len(node) > 1:
                 node[:-1:2] += node[1::2]
                 node = node[::2]

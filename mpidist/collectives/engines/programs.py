@@ -100,7 +100,8 @@ def _on_nodes(reduction: Reduction, n: int, memory: NodeMemory, name: str) -> En
     lanes = lanes_of(topology)
     first = staged(REDUCE_SCATTER, lanes)
     second: NodeProgram = staged(ALLGATHER, lanes)
-    # Nodes may choose differently, for the first half alone decides the order of additions.
+    # Nodes may use different engines for the second half, because only the first half decides the
+    # order of additions.
     if reach is not None:
         steps = node.in_place_allgather(size, rank, n, n, lanes, n)
         second = CrossProgram(steps, n, reduction, reach, second)

@@ -73,13 +73,15 @@ class StagedProgram(NodeProgram):
         stride = node.piece_bytes(size)
         self.piece = stride // dtype.itemsize
         short, longer = divmod(n, lanes)
-        #: Of each matrix: the first owner, the owner behind the last, and the length of a part.
+        #: For each of the two matrices: its first owner, the number after its last owner, and the
+        #: length of a part.
         self._matrices = (0, longer, short + 1), (longer, lanes, short)
         self.rounds = -(-(short + (longer > 0)) // self.piece)
-        self._full = short // self.piece  # rounds in which every part has a whole piece
+        self._full = short // self.piece  # the rounds in which every part has a whole piece
         rows = memory[: node.staging_length(size, lanes, stride)].reshape(lanes * size, 2, stride)
         rows = rows[..., : self.piece * dtype.itemsize].view(dtype)
-        # The axes are: owner, rank that writes, buffer, element; and owner, buffer, element.
+        # The first view has the axes owner, rank that writes, buffer, element. The second view has
+        # the axes owner, buffer, element.
         self._inboxes = rows[: lanes * (size - 1)].reshape(lanes, size - 1, *rows.shape[1:])
         self._outboxes = rows[lanes * (size - 1) :]
         self._rounds = [self._make_round(k, self.piece, self.piece) for k in (0, 1)]
@@ -102,7 +104,8 @@ class StagedProgram(NodeProgram):
             first, stop, _ = self._matrices[matrix]
             if length <= 0 or first == stop:
                 continue
-            # An owner has no row for itself, so this rank's row of a lower owner is one earlier.
+            # An owner has no row for its own pieces, so in the rows of a lower owner this rank's
+            # row is one place earlier.
             for low, high, row in (
                 (first, min(rank, stop), rank - 1),
                 (max(rank + 1, first), stop, rank),
@@ -181,7 +184,7 @@ class StagedProgram(NodeProgram):
                 ufunc(mine, row, out=mine)
         else:
             single = block.length == 1
-            if single:  # NumPy adds up a single column in another order
+            if single:  # NumPy would add up one column in another order
                 rows = np.repeat(rows, 2, axis=1)
             ufunc(mine, rows[0], out=rows[0])
             out = np.empty(2, self.dtype) if single else mine

@@ -18,7 +18,8 @@ from ..schedules import algorithms
 from .executor import Program
 from .reductions import Reduction, device_safe
 
-#: An error about differing counts shows up to so many counts; for more it shows a digest.
+#: An error about differing counts shows the counts if there are at most this many; otherwise it
+#: shows a digest.
 _SHOWN = 32
 
 

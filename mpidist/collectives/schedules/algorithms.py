@@ -15,17 +15,20 @@ import numpy as np
 from ...errors import ConfigError, nearest, shown
 from . import butterfly, direct, double_tree, fixed_tree, ring, tree
 
-#: Bytes of a segment of a ring chunk: one segment is added while the next one is on the wire.
+#: The bytes of a segment of a ring's chunk. One segment is added while the next one is on the wire.
 SEGMENT_BYTES = 1 << 20
 MAX_SEGMENTS = 16
-#: Bytes of a segment of one half in a double tree. Over TCP, Open MPI sends messages below 64 KiB
-#: without waiting for the receiver's answer (docs/benchmarks.md, "Long messages over TCP").
+#: The bytes of a segment of one half of the vector in a double tree. Over TCP, Open MPI sends
+#: messages below 64 KiB without waiting for the receiver's answer (docs/benchmarks.md, "Long
+#: messages over TCP").
 TREE_SEGMENT_BYTES = 60 << 10
 MAX_TREE_SEGMENTS = 512
 
-#: Most segments of all chunks together, which bounds a plan's length from 8,192 ranks on.
+#: The most segments of all chunks of a ring together. This limits the length of a plan on 8,192
+#: ranks and more.
 MAX_SCHEDULE = 1 << 17
-#: Most bytes of scratch of a schedule. More is refused, for some rank would run out of memory.
+#: The most bytes of scratch memory of a schedule. A schedule that needs more is refused, because
+#: some rank would run out of memory.
 MAX_SCRATCH = 4 << 30
 
 
@@ -112,7 +115,7 @@ MEASURED, NATIVE = "auto", "native"
 ORDERED = "ordered"
 #: The algorithm that copies between the private memories of one node's ranks, without staging.
 SINGLE_COPY = "single_copy"
-#: Algorithms in the memory of a node; "hierarchical" also exchanges between nodes.
+#: Algorithms that use the memory of a node; "hierarchical" also sends messages between nodes.
 NODE = ("node", SINGLE_COPY, "hierarchical")
 
 

@@ -66,7 +66,8 @@ def _folded(size: int, rank: int, n: int, inner: Callable) -> list[Step]:
         scratch = 2 * n
         slot = (n, scratch)
         steps = [recv(0, rank + 1, slot), combine(0, rank, rank + 1, slot, whole)]
-    # Ranks of the inner butterfly: the even folded ones first, then the unfolded ones.
+    # The ranks that run the butterfly: first the even ranks of the pairs, then the ranks that are
+    # in no pair.
     members = [2 * i for i in range(rest)] + list(range(2 * rest, size))
     steps += inner(power, members.index(rank), n, members, scratch, 1)
     if rank < 2 * rest:
@@ -109,7 +110,8 @@ def halving(
     """
     blocks = BlockPartition(n, size)
     levels = size.bit_length() - 1
-    # On each level: the partner, the blocks that this rank keeps, and those that the partner keeps.
+    # For each level: the partner, the blocks that this rank keeps, and the blocks that the partner
+    # keeps.
     halves: list[tuple[int, Range, Range]] = []
     kept: Range = (0, size)
     for k in range(levels):
@@ -126,7 +128,8 @@ def halving(
         whole: Range = (blocks.start(of[0]), blocks.start(of[1]))
         if length(whole) * itemsize <= LONG:
             return [whole]
-        # Partners differ in this level alone, so both cut their halves at the same places.
+        # The two partners differ only in the bit of this level, so both cut their halves at the
+        # same positions.
         shift = of[0] - halves[k][1][0]
         parts = [theirs for _, _, theirs in halves[k + 1 :]] + [kept]
         spans = [(blocks.start(a + shift), blocks.start(b + shift)) for a, b in parts]

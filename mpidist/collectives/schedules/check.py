@@ -53,7 +53,8 @@ class Sums:
         if value < self._FIRST:
             return [value]
         if value not in self._ranks:
-            # The operands of a sum have lower numbers, so in the order of numbers all are there.
+            # The operands of a sum have lower numbers than the sum, so in ascending order the
+            # operands are computed first.
             for (left, right), number in islice(self._numbers.items(), len(self._ranks), None):
                 self._ranks[number] = self.ranks(left) + self.ranks(right)
         return self._ranks[value]
@@ -199,8 +200,9 @@ def check_scatter(build: Callable, size: int, counts: Sequence[int], root: int) 
             raise ScheduleError(f"rank {rank} did not get its block")
 
 
-#: The steps of every rank (or of some), and the length of their private vectors. Where a position
-#: of the node's memory is not one byte, a function follows that returns the byte of a position.
+#: The steps of every rank (or of some ranks), and the length of their private vectors. If a
+#: position of the node's memory is not one byte, a third item is a function that returns the byte
+#: of a position.
 Operation = tuple[Sequence[list[Step]], int] | tuple[Sequence[list[Step]], int, Callable]
 
 
@@ -219,7 +221,8 @@ def check_races(operations: Sequence[Operation]) -> None:
         if len(counts) != 1:
             raise ScheduleError(f"the ranks pass different numbers of syncs: {sorted(counts)}")
         start = place[0] if place else int
-        # The end of a range is computed from its length: position `span[1]` may lie elsewhere.
+        # The end of a range is computed from its length, because the byte of position `span[1]` may
+        # not be next to the range.
         width = start(1) - start(0)
         for rank, steps in enumerate(programs):
             for k, interval in enumerate(intervals(steps), ends[rank]):
@@ -239,8 +242,9 @@ def check_races(operations: Sequence[Operation]) -> None:
 def _check_interval(k: int, touched: list[tuple[int, int, int, bool, Step]]) -> None:
     """Check interval `k`, which lies between two barriers: no rank writes what another uses."""
     touched.sort(key=lambda span: span[0])
-    # For reads and writes together (False) and for writes alone (True): of all spans so far the one
-    # that reaches furthest, and the one that does so among the spans of the other ranks.
+    # There is one entry for reads and writes together (False) and one for writes alone (True). Each
+    # entry has the span so far that ends last, and the span that ends last among those of other
+    # ranks.
     furthest: dict[bool, list[tuple[int, int, int, bool, Step]]] = {False: [], True: []}
     for span in touched:
         start, stop, rank, writes, step = span

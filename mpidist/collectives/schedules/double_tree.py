@@ -73,7 +73,7 @@ def _ancestors(x: int, size: int) -> list[int]:
     result = []
     low = x & -x
     while low < 1 << depth(size):
-        # Clear the lowest bit and set the next one.
+        # The parent of x: its lowest set bit is cleared, and the next higher bit is set.
         x = (x & ~low) | (2 * low)
         low *= 2
         result.append(x)
@@ -85,7 +85,7 @@ def _children(x: int, size: int) -> list[int]:
     if low == 1:
         return []
     right = x + low // 2
-    # A number above `size` is missing from the tree: its left child takes its place.
+    # A number above `size` has no rank, so its left child takes its place in the tree.
     while right > size and right > x + 1:
         right = x + (right - x) // 2
     return [x - low // 2] + ([right] if right <= size else [])
@@ -111,7 +111,7 @@ def steps(size: int, places: Sequence[TreePlace], n: int, segments: int) -> list
             if parent is not None:
                 result += [send(up, parent, part), recv(down - 1, parent, part)]
             result += [send(down, child, part) for child in children]
-    # Sender and receiver give a message the same round, and two ranks have at most one message each
-    # way per round and tree. So both post in the same order when the steps are sorted by round. A
-    # step depends on earlier rounds only.
+    # The sender and the receiver give a message the same round. In each round and tree, a rank
+    # sends at most one message to another rank. So if steps are sorted by round, both ranks post
+    # their messages in the same order. A step depends only on steps of earlier rounds.
     return sorted(result, key=lambda step: step.round)

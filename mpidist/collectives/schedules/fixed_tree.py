@@ -193,8 +193,9 @@ def _direct(size, rank, n, pieces, nodes, votes, segments) -> list[Step]:
     others = [(rank + k) % size for k in range(1, size)]
     counted: Range = (n - votes, n)
     steps: list[Step] = []
-    # Round 0: blocks of partial sums to their owners. Both ends go through the segments first and
-    # the partial sums second, so messages between two ranks match in posting order.
+    # In round 0, the ranks send blocks of their partial sums to the owners of the blocks. Sender
+    # and receiver both loop over segments first and over partial sums second, so the messages
+    # between two ranks match in the order in which they are posted.
     for q in others:
         for block in blocks[q]:
             steps += [send(0, q, place) for place in _places(nodes[rank], n, block, counted)]
@@ -209,7 +210,7 @@ def _direct(size, rank, n, pieces, nodes, votes, segments) -> list[Step]:
                 scratch += length(place)
         added, total = _add_up(pieces, nodes, slots, home, counted)
         steps += added if total == home else [*added, copy(0, total, home)]
-    # Round 1: the total of each block from its owner to everyone.
+    # In round 1, the owner of each block sends the total of the block to all ranks.
     steps += [send(1, q, home) for home in blocks[rank] for q in others]
     steps += [recv(1, q, block) for q in reversed(others) for block in blocks[q]]
     return steps

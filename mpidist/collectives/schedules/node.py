@@ -36,20 +36,22 @@ from collections.abc import Callable
 from ...partition import BlockPartition, pieces
 from .schedule import FINISH, NOTHING, REDUCE, REDUCE_LEFT, Range, Step, copy, length, node_sync
 
-#: Bytes that a rank stages per round, over all owners. Measured at 2 ranks: longer rounds leave the
-#: cache, shorter ones cost more syncs, each of which waits for the slower rank.
+#: Bytes that a rank copies to shared buffers per round, for all owners together. Measured at 2
+#: ranks: the data of longer rounds do not stay in the cache, and shorter rounds need more barriers,
+#: each of which waits for the slower rank.
 ROUND_BYTES = 512 << 10
-#: Bytes of staging of a node of up to 96 ranks, and bytes per rank of a larger node. From 30 ranks
-#: on this limit, and not `ROUND_BYTES`, decides how much a rank stages per round.
+#: Bytes of the shared buffers of a node with up to 96 ranks, and bytes per rank on a larger node.
+#: From 30 ranks on, this limit, and not `ROUND_BYTES`, decides how much a rank copies per round.
 STAGING_BYTES, STAGING_BYTES_PER_RANK = 30 << 20, 240 << 10
 #: Pieces begin at multiples of a cache line.
 LINE_BYTES = 64
-#: On nodes of more ranks one call of NumPy reads all counters and another adds the pieces of all
-#: ranks. With so many ranks or fewer a loop of Python is quicker than that call.
+#: On a node with more ranks than this, one NumPy call reads all counters, and another NumPy call
+#: adds the pieces of all ranks. On a node with fewer ranks, a loop in Python is quicker than these
+#: calls.
 FEW_RANKS = 16
-#: Bytes of a piece that is added in shared memory without a copy.
+#: The bytes of a piece in `in_place_allreduce`, which adds pieces in shared memory without a copy.
 IN_PLACE_BYTES = 128 << 10
-#: Vectors whose slots, one per rank of the node, fit into this many bytes are reduced flat.
+#: A vector is reduced by `flat` if its copies, one per rank of the node, fit into this many bytes.
 FLAT_BYTES = 128 << 10
 
 
@@ -134,8 +136,8 @@ class _Staging:
         rows = [self.inbox(rank, self.rank, t) for rank in range(self.size) if rank != self.rank]
         if self.size <= max(FEW_RANKS, 1):
             return [_reduce(round, row, mine) for row in rows]
-        # All rows are added at once. A sum of rows begins with the first one, so this rank's values
-        # are added to the first row from the left.
+        # One NumPy call adds all rows, and begins with the first row. So this rank's values are
+        # first added to the first row, as the left operand.
         return [
             Step(round, REDUCE_LEFT, -1, mine, rows[0]),
             *(_reduce(round, row, rows[0]) for row in rows[1:]),
@@ -159,8 +161,8 @@ def staged(size: int, rank: int, n: int, piece: int, base: int) -> list[Step]:
     """Return the steps of an allreduce of private vectors, copied through shared buffers."""
     staging = _Staging(size, rank, n, piece, size, base)
     steps: list[Step] = []
-    # Two buffers are enough: a rank that writes a buffer for the second time has passed the sync
-    # after which all ranks had read the buffer.
+    # Two buffers are enough: when a rank writes a buffer again, it has passed a barrier that all
+    # ranks reach only after they have read the buffer.
     for t in range(staging.rounds + 1 if n else 0):
         if t < staging.rounds:
             steps += staging.stage(t, t)

@@ -13,6 +13,7 @@ EAGER_BYTES = 60 << 10
 #: Vectors below this many bytes use recursive doubling in `butterfly`.
 SHORT = 8192
 
-#: Lanes of more bytes run a ring, which adds one segment while the next is on the wire; shorter
-#: lanes run a butterfly, which needs fewer messages.
+#: In `hierarchical`, a lane (the exchange of one part between nodes) of more bytes runs a ring,
+#: which adds one segment while the next is on the wire. A shorter lane runs a butterfly, which
+#: needs fewer messages.
 RING_BYTES = 256 << 10

@@ -35,7 +35,8 @@ def reduce_scatter(size: int, rank: int, counts: Sequence[int], *, segments: int
         outgoing = cut(blocks[(rank - round - 1) % size], segments)
         steps += [send(round, right, part) for part in outgoing]
         for part in cut(blocks[(rank - round - 2) % size], segments):
-            # Every round receives into its own scratch, so all receives can be posted at once.
+            # Every round receives into its own scratch memory, so all receives can be posted at the
+            # start.
             slot = (scratch, scratch + length(part))
             scratch = slot[1]
             steps += [recv(round, left, slot), combine(round, rank, left, slot, part)]

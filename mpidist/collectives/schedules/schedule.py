@@ -178,7 +178,7 @@ def compile_steps(steps: list[Step]) -> Compiled:
                 writer[atom] = i
         if kind in _READS:
             for atom in range(index[source[0]], index[source[1]]):
-                # A step need not wait for itself where it has written what it also reads.
+                # A step that reads and writes the same elements need not wait for itself.
                 if writer[atom] != i:
                     before.add(writer[atom])
                     if readers[atom] is None:

@@ -49,7 +49,8 @@ def reduce(size: int, rank: int, n: int, *, root: int = 0) -> list[Step]:
         if me % (2 * distance) == 0 and me + distance < size:
             slot = (scratch, scratch + n)
             scratch += n
-            # The tree's left operand is the lower *renumbered* rank, whichever the root is.
+            # In this tree, the left operand comes from the lower *renumbered* rank, so the order of
+            # operands does not depend on the root.
             steps.append(recv(round, (me + distance + root) % size, slot))
             steps.append(combine(round, 0, 1, slot, (0, n)))
     return steps
