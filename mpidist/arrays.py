@@ -76,7 +76,7 @@ def as_array(x):
         return _from_dlpack(x)
     raise ConfigError(
         f"expected a NumPy, CuPy or DLPack array, got {type(x).__name__}; "
-        "wrap it: numpy.asarray(x), and keep the array, for the result is written into it"
+        "wrap it: numpy.asarray(x), and keep the array, because the result is written into it"
     )
 
 

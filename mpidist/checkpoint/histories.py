@@ -352,7 +352,7 @@ class Line:
         """
         if history is None and self.is_fresh():
             raise NoCheckpoint(
-                f"no checkpoint: fresh=True sets aside what {self._path} holds; history= takes it"
+                f"no checkpoint: fresh=True ignores the steps in {self._path}; name their history="
             )
         return first(self._path, step, history, passed)
 

@@ -118,7 +118,7 @@ def _prepare(
         total = sum_of_weights(context, op, weight, algorithm)
         return [find(context, target, op, algorithm)], [target], total
     if out is not None:
-        raise ConfigError("an arena is reduced in place; copy what is needed and leave out=")
+        raise ConfigError("an arena is reduced in place; copy the tensors first, and pass no out=")
     total = sum_of_weights(context, op, weight, algorithm)
     return arena_sum.plans_of(context, x, op, algorithm), x.vectors, total
 

@@ -47,7 +47,7 @@ def check_replicas(comm, params, *, step: int | None = None) -> None:
         On all ranks, if some rank has passed anything else than arrays.
     """
     told = run_on_all(comm, "check_replicas", lambda: _facts(params, step), list, if_differs=True)
-    if isinstance(told, str):  # the result of this rank: all ranks have the same result
+    if isinstance(told, str):  # this rank's own text: the texts of all ranks are equal
         return
     everyone = [json.loads(text) for text in told]
     apart = difference([{"step": str(each)} for each, _ in everyone])
@@ -60,7 +60,7 @@ def _facts(params, step) -> str:
     """Return the step and the shape, dtype and CRC of each tensor as one text."""
     try:
         number = None if step is None else operator.index(step)
-    except TypeError:  # arrays have an __index__, too, which raises
+    except TypeError:  # the ``__index__`` of an array raises this error, too
         given = shown(step)
         raise ConfigError(f"check_replicas: step={given}; expected a number or None") from None
     tree = params

@@ -44,9 +44,10 @@ from .time_limit import Allotment, seconds_left
 #: The exit code of a run that has stopped and can be requeued (EX_TEMPFAIL of sysexits.h).
 REQUEUE = 75
 
-failing.append(heartbeat.fail)  # shows `mpidist launch` on which host a job has failed first
+failing.append(heartbeat.fail)  # tells `mpidist launch` which host failed first
 
-# The reasons to stop, of which the largest is reported. A signal is _SIGNAL + its number.
+# The reasons to stop. If ranks have different reasons, the one with the largest number is reported.
+# The reason for a signal is _SIGNAL plus the number of the signal.
 _TIME, _CODE, _SIGNAL = 1, 2, 100
 
 
@@ -137,7 +138,8 @@ class Guard:
         alone = claimed_size(os.environ) is None
         self._handlers = Handlers(agreed["signals"], self._hear, comm.rank == 0, alone)
         self._asked = self._agreed = 0
-        # The ranks of the loop, for exchanges in which all of them are known to take part.
+        # The communicator of the ranks that run the loop. It is used only where all these ranks are
+        # known to make the same call.
         self._loop = of(comm).control if deciders is None else deciders
         self._own = OwnTime()
 
@@ -146,8 +148,8 @@ class Guard:
     def __enter__(self) -> Guard:
         left = run_on_all(self._given, "guard: entering", self._entering, lambda all: all[0])
         heartbeat.join()
-        # Ranks outside the loop may share cores with ranks of the loop, but do not take part in its
-        # exchanges. So all ranks exchange their cores now.
+        # Ranks outside the loop may share cores with ranks of the loop, but do not exchange data
+        # with them later. So all ranks exchange the numbers of their cores now.
         everyone = of(self._given).control
         crowded = None if self._deciders is None else crowded_ranks(everyone)
         if self._loop != MPI.COMM_NULL:
@@ -171,7 +173,7 @@ class Guard:
     def __exit__(self, kind, error, trace) -> None:
         self._handlers.put_back()
         if error is not None and not isinstance(error, Stopped):
-            return  # only this rank leaves, so a collective call here would wait for ever
+            return  # other ranks may have no error, so no collective call here
         if self._deciders is not None and error is None:
             self._end_with_the_loop()
 
@@ -354,7 +356,8 @@ class Guard:
 
     def _reduce(self, comm, values, wait=wait_until) -> list[int]:
         send, result = np.array(values, np.int64), np.empty(len(values), np.int64)
-        # The wait polls and does not block, so a signal that arrives meanwhile is handled at once.
+        # The wait polls and does not block, so a signal that arrives during the wait is handled at
+        # once.
         wait(comm.Iallreduce(send, result, MPI.MAX).Test)
         return result.tolist()
 
@@ -373,7 +376,7 @@ class Guard:
             return False
         self.store.save(step, state)
         if hasattr(self.store, "wait"):
-            self.store.wait()  # a store of two tiers returns when the first tier has the state
+            self.store.wait()  # `TieredStore.save` returns before the shared folder has the state
         return True
 
     def _settle(self) -> None:
@@ -396,13 +399,14 @@ class Guard:
     def _save_if_finite(self, step: int) -> str:
         state = self._current_state()
         if self.store is None or state is None:
-            return "nothing was saved, for the guard was given no store and state"
+            return "nothing was saved, because the guard was given no store and state"
         self._settle()
-        # Ranks may have different parts of the state, so they decide together.
+        # Ranks may have different parts of the state, so they decide together whether all of it is
+        # finite.
         if self._agree(int(not is_finite(state)))[0]:
-            return "nothing was saved, for the state holds NaN or infinity already"
+            return "nothing was saved, because the state holds NaN or infinity already"
         if not self.fits():
-            return "nothing was saved, for the allocation ends too soon for that"
+            return "nothing was saved, because the allocation ends too soon for that"
         try:
             self._save(step, state)
         except StorageError as error:

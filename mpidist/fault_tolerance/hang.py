@@ -64,7 +64,8 @@ def judge(peers: Sequence[Seen], seconds: float, now: float) -> Hang | None:
         return Hang(absent, [])
     waits = [peer for peer in present if peer.state in ("blocked", "waiting")]
     if len(peers) > 1 and waits and all(peer.still(now) >= seconds for peer in present):
-        # A rank gives its last sign after its last move, so it is silent for a shorter time.
+        # A rank that stops publishing has published after its last progress, so it has been silent
+        # for less than `seconds`. Half of `seconds` therefore counts as silent here.
         absent = [peer.rank for peer in present if peer.silent(now) >= seconds / 2]
         return Hang(absent, [] if absent else suspects(peers))
     return None

@@ -27,7 +27,7 @@ def operations() -> list[dict]:
     """
     found = []
     for each in list(context.contexts.values()):
-        # The main thread may go on meanwhile and change the data that this thread reads.
+        # The main thread may still run, and change the data while this thread reads them.
         with contextlib.suppress(RuntimeError):
             newest, known = each.sequence, [signature.text() for signature in each.history]
             numbered = [[k, text] for k, text in enumerate(known, newest - len(known) + 1)]
@@ -45,7 +45,7 @@ def parameter_servers() -> list[dict]:
     finished) show which worker makes the server hold back its answers.
     """
     found = []
-    with contextlib.suppress(RuntimeError):  # as above
+    with contextlib.suppress(RuntimeError):  # the main thread may change the data
         for trail in list(events.trails):
             now, known = time.monotonic(), trail.operations()
             operations = [[round(now - each.began, 6), each.text()] for each in known]

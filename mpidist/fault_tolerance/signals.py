@@ -15,7 +15,7 @@ from ..launch import heartbeat
 from ..runtime.before_exit import unlink_segments, wait_for_the_reader
 from ..runtime.failure import end_child
 
-#: The text that rank 0 prints at once, because the step may go on for long.
+#: The text that rank 0 prints as soon as it is interrupted, because the step may still take long.
 _INTERRUPTED = b"mpidist: interrupted: the run stops after this step; Ctrl-C again ends it now\n"
 
 
@@ -70,7 +70,8 @@ class Handlers:
     def put_back(self) -> None:
         """Restore the former signal handlers. A second call does nothing."""
         for number, handler in self._former.items():
-            # None stands for a handler of C code, which signal.signal cannot restore.
+            # None means that C code had set the handler. `signal.signal` cannot restore such a
+            # handler.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._former.clear()
 
@@ -81,7 +82,7 @@ class Handlers:
         heartbeat.hear()
         if number == signal.SIGINT:
             if self._alone:
-                unlink_segments()  # the next SIGINT ends the process without running any code
+                unlink_segments()  # the next SIGINT ends the process without clean-up
             signal.signal(number, signal.SIG_DFL)
             if self._speaks and events.VERBOSITY:
-                os.write(2, _INTERRUPTED)  # the handler may have interrupted a `print`
+                os.write(2, _INTERRUPTED)  # `print` is unsafe here: it may have been interrupted

@@ -27,14 +27,16 @@ from ..runtime.polling import wait_until
 
 #: The steps of one window, after which ranks exchange their times.
 WINDOW = 10
-#: A straggler needs FACTOR times as long as the median of the other ranks, and LEAST seconds more.
+#: A straggler needs at least FACTOR times as long as the median of the other ranks, and at least
+#: LEAST seconds longer.
 FACTOR, LEAST = 3.0, 0.005
 #: The number of consecutive windows in which a rank must be slow.
 AGAIN = 2
 
 PHASES = ("data", "gradients")
 
-#: The greatest number of cores of a host. On a host with more, two cores may count as one.
+#: The greatest number of cores of a host that are told apart. On a host with more cores, two cores
+#: may count as one.
 _CORES = 1024
 
 
@@ -189,7 +191,7 @@ class Stragglers:
         everyone = np.empty((self.comm.size, len(mine)))
         wait_until(self.comm.Iallgather(mine, everyone).Test)
         found = self.judge.look(everyone)
-        # All ranks have the same times, so either all or none of them make this call.
+        # All ranks have the same times, so either all ranks or none of them call `crowded_ranks`.
         if found and self.crowded is None:
             self.crowded = frozenset(self.ranks[rank] for rank in crowded_ranks(self.comm))
         for one in found:

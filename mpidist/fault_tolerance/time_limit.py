@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from .. import events
 
-#: Seconds of reserve for everything that is not measured.
+#: Seconds of reserve, for all that takes time and is not measured.
 RESERVE = 30.0
 
 _DURATION = re.compile(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)")

@@ -52,7 +52,7 @@ _WAIT = polling.wait_until.__code__
 _PENDING = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 #: The watches of this process that have not been stopped.
 active: list[Watch] = []
-_callbacks: list = []  # kept for ever, because the interpreter may still call one of them
+_callbacks: list = []  # never freed: the interpreter may still call one
 
 
 def watch(
@@ -100,7 +100,7 @@ class Watch:
         self._identity = {"host": socket.gethostname(), "pid": os.getpid(), "born": born("self")}
         self._peers = [Seen(rank) for rank in range(self.size)]
         self._stop = threading.Event()
-        # After this call the records of all ranks are on the board.
+        # After this call of `run_on_all`, the records of all ranks are on the board.
         run_on_all(comm, "watch: beginning", self._publish)
         self._thread = threading.Thread(target=self._run, name="mpidist-watch", daemon=True)
         self._thread.start()
@@ -134,7 +134,8 @@ class Watch:
         last = time.monotonic()
         while not self._stop.wait(self.interval):
             now = time.monotonic()
-            # A batch system may stop the whole job and continue it. Then all times begin anew.
+            # A batch system may stop the whole job for a while and then continue it. After such a
+            # pause, all times are measured from now on.
             if now - last > max(self.seconds / 2, 5 * self.interval):
                 self._me.moved = now
                 for peer in self._peers:
@@ -145,7 +146,7 @@ class Watch:
                 self._publish()
                 records = self._board.read()
             except OSError:
-                continue  # a shared file system may be unavailable; the next look reads again
+                continue  # the file system may be unavailable for a moment
             for peer, record in zip(self._peers, records, strict=True):
                 peer.update(record, now)
             hang = self._told(records) or judge(self._peers, self.seconds, now)
@@ -179,12 +180,14 @@ class Watch:
         with contextlib.suppress(OSError):
             self._publish(hang)
         living = [p.rank for p in self._peers if p.rank not in hang.absent and not p.left]
-        # If the other ranks take this rank for absent, they report the hang.
+        # The lowest living rank reports the hang. A rank that the others take for absent reports
+        # nothing.
         if living and self.rank == living[0]:
             _write(hang_report(self._peers, hang, self.seconds, now, self._condition))
         _write(self._stack())
         self._dump(hang)
-        # Meanwhile all ranks look once more, read of the hang, and end as well.
+        # While this rank sleeps, the other ranks read of the hang on the status board, and end as
+        # well.
         time.sleep(1.5 * self.interval + 0.2)
         if self.rank in [rank for rank in living if self._here(self._peers[rank])][:1]:
             self._kill_absent(hang)
@@ -212,7 +215,7 @@ class Watch:
         wait_for_the_reader()
         if by_abort:
             signal.alarm(10)
-            MPI.COMM_WORLD.Abort(HANG)  # the whole job ends, and `comm` may have been freed
+            MPI.COMM_WORLD.Abort(HANG)  # ends the whole job; `comm` may have been freed
         time.sleep(1)
         os._exit(HANG)
 
@@ -279,8 +282,8 @@ class MainThread:
         self._signature = self._values = None
         self._ran = self._asked = 0
         # The interpreter runs this callback in the main thread as soon as the thread is back in
-        # Python. So a native call that does not return differs from a loop that makes the same call
-        # for ever.
+        # Python. The callback thus tells a native call that does not return from a loop that
+        # repeats the same call for ever.
         self._callback = _PENDING(self._on_run)
         _callbacks.append(self._callback)
 
@@ -305,7 +308,7 @@ class MainThread:
         wait = next((each for each in stack if each.f_code is _WAIT), None)
         values, signature = None, ()  # type: dict | None, tuple
         if wait is not None:
-            # The time at which a wait has begun identifies the wait.
+            # A wait is identified by the time at which it began.
             signature, state = ("wait", _variables(wait).get("start")), "waiting"
         elif not came_back:
             signature, state = ("native",), "blocked"
@@ -314,8 +317,8 @@ class MainThread:
             signature, state = ("python", *instructions), "looping"
             if signature == self._signature:
                 values = _variables(frame)
-        # A native call that follows another state has begun since the last look. A wait without a
-        # time is still in its first microseconds.
+        # A changed signature means progress: a native call, for example, is new if the last look
+        # found another state. A wait whose start time is not set yet is in its first microseconds.
         if (signature, values) != (self._signature, self._values) or signature == ("wait", None):
             self.moved, state = now, "moving"
         self._signature, self._values, self.state = signature, values, state
@@ -328,8 +331,8 @@ def _variables(frame) -> dict:
         name: value if type(value) in (int, float, bool, str) else id(value)
         for name, value in list(frame.f_locals.items())
     }
-    # Before Python 3.13, reading f_locals leaves a copy of the variables on the frame. The copy
-    # would keep arrays alive that the program does not use any more.
+    # Before Python 3.13, reading f_locals leaves a copy of the variables on the frame. That copy
+    # would keep arrays in memory that the program no longer uses.
     if not at_module_level and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         copy = frame.f_locals
         if isinstance(copy, dict):

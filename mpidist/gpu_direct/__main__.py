@@ -69,10 +69,11 @@ def main() -> int:
         return error.exit_code
     path = arrays.proof_path()
     path.unlink(missing_ok=True)
-    comm.Barrier()  # no rank may remove the new proof of a faster rank of this host
+    comm.Barrier()  # else a slow rank could remove the new file of a faster rank
     wrong = sorted({what for each in comm.allgather(probe(comm)) for what in each})
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Ranks of one host write the same text. After a rename the file is complete at any moment.
+    # All ranks of a host write the same text, each to a temporary file. The file is then renamed,
+    # so readers always see a complete file.
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps({"direct": not wrong, "wrong": wrong}), encoding="utf-8")
     draft.replace(path)

@@ -122,7 +122,7 @@ class Gradients:
         same_on_all(comm, "Gradients", facts)
         self._names = list(self._shapes)
         number = self.context.store["gradients"] = self.context.store.get("gradients", 0) + 1
-        self._label = f"gradients {number}"  # the ranks have compared all other settings
+        self._label = f"gradients {number}"  # the number is equal on all ranks
         self.views: dict = {}
         self.arena: Arena | None = None
         self.order: list[str] | None = None
@@ -132,7 +132,7 @@ class Gradients:
         self._learned = self._begun = self._closed = False
         self._awaited: dict[str, int] = {}  # name -> remaining calls of `ready` in this step
         self._active: list = []
-        self._next = self._given = 0  # the next bucket to send; extras of the newest step
+        self._next = self._given = 0  # the next bucket to send; the count of extras
         self._plans: list[AllreducePlan] = []
         self._background: Background | None = None
         self._values: tuple[float, ...] = ()
@@ -160,7 +160,8 @@ class Gradients:
                 label = f"{self._label} vector {k}"
                 plan = make_plan(self.context, vector, "sum", settings.algorithm, label)
                 self._plans.append(plan.owned())
-        #: Half precision is scaled and added in single precision, and rounded once at the end.
+        #: Whether each vector has half precision, which is scaled and added in single precision,
+        #: and rounded once at the end.
         self._half = [vector.dtype != work_dtype(vector.dtype) for vector in self.vectors]
         self.extras = views.pop(EXTRAS)
         self.views.clear()
@@ -329,7 +330,7 @@ class Gradients:
 
     def _set_extras(self) -> None:
         """Write the extra numbers that `reduce` sums. Collective if the count of extras changed."""
-        if len(self._values) != self._given:  # an error if the numbers differ between ranks
+        if len(self._values) != self._given:  # raises if the counts differ between ranks
             self._given = len(self._values)
             signature = Signature("Gradients.reduce", "", "", extra=self._label)
             self.context.begin_agreed(signature, f"{self._given} extra numbers")
@@ -377,7 +378,7 @@ class Gradients:
         operations.
         """
         if self._background is not None:
-            for handle in self._background.take():  # of a step without `reduce`
+            for handle in self._background.take():  # operations of a step without `reduce`
                 running.append(handle)
         self.abandon()
         for plan in self._plans:

@@ -22,7 +22,7 @@ class Settings(NamedTuple):
     progress: str
     order: Sequence[str] | None
     ranks_per_node: int | None
-    uses: Any  # name -> how often `ready` is called in a step; with all names once checked
+    uses: Any  # name -> calls of `ready` per step; all names after the check
 
 
 def check_settings(parameters, asked: Settings) -> tuple[Settings, dict[str, tuple], Any, dict]:
@@ -79,16 +79,16 @@ def _shapes(parameters) -> tuple[dict[str, tuple], Any]:
             element_name(x.dtype)
         except ConfigError as error:
             raise ConfigError(f"Gradients: parameter {name!r}: {error}") from error
-        if x.dtype.kind in "biu":  # gradients are multiplied by a share, which is a fraction
+        if x.dtype.kind in "biu":  # an integer gradient cannot be multiplied by a fraction
             raise ConfigError(
                 f"Gradients: parameter {name!r} is {x.dtype}; expected real or complex numbers, "
-                "for gradients are means: leave it out"
+                "because gradients are averaged; leave it out"
             )
         shapes[name] = (x.shape, x.dtype)
         modules[array_module(x)] = name
     if len(modules) > 1:
         names = " and ".join(repr(name) for name in modules.values())
-        raise ConfigError(f"Gradients: {names}: one lies on the host, one on a device")
+        raise ConfigError(f"Gradients: {names}: one is on the host, one on a device")
     return shapes, next(iter(modules))
 
 
@@ -111,7 +111,7 @@ def _uses(uses, shapes: Mapping) -> dict[str, int]:
 
 
 def checked_extras(extras) -> tuple[float, ...]:
-    """Return the `extras` of `Gradients.reduce` as floats; ConfigError if not numbers. Pure."""
+    """Return the `extras` of `Gradients.reduce` as floats; ConfigError if they are not numbers."""
     if len(extras) > 2:
         raise ConfigError(f"reduce: {len(extras)} extra numbers; expected two at most")
     try:
@@ -121,7 +121,7 @@ def checked_extras(extras) -> tuple[float, ...]:
 
 
 def checked_share(share, closed: bool) -> float:
-    """Return the argument `share` of `Gradients.begin` as a float; raise if it is invalid. Pure."""
+    """Return the argument `share` of `Gradients.begin` as a float; raise if it is invalid."""
     if closed:
         raise ClosedError("begin: these gradients were closed; make new ones")
     try:
@@ -131,7 +131,7 @@ def checked_share(share, closed: bool) -> float:
 
 
 def wrong_ready(name, uses: Mapping[str, int], begun: bool) -> MpidistError:
-    """Return the error to raise for an unexpected call of `Gradients.ready`. Pure."""
+    """Return the error to raise for an unexpected call of `Gradients.ready`."""
     if not isinstance(name, str) or name not in uses:
         near = nearest(name, uses)
         return ConfigError(f"ready({shown(name)}): no parameter has this name{near}")

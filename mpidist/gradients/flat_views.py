@@ -1,4 +1,4 @@
-"""Store all gradients of one dtype in a 1-D vector; the first vector has two extra numbers. Pure.
+"""Store all gradients of one dtype in a 1-D vector; the first vector has two extra numbers.
 
 [ conv1.w | conv1.b | ... | dense3.b | extras ]   [ gradients of another dtype ]
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arrays import array_module
 
-#: Name of the two further numbers. Training sends a loss and a vote with the gradients.
+#: The name of the two extra numbers. `md.train` sends a loss and a vote with the gradients.
 EXTRAS = "(extras)"
 
 

@@ -1,4 +1,4 @@
-"""Divide the gradients into buckets; the gradients of a bucket are sent together. Pure.
+"""Divide the gradients into buckets; the gradients of a bucket are sent together.
 
     order of backward   d3.b d3.w | d2.b d2.w d1.b | c2.w c1.w loss     a bucket is sent when its
     bucket                  0     |       1        |      2             last gradient is ready

@@ -42,7 +42,7 @@ class Background:
         """Call `begin`, which starts an operation and returns a handle that the thread tests."""
         with self._lock:
             handle = begin()
-            running.remove(handle)  # otherwise a wait of the main thread would test it as well
+            running.remove(handle)  # otherwise waits of the main thread would test the handle, too
             self._handles.append(handle)
         self._work.set()
 

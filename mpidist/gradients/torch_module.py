@@ -39,7 +39,7 @@ from .flat_views import EXTRAS, with_extras
 #: The name of the tensor with one number per parameter: whether the parameter was used.
 USED = "(used)"
 
-#: id of a parameter -> the `Attached` that averages its gradient.
+#: A dict from the ``id`` of a parameter to the `Attached` object that averages its gradient.
 _owners: dict[int, Attached] = {}
 _step_hooks: list = []
 
@@ -84,12 +84,12 @@ class Slot:
     def __init__(self, name: str, parameter):
         self.name, self.parameter = name, parameter
         self.sent = False  # whether `ready` was called in this step
-        self.version = 0  # torch's count of writes to the tensor at the call of `ready`
+        self.version = 0  # torch's count of writes to the tensor, at `ready`
 
     def bind(self, view) -> None:
         """Set `self.tensor` to a torch tensor that shares the memory of the array `view`."""
         self.tensor: Any = tensor_over(view)
-        self.address = self.tensor.data_ptr()  # moving a module also moves the memory of p.grad
+        self.address = self.tensor.data_ptr()  # it changes if the module is moved
         self.facts = (self.tensor.dtype, self.tensor.device, self.tensor.shape)
 
     def is_filled(self) -> bool:
@@ -117,7 +117,7 @@ class Attached:
         self.gradients = Gradients(comm, {**arrays, USED: xp.zeros(len(arrays), kind)})
         self._slots = [Slot(name, p) for name, p in trained.items()]
         self._bind()
-        self._closed = self._fresh = False  # fresh: some gradients are not averaged yet
+        self._closed = self._fresh = False  # fresh: some gradients are not averaged
         self._weighted: bool | None = None
         #: Whether buckets may be sent during backward.
         self._early = self.gradients.overlapping
@@ -254,7 +254,8 @@ class Attached:
             missing = slot.parameter.grad is None
             if slot.sent and self._leaves():
                 changed = not slot.is_filled() or slot.tensor._version != slot.version
-                # A gradient that was dropped before another backward is not wanted any more.
+                # If the program has set ``grad`` to None before another backward, it does not need
+                # this gradient any more, and that is no error.
                 if changed and (last or not missing):
                     error = ProtocolError(
                         f"average: the gradient of {slot.name!r} was changed after backward, when "
@@ -326,9 +327,10 @@ def _words(dtype, device, shape) -> str:
 def _watch_steps() -> None:
     """Set hooks that check gradients at optimizer steps; remove them when no module is attached."""
     if _owners and not _step_hooks:
-        from torch.optim import optimizer  # a user with a module has torch
+        from torch.optim import optimizer  # who has a module has torch
 
-        # Also after the step: a closure computes gradients inside the step.
+        # The check also runs after the step, because an optimizer that takes a closure computes
+        # gradients inside its step.
         _step_hooks.append(optimizer.register_optimizer_step_pre_hook(_check_step))
         _step_hooks.append(optimizer.register_optimizer_step_post_hook(_check_step))
     elif not _owners:

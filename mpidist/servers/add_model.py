@@ -41,7 +41,8 @@ def host_model(group, server: Server | None, taken: Container, asked: Request) -
         }
 
     def decide(everyone: list[dict]) -> tuple:
-        # Ranks that pass arrays do not say how to initialise them, so they agree with any inits.
+        # A rank that passes arrays does not say how to initialise the tensors, so it agrees with
+        # any initialisation.
         inits: dict = next((one["inits"] for one in everyone if one["inits"]), {})
         facts = [{**one["facts"], "init": one["inits"] or inits} for one in everyone]
         if differs := difference([_flat(one) for one in facts]):
@@ -108,7 +109,8 @@ def _send_values(
     """Send the values of `arrays` from rank `source` to all servers. Collective over the group."""
     incoming, here = [], [] if hosted is None else whole_parts(layout, hosted.shard.server)
     if hosted is not None:
-        # Posted before anything is sent: the source may be a server, and then sends to itself.
+        # The receive is posted before the sends, because the source may be a server, which then
+        # sends to itself.
         incoming = [link.receive(source, VALUES, HEADER_BYTES + data_bytes(layout, here))]
     if link.comm.rank == source:
         flat = Selection("", layout).split({t.name: arrays[t.name] for t in layout.tensors})

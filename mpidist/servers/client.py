@@ -30,7 +30,7 @@ from .link import GroupCall
 from .protocol import CLOCK, HEADER_BYTES, PULL, PUSH, Header
 
 _NOTHING = np.empty(0, np.int64)
-_MANY = 1 << 62  # the number of samples must fit in 64 bits of a header
+_MANY = 1 << 62  # the most samples: the header has 64 bits for them
 
 
 class Client:
@@ -293,7 +293,8 @@ class Client:
             if not (parts or entering):
                 continue
             total = HEADER_BYTES + data_bytes(self.layout, parts)
-            # Posted before the request is sent, so that MPI receives without buffering.
+            # The receive of the answer is posted before the request is sent, so that MPI need not
+            # buffer the answer.
             incoming = self._link.receive(rank, protocol.TO_WORKER, total)
             operation = self._post(server, flags, pushes=pushes, samples=samples, pull=words)
             expected[server] = parts, incoming, operation
@@ -318,7 +319,7 @@ class Client:
         blocked = min(waited, max((header.held_ns for header in headers), default=0) / 1e9)
         self._waits["worker"] += blocked
         self._waits["server"] += waited - blocked
-        self._link.touched = False  # no server waits for this rank from here on
+        self._link.touched = False  # from here on, no server waits for this rank
         if flags & CLOCK:
             self.finished += 1
         if entering:

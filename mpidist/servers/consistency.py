@@ -97,8 +97,9 @@ class SSP(Consistency):
         whole = isinstance(self.staleness, int) and not isinstance(self.staleness, bool)
         if not whole or self.staleness < 0:
             raise ConfigError(f"SSP: staleness is {self.staleness!r}; give an integer >= 0")
-        object.__setattr__(self, "bound", self.staleness)  # the instance is frozen
-        # Without staleness no worker may pull an update before the clock of the update is over.
+        object.__setattr__(self, "bound", self.staleness)  # the dataclass is frozen
+        # With staleness 0, no worker may pull an update before all workers have finished the clock
+        # of the update.
         object.__setattr__(self, "holds", self.staleness == 0)
 
 
@@ -136,8 +137,8 @@ class ConsistencyGate:
         self.consistency = consistency
         self.clocks = [0] * workers
         self.live = [True] * workers
-        self.pushed = [-1] * workers  # newest clock with a push, per worker
-        self.entered = [-1] * workers  # newest clock with an answered pull, per worker
+        self.pushed = [-1] * workers  # newest clock with a push, for each worker
+        self.entered = [-1] * workers  # newest clock with an answered pull, for each worker
         self.held: dict[int, dict[int, Any]] = {}  # clock -> worker -> item
         self.waiting: dict[int, Any] = {}  # worker -> item, in order of arrival
         self.gaps: Counter[int] = Counter()
@@ -209,7 +210,7 @@ class ConsistencyGate:
     def _enter(self, worker: int, item: Any) -> Answer:
         gap = self.ahead(worker)
         if self.entered[worker] != self.clocks[worker]:
-            # A second pull in the same clock is not a second step: the histogram counts steps.
+            # A worker may pull twice in one clock, but the histogram counts each clock (step) once.
             self.entered[worker] = self.clocks[worker]
             self.gaps[gap] += 1
         return Answer(worker, gap, item)
@@ -246,7 +247,7 @@ def simulate(
     done = [0] * len(delays)
     asked = [0.0] * len(delays)
     waited = [0.0] * len(delays)
-    finished = [(0.0, worker) for worker in range(len(delays))]  # a heap of step ends
+    finished = [(0.0, worker) for worker in range(len(delays))]  # a heap of (time, worker)
     now = 0.0
     while finished:
         now, worker = heapq.heappop(finished)

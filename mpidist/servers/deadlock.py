@@ -38,7 +38,7 @@ def check_stuck(context: Context, trail: Trail, ranks: Sequence[int]) -> None:
 def _cannot_come(status: Status, sequence: int) -> bool:
     if status.state == LEFT:
         return True
-    if raised(status.signature):  # the rank raised an error for a bad argument, and goes on
+    if raised(status.signature):  # the rank raised an error and goes on
         return False
     signature = decode_signature(status.signature)
     one_sided = signature.kind in _ONE_SIDED and not signature.extra

@@ -69,7 +69,7 @@ class ServerGroup:
             choose_ranks(comm.size, asked, placement)
             return {"servers": asked, "placement": placement}
 
-        # Different ranks may have passed different arguments: an error on one is raised on all.
+        # Ranks may have passed different arguments, so an error on one rank is raised on all ranks.
         agreed = same_on_all(comm, "ServerGroup", describe)
         # The number of this group among the groups of the communicator gives the group its tags.
         number = context.store["server groups"] = context.store.get("server groups", -1) + 1
@@ -82,7 +82,7 @@ class ServerGroup:
         self.server_ranks, self.worker_ranks = choose_ranks(comm.size, agreed["servers"], placement)
         self.is_server = comm.rank in self.server_ranks
         self.is_worker = comm.rank in self.worker_ranks
-        # Split blocks, but no rank waits long: all ranks have just agreed on this call.
+        # `Split` blocks, but no rank waits long, because all ranks have just agreed on this call.
         split = comm.Split(0 if self.is_worker else MPI.UNDEFINED)
         self.workers = None if split == MPI.COMM_NULL else split
         atexit.register(self._left_open)
@@ -90,7 +90,7 @@ class ServerGroup:
             self._server = Server(self.link, self.server_ranks.index(comm.rank), self.worker_ranks)
             if self.is_worker:
                 self.link.background = self._server.poll
-                self._server.on_pause = lambda tag: None  # the worker on this rank takes part
+                self._server.on_pause = lambda tag: None  # the rank's worker does the server's part
 
     # -- models ----------------------------------------------------------------------------
 
@@ -138,14 +138,16 @@ class ServerGroup:
         """
         self._open()
 
-        # The other ranks need no notice: the servers have received a message of this worker.
+        # Other ranks need no notice of this error. A server that is in `add`, too, receives an
+        # earlier pull or push of this worker there, and raises an error.
         if any(client.started for client in self._clients):
             raise ProtocolError(f"add {name!r}: add all models before the first pull or push")
 
         # A colocated server must not answer for a model whose values have not arrived yet.
         with GroupCall(self.link, "add"), self.link.serving(nothing):
             mode = BSP() if consistency is None else consistency
-            # `close` sends names as Python literals, which subclasses of str do not have.
+            # The name becomes a plain str, because `close` sends names as Python literals, and a
+            # subclass of str may have another ``repr``.
             name = str.__str__(name) if isinstance(name, str) else name
             asked = Request(name, model, optimizer, mode, seed, global_batch)
             layout = host_model(self, self._server, self._layouts, asked)
@@ -312,7 +314,8 @@ class ServerGroup:
                 with link.doing("serve until all have left"):
                     link.wait(lambda: server.done, server.present, "worker")
             link.wait(link.reap)
-            # As Python literals, since JSON would turn the whole numbers among the keys into texts.
+            # The reports are sent as Python literals, because JSON would turn keys that are whole
+            # numbers into texts.
             self._everyone = list(map(literal_eval, link.exchange(repr(self._facts()))))
             self._end()
         if self.workers is not None:

@@ -45,8 +45,8 @@ from .protocol import (
 )
 
 _NOTICE_BYTES = 2000
-_SPINS = 200  # polls before a wait yields the core
-_GROUP, _VERDICT = b"g", b"v"  # a notice ends this group, or all operations of the communicator
+_SPINS = 200  # the number of tests before a wait yields the core
+_GROUP, _VERDICT = b"g", b"v"  # the notice ends the group, or the communicator
 
 #: Links of failed groups. They are kept because MPI may still write into their buffers.
 _abandoned: set[Link] = set()
@@ -70,7 +70,7 @@ class GroupCall:
         except IndexError:
             raise ProtocolError(
                 f"{self.name}: another call of this server group is under way on this rank, in "
-                "another thread or in what a signal handler interrupted; use one thread at a time"
+                "another thread or in code that a signal interrupted; use one thread at a time"
             ) from None
         try:
             link.touched = False
@@ -136,15 +136,15 @@ class Link:
         self.trail, self.counters = events.Trail(self.comm.rank, self.comm.size), events.Counters()
         self.bytes_in_flight = self._exchanges = 0
         self._sending: list[tuple[list[MPI.Request], np.ndarray, int]] = []
-        self.receiving: set[Incoming] = set()  # MPI writes into their buffers
-        self._pinned: list = []  # requests and their buffers; they stay if a wait fails
+        self.receiving: set[Incoming] = set()  # messages into whose buffers MPI writes
+        self._pinned: list = []  # requests and buffers to keep if a wait fails
 
     # -- one call at a time ------------------------------------------------------------------
 
     def check_call(self, name: str) -> None:
         """Raise an error if this thread must not call MPI, or if the group has failed."""
         if self.one_thread and not MPI.Is_thread_main():
-            # The MPI library may not be safe to call from another thread.
+            # If MPI allows only one thread, a call from another thread could crash.
             raise ProtocolError(
                 f"{name}: called in thread {threading.current_thread().name!r}, and MPI was "
                 "started below MPI_THREAD_MULTIPLE; call it in the main thread, or set "
@@ -175,8 +175,8 @@ class Link:
         """Send the first `nbytes` of a buffer, which `reap` later gives back to the pool."""
         self.touched = True
         requests: list[MPI.Request] = []
-        # The buffer is stored before the first piece is sent. So whatever fails, Python does not
-        # free the buffer while MPI reads from it.
+        # The buffer is stored before its first piece is sent. So even if a send fails, Python does
+        # not free the buffer while MPI reads from it.
         self._sending.append((requests, buffer, nbytes))
         self.bytes_in_flight += nbytes
         for start, stop in pieces(0, nbytes, protocol.MESSAGE_BYTES):
@@ -259,22 +259,23 @@ class Link:
         waited, look_around, looks = polling.waited, start + polling.PATIENCE, 0
         while not test():
             served, now, looks = self.background(), time.monotonic(), looks + 1
-            if served:  # the wait counts as long only while there is nothing to serve
+            if served:  # the idle time begins again
                 began, look_around, looks = now, now + polling.PATIENCE, 0
                 continue
             self.check_notice()
             if now >= look_around:
                 check_stuck(self.context, self.trail, ranks())
                 look_around = now + 0.1
-            # With more ranks than cores another rank needs this core. The wait therefore sleeps for
-            # a fortieth of the idle time so far, so that the latency stays small in proportion. A
-            # server that is idle for long polls every 2 ms and uses about 1 % of a core.
+            # If there are more ranks than cores, another rank needs this core. The wait therefore
+            # sleeps, each time for a fortieth of the idle time so far, so that the delay of an
+            # answer stays small compared with the wait. A server that is idle for long polls every
+            # 2 ms and uses about 1 % of a core.
             if now - began > 0.001:
                 time.sleep(min((now - began) / 40, 0.002))
             elif looks > _SPINS:
                 os.sched_yield()
         seconds = time.monotonic() - start
-        polling.waited = waited + seconds  # waits inside `background` must not count twice
+        polling.waited = waited + seconds  # waits inside `background` are part of `seconds`
         if peers is not None:
             self.waits[peers] += seconds
         return seconds
@@ -297,8 +298,8 @@ class Link:
             if not self.comm.Iprobe(MPI.ANY_SOURCE, self.tag + NOTICE, status):
                 return
         except MPI.Exception:
-            if self.context.closed:  # after a failure the communicator lives on, with its notices
-                raise ClosedError("server group: md.free(comm) has freed what it needs") from None
+            if self.context.closed:  # `md.free` frees the communicator unless it failed
+                raise ClosedError("this server group cannot be used after md.free(comm)") from None
             raise
         text = np.empty(status.Get_count(MPI.BYTE), np.uint8)
         self.comm.Recv([text, MPI.BYTE], status.Get_source(), self.tag + NOTICE)
@@ -310,7 +311,7 @@ class Link:
 
     def _ended(self, text: str) -> MpidistError:
         error = (MismatchError if self.context.failed else ProtocolError)(text)
-        error.secondary = self.heard  # the rank where the group failed prints its own traceback
+        error.secondary = self.heard  # the failed rank itself prints its traceback
         self._mark(error)
         return error
 
@@ -325,7 +326,7 @@ class Link:
         self._mark(failure)
         text = f"parameter server: rank {self.comm.rank} gave up with {described(failure)}"
         kind = _GROUP
-        if self.context.failed:  # the whole communicator has failed, not only this group
+        if self.context.failed:  # the communicator has failed, too
             kind, text = _VERDICT, self.context.failed
         data = np.frombuffer((kind + text.encode(errors="replace"))[:_NOTICE_BYTES], np.uint8)
         others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
@@ -333,8 +334,8 @@ class Link:
         self._pinned.append((requests, data))
         for rank in others:
             requests.append(self.comm.Isend([data, MPI.BYTE], rank, self.tag + NOTICE))
-        # Small messages are sent without further MPI calls. One second is enough for a peer that
-        # is slow to connect.
+        # MPI sends small messages at once, but a peer may be slow to connect, so this rank tests
+        # the sends for up to one second.
         end = time.monotonic() + 1.0
         while not MPI.Request.Testall(requests) and time.monotonic() < end:
             time.sleep(0.0005)
@@ -351,7 +352,7 @@ class Link:
         try:
             return run_on_all(self.comm, doing, local, decide, exchange=self.exchange)
         except BaseException as error:
-            if self._exchanges == before + 2:  # the results of all ranks, then the common error
+            if self._exchanges == before + 2:  # two exchanges: the results, then the error
                 self.touched = False
                 self._mark(error)
             raise

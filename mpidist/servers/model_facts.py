@@ -141,7 +141,7 @@ def _first_step(optimizer, progress: float) -> str:
         state = optimizer.init(parameters)
         state["progress"][...] = progress
         optimizer.update({"x": np.ones(1)}, state, parameters)
-    except Exception as error:  # of a user's schedule, which raises the same in training
+    except Exception as error:  # a user's schedule raises the same error in training
         return type(error).__name__
     return f"{parameters['x'][0]:.6g}"
 

@@ -22,7 +22,7 @@ from mpi4py import MPI
 from ..errors import ProtocolError
 from ..partition import pieces
 
-MAGIC = 0x6D70696470737276  # "mpidpsrv"
+MAGIC = 0x6D70696470737276  # the characters "mpidpsrv"
 FORMAT = 1
 
 #: Largest single MPI message in bytes; a count must fit in 31 bits. Tests lower it.
@@ -38,14 +38,15 @@ def _name(flags: int) -> str:
     return "+".join(name for bit, name in enumerate(_REQUESTS) if flags >> bit & 1)
 
 
-#: The names of requests in reports, and of the server's handling of them; the index is the flags.
+#: The name of each combination of requests in reports, and the name of its handling by a server.
+#: The index is the flags of the header.
 NAMES = [_name(flags) for flags in range(1 << len(_REQUESTS))]
 SERVED = [f"serve {name}" for name in NAMES]
 
-ALL = -1  # the length of a selection that means everything that the server holds
+ALL = -1  # a selection of this length means all that the server holds
 
-# The two directions have different tags, because a rank that is both worker and server sends
-# messages to itself.
+# Messages to servers and to workers have different tags, because a rank that is both worker and
+# server sends messages to itself.
 TO_SERVER, TO_WORKER, NOTICE, VALUES, UP, DOWN = 1, 2, 3, 4, 5, 6
 
 # Groups share the control communicator of their context, and each group has its own tags there.
@@ -65,7 +66,7 @@ class Header(NamedTuple):
     total: int = HEADER_BYTES  # bytes of the whole message
     push_words: int = 0  # int64 words of the push selection, or ALL
     pull_words: int = 0  # int64 words of the pull selection, or ALL
-    samples: int = -1  # request: samples of the push; -1 where the worker gave no number
+    samples: int = -1  # request: samples of the push; -1 if the worker gave no number
     version: int = 0  # reply: updates that this server has applied
     gap: int = 0  # reply: clocks that the worker is ahead of the slowest worker
     held_ns: int = 0  # reply: how long the pull waited for slower workers
@@ -144,7 +145,8 @@ class Incoming:
 
     def __init__(self, link, source: int, tag: int, nbytes: int):
         self.source, self._link, self._tag = source, link, tag
-        # An exception may drop the caller's reference while MPI still writes into the buffer.
+        # The link keeps a reference too, because after an exception the caller drops its own while
+        # MPI may still write into the buffer.
         link.receiving.add(self)
         self.header, self._opened = Header(0), False
         self.buffer = link.pool.take(nbytes)

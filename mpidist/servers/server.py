@@ -38,7 +38,7 @@ class Push(NamedTuple):
 
     buffer: np.ndarray
     parts: list
-    samples: int  # -1 where the worker gave no number
+    samples: int  # -1 if the worker gave no number
     seen: int  # the shard's version at the worker's newest pull
 
 
@@ -150,8 +150,8 @@ class Server:
         n, status = len(self.workers), MPI.Status()
         waiting = []
         for worker in (*range(self._turn, n), *range(self._turn)):
-            # A worker sends no request while an earlier one is arriving. A probe would find only
-            # the later pieces of the same message.
+            # Workers with an arriving request are left out. Such a worker sends no second request,
+            # so a probe would find only later pieces of the same message.
             if worker not in self._arriving and comm.Iprobe(self.workers[worker], tag, status):
                 waiting.append((worker, status.Get_count(MPI.BYTE)))
         room = ROOM_BYTES - sum(incoming.buffer.size for incoming in self._arriving.values())
@@ -172,7 +172,7 @@ class Server:
         queue = len(self._arriving)
         here = [worker for worker, incoming in self._arriving.items() if incoming.test()]
         for worker in here:
-            self.link.touched = True  # an error from here on loses the request of a worker
+            self.link.touched = True  # an error after this loses a worker's request
             incoming = self._arriving.pop(worker)
             self.link.received(incoming.header.total)
             if not self._handle(worker, incoming.header, incoming.buffer, queue):
@@ -237,7 +237,7 @@ class Server:
     def _run(self, model: Hosted, actions: Sequence[Apply | Answer]) -> None:
         for action in actions:
             if isinstance(action, Apply):
-                if model.gate.consistency.holds:  # otherwise "serve push" in the trail includes it
+                if model.gate.consistency.holds:  # else part of "serve push"
                     self.link.trail.begin("apply", None, model.name, action.clock, False)
                 model.apply(action)
                 for _, push in action.pushes:

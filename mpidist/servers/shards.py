@@ -23,7 +23,7 @@ _TILE = 1 << 16
 #: The parts of one message with their data, as `routing.views` yields them.
 Parts = Sequence[tuple[ShardPart, np.ndarray]]
 
-#: kind -> (default scale, sampler of one tile)
+#: A dict from the kind of initial values to (default scale, sampler of one tile).
 KINDS = {
     "zeros": (0.0, None),
     "constant": (0.0, None),
@@ -65,8 +65,9 @@ def initial(out: np.ndarray, name: str, start: int, init: tuple[str, float], see
     key = np.frombuffer(digest, np.uint64)
     stop = start + out.size
     for tile in range(start // _TILE, -(-stop // _TILE)):
-        # The whole tile is drawn even where `out` holds only a part of it. The number of draws of
-        # the normal sampler depends on the values, so drawing cannot begin in mid-tile.
+        # A tile is always drawn as a whole, even if `out` needs only a part of it. The normal
+        # sampler draws a varying number of random bits per value, so it cannot begin in the middle
+        # of a tile.
         rng = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, tile, 0]))
         values = sampler(rng, _TILE) * scale
         low, high = max(start, tile * _TILE), min(stop, (tile + 1) * _TILE)
@@ -97,9 +98,10 @@ class ServerShard:
             array = self.parameters[self._keys[tensor]] = np.empty(stop - start, dtype)
             initial(array, name, start, inits.get(name, ("zeros", 0.0)), seed)
         self.state = optimizer.init(self.parameters)
-        # An optimizer may take the weight of an update, as a factor of the learning rate. (Adam's
-        # step does not depend on the length of the gradient.) For any other optimizer the gradient
-        # is scaled, which is the same for plain gradient descent.
+        # If the optimizer has an argument for the weight of an update, the weight is a factor of
+        # the learning rate. (Adam needs this, because the size of its step does not depend on the
+        # length of the gradient.) For any other optimizer, the gradient is multiplied by the
+        # weight, which has the same effect in plain gradient descent.
         self._weighs = "weight" in inspect.signature(optimizer.update).parameters
 
     def read(self, parts: Sequence[ShardPart], buffer: np.ndarray, offset: int) -> None:
@@ -136,7 +138,8 @@ class ServerShard:
         if not self._weighs:
             pushes, weight = [(share * weight, parts) for share, parts in pushes], 1.0
         if len(pushes) == 1 and self._is_gradient(*pushes[0]):
-            # The message of one complete push is used as the gradient, without a copy.
+            # If one push covers the whole shard, its message is used as the gradient, without a
+            # copy.
             share, parts = pushes[0]
             gradients = {self._keys[p.piece.tensor]: _scaled(view, share) for p, view in parts}
         else:

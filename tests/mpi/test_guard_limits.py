@@ -85,7 +85,7 @@ def test_nor_is_one_begun_for_a_bad_loss(comm, left):
         events.emit("checkpoint_saved", step=1, bytes=1, seconds=30.0)
     store = Store()
     with (
-        pytest.raises(MpidistError, match="nothing was saved, for the allocation ends too soon"),
+        pytest.raises(MpidistError, match="nothing was saved, because the allocation ends"),
         md.guard(comm, {}, store, time_limit="auto") as run,
     ):
         run.check_loss(float("nan"), 3)

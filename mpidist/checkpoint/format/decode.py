@@ -92,7 +92,7 @@ def _prove(found: Manifest) -> None:
         (piece_table.OFFSET, BIG, "byte"),
     ):
         if ((rows[:, column] < 0) | (rows[:, column] >= count)).any():
-            raise Damaged(f"a piece is of a {what} that is not there")
+            raise Damaged(f"a piece belongs to a {what} that is not there")
     if fault := piece_table.untiled_tensor([tensor.shape for tensor in found.tensors], rows):
         raise Damaged(f"{show(paths[fault[0]])}: {fault[1]}")
     _prove_bytes(found)

@@ -52,7 +52,7 @@ def decode_digested(data: bytes, name: str, last: str) -> dict:
     with as_damage(name):
         body = json.loads(head + b"}", object_pairs_hook=_checked, parse_constant=_refuse)
     if not isinstance(body, dict):
-        raise Damaged(f"{name} is of another program")
+        raise Damaged(f"{name} was written by another program")
     return body
 
 

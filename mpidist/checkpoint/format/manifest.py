@@ -203,7 +203,7 @@ def tables_of(data: bytes) -> tuple[Table, ...]:
                 raise Damaged(f"{NAME} names the table {table.name!r}; expected shard-NNNNN.table")
         total = sum(table.size for table in tables)
         if total > MAX_TABLES_BYTES:  # a reader holds all tables in memory
-            raise Damaged(f"the tables are said to have {total} bytes together")
+            raise Damaged(f"{NAME} lists tables of {total} bytes, more than {MAX_TABLES_BYTES}")
         if len({table.name for table in tables}) != len(tables):  # each entry is read
             raise Damaged(f"{NAME} names a table twice")
     return tuple(tables)
@@ -212,7 +212,7 @@ def tables_of(data: bytes) -> tuple[Table, ...]:
 def version_of(body: dict, form: str, name: str) -> int:
     """Return the format version of a file; raise Unreadable if this software does not know it."""
     if body.get("format") != form:
-        raise Damaged(f"{name} is of another program")
+        raise Damaged(f"{name} was written by another program")
     version = body.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise Unreadable(

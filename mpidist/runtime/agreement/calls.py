@@ -79,8 +79,8 @@ def was_told(error: BaseException, context) -> bool:
 def refusal(kind: str, context=None) -> ProtocolError:
     """Return the error for a call of a public function while another such call is under way."""
     error = ProtocolError(
-        f"{kind}: another call on this communicator is under way, in another thread or in what a "
-        "signal handler interrupted; use one thread at a time, or a communicator for each "
+        f"{kind}: another call on this communicator is under way, in another thread or in code "
+        "that a signal interrupted; use one thread at a time, or a communicator for each "
         "(comm.Dup())"
     )
     mark_told(error, context)  # only this rank raises it: the other call goes on

@@ -1,1 +1,3 @@
-"""Which server holds which part of a model, how messages list parts, and the memory needed."""
+"""The layout of a model: which server holds which part, how messages list parts, and the memory
+needed.
+"""

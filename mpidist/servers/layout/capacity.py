@@ -5,7 +5,8 @@ from __future__ import annotations
 from ...errors import ConfigError
 from ..consistency import Consistency
 
-#: A server receives pushes, and sends answers, of so many bytes at a time, or one (see `server`).
+#: A server receives at most this many bytes of pushes at a time, and sends at most this many bytes
+#: of answers at a time; a single larger message is allowed (see `server`).
 ROOM_BYTES = 64 << 20
 
 
@@ -36,7 +37,8 @@ def check_capacity(model: str, servers: list[tuple[int, str, int, int | None]]) 
     for host in dict.fromkeys(host for _, host, _, _ in servers):
         here = [entry for entry in servers if entry[1] == host]
         need = sum(entry[2] for entry in here)
-        # Servers of one node share its memory, so the smallest of their figures counts.
+        # The servers of one node share its memory, so the smallest number that they report for free
+        # memory counts.
         free = min((entry[3] for entry in here if entry[3] is not None), default=None)
         if free is not None and need > free:
             ranks = ", ".join(str(entry[0]) for entry in here)

@@ -1,4 +1,4 @@
-"""Which ranks serve, and which part of which tensor each server holds. Pure arithmetic.
+"""Decide which ranks serve, and which part of which tensor each server holds; uses no MPI.
 
     servers      0              1              2          2/3 of the bytes in one tensor W:
     small        b0 b3          b1             b2         largest first, to the emptiest server
@@ -26,7 +26,7 @@ from ...tensors import dtype_of
 #: A tensor larger than this fraction of a server's mean share is large, and may be cut.
 LARGE = 1 / 32
 
-#: Whether server ranks also work.
+#: A dict from the name of a placement to whether server ranks also work.
 PLACEMENTS = ("dedicated", "colocated")
 
 

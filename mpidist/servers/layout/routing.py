@@ -1,4 +1,4 @@
-"""Which parts of a model a message carries, and at which bytes they lie. Pure arithmetic.
+"""List the parts of a model that a message carries, and where their bytes lie; uses no MPI.
 
 A part is a whole piece of a tensor, or some rows of a piece. A message lists its parts in a
 selection (an array of int64): ``tensor, -1`` for a whole piece, ``tensor, n, row 1, ... row n`` for

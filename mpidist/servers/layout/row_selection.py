@@ -31,9 +31,9 @@ class Selection:
         tensor = self.tensor(name)
         try:
             rows = np.asarray(rows)
-        except ValueError:  # lists of different lengths
+        except ValueError:  # `given` has lists of different lengths
             rows = np.empty((0, 0))
-        whole = rows.size == 0 or rows.dtype.kind in "iu"  # an empty list is an array of floats
+        whole = rows.size == 0 or rows.dtype.kind in "iu"  # NumPy makes floats of an empty list
         if rows.ndim != 1 or not whole or not tensor.shape:
             raise ConfigError(
                 f"rows of {name!r}: expected a 1-D integer array, got {rows.dtype} of shape "
