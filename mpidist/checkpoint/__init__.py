@@ -1,4 +1,5 @@
-"""A checkpoint store. Save and load checkpoints; a saved step is complete or absent.
+"""Save and load checkpoints. A saved step is always complete: a failed save leaves no part of a
+step.
 
 Any number of ranks can load a step.
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from ..errors import ConfigError, shown
 from .storage.steps import MAX_STEP
 
-#: The scheme of a URL. `Path` turns ``s3://bucket`` into ``s3:/bucket``, so one slash is enough.
+#: A pattern for the scheme of a URL. It accepts a single slash, because `Path` turns
+#: ``s3://bucket`` into ``s3:/bucket``.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/", re.ASCII)
 
 

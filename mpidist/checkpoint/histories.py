@@ -80,7 +80,7 @@ def _mark_of(name: str) -> Mark | None:
     """Return the mark that the file name `name` describes, or None if the file is not a mark."""
     match = _MARK.fullmatch(name)
     if match is None or (match[2] and int(match[2]) >= int(match[1])):
-        return None  # a history continues an older one
+        return None  # a history can continue only an older one
     after = int(match[2]) if match[2] else None
     return Mark(int(match[1]), after, int(match[3] or 0), match[4] or "")
 

@@ -15,7 +15,8 @@ from math import ceil, sqrt
 
 from ..errors import ConfigError
 
-#: Steps before the first save if the interval is a time; they measure the time of a step.
+#: If the interval is a time, the number of steps before the first save. The time of a step is
+#: measured in them.
 FIRST = 10
 #: Default for the mean time between failures of a job, in seconds.
 FAILURE_SECONDS = 86_400.0

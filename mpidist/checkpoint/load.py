@@ -31,7 +31,8 @@ T = TypeVar("T")
 
 #: A reader gives up after this many steps that a running job has removed while they were read.
 _MOST_REMOVED = 100
-#: Seconds that `wait_for_step` waits before it lists the folder again: at first, and at most.
+#: Seconds between two listings of the folder by `wait_for_step`: the first pause, and the longest
+#: pause.
 _PAUSES = 0.02, 1.0
 
 
@@ -236,7 +237,8 @@ def damages(path: str, entry: Entry, part: int = 0, parts: int = 1) -> tuple[lis
     found, looked_at = [], 0
     for number in range(part, len(manifest.files), parts):
         try:
-            # A direct read: the system's cache could hold good bytes of a bad disk.
+            # The read bypasses the system's cache, which could hold good bytes although those on
+            # the disk are bad.
             with open_reader(path, entry, manifest, direct=True) as reader:
                 reader.check_file(number)
         except Damaged as damage:

@@ -1,4 +1,4 @@
-"""The copy of a checkpoint that a node keeps, and the identity of the run that made it.
+"""The copy of a checkpoint that a node keeps, and the identity of the run that made the copy.
 
 The copy of a checkpoint on a node (see `tiered`) is itself a checkpoint, of a state with these
 entries:
@@ -46,7 +46,7 @@ def identity(path: str, make: bool) -> str | None:
                 return None
             _write(root)
         text = files.read_small(ID, root, 64)
-    if not _ID.fullmatch(text):  # it becomes the name of a folder
+    if not _ID.fullmatch(text):  # the identity becomes the name of a folder
         raise CheckpointError(
             f"{path}/{ID} is damaged; remove it to go on without the nodes' copies"
         )
@@ -134,7 +134,7 @@ def usable_steps(comm, path: str, step: int | None, like: Mapping) -> dict[int, 
         entries, _ = histories.everything(path, step, newest.history)
         for entry in reversed(entries):
             marks.pop(entry.step, None)
-            with suppress(CheckpointError):  # damaged
+            with suppress(CheckpointError):  # the copy is damaged
                 history, mark = _mark(path, entry)
                 same = mark.get(("mark", "layout", str(comm.rank))) == layout
                 if same and mark.get(("mark", "ranks")) == comm.size:

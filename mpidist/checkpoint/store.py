@@ -179,9 +179,9 @@ class CheckpointStore(Store):
 
         The caller may change the state when this method returns. On each rank a thread, which makes
         no MPI calls, writes the rank's part. The step is committed as soon as all ranks have
-        written their parts, whatever the main threads do meanwhile. The next call of `save`,
-        `save_async`, `restore`, `wait` or `close` waits for the commit, and raises the error if the
-        background save has failed.
+        written their parts, even if the main threads make no call of the store. The next call of
+        `save`, `save_async`, `restore`, `wait` or `close` waits for the commit, and raises the
+        error if the background save has failed.
         """
         with events.span("checkpoint.save_async"), self._call("save_async"):
             self._begin(step, state, copy=True).start()
@@ -281,7 +281,7 @@ class CheckpointStore(Store):
         with files.folder(self.path) as root:
             self._lock.take(root)
             entries, _ = histories.everything(self.path, step, entry.history)
-            for each in reversed(entries):  # the older ones first, or a kill would bring them back
+            for each in reversed(entries):  # oldest first: a kill leaves no older copy alone
                 retention.remove(each.name, root)
             files.sync(root)
 

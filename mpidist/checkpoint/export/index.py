@@ -60,7 +60,8 @@ def _write(path: str, entry: Entry) -> None:
     manifest = steps.read_manifest(path, entry)
     with files.folder(path) as root, files.folder(entry.name, root) as folder:
         _compare(folder, manifest)
-        # Made in memory, and then written by the same functions as all files of a store.
+        # The index is made in memory, so that the functions of `files` can write it, as they write
+        # all files of a store.
         memory = io.BytesIO()
         with h5py.File(memory, "w") as file:
             _fill(file, manifest, Reader(folder, manifest))

@@ -68,7 +68,7 @@ def _make(target: Path, tensors: tuple[Fact, ...], rows: dict, extras: dict) -> 
             name = name_of(tensor.path)
             if tensor.shape:
                 file.create_dataset(name, tensor.shape, _stored(empty[name]).dtype, dcpl=early)
-            else:  # h5py allocates a data set without axes only when it is written
+            else:  # h5py allocates a data set without axes when it is written
                 file.create_dataset(name, data=_stored(rows[tensor.path][0]))
         put_extras(file, extras, dtypes)
 
@@ -114,9 +114,10 @@ def _read(comm, path: str, step: int | None) -> tuple[int, tuple[Fact, ...], dic
                 _, state = store.restore(rows, entry.step, history=entry.history)
                 return entry.step, tensors, state
             except (StorageError, Unreadable):
-                raise  # the step may be whole, so no older step takes its place
+                raise  # the step may be undamaged: no older step is tried
             except CheckpointError as damage:
-                # Damage that `restore` has found is no `Damaged`, and is already reported.
+                # For damage that it has found, `restore` raises another error than `Damaged`, and
+                # it has reported the damage already.
                 said = not isinstance(damage, Damaged)
                 by_rank_0(comm, "export", partial(search.pass_over, str(damage), said))
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from ...errors import ConfigError
 
-#: The names of dtypes in the format, by their names in NumPy and ml_dtypes.
+#: A dict from the name of a dtype in NumPy or ml_dtypes to its name in the safetensors format.
 DTYPES = {
     "bool": "BOOL",
     **{f"{sign}int{n}": f"{sign.upper() or 'I'}{n}" for sign in ("", "u") for n in (8, 16, 32, 64)},
@@ -33,7 +33,7 @@ DTYPES = {
 }
 
 METADATA = "__metadata__"
-#: Readers refuse a longer header.
+#: The longest header in bytes; readers of the format refuse a longer one.
 _MAX_HEADER = 100_000_000
 
 

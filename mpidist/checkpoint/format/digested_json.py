@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from ...errors import CheckpointError
 from .state import MAX_DEPTH, Path, Unreadable
 
-#: All sizes and offsets are smaller than this, so that sums of them fit in 64 bits.
+#: All sizes and offsets in a checkpoint are smaller than this number, so that sums of them fit in
+#: 64 bits.
 BIG = 1 << 62
 
 

@@ -29,13 +29,15 @@ import numpy as np
 from . import piece_table
 from .state import Fact, named_dtype, show
 
-#: The data of each data set begin at a multiple of this, so elements of a mapped file are aligned.
+#: The data of each data set begin at a multiple of this number, so that the elements are aligned if
+#: the file is mapped into memory.
 _ALIGNMENT = 64
-#: Position of the first byte of data.
+#: The position of the first byte of data in a shard file.
 _DATA = 512
-#: Longest name in the attribute ``name``, in bytes. The manifest has the full name.
+#: The most bytes of a tensor's name in the attribute ``name``. A longer name is cut; the manifest
+#: has the full name.
 _LONGEST = 1024
-#: Most names of data sets in one node of the group, and most texts in one collection.
+#: The most names of data sets in one group node, and the most texts in one global heap collection.
 _NODE, _COLLECTION = 1024, 4096
 _UNDEFINED = b"\xff" * 8
 #: Bytes of the header of the group.
@@ -153,7 +155,8 @@ def _texts(texts: Sequence[bytes], at: int) -> tuple[bytes, np.ndarray]:
 
 # ----------------------------------------------------------------------------------- data sets
 
-#: A field of several records: bytes that are equal in all records, or one row of an array for each.
+#: A field of several binary records: either bytes that are equal in all records, or an array with a
+#: row for each record.
 Field = bytes | np.ndarray
 
 
@@ -206,7 +209,7 @@ def _named(name: np.ndarray, dtype: bytes) -> list[list[Field]]:
     import h5py
 
     kind = _type(h5py.string_dtype())
-    text = kind[:4] + pack("<I", 16) + kind[8:]  # in a file, a text is a reference of 16 bytes
+    text = kind[:4] + pack("<I", 16) + kind[8:]  # a file stores a text as a reference of 16 bytes
     return [_attribute("name", text, _space(0), name), _attribute("dtype", text, _space(0), dtype)]
 
 

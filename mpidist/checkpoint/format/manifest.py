@@ -61,9 +61,9 @@ from .state import Fact, Path, Unreadable, from_json, named_dtype, show
 NAME = "MANIFEST.json"
 FORMAT, TABLE, VERSION = "mpidist-checkpoint", "mpidist-shard", 3
 MAX_BYTES = 64 << 20
-#: Most bytes of all tables together: a million pieces of two axes have 56 MB.
+#: The most bytes of all tables of a step together. A million pieces with two axes need 56 MB.
 MAX_TABLES_BYTES = 1 << 30
-#: Axes that a tensor may have; NumPy's own limit is 64.
+#: The most axes that a tensor may have; NumPy's own limit is 64.
 MAX_AXES = 64
 _SHARD = re.compile(r"shard-[0-9]{5}\.h5", re.ASCII)
 _TABLE = re.compile(r"shard-[0-9]{5}\.(table|json)", re.ASCII)
@@ -204,7 +204,7 @@ def tables_of(data: bytes) -> tuple[Table, ...]:
         total = sum(table.size for table in tables)
         if total > MAX_TABLES_BYTES:  # a reader holds all tables in memory
             raise Damaged(f"{NAME} lists tables of {total} bytes, more than {MAX_TABLES_BYTES}")
-        if len({table.name for table in tables}) != len(tables):  # each entry is read
+        if len({table.name for table in tables}) != len(tables):  # each table is read
             raise Damaged(f"{NAME} names a table twice")
     return tuple(tables)
 

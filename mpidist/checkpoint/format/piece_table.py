@@ -26,10 +26,10 @@ import numpy as np
 from .digested_json import BIG
 from .regions import Box, Flat, Region, Shape, untiled
 
-#: Pairs of a wanted region and a piece that are compared at once.
+#: The most pairs of a wanted region and a piece that one group of NumPy calls compares.
 _PAIRS = 1 << 20
 
-#: Columns of a table. The extents follow the starts.
+#: The columns of a table before the extents, which follow the starts.
 TENSOR, FILE, OFFSET, FLAT, START = range(5)
 
 
@@ -98,9 +98,10 @@ class Grid:
         self.count = np.multiply.reduce(self.shape, axis=1)
         self.stride = np.ones_like(self.shape)
         self.stride[:, -2::-1] = np.multiply.accumulate(self.shape[:, :0:-1], axis=1)
-        #: Position of the first element of each tensor if all are flattened and laid end to end.
+        #: The position of the first element of each tensor, if all tensors are flattened and laid
+        #: end to end.
         self.base = np.add.accumulate(self.count) - self.count
-        #: Whether 64 bits are enough for these positions.
+        #: Whether all these positions fit in 64 bits.
         self.exact = sum(map(prod, shapes)) < BIG
 
 
@@ -189,7 +190,7 @@ def _unproved(grid: Grid, rows: np.ndarray) -> list[int]:
     it = Geometry(grid, rows)
     suspect = np.zeros(len(grid.shapes), bool)
     suspect[it.tensor[~it.inside]] = True
-    if suspect.any():  # sums over pieces outside their tensors could overflow
+    if suspect.any():  # sums over suspect pieces could overflow
         it = Geometry(grid, rows[~suspect[it.tensor]])
     filled = it.size > 0
     mixed = np.zeros(len(suspect), bool)
@@ -246,8 +247,8 @@ def distinct(grid: Grid, rows: np.ndarray) -> np.ndarray:
     low = Geometry(grid, rows).low
     order = np.argsort(low, kind="stable")
     order = order[filled[order]]
-    # Different pieces that begin at one position overlap, which is an error anyway. So it does not
-    # matter where such a piece stands between two equal ones.
+    # Two different pieces that begin at the same position overlap, which other checks report as an
+    # error. So it does not matter here whether a different piece stands between two equal ones.
     twin = np.flatnonzero(np.diff(low[order]) == 0) + 1
     filled[order[twin[_equal(rows, order[twin], rows, order[twin - 1])]]] = False
     return rows if filled.all() else rows[filled]
@@ -273,7 +274,7 @@ def overlapping(grid: Grid, wants: np.ndarray, rows: np.ndarray) -> tuple[np.nda
     if not len(rows):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     want, piece = Geometry(grid, wants), Geometry(grid, rows)
-    # Most ranks want the regions that they have saved, so look for equal regions first.
+    # Most ranks want the regions that they have saved, so equal regions are looked up first.
     order = np.argsort(piece.low, kind="stable")
     near = order[np.searchsorted(piece.low[order], want.low).clip(max=len(rows) - 1)]
     equal = _equal(wants, np.arange(len(wants)), rows, near)
@@ -293,7 +294,8 @@ def _searched(grid: Grid, wants: np.ndarray, rest: np.ndarray, piece: Geometry):
     axis = _axis(grid, piece)
     low, high = _interval(grid, piece, axis)
     order = np.argsort(low, kind="stable")
-    # A search in the running maximum of the ends finds the first piece that can reach a region.
+    # The running maximum of the pieces' ends is sorted, so a binary search in it finds the first
+    # piece that can reach a region.
     ends = np.maximum.accumulate(high[order])
     low = low[order]
     begin, end = _interval(grid, Geometry(grid, wants[rest]), axis)

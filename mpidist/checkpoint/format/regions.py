@@ -104,15 +104,15 @@ def _boxes(start: int, stop: int, shape: Shape, prefix: Shape = ()) -> Iterator[
         return
     rest = shape[axis + 1 :]
     row = prod(rest)
-    first, full = -(-start // row), stop // row  # rows first:full are whole
+    first, full = -(-start // row), stop // row  # the range has the whole rows first:full
     if first > full:  # the range begins and ends inside one row
         yield from _boxes(start % row, stop % row, shape, (*prefix, full))
         return
-    if start % row:  # the end of a row before the whole ones
+    if start % row:  # the end of a row, before the whole rows
         yield from _boxes(start % row, row, shape, (*prefix, first - 1))
     if first < full:
         yield Box((*prefix, first, *(0,) * len(rest)), (*(1,) * axis, full - first, *rest))
-    if stop % row:  # the beginning of a row behind the whole ones
+    if stop % row:  # the beginning of a row, behind the whole rows
         yield from _boxes(0, stop % row, shape, (*prefix, full))
 
 
@@ -139,8 +139,9 @@ def untiled(shape: Shape, regions: Sequence[Region]) -> str | None:
     if all(isinstance(region, Flat) for region in regions):
         shape = (prod(shape),)  # every flat range is one box of the flattened array
     boxes = [(box, region) for region in regions for _, box in boxes_of(region, shape)]
-    # Sweep along the axis on which the boxes have most different starts. Only boxes that meet on
-    # that axis are compared, so slabs and tiles cost about n, not n squared.
+    # The boxes are sorted along the axis on which they have the most different starts, and only
+    # boxes that overlap on this axis are compared. For n slabs or tiles, about n pairs are
+    # compared, not n squared.
     axis = max(range(len(shape)), key=lambda k: len({box.start[k] for box, _ in boxes}), default=0)
     boxes.sort(key=lambda item: item[0].start[axis:])
     reached: list[tuple[Box, Region]] = []

@@ -77,7 +77,7 @@ def _looked_up(
     asked = np.bincount(tensor[piece], minlength=count)
     whole |= asked > _ONE_BY_ONE * np.bincount(tensor, minlength=count)
     own = np.flatnonzero(~whole[tensor[piece]])
-    # By rank, and the pieces of each rank in the order of the manifest.
+    # The pairs are sorted by rank, and for each rank in the order of the manifest.
     own = own[np.argsort(rank[own] * len(found.rows) + piece[own], kind="stable")]
     split = np.split(piece[own], np.searchsorted(rank[own], np.arange(1, len(answers))))
     each = [[layout_of(found, found.rows[some])] if len(some) else [] for some in split]

@@ -28,7 +28,8 @@ from .regions import Box, Flat, Region, fits, whole
 Path = tuple[str, ...]
 
 MAX_DEPTH = 32
-#: Most bits of an integer among the extras, or 4,214 digits. Python refuses texts of 4,301 digits.
+#: The most bits of an integer among the extras, about 4,214 decimal digits. Python refuses to
+#: convert texts of more than 4,300 digits.
 _MOST_BITS = 14_000
 
 
@@ -151,7 +152,7 @@ def leaves(state: Mapping, path: Path = ()) -> Iterator[tuple[Path, Any]]:
                 f"keys of the state must be strings, got {shown(key)} ({type(key).__name__}) in "
                 f"{show(path) or 'the state itself'}"
             )
-        here = (*path, str.__str__(key))  # a subclass of str may fail to be pickled or compared
+        here = (*path, str.__str__(key))  # a plain str: a subclass may not be pickled or compared
         if len(here) > MAX_DEPTH:
             raise ConfigError(f"the state is nested deeper than {MAX_DEPTH} at {show(here)}")
         if isinstance(value, Mapping) and value:
@@ -177,10 +178,10 @@ def tree(items: Iterator[tuple[Path, Any]]) -> dict:
 
 # ------------------------------------------------------------------------------------ dtypes
 
-#: Kinds that NumPy itself writes as a short string such as ``<f4``.
+#: The kinds of dtypes that NumPy describes by a short string such as ``<f4``.
 _KINDS = "biufcSUmM"
-#: The form of those strings. Other strings are kept from NumPy's parser, which divides by zero in
-#: ``<M8[s/0]``.
+#: The pattern of these short strings. Other strings are not passed to NumPy's parser, which divides
+#: by zero in ``<M8[s/0]``.
 _SHORT = re.compile(rf"[<>|][{_KINDS}][0-9]*(\[[0-9]*[A-Za-z]+\])?", re.ASCII)
 
 
@@ -214,7 +215,7 @@ def named_dtype(name: str) -> np.dtype:
     return found
 
 
-@lru_cache(64)  # a state of many tensors has few dtypes
+@lru_cache(64)  # a state has many tensors of few dtypes
 def _of_numpy(name: str) -> np.dtype | None:
     """Return the dtype whose `str` attribute in NumPy is `name`, or None if there is none."""
     dtype = _by_string(name) if len(name) <= 24 and _SHORT.fullmatch(name) else None
@@ -246,8 +247,8 @@ def to_json(value, path: Path = ()):
         raise ConfigError(f"{show(path)}: an array inside a list cannot be saved; use a dict")
     if value is None or isinstance(value, bool):
         return value
-    # Subclasses become the exact types: an enum, for one, may have a `repr` of its own, and the
-    # process that reads the checkpoint may not have its class.
+    # A value of a subclass becomes a value of the plain type. An enum, for example, may have its
+    # own `repr`, and the process that reads the checkpoint may lack its class.
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):

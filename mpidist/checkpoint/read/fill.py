@@ -17,7 +17,7 @@ from ..format.state import Path, array_of, has_array, is_array, region_of
 from .read_once import ReadAndBroadcast
 from .read_plan import Places, ReadItem
 
-#: Bytes of host memory that one batch of arrays may take on their way to a device.
+#: The most bytes of temporary host memory for one batch of arrays that are copied to a device.
 STAGED = 256 << 20
 
 
@@ -94,7 +94,8 @@ class Filling:
             self._leaves.append((path, leaf, host))
             wants = shared if path in common else own
             wants += places.wants(number[path], region_of(leaf), host)
-        #: The parts that ranks exchange, and all items that this rank reads.
+        #: `shared` has the parts that ranks exchange, and `items` has all items that this rank
+        #: reads.
         self.shared = ReadAndBroadcast(shared, found.block, rank, ranks, room)
         self.wants = [*own, *self.shared.mine]
 

@@ -24,9 +24,10 @@ from .read_plan import ReadItem, RowReadItem
 #: `_MESSAGE` bytes. Smaller targets are joined to messages of about `_LARGE` bytes.
 _LARGE = 4 << 20
 _MESSAGE = 1 << 30
-#: Number of messages that are under way at once.
+#: The most messages that are under way at the same time.
 _IN_FLIGHT = 32
-#: Requests of exchanges that have failed. MPI may still use their buffers, so they are kept.
+#: The requests of exchanges that have failed. They are kept with their buffers, because MPI may
+#: still use these.
 _abandoned: list = []
 #: Seconds between two tests of a request or of a read.
 _NAP = 0.0002
@@ -86,7 +87,8 @@ class ReadAndBroadcast:
     def __init__(self, wants: Sequence[ReadItem], block: int, rank: int, ranks: int, room=None):
         dealt = partition_reads(wants, block, ranks)
         self.mine = dealt[rank]
-        # Roots take turns: a rank that waits for the bytes of another one can send its own.
+        # The roots of the broadcasts take turns, so that a rank can send its own bytes while it
+        # waits for those of another rank.
         turns = zip_longest(*([item for item in one if _is_large(item)] for one in dealt))
         self._large = [(root, item) for turn in turns for root, item in enumerate(turn) if item]
         self._small = [
@@ -108,7 +110,7 @@ class ReadAndBroadcast:
             return
 
         def wait_for(root: int, items: Sequence[ReadItem]) -> None:
-            # Sleep, since the threads that read may share this core.
+            # The rank sleeps, because the threads that read may need this core.
             while comm.rank == root and any(item.left for item in items) and not over():
                 time.sleep(_NAP)
 

@@ -83,7 +83,8 @@ class Places:
         it = piece_table.Geometry(grid, rows)
         low = it.low - grid.base[it.tensor]
         places = rows[:, [piece_table.FILE, piece_table.OFFSET]]
-        # Lists of integers: most tensors have few pieces, and calls of NumPy would cost more.
+        # The rows are lists of integers, because most tensors have few pieces, for which NumPy
+        # calls would take longer.
         self._runs = np.column_stack([places, low, low + it.size, it.together]).tolist()
         self._bounds = np.searchsorted(it.tensor, np.arange(len(shapes) + 1)).tolist()
 
@@ -129,7 +130,8 @@ def _boxes(shape, rows, region: Region, target, block: int) -> Iterator[ReadItem
     for position, box in boxes_of(region, shape):
         part = target
         if target.shape != box.extent:
-            # A view of a part of a flat range, in the shape of the box. Any stride allows it.
+            # This view has the elements of the box in the flat range, in the shape of the box. It
+            # can be made for an array with any strides.
             part = target[position : position + box.size].reshape(box.extent)
         for row in rows:
             for held, other in boxes_of(piece_table.region_of_row(row, len(shape)), shape):

@@ -43,11 +43,13 @@ from .read_once import message_room
 from .reader import open_reader
 
 _LISTED = 8
-#: Ranks count as reading different bytes if they read at most this many times the state's bytes.
+#: Ranks count as reading different bytes if all of them together read at most this many times the
+#: bytes of the state.
 _MOSTLY = 1.25
-#: Bytes of rank 0's answer that one message holds: the manifest of some thousand tensors.
+#: The bytes of rank 0's answer that fit in one message: enough for the manifest of some thousand
+#: tensors.
 _ROOM = 1 << 18
-#: Number of pieces up to which every rank receives the places of all pieces.
+#: If a step has at most this many pieces, every rank receives the positions of all of them.
 _FEW = 2048
 
 
@@ -128,14 +130,14 @@ class Restore:
 
         Collective.
         """
-        comm, spoils = self._comm, False  # parts of a step may be in the caller's arrays
+        comm, spoils = self._comm, False  # spoils: the caller's arrays may hold parts of a step
         reason: str | None = None
         try:
             while True:
                 decide = partial(self._next, reason)
                 answer = run_on_all(comm, "restore", self._ask, decide, room=_ROOM)
                 items = self._items
-                if items is None:  # new arrays: no array of the caller changes
+                if items is None:  # the arrays are new: none of the caller's changes
                     items = run_on_all(comm, "restore", partial(_fresh, answer.tensors))
                 else:
                     spoils = True
@@ -163,7 +165,7 @@ class Restore:
                 self._items = list(state.leaves(self._like))
                 leaves = tuple(_described(path, leaf) for path, leaf in self._items)
             if self._comm.size > 1:
-                self._room = message_room()  # a lack of memory is an error of all ranks here
+                self._room = message_room()  # allocated here: if memory is lacking, all ranks raise
             self._wish = Wish({name: repr(value) for name, value in self._given.items()}, leaves)
         return self._wish
 
@@ -208,7 +210,7 @@ class Restore:
         if answer.large:
             filling = run_on_all(comm, "restore", plan)
         elif common:
-            filling = plan()  # a small plan, whose buffer exists already
+            filling = plan()  # the plan is small, and its buffer exists already
         direct = self._place.how.direct and _is_alone(comm.size, answer, items)
 
         def read() -> None:
@@ -216,12 +218,13 @@ class Restore:
             with open_reader(path, answer.entry, found, verify, direct) as reader:
                 reader.read(filling.wants, wanted=lambda: not reading.abandoned)
 
-        # Ranks exchange common parts while they read the rest. If a rank finds damage meanwhile,
-        # other ranks may already have the damaged part. An older step then fills all arrays again.
+        # Ranks exchange common parts while they read their other parts. If a rank finds damage,
+        # other ranks may have received the damaged part already. All arrays are then filled again
+        # from an older step.
         reading = Beside(read, "mpidist-restore")
         error: Exception | None = None
         try:
-            if filling is None:  # no rank waits for this one: the outcome reports an error
+            if filling is None:  # without an exchange, no rank waits if `plan` fails
                 filling = plan()
             if common:
                 with reading:

@@ -18,15 +18,17 @@ from pathlib import Path
 
 import numpy as np
 
-#: Bytes that one checksum covers. Tests lower it; readers take the number from the manifest.
+#: The number of bytes that one checksum covers. Tests lower this number; readers take it from the
+#: manifest.
 BLOCK = 1 << 20
-#: Number of blocks that are read or written at once.
+#: The number of blocks in one read or write.
 GROUP = 4
 #: Direct input and output, which bypasses the cache of the system, needs multiples of this as
 #: positions in files, addresses in memory, and numbers of bytes.
 PAGE = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)
-#: Flags for all files. O_NONBLOCK, because opening a FIFO would wait for a writer that never comes.
+#: The flags for all files. O_NONBLOCK is among them, because opening a FIFO would otherwise wait
+#: for a writer that never comes.
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 #: The functions that change the disk, in the order in which a save uses them.
@@ -95,7 +97,7 @@ def begin_sync(descriptor: int, offset: int, count: int) -> None:
     The function tells Linux that nobody needs the range in the cache any more
     (POSIX_FADV_DONTNEED), so Linux begins to write it.
     """
-    with suppress(OSError, AttributeError):  # macOS has no such call
+    with suppress(OSError, AttributeError):  # macOS lacks posix_fadvise
         os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
 
 
@@ -221,7 +223,7 @@ def read_at(descriptor: int, view: memoryview, offset: int, enough: int | None =
 
 def begin_read(descriptor: int, offset: int, count: int) -> None:
     """Ask the system to begin to read a range of a file into its cache, without waiting."""
-    with suppress(OSError, AttributeError):  # macOS has no such call
+    with suppress(OSError, AttributeError):  # macOS lacks posix_fadvise
         os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_WILLNEED)
 
 

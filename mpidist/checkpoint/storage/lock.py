@@ -101,14 +101,14 @@ class RunLock:
         who = f"process {os.getpid()} on {socket.gethostname()} since {now}"
         text = f"{who} {secrets.token_hex(8)}".encode().ljust(_SIZE - 1)[: _SIZE - 1] + b"\n"
         while True:
-            with ExitStack() as stack:  # closes the file unless it is locked and still in place
+            with ExitStack() as stack:  # closes the file, unless the lock is taken
                 descriptor = files.open_or_create(NAME, root)
                 stack.callback(files.close, descriptor)
                 free = True
-                with suppress(OSError):  # a file system without locks has only the fence
+                with suppress(OSError):  # without locks, only `check` protects the folder
                     free = files.lock(descriptor)
                 if not free:
-                    with suppress(FileNotFoundError):  # the holder has just released the lock
+                    with suppress(FileNotFoundError):  # another process has just removed the file
                         holder = _holder(files.read_small(NAME, root, _SIZE))
                         raise CheckpointError(
                             f"{self.path} is in use by {holder}; wait for that job or stop it, or "
@@ -116,7 +116,7 @@ class RunLock:
                         )
                 elif files.is_same(descriptor, NAME, root):
                     files.write_at(descriptor, text, 0)
-                    files.sync(descriptor)  # other hosts see the name from now on
+                    files.sync(descriptor)  # other hosts see this process's name from now on
                     held = _Held(descriptor, text, os.fstat(root).st_dev, 0)
                     stack.pop_all()
                     return held
@@ -138,7 +138,7 @@ class RunLock:
         mine, self._mine = self._mine, False
         if not mine or held is None:  # a forked child does not hold the lock
             return
-        if held.users > 1:  # the entry is never absent, since a thread of another store may read it
+        if held.users > 1:  # replaced, not removed: another thread may read it
             _held[self._key] = held._replace(users=held.users - 1)
             return
         del _held[self._key]

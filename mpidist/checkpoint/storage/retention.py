@@ -30,12 +30,12 @@ _OURS = re.compile(
 )
 _TEMPORARY = re.compile(r"\.tmp-step-[0-9]{12}-[0-9a-f]{16}", re.ASCII)
 
-#: A temporary folder without a living owner, but perhaps of another host, stays this long.
+#: Seconds that a temporary folder is kept if its owner may be a process on another host.
 PATIENCE_SECONDS = 3600.0
 
 
 def temporary_name(step: int, nonce: int) -> str:
-    """Return the name of the temporary folder of a save, which the commit renames. Pure."""
+    """Return the name of the temporary folder of a save, which the commit renames."""
     return f".tmp-step-{step:012d}-{nonce:016x}"
 
 
@@ -48,7 +48,7 @@ def claim(folder: int) -> int:
     with ExitStack() as stack:
         descriptor = files.create(OWNER, folder)
         stack.callback(files.close, descriptor)
-        with suppress(OSError):  # without locks, only the age shows that the owner is dead
+        with suppress(OSError):  # a file system without locks: only the age counts
             files.lock(descriptor)
         files.write_at(descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode(), 0)
         stack.pop_all()
@@ -72,7 +72,8 @@ def remove_dead(root: int) -> list[str]:
     removed = []
     for name in files.names(root):
         if _TEMPORARY.fullmatch(name) and files.is_folder(name, root):
-            # Another process may remove the folder at this moment, or it belongs to another user.
+            # An error is ignored: another process may be removing the folder, or the folder belongs
+            # to another user.
             with suppress(OSError):
                 if _is_dead(name, root) and remove(name, root):
                     removed.append(name)
@@ -162,7 +163,7 @@ class Keep:
         self._removing = Worker(work, "mpidist-remove")
         try:
             self._removing.start()
-        except RuntimeError:  # no more threads
+        except RuntimeError:  # the system allows no more threads
             self._removing = None
             work()
 
@@ -184,9 +185,9 @@ class Keep:
         try:
             listed = Histories(root)
             everything, line = listed.everything(), listed.line(saved.history)
-            self._good.intersection_update(everything)  # bounded in a long run
+            self._good.intersection_update(everything)  # forget removed steps
             self.bad.intersection_update(everything)
-            self.bad.discard(saved)  # an older step of this name was damaged, and is removed
+            self.bad.discard(saved)  # a damaged folder of this name was removed
             old = [*self._old(path, [entry for entry in line if entry < saved], saved)]
             old += [] if self.others else set(everything).difference(line)
             for entry in dict.fromkeys(old):

@@ -18,7 +18,8 @@ from ..format.decode import decode
 from ..format.manifest import MAX_BYTES, NAME, Damaged, Manifest, tables_of
 from . import files
 
-#: History and generation may have any length: the next number is counted from the largest one.
+#: The numbers of history and generation may have any number of digits, because the next number is
+#: always the largest one plus 1.
 _STEP = re.compile(r"step-([0-9]{12})(?:-h([1-9][0-9]*))?(?:\.([1-9][0-9]*))?", re.ASCII)
 
 MAX_STEP = 10**12 - 1
@@ -43,7 +44,7 @@ class Entry(NamedTuple):
 
 
 def entry_of(name: str) -> Entry | None:
-    """Return the `Entry` of a folder from its name, or None if it is not a step folder. Pure."""
+    """Return the `Entry` of a folder from its name, or None if it is not a step folder."""
     match = _STEP.fullmatch(name)
     return match and Entry(int(match[2] or 0), int(match[1]), int(match[3] or 0))
 

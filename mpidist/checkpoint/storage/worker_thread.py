@@ -33,7 +33,7 @@ class Worker(threading.Thread):
         second Ctrl-C raises it at once.
         """
         if os.getpid() != self._process:
-            return  # a forked child has the object but not the thread
+            return  # a forked child has no such thread
         try:
             self._done.wait()
         finally:
@@ -51,7 +51,7 @@ class Beside:
     def __init__(self, work: Callable[[], None], name: str, threaded: bool = True):
         self._work = work
         self._error: BaseException | None = None
-        #: Whether the block has ended by an exception, so that the rest of the work is useless.
+        #: Whether an exception has ended the block, so that the work need not be finished.
         self.abandoned = False
         self._worker = Worker(self._run, name) if threaded else None
 
@@ -64,7 +64,7 @@ class Beside:
                 self._worker = None
         self._run()
         if self._error is not None and not isinstance(self._error, Exception):
-            raise self._error  # Ctrl-C
+            raise self._error  # such as KeyboardInterrupt
         return self
 
     def __exit__(self, kind, *_) -> None:

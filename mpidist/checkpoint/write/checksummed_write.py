@@ -72,7 +72,7 @@ class DoubleBufferedWriter:
         except RuntimeError:
             self._thread = None
         except BaseException:
-            self._full.put(None)  # the thread may run already, and nothing else would end it
+            self._full.put(None)  # end the thread, which may already run
             raise
 
     def __enter__(self):
@@ -81,7 +81,8 @@ class DoubleBufferedWriter:
     def __exit__(self, kind, *_):
         if self._thread is not None:
             self._full.put(None)
-            # The caller closes the file next, and another file may get its descriptor.
+            # The thread must end first, because the caller then closes the file, and another file
+            # may get the same descriptor.
             self._thread.end()
         if kind is None:
             self._check()
@@ -107,7 +108,7 @@ class DoubleBufferedWriter:
         """Write `count` bytes of `buffer`, unless an earlier write failed, and free the buffer."""
         try:
             if self._error is None:
-                if self._direct and count % files.PAGE:  # the end of the file
+                if self._direct and count % files.PAGE:  # the last bytes of the file
                     self._direct = files.set_direct_io(self._descriptor, False)
                 files.write_at(self._descriptor, buffer[:count], offset)
                 if not self._direct:

@@ -34,12 +34,13 @@ def survey(state: Mapping) -> Survey:
     """
     arrays, marks, extras = [], [], []
     for path, leaf in leaves(state):
-        if type(leaf) is np.ndarray:  # most leaves: no further test
+        if type(leaf) is np.ndarray:  # true for most leaves, which need no further test
             array = leaf
         elif has_array(leaf):
             array = array_of(leaf)
         else:
-            # An empty dict is a leaf: it has no entries that could keep its name.
+            # An empty dict is saved as a leaf, because it has no entries whose paths would contain
+            # its name.
             extras.append((path, {"dict": {}} if leaf == {} else to_json(leaf, path)))
             continue
         arrays.append(leaf)

@@ -33,7 +33,8 @@ from .describe import Survey, describe, digest, survey
 from .work import Work
 from .write_plan import Description, Extras
 
-#: Bytes of the head of a table without its checksums, of a checksum, and of a data set's header.
+#: Upper bounds on the bytes of a table's head without its checksums, of a checksum, and of the
+#: header of a data set.
 _HEAD, _CHECKSUM, _DATASET = 1024, 12, 1024
 
 
@@ -117,10 +118,11 @@ class Planner:
 
     def __init__(self, writer_of: Sequence[int]):
         self._writer_of = writer_of
-        #: Whether some ranks write for others.
+        #: Whether some ranks write the data of other ranks.
         self.forwards = any(writer != rank for rank, writer in enumerate(writer_of))
         self._plan: SavePlan | None = None
-        #: A plan, and names of extras that do not clash with its tensors.
+        #: A plan, and the names of extras for which a check has found no clash with the plan's
+        #: tensors.
         self._checked: tuple[Leader | None, list] = None, []
 
     def begin(
@@ -238,7 +240,7 @@ def _told(found: Survey, word: _Word, first: _Word, is_first: bool, plan: bytes)
 
 def _everyone(told: Sequence[_Told]) -> list[Description]:
     """Return, on rank 0, a description of each rank's arrays, from the second messages `told`."""
-    facts, shards = told[0].facts, told[0].shards  # rank 0 leaves nothing out
+    facts, shards = told[0].facts, told[0].shards  # rank 0 sends all fields
     assert facts is not None
     assert shards is not None
     return [

@@ -43,7 +43,7 @@ from ..storage.worker_thread import Worker
 from . import shard_writer
 from .planner import Begun, Planner
 
-#: Seconds without a new byte in the folder after which a save in the background is given up.
+#: A background save is given up if for this many seconds no byte is added to its folder.
 PATIENCE_SECONDS = 600.0
 
 _LONGEST_PAUSE = 0.1
@@ -96,7 +96,7 @@ class Save:
         """
         try:
             if not self._begun.plan.work.writes and self._outcome is None:
-                self._outcome = b""  # rank 0 does not wait: it may have renamed the folder
+                self._outcome = b""  # rank 0 may have renamed the folder already
             if self._outcome is None:
                 with files.folder(self.path) as root, files.folder(self.name, root) as folder:
                     self._outcome = shard_writer.write(
@@ -109,12 +109,12 @@ class Save:
 
     def start(self) -> None:
         """Start a thread that writes this rank's shard and, on rank 0, commits the step."""
-        # Not a daemon: a process that ends meanwhile waits for the thread, which needs the
-        # interpreter.
+        # The thread is not a daemon thread, so a process that ends waits for it. The thread needs
+        # the interpreter.
         self._thread = Worker(self._background, "mpidist-save")
         try:
             self._thread.start()
-        except RuntimeError as error:  # no more threads; finish() raises this
+        except RuntimeError as error:  # the system allows no more threads; finish() raises
             self._thread, self._outcome = None, error
 
     def _background(self) -> None:
@@ -123,7 +123,7 @@ class Save:
             if isinstance(self._outcome, Exception):
                 self._tell_failure()
         finally:
-            self._written.set()  # rank 0 may remove the folder when all ranks are here
+            self._written.set()  # rank 0 may remove the folder after this
         if self._root >= 0 and not isinstance(self._outcome, Exception):
             try:
                 self._committed = self._commit(self._wait_for_tables())
@@ -149,7 +149,7 @@ class Save:
         pause, moved, seen = 1e-3, time.monotonic(), -1
         with files.folder(self.name, self._root) as folder:
             while missing:
-                there = set(files.names(folder))  # one listing, for any number of writers
+                there = set(files.names(folder))  # one listing is enough for all ranks that write
                 for rank in list(missing):
                     name = manifest.table_name(shard_writer.shard_name(rank))
                     if name in there:
@@ -183,7 +183,8 @@ class Save:
             nbytes = run_on_all(self.comm, doing, self._table, self._end, agreed=room)
         finally:
             self.abandon()
-        # A background save may have ended long before this call: see `longest_save`.
+        # The event has the time of the save itself, because a background save may have ended long
+        # before this call (see `longest_save`).
         seconds = (self._ended or time.perf_counter()) - self._began
         events.emit("checkpoint_saved", step=self.step, bytes=nbytes, seconds=round(seconds, 4))
 
@@ -220,8 +221,8 @@ class Save:
         """
         leader, extras = self._begun.plan.leader, self._begun.extras
         assert leader is not None
-        # The plan was proved when it was made. Here each table must be that of a whole shard with
-        # the planned pieces.
+        # It was proved when the plan was made that the planned pieces cover every array. Here each
+        # table must prove that its shard is complete and has the planned pieces.
         tables = [
             manifest.check_head(head, files.BLOCK, digest)
             for head, digest in zip(heads, leader.pieces.values(), strict=True)
@@ -229,7 +230,7 @@ class Save:
         data = manifest.encode(
             self.step, files.BLOCK, self.comm.size, tables, leader.tensors, extras, _software()
         )
-        # A manifest that no reader accepts is not committed.
+        # A manifest that readers would refuse as too long is not committed.
         if len(data) > manifest.MAX_BYTES:
             raise CheckpointError(
                 f"the manifest has {len(data)} bytes, at most {manifest.MAX_BYTES} are allowed; "
@@ -245,14 +246,16 @@ class Save:
             self._place.line.stand(saved)
             try:
                 files.sync(root)
-                # Only now: a process killed earlier would leave a folder without an owner.
+                # The file OWNER is removed only now. If the process were killed between an earlier
+                # removal and the rename, the temporary folder would have no owner.
                 files.remove_file(retention.OWNER, folder)
-                # A background save removes old steps itself: no rank waits for that.
+                # In a background save this thread itself removes old steps, because no rank waits
+                # for it.
                 remove_old = keep.remove_aside if self._thread is None else keep.remove_old
                 remove_old(self.path, root, saved)
             except OSError as error:
-                # The new step is there: the save has not failed. But the rename may not survive a
-                # crash, so the old steps stay.
+                # The new step is in the folder, so the save has not failed. But its rename may not
+                # survive a crash of the host, so the old steps are kept.
                 retention.stay(self.path, error)
         return leader.nbytes
 

@@ -29,7 +29,7 @@ from .work import Work
 
 _ALIGN = 64
 _MESSAGE = 1 << 30
-#: Pieces of at most `_SMALL` bytes are joined to runs of about `_TOGETHER` bytes.
+#: Pieces of at most `_SMALL` bytes are joined into arrays of about `_TOGETHER` bytes.
 _SMALL, _TOGETHER = 16 << 10, 1 << 20
 
 
@@ -43,7 +43,8 @@ def failed_name(rank: int) -> str:
     return f"shard-{rank:05d}.failed"
 
 
-#: The elements of a piece, or a function that returns them where that takes a copy.
+#: The elements of a piece as an array, or, if they must be copied, a function that returns the
+#: copy.
 Elements = Any
 
 
@@ -83,7 +84,7 @@ def copied(work: Work, views: Sequence[Elements], memory: Memory) -> list[Elemen
     """
     copies = memory.room(work.given_bytes)
     for given, copy in zip(views, copies, strict=True):
-        view = given() if callable(given) else given  # a copy already where the array has strides
+        view = given() if callable(given) else given  # the function has copied already
         copy_into(copy.view(view.dtype).reshape(view.shape), view)
     return copies  # type: ignore[return-value]
 
@@ -103,7 +104,8 @@ def piece_views(work: Work, arrays: Sequence) -> list[Elements]:
         elif array.flags.c_contiguous or is_device(array):
             found.append(array.reshape(-1)[slice(*cut)])
         else:
-            # `flat` copies only the range, where reshape would copy all of a strided array.
+            # `flat` copies only the range. For an array with strides, `reshape` would copy the
+            # whole array.
             found.append(lambda array=array, cut=cut: array.flat[slice(*cut)])
     return found
 
@@ -143,7 +145,8 @@ def forward_parts(
         else:
             own, foreign = iter(data), iter(inbox)
             written = [next(own if holder == comm.rank else foreign) for holder in work.holders]
-            # Each rank sends in the order of the tensors, which is the order of the pieces here.
+            # Each rank sends its pieces in the order of the tensors, and the pieces here are in
+            # this order, so messages match.
             for holder, room in zip(work.holders, written, strict=True):
                 if holder != comm.rank:
                     for start in range(0, len(room), _MESSAGE):
@@ -173,7 +176,7 @@ def write(folder: int, rank: int, work: Work, data: Sequence[Elements], how: Wri
         runs = _runs(work, data)
         checksums = checksummed_write.write(descriptor, runs, work.size, how.direct, digest)
         files.sync(descriptor)
-        size = files.size(descriptor)  # of what is on stable storage
+        size = files.size(descriptor)  # the size on stable storage
     if size != work.size:
         raise StorageError(f"{name} has {size} bytes after writing {work.size}")
     file = manifest.File(name, size, digest.hexdigest() if digest else None, checksums)

@@ -54,7 +54,7 @@ class Work:
         found: list[Source] = []
         for tensor, flat, start, size in rows[:, columns].tolist():
             place = places[self._facts[tensor].path]
-            cut = flat and self._marks[place][3] is None  # a shard is given whole
+            cut = flat and self._marks[place][3] is None  # a shard is not cut
             found.append((place, (start, start + size) if cut else None))
         return found
 

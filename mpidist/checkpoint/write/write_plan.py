@@ -32,10 +32,11 @@ from ...partition import BlockPartition
 from ..format import hdf5_layout, piece_table
 from ..format.state import Fact, Path, named_dtype, show, tree
 
-#: Names that the top-level entry with the parameters may have. This entry is written first.
+#: The names that the top-level entry with the parameters may have. The tensors of this entry are
+#: written first.
 FIRST = ("parameters", "params")
 
-#: The leaves of a state that are not arrays, by path, ready for JSON.
+#: The leaves of a state that are not arrays: a dict from path to a value that JSON can hold.
 Extras = tuple[tuple[Path, object], ...]
 
 
@@ -212,7 +213,7 @@ def assign(
     shapes = [fact.shape for fact in tensors.facts]
     tables, seen = [], set()
     for rank, one in enumerate(all_ranks):
-        if len(one.shards) and id(one.shards) not in seen:  # equal shards are given once
+        if len(one.shards) and id(one.shards) not in seen:  # ranks with the same table count once
             seen.add(id(one.shards))
             table = one.shards.copy()
             table[:, piece_table.FILE] = rank
@@ -260,7 +261,7 @@ def _cut(group: np.ndarray, ranks: Sequence[int], facts: Sequence[Fact], dims: i
     count = np.array([prod(fact.shape) for fact in facts], np.int64)
     ends, byte_ends = np.add.accumulate(count), np.add.accumulate(size * count)
     bounds = np.array(BlockPartition(int(byte_ends[-1]), len(ranks)).bounds()[1:-1], np.int64)
-    # A bound inside an element moves to the beginning of that element.
+    # A bound that lies inside an element is moved to the beginning of the element.
     at = np.searchsorted(byte_ends, bounds, "right").clip(max=len(group) - 1)
     cuts = (ends - count)[at] + (bounds - (byte_ends - size * count)[at]) // size[at]
     points = np.unique(np.concatenate([[0], ends, cuts]))
