@@ -1,4 +1,4 @@
-"""Options shared by all tests: real data, and skips that must not be silent."""
+"""Options for all tests: which real data to use, and whether a skipped test counts as a failure."""
 
 import contextlib
 import os

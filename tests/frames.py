@@ -1,4 +1,4 @@
-"""How many frames of our own code stand on the stack when MPI is entered (HOUSE.md, rule 3).
+"""Count the frames of mpidist's own code on the stack when MPI is called (HOUSE.md, rule 3).
 
 alone = Recorded(comm.Dup())        # what is duplicated or split from it records too
 md.allreduce(alone, x)              # the first call makes the plan

@@ -1,4 +1,4 @@
-"""Where a program that a test starts looks for modules."""
+"""The module search path of a program that a test starts."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The rooms of the package: their floors, their sizes, and a picture of who uses whom.
+"""The rooms (folders) of the package: their floors, their sizes, and a picture of their imports.
 
     python tests/rooms.py                         a table: files and lines of code of each room
     python tests/rooms.py --picture docs/rooms.svg

@@ -1,4 +1,4 @@
-"""The one way in which the tests wait for something that happens elsewhere."""
+"""The function `until`, with which all tests wait for something that another process does."""
 
 import time
 

@@ -1,1 +1,1 @@
-"""Benchmarks that need a lab: root, namespaces, killed jobs. Each has a make target."""
+"""Benchmarks that need root, network namespaces or killed jobs; each has a make target."""

@@ -1,4 +1,4 @@
-"""What advice is worth on hosts behind a slow wire."""
+"""Measure how much `bench allreduce --advise` speeds up a job on hosts with a slow network."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""What counting messages and bytes costs an allreduce.
+"""Measure how much time an allreduce takes to count its messages and bytes.
 
     PYTHONPATH=tests mpirun -n 2 python -m benchmarks.counters
 
-Counters cannot be switched off, so what counts in one call is timed by itself, over the time of the
-call: exact to a thousandth on a noisy machine, but blind to what it does to caches.
+Counters cannot be switched off. So the code that counts in one call is timed alone, and its time is
+divided by the time of the call. The quotient is exact to a thousandth even on a noisy machine, but
+it does not show the effect of counting on the caches.
 
-Plans that send no messages of their own count their runs in place of the number of the operation,
-which is added up from them (`Context.sequence`). Counting costs them what that takes longer than
-counting all operations in one place.
+Plans that send no messages of their own count their runs, and `Context.sequence` adds up these
+counts. For such plans, the cost is the time that this takes longer than one count of all
+operations.
 """
 
 from __future__ import annotations

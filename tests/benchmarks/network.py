@@ -1,14 +1,15 @@
-"""Collectives against the wire, on shaped networks of this machine (root, no mpirun).
+"""Compare collectives with the speed of the wire, on shaped networks of this machine; needs root.
 
     PYTHONPATH=tests python -m benchmarks.network [--cases ring,auto]
 
-The yardstick of what is limited by the wire is a plain TCP stream of equal bytes around the same
-ring, before and after the calls in the same network (`ShapedNetwork.stream`). Bytes are those that
-the network device of a host counts while the calls run. It counts the headers once per packet that
-the kernel hands it, so the payload is what it sent less 66 bytes a packet: Ethernet 14, IP 20, TCP
-with time stamps 32.
+The program calls mpirun itself. Calls that the wire limits are compared with a plain TCP stream of
+as many bytes around the same ring, which is measured before and after the calls in the same network
+(`ShapedNetwork.stream`). The bytes are those that the network device of a host counts during the
+calls. The device counts the headers of each packet that it gets from the kernel. So the payload is
+the number of bytes sent, minus 66 bytes per packet: 14 for Ethernet, 20 for IP, and 32 for TCP with
+time stamps.
 
-Everything that a case makes (hosts, links, processes) is gone when it ends, however it ends.
+All hosts, links and processes of a case are removed when the case ends, even if it fails.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Seconds from the kill of a rank under `mpidist launch` to the next completed step.
+"""Measure the seconds from the kill of a rank under `mpidist launch` to the next completed step.
 
     PYTHONPATH=tests python -m benchmarks.relaunch [--torch]
 
-The same model, batch and checkpoints under `mpidist launch` and, where it is installed, under
-torchrun with gloo; runs of both take turns. A rank is killed by SIGKILL after some steps, and the
-clock runs until a rank notes a step that was completed after that.
+The same model, batch and checkpoints are run under `mpidist launch` and, if it is installed, under
+torchrun with gloo; runs of the two take turns. A rank is killed by SIGKILL after some steps. The
+time ends when a rank records a step that was completed after the kill.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The job of `relaunch.py`: ``python -m benchmarks.relaunch_job ours|torch FOLDER``.
 
-The same MLP, batch, steps and checkpoints twice: by `md.train`, and by torch's DDP over gloo as its
-documentation shows it, with a checkpoint written by rank 0 and loaded by all.
+The same MLP is trained with the same batch, steps and checkpoints in two ways: by `md.train`, and
+by torch's DDP over gloo as torch's documentation shows it. In the second way, rank 0 writes the
+checkpoint and all ranks load it.
 """
 
 from __future__ import annotations

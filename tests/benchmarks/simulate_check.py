@@ -1,8 +1,9 @@
-"""The simulator against reality: fit at 2 ranks, predict, then measure on the shaped network.
+"""Fit the simulator at 2 ranks, predict times, and compare them with times on the shaped network.
 
     PYTHONPATH=tests python -m benchmarks.simulate_check --rate 200mbit --layouts 4x2
 
-Calls are made one after the other, in prediction and measurement alike (`bench/steady_times.py`).
+In the prediction and in the measurement, the calls follow each other without a pause
+(`bench/steady_times.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One Slurm cluster and one network for all tests here, and the two MPIs to run on them."""
+"""Fixtures: one Slurm cluster and one network for all tests here, and the two MPI libraries."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,8 @@
-"""The two MPIs that the cluster tests run on, each by a Python executable.
+"""Find the Python executables with Open MPI and with MPICH on which the cluster tests run.
 
-``MPIDIST_TEST_OPENMPI`` and ``MPIDIST_TEST_MPICH`` name a Python executable each, whose
-environment has mpidist and that MPI; without them the running interpreter serves its own MPI.
+The variables ``MPIDIST_TEST_OPENMPI`` and ``MPIDIST_TEST_MPICH`` each name a Python executable
+whose environment has mpidist and that MPI library. If a variable is not set, the running
+interpreter is used for the MPI library that it has.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Runs that end with the same bits on any number of ranks, whatever has happened to them."""
+"""Training runs that must end with the same bits on any number of ranks, even after failures."""
 
 import json
 

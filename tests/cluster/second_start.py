@@ -1,4 +1,4 @@
-"""A start that Open MPI itself did not survive is made again."""
+"""Start a job again if Open MPI itself has crashed at its start."""
 
 import warnings
 from functools import wraps

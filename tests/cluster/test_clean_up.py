@@ -1,4 +1,4 @@
-"""Clusters come and go: nothing of them is left, however the test that used them ended."""
+"""A one-box cluster leaves nothing behind, however the test that used it has ended."""
 
 import os
 import subprocess

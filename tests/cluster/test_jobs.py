@@ -1,4 +1,4 @@
-"""The batch scripts as users submit them: real sbatch, four nodes, both MPIs."""
+"""The batch scripts run as users submit them: by a real sbatch, on four nodes, with both MPIs."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""The modulefile, loaded by the real Lmod."""
+"""The real Lmod loads the modulefile."""
 
 import os
 import subprocess

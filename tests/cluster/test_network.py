@@ -1,4 +1,4 @@
-"""The shaped network is what it says, and the ring fills it."""
+"""The shaped network has the speed that was asked for, and the ring algorithm uses all of it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`mpidist launch` on a real Slurm: a node goes down under the job, and the rest goes on."""
+"""`mpidist launch` on a real Slurm: a node goes down, and the job continues on the others."""
 
 import json
 from functools import partial

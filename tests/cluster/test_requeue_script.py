@@ -1,6 +1,6 @@
-"""The decision of requeue.sbatch, for every way that training can end: no Slurm, no MPI.
+"""The script requeue.sbatch decides rightly for each end of a training run; no Slurm, no MPI.
 
-`srun` and `scontrol` are stand-ins here; test_jobs.py has the real ones.
+Small scripts replace `srun` and `scontrol` here; test_jobs.py uses the real programs.
 """
 
 import os

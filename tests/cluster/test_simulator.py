@@ -1,4 +1,4 @@
-"""Fitted at two ranks, the simulator predicts four hosts of a shaped network (issue 3, point 8)."""
+"""The simulator, fitted at 2 ranks, predicts times on four hosts of a shaped network (issue 3)."""
 
 import pytest
 from benchmarks import simulate_check

@@ -1,4 +1,4 @@
-"""The cluster itself: both MPIs reach all nodes by every launcher that docs/slurm.md names."""
+"""Both MPI libraries reach all nodes of the cluster by every launcher that docs/slurm.md names."""
 
 import re
 

@@ -1,8 +1,9 @@
-"""What is usual, and not promised: other work on the machine may hold up any process for seconds.
+"""Repeat a test of a behaviour that is usual but not guaranteed, such as which rank prints first.
 
-Which of several ranks speaks first, or who is slow, is up to the machine then. A test of that looks
-at up to three runs; what is promised belongs outside, where each run must keep it. How often
-another run was needed stands at the end of pytest's report.
+Other work on the machine may delay any process for seconds, and then another rank prints first, or
+another rank is slow. A test of such a behaviour makes up to three runs, of which one must show it.
+What mpidist guarantees must be tested outside, where every run must pass. The end of pytest's
+report says how often another run was needed.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What the tests here share: many cases in one launch, and several launches at once."""
+"""Fixtures for these tests: many cases in one launch, and several launches at the same time."""
 
 from concurrent.futures import ThreadPoolExecutor
 

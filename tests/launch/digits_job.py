@@ -1,4 +1,4 @@
-"""The job file of the tests here: small, and quick on any machine."""
+"""The job file of the tests in this folder: a small model that any machine trains quickly."""
 
 import json
 

@@ -1,10 +1,10 @@
-"""One launched job for many cases that only need ranks: a launch costs a second, a case little.
+"""Run many cases in one launched job, because a launch takes a second and a case takes little.
 
     ends = play_many(3, {"help": ["-m", "mpidist", "--help"], "mine": [program, "word"]}, folder)
     assert ends["help"].check().stdout.startswith("usage: ")
 
-Each case has an end of its own, which names it. Cases whose rank processes must die, or that look
-at what the launcher does, at MPI_Init or at the start of Python, need launches of their own.
+Each case has its own result, which has the name of the case. A case needs its own launch if its
+processes must die, or if it tests the launcher, MPI_Init or the start of Python.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A small job under `mpidist launch`: how it is started, how it ends, and what it leaves."""
+"""Start a small job under `mpidist launch`, and find out how it ended and which files it left."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""docs/adoption.md: its programs run as they stand, on several ranks, and do what the page says."""
+"""The programs in docs/adoption.md run unchanged on several ranks, and do what the page says."""
 
 import difflib
 import importlib.util

@@ -1,4 +1,4 @@
-"""What `bench allreduce --advise` writes is understood by the MPI that is here (issue 3)."""
+"""The installed MPI understands the files that `bench allreduce --advise` writes (issue 3)."""
 
 import json
 import sys

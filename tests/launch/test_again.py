@@ -1,4 +1,4 @@
-"""`best_of_three`: another run where one was not as usual, and no mistake hidden by it."""
+"""`best_of_three` repeats a run that was not as usual, and hides no real error."""
 
 import again
 import pytest

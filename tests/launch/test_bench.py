@@ -1,4 +1,4 @@
-"""``mpidist bench``: rows that can be read, figures that fit each other, nothing left behind."""
+"""``mpidist bench`` prints readable rows with consistent figures, and leaves nothing behind."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""``mpidist bench allreduce``: OSU's columns, JSON with the same figures, losing cases below."""
+"""``mpidist bench allreduce`` prints OSU's columns, its losing cases, and the same as JSON."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""The note at the start of `mpidist bench` and `train` about ranks in each other's way."""
+"""`mpidist bench` and `mpidist train` print a note at their start if ranks share cores."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A rank that raises in the middle of an operation: the others hear of it, whatever the step."""
+"""If a rank raises at any step of an operation, all other ranks raise an error, too."""
 
 import re
 import sys

@@ -1,4 +1,5 @@
-"""The user's line is told wherever the program lies: beside a package of our name, or below one."""
+"""Errors name the line of the user's program, even if its folder or a neighbour is named mpidist.
+"""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Failures of saving and of what was saved, on order: a job ends, or goes on, as is promised.
+"""Injected faults in saves and in saved files: the job ends or continues as documented.
 
-The numbers are those of docs/faults.md.
+The numbers of the cases are those in docs/faults.md.
 """
 
 import json

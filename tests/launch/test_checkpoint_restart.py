@@ -1,4 +1,5 @@
-"""A real job is killed inside a save; another number of ranks goes on from what it left."""
+"""A job is killed during a save, and a job with another number of ranks continues from its files.
+"""
 
 import sys
 

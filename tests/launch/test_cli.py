@@ -1,4 +1,4 @@
-"""The command line as its users meet it: bad input, help, and what works on a login node."""
+"""The command line: errors for bad input, help texts, and commands that work on a login node."""
 
 import socket
 import subprocess

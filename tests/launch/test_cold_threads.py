@@ -1,4 +1,4 @@
-"""Two threads make the first call of the whole job (R97): one is refused, or both are right."""
+"""Two threads make the first call of a job at once: one gets an error, or both succeed (R97)."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whole runs of the command on data with bad records: R42, R43."""
+"""Whole runs of `mpidist train` on data with bad records (R42, R43)."""
 
 import http.server
 import json

@@ -1,4 +1,4 @@
-"""`md.elastic` with real kills: R46, R48, R54, R77; each death is a SIGKILL of a real rank."""
+"""`md.elastic` when ranks are really killed by SIGKILL (R46, R48, R54, R77)."""
 
 import re
 import sys

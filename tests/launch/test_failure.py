@@ -1,4 +1,4 @@
-"""A failing rank ends a plain ``python program.py`` at once, and one traceback is shown."""
+"""A rank that fails ends a job of plain ``python program.py`` at once, with only one traceback."""
 
 import re
 import subprocess

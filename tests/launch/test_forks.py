@@ -1,4 +1,4 @@
-"""A process that a rank forks ends as it likes, and the job does not notice."""
+"""A process that a rank has forked may end in any way without an effect on the job."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The proof that MPI takes device memory: written only when every value was right."""
+"""The file that proves that MPI can use device memory is written only if every value was right."""
 
 import json
 import sys

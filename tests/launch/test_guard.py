@@ -1,4 +1,4 @@
-"""Signals, time limit, bad loss: all ranks leave at one step, with a checkpoint, with code 75."""
+"""After a signal, a time limit or a bad loss, all ranks stop at one step, save, and exit."""
 
 import json
 import re

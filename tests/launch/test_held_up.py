@@ -1,4 +1,4 @@
-"""`mpidist launch` and a launcher that starts nothing, is stopped, or waits for those it ends."""
+"""`mpidist launch` with a launcher that starts no ranks, is stopped, or waits for killed ranks."""
 
 import json
 import os

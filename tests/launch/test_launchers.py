@@ -1,4 +1,5 @@
-"""mpidist.launch.launchers: every launch ends, says what it said, and leaves nothing behind."""
+"""`mpidist.launch.launchers`: a launch ends, returns its whole output, and leaves nothing behind.
+"""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The harness: every case has its own end, and one that goes wrong is named and hides no other."""
+"""The harness `many.py`: each case has its own result, and a failed case hides no other."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A rank that the kernel kills for want of memory is told as such by `mpidist launch`."""
+"""If the kernel kills a rank because memory is exhausted, `mpidist launch` reports this cause."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Runs with ``microbatches=V``: one digest on any number of ranks (issue 3, point 5)."""
+"""Runs with ``microbatches=V`` end with one digest on any number of ranks (issue 3, point 5)."""
 
 import json
 import sys

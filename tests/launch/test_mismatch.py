@@ -1,4 +1,4 @@
-"""Ranks that disagree raise MismatchError together, within 5 s, in every case (DESIGN, R97)."""
+"""If ranks make different calls, all ranks raise MismatchError within 5 s (DESIGN, R97)."""
 
 import re
 import sys

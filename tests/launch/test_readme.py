@@ -1,4 +1,4 @@
-"""README.md: its program runs as it stands, and every command and file it names exists."""
+"""The program in README.md runs unchanged, and the commands and files that it names exist."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""README's first loop, killed and stopped at some step, goes on where it was, on other ranks."""
+"""The first loop in README.md, killed or stopped at some step, continues there on other ranks."""
 
 import contextlib
 import os

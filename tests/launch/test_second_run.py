@@ -1,4 +1,4 @@
-"""The second start of `mpidist train` in a folder, and what Ctrl-C leaves for it."""
+"""A second start of `mpidist train` in the same folder, also after Ctrl-C."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Under parameter servers the rank with the cause speaks, once, with its traceback."""
+"""With parameter servers, only the rank with the cause of a failure prints its traceback, once."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""A short `make soak`: what a process holds stays the same (R41), and saves that are killed.
+"""A short run of `make soak`: a process does not hold more and more (R41); saves may be killed.
 
-In processes of its own: MPI's numbers of communicators and requests, by which they are counted, are
-used again in an order that depends on all that was there before.
+The runs have their own processes. They count communicators and requests by the numbers that MPI
+gives them, and MPI uses a number again in an order that depends on all earlier calls.
 """
 
 import sys

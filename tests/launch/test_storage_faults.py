@@ -1,6 +1,6 @@
-"""The folder of a store goes read-only, away, or full, for real, in a mount namespace (issue 4).
+"""The folder of a store becomes read-only, disappears or gets full, in a mount namespace.
 
-What is mounted lives as long as the processes of the namespace, whatever ends them.
+A mount in the namespace exists until the last process of the namespace ends, for any reason.
 """
 
 import shutil

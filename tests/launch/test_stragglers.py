@@ -1,4 +1,4 @@
-"""A slow rank is named under servers and in loops of one's own; nobody is where nobody is slow."""
+"""A slow rank is reported, with servers and in a user's own loop; a fast rank never is."""
 
 import json
 import socket

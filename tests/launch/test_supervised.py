@@ -1,4 +1,4 @@
-"""`mpidist launch`: ranks die, hang and are stopped; the job comes to the undisturbed end."""
+"""Under `mpidist launch`, ranks die, hang or are stopped, and the job still ends undisturbed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Whole runs of `mpidist train`: what they write, and how they go on after a signal and a kill."""
+"""Whole runs of `mpidist train`: their files, and how they continue after a signal or a kill."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""R98, ``MPIDIST_VERBOSE``: errors, notes, a line per operation; another word is code 2."""
+"""``MPIDIST_VERBOSE``: errors, notes, or a line per operation; a bad value exits with 2 (R98)."""
 
 import os
 import subprocess

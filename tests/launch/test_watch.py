@@ -1,4 +1,4 @@
-"""md.watch on real hangs: the absent rank is named, everybody's place is told, all is over."""
+"""md.watch in real hangs: it names the absent rank and each rank's line, and ends the job."""
 
 import contextlib
 import json

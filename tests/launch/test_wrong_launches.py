@@ -1,4 +1,4 @@
-"""Wrong launches, really made: singletons, the other MPI's launcher, ranks that differ."""
+"""Real wrong launches: ranks as singletons, the launcher of another MPI, ranks that differ."""
 
 import os
 import sys

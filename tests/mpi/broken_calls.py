@@ -1,4 +1,4 @@
-"""An exception of one rank at each line of a call on a node, and what the other ranks then do."""
+"""Raise an exception on one rank at each line of a call on a node, and check the other ranks."""
 
 import contextlib
 import time

@@ -1,9 +1,9 @@
-"""One launch, many sizes: ``mpiexec -n 9 python -m pytest tests/mpi``.
+"""Run tests at many numbers of ranks in one launch: ``mpiexec -n 9 python -m pytest tests/mpi``.
 
 ``@pytest.mark.ranks(1, 2, 3)`` runs a test once for each size; its fixture ``comm`` is a split of
-the world to the first n ranks. Ranks outside it wait. A failure on any rank fails the test on
-all, and is reported once, by rank 0, with its rank. A test that hangs ends the whole job with
-every rank's stack.
+the world to the first n ranks. Ranks that are not in ``comm`` wait. A failure on any rank fails the
+test on all ranks; rank 0 reports it once, and names the rank. If a test hangs, each rank prints its
+stack, and the whole job ends.
 """
 
 import faulthandler

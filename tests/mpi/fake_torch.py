@@ -1,7 +1,8 @@
-"""As much of PyTorch as `md.attach` meets, on NumPy: tests run where it is not installed.
+"""The parts of PyTorch that `md.attach` uses, made of NumPy, for tests without torch.
 
-Autograd is what the tests make of it: `backward` is given the gradients, and adds them as torch's
-AccumulateGrad does, with the hooks of a tensor before and those of its gradient behind.
+There is no automatic differentiation: the test passes the gradients to `backward`. As torch's
+AccumulateGrad does, `backward` calls the hooks of a tensor, adds the gradient, and then calls the
+hooks that run after the addition.
 """
 
 import sys

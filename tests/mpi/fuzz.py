@@ -1,10 +1,10 @@
-"""Mixed calls of all collectives against an oracle of NumPy; ``make fuzz`` runs five thousand.
+"""Compare random calls of all collectives with results of NumPy; ``make fuzz`` makes 5,000 calls.
 
     mpiexec -n 5 python tests/mpi/fuzz.py [calls] [seed]
 
-Every call draws a communicator (the world, a part of it, duplicates, reversed ones), one of 18
-dtypes, a layout for each rank of its own, a length, an operation and an algorithm, all from one
-seed. Values are small integers, so that every order of addition is exact.
+Every call draws from one seed: a communicator (the world, a part of it, a duplicate, or reversed
+ranks), one of 18 dtypes, a memory layout for each rank, a length, an operation and an algorithm.
+Values are small integers, so that sums are exact in every order of additions.
 """
 
 import sys

@@ -1,4 +1,5 @@
-"""md.allreduce against oracles, all algorithms, sizes, dtypes, layouts (R29-R33, R35, R37, R74)."""
+"""md.allreduce equals reference results: all algorithms, dtypes, layouts (R29-R33, R35, R37, R74).
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Arenas of ranks that do not agree: one error on all of them, never a wrong sum, never a hang."""
+"""If ranks make different calls with arenas, all get one error, never a wrong sum or a hang."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""md.attach: means in p.grad whatever the loop does, or one line; on PyTorch and on a stand-in."""
+"""md.attach puts means into p.grad in any kind of loop, or raises; on PyTorch and on a stand-in."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Bad and slow data, R42 to R44: skipped by all together, counted, listed, within limits."""
+"""All ranks together skip bad and slow data, count and list them, up to a limit (R42 to R44)."""
 
 import json
 

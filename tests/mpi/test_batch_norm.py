@@ -1,4 +1,4 @@
-"""Batch normalisation over ranks (R118), and clipping on replicas: as on one with all samples."""
+"""Batch normalisation (R118) and clipping over ranks equal those of one rank with all samples."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""bfloat16 tensors, which DLPack does not carry: in collectives, arena, servers and store."""
+"""Tensors of bfloat16, which DLPack cannot exchange, in collectives, arena, servers and store."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""md.broadcast_parameters: a whole model from the root, in few messages, or one line why not."""
+"""md.broadcast_parameters sends a whole model in few messages, or raises one error on all ranks."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""What one rank raises, all ranks hear; threads; nothing waits that need not (R97)."""
+"""An exception of one rank reaches all ranks; threads; no rank waits without need (R97)."""
 
 import time
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Calls of two threads, and of ranks that wait for each other on two communicators."""
+"""Calls from two threads, and ranks that wait for each other on two communicators."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""md.check_replicas, alone and inside md.train: a divergence is found, named and told on all."""
+"""md.check_replicas, alone and in md.train, finds and names differences, on all ranks."""
 
 import time
 

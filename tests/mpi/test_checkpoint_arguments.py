@@ -1,4 +1,4 @@
-"""States and arguments that a store refuses: one error on all ranks, and nothing is written."""
+"""For a bad state or argument, a store raises one error on all ranks, and writes nothing."""
 
 import numpy as np
 import pytest

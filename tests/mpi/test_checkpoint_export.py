@@ -1,6 +1,7 @@
-"""Export by all ranks: with parallel HDF5 each writes its rows, without it rank 0 writes all.
+"""Export: with parallel HDF5 each rank writes its rows; without it rank 0 writes all.
 
-PyPI's h5py has no parallel HDF5: ``make test-hdf5`` builds one that has, for the tests ``real``.
+The h5py of PyPI has no parallel HDF5. For the tests named ``real``, ``make test-hdf5`` builds an
+h5py with it.
 """
 
 from contextlib import contextmanager

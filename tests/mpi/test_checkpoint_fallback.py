@@ -1,4 +1,4 @@
-"""Damaged and missing steps, branches and histories: all ranks restore the same good step."""
+"""With damaged or missing steps, branches and histories, all ranks restore the same good step."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""How deep in our own code the data of checkpoints are written, read and sent (rule 3)."""
+"""Count the frames of mpidist on the stack while checkpoint data are written, read or sent."""
 
 import itertools
 import os

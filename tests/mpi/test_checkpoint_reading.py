@@ -1,4 +1,4 @@
-"""How many bytes a restore reads, on other numbers of ranks: hardly more than the state has."""
+"""A restore on another number of ranks reads hardly more bytes than the state has."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""How many collectives of control a save and a restore of a healthy store make."""
+"""Count the small collective calls of a save, and of a restore of a store without damage."""
 
 import numpy as np
 import pytest

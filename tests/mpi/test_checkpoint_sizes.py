@@ -1,4 +1,4 @@
-"""Save on p ranks, restore on q: all pairs, three layouts, to the last bit."""
+"""A save on p ranks and a restore on q ranks give equal bits, for all p and q and three layouts."""
 
 import numpy as np
 import pytest

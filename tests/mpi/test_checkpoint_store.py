@@ -1,4 +1,4 @@
-"""The store among ranks: failures are everybody's, mismatches are named, saves may overlap."""
+"""A store on several ranks: errors reach all ranks, mismatches are named, saves may overlap."""
 
 import resource
 import threading

@@ -1,6 +1,6 @@
-"""Copies on the nodes: what they are good for, and when they are not taken (issue 4, point 4).
+"""When a restore uses the copies on the nodes, and when it does not (issue 4, point 4).
 
-Nodes are simulated by folders: ranks that give different ones are on different nodes.
+Folders simulate nodes: ranks that give different folders count as ranks of different nodes.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""Copies on the nodes beside other ranks, other runs, full folders and histories."""
+"""Copies on the nodes with other numbers of ranks, other runs, full folders and histories."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""How many communicators a run makes: each is a collective call, and MPI may run out of them."""
+"""A run makes few communicators, because MPI has a limited number of them."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Private vectors that the ranks of a node reach through the kernel (R79, R101)."""
+"""The ranks of a node copy private vectors of other ranks by the kernel (R79, R101)."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""R2, R130: a remote file once per node, tried again, capped; whole or not there."""
+"""A remote file is copied once per node, with retries, limits, and never in part (R2, R130)."""
 
 import os
 import socket

@@ -1,7 +1,8 @@
-"""Device arrays handed to MPI as they are, where a proof says so (R101); else staged.
+"""Device arrays are passed to MPI directly if a proof allows it, else through the host (R101).
 
-The device is a stand-in (tests/unit/fake_cupy.py) whose work is done only when somebody waits for
-it: a collective that hands memory to MPI too early sends old values, and the sums are wrong.
+The device is a stand-in (tests/unit/fake_cupy.py), which does its work only when the program waits
+for it. A collective that passes memory to MPI too early thus sends old values, and the sums are
+wrong.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Rank 1 gives a bad or another value for every parameter of every collective call (R97)."""
+"""If rank 1 gives a collective a bad or different value, all ranks raise (R97)."""
 
 import inspect
 import time

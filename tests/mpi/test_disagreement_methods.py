@@ -1,6 +1,6 @@
-"""Rank 1 gives a method another argument than the others, or a bad one: all ranks raise, soon.
+"""If rank 1 gives a method a bad or different argument, all ranks raise within seconds.
 
-The methods that the tables of settings, stores, arenas and gradients do not have.
+These are the methods that the other tests (of settings, stores, arenas, gradients) do not cover.
 """
 
 import time

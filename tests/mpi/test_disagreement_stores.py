@@ -1,7 +1,8 @@
-"""Rank 1 gives a bad or another value: all ranks raise within seconds, naming rank and parameter.
+"""If rank 1 gives a bad or different value, all ranks raise soon, and name rank and parameter.
 
-Every parameter of the stores, of their methods, of Topology, node_once and broadcast_parameters
-(issue 9, A1). The communicator is as good as before: each test ends with a collective call on it.
+The tests cover every parameter of the stores, of their methods, and of Topology, node_once and
+broadcast_parameters (issue 9, A1). The communicator stays usable, so each test ends with a
+collective call on it.
 """
 
 import enum

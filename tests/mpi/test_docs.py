@@ -1,10 +1,9 @@
-"""The Python blocks of docs/*.md run on two ranks as they stand, with what they take as given.
+"""The Python blocks of docs/*.md run unchanged on two ranks, with the names that they assume.
 
 README.md and docs/adoption.md are run by tests/launch/test_readme.py and test_adoption.py,
 docs/parameter_servers.md by test_servers_docs.py, and docs/elastic.md by
-tests/launch/test_elastic.py. docs/one_box_clusters.md needs root;
-its blocks, and that of docs/api.md, are compiled and their imports looked up in
-tests/unit/test_docs.py.
+tests/launch/test_elastic.py. The blocks of docs/one_box_clusters.md need root. For these blocks and
+the one of docs/api.md, tests/unit/test_docs.py only compiles the code and looks up the imports.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""`md.elastic` refuses on all ranks together, and before it makes anything (R46)."""
+"""`md.elastic` refuses bad arguments on all ranks, before it makes any communicator (R46)."""
 
 import numpy as np
 import pytest

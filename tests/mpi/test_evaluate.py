@@ -1,4 +1,4 @@
-"""Evaluation over ranks is that of one rank, to the last sample (R146)."""
+"""Evaluation over several ranks gives the result of one rank, to the last sample (R146)."""
 
 import numpy as np
 import pytest

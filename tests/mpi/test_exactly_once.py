@@ -1,4 +1,4 @@
-"""Issue 4, point 1: stops, other ranks, other batches; each record of an epoch exactly once."""
+"""Each record of an epoch is used once, despite stops, other ranks, other batches (issue 4)."""
 
 import numpy as np
 import pytest

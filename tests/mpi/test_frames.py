@@ -1,4 +1,4 @@
-"""HOUSE.md, rule 3: so many frames of our own code stand on the stack when MPI is entered."""
+"""Count the frames of mpidist on the stack when MPI is called (HOUSE.md, rule 3)."""
 
 import numpy as np
 import pytest

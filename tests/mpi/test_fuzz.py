@@ -1,4 +1,4 @@
-"""A few hundred of the calls of ``make fuzz``."""
+"""Make a few hundred of the random calls of ``make fuzz``."""
 
 import pytest
 from fuzz import DTYPES, KINDS, LAYOUTS, Fuzz

@@ -1,4 +1,4 @@
-"""Gradients that leave in buckets while backward still runs (R100, R103, R36), on faked nodes."""
+"""Buckets of gradients are sent while backward still runs, on faked nodes (R100, R103, R36)."""
 
 import threading
 

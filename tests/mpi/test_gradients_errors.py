@@ -1,4 +1,4 @@
-"""Gradients of ranks that disagree or break off: one error on all of them, never half a sum."""
+"""If ranks disagree or break off an exchange of gradients, all get an error, and no partial sum."""
 
 import time
 

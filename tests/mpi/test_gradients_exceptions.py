@@ -1,4 +1,4 @@
-"""An exception of one rank while gradients are summed: all ranks raise, and no sum is partial."""
+"""If one rank raises while gradients are summed, all ranks raise, and none gets a partial sum."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""guard: what it refuses, what it costs, and what counts as a healthy state."""
+"""The guard: arguments that it refuses, its cost, and which state counts as finite."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""The end of an allocation, a checkpoint that cannot fit, a loss that stalls (R141)."""
+"""The guard: end of an allocation, no time for a checkpoint, a loss that does not fall (R141)."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Interleaved rounds: every candidate takes its turn, on fresh inputs, and wrong sums are told."""
+"""Interleaved rounds: each candidate has its turn with new inputs, and wrong sums are reported."""
 
 import time
 from contextlib import contextmanager

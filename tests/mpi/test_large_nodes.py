@@ -1,4 +1,4 @@
-"""Nodes of many ranks, in one process: blocks for steps, and the work of one rank counted."""
+"""Simulate one rank of a node with many ranks in one process, and count its work."""
 
 import sys
 import threading

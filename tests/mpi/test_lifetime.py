@@ -1,4 +1,4 @@
-"""What outlives a call: handles, bound plans, statuses, failed communicators."""
+"""Objects that exist longer than a call: handles, bound plans, statuses, failed communicators."""
 
 import gc
 import resource

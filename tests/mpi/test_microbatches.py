@@ -1,4 +1,4 @@
-"""``train(..., microbatches=V)``: the same bits on any rank count (issue 3, point 5)."""
+"""``train(..., microbatches=V)`` gives equal bits on any number of ranks (issue 3, point 5)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Arenas, the node's own allreduce, lanes between nodes (R79, R101): faked nodes on one host."""
+"""Arenas, allreduce inside a node, lanes between nodes, on faked nodes of one host (R79, R101)."""
 
 import os
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""An exception that the program catches, at every point of every algorithm of a node.
+"""Raise an exception at every point of every algorithm of a node, and let the program catch it.
 
-One rank raises before or after the k-th sync, copy, sum or division; k goes through all there are.
-Then nobody may wait for ever or hold a part of a sum as a result, and the same in two more calls.
-The points are wrapped here: none of them is in the code.
+One rank raises before or after the k-th barrier, copy, sum or division, for every k. Then no rank
+may wait for ever or return a partial sum, neither in this call nor in two more calls. The tests
+wrap the functions at these points, so the code itself has no test points.
 """
 
 import signal

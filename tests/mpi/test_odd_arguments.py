@@ -1,4 +1,4 @@
-"""What is no communicator, no array that MPI takes, no operation, no weight: told, or right."""
+"""Odd communicators, arrays, operations and weights raise a clear error or give right results."""
 
 import inspect
 from contextlib import suppress

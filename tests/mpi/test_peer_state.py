@@ -1,4 +1,4 @@
-"""Ranks that are behind get the state of the newest rank, whatever it is made of (R54)."""
+"""Ranks that are behind get the state of the newest rank, with all kinds of values (R54)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`PieceSum`: the bits of the serial tree on any number of ranks (issue 3, point 5)."""
+"""`PieceSum` gives the bits of the serial tree on any number of ranks (issue 3, point 5)."""
 
 import numpy as np
 import pytest

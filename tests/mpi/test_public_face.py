@@ -1,4 +1,4 @@
-"""What a user sees of the public classes: equal arguments of like things (issue 11, point 5)."""
+"""Public classes: equal arguments of similar classes, return types, and reprs (issue 11)."""
 
 import inspect
 

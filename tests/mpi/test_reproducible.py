@@ -1,4 +1,4 @@
-"""``reproducible=True``: one tree over the ranks, any algorithm (issue 3, point 5)."""
+"""``reproducible=True`` adds along one tree over the ranks, whatever the algorithm (issue 3)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""md.train after a resume on another number of ranks: who is told, what stays (R49, R119)."""
+"""md.train calls `on_resize` if it resumes on another number of ranks (R49, R119)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""reduce_scatter, allgather, broadcast, reduce, gather, scatter (R32, R74, R78): uneven, any p."""
+"""All collectives but allreduce, with uneven blocks, on any number of ranks (R32, R74, R78)."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`run_on_all`: what fails on one rank raises on all, whatever it is and wherever they are."""
+"""`run_on_all`: any failure on one rank raises an error on all ranks."""
 
 import socket
 import time

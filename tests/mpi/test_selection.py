@@ -1,4 +1,4 @@
-"""The measured choice: equal everywhere, remembered, frozen, explained (issue 3, auto)."""
+"""The algorithm that "auto" selects is equal on all ranks, stored and explained (issue 3)."""
 
 import json
 

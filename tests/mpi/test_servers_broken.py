@@ -1,4 +1,4 @@
-"""Calls that are broken off, other threads, ranks in other operations: errors on all, no hang."""
+"""Broken-off calls, wrong threads, ranks in other operations: all ranks raise, and none hangs."""
 
 import signal
 import threading

@@ -1,4 +1,4 @@
-"""What travels: rows, cut messages, several models, whole updates, counted messages."""
+"""Messages of parameter servers: rows, cut messages, several models, whole updates, counts."""
 
 import enum
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The code in docs/parameter_servers.md runs as it stands there."""
+"""The code in docs/parameter_servers.md runs unchanged."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Bad input, broken peers, wrong order: an error on all ranks, never a hang."""
+"""With servers, bad input, failed ranks or a wrong order of calls raise on all ranks; no hang."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""How many functions of ours lie between a call of the user's and MPI, for data of servers."""
+"""Count the frames of mpidist between a user's call of a server group and MPI."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What each mode promises, against serial descent."""
+"""BSP, ASP and SSP keep their guarantees, compared with gradient descent in one process."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Taking shards out and putting them in, and pausing the servers to do it."""
+"""Read and set the shards of servers, and pause the servers for it."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
-"""Distributed subgradient descent on real sparse data, R71, as Li et al. (OSDI 2014) describe it.
+"""Distributed subgradient descent on real sparse data, as in Li et al., OSDI 2014 (R71).
 
-Each worker has a part of the data; in each step it pulls the weights of the features that occur
-in its minibatch, computes a subgradient there, and pushes these rows only.
+Each worker has a part of the data. In each step a worker pulls the weights of the features in its
+minibatch, computes their subgradient, and pushes only these rows.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""How much of the speed that a mode promises is reached, and what an idle server costs."""
+"""Measure the waits of workers against the theory of each mode, and the cost of an idle server."""
 
 import time
 from contextlib import contextmanager

@@ -1,7 +1,7 @@
-"""One rank gives a bad or another value for one parameter: every rank ends with one error.
+"""If one rank gives a bad or different value for a parameter, every rank ends with one error.
 
-For each parameter of the entries of parameter servers, guard, watch and check_replicas, as
-`inspect.signature` lists them: a new parameter without a case here fails.
+The tests cover each parameter of parameter servers, guard, watch and check_replicas that
+`inspect.signature` lists, so a new parameter without a case here fails.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Fitting and measuring, run by real ranks (issue 3, point 8)."""
+"""Real ranks measure times and fit the simulator to them (issue 3, point 8)."""
 
 import time
 

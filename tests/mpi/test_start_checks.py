@@ -1,4 +1,4 @@
-"""The fingerprint of real ranks; what differs is told on all of them."""
+"""The start checks compare the software of real ranks, and report differences on all ranks."""
 
 import platform
 from importlib.metadata import version

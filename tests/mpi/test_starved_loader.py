@@ -1,4 +1,4 @@
-"""A source that is slow or gone, and what a run that reads ahead leaves behind."""
+"""A loader that reads ahead, with a slow or missing source, and its state after the run."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""Samples that are made when they are asked for: nothing holds the data set (R81, R2)."""
+"""A source that makes samples on request, so that no process holds the data set (R81, R2)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a message belongs to: its tag is a number, its header says of which operation."""
+"""The tag and the header of a message identify the operation to which the message belongs."""
 
 import itertools
 

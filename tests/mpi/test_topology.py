@@ -1,4 +1,4 @@
-"""Topology and node_once: real and faked nodes, and a leader's failure told to everybody."""
+"""Topology and node_once on real and faked nodes; a leader's failure raises on all ranks."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""md.train: p ranks equal one, servers equal allreduce, resume on other ranks (R27, R4, R53)."""
+"""md.train: p ranks equal one rank, servers equal allreduce, resume on p ranks (R27, R4, R53)."""
 
 import numpy as np
 import pytest

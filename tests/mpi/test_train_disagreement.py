@@ -1,6 +1,6 @@
-"""md.train where rank 1 is given something bad, or something else: one error on all ranks, soon.
+"""If rank 1 passes a bad or different value to md.train, all ranks raise one error soon.
 
-Every parameter of `md.train` has its cases here; a new one without a case fails the first test.
+Every parameter of `md.train` has cases here. A new parameter without a case fails the first test.
 """
 
 import dataclasses

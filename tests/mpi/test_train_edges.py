@@ -1,4 +1,4 @@
-"""md.train where runs stop, go on, or are given something odd (R27, R53, R141)."""
+"""md.train with stops, resumes and unusual arguments (R27, R53, R141)."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""md.train where one rank reads, computes or raises something else: one error on all ranks."""
+"""If data, results or exceptions of one rank differ in md.train, all ranks raise one error."""
 
 import threading
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be written is no end of a run (issue 4: full disk, folder gone)."""
+"""A run continues if a checkpoint cannot be written (issue 4: full disk, missing folder)."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""watch without a hang: the board, and what it refuses."""
+"""md.watch without a hang: its status board, and the arguments that it refuses."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""R13: the tagger on TFRecord files that are made here, damaged, and derived from (R14)."""
+"""Train the tagger (R13) on TFRecord files made here, on damaged files, on derived data (R14)."""
 
 import gzip
 

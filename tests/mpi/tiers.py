@@ -1,4 +1,4 @@
-"""Nodes as folders: what tests of copies on the nodes save, and where."""
+"""The states and folders for tests of copies on nodes, in which a folder stands for a node."""
 
 import numpy as np
 

@@ -1,1 +1,1 @@
-"""Clusters on one machine: a real Slurm, and a network of known speed, for tests and benchmarks."""
+"""Clusters on one machine, for tests and benchmarks: a real Slurm, and a network of known speed."""

@@ -1,9 +1,10 @@
-"""A box of namespaces: processes, mounts, shared memory and, if asked, a network of its own.
+"""A box of Linux namespaces, with its own processes, mounts, shared memory and, if asked, network.
 
-Everything a one-box cluster makes, it makes in here. The first process of a PID namespace takes
-all others with it when it ends, and mounts, network devices and /dev/shm live exactly as long as
-the last process that sees them. So there is one thing to clean up and the kernel does it, also
-when the test process is killed: the first process reads its stdin from us and ends with it.
+A one-box cluster makes all its processes, mounts and devices in such a box. When the first process
+of a PID namespace ends, the kernel kills all other processes of the namespace. Mounts, network
+devices and /dev/shm exist until the last process that sees them ends. So the end of the first
+process cleans up everything. The first process reads its stdin from the test process, and ends when
+this pipe is closed, also when the test process is killed.
 """
 
 from __future__ import annotations

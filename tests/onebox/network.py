@@ -1,4 +1,4 @@
-"""Several hosts with a network of known speed between them, on this machine.
+"""Simulate several hosts on this machine, with a network of known speed between them.
 
 ::
 
@@ -6,11 +6,12 @@
         net.mpirun(1, [sys.executable, "prog.py"]).check()
         print(net.bytes_sent(1), net.stream(25_000_000))
 
-A host is a network namespace whose only device, eth0, is one end of a veth pair; the other ends
-meet in a bridge. A token bucket on each eth0 limits what the host sends. Open MPI reaches a host
-through an agent script in place of ssh, which gives the daemon a host name and /dev/shm of its
-own; without these Open MPI would see one host and use shared memory. The limit of such a network
-is not its nominal rate but what a plain TCP stream gets through: `ShapedNetwork.stream`.
+A host is a network namespace whose only device, eth0, is one end of a veth pair. The other ends of
+all pairs are connected to a bridge. A token bucket on each eth0 limits the speed at which the host
+sends. Open MPI starts its daemon on a host by a script in place of ssh. The script gives the daemon
+its own host name and its own /dev/shm. Otherwise Open MPI would see one host and use shared memory.
+The real speed of such a network is not its nominal rate, but the speed of a plain TCP stream, which
+`ShapedNetwork.stream` measures.
 """
 
 from __future__ import annotations

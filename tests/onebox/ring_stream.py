@@ -1,7 +1,8 @@
-"""One host's part of a plain TCP stream around a ring: the yardstick of `ShapedNetwork.stream`.
+"""One host's part of a plain TCP stream around a ring, for `ShapedNetwork.stream`.
 
 Run as ``python ring_stream.py MY_ADDRESS NEXT_ADDRESS HOSTS BYTES REPEATS``; prints a JSON list
-with the seconds of each repeat. No MPI, no package imports: it is started once per host.
+with the seconds of each repeat. The program uses no MPI and imports no package, because it is
+started once on each host.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A Slurm cluster of several nodes on this machine: real daemons, real sbatch, gone afterwards.
+"""Run a Slurm cluster of several nodes on this machine, with real daemons, for a ``with`` block.
 
 ::
 
@@ -6,9 +6,9 @@
         job = cluster.sbatch("jobs/allreduce.sbatch", timeout=60)
         print(job.state, job.exit_code, job.output)
 
-One munged, one slurmctld and one ``slurmd -N nI`` per node run in a `Box`: own ports, own key, own
-state, own /dev/shm and host name per node, so that MPI sees as many hosts as Slurm has nodes. A
-Slurm or munge that the machine itself runs is neither used nor touched.
+A `Box` runs one munged, one slurmctld, and one ``slurmd -N nI`` for each node, with their own
+ports, key and state. Each node has its own /dev/shm and host name, so that MPI sees as many hosts
+as Slurm has nodes. A Slurm or munge of the machine itself is neither used nor changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the daemons of a one-box Slurm cluster read: slurm.conf, key, hosts, ports of their own."""
+"""Write the files that the daemons of a one-box Slurm cluster read: slurm.conf, key, hosts."""
 
 from __future__ import annotations
 

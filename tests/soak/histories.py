@@ -1,15 +1,17 @@
-"""Random sequences of save, kill, restore older, branch, begin anew: `histories.py N [FIRST]`.
+"""Test a store with N random sequences of saves, kills and branches: `histories.py N [FIRST]`.
 
-Each action is a process that opens the store and is, most of the time, killed at a random change
-that it makes to the disk. Beside it stands a model of what the folder must hold. After each action:
+Each action is a process that opens the store. Most of these processes are killed at a random change
+that they make to the disk. The program keeps a model of what the folder must hold. After each
+action it checks:
 
-- the newest step of the newest history is what the model says, from before the action or after it,
-  loaded whole, with the bytes of just that save;
-- its line is that of the model but for what retention may remove, and holds as many steps as are
-  to be kept, of those that were there to be kept;
-- each history that was left or set aside is there, whole, but for what the newest one continues.
+- the newest step of the newest history is the one that the model had before or after the action,
+  and has the bytes of exactly that save;
+- the line of this history (the steps that led to its last step) is that of the model, except for
+  steps that retention may remove, and holds as many steps as must be kept, if there were so many;
+- every older history is complete, except for steps that the newest history continues.
 
-The exit code is 1 for the first sequence that is otherwise; its number alone makes it again.
+At the first sequence that violates these conditions, the program ends with exit code 1. The number
+of a sequence is its seed, so a sequence can be repeated by its number.
 """
 
 import random

@@ -1,8 +1,8 @@
-"""What a call costs in this tree and in another one, in turn: `hot_path.py OTHER_TREE [TURNS]`.
+"""Compare the time of calls in two source trees, in turns: `hot_path.py OTHER_TREE [TURNS]`.
 
-Two ranks. Each turn starts two jobs per tree (`PYTHONPATH`): one times calls of 8 bytes and an
-arena of 1 MiB, one trains on the digits. Told are the least of all turns and the median of the
-ratios of the turns. No root needed.
+Each turn starts two jobs of two ranks for each tree (by `PYTHONPATH`). One job times calls of 8
+bytes and of an arena of 1 MiB, and the other job trains on the digits. The program prints the least
+time of all turns, and the median of the turns' ratios. It does not need root.
 """
 
 import json

@@ -1,14 +1,16 @@
-"""kill -9 of a whole job at random moments around its saves.
+"""Kill a whole job by SIGKILL at random moments around its saves.
 
     killed_saves.py KILLS [SECONDS [1]]
 
-Each launch on 3 ranks first restores what the one before has left, on 1, on 2 and on 3 of them:
-the newest step that is committed, whole, and no older than the newest that a save had returned
-for. Then 1, 2 or 3 of them save, at once and in the background, until all processes, the launcher
-included, are killed at a moment drawn from the number of the launch.
+Each launch on 3 ranks first restores the store that the previous launch has left, on 1, 2 and 3 of
+its ranks. The restored step must be the newest committed one, undamaged, and no older than the
+newest step whose save has returned. Then 1, 2 or 3 of the ranks save, both with and without a
+background thread. At a random moment, for which the number of the launch is the seed, all processes
+and the launcher are killed.
 
-Stops after so many kills, or seconds; the exit code is 1 where a step was lost or damaged. With 1
-as third argument saves go to copies on two nodes first, and a step counts as saved from then on.
+The program stops after KILLS kills or SECONDS seconds. Its exit code is 1 if a step was lost or
+damaged. With 1 as third argument, saves first make copies on two nodes, and a step counts as saved
+when it has its copies.
 """
 
 import os

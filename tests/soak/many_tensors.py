@@ -1,9 +1,10 @@
-"""CPU time of saving and restoring many tensors: `python tests/soak/many_tensors.py [FOLDER]`.
+"""Measure the CPU time of saves and restores of many tensors: `many_tensors.py [FOLDER]`.
 
-One process, about a minute. First a job of one rank, with 1,000 to 20,000 arrays of 256 bytes: the
-first save, one more with the same shapes, a restore. Then what each rank of 1,000 does for 1,000
-tensors of which each holds a shard, a million pieces: their messages are made here, and packed and
-unpacked as they are when they travel; nothing is sent and no number is written.
+The program is one process, and takes about a minute. The first part is a job of one rank with 1,000
+to 20,000 arrays of 256 bytes: a first save, a second save with the same shapes, and a restore. The
+second part is the work of one of 1,000 ranks for 1,000 tensors, of each of which every rank holds a
+shard, so there are a million pieces. The messages of the other ranks are made here, and are packed
+and unpacked as in a real job, but nothing is sent, and no array data are written.
 """
 
 from __future__ import annotations

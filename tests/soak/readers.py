@@ -1,7 +1,8 @@
-"""Loads beside a job that saves without a pause and keeps one step: `readers.py LOADS`.
+"""Load checkpoints while a job saves without a pause and keeps one step: `readers.py LOADS`.
 
-Each load must return a whole step, no older than the one before, and say nothing: a step that the
-job removes while it is read is not damaged, and one is always there. The exit code is 1 otherwise.
+Each load must return a whole step, no older than the step of the load before, and print nothing. A
+step that the job removes during a load does not count as damaged, and the folder always has a step.
+If a load fails these conditions, the exit code is 1.
 """
 
 import contextlib

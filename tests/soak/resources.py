@@ -1,4 +1,4 @@
-"""What this process holds, watched while it works: a line through the second half must be flat."""
+"""Count the resources of a process during its work; a line through the second half must be flat."""
 
 import ctypes
 import gc

@@ -1,10 +1,10 @@
-"""100,000 allreduces, 2,000 saves and restores: what a process holds stays the same (R41).
+"""Check that 100,000 allreduces and 2,000 saves and restores leak no resources (R41).
 
     mpiexec -n 2 python tests/soak/soak.py [ALLREDUCES [CYCLES]]
 
-Communicators, requests, file handles, threads, shared segments, Python objects and memory are
-counted while it runs, on every rank. A line through the second half of the counts must be flat;
-otherwise the exit code is 1.
+Each rank counts communicators, requests, file handles, threads, shared segments, Python objects and
+memory during the run. A line through the second half of the counts must be flat; otherwise the exit
+code is 1.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""Threads with a communicator each: mixed calls, every result looked at. `make soak-threads`.
+"""Mixed calls from several threads, each with its own communicator (`make soak-threads`).
 
 mpirun -n 2 python tests/soak/threads.py [calls of each thread] [threads]
 """

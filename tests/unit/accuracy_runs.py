@@ -1,7 +1,8 @@
-"""The accuracy runs of docs/models.md, in one process: ``python accuracy_runs.py digits``.
+"""Make the accuracy runs of docs/models.md in one process: ``python accuracy_runs.py digits``.
 
-Serial training with the library's own parts, and the same with delayed gradients: what a
-parameter server sees when `workers` push in turn and each gradient is `stale` pushes old.
+The program trains in one process with the models and optimizers of mpidist. It also trains with
+delayed gradients, as on a parameter server to which `workers` push in turn and on which each
+gradient is `stale` pushes old.
 """
 
 import argparse

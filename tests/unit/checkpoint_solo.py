@@ -1,4 +1,4 @@
-"""A communicator of one, so that the store is tested where no MPI is."""
+"""A communicator of one rank without MPI, for tests of the store."""
 
 import contextlib
 import threading

@@ -1,8 +1,8 @@
-"""A device that needs no GPU: enough of cupy, on NumPy, to prove staging and its order.
+"""A stand-in for cupy, made of NumPy, with which tests check copies between host and device.
 
-Work on the fake device is *not done when the call returns*: it waits in the stream's queue until
-somebody synchronises, as on a GPU. Code that forgets to wait reads old values, and the test fails.
-`calls` lists what was asked of the device, in order.
+Work on the fake device is *not done when the call returns*: as on a GPU, the work stays in the
+queue of the stream until the program synchronises. Code that forgets to wait reads old values, and
+the test fails. The list `calls` has all calls of the fake device, in order.
 """
 
 import sys

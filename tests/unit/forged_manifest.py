@@ -1,4 +1,4 @@
-"""Manifests and tables written by hand, with digests that are right."""
+"""Write manifests and tables with wrong contents but right digests, for tests of the readers."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""`bench allreduce --advise` without MPI: what is tried, taken, written, taken back (issue 3)."""
+"""`bench allreduce --advise` without MPI: which settings it tries, accepts and writes (issue 3)."""
 
 import pytest
 

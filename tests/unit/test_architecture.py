@@ -1,4 +1,4 @@
-"""docs/architecture.md, checked: floors, cycles, one door to each hard thing, short files."""
+"""The code obeys docs/architecture.md: imports point down, no cycles, short files."""
 
 import ast
 import re

@@ -1,4 +1,5 @@
-"""arrays.py without a GPU: what is taken, what is refused, and the order of staging."""
+"""arrays.py without a GPU: which arrays it accepts, and the order of copies to and from a device.
+"""
 
 import itertools
 import subprocess

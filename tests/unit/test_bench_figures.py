@@ -1,4 +1,4 @@
-"""What the bench makes of seconds: ratios, intervals, the best by hand, losing cases."""
+"""The figures that the bench computes from seconds: ratios, intervals, the best, losing cases."""
 
 import numpy as np
 import pytest

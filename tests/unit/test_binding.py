@@ -1,4 +1,4 @@
-"""Ranks in each other's way are found, and what to do is said (issue 3, point 1)."""
+"""The note about ranks that share cores: when it is printed, and which cure it names (issue 3)."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""Buffers between operations: shared, bounded, and told when the bound matters (R41)."""
+"""The pool of buffers: operations share buffers, up to a limit, and a full pool is reported (R41).
+"""
 
 import numpy as np
 

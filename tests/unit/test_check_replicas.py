@@ -1,4 +1,4 @@
-"""The replica guard's arithmetic: what a checksum sees, and who is said to differ."""
+"""The checksums of check_replicas, and which ranks its error names."""
 
 import ml_dtypes
 import numpy as np

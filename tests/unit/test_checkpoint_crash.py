@@ -1,6 +1,6 @@
-"""kill -9 at every system call of a save: the store is step k or k+1, whole, and goes on.
+"""After a SIGKILL at any system call of a save, the store has step k or k+1, undamaged.
 
-The child is a fork, so that no interpreter has to start for each of the calls.
+The killed process is a fork, so that no interpreter must be started for each system call.
 """
 
 import os

@@ -1,4 +1,5 @@
-"""Damaged, missing, swapped and foreign files: bit-identical or the last good step, never else."""
+"""With damaged, missing, swapped or foreign files, a load gives right bits or an older good step.
+"""
 
 import json
 import os

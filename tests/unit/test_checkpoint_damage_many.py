@@ -1,8 +1,8 @@
-"""Damage by the thousand, in both formats: the right bits or the step before, nothing else.
+"""In thousands of cases of damage, a load gives the right bits or the step before, in both formats.
 
-2,000 flipped bits and 500 truncated files over manifests, tables and shards, and every file of a
-step deleted, or replaced by every other one, also of another job. Cases are read by `load` and by a
-restore in turn; no file outside of the store is opened.
+The cases are 2,000 flipped bits and 500 truncated files among manifests, tables and shards. In
+other cases, a file of a step is deleted, or replaced by any other file, also one of another job.
+`load` and a restore read the cases in turn, and open no file outside of the store.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Device arrays without a GPU: staged through the host, waited for, and filled in place."""
+"""Checkpoints of device arrays without a GPU: copied through the host, and filled in place."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Past the system's cache: the same bytes, and the way round where a file system refuses."""
+"""Writes that bypass the system's cache: equal bytes, also where the file system refuses them."""
 
 import errno
 import fcntl

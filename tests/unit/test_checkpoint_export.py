@@ -1,4 +1,4 @@
-"""One file for others: safetensors by the letter of its format, and what is refused."""
+"""Export to one file: safetensors exactly as its format says, and states that are refused."""
 
 import json
 

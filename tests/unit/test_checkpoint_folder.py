@@ -1,4 +1,4 @@
-"""A store and its folder: who may save there, and what odd file systems make of it."""
+"""The folder of a store: which process may save there, and unusual file systems."""
 
 import errno
 import os

@@ -1,8 +1,8 @@
-"""Checkpoints that former versions wrote are read for ever.
+"""Checkpoints of earlier versions of mpidist can still be read.
 
-``golden/format-1`` and ``format-2`` were written by mpidist 0.1.0 on two ranks: steps 7 and 14,
-replicated arrays cut between them, shards as boxes and as flat ranges, extras. Nothing in them is
-ever written again.
+mpidist 0.1.0 wrote the folders ``golden/format-1`` and ``format-2`` on two ranks. They have the
+steps 7 and 14, with replicated arrays that were divided between the ranks, shards as boxes and as
+flat ranges, and extras. These files must never be written again.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""Histories: nothing old wins, nothing is hidden, and a kill leaves one of the two (issue 10)."""
+"""Histories: an older branch never replaces a newer one, even after a kill (issue 10)."""
 
 import shutil
 import signal

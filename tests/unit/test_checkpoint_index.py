@@ -1,4 +1,4 @@
-"""index.h5: a committed step for any HDF5 program; made of what was checked, or not at all."""
+"""index.h5, by which any HDF5 program reads a step; it is made only if the step is undamaged."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""R52: how often to save, from the cost of a save and the rate of failures."""
+"""The best interval between saves, from the time of a save and the rate of failures (R52)."""
 
 import numpy as np
 import pytest

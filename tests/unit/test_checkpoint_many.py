@@ -1,4 +1,4 @@
-"""Many tensors: plans and proofs as tables of numbers, a plan kept between saves, HDF5 by hand."""
+"""Checkpoints of many tensors: fast plans and checks, plans that are used again, HDF5 metadata."""
 
 import io
 import random

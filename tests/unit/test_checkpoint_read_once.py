@@ -1,4 +1,4 @@
-"""Who reads what of the arrays that all ranks want: everything once, evenly, no block by two."""
+"""Ranks that want the same arrays divide the reads evenly, and read each block only once."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""A reader beside a running job: what is removed meanwhile is not damaged (issue 10, line 4)."""
+"""A load beside a running job: a step that the job removes does not count as damaged (issue 10)."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Boxes and flat ranges: decomposition, intersection, tiling, and who writes what. No MPI."""
+"""Boxes and flat ranges: decomposition, intersection, tiling, and which rank writes which part."""
 
 import time
 from itertools import pairwise

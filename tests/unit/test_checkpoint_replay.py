@@ -1,11 +1,11 @@
-"""Power cuts, replayed: whatever became of what was not synced, a step is whole or passed over.
+"""Simulated power cuts: even if unsynced changes are lost in part, a step is whole or skipped.
 
-All changes of a save are recorded. For each prefix of them disks are built that hold everything
-that was synced, and of the rest: all, nothing, halves, zeros, or all changes of names but one. A
-store on such a disk must give step k or step k + 1, to the last bit: safety rests on the digests,
-and what was committed and synced is never lost.
+The test records all changes that a save makes to the disk. For each prefix of the changes it builds
+disks that hold all synced changes, and of the other changes all, none, halves, zeros, or all
+changes of names but one. A store on such a disk must give step k or step k + 1, to the last bit:
+the digests show damage, and a step that was committed and synced is never lost.
 
-After Pillai and others, All File Systems Are Not Created Equal, OSDI 2014 (ALICE).
+The method is that of Pillai and others, "All File Systems Are Not Created Equal", OSDI 2014.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The threads and the memory of the store: at Ctrl-C, where there are none left, and after."""
+"""The threads and the memory of a store, also after Ctrl-C and if no thread can be started."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Two jobs in one folder, and what a dead one left there: nothing that lives is touched."""
+"""Two jobs in one folder: a job removes files of dead jobs, but never those of a living job."""
 
 import errno
 import hashlib

@@ -1,4 +1,4 @@
-"""What environment variables say about a launch: pure functions, no MPI."""
+"""Facts about a launch from environment variables, by functions that use no MPI."""
 
 import pytest
 

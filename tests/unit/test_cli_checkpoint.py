@@ -1,4 +1,4 @@
-"""``mpidist checkpoint`` and ``mpidist.load`` where MPI is not: outputs and exit codes."""
+"""``mpidist checkpoint`` and ``mpidist.load`` without MPI: outputs and exit codes."""
 
 import argparse
 import json

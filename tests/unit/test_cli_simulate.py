@@ -1,4 +1,4 @@
-"""``mpidist simulate``: the map, the cost, the picture, bad input (R124; issue 3, point 8)."""
+"""``mpidist simulate``: its map, costs and picture, and errors for bad input (R124; issue 3)."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""docs/coverage.md names tests and pages that exist, and every row that is said to be settled."""
+"""docs/coverage.md has every settled requirement, and names only existing tests and pages."""
 
 import ast
 import re

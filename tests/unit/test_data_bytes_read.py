@@ -1,4 +1,4 @@
-"""R133: what a rank reads of the files, counted where the system is asked for bytes."""
+"""Count the bytes that a rank reads of each file, in the calls of the operating system (R133)."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""R133, R42: TFRecord files packed by gzip or zlib: any record, bounded memory, damage told."""
+"""TFRecord files in gzip or zlib: any record can be read, damage is reported (R133, R42)."""
 
 import gzip
 import struct

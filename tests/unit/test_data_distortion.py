@@ -1,4 +1,4 @@
-"""Distorted copies: exact where they can be, and the same whoever asks."""
+"""Distorted copies of samples are exact if possible, and do not depend on the rank that asks."""
 
 import numpy as np
 import pytest

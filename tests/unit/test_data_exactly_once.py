@@ -1,9 +1,10 @@
-"""Issue 4, point 1: over any history, each record of an epoch is used once, or is bad and counted.
+"""Whatever the stops of a run, each record of an epoch is used once, or counted as bad (issue 4).
 
-A history is a list of jobs. Each has its own number of ranks and batch size, commits a checkpoint
-every few steps, and ends by a planned stop (with a checkpoint) or by a kill (back to the last one).
-What is simulated here is the loop of `md.train`, with its own sampler, careful source, quarantine
-and checkpoint entries; ``tests/mpi/test_exactly_once.py`` does it with the loop itself.
+A case is a list of jobs that continue each other. Each job has its own number of ranks and batch
+size, and commits a checkpoint every few steps. A job ends by a planned stop, with a checkpoint, or
+by a kill, after which the next job continues from the last checkpoint. This test simulates the loop
+of `md.train`, with its real sampler, filter of bad records, quarantine and checkpoint entries.
+``tests/mpi/test_exactly_once.py`` makes the same test with the loop itself.
 """
 
 from itertools import cycle

@@ -1,4 +1,4 @@
-"""HDF5, LibSVM, map-style, iterable and derived sources: R2, R14, R42."""
+"""Sources of data: HDF5, LibSVM, map-style, iterable, derived (R2, R14, R42)."""
 
 import gc
 import os

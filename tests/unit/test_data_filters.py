@@ -1,4 +1,4 @@
-"""HDF5 filters of others: used where they are here, named with their cure where they are not."""
+"""HDF5 filters of other packages are used if installed; if not, the error says what to install."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""R13: the frame level of YouTube-8M: SequenceExamples with the data set's own field names."""
+"""The frame level of YouTube-8M: SequenceExamples with the field names of the data set (R13)."""
 
 import gzip
 

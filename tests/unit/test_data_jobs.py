@@ -1,4 +1,4 @@
-"""Job files on data whose first records are bad: R42 begins before the first step."""
+"""Job files on data whose first records are bad: they are skipped before the first step (R42)."""
 
 import pytest
 

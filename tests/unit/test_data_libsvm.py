@@ -1,4 +1,4 @@
-"""R42: LibSVM files are read as scikit-learn reads them; what it refuses is one bad record."""
+"""LibSVM files are read as by scikit-learn; a line that it refuses is one bad record (R42)."""
 
 import bz2
 import gzip

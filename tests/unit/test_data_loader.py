@@ -1,4 +1,4 @@
-"""Reading ahead: the same samples in the same order, bounded, capped, and patient (R44, R130)."""
+"""Reading ahead keeps the order of samples, limits memory, and waits for late data (R44, R130)."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What all sources of files stand on: runs of bytes, memory that is used again, few open files."""
+"""The common base of file sources: ranges of bytes, memory that is used again, few open files."""
 
 import os
 import queue

@@ -1,4 +1,4 @@
-"""Every sample exactly once per epoch, whatever the ranks and the batch size do."""
+"""The sampler gives every sample once per epoch, even if ranks and batch size change."""
 
 from itertools import cycle
 

@@ -1,4 +1,4 @@
-"""R131 to R137: who reads what, proved for many shapes, and what independent shuffles cost."""
+"""Which rank reads which records, checked for many cases; the cost of shuffles (R131 to R137)."""
 
 import numpy as np
 import pytest

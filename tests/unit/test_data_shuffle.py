@@ -1,4 +1,4 @@
-"""Issue 4, point 1: a shuffle without a permutation in memory, still every record exactly once."""
+"""The shuffle needs no permutation in memory, and gives every record exactly once (issue 4)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""R42: what cannot be read or decoded is narrowed down to the record, and the rest is used."""
+"""If a part of a batch cannot be read, only the bad records in it are skipped (R42)."""
 
 import numpy as np
 import pytest

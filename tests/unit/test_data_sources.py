@@ -1,4 +1,4 @@
-"""Digits, IDX files good and bad, and arrays as sources."""
+"""The sources digits, IDX files (good and bad ones), and arrays."""
 
 import gzip
 import struct

@@ -1,4 +1,4 @@
-"""R13, second half: TFRecord files of YouTube-8M's videos, on files made here."""
+"""TFRecord files of YouTube-8M's videos, with files made by the tests (R13)."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A sample is what its index says, whatever it is taken with: `microbatches` relies on it."""
+"""A sample does not depend on the other samples of its batch, as `microbatches` requires."""
 
 import numpy as np
 import pytest

@@ -1,9 +1,9 @@
-"""R13, R42: batches of videos are what their records are one by one, whatever is among them.
+"""A batch of videos has the values of its single records, with any mixture of records (R13, R42).
 
-`data.YouTube8M` finds the values of a batch by what earlier records looked like. Here files of few
-and small features have records of any order, twins as long as each other, unusual ones, and ones
-that are damaged before or after the checksum was made. Each is also decoded alone, field by field,
-by plain Python that knows of no other record.
+`data.YouTube8M` expects a record to have the byte layout of earlier records. The files here have
+few and small features. Their records have any order of fields, equal lengths, unusual fields, or
+damage from before or after the computation of the checksum. Plain Python code also decodes each
+record alone, field by field.
 """
 
 import io

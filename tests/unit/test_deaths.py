@@ -1,4 +1,4 @@
-"""Ends of this host's ranks: their order, at once, and nobody else's process is taken for one."""
+"""The launcher sees which ranks of its host end, in their order, and ignores other processes."""
 
 import os
 import signal

@@ -1,7 +1,8 @@
-"""HOUSE rule 5: each public collective entry has a test that gives one rank a bad or another value.
+"""Each public collective function has a test in which one rank gives a bad or different value.
 
-The entries are read from the code: what `md`, `md.models`, `md.data` and `md.optim` name, and the
-methods of the classes among them, whose docstrings say that they are collective.
+This is rule 5 of HOUSE.md. The collective functions are found in the code: they are the names in
+`md`, `md.models`, `md.data` and `md.optim`, and the methods of classes among them, whose docstrings
+say that they are collective.
 """
 
 import ast

@@ -1,8 +1,8 @@
-"""HOUSE rule 8: what README.md and docs/*.md name is there: links, files, flags, targets, names.
+"""All links, files, options, make targets and names in README.md and docs/*.md exist (rule 8).
 
-Each block of code is looked at: Python is compiled and its names of mpidist looked up (most of it
-is run as well, see tests/mpi/test_docs.py); each command's program, sub-command, options, settings
-and files exist; TOML is a part of a job file. No network is used.
+Each block of code is checked. Python is compiled, and its names of mpidist are looked up
+(tests/mpi/test_docs.py also runs most blocks). For each command, the program, sub-command, options,
+settings and files must exist. TOML must be a part of a job file. The tests use no network.
 """
 
 import ast

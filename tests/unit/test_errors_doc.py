@@ -1,4 +1,4 @@
-"""docs/errors.md quotes what mpidist really says."""
+"""The error texts in docs/errors.md are those of the code."""
 
 import re
 from pathlib import Path

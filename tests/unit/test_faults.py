@@ -1,4 +1,4 @@
-"""The fault injector: what is ordered happens, where and when it is ordered, and nothing else."""
+"""The fault injector makes exactly the requested faults, at the requested place and time."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Parameters come back from times that they made (issue 3, point 8); their file."""
+"""The fit finds the parameters from which times were computed (issue 3); the file of parameters."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The fixed tree: the same bits for any split of the pieces over ranks (issue 3, point 5)."""
+"""The fixed tree gives equal bits for any division of the pieces among ranks (issue 3, point 5)."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Which gradients travel together (issue of overlap; R100): pure cutting."""
+"""The division of gradients into buckets that are sent together (R100)."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What counts as a hang, and how it is told: no processes, no clock."""
+"""When records of ranks count as a hang, and how it is reported; uses no processes and no clock."""
 
 import pytest
 

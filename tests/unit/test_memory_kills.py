@@ -1,4 +1,4 @@
-"""What control groups tell of memory, and which rank is named: faked folders of files."""
+"""Find by control groups which rank the kernel killed for lack of memory, with faked files."""
 
 import pytest
 

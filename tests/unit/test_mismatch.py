@@ -1,4 +1,4 @@
-"""Signatures and statuses: equal operations look equal, whatever their length (R97)."""
+"""Signatures and statuses: equal operations have equal encodings, also if they are long (R97)."""
 
 from mpidist.runtime.agreement.mismatch import (
     STATUS_BYTES,

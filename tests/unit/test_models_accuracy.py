@@ -1,4 +1,4 @@
-"""One seed of each accuracy run of docs/models.md; five seeds: ``python accuracy_runs.py``."""
+"""Make each accuracy run of docs/models.md with one seed; ``accuracy_runs.py`` uses five seeds."""
 
 import accuracy_runs
 import numpy as np

@@ -1,4 +1,4 @@
-"""Every layer and model against finite differences in float64."""
+"""The gradients of every layer and model equal finite differences in float64."""
 
 import itertools
 

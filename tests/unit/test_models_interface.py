@@ -1,4 +1,4 @@
-"""What training code may rely on in a model."""
+"""The properties of a model on which training code relies."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The multi-label model of R13: its gradients, its measures, and that it learns."""
+"""The multi-label model: its gradients, its measures, and that it learns (R13)."""
 
 import numpy as np
 import pytest

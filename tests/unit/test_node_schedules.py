@@ -1,4 +1,4 @@
-"""The node's schedules, proved: every sum whole, and no race between two syncs (R79, R101)."""
+"""The schedules inside a node give complete sums, without a race between barriers (R79, R101)."""
 
 import pytest
 

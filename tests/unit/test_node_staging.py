@@ -1,4 +1,4 @@
-"""Staging on nodes of up to 256 ranks: its size, and one geometry for all dtypes, proved."""
+"""Shared buffers on nodes of up to 256 ranks: their size, and positions that suit all dtypes."""
 
 import itertools
 

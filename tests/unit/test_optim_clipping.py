@@ -1,4 +1,4 @@
-"""Clipping by the global norm: the formula, the wrapper, and where it is refused."""
+"""Clipping by the global norm: its formula, its wrapper, and the cases in which it is refused."""
 
 import math
 

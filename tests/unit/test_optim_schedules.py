@@ -1,4 +1,4 @@
-"""Learning-rate schedules against their formulas."""
+"""Learning-rate schedules equal their formulas."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The optimizers against formulas written out in float64, and what `update` promises."""
+"""The optimizers equal their formulas in float64, and `update` keeps its guarantees."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Plans of 65,536 ranks: made in seconds, and small."""
+"""Plans for 65,536 ranks are small, and are made within seconds."""
 
 import time
 import tracemalloc

@@ -1,4 +1,4 @@
-"""The fast forms of the simulator equal the enumerated one, and are fast (issue 3, point 8)."""
+"""The fast forms of the simulator are fast, and equal the one that enumerates steps (issue 3)."""
 
 import time
 

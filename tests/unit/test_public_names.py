@@ -1,4 +1,4 @@
-"""The public face, as far as it can be looked at without MPI: names, and what objects say."""
+"""The public names, and the ``repr`` of public objects, as far as they need no MPI."""
 
 import ast
 import re

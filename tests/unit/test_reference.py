@@ -1,4 +1,4 @@
-"""The reference in docs/ is whole: public names, command line, keys of a job file (issue 11)."""
+"""The reference in docs/ is complete: public names, command line, keys of a job file (issue 11)."""
 
 import ast
 import importlib.util

@@ -1,4 +1,4 @@
-"""A new name in a table is all that a new algorithm, model, optimizer or policy needs (R149)."""
+"""A new algorithm, model, optimizer or policy needs only a new name in a table (R149)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a resumed run says of its settings, and the line that starts it again."""
+"""The report of a resumed run about changed settings, and the command that starts the run again."""
 
 import re
 import sys

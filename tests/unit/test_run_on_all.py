@@ -1,4 +1,4 @@
-"""`run_on_all` on a channel of its own, and the texts of errors that are hard to tell (issue 9)."""
+"""`run_on_all` with an `exchange` function, and with errors whose texts are unusual (issue 9)."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""Every schedule is proved for every p up to 64 (R33, R38, R74, R76, R78, R123)."""
+"""The checker proves every schedule for every p up to 64 (R33, R38, R74, R76, R78, R123)."""
 
 import functools
 

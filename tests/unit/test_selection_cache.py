@@ -1,4 +1,4 @@
-"""What `auto` remembers between runs: fresh, clear, whole, and never in the way (issue 3, auto)."""
+"""The stored choices of `auto` are recent, clear and undamaged, or they are ignored (issue 3)."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The clocks proved by exhaustion: every interleaving of 3 workers, R66, R67, R68."""
+"""The consistency modes, tested with every order of events of 3 workers (R66, R67, R68)."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Roles, specs, initial values, memory and selections of a server group, without MPI."""
+"""Parts of a server group without MPI: roles, initial values, memory, selections of rows."""
 
 import numpy as np
 import pytest

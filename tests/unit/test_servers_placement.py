@@ -1,4 +1,4 @@
-"""Byte-balanced shards, R5 and R22."""
+"""The shards of the servers have nearly equal numbers of bytes (R5, R22)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The simulator against textbook formulas and small cases done by hand (R124; issue 3, point 8)."""
+"""The simulator equals textbook formulas and small cases computed by hand (R124; issue 3)."""
 
 import pytest
 

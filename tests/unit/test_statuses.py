@@ -1,6 +1,7 @@
-"""What waiting ranks tell each other: few messages, and nothing is missed (R97, R98).
+"""Waiting ranks send few status messages, and find every mismatch (R97, R98).
 
-Many ranks in one process: each has real `Statuses` on a network of queues.
+The tests simulate many ranks in one process. Each rank has a real `Statuses` object, and queues
+replace the network.
 """
 
 from collections import deque

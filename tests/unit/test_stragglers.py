@@ -1,4 +1,4 @@
-"""Who is slow, in which phase, by how much; nobody is accused for being late by chance (R45)."""
+"""Find which rank is slow, in which phase and by how much, but not a rank late by chance (R45)."""
 
 import time
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""`mpidist launch`: what it does next, when it ends an attempt, how it starts one; without MPI."""
+"""`mpidist launch` without MPI: when it ends an attempt, and whether and how it starts another."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What ranks record for their supervisor, and what it reads."""
+"""The heartbeat records that ranks write and that their supervisor reads."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""`mpidist launch` with launchers that are scripts: what it starts, hears, writes and ends."""
+"""`mpidist launch` with scripts as launchers: what it starts, reads, writes and ends."""
 
 import json
 import mmap

@@ -1,4 +1,4 @@
-"""When the supervisor ends an attempt: dead, silent and late ranks."""
+"""The supervisor ends an attempt because of dead, silent or late ranks."""
 
 from mpidist.launch.heartbeat import Sign
 from mpidist.supervisor.liveness import DEAD, LAUNCHER, START, Launcher, Limits, Vigil

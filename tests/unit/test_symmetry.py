@@ -1,4 +1,4 @@
-"""No rank is special on the data path of the algorithms for many ranks (R73)."""
+"""In the algorithms for many ranks, no rank sends, receives or adds more than the others (R73)."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The errors of tables of names."""
+"""The errors for unknown names and settings in a job file."""
 
 import pytest
 

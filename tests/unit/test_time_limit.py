@@ -1,4 +1,4 @@
-"""How long a job may still run: what Slurm says, and what fits into it."""
+"""The time that Slurm leaves to a job, and whether a step and a save fit into it."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The wait that all tests share: it ends when there is no more to wait for, and says why."""
+"""The function `until`, with which all tests wait: when it ends, and what its error says."""
 
 import time
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""HDF5 files from strangers: each attack is a real file, and none gets anything."""
+"""Attacks by untrusted HDF5 files: each attack is a real file, and each is refused."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""TFRecord files and protocol buffers, written as their specifications say, by no code of mpidist.
+"""Write TFRecord files and protocol buffers by their specifications, without code of mpidist.
 
 CRC-32C: RFC 3720, B.4, bit by bit. TFRecord: tensorflow.org/tutorials/load_data/tfrecord. Messages:
 protobuf.dev/programming-guides/encoding and tensorflow/core/example/{example,feature}.proto.

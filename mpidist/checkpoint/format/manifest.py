@@ -154,7 +154,7 @@ def check_head(head: bytes, block: int, digest: bytes) -> Table:
     with as_damage("table"):
         file = file_of(body)
         if body["numbers"] != digest.hex() or len(file.crc32) != -(-file.size // block):
-            raise Damaged(f"the table of {file.name} is not of what was planned")
+            raise Damaged(f"the table of {file.name} does not have the planned pieces")
         size = len(head) + integer_of(body["bytes"])
     return Table(table_name(file.name), size, hashlib.sha256(head).hexdigest())
 

@@ -1,4 +1,4 @@
-"""Rank 0, which has read the whole manifest, sends each rank the part of it that it needs.
+"""Rank 0, which has read the whole manifest, sends each rank the part that this rank needs.
 
     all ranks  the regions of their shards  --gather-->  rank 0 finds the pieces that overlap them
     all ranks  <--bcast--    the pieces of all tensors that some rank wants whole

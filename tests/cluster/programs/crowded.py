@@ -1,4 +1,4 @@
-"""`who.py` in a process whose memory is full of text, as after importing a big package."""
+"""Run `who.py` in a process whose memory is full of text, as after importing a big package."""
 
 import os
 import random

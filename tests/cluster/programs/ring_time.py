@@ -1,6 +1,6 @@
-"""Times md.allreduce on float32: ``ring_time.py BYTES REPEATS ALGORITHM...``.
+"""Measure the time of md.allreduce on float32: ``ring_time.py BYTES REPEATS ALGORITHM...``.
 
-Rank 0 prints a JSON line per algorithm: seconds of each repeat, the slowest rank's each time.
+Rank 0 prints a JSON line for each algorithm, with the seconds of each repeat on the slowest rank.
 """
 
 import json

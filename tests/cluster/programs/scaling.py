@@ -1,4 +1,4 @@
-"""Times md.allreduce of 8 MiB on the first 2 and on all ranks: a JSON line of both medians."""
+"""Time md.allreduce of 8 MiB on the first 2 ranks and on all ranks; print both medians as JSON."""
 
 import json
 import statistics

@@ -1,6 +1,6 @@
-"""Counts steps into a file; on SIGUSR1 it stops with exit code 75, once done with 0.
+"""Count steps in a file; exit with code 75 after SIGUSR1, and with code 0 after the last step.
 
-A stand-in for a training run in tests of the batch script alone: ``until_signal.py FILE STEPS``.
+The program replaces a training run in tests of the batch script: ``until_signal.py FILE STEPS``.
 """
 
 import signal

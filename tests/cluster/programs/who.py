@@ -1,4 +1,4 @@
-"""Prints rank, size, the sum of all ranks and the host: every rank one line."""
+"""Each rank prints one line with its rank, the size, the sum of all ranks, and its host."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""A user's program with one wrong call, the same on every rank."""
+"""A user's program that makes the same wrong call on every rank."""
 
 import sys
 

@@ -1,8 +1,9 @@
-"""An exception at every message and every sum of every scheduled operation, one after the other.
+"""Raise an exception at every message and every sum of every scheduled operation, one at a time.
 
-For each operation, first and last rank, and step: a communicator of its own, one call in which
-that rank raises at that step, and two further calls. Prints a line where something is wrong, and
-how many cases there were. Words: 1 for every step, 2 for every other one.
+A case is an operation, the first or the last rank, and a step. Each case has its own communicator:
+in a first call that rank raises at that step, and two further calls follow. The program prints a
+line for each wrong result, and at the end the number of cases. The argument 1 means every step, and
+2 means every second step.
 """
 
 import functools

@@ -1,6 +1,6 @@
-"""The first calls of a job come from two threads: on one communicator, or on one each.
+"""Make the first calls of a job in two threads: on one communicator, or on a communicator for each.
 
-Started with "one" or "two"; prints what each rank has got.
+The argument is "one" or "two", the number of communicators; the program prints each rank's results.
 """
 
 import sys

@@ -1,7 +1,8 @@
-"""An elastic loop whose result is known: elastic_loop.py MODE OUT [n [algorithm]].
+"""Run an elastic loop whose result is known: elastic_loop.py MODE OUT [n [algorithm]].
 
-`deaths` in the environment says who dies: "1:5:in" is rank 1, in step 5, while it adds. Each rank
-writes the steps that it has done to OUT/RANK, and at the end prints what it has.
+The environment variable `deaths` says which rank is killed: "1:5:in" means rank 1, in step 5,
+during its allreduce. Each rank writes the steps that it has done to OUT/RANK, and at the end prints
+its result.
 """
 
 import os

@@ -1,7 +1,8 @@
-"""The digits job with a random rank killed at a random place, often: python killed_often.py 100.
+"""Run the digits job many times, and kill a random rank at a random place: killed_often.py 100.
 
-Each run must finish, use every sample once, and end with the weights of an undisturbed run; the
-number of ranks, the victim, the step and the place are drawn from the run's number.
+Each run must finish, use every sample once, and end with the weights of an undisturbed run. The
+number of the run is the seed from which the number of ranks, the killed rank, the step and the
+place are drawn.
 """
 
 import json

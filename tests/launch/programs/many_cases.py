@@ -1,10 +1,11 @@
-"""Many cases in one job, one after another: many_cases.py CASES.json. Started by `many.py`.
+"""Run many cases in one job, one after another; `many.py` starts ``many_cases.py CASES.json``.
 
-A case is a program, or ``-m`` and a module, with its words. It runs as if it were started alone:
-with arguments, a place to work in, an environment and a COMM_WORLD of its own. What its ranks write
-goes to a file of each, also what C and forked processes write.
+A case is a program, or ``-m`` and a module, with its arguments. Each case runs as if it were
+started alone: it has its own arguments, working folder, environment and COMM_WORLD. The output of
+each rank goes to a file, and so does the output of C code and of forked processes.
 
-Ranks that die end all cases, and those that wait for ever hold up all: such cases are not for here.
+A case in which a rank dies or waits for ever must not be run here, because it would end or block
+all later cases.
 """
 
 import json

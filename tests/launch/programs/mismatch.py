@@ -1,6 +1,6 @@
-"""Ranks that do not agree, one case after another; prints one line per rank and case.
+"""Run cases in which ranks make different calls, one after another; print a line per rank and case.
 
-Each case has a communicator of its own, for the one on which ranks disagreed is of no more use.
+Each case has its own communicator, because a communicator cannot be used after a mismatch.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Print digests of MPI's own allreduce of 8 bytes and 64 KiB: they tell the order of additions."""
+"""Print digests of MPI's own allreduce of 8 bytes and 64 KiB, which show the order of additions."""
 
 import hashlib
 

@@ -1,7 +1,7 @@
-"""A store meets real faults of its folder, in a mount namespace: storage_faults.py FOLDER.
+"""Make real faults in the folder of a store, in a mount namespace: storage_faults.py FOLDER.
 
-FOLDER is a tmpfs of this namespace alone. Each fault is made and mended by rank 0, with the mount
-program; all ranks then look at what the store made of it.
+FOLDER is a tmpfs that only this namespace sees. Rank 0 makes and removes each fault with the
+program mount, and all ranks then check the behaviour of the store.
 """
 
 import os

@@ -1,6 +1,7 @@
-"""`mpidist train` on 3 ranks while its folder goes read-only, away and full: storage_job.py FOLDER.
+"""Run `mpidist train` on 3 ranks while its folder becomes read-only, disappears, and gets full.
 
-FOLDER is a tmpfs of this mount namespace. Ends with the job's exit code; prints what came of it.
+The call is ``storage_job.py FOLDER``, and FOLDER is a tmpfs of this mount namespace. The program
+prints the result, and ends with the exit code of the job.
 """
 
 import json
