@@ -1,5 +1,4 @@
-"""Errors name the line of the user's program, even if its folder or a neighbour is named mpidist.
-"""
+"""Errors name the line of the user's program, even if its folder or a module is named mpidist."""
 
 import sys
 from pathlib import Path

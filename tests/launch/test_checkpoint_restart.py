@@ -1,5 +1,4 @@
-"""A job is killed during a save, and a job with another number of ranks continues from its files.
-"""
+"""A job is killed during a save, and a job on another number of ranks continues from it."""
 
 import sys
 

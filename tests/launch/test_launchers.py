@@ -1,5 +1,4 @@
-"""`mpidist.launch.launchers`: a launch ends, returns its whole output, and leaves nothing behind.
-"""
+"""`mpidist.launch.launchers`: a launch ends, returns all its output, leaves nothing behind."""
 
 import os
 import signal

@@ -1,5 +1,4 @@
-"""md.allreduce equals reference results: all algorithms, dtypes, layouts (R29-R33, R35, R37, R74).
-"""
+"""md.allreduce equals reference results, in all algorithms and dtypes (R29-R33, R35, R37, R74)."""
 
 import numpy as np
 import pytest

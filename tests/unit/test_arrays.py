@@ -1,5 +1,4 @@
-"""arrays.py without a GPU: which arrays it accepts, and the order of copies to and from a device.
-"""
+"""arrays.py without a GPU: which arrays it accepts, and the order of copies to a device."""
 
 import itertools
 import subprocess

@@ -1,5 +1,4 @@
-"""The pool of buffers: operations share buffers, up to a limit, and a full pool is reported (R41).
-"""
+"""The pool of buffers: operations share buffers, up to a limit; a full pool is reported (R41)."""
 
 import numpy as np
 

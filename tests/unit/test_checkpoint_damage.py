@@ -1,5 +1,4 @@
-"""With damaged, missing, swapped or foreign files, a load gives right bits or an older good step.
-"""
+"""With damaged, missing, swapped or foreign files, a load gives right bits or the step before."""
 
 import json
 import os

@@ -149,7 +149,7 @@ def _hot_paths(context: Context, signature: Signature, reduction: Reduction, sha
             before = context.check_free(kind)
         context.stopped = True  # refuses a second thread, see `agreement/calls.py`
         try:
-            count += 1  # numbers the operation: see `Context.sequence`
+            count += 1  # also counts for `Context.sequence`
             note(signature)
             source[...] = x
             begin()

@@ -103,7 +103,7 @@ def _hot_path(short: NodeShort, signature: Signature, shape, rank: int):
         context.stopped = True  # refuses a second thread, see `agreement/calls.py`
         complete = False
         try:
-            calls += 1  # numbers the operation: see `Context.sequence`
+            calls += 1  # also counts for `Context.sequence`
             note(signature)
             count = gate.count + 1
             odd = count & 1
