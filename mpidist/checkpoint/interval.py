@@ -16,7 +16,7 @@ from math import ceil, sqrt
 from ..errors import ConfigError
 
 #: If the interval is a time, the number of steps before the first save. The time of a step is
-#: measured in them.
+#: measured during these steps.
 FIRST = 10
 #: Default for the mean time between failures of a job, in seconds.
 FAILURE_SECONDS = 86_400.0

@@ -97,7 +97,7 @@ def allreduce(comm, x, op="sum", *, out=None, algorithm="auto", weight=None, rep
                 for plan, vector in zip(plans, x.vectors, strict=True):
                     plan(vector)
                 return x
-        context = of(comm)  # before all checks, for it installs the hook that ends a failed job
+        context = of(comm)  # first, since `of` installs the hook that ends a failed job
         with context.call("allreduce"):
             op, algorithm = known(op), algorithms.chosen(algorithm, reproducible)
             plans, vectors, total = _prepare(context, x, op, out, algorithm, weight)
@@ -216,7 +216,7 @@ def iallreduce(
     different call. Errors in the values, such as weights that add up to zero, are raised by
     ``handle.wait()``.
     """
-    context = of(comm)  # before all checks, for it installs the hook that ends a failed job
+    context = of(comm)  # first, since `of` installs the hook that ends a failed job
     with context.call("iallreduce"):
         op, algorithm = known(op), algorithms.chosen(algorithm, reproducible)
         target = _target(x, out)
@@ -270,7 +270,7 @@ class Plan(partial):
 
 
 def _closed(context: Context):
-    with context.call("plan"):  # sends the error to the other ranks, which may wait for this one
+    with context.call("plan"):  # sends the error to ranks that may wait for this rank
         raise ClosedError("this plan was closed; make a new one with md.plan")
 
 
@@ -362,5 +362,5 @@ def sum_of_weights(context: Context, op, weight, algorithm: str) -> float | None
     # ("ordered"), the weights are summed in rank order, too.
     in_order = algorithm == algorithms.ORDERED
     find(context, sums, "sum", algorithms.ORDERED if in_order else algorithms.NATIVE)(sums)
-    context.under_way = False  # all ranks have the sum, and raise the same error about it
+    context.under_way = False  # all ranks have the same sum, and raise the same error
     return total_weight(sums)

@@ -30,8 +30,8 @@ class CachedPlan:
     #: The number of owners: objects (of `md.plan`, arenas, gradients) that may run the plan at any
     #: time.
     owners = 0
-    #: The number of runs at the last look of `remember`. It begins with 1, because the first run of
-    #: a new plan does not count.
+    #: The number of runs when `remember` last looked at the plan. The initial value is 1, because
+    #: the first run of a new plan does not count.
     seen = 1
 
     def __init__(self, context: Context, signature: Signature, engine, runs=None):

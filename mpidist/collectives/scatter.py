@@ -93,7 +93,8 @@ def _announce(context: Context, signature: Signature, x, counts, root: int):
     """
     size = context.size
     # The root sends a code of the dtype, the byte order, the number of axes, their lengths and the
-    # counts. If it cannot, it sends -1, the length of an error text, and the text.
+    # counts. If the root has no valid array, the root sends -1, the length of an error text, and
+    # the text.
     facts = np.full(3 + _MOST_AXES + size, -1, np.int64)
     room = facts[2 : 3 + _MOST_AXES].view(np.uint8)
     problem = None

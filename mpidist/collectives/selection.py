@@ -34,7 +34,8 @@ from .schedules import algorithms
 #: its rounds.
 BUDGET, LEAST_ROUNDS, ROUNDS = 0.1, 5, 41
 
-#: Seconds of calls that are timed together. They are long compared with the barrier before them.
+#: Seconds of the calls that are timed together. The calls must take long compared with the barrier
+#: before them.
 TIMING, MOST_CALLS = 300e-6, 200
 
 #: Two algorithms count as equally fast if their times differ by less than this factor. Among

@@ -138,8 +138,8 @@ class Guard:
         alone = claimed_size(os.environ) is None
         self._handlers = Handlers(agreed["signals"], self._hear, comm.rank == 0, alone)
         self._asked = self._agreed = 0
-        # The communicator of the ranks that run the loop. It is used only where all these ranks are
-        # known to make the same call.
+        # The communicator of the ranks that run the loop. This communicator is used only where all
+        # these ranks are known to make the same call.
         self._loop = of(comm).control if deciders is None else deciders
         self._own = OwnTime()
 

@@ -85,4 +85,4 @@ class Handlers:
                 unlink_segments()  # the next SIGINT ends the process without clean-up
             signal.signal(number, signal.SIG_DFL)
             if self._speaks and events.VERBOSITY:
-                os.write(2, _INTERRUPTED)  # `print` is unsafe here: it may have been interrupted
+                os.write(2, _INTERRUPTED)  # the handler may have interrupted a `print`

@@ -89,7 +89,7 @@ class Slot:
     def bind(self, view) -> None:
         """Set `self.tensor` to a torch tensor that shares the memory of the array `view`."""
         self.tensor: Any = tensor_over(view)
-        self.address = self.tensor.data_ptr()  # it changes if the module is moved
+        self.address = self.tensor.data_ptr()  # changes if the module is moved
         self.facts = (self.tensor.dtype, self.tensor.device, self.tensor.shape)
 
     def is_filled(self) -> bool:

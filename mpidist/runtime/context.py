@@ -49,7 +49,7 @@ MAX_PLANS = 256
 running = Running()
 
 _keyval = MPI.KEYVAL_INVALID
-# Operations that can no longer end. They are kept because MPI may still write into their buffers.
+# Operations that can no longer end; they are kept, because MPI may still write into their memory.
 _abandoned: list = []
 _making: dict[int, Making] = {}
 _one_thread = threading.RLock()  # reentrant, because a signal handler may make a first call
@@ -409,7 +409,7 @@ def _make(comm: MPI.Comm) -> Context:
             comm.Set_attr(_keyval, None)  # MPI calls `_forget` when the communicator is freed
         making = _making[comm.handle]
     with making:
-        if comm.handle not in contexts:  # another thread may have made it meanwhile
+        if comm.handle not in contexts:  # another thread may have made the context
             context = contexts[comm.handle] = Context(comm, making.finish())
             comm.Set_attr(_keyval, context)
             open_contexts.append(context)

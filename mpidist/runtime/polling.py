@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Callable
 
-#: Seconds of a wait before it calls `on_wait` for the first time.
+#: Seconds until a wait calls `on_wait` for the first time.
 PATIENCE = 1.0
 
 #: Seconds that the main thread has spent in waits so far. Waits that end at once do not count.
 waited = 0.0
 
-#: A function that every wait calls between its tests, if a module has set one. It may raise.
+#: A function that every wait calls between its tests, if a module has set one. The function may
+#: raise.
 look: Callable[[], None] | None = None
 
 _SPINS = 200

@@ -99,8 +99,8 @@ class Board:
     def write(self, record: dict) -> None:
         """Publish the record of this rank."""
         while len(text := json.dumps(record, separators=(",", ":")).encode()) > RECORD:
-            # Only the two texts of a record can be long. The longer of them is cut, because the
-            # shorter one is more useful.
+            # Only the two texts of a record can be long. The longer text is cut, because the
+            # shorter text is more useful.
             longest = max((key for key in record if isinstance(record[key], str)),
                           key=lambda key: len(record[key]))  # fmt: skip
             record = {**record, longest: record[longest][: len(record[longest]) // 2]}

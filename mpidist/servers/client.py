@@ -30,7 +30,7 @@ from .link import GroupCall
 from .protocol import CLOCK, HEADER_BYTES, PULL, PUSH, Header
 
 _NOTHING = np.empty(0, np.int64)
-_MANY = 1 << 62  # the most samples: the header has 64 bits for them
+_MANY = 1 << 62  # the number of samples must be lower: 64 bits in a header
 
 
 class Client:

@@ -48,7 +48,7 @@ _NOTICE_BYTES = 2000
 _SPINS = 200  # the number of tests before a wait yields the core
 _GROUP, _VERDICT = b"g", b"v"  # the notice ends the group, or the communicator
 
-#: Links of failed groups. They are kept because MPI may still write into their buffers.
+#: Links of failed groups, which are kept because MPI may still write into their buffers.
 _abandoned: set[Link] = set()
 
 
@@ -298,7 +298,7 @@ class Link:
             if not self.comm.Iprobe(MPI.ANY_SOURCE, self.tag + NOTICE, status):
                 return
         except MPI.Exception:
-            if self.context.closed:  # `md.free` frees the communicator unless it failed
+            if self.context.closed:  # `md.free` frees the control communicator
                 raise ClosedError("this server group cannot be used after md.free(comm)") from None
             raise
         text = np.empty(status.Get_count(MPI.BYTE), np.uint8)

@@ -25,7 +25,7 @@ from ..partition import pieces
 MAGIC = 0x6D70696470737276  # the characters "mpidpsrv"
 FORMAT = 1
 
-#: Largest single MPI message in bytes; a count must fit in 31 bits. Tests lower it.
+#: The largest single MPI message in bytes; a count must fit in 31 bits. Tests lower this number.
 MESSAGE_BYTES = 1 << 30
 
 # What a request asks for. The values are bits, so that one message can carry several requests.

@@ -171,7 +171,7 @@ def tree(items: Iterator[tuple[Path, Any]]) -> dict:
             if not isinstance(place, dict):
                 raise CheckpointError(f"{show(path)}: a part of this path is a leaf as well")
         if path[-1] in place:
-            raise CheckpointError(f"{show(path)} is there twice, or is a leaf and a folder")
+            raise CheckpointError(f"{show(path)} is there twice, or is both a leaf and a dict")
         place[path[-1]] = leaf
     return state
 

@@ -26,8 +26,8 @@ _LARGE = 4 << 20
 _MESSAGE = 1 << 30
 #: The most messages that are under way at the same time.
 _IN_FLIGHT = 32
-#: The requests of exchanges that have failed. They are kept with their buffers, because MPI may
-#: still use these.
+#: The requests of exchanges that have failed are kept with their buffers, because MPI may still use
+#: the buffers.
 _abandoned: list = []
 #: Seconds between two tests of a request or of a read.
 _NAP = 0.0002

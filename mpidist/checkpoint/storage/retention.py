@@ -178,7 +178,7 @@ class Keep:
 
         Since `saved` is always kept, the last good checkpoint is never removed. To find damaged
         steps, this method checks the manifest of a step, the lists of the parts in its shards, and
-        the sizes of its files. It checks a good step only once. If a step cannot be removed, the
+        the sizes of its files. A good step is checked only once. If a step cannot be removed, the
         error is only reported, and the save still succeeds.
         """
         self._good.add(saved)

@@ -277,7 +277,7 @@ def begin(
         try:
             views = shard_writer.piece_views(work, begun.arrays)
             save._data = shard_writer.copied(work, views, place.copies) if copy else views
-        except Exception as error:  # finish() raises it, together with all ranks
+        except Exception as error:  # `finish` raises this error on all ranks
             save._outcome = error
         if planner.forwards:  # some ranks write pieces that other ranks hold
 

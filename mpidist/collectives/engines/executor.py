@@ -43,8 +43,8 @@ from ..schedules.schedule import (
     without_empty,
 )
 
-#: The longest message in bytes. It keeps counts far below 2^31, the limit of many MPI libraries.
-#: Tests lower this number.
+#: The longest message in bytes, so that counts stay far below 2^31, the limit of many MPI
+#: libraries. Tests lower this number.
 MAX_MESSAGE = 1 << 30
 #: A first message of at most this many bytes is copied into one buffer with its header. On one
 #: node, a copy of 16 KiB takes as long as a second message, and data of a device must be packed on
@@ -97,8 +97,8 @@ class Engine:
     divides = False
     #: Whether the engine's messages carry the number of the operation.
     tagged = True
-    #: The barrier of the node, if the engine uses one. No rank passes it after this rank has broken
-    #: off.
+    #: The barrier of the node, if the engine uses one. No rank passes the barrier after this rank
+    #: has broken off.
     gate: Any = None
     #: The number of messages and bytes of one run.
     counters = Counters()
@@ -137,14 +137,14 @@ class Program(Engine):
         hear_first(context)
         run = Run(self, work, context.tag(number), heading(context, key))
         try:
-            context.wait(run.progress)  # needs no lock: only this thread has this run
+            context.wait(run.progress)  # without a lock: only this thread uses this run
         except BaseException as error:
             run.finish_sends(error)
             raise
 
     def scratch(self, data):
         """Return scratch memory for one run on `data`; two simultaneous runs must not share it."""
-        if is_device(data):  # cupy keeps a pool of its own
+        if is_device(data):  # cupy has its own memory pool
             return mpi_empty(self.scratch_size, self.dtype, like=data)
         if self.scratch_size * self.dtype.itemsize <= POOLED_BYTES:
             return np.empty(self.scratch_size, self.dtype)

@@ -130,7 +130,7 @@ def _hot_paths(context: Context, signature: Signature, reduction: Reduction, sha
     """
     size, n, dtype, mean = context.size, prod(shape), reduction.work, reduction.mean
     values = header_values(signature.key, f"{dtype.kind}{dtype.itemsize}", size)
-    assert values is not None  # `can_stage` has checked it
+    assert values is not None  # `can_stage` has checked that `values` exist
     sent, received = np.zeros(n + values.size, dtype), np.zeros(n + values.size, dtype)
     sent[n:] = values
     request = persistent_allreduce(context.data, sent, received, MPI.SUM)

@@ -97,7 +97,7 @@ class PieceSum:
         nbytes = rows * self.n * self.dtype.itemsize
         try:
             parts = Segment(memory.topology.intra_comm, nbytes, context.wait).parts
-        except ConfigError as error:  # all ranks raise it
+        except ConfigError as error:  # all ranks raise this error
             emit("fallback", algorithm="node", instead="messages", reason=str(error))
             return None
         return [part[:nbytes].view(self.dtype) for part in parts]

@@ -123,7 +123,7 @@ def _resolve_ufunc(ufunc: np.ufunc, dtype: np.dtype) -> Reduction:
     return Reduction(ufunc.__name__, ufunc, False, dtype, work)
 
 
-@lru_cache(maxsize=256)  # each `md.reduce` calls this function, and it is slow
+@lru_cache(maxsize=256)  # the check calls the ufunc on many values
 def _objection(ufunc: np.ufunc, work: np.dtype) -> str:
     """Return why `ufunc` cannot combine the values of many ranks; "" if it can combine them."""
     if ufunc.nin != 2 or ufunc.nout != 1 or ufunc.signature:

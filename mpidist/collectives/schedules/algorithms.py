@@ -24,7 +24,7 @@ MAX_SEGMENTS = 16
 TREE_SEGMENT_BYTES = 60 << 10
 MAX_TREE_SEGMENTS = 512
 
-#: The most segments of all chunks of a ring together. This limits the length of a plan on 8,192
+#: The most segments of all chunks of a ring together; this limits the length of plans on 8,192
 #: ranks and more.
 MAX_SCHEDULE = 1 << 17
 #: The most bytes of scratch memory of a schedule. A schedule that needs more is refused, because

@@ -3,8 +3,8 @@
 The lengths are measured (docs/benchmarks.md), and the simulator uses them too.
 """
 
-#: Messages up to this many bytes are sent at once; longer ones wait for the receiver's answer.
-#: Open MPI calls it btl_tcp_min_rdma_pipeline_size.
+#: Messages up to this many bytes are sent at once; longer ones wait for the receiver's answer. In
+#: Open MPI, this length is the parameter btl_tcp_min_rdma_pipeline_size.
 LONG = 192 << 10
 
 #: Over TCP, Open MPI sends messages below 64 KiB without waiting for the receiver's answer.

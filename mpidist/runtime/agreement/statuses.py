@@ -254,8 +254,8 @@ class Statuses:
             self._raised[status.rank] = status
         if status.state == mismatch.ROLL_CALL:
             self._known[status.rank] = status._replace(state=WAITING)
-            # If several ranks call the roll, all ranks answer the lowest of them. So that rank
-            # knows all statuses, and it raises the error.
+            # If several ranks call the roll, all ranks answer the lowest of them. The lowest rank
+            # then knows all statuses, and raises the error.
             if status.rank < self._caller and not self.closing:
                 self._caller = status.rank
                 self._tell(status, [rank for rank in self.neighbours if rank != status.rank])
