@@ -24,7 +24,8 @@ from ..runtime.polling import wait_until
 from ..simulator.network_model import NetworkModel, Problem
 from ..simulator.simulate import run
 
-#: Bytes of the messages that measure the link. A pause before each refills its token bucket.
+#: Bytes of the messages by which the link is measured. A pause before each message refills the
+#: token bucket of the link.
 LINK_SIZES = tuple(1 << k for k in range(12, 25))
 PAUSE = 0.08
 #: Bytes of the long messages that both ranks send at the same time.

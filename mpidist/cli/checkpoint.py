@@ -126,7 +126,7 @@ def _verify(args) -> int:
     for entry in reversed(entries):
         found, looked_at = load.damages(args.path, entry)
         if found and histories.is_gone(args.path, entry):
-            continue  # the job that saves there has removed this step meanwhile
+            continue  # the job that saves into the store has removed this step meanwhile
         bad += bool(found)
         verdict = f"damaged: {'; '.join(found)}" if found else f"good, {looked_at:,} bytes"
         of = f" of history {entry.history}" if entries[0].history else ""

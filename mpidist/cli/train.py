@@ -43,7 +43,7 @@ def add_parser(commands) -> None:
     add = parser.add_mutually_exclusive_group().add_argument
     add("--resume", action="store_true", help="resume; fail if there is no checkpoint")
     add("--no-resume", action="store_true", help="begin anew; fail if there is a checkpoint")
-    add("--fresh", action="store_true", help="begin anew, and set the old checkpoints aside")
+    add("--fresh", action="store_true", help="begin anew; ignore the old checkpoints from now on")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from ..errors import MpidistError
     from ..training.job import build_run, read_job
 
-    # A request to stop that comes during the start stays pending until the guard handles it.
+    # A signal that asks for a stop while the run starts stays pending until `md.guard` handles it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     heartbeat.join()
     fault_point("start")
@@ -107,7 +107,7 @@ def beginning(environ: Mapping[str, str]) -> bool | str:
         return f"{environ['SLURM_JOB_ID']}.{step}"
     if requeued:
         raise ConfigError(
-            "--fresh: this job was requeued, and would set aside what it has saved; start it with "
+            "--fresh: this job was requeued, and would ignore its own checkpoints; start it with "
             "srun, or leave --fresh out"
         )
     return True
@@ -157,7 +157,7 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
                     strategy=parts.strategy, test_data=parts.test, loading=parts.loading,
                     checkpoint=store, resume=resume, callbacks=reporters,
                     quarantine=job.folder / "quarantine.jsonl",
-                    watch_seconds=0,  # the watch of this command has a folder for dumps
+                    watch_seconds=0,  # `watch` above does this, and has a folder
                     **{name: getattr(job, name) for name in _SAME_IN_TRAIN},
                 )  # fmt: skip
         except Stopped:
@@ -204,7 +204,7 @@ def _again(args, ranks: int, crowded: bool) -> str:
 
 def _report(job, summary, again: str) -> None:
     if summary.resumed_at == summary.steps and _is_told(job, summary):
-        return  # nothing was to do, and the start of the run has printed this
+        return  # the run was finished already, which its start has printed
     facts = summary.as_dict()
     text = json.dumps(facts, indent=2)
     partial = job.folder / "summary.json.part"
