@@ -97,7 +97,7 @@ class Quarantine:
         stops, starving, records = zip(*everyone, strict=True)
         found = sorted(itertools.chain(*records))
         self.found = []
-        if not any(starving):  # else the step is tried again
+        if not any(starving):  # otherwise the step is repeated, and counts then
             self.skipped += len(found)
         new = {index: reason for index, reason in found if index not in self.known}
         if new:

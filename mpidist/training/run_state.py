@@ -87,7 +87,8 @@ class Progress:
         loss, flag = self.exchange.reduce(loss, samples, total, stop or feed.unusual)
         if not flag:
             return loss, total
-        # All ranks see the flag, which means a stop or an incomplete batch, and agree on both.
+        # The flag is true on all ranks if a rank wants to stop or has an incomplete batch. The
+        # ranks now agree on whether the run stops and on what is missing.
         verdict = self.quarantine.agree(stop, feed.starved > 0)
         self.stopping = verdict.stop or self.quarantine.full
         if verdict.starved:
@@ -269,7 +270,7 @@ class Progress:
         like = self.state(saving=False)
         like.setdefault("run", {"step": 0, "epoch": 0, "offset": 0, "seed": 0, "selection": {}})
         like["run"].update(ranks=self.comm.size, resizes=0)
-        like["run"]["shuffle"] = "permutation"  # what a checkpoint without this entry used
+        like["run"]["shuffle"] = "permutation"  # for checkpoints without this entry
         try:
             _, state = self.store.restore(like)
         except NoCheckpoint:
@@ -289,7 +290,7 @@ class Progress:
         if facts["shuffle"] != self.sampler.shuffle:
             given = self.sampler.shuffle
             self.changed.append(f"shuffle: {facts['shuffle']} when saved, which stays; {given} now")
-        # A position is only valid in the order of the run that saved it.
+        # The saved position is only valid in the order in which the saving run used the samples.
         self.sampler.set_shuffle(facts["shuffle"])
         self.quarantine.restore(facts.get("bad", []), facts.get("skipped", 0), retry_bad)
         self.stopping = self.quarantine.full

@@ -109,7 +109,7 @@ class HDF5:
                 low, high = int(indices[0]), int(indices[-1]) + 1
                 return tuple(reader.piece(low, high) for reader in self._readers)
             order = np.argsort(indices, kind="stable")
-            # The readers write each row to its place in the batch.
+            # Each of the readers writes a row to its place in the batch.
             return tuple(reader.read(indices[order], order) for reader in self._readers)
 
     def close(self) -> None:

@@ -86,11 +86,11 @@ class Replicas:
                 else:
                     loss = self._call(batch, self.gradients, self._ready)
             except ConfigError:
-                raise  # no record causes this error
+                raise  # a wrong setting, not a bad record
             except REJECTIONS as error:
                 if not self._sending:
                     raise
-                raise RuntimeError("the model failed when gradients were under way") from error
+                raise RuntimeError("the model failed after gradients had been sent") from error
             check_in_place(self.gradients, views)
             return loss
 
@@ -206,7 +206,7 @@ class Replicas:
         context = of(self.comm)
         if context.failed or context.closed or context.size == 1:
             return
-        if context.handles:  # the others wait for a bucket that is under way
+        if context.handles:  # other ranks wait for a bucket
             context.break_off(error, min(handle.sequence for handle in context.handles))
         else:
             context.raised(error)
