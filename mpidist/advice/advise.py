@@ -138,7 +138,8 @@ def advise(there: Site, library: str, out: Path, say: Callable[[str], None]) -> 
 def _measure(there: Site, settings: Sequence[Setting], say) -> Passes:
     passes: dict[str, list] = {DEFAULT.name: []}
     for k in range(PASSES):
-        # Every second pass runs backwards, so that a drift with time favours no setting.
+        # Every second pass tries the settings in reverse order, so that a machine whose speed
+        # drifts favours no setting.
         for setting in [DEFAULT, *(settings if k % 2 == 0 else reversed(settings))]:
             if k and setting.name not in passes:
                 continue

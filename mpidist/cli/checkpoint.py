@@ -64,7 +64,7 @@ def _list(args) -> int:
     newest, begun, bad = entries[0].history, None, 0
     print(f"{'step':>12}  {'arrays':>7}  {'bytes':>15}  {'writers':>7}  state")
     for entry in reversed(entries):
-        if entry.history != begun and newest:  # a single history needs no name
+        if entry.history != begun and newest:  # a single history needs no heading
             begun = entry.history
             print(f"{listed.beginning(begun)}{', the newest' if begun == newest else ''}:")
         line, damaged = _line(args.path, entry)

@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         parts = None if far else build_run(job, claim.size if claim else None)
         path = job.folder / "checkpoints"
         fresh = args.fresh and beginning(os.environ)
-        # With job.local the newest checkpoint may be on the nodes only, which the store finds out.
+        # With `local` in the job file, checkpoints may exist only on the nodes. The store finds
+        # them.
         if args.resume and not job.local and not any(path.glob("step-*")):
             raise ConfigError(f"--resume: no checkpoint in {path}; leave --resume out to begin")
     except MpidistError as error:
@@ -92,10 +93,10 @@ def run(args: argparse.Namespace) -> int:
 def beginning(environ: Mapping[str, str]) -> bool | str:
     """Return a name of this job, which is the same in all attempts to run the job. Pure.
 
-    ``--fresh`` needs this name: the first attempt sets the old checkpoints aside, and a later
-    attempt with the same name must not do so again. Returns True instead of a name if the job has
-    one attempt only. Raises ConfigError if a first attempt cannot be distinguished from a later
-    one.
+    ``--fresh`` needs this name: the first attempt ignores the old checkpoints, but a later attempt
+    with the same name must not ignore the checkpoints of the first attempt. Returns True instead of
+    a name if the job has one attempt only. Raises ConfigError if a first attempt cannot be
+    distinguished from a later one.
     """
     requeued = environ.get("SLURM_RESTART_COUNT", "0") != "0"
     launcher = environ.get(heartbeat.LAUNCHER)
@@ -257,7 +258,7 @@ class Reporter:
     def __call__(self, step) -> None:
         """Write and show the measurements of one step."""
         if step.step % self.every == 0 or step.step == step.last:
-            # Six significant digits, for losses may be small and steps short.
+            # Numbers get six significant digits, because losses may be small and steps short.
             facts = {key: float(f"{v:.6g}") if isinstance(v, float) else v
                      for key, v in step._asdict().items()}  # fmt: skip
             with suppress(OSError):  # a full disk does not end the run

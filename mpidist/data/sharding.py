@@ -103,7 +103,7 @@ def choose_sharding(
     dealt = deal(counts, [1] * size)
     most = max(sum(counts[f] for f in files) for files in dealt)
     mean = sum(counts) / size
-    uneven = f"the fullest rank would have {most / max(mean, 1e-9):.2f} times the mean"
+    uneven = f"the largest share of a rank would be {most / max(mean, 1e-9):.2f} times the mean"
     if len(counts) >= size and most <= _UNEVEN * mean:
         return "file", f"{len(counts)} files can be spread evenly: {uneven}"
     reason = f"{len(counts)} files are too few for {size} ranks" if len(counts) < size else uneven

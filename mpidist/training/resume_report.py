@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from .. import events
 from .settings import PRESENCE, shortened
 
-#: Settings of one start and not of the run.
+#: Settings that may differ between the starts of one run.
 _OF_THIS_START = (
     *PRESENCE, "checkpoint", "checkpoint.path", "resume", "retry_bad", "stop_after", "time_limit",
     "watch_seconds",

@@ -223,7 +223,7 @@ class Progress:
 
     def save(self, step: int, background: bool = False) -> None:
         """Save this rank's part of the state under the number `step`. Collective over all ranks."""
-        self.settle()  # else a failed save in the background would prevent this save
+        self.settle()  # otherwise the error of an earlier background save would prevent this save
         fault_point("save", step)
         self.saved_step = step
         if background and hasattr(self.store, "save_async"):
@@ -231,7 +231,7 @@ class Progress:
         else:
             self._saves(lambda: self.store.save(step, self.state()))
             if self.saved_step == step and hasattr(self.store, "wait"):
-                self._saves(self.store.wait)  # a tiered store returns once its first tier is done
+                self._saves(self.store.wait)  # save of a TieredStore returns early
         fault_point("saved", step)
         if self.saved_step == step:
             events.emit("checkpoint", step=step)
@@ -274,7 +274,8 @@ class Progress:
         try:
             _, state = self.store.restore(like)
         except NoCheckpoint:
-            # An empty store begins a run, but damaged checkpoints must not be overwritten.
+            # Without any checkpoint the run begins anew. If all checkpoints are damaged the run
+            # must not begin anew, because it would overwrite them.
             if resume is True or self.store.all_steps():
                 raise
             return

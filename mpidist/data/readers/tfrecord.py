@@ -128,7 +128,8 @@ class TFRecords:
             raise ConfigError(f"tfrecord: cannot read {path}: {error.strerror}") from None
         look: Callable[[int, int], bytes] = partial(self._pread, number)
         head = look(0, _HEAD)
-        # The checksum decides: 2 of 65,536 lengths look like the head of a compressed file.
+        # The checksum of the first length decides whether the file is plain, because 2 of 65,536
+        # lengths look like the first bytes of a compressed file.
         if is_compressed(head) and not self._is_head(head):
             self._packed[number] = Compressed(look, self._cache)
             look = _Forward(self._packed[number].pieces())
