@@ -26,7 +26,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "show": "the arrays and values of one step",
         "verify": "check every byte of all steps, or of one",
         "export": "write one step as one plain file: .h5, .npz or .safetensors",
-        "index": "write index.h5 beside the shards of a step: its arrays for any HDF5 program",
+        "index": "write index.h5, through which any HDF5 program can read the arrays of a step",
     }
     for name, text in helps.items():
         action = actions.add_parser(name, help=text, description=text)

@@ -104,7 +104,7 @@ def _report(error: MpidistError) -> int:
 
 
 def _met(error: MpidistError, text: str, claim) -> bool:
-    """Report `error` to ranks in MPI_Init; return whether all ranks know that the job ends.
+    """Report `error` to ranks that wait in MPI_Init; return whether all ranks will end the job.
 
     Collective if `error` came before MPI_Init.
 

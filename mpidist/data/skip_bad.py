@@ -88,7 +88,7 @@ class BadRecordFilter:
                 time.sleep(WAIT * 2 ** (number - 1))
         raise SourceError(
             f"nothing of {name} can be read: {told(cause)}; tried {TRIES} times. No record was "
-            "skipped for it: run again when the data are back"
+            "skipped for this: run again when the data can be read"
         ) from cause
 
     def together(self, indices: np.ndarray) -> tuple | None:

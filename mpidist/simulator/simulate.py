@@ -172,7 +172,7 @@ class _Machine:
         return max(start, min(before, left)), left, arrival
 
     def seen(self, source: int, target: int) -> tuple[int, int]:
-        """Return sender and receiver, shifted by whole nodes so that the receiver is simulated."""
+        """Return the simulated ranks in the places of `source` and `target`, shifted by nodes."""
         here = target % self.simulated
         return (source - target + here) % self.problem.size, here
 
