@@ -122,7 +122,7 @@ def advise(there: Site, library: str, out: Path, say: Callable[[str], None]) -> 
     write = partial(_write, out, where, (ranks, nodes) if is_open_mpi else None)
     rows = [_row(passes, n, chosen[n]) for n in there.sizes]
     if all(setting == DEFAULT for setting in chosen.values()):
-        what = "" if is_open_mpi else " and lost little at all sizes (--min, --max)"
+        what = "" if is_open_mpi else " without loss at other sizes (--min, --max)"
         say(f"# no setting was {mpi.GAIN} times as fast in each pass{what}: MPI chooses well here")
         return rows
     again = _check(there, write(chosen), say)

@@ -148,7 +148,9 @@ def numbers_of(text: str, separator: str, option: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise ConfigError(f"{option} {text}: expected whole numbers above 0 between {separator!r}")
+        raise ConfigError(
+            f"{option} {text}: expected whole numbers above 0 with {separator!r} between"
+        )
     return numbers
 
 

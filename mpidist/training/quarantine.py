@@ -139,7 +139,8 @@ class Quarantine:
         self.known.clear()
         self._learn({} if retry else {int(index): str(reason) for index, reason in bad})
         if self.comm is not None and self.comm.rank == 0 and (bad or self.skipped):
-            # The file must equal the list; records found after the checkpoint are found again.
+            # The file is written anew, because it must equal the restored list. Bad records that
+            # were found after the checkpoint will be found again.
             self._write(self.known, "w")
 
     def error(self, saved: str) -> TooManyBadRecords:

@@ -154,7 +154,7 @@ class _Rows:
         out, width = self._rooms.empty((len(rows), *self._shape), self._dtype), self._nbytes
         room = bytes_of(out)
         begins = self._where(rows)
-        # Begin a new run where the gap to the next row is too long to read.
+        # A new run (a range of bytes) begins where the gap to the next row is too long to be read.
         steps = np.diff(begins)
         cuts = np.flatnonzero((steps > _GAP + width) | (steps < 0)) + 1
         bounds = [0, *cuts.tolist(), len(rows)] if len(rows) else [0]

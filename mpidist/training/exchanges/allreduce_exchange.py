@@ -56,7 +56,7 @@ class Replicas:
             self.comm, self.model.parameters, algorithm=self.algorithm, **settings
         )
         self.gradients = self.exchange.views
-        # A user's own model may have no parameter `ready`.
+        # The method of a user's own model may have no argument `ready`.
         self._has_ready = "ready" in signature(self.model.loss_and_gradients).parameters
         if self.accumulate > 1:
             self._scratch, _ = flat_views(self.model.parameters)

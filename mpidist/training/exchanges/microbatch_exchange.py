@@ -156,7 +156,8 @@ class PieceReplicas(Replicas):
         try:
             loss = self.model.loss_and_gradients(batch, self.gradients)
         finally:
-            # Every piece starts from the model state before the step; its new state is kept apart.
+            # Every piece starts from the model state before the step; the state after the piece is
+            # stored in separate memory.
             for name, array in self._state.items():
                 self._after[name][...] = array
                 array[...] = self._before[name]
