@@ -1,1 +1,1 @@
-"""Advice for a cluster: faster settings of MPI, and the reasons for the algorithms of `auto`."""
+"""Advice for a cluster: settings that make MPI faster, and why `auto` chooses its algorithms."""

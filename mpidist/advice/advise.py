@@ -31,7 +31,7 @@ from .mpi_algorithms import DEFAULT, Passes, Setting
 
 PASSES, CHECKS = 2, 3
 
-#: The most seconds for one start with one setting, since some algorithms are extremely slow.
+#: The most seconds that one measurement with one setting may take: some algorithms are very slow.
 PATIENCE = 600
 
 RULES, VARIABLES = "allreduce.rules", "mpi.env"
@@ -122,8 +122,8 @@ def advise(there: Site, library: str, out: Path, say: Callable[[str], None]) -> 
     write = partial(_write, out, where, (ranks, nodes) if is_open_mpi else None)
     rows = [_row(passes, n, chosen[n]) for n in there.sizes]
     if all(setting == DEFAULT for setting in chosen.values()):
-        what = "" if is_open_mpi else " and lost little at all sizes (--min, --max)"
-        say(f"# nothing gained {mpi.GAIN} times in each pass{what}: MPI chooses well here")
+        what = "" if is_open_mpi else " without loss at other sizes (--min, --max)"
+        say(f"# no setting was {mpi.GAIN} times as fast in each pass{what}: MPI chooses well here")
         return rows
     again = _check(there, write(chosen), say)
     for row in rows:
@@ -138,7 +138,8 @@ def advise(there: Site, library: str, out: Path, say: Callable[[str], None]) -> 
 def _measure(there: Site, settings: Sequence[Setting], say) -> Passes:
     passes: dict[str, list] = {DEFAULT.name: []}
     for k in range(PASSES):
-        # Every second pass runs backwards, so that a drift with time favours no setting.
+        # Every second pass tries the settings in reverse order, so that a machine whose speed
+        # drifts favours no setting.
         for setting in [DEFAULT, *(settings if k % 2 == 0 else reversed(settings))]:
             if k and setting.name not in passes:
                 continue
@@ -183,7 +184,7 @@ def _keep_what_holds(rows, chosen: dict[int, Setting], write, per_size: bool, ou
     if per_size:
         for row in rows:
             if row["algorithm"] != DEFAULT.name and row["ratio"] < mpi.GAIN:
-                said = f"{row['algorithm']} gained {row['ratio']:.2f} times, left as it was"
+                said = f"{row['algorithm']} was {row['ratio']:.2f} times as fast, default kept"
                 say(f"# {row['bytes']} bytes: {said}")
                 chosen[row["bytes"]] = DEFAULT
                 _take_back(row)
@@ -195,7 +196,7 @@ def _keep_what_holds(rows, chosen: dict[int, Setting], write, per_size: bool, ou
         (out / name).unlink(missing_ok=True)
     for row in rows:
         _take_back(row)
-    say("# the gain did not show a second time: nothing to advise")
+    say("# the second measurement showed no gain: nothing to advise")
 
 
 def _take_back(row: dict) -> None:
@@ -234,8 +235,8 @@ def advice_lines(rows: Sequence[dict], out: Path, library: str):
         return
     gain = mpi.geometric_mean([row["ratio"] for row in changed])
     yield (
-        f"# {gain:.2f} times as fast over the {len(changed)} sizes that it "
-        f"changes (geometric mean); for every program: . {out / VARIABLES}"
+        f"# {gain:.2f} times as fast over the {len(changed)} sizes that the settings change "
+        f"(geometric mean); to use them in any program: . {out / VARIABLES}"
     )
     if losing := [str(row["bytes"]) for row in changed if row["ratio"] < mpi.LOSS]:
         yield f"# but slower than the default at {', '.join(losing)} bytes"

@@ -24,7 +24,8 @@ from ..runtime.polling import wait_until
 from ..simulator.network_model import NetworkModel, Problem
 from ..simulator.simulate import run
 
-#: Bytes of the messages that measure the link. A pause before each refills its token bucket.
+#: Bytes of the messages by which the link is measured. A pause before each message refills the
+#: token bucket of the link.
 LINK_SIZES = tuple(1 << k for k in range(12, 25))
 PAUSE = 0.08
 #: Bytes of the long messages that both ranks send at the same time.
@@ -50,7 +51,8 @@ def fit(comm, *, repeats: int = 5) -> dict[str, float]:
         return _median(comm, count, partial(_run, comm, steps, size, pause))
 
     chain = timed(_alternate(me, _CHAIN), 8) / _CHAIN
-    # While both ranks send many messages, a thread sends and receives one message in turn.
+    # Both ranks send many messages at the same time, and each rank sends and receives one message
+    # in turn. The time per message is then twice the overhead, and at most that of `chain`.
     overhead = min(timed(_both_ways(me, _CHAIN), 8) / _CHAIN, chain) / 2
     latency = chain - 2 * overhead
     times = [timed(_answered(me, size), size, pause) for size in LINK_SIZES]
@@ -104,7 +106,7 @@ def link(sizes: Sequence[int], seconds: Sequence[float], base: float) -> tuple[f
         gap = float(np.median(beyond[long] / (x[long] - burst)))
         inside = (x <= burst / 2) & (x >= burst / 32)
         if burst and not inside.any():
-            continue  # no message shows the speed within this burst
+            continue  # no message is short enough to show the speed within this burst
         peak = min(float(np.median(beyond[inside] / x[inside])), gap) if burst else 0.0
         fitted = base + np.maximum(x * peak, (x - burst) * gap)
         found.append((float(np.abs(np.log(fitted / y)).sum()), gap, float(burst), peak))

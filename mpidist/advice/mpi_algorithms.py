@@ -21,11 +21,12 @@ import numpy as np
 
 #: A setting is advised if it was faster by this factor in each pass.
 GAIN = 1.05
-#: The least ratio at any size for a setting that holds for all sizes.
+#: A setting for all sizes is advised only if its ratio is at least this value at every size.
 LOSS = 0.95
 
 _TUNED = "OMPI_MCA_coll_tuned_"
-#: coll_tuned's number, name, segment in bytes, smallest and largest vector worth trying.
+#: Each algorithm of coll_tuned: number, name, bytes of a segment, and the bytes of the smallest and
+#: of the largest vector for which it is tried.
 _OPEN_MPI = (
     (1, "linear", 0, 0, 64 << 10),
     (2, "reduce + broadcast", 0, 0, None),
@@ -36,7 +37,8 @@ _OPEN_MPI = (
     (6, "Rabenseifner", 0, 0, None),
     (7, "allgather + reduce", 0, 0, 64 << 10),
 )
-#: Algorithms that cut the vector. With less than an element per rank they use a slower algorithm.
+#: Algorithms that cut the vector into one part per rank. For a vector with fewer elements than
+#: ranks, Open MPI runs a slower algorithm instead of these.
 _CUTTING, _LARGEST_ELEMENT = (4, 5, 6), 16
 
 _ALLREDUCE = 2  # its number in a rules file
@@ -93,7 +95,7 @@ def dynamic(nodes: int) -> dict[str, str]:
     """Return the environment variables that make Open MPI respect rules and forced algorithms."""
     variables = {f"{_TUNED}use_dynamic_rules": "1"}
     if nodes > 1:
-        # Between nodes coll_han comes first, and it ignores these rules.
+        # On several nodes Open MPI prefers its component coll_han, which ignores these rules.
         variables["OMPI_MCA_coll_han_priority"] = "0"
     return variables
 
@@ -110,7 +112,7 @@ def mpich() -> list[Setting]:
             name.replace("_", " "),
             {
                 "MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": name,
-                # Inside a node the device's own algorithm would come first.
+                # Inside a node MPICH would otherwise prefer the algorithm of its device layer.
                 "MPIR_CVAR_ALLREDUCE_POSIX_INTRA_ALGORITHM": "mpir",
             },
         )
@@ -188,11 +190,11 @@ def rules_file(chosen: Mapping[int, Setting], ranks: int, nodes: int, source: st
         f"# {source}",
         "1 # one collective",
         f"{_ALLREDUCE} # allreduce",
-        "2 # two sizes of communicators",
-        f"{ranks} # from so many ranks on",
+        "2 # rules for two sizes of communicators follow",
+        f"{ranks} # valid from this number of ranks on",
         f"{len(lines)} # rules: bytes, algorithm, fan-out, bytes of a segment",
         *(f"{start} {s.rule[0]} 0 {s.rule[1]} # {s.name}" for start, s in lines),
-        f"{ranks + 1} # from so many ranks on",
+        f"{ranks + 1} # valid from this number of ranks on",
         "1 # rule",
         f"0 0 0 0 # {own.name}",
     ]

@@ -37,9 +37,10 @@ FORMS = ("call", "plan", "arena", "nonblocking")
 #: Names of MPI's own allreduce, and of the reference for the nonblocking form.
 NATIVE_FORMS, NATIVE_NONBLOCKING = ("native", "native in place"), "native nonblocking"
 COPY, TORCH = "memory copy", "torch gloo"
-#: Most vectors in a pool. Each vector is an arena too, and an arena has its own communicators.
+#: The most vectors that the timed calls use in turn. With the form "arena" each vector is in an
+#: arena of its own, which has communicators of its own.
 MAX_POOL = 512
-#: Upper limit in seconds for the calls that are timed together.
+#: The most seconds that the calls which are timed together may take.
 TURN = 0.01
 #: Shorter vectors get no memory limit, because latency dominates their time.
 LEAST_LIMITED = 128 << 10
@@ -193,7 +194,7 @@ class _Pool:
         return [Arena(self.comm, spec) for _ in range(self.count)]
 
     def close(self) -> None:
-        for arena in self.__dict__.get("arenas", ()):  # if they were made
+        for arena in self.__dict__.get("arenas", ()):  # only if the property has made them
             arena.close()
 
 

@@ -21,7 +21,8 @@ def bench_folder(comm, parent: str) -> Iterator[Path]:
     try:
         yield made
     finally:
-        # No barrier: after an error the other ranks may be anywhere. Timed work ended in a barrier.
+        # There is no barrier here, because after an error the other ranks may be in any call.
+        # Without an error all ranks have just left a barrier.
         if comm.rank == 0:
             shutil.rmtree(made, ignore_errors=True)
 

@@ -136,9 +136,10 @@ def _measure(comm, state: State, rounds: int, folder: Path, torch) -> dict[str, 
             save, load = checkpointer(comm, state.whole, state.block, folder)
             run |= {"torch save": lambda step: save(), "torch restore": lambda step: load()}
         seconds = {name: np.empty(rounds) for name in run}
-        step, saved = 0, {}  # the step that our files hold, and the step that PyTorch's hold
+        step, saved = 0, {}  # steps saved by mpidist and by PyTorch
         for k in range(-1, rounds):  # round -1 warms up
-            # The warm-up goes in the order of the table, which writes files before it reads them.
+            # In the warm-up the candidates run in the order of `run`, which writes files before it
+            # reads them.
             for name in rng.permutation(list(run)) if k >= 0 else run:
                 by_torch = name.startswith("torch")
                 restores = name.endswith("restore") or name == "unchecked"
@@ -154,7 +155,7 @@ def _measure(comm, state: State, rounds: int, folder: Path, torch) -> dict[str, 
                 elapsed = _time(comm, partial(run[name], step))
                 if k >= 0:
                     seconds[name][k] = elapsed
-                store.wait()  # for the end of a save in the background, which is not timed
+                store.wait()  # a save in the background may still run; its end is not timed
                 if restores:
                     state.check(saved[by_torch])
     if torch:

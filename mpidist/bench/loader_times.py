@@ -76,7 +76,7 @@ def _video(k: int, row: np.ndarray) -> bytes:
 
 def _measure(comm, folder, source, pages, count, batch, rounds) -> list[dict]:
     path = folder / source
-    nbytes = path.stat().st_size  # here, because rank 0 removes the file before the rows are made
+    nbytes = path.stat().st_size  # later rank 0 removes the file
     start, stop = BlockPartition(count, comm.size).range(comm.rank)
     opened = YouTube8M(path) if source == "tfrecord" else HDF5(path, ["inputs", "labels"])
     order = Bijection(count, (0, 0))(np.arange(count))

@@ -16,7 +16,7 @@ def lines(rows: Sequence[dict]) -> list[str]:
     for name in _names(rows):
         mine = [row for row in rows if row["algorithm"] == name]
         limit = _mean(mine, "limit", "; of the memory limit over")
-        means.append(f"{name}: native over it, {_mean(mine, 'ratio')}{limit}")
+        means.append(f"native over {name}: {_mean(mine, 'ratio')}{limit}")
         if best := _mean(mine, "against_best"):
             worst = min(mine, key=lambda row: row.get("against_best", math.inf))
             best = f"{best} ({worst['best']})"
@@ -41,7 +41,7 @@ def _guidelines(rows) -> list[str]:
     asked = [row for row in rows if "consistent" in row]
     broken = [
         f"{row['algorithm']} at {size_label(row['bytes'])} takes {1 / row['consistent']:.2f} times "
-        "the best of all that adds"
+        "as long as the fastest candidate"
         for row in asked
         if row["consistent"] * TOLERANCE < 1
     ]

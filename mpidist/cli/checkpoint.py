@@ -26,7 +26,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "show": "the arrays and values of one step",
         "verify": "check every byte of all steps, or of one",
         "export": "write one step as one plain file: .h5, .npz or .safetensors",
-        "index": "write index.h5 beside the shards of a step: its arrays for any HDF5 program",
+        "index": "write index.h5, through which any HDF5 program can read the arrays of a step",
     }
     for name, text in helps.items():
         action = actions.add_parser(name, help=text, description=text)
@@ -64,7 +64,7 @@ def _list(args) -> int:
     newest, begun, bad = entries[0].history, None, 0
     print(f"{'step':>12}  {'arrays':>7}  {'bytes':>15}  {'writers':>7}  state")
     for entry in reversed(entries):
-        if entry.history != begun and newest:  # a single history needs no name
+        if entry.history != begun and newest:  # a single history needs no heading
             begun = entry.history
             print(f"{listed.beginning(begun)}{', the newest' if begun == newest else ''}:")
         line, damaged = _line(args.path, entry)
@@ -126,7 +126,7 @@ def _verify(args) -> int:
     for entry in reversed(entries):
         found, looked_at = load.damages(args.path, entry)
         if found and histories.is_gone(args.path, entry):
-            continue  # the job that saves there has removed this step meanwhile
+            continue  # the job that saves into the store has removed this step meanwhile
         bad += bool(found)
         verdict = f"damaged: {'; '.join(found)}" if found else f"good, {looked_at:,} bytes"
         of = f" of history {entry.history}" if entries[0].history else ""

@@ -26,8 +26,8 @@ COMMANDS = {
 }
 
 
-#: Seconds that a silent rank waits before it exits, while another rank prints the error. The longer
-#: time is for launchers that end all ranks as soon as one has failed.
+#: Seconds that a rank which prints no error waits before it exits, so that another rank can print
+#: the error. The longer time is for launchers that end all ranks as soon as one rank has failed.
 HOLD_BACK, HOLD_BACK_LONG = 3.0, 10.0
 
 
@@ -95,15 +95,16 @@ def _report(error: MpidistError) -> int:
         if claims.rank_hint(os.environ):
             failure.let_first_leave()
     elif not speaks:
-        # Open MPI's launcher ends the whole job when its first process has failed. That process
-        # must not be a silent one, for rank 0 may not have printed its line yet.
+        # Open MPI's launcher ends the whole job when the first process exits with an error. A rank
+        # that prints nothing must not be that first process, because rank 0 may not have printed
+        # the error yet.
         ends_all = claim is not None and claim.launcher.startswith("Open MPI")
         time.sleep(HOLD_BACK_LONG if ends_all else HOLD_BACK)
     return error.exit_code
 
 
 def _met(error: MpidistError, text: str, claim) -> bool:
-    """Report `error` to ranks in MPI_Init; return whether all ranks know that the job ends.
+    """Report `error` to ranks that wait in MPI_Init; return whether all ranks will end the job.
 
     Collective if `error` came before MPI_Init.
 
@@ -121,7 +122,7 @@ def _met(error: MpidistError, text: str, claim) -> bool:
         return False
     try:
         comm = start_checks.initialize(os.environ).COMM_WORLD
-    except (ImportError, RuntimeError, MpidistError):  # no MPI, or another than the launcher's
+    except (ImportError, RuntimeError, MpidistError):  # no MPI, or not the launcher's MPI
         return False
     with suppress(MpidistError):
         start_checks.check_launch(comm, os.environ, problem=text)

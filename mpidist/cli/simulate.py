@@ -17,14 +17,14 @@ from ..launch import start_checks
 
 def add_parser(commands) -> None:
     """Add this command to the argument parser."""
-    parser = commands.add_parser("simulate", help="messages and costs of an algorithm")
+    parser = commands.add_parser("simulate", help="messages and cost of an algorithm")
     what = parser.add_subparsers(dest="what", required=True, metavar="{allreduce,fit,measure}")
-    one = what.add_parser("allreduce", help="the map and the cost of one algorithm; needs no MPI")
+    one = what.add_parser("allreduce", help="messages and cost of one algorithm; needs no MPI")
     one.add_argument("--algorithm", default="ring", help="ring, tree, butterfly, ... (ring)")
     one.add_argument("--ranks", type=int, default=8, help="number of ranks (8)")
     one.add_argument("--nodes", type=int, help="number of nodes (as many as ranks)")
     one.add_argument("--bytes", type=int, default=1 << 20, help="bytes per rank (1 MiB)")
-    one.add_argument("--repeats", type=int, default=1, help="calls one after the other (1)")
+    one.add_argument("--repeats", type=int, default=1, help="number of allreduces in a row (1)")
     one.add_argument("--parameters", metavar="FILE", help="parameters that fit has written")
     one.add_argument("--alpha", type=float, help="latency in us (2)")
     one.add_argument("--bandwidth", type=float, help="GB/s of a link (1)")
@@ -32,8 +32,8 @@ def add_parser(commands) -> None:
     one.add_argument("--picture", metavar="FILE.png", help="draw the messages over time")
     fit = what.add_parser("fit", help="measure the parameters on 2 ranks, on two nodes or on one")
     fit.add_argument("--json", metavar="FILE", required=True, help="file to write or to complete")
-    fit.add_argument("--sending-only", action="store_true", help="a link limits only what is sent")
-    measure = what.add_parser("measure", help="milliseconds of calls one after the other")
+    fit.add_argument("--sending-only", action="store_true", help="links limit only sending")
+    measure = what.add_parser("measure", help="milliseconds of an allreduce, of many in a row")
     add_cases(measure)
     parser.set_defaults(command="simulate")
 
@@ -64,7 +64,7 @@ def _allreduce(args) -> int:
     _check_scheduled(args.algorithm)
     nodes = args.nodes or args.ranks
     if args.ranks % nodes:
-        raise ConfigError(f"--ranks {args.ranks} on --nodes {nodes}: expected a multiple of it")
+        raise ConfigError(f"--ranks {args.ranks}: expected a multiple of --nodes {nodes}")
     if args.picture:
         drawing.check_picture(args.picture, args.ranks)
     network = _network(args)
@@ -148,7 +148,9 @@ def numbers_of(text: str, separator: str, option: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise ConfigError(f"{option} {text}: expected whole numbers above 0 between {separator!r}")
+        raise ConfigError(
+            f"{option} {text}: expected whole numbers above 0 with {separator!r} between"
+        )
     return numbers
 
 

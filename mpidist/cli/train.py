@@ -43,7 +43,7 @@ def add_parser(commands) -> None:
     add = parser.add_mutually_exclusive_group().add_argument
     add("--resume", action="store_true", help="resume; fail if there is no checkpoint")
     add("--no-resume", action="store_true", help="begin anew; fail if there is a checkpoint")
-    add("--fresh", action="store_true", help="begin anew, and set the old checkpoints aside")
+    add("--fresh", action="store_true", help="begin anew; ignore the old checkpoints from now on")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from ..errors import MpidistError
     from ..training.job import build_run, read_job
 
-    # A request to stop that comes during the start stays pending until the guard handles it.
+    # A signal that asks for a stop while the run starts stays pending until `md.guard` handles it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     heartbeat.join()
     fault_point("start")
@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         parts = None if far else build_run(job, claim.size if claim else None)
         path = job.folder / "checkpoints"
         fresh = args.fresh and beginning(os.environ)
-        # With job.local the newest checkpoint may be on the nodes only, which the store finds out.
+        # With `local` in the job file, checkpoints may exist only on the nodes. The store finds
+        # them.
         if args.resume and not job.local and not any(path.glob("step-*")):
             raise ConfigError(f"--resume: no checkpoint in {path}; leave --resume out to begin")
     except MpidistError as error:
@@ -92,10 +93,10 @@ def run(args: argparse.Namespace) -> int:
 def beginning(environ: Mapping[str, str]) -> bool | str:
     """Return a name of this job, which is the same in all attempts to run the job. Pure.
 
-    ``--fresh`` needs this name: the first attempt sets the old checkpoints aside, and a later
-    attempt with the same name must not do so again. Returns True instead of a name if the job has
-    one attempt only. Raises ConfigError if a first attempt cannot be distinguished from a later
-    one.
+    ``--fresh`` needs this name: the first attempt ignores the old checkpoints, but a later attempt
+    with the same name must not ignore the checkpoints of the first attempt. Returns True instead of
+    a name if the job has one attempt only. Raises ConfigError if a first attempt cannot be
+    distinguished from a later one.
     """
     requeued = environ.get("SLURM_RESTART_COUNT", "0") != "0"
     launcher = environ.get(heartbeat.LAUNCHER)
@@ -107,7 +108,7 @@ def beginning(environ: Mapping[str, str]) -> bool | str:
         return f"{environ['SLURM_JOB_ID']}.{step}"
     if requeued:
         raise ConfigError(
-            "--fresh: this job was requeued, and would set aside what it has saved; start it with "
+            "--fresh: this job was requeued, and would ignore its own checkpoints; start it with "
             "srun, or leave --fresh out"
         )
     return True
@@ -157,7 +158,7 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
                     strategy=parts.strategy, test_data=parts.test, loading=parts.loading,
                     checkpoint=store, resume=resume, callbacks=reporters,
                     quarantine=job.folder / "quarantine.jsonl",
-                    watch_seconds=0,  # the watch of this command has a folder for dumps
+                    watch_seconds=0,  # `watch` above does this, and has a folder
                     **{name: getattr(job, name) for name in _SAME_IN_TRAIN},
                 )  # fmt: skip
         except Stopped:
@@ -204,7 +205,7 @@ def _again(args, ranks: int, crowded: bool) -> str:
 
 def _report(job, summary, again: str) -> None:
     if summary.resumed_at == summary.steps and _is_told(job, summary):
-        return  # nothing was to do, and the start of the run has printed this
+        return  # the run was finished already, which its start has printed
     facts = summary.as_dict()
     text = json.dumps(facts, indent=2)
     partial = job.folder / "summary.json.part"
@@ -257,7 +258,7 @@ class Reporter:
     def __call__(self, step) -> None:
         """Write and show the measurements of one step."""
         if step.step % self.every == 0 or step.step == step.last:
-            # Six significant digits, for losses may be small and steps short.
+            # Numbers get six significant digits, because losses may be small and steps short.
             facts = {key: float(f"{v:.6g}") if isinstance(v, float) else v
                      for key, v in step._asdict().items()}  # fmt: skip
             with suppress(OSError):  # a full disk does not end the run

@@ -86,9 +86,10 @@ class Layouts:
         return self.spans[-1]
 
     def _add(self, data: bytes, spans: Sequence[Span], loose: Sequence[Span]) -> None:
-        words, masks, frame = [-8], [0], [0]  # one word at least, which always matches
+        words, masks, frame = [-8], [0], [0]  # a first word with mask 0, which always matches
         for low, high in between(loose, len(data)):
-            # From the end backwards, so that no word ends behind the message.
+            # The words of a frame are cut from its end backwards, so that no word ends behind the
+            # message.
             for stop in range(high, low, -8):
                 text = data[max(low, stop - 8) : stop]
                 words.append(stop - 8)

@@ -87,7 +87,8 @@ def distort(images: np.ndarray, amounts: np.ndarray) -> np.ndarray:
     """
     samples, channels, height, width = images.shape
     down, right, turn, tall, broad = (column[:, None, None] for column in amounts.T)
-    # Coordinates of the result, from its middle; float32 is exact enough below 2^20 pixels.
+    # Coordinates of the result's pixels, counted from its middle. In float32 they are exact enough
+    # for images of less than 2^20 pixels a side.
     y = np.arange(height, dtype=np.float32)[:, None] - (height - 1) / 2 - down
     x = np.arange(width, dtype=np.float32)[None, :] - (width - 1) / 2 - right
     cos, sin = np.cos(turn), np.sin(turn)

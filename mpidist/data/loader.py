@@ -1,11 +1,11 @@
-"""Read ahead: a thread takes the next batches from a data source while the model computes.
+"""Read ahead: a thread reads the next batches from a data source while the model computes.
 
     loop    compute 0 | compute 1 | compute 2 |          takes batch k when it needs it
     thread  1     2   |    3      |  (full)  4            as many ahead as fit into `prefetch` bytes
 
-A thread is used and not a process, because to fork a process after MPI has started is not safe. The
-thread makes no MPI calls. While a source reads or decompresses data, other Python threads can run.
-A source of arrays in memory gets no thread, because a thread would save no time.
+The reader is a thread and not a process, because to fork a process after MPI has started is not
+safe. The thread makes no MPI calls. While a source reads or decompresses data, other Python threads
+can run. A source of arrays in memory gets no thread, because a thread would save no time.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from .sources import Source
 PREFETCH = 64 << 20
 #: Most batches that are read ahead.
 _MOST = 64
-#: Seconds between two calls of `meanwhile` while the loop waits for a batch.
+#: Seconds between two calls of the argument `meanwhile` of `Loader.take`, while it waits for a
+#: batch.
 _LOOK = 0.001
-#: Most bytes, and most expected seconds, of the batches that the thread takes in one call. A call
-#: and a change of threads cost as much as many small samples.
+#: The most bytes, and the most expected seconds, of the batches that the thread reads in one call
+#: of the source. The thread reads several small batches in one call, because a call and a switch of
+#: threads take as long as many small samples.
 _AT_ONCE, _BRIEF = 4 << 20, 0.004
-#: The wait before the next `Starved` doubles up to this many seconds.
+#: The longest wait in seconds for a late batch: after each `Starved` the next wait is twice as
+#: long.
 _PATIENCE = 300.0
 
 
@@ -208,7 +211,7 @@ class Loader:
             entries = self._load_some(parts)
             with self._changed:
                 if number != self._round:
-                    continue  # these batches belong to an old plan
+                    continue  # a new plan has begun meanwhile: drop the batches of the old plan
                 if not entries:
                     self._iterator = None
                     continue
@@ -242,7 +245,7 @@ class Loader:
             for part in parts:
                 entries.append(self._load(part))
                 if entries[-1].error is not None or self._closed:
-                    break  # the other batches may fail as slowly, and are not needed yet
+                    break  # later batches, which may fail as slowly, are not needed yet
             return entries
         self.seconds += time.perf_counter() - began
         self.nbytes += sum(array.nbytes for array in batch)
@@ -259,7 +262,7 @@ class Loader:
         taken, error = None, None
         try:
             taken = self._careful.take(indices)
-        except BaseException as caught:  # `take` raises it
+        except BaseException as caught:  # `Loader.take` raises this error later
             error = caught
         nbytes = sum(array.nbytes for array in taken.batch) if taken else 0
         self._pace = time.perf_counter() - began

@@ -23,7 +23,8 @@ OPEN_FILES = 32
 _TOLD = OPEN_FILES - 1
 #: Bytes that the system reads ahead of a reader that reads a file in order.
 _AHEAD = 4 << 20
-#: Smaller arrays come from malloc; and the most bytes of free memory that `Rooms` keeps.
+#: `Rooms` keeps memory for arrays of at least the first number of bytes (smaller ones come from
+#: malloc), and keeps at most the second number of free bytes.
 _SMALL, _KEPT = 64 << 10, 64 << 20
 
 
@@ -98,7 +99,8 @@ class RunReader:
         """
         whole = len(runs)
         for number, run in enumerate(runs):
-            # So the system always reads `_TOLD` runs ahead.
+            # Before the first run the next `_TOLD` runs are announced to the system, and before
+            # each later run one more, so the system always reads `_TOLD` runs ahead.
             for soon in (
                 runs[number + _TOLD : number + _TOLD + 1] if number else runs[1 : 1 + _TOLD]
             ):
@@ -123,7 +125,7 @@ class RunReader:
     def _expect(self, file: int, begin: int, count: int) -> None:
         descriptor = self._descriptor(file)
         if hasattr(os, "posix_fadvise"):
-            with suppress(OSError):  # this is only advice; the read itself reports errors
+            with suppress(OSError):  # posix_fadvise is only a hint; the read reports errors
                 os.posix_fadvise(descriptor, begin, count, os.POSIX_FADV_WILLNEED)
 
 

@@ -27,7 +27,8 @@ from .shuffle import Bijection
 SHUFFLES = ("permutation", "bijection", "none")
 #: A larger data set is shuffled by a bijection: its permutation would take 32 MiB on every rank.
 PERMUTED = 1 << 22
-#: Places of a bijection that are computed at once, because a single batch takes as long.
+#: How many positions of a bijection are computed at once: computing those of one batch takes as
+#: long.
 _WINDOW = 1 << 14
 
 
@@ -105,7 +106,7 @@ class Sampler:
         first, last = 0, self.count
         stop = last if stop is None else stop
         if self.shuffle != "permutation":
-            # A window of a bijection begins at a multiple of its length.
+            # The window of computed indices begins at a multiple of its length.
             first = start - start % _WINDOW
             last = max(stop, min(first + _WINDOW, self.count))
         key = (self.shuffle, epoch, first, last)

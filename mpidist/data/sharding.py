@@ -103,15 +103,15 @@ def choose_sharding(
     dealt = deal(counts, [1] * size)
     most = max(sum(counts[f] for f in files) for files in dealt)
     mean = sum(counts) / size
-    uneven = f"the fullest of {size} ranks would have {most / max(mean, 1e-9):.2f} times the mean"
+    uneven = f"the largest share of a rank would be {most / max(mean, 1e-9):.2f} times the mean"
     if len(counts) >= size and most <= _UNEVEN * mean:
-        return "file", f"{len(counts)} files are even enough: {uneven}"
-    reason = f"{len(counts)} files do for no {size} ranks" if len(counts) < size else uneven
+        return "file", f"{len(counts)} files can be spread evenly: {uneven}"
+    reason = f"{len(counts)} files are too few for {size} ranks" if len(counts) < size else uneven
     if indexed:
         return "record", f"{reason}, and there is an index"
     if len(counts) >= len(ranks_of_nodes) > 1:
-        return "grid", f"{reason}, there is no index, and each of the nodes has files of its own"
-    return "record", f"{reason}, and there is no other way to give each rank as much"
+        return "grid", f"{reason}, there is no index, and there is at least one file per node"
+    return "record", f"{reason}, and no other mode gives all ranks equal shares"
 
 
 def deal(counts: Sequence[int], shares: Sequence[int]) -> list[list[int]]:

@@ -88,7 +88,7 @@ class BadRecordFilter:
                 time.sleep(WAIT * 2 ** (number - 1))
         raise SourceError(
             f"nothing of {name} can be read: {told(cause)}; tried {TRIES} times. No record was "
-            "skipped for it: run again when the data are back"
+            "skipped for this: run again when the data can be read"
         ) from cause
 
     def together(self, indices: np.ndarray) -> tuple | None:
@@ -130,7 +130,8 @@ class BadRecordFilter:
                 if place not in bad and isinstance(_root(caught), OSError | MemoryError):
                     again.append(place)
                 bad[place], cause = told(caught), _root(caught)
-        # Each sample can be taken, but not the batch: samples of another form are bad.
+        # The samples here can be taken alone. Those whose shapes or dtypes differ from the others
+        # cannot be in one batch with them, and count as bad.
         form = self._form or _commonest(singles.values())
         for place, single in list(singles.items()):
             if form is not None and _form(single) != form:
@@ -149,7 +150,7 @@ class BadRecordFilter:
                 batch = self.source.take(np.array([index]))
             except Exception as error:
                 if not isinstance(_root(error), _WHOLE):
-                    return False  # this record was read and found bad
+                    return False  # the source works: it has read this record and found it bad
             else:
                 self._form = self._form or _form(batch)
                 return False

@@ -12,7 +12,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-#: The file of the limit and the file of the events: of version 2, then of version 1.
+#: The names of the files with the memory limit and with the event counts, for control groups of
+#: version 2 and of version 1.
 _FILES = (("memory.max", "memory.events"), ("memory.limit_in_bytes", "memory.oom_control"))
 #: Version 1 writes "no limit" as a number that no machine has.
 _NO_LIMIT = 1 << 60
@@ -56,7 +57,7 @@ def group_of(pid: int | str = "self", root: Path = Path("/")) -> ControlGroup | 
             continue
         top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         folder = top / path.strip("/")
-        # In a container the path may be a path of the host, and the group's folder is the top.
+        # In a container /proc may give the path on the host. The folder of the group is then `top`.
         for place in (folder, top):
             if any((place / name).exists() for names in _FILES for name in names):
                 return ControlGroup(place, top)

@@ -137,8 +137,8 @@ class Injector:
             if fault.point == name and fault.number in (None, number):
                 act(fault, f"{name}:{number} on rank {self.rank}", about or {})
 
-    # The points below are functions that run often or that belong to other rooms. They contain no
-    # `fault_point`: if a fault asks for such a point, the function is wrapped.
+    # The points below are functions that run often, or that belong to other folders of the package.
+    # They contain no `fault_point`: if a fault asks for such a point, the function is wrapped.
 
     def _wrap(self) -> None:
         # A module that is not loaded yet is wrapped at a later point. Loading it here could start

@@ -38,13 +38,13 @@ from .process_table import born, is_running
 #: The environment variables that `mpidist launch` sets for its ranks: the folder of this attempt,
 #: its number (from 0), and ``HOST PID BORN`` of the launching process.
 FOLDER, ATTEMPT, LAUNCHER = ATTEMPT_FOLDER, "MPIDIST_ATTEMPT", "MPIDIST_LAUNCHER"
-#: The file that the launcher makes in the folder when the attempt is over.
+#: The file that `mpidist launch` makes in the attempt's folder when the attempt is over.
 OVER = "over"
-#: The file that appears when the program begins on any rank.
+#: The file in the attempt's folder that appears when the program begins on any rank.
 BEGUN = "begun"
-#: The exit code of a rank whose attempt is over.
+#: The exit code of a rank that ends itself because its attempt (start of the job) is over.
 ORPHAN = 70
-#: Seconds between two beats.
+#: Seconds between two heartbeats of a rank.
 INTERVAL = 1.0
 
 _BEAT, _STEP, _FIRST, _LEFT, _PID, _HEARD, _FAILED, _PEAK, _KILLS = range(9)

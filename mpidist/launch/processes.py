@@ -153,8 +153,8 @@ class Started:
         segments = mpi_segments(marked(self.mark)) if self.mark else set()
         if late := self.process.poll() is None:
             # After SIGTERM a launcher removes its folders and ends its own ranks. The whole process
-            # group gets the signal, because the command may be a child of a process that has only
-            # entered a namespace.
+            # group gets the signal, because the started process may only enter a namespace, and run
+            # the launcher as its child.
             self._signal(signal.SIGTERM)
             deadline = time.monotonic() + 2
             while self._signal(0) and time.monotonic() < deadline:

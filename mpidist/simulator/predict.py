@@ -64,7 +64,7 @@ def predict(name: str, problem: Problem, *, fast: bool | None = None) -> Cost:
         if steps > MAX_STEPS:
             raise ConfigError(
                 f"{name} on {size} ranks takes {steps} steps to simulate, at most {MAX_STEPS}; "
-                f"forms for many ranks exist of ring, {', '.join(CLASSES)}"
+                f"only these have a shortcut for many ranks: ring, {', '.join(CLASSES)}"
             )
     return simulate.simulate(build, problem)
 

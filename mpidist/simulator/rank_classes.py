@@ -83,7 +83,8 @@ def of_double_tree(size: int, n: int, itemsize: int) -> list[Class]:
         alike[shape].append((rank, places))
     result = []
     for shape, members in alike.items():
-        # Steps are built with columns of this table in place of peers.
+        # The table has the peers of every rank of the class, one row per rank. The steps are built
+        # once, with the numbers of the table's columns in place of peers.
         table = np.array(
             [
                 [q for here in places for q in (here.parent, *here.children) if q is not None]

@@ -111,7 +111,7 @@ class _Rank:
     def take(self, i: int) -> float:
         """Return when step `i` begins; the next send (or receive) with its peer may then begin."""
         if self.needs[i]:
-            raise ScheduleError(f"{self.compiled.steps[i]} needs what a later step of it brings")
+            raise ScheduleError(f"{self.compiled.steps[i]} needs the data of a later step")
         for k in self.compiled.followers[i]:
             self._release(k, self.ready[i])
         return self.ready[i]
@@ -158,7 +158,8 @@ class _Machine:
             start, before = begin, self.out[node]
             if nbytes > LONG:
                 start = max(begin, self.crossed.pop((source, target), 0.0))
-            # With a token bucket, the clock of a link may be late by the time for `burst` bytes.
+            # `out` is when the link would be free at its long-term rate. A full token bucket means
+            # that `out` is earlier than the start by the time of `burst` bytes, and never by more.
             self.out[node] = max(before, start - net.burst * net.gap) + nbytes * net.gap
             self.fast[node] = max(self.fast[node], start) + nbytes * net.peak
             left = max(self.out[node], self.fast[node])
@@ -171,7 +172,7 @@ class _Machine:
         return max(start, min(before, left)), left, arrival
 
     def seen(self, source: int, target: int) -> tuple[int, int]:
-        """Return sender and receiver, shifted by whole nodes so that the receiver is simulated."""
+        """Return the simulated ranks in the places of `source` and `target`, shifted by nodes."""
         here = target % self.simulated
         return (source - target + here) % self.problem.size, here
 

@@ -1,4 +1,5 @@
 """Training: `md.train`, which uses collectives, servers, data, checkpoints and `md.guard`.
 
-Read ``train.py`` first. ``exchanges/`` contains the ways to combine the gradients of all ranks.
+Begin to read the code with ``train.py``. ``exchanges/`` contains the ways to combine the gradients
+of all ranks.
 """

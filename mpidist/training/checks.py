@@ -38,7 +38,7 @@ def brief(value, longest: int = 60) -> str:
         return f"the class {value.__name__}"
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # a repr of a user's own
+    except Exception:  # a user's `__repr__` may raise
         text = type(value).__name__
     if text.startswith("<") or len(text) > longest:
         name = getattr(value, "__name__", None)

@@ -16,7 +16,8 @@ from ..errors import BadRecord, SourceError
 from ..gradients.flat_views import flat_views
 from .quarantine import Quarantine
 
-#: Exceptions by which a model rejects a record. Any other exception is a mistake in the program.
+#: Exceptions by which a model rejects a record. Any other exception of a model is a mistake in the
+#: program.
 REJECTIONS = (ValueError, ArithmeticError, IndexError)
 
 
@@ -77,7 +78,8 @@ class Feed:
         `meanwhile` is called again and again while a thread reads the samples.
         """
         self.starved = 0.0
-        # A call of the model that is discarded must leave the running statistics as they were.
+        # If the results of a model call are discarded, the model's running statistics must not
+        # change either.
         self._state = {k: array.copy() for k, array in getattr(self.model, "state", {}).items()}
         began = time.monotonic()
         try:

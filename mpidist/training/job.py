@@ -138,12 +138,13 @@ def read_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
-    # Names come first: another choice than the file's drops the settings of the file's choice.
+    # The keys `name` are applied first. If the command line gives a table another name than the
+    # file does, the table's other settings in the file belong to the old name and are dropped.
     for text in sorted(settings, key=lambda text: not text.partition("=")[0].endswith(".name")):
         _apply(values, text)
     given = {text.partition("=")[0].strip() for text in settings}
     for asked, other in (("steps", "epochs"), ("epochs", "steps")):
-        # Steps on the command line replace the epochs of the file, and vice versa.
+        # `steps` on the command line replaces `epochs` of the file, and the other way round.
         if asked in given and other not in given:
             values.pop(other, None)
     return check_job(values, str(path))

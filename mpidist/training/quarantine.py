@@ -97,7 +97,7 @@ class Quarantine:
         stops, starving, records = zip(*everyone, strict=True)
         found = sorted(itertools.chain(*records))
         self.found = []
-        if not any(starving):  # else the step is tried again
+        if not any(starving):  # otherwise the step is repeated, and counts then
             self.skipped += len(found)
         new = {index: reason for index, reason in found if index not in self.known}
         if new:
@@ -139,7 +139,8 @@ class Quarantine:
         self.known.clear()
         self._learn({} if retry else {int(index): str(reason) for index, reason in bad})
         if self.comm is not None and self.comm.rank == 0 and (bad or self.skipped):
-            # The file must equal the list; records found after the checkpoint are found again.
+            # The file is written anew, because it must equal the restored list. Bad records that
+            # were found after the checkpoint will be found again.
             self._write(self.known, "w")
 
     def error(self, saved: str) -> TooManyBadRecords:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from .. import events
 from .settings import PRESENCE, shortened
 
-#: Settings of one start and not of the run.
+#: Settings that may differ between the starts of one run.
 _OF_THIS_START = (
     *PRESENCE, "checkpoint", "checkpoint.path", "resume", "retry_bad", "stop_after", "time_limit",
     "watch_seconds",
@@ -49,7 +49,7 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
         if None in pair and (kind == name or old.get(kind) != new.get(kind)):
             continue  # only one version of mpidist, or one kind of object, has this setting
         if ", an update of " in name and lines:
-            continue  # the effect of a learning rate is shown only if no other line shows a change
+            continue  # this effect of a learning rate is reported only if nothing else changed
         if any(value and value.endswith(" entries") for value in pair):
             tables.append(name)
         lines.append(f"{name}: {_whole(old, name)} when saved, {_whole(new, name)} now")

@@ -87,7 +87,8 @@ class Progress:
         loss, flag = self.exchange.reduce(loss, samples, total, stop or feed.unusual)
         if not flag:
             return loss, total
-        # All ranks see the flag, which means a stop or an incomplete batch, and agree on both.
+        # The flag is true on all ranks if a rank wants to stop or has an incomplete batch. The
+        # ranks now agree on whether the run stops and on what is missing.
         verdict = self.quarantine.agree(stop, feed.starved > 0)
         self.stopping = verdict.stop or self.quarantine.full
         if verdict.starved:
@@ -222,7 +223,7 @@ class Progress:
 
     def save(self, step: int, background: bool = False) -> None:
         """Save this rank's part of the state under the number `step`. Collective over all ranks."""
-        self.settle()  # else a failed save in the background would prevent this save
+        self.settle()  # otherwise the error of an earlier background save would prevent this save
         fault_point("save", step)
         self.saved_step = step
         if background and hasattr(self.store, "save_async"):
@@ -230,7 +231,7 @@ class Progress:
         else:
             self._saves(lambda: self.store.save(step, self.state()))
             if self.saved_step == step and hasattr(self.store, "wait"):
-                self._saves(self.store.wait)  # a tiered store returns once its first tier is done
+                self._saves(self.store.wait)  # save of a TieredStore returns early
         fault_point("saved", step)
         if self.saved_step == step:
             events.emit("checkpoint", step=step)
@@ -269,11 +270,12 @@ class Progress:
         like = self.state(saving=False)
         like.setdefault("run", {"step": 0, "epoch": 0, "offset": 0, "seed": 0, "selection": {}})
         like["run"].update(ranks=self.comm.size, resizes=0)
-        like["run"]["shuffle"] = "permutation"  # what a checkpoint without this entry used
+        like["run"]["shuffle"] = "permutation"  # for checkpoints without this entry
         try:
             _, state = self.store.restore(like)
         except NoCheckpoint:
-            # An empty store begins a run, but damaged checkpoints must not be overwritten.
+            # Without any checkpoint the run begins anew. If all checkpoints are damaged the run
+            # must not begin anew, because it would overwrite them.
             if resume is True or self.store.all_steps():
                 raise
             return
@@ -289,7 +291,7 @@ class Progress:
         if facts["shuffle"] != self.sampler.shuffle:
             given = self.sampler.shuffle
             self.changed.append(f"shuffle: {facts['shuffle']} when saved, which stays; {given} now")
-        # A position is only valid in the order of the run that saved it.
+        # The saved position is only valid in the order in which the saving run used the samples.
         self.sampler.set_shuffle(facts["shuffle"])
         self.quarantine.restore(facts.get("bad", []), facts.get("skipped", 0), retry_bad)
         self.stopping = self.quarantine.full

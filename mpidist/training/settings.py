@@ -37,9 +37,10 @@ from .strategies import as_strategy
 #: Arguments that may differ between ranks, and arguments of which only the presence is compared.
 MAY_DIFFER = ("comm", "loading", "quarantine", "callbacks")
 PRESENCE = ("test_data", "on_resize")
-#: Arguments that functions of their own describe.
+#: Arguments that separate functions describe in words.
 _SPECIAL = ("model", "data", "optimizer", "strategy", "checkpoint")
-#: The most ranks whose words are compared, and the most characters of a value in a message.
+#: The most ranks whose settings are compared word by word, and the most characters of a value in an
+#: error text.
 _WITNESSES, _LONGEST = 8, 80
 
 
@@ -210,7 +211,7 @@ def _number(value) -> str:
         return repr(bool(value))
     if not isinstance(value, Integral):
         return repr(float(value)).removesuffix(".0")
-    # Python writes no more than 4,300 digits.
+    # Python refuses to write an integer of more than 4,300 digits in decimal.
     return repr(int(value)) if int(value).bit_length() < 10_000 else hex(value)
 
 
@@ -295,8 +296,9 @@ def settings_difference(everyone: Sequence[tuple[str, Mapping[str, str] | None]]
     common = {name: {words.get(name) for words in kinds.values()} for name in names}
     odd = [name for name, values in common.items() if len(values) > 1]
     if not odd:
-        return "md.train: the ranks were given different settings, each in many others"
-    # Prefer a setting that all ranks have to one that only some kind of object has.
+        return "md.train: the settings of the ranks differ, in more ways than could be compared"
+    # The error names a setting that all ranks have, if there is one. A setting that only some ranks
+    # have is only a consequence of another difference, such as another optimizer.
     first = next((name for name in odd if None not in common[name]), odd[0])
     groups: dict[str, list[int]] = {}
     for rank, (digest, _) in enumerate(everyone):

@@ -36,10 +36,10 @@ class AllReduce:
     bucket_bytes : int or "auto"
         Size of the buckets in which gradients are sent between nodes.
     overlap : bool
-        Exchange gradients between nodes while backward still runs.
+        Whether gradients are exchanged between nodes while the backward pass still runs.
     progress : "hooks" or "thread"
-        What advances the exchanges that have begun: each call of ``ready`` by the model ("hooks"),
-        or a thread ("thread").
+        How exchanges that have begun make progress: in each call of ``ready`` by the model
+        ("hooks"), or in a thread ("thread").
     accumulate : int
         The number of parts into which a rank cuts its batch, to save memory. A rank adds up the
         gradients of all parts and then exchanges the sum once.

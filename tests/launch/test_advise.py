@@ -94,12 +94,12 @@ def test_bench_explain(tmp_path):
              "--step", "8", "--json", str(tmp_path / "rows.json")]  # fmt: skip
     env = {"MPIDIST_SELECTION_CACHE": "1", "XDG_CACHE_HOME": str(tmp_path)}
     first = launch(2, words, env=env).check().stdout
-    assert "2 of 2 classes measured now" in first
+    assert "2 of 2 size classes measured now" in first
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["bytes"] for row in rows] == [8, 64]
     # Of two that are within 3 % the simpler is taken; what is printed is rounded.
     assert all(row["us"][row["algorithm"]] <= 1.04 * min(row["us"].values()) for row in rows)
-    (table,) = [line for line in first.splitlines() if line.startswith("# table ")]
+    (table,) = [line for line in first.splitlines() if line.startswith("# fingerprint ")]
     assert len(table.split()[2].rstrip(":")) == 16
     assert launch(1, words, env=env).returncode == 2
 

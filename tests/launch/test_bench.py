@@ -49,7 +49,7 @@ def test_overlap_on_one_node_says_that_nothing_travels(tmp_path):
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["progress"] for row in rows] == ["hooks", "thread"]
     assert all(row["hidden"] is None and not row["overlap"] for row in rows)
-    assert "nothing travels" in result.stdout
+    assert "no messages are sent" in result.stdout
 
 
 def test_training_steps(tmp_path):

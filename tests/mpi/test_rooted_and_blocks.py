@@ -119,7 +119,7 @@ def test_gather_and_scatter(comm, xp):
             np.testing.assert_array_equal(host(block), expected)
 
 
-#: docs/collectives.md, "What auto takes elsewhere": operation -> algorithm.
+#: docs/collectives.md, "What auto means for other operations": operation -> algorithm.
 PAGE = (Path(__file__).parents[2] / "docs" / "collectives.md").read_text(encoding="utf-8")
 DOCUMENTED = {
     operation: name

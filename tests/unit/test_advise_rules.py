@@ -106,7 +106,7 @@ def test_what_is_not_confirmed_is_taken_back(tmp_path):
     times = {"default": {64: 10, 1024: 40}, "ring": {64: 9, 1024: 20}, "linear": {64: 5, 1024: 20}}
     rows, files, text = advised(tmp_path, {**times, "advised": {64: 11, 1024: 20}})
     assert [r["algorithm"] for r in rows] == ["default", "linear"]
-    assert "64 bytes: linear gained 0.91 times, left as it was" in text
+    assert "64 bytes: linear was 0.91 times as fast, default kept" in text
     assert "\n64 1" not in files["allreduce.rules"]
     rows, files, text = advised(tmp_path, {**times, "advised": {64: 11, 1024: 41}})
     assert files == {}

@@ -90,12 +90,18 @@ def test_independent_shuffles_are_measured():
 @pytest.mark.parametrize(
     ("counts", "nodes", "indexed", "mode", "why"),
     [
-        ([10] * 8, [2, 2], True, "file", "8 files are even enough"),
-        ([10] * 8, [2, 2], False, "file", "8 files are even enough"),
-        ([10] * 2, [2, 2], True, "record", "2 files do for no 4 ranks, and there is an index"),
-        ([10] * 2, [2, 2], False, "grid", "each of the nodes has files of its own"),
+        ([10] * 8, [2, 2], True, "file", "8 files can be spread evenly"),
+        ([10] * 8, [2, 2], False, "file", "8 files can be spread evenly"),
+        (
+            [10] * 2,
+            [2, 2],
+            True,
+            "record",
+            "2 files are too few for 4 ranks, and there is an index",
+        ),
+        ([10] * 2, [2, 2], False, "grid", "there is at least one file per node"),
         ([100, 1, 1, 1], [2], True, "record", "1.94 times the mean, and there is an index"),
-        ([100], [2, 2], False, "record", "no other way"),
+        ([100], [2, 2], False, "record", "no other mode gives all ranks"),
     ],
 )
 def test_auto_says_what_and_why(capsys, counts, nodes, indexed, mode, why):

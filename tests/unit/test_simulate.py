@@ -132,5 +132,5 @@ def test_repeats_are_the_mean_of_calls_in_a_row():
 def test_a_schedule_that_cannot_be_swept_is_refused():
     """A send may need what earlier rounds brought, not its own."""
     plans = [[recv(0, 1, (0, 4)), send(0, 1, (0, 4))], [send(0, 0, (0, 4)), recv(0, 0, (4, 8))]]
-    with pytest.raises(check.ScheduleError, match="needs what a later step"):
+    with pytest.raises(check.ScheduleError, match="needs the data of a later step"):
         times(plans, NET)

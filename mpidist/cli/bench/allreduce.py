@@ -29,7 +29,7 @@ def add_options(parser) -> None:
     levels = ["funneled", "multiple"]
     add("--thread-level", choices=levels, default="multiple", help="requested from MPI (multiple)")
     add("--cold", action="store_true", help="use vectors that are not in the cache")
-    add("--consistency", action="store_true", help="also MPI's reduce+broadcast and the like")
+    add("--consistency", action="store_true", help="also MPI's reduce + broadcast (and such)")
     add("--torch", action="store_true", help="also PyTorch over gloo, where installed")
     add("--wire", metavar="DEVICE", help="count the bytes that DEVICE, such as eth0, sends")
     choices.add_options(parser)
@@ -66,7 +66,7 @@ def run(comm, args) -> list[dict]:
     from ...bench.allreduce_times import check_forms, measure, size_range
     from ...collectives import selection
 
-    selection.remember_in(comm, None)  # auto must choose anew, and not from its cache
+    selection.remember_in(comm, None)  # auto must measure again, and not use cached choices
     check_forms(args.forms, args.low, args.cold)
     with ExitStack() as stack:
         facts = {

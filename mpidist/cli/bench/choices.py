@@ -14,7 +14,7 @@ def add_options(parser) -> None:
     """Add ``--explain``, ``--advise`` and their options."""
     add = parser.add_argument_group("instead of the bench").add_argument
     add("--explain", action="store_true", help="what auto chooses, and why")
-    add("--checkpoint", metavar="DIR", help="explain the choices in this checkpoint")
+    add("--checkpoint", metavar="DIR", help="explain: begin with the choices in this checkpoint")
     add("--advise", action="store_true", help="try MPI's own algorithms; started without mpirun")
     add("--ranks", type=int, help="advise: ranks to start (all cores)")
     add("--launcher", help="advise: how to start ranks: 'mpirun -n 8 --hostfile h'")
@@ -36,11 +36,11 @@ def print_choices(comm, args) -> list[dict]:
         comm,
         f"# what auto chooses, {comm.size} ranks, {library()}, {args.dtype}, "
         f"thread level {args.thread_level}",
-        f"# cluster {cache.fingerprint}, remembered {f'in {cache.path}' if cache.path else 'not'}; "
-        f"{fresh} of {len(rows)} classes measured now, in {seconds:.2f} s",
+        f"# cluster {cache.fingerprint}, cache {cache.path or 'off'}; {fresh} of {len(rows)} size "
+        f"classes measured now, in {seconds:.2f} s",
         *explain.explanation_lines(rows),
-        f"# table {selection.table_fingerprint(selection.table(comm))}: where it is equal, auto "
-        "adds in the same order",
+        f"# fingerprint {selection.table_fingerprint(selection.table(comm))} of all choices: runs "
+        "with the same fingerprint add in the same order",
     )
     return rows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .common import check_folder, library, print_rows
 
-HELP = "HDF5 and TFRecord against a plain sequential read"
+HELP = "reading HDF5 and TFRecord, against a plain sequential read"
 
 
 def add_options(parser) -> None:

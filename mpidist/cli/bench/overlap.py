@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .common import head, library, say
 
-HELP = "share of the exchange hidden behind backward"
+HELP = "share of the gradient exchange that overlaps with the backward pass"
 
 
 def add_options(parser) -> None:
@@ -32,5 +32,5 @@ def run(comm, args) -> list[dict]:
         times = "".join(f"{row[name]:>13.2f}" for name in ("exchange_ms", "backward_ms", "step_ms"))
         say(comm, f"{times}{hidden:>13}{row['buckets']:>13}  {progress}")
     if not rows[0]["overlap"]:
-        say(comm, "# all ranks are on one node: nothing travels, and nothing can be hidden")
+        say(comm, "# all ranks are on one node: no messages are sent, so nothing can overlap")
     return rows

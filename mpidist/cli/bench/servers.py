@@ -11,10 +11,10 @@ HELP = "speed-up of SSP and ASP over BSP with uneven steps"
 def add_options(parser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--servers", type=int, default=1, help="ranks that serve (1)")
-    parser.add_argument("--staleness", type=int, default=4, help="clocks ahead that SSP allows (4)")
+    parser.add_argument("--staleness", type=int, default=4, help="steps ahead under SSP (4)")
     parser.add_argument("--steps", type=int, default=100, help="steps of each worker (100)")
     parser.add_argument("--unit", type=float, default=0.02, help="seconds of a short step (0.02)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the lengths of steps (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random step times (0)")
 
 
 def run(comm, args) -> list[dict]:

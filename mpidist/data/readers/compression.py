@@ -58,7 +58,7 @@ class _Cursor:
         while True:
             packed = self._pread(self._at, _CALL)
             if self._stream is None:
-                # Another stream may follow after zeros, which fill up a block of a tape.
+                # After zeros, which tapes use to fill up a block, another stream may follow.
                 zeros = len(packed) - len(packed.lstrip(b"\0"))
                 if zeros:
                     self._at += zeros
@@ -169,7 +169,8 @@ class Compressed:
         start = number * _BLOCK
         stop = min(start + _BLOCK, self.size)
         point = start - start % self._spacing
-        # Begin where the last block ended, or at the nearest point before `start`.
+        # Decompression begins where the last block ended, or at the nearest point (saved state)
+        # before `start`.
         owner, cursor = self._cache.cursor or (self, self._points[point])
         self._cache.cursor = None
         if owner is not self or not point <= cursor.place <= start or cursor.place == point:

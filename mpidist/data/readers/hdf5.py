@@ -109,7 +109,7 @@ class HDF5:
                 low, high = int(indices[0]), int(indices[-1]) + 1
                 return tuple(reader.piece(low, high) for reader in self._readers)
             order = np.argsort(indices, kind="stable")
-            # The readers write each row to its place in the batch.
+            # Each of the readers writes a row to its place in the batch.
             return tuple(reader.read(indices[order], order) for reader in self._readers)
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class _Rows:
         out, width = self._rooms.empty((len(rows), *self._shape), self._dtype), self._nbytes
         room = bytes_of(out)
         begins = self._where(rows)
-        # Begin a new run where the gap to the next row is too long to read.
+        # A new run (a range of bytes) begins where the gap to the next row is too long to be read.
         steps = np.diff(begins)
         cuts = np.flatnonzero((steps > _GAP + width) | (steps < 0)) + 1
         bounds = [0, *cuts.tolist(), len(rows)] if len(rows) else [0]

@@ -214,7 +214,7 @@ class LibSVM:
         raise ConfigError(
             f"libsvm: {self.name}: line {line} has column {column}, so a dense sample "
             f"would take {4 * self.features / 2**20:.0f} MiB; if that is right give "
-            f"features={self.features}, else mend the line or give the features that there are"
+            f"features={self.features}, else repair the line or give the number of columns"
         )
 
     def take(self, indices) -> tuple:

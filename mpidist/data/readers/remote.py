@@ -123,7 +123,7 @@ def _listed(table: Mapping) -> tuple[dict[str, list[str]], str | None]:
         for text in texts:
             try:
                 found[key] += _matching(text) if "://" in text else [text]
-            except Exception as error:  # it was raised on rank 0 alone; all ranks must get the text
+            except Exception as error:  # only rank 0 has this error, so its text goes to all ranks
                 return {}, f"data: {key}: cannot look up {without_secrets(text)}: {error}"
     return found, None
 
@@ -231,7 +231,7 @@ def _copy(url: str, partial: Path, bandwidth: float | None) -> None:
 def _opened(url: str) -> Iterator[tuple]:
     """Open a URL; yield a file, and its length or None if the protocol does not report it."""
     if _of_the_web(url):
-        from urllib.request import urlopen  # takes 20 ms, which most starts do not need
+        from urllib.request import urlopen  # this import takes 20 ms, and most runs do not need it
 
         with urlopen(url, timeout=_SILENCE) as answer:
             length = answer.headers.get("Content-Length")
@@ -251,6 +251,6 @@ def _fsspec():
         import fsspec
     except ImportError:
         raise ConfigError(
-            'remote data come through fsspec, not here: pip install "mpidist[data]"'
+            'remote data need fsspec, which is missing: pip install "mpidist[data]"'
         ) from None
     return fsspec

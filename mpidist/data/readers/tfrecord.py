@@ -44,7 +44,7 @@ def _checksum():
         from google_crc32c import implementation, value
     except ImportError:
         raise ConfigError(
-            'TFRecord files are checked by google-crc32c, not here: pip install "mpidist[data]"'
+            'TFRecord files need google-crc32c, which is missing: pip install "mpidist[data]"'
         ) from None
     return value if implementation == "c" else lambda data: value(bytes(data))
 
@@ -128,7 +128,8 @@ class TFRecords:
             raise ConfigError(f"tfrecord: cannot read {path}: {error.strerror}") from None
         look: Callable[[int, int], bytes] = partial(self._pread, number)
         head = look(0, _HEAD)
-        # The checksum decides: 2 of 65,536 lengths look like the head of a compressed file.
+        # The checksum of the first length decides whether the file is plain, because 2 of 65,536
+        # lengths look like the first bytes of a compressed file.
         if is_compressed(head) and not self._is_head(head):
             self._packed[number] = Compressed(look, self._cache)
             look = _Forward(self._packed[number].pieces())
@@ -218,7 +219,7 @@ class TFRecords:
         """Return the numbers of those records of `laid` that have a wrong length or checksum."""
         data, starts, stops = laid
         short = np.flatnonzero(stops - starts < _HEAD + _FOOT)
-        if len(short):  # these have no head and foot that could be compared below
+        if len(short):  # too short for a head and a foot
             return short
         crc = self._crc
         bounds = zip((starts + _HEAD).tolist(), (stops - _FOOT).tolist(), strict=True)

@@ -56,7 +56,7 @@ class Replicas:
             self.comm, self.model.parameters, algorithm=self.algorithm, **settings
         )
         self.gradients = self.exchange.views
-        # A user's own model may have no parameter `ready`.
+        # The method of a user's own model may have no argument `ready`.
         self._has_ready = "ready" in signature(self.model.loss_and_gradients).parameters
         if self.accumulate > 1:
             self._scratch, _ = flat_views(self.model.parameters)
@@ -86,11 +86,11 @@ class Replicas:
                 else:
                     loss = self._call(batch, self.gradients, self._ready)
             except ConfigError:
-                raise  # no record causes this error
+                raise  # a wrong setting, not a bad record
             except REJECTIONS as error:
                 if not self._sending:
                     raise
-                raise RuntimeError("the model failed when gradients were under way") from error
+                raise RuntimeError("the model failed after gradients had been sent") from error
             check_in_place(self.gradients, views)
             return loss
 
@@ -206,7 +206,7 @@ class Replicas:
         context = of(self.comm)
         if context.failed or context.closed or context.size == 1:
             return
-        if context.handles:  # the others wait for a bucket that is under way
+        if context.handles:  # other ranks wait for a bucket
             context.break_off(error, min(handle.sequence for handle in context.handles))
         else:
             context.raised(error)

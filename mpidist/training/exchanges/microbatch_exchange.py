@@ -34,7 +34,8 @@ from ..checks import check_loss
 from ..feed import REJECTIONS, beside
 from .allreduce_exchange import Replicas, check_in_place
 
-#: Exchanges of each kind that are timed for `PieceReplicas.price`.
+#: How many exchanges in a fixed order, and how many plain ones, are timed for
+#: `PieceReplicas.price`.
 ROUNDS = 5
 #: Bytes of gradients that one call of a model may fill. One call for several pieces saves time only
 #: if the gradients are small; for large ones it would only need more memory.
@@ -51,13 +52,15 @@ class PieceReplicas(Replicas):
         self.pieces = pieces
         self._state = checked_state(model)
         self._together = together(model, -(-pieces // comm.size))
-        # Memory for the gradients of that many pieces; the memory of the first also gets the sum.
+        # Memory for the gradients of `_together` pieces; the sum of all pieces is written into the
+        # memory of the first one.
         self._rows, self._filled = flat_views(model.parameters, (self._together,))
         self.gradients = {name: rows[0] for name, rows in self._rows.items()}
         self.flat = [rows[0] for rows in self._filled]
         self._after, vectors = flat_views(self._state) if self._state else ({}, [])
         self._vectors = [*self.flat, *vectors]
-        # The request to stop is a vote of every rank, also of a rank without pieces.
+        # A rank without pieces can request a stop too, so the request is a vote of each rank and
+        # not a value of a piece.
         self._sums = [
             PieceSum(comm, vector.size, vector.dtype, pieces, votes=int(k == 0), like=vector)
             for k, vector in enumerate(self._vectors)
@@ -153,7 +156,8 @@ class PieceReplicas(Replicas):
         try:
             loss = self.model.loss_and_gradients(batch, self.gradients)
         finally:
-            # Every piece starts from the model state before the step; its new state is kept apart.
+            # Every piece starts from the model state before the step; the state after the piece is
+            # stored in separate memory.
             for name, array in self._state.items():
                 self._after[name][...] = array
                 array[...] = self._before[name]

@@ -65,8 +65,9 @@ class Served:
         assert self.workers is not None  # this rank is a worker
         self.agreement = Agreement(self.workers, slack + 2, self.group.progress)
         self._samples = 0
-        # Every wait answers requests to stop, as it answers the requests to a server on this rank:
-        # a worker that wants to stop waits for the answers of all, and others may wait for it.
+        # While this rank waits for anything, it answers requests to stop, and requests to a server
+        # on this rank. If it did not, two workers could wait for each other: a worker that wants to
+        # stop waits for the answers of all workers, one of which may wait for this worker.
         self._serve = self.group.link.background
         self.group.link.background = self._attend
 
@@ -246,7 +247,7 @@ class Agreement:
     def close(self) -> None:
         """Receive all remaining messages and free the communicator. Collective over the workers."""
         if self._named is None:
-            self._name(0)  # others may have begun the maximum, which needs every rank
+            self._name(0)  # other workers may have begun the allreduce, which needs all workers
         self.wait(self._request.Test)
         told = np.array([bool(self._notes)], np.int64)
         self.wait(self.comm.Iallreduce(MPI.IN_PLACE, told, MPI.SUM).Test)
