@@ -76,7 +76,7 @@ class TieredStore(Store):
             self._folder = Path(checked_path("local", local)).absolute()
             if self._folder == Path(checked_path("path", path)).absolute():
                 raise ConfigError(
-                    f"local={shown(local)} is the shared folder; give one of the node"
+                    f"local={shown(local)} is the shared folder; give a folder of the node"
                 )
             expected = "a number of steps of 1 or more"
             return {"local_keep": checked_number("local_keep", local_keep, 1, expected)}
@@ -91,7 +91,7 @@ class TieredStore(Store):
             super().__init__(comm)
             here = (topology_of(comm).node, str(self._folder))
             places = run_on_all(comm, "TieredStore", lambda: here, lambda all: all)
-            # All ranks are here: they have just agreed.
+            # `Split` blocks, but all ranks have just agreed to call it.
             self._node = comm.Split(places.index(here), comm.rank)
         self._local: Any = None  # a CheckpointStore, once the shared folder has an identity
         self._ours = False  # whether this run continues the history of the nodes' copies
@@ -144,7 +144,7 @@ class TieredStore(Store):
         with self._call("restore"):
             self.wait()
 
-            def check() -> dict:  # the shared store checks later, after the look at the nodes
+            def check() -> dict:  # `shared` checks only after the copies are tried
                 given = {"like": "none" if like is None else "a state"}
                 return {**which(step, history), **given, "verify": yes_or_no("verify", verify)}
 
@@ -295,7 +295,8 @@ class TieredStore(Store):
             identity = by_rank_0(self._comm, "copies on the nodes", look)
             if identity is not None:
                 self._local = CheckpointStore(self._node, self._folder / identity, keep=self._keep)
-                # A node has little memory, and the shared folder has the steps of other histories.
+                # A node keeps no steps of other histories: its memory is small, and the shared
+                # folder has these steps.
                 self._local._keep.others = False
 
     def _common(self, like: Mapping, step: int | None) -> list[tuple[int, int]]:
@@ -337,7 +338,7 @@ class TieredStore(Store):
             extras = tree(iter(node_copies.extras(like)))
             arrays = node_copies.arrays(like, self._comm.rank)
             _, state = self._local.restore({**arrays, "extras": extras}, step)
-            self._local._keep.verified = None  # or the node would keep this step for ever
+            self._local._keep.verified = None  # otherwise the node would keep this step for ever
             pieces = [(path, leaf) for path, leaf in leaves(like) if isinstance(leaf, Shard)]
             whole = leaves(state.get("arrays", {}))
             return tree(iter([*whole, *leaves(state["extras"]), *pieces]))
@@ -356,7 +357,8 @@ class TieredStore(Store):
         self._open(make=False)
         if self._local is not None:
             self._close_nodes((math.inf,))
-            # Nodes that are not part of this job keep their copies, under an identity of no run.
+            # Nodes that are not part of this job keep their copies. With the new identity, no run
+            # uses these copies again.
             rotate = partial(node_copies.rotate_id, self.path)
             by_rank_0(self._comm, "new name for copies", rotate)
 

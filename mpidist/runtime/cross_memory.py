@@ -20,7 +20,7 @@ from mpi4py import MPI
 from ..errors import ConfigError, MpidistError
 
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
-_TOKEN = 16  # bytes that the memory of another process does not hold by chance
+_TOKEN = 16  # bytes: too many to be equal by chance
 _MOST = 1 << 30  # bytes of one call; the kernel copies at most 2 GiB less a page
 
 
@@ -106,15 +106,15 @@ class CrossMemory:
             try:
                 self.read(other, address, found.ctypes.data, _TOKEN)
                 if found.tobytes() != bytes_:
-                    problem = f"process {self.pids[other]} is another one here"
+                    problem = f"process number {self.pids[other]} is another process here"
                     continue  # this rank must not write to a foreign process
                 self.write(other, inbox + rank * _TOKEN, token.ctypes.data, _TOKEN)
             except MpidistError as error:
                 problem = str(error)
-        comm.Barrier()  # all answers have been written
+        comm.Barrier()  # after it, all ranks have written their answers
         for other, (bytes_, _, _) in enumerate(everyone):
             if other != rank and answers[other].tobytes() != bytes_:
-                problem = problem or f"what process {self.pids[other]} wrote did not arrive"
+                problem = problem or f"data that process {self.pids[other]} wrote did not arrive"
         problems = [text for text in comm.allgather(problem) if text]
         if problems:
             raise ConfigError(f"ranks of this node cannot reach each other: {problems[0]}")

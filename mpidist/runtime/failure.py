@@ -71,7 +71,7 @@ _child = False  # whether this process was forked by a rank
 _ending = False  # whether the ranks of an elastic group end the job by an error
 _survives = False  # whether a rank has died, and this process has gone on without it
 _exit_barrier = MPI.COMM_NULL  # a duplicate of all ranks, for notes and for leaving together
-_unclaimed = [None]  # emptied by the thread that makes the exit barrier; pop is one step
+_unclaimed = [None]  # emptied by the thread that makes the exit barrier
 _speaking = threading.Lock()
 
 
@@ -107,7 +107,7 @@ def hook(comm: MPI.Comm) -> None:
         if MPI.COMM_WORLD.size == 1:
             # Open MPI leaves a file of 16 MiB behind if a program is started without a launcher.
             atexit.register(unlink_segments)
-    events.verbosity()  # raises if its variable is wrong, and the hook then ends the job
+    events.verbosity()  # raises if MPIDIST_VERBOSE is wrong; the hook then ends the job
 
 
 def claim_exit_barrier(comm: MPI.Comm) -> bool:

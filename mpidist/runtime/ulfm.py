@@ -35,9 +35,9 @@ _TAG = 9
 #: does not go on, its exit code is in the bits above.
 _WELL, _GO_ON, _CODE = 1, 2, 8
 _ANY_CODE = 0xFF << _CODE
-#: What MPI may still use after a death: it is never freed.
+#: Objects that MPI may still use after a death; they are never freed.
 _GRAVE: list = []
-#: Seconds in which MPI reports a death that the kernel has shown already.
+#: Seconds within which MPI reports a death that the kernel has shown already.
 _REPORT, _SOON = 2.0, 0.5
 _DEATH = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 
@@ -177,7 +177,7 @@ class Membership:
         current, polling.look = self, self.look
         self.comm: ElasticComm = self.register(self.base.Dup())
         self.settle(self.comm, self.base)
-        if has_ulfm():  # not in a program of one rank that was started without it
+        if has_ulfm():  # a program of one rank may run without ULFM
             failure.elastic = self
         failure.set_exit_barrier(self.base)
 
@@ -267,7 +267,8 @@ class Membership:
         here, there = base.Get_group(), self.base.Get_group()
         before = here.Translate_ranks(range(here.size), there)
         dead = MPI.Group.Difference(there, here)
-        # Communicators that the program has made from others than `comm`, and before.
+        # These are communicators that the program has made from other communicators than `comm`, or
+        # earlier.
         self._end_contexts("a rank of this communicator has died", lambda comm: _share(comm, dead))
         for group in (here, there, dead):
             group.Free()
@@ -348,8 +349,8 @@ class Membership:
     def _meet(self, mine: int, patience: float | None = None) -> tuple[int, bool]:
         """Combine the bits of all ranks by "and"; return them, and whether no rank has died.
 
-        The same on all living ranks. A rank that leaves MPI for a while is waited for, or for
-        `patience` seconds, after which TimeoutError is raised.
+        All living ranks get the same result. If a rank makes no MPI calls for a while, the other
+        ranks wait for it; after `patience` seconds, if given, they raise TimeoutError.
         """
 
         def late(waited: float) -> None:

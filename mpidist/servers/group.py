@@ -124,8 +124,8 @@ class ServerGroup:
         seed : int
             Seed of the initial values, which depend on seed, name and position only.
         global_batch : int, optional
-            With ASP and SSP a push is an update of weight samples / global_batch. Without a
-            `global_batch`, a push with 0 samples has weight 0, and any other push has weight 1 /
+            With ASP and SSP a push is an update with the weight ``samples / global_batch``. Without
+            a `global_batch`, a push with 0 samples has weight 0, and any other push has weight 1 /
             (number of workers).
 
         Raises

@@ -2,7 +2,7 @@
 
 Each action is a process that opens the store. Most of these processes are killed at a random change
 that they make to the disk. The program keeps a model of what the folder must hold. After each
-action it checks:
+action the program checks:
 
 - the newest step of the newest history is the one that the model had before or after the action,
   and has the bytes of exactly that save;
