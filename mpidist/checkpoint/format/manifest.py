@@ -203,7 +203,7 @@ def tables_of(data: bytes) -> tuple[Table, ...]:
                 raise Damaged(f"{NAME} names the table {table.name!r}; expected shard-NNNNN.table")
         total = sum(table.size for table in tables)
         if total > MAX_TABLES_BYTES:  # a reader holds all tables in memory
-            raise Damaged(f"{NAME} lists tables of {total} bytes, more than {MAX_TABLES_BYTES}")
+            raise Damaged(f"the tables have {total} bytes together, more than {MAX_TABLES_BYTES}")
         if len({table.name for table in tables}) != len(tables):  # each table is read
             raise Damaged(f"{NAME} names a table twice")
     return tuple(tables)

@@ -258,7 +258,7 @@ def spoiled(error: MpidistError) -> MpidistError:
     store is empty, and go on with half-filled arrays.
     """
     kind = CheckpointError if isinstance(error, NoCheckpoint) else type(error)
-    told = kind(f"{error}; arrays may hold parts of that step now; set them again before use")
+    told = kind(f"{error}; arrays may hold parts of that step now; set them anew before use")
     told.everywhere, told.secondary = True, error.secondary
     return told
 
