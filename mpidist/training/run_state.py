@@ -318,7 +318,7 @@ class Progress:
         if failed:
             saved = f"the state could not be saved: {self.failure}"
         elif self.store and self.saved_step != self.step:
-            saved = "the state was not saved, for the allocation ends too soon for that"
+            saved = "the state was not saved, because the allocation ends too soon for that"
         if full:
             raise self.quarantine.error(saved)
         if bad or failed:
