@@ -261,7 +261,7 @@ class Progress:
         if resume in (False, "fresh"):
             there = self.store.all_steps()
             if there:
-                cure = "resume='fresh' (--fresh) sets them aside, or choose another folder"
+                cure = "resume='fresh' (--fresh) ignores them, or choose another folder"
                 raise ConfigError(
                     f"resume={resume!r}, but {self.store.path} has checkpoints up to step "
                     f"{there[-1]}; {'open the store with fresh=True' if resume else cure}"

@@ -55,7 +55,7 @@ def test_a_fresh_store_sets_aside_what_is_there(tmp_path, method):
     with CheckpointStore(Solo(), tmp_path, fresh=True) as store:
         assert store.latest_step() is None
         assert store.all_steps() == []
-        with pytest.raises(NoCheckpoint, match="fresh=True sets aside"):
+        with pytest.raises(NoCheckpoint, match="fresh=True ignores"):
             store.restore()
         assert md.load(tmp_path)["step"] == 3000, "until this store has saved"
         for step in (10, 20, 30, 40):
