@@ -87,8 +87,8 @@ def run(job: LaunchedJob) -> int:
                 return _finish(job, action)
             ranks = action.ranks
     finally:
-        # A signal that came while this function ended asks for a stop that has happened already. It
-        # must not end this process before it returns the exit code.
+        # A signal that came while this function ended asks for a stop that has happened already.
+        # Such a signal must not end this process before the exit code is returned.
         while signal.sigtimedwait(_HEARD, 0):
             pass
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

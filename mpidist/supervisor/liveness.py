@@ -123,7 +123,7 @@ class Vigil:
         self.note(told)
         signs = self.signs
         if now - self._last > max(5.0, self.limits.heartbeat / 2):
-            # This process was stopped too, so all times are counted from now.
+            # `mpidist launch` itself was stopped for a while, so all times are counted from now.
             self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
             self._since.clear()
             self._stepped = now
