@@ -28,18 +28,18 @@ def add_parser(commands) -> None:
         "default: the mpiexec of this Python")  # fmt: skip
     add("--hosts", metavar="A:2,B:2", help="hosts and their ranks; default: the hosts of Slurm")
     add("--preempted", choices=("leave", "relaunch", "requeue"), default="leave",
-        help="what to do after a run that saved and left: exit with code 75, start another "
+        help="what to do after an attempt that saved and exited: exit with code 75, start another "
         "attempt, or call scontrol requeue")  # fmt: skip
     add("--max-preemptions", type=int, metavar="P",
-        help="how many runs may save and leave before the end; default: no limit")  # fmt: skip
+        help="how many attempts may save and exit before the end; default: no limit")  # fmt: skip
     seconds = partial(add, type=float, metavar="S")
-    seconds("--heartbeat", default=60.0, help="end an attempt if a rank is silent for this time")
+    seconds("--heartbeat", default=60.0, help="end an attempt if a rank has no heartbeat this long")
     seconds("--launcher-timeout",
         help="end a launcher that starts no rank, or does not end after its ranks, within this "
         "time; default: 30, and for srun no limit at its start")  # fmt: skip
     seconds("--start-timeout", help="end an attempt if not all ranks begin within this time")
     seconds("--stall-timeout", help="end an attempt if no step is completed in this time")
-    seconds("--grace", default=300.0, help="time to save and leave after SIGUSR1 or SIGTERM")
+    seconds("--grace", default=300.0, help="time to save and exit after SIGUSR1 or SIGTERM")
     add("--control", type=Path, metavar="DIR", help="shared folder for heartbeats and the history")
     add("program", nargs="+", metavar="-- PROGRAM", help="the program that every rank runs")
 

@@ -88,7 +88,7 @@ def shard(
     if mode == "record" and not indexed:
         warnings.warn(
             f"sharding by record without an index: all {size} ranks read all {sum(counts)} records "
-            "and each drops those of the others; make an index, or shard by file",
+            "and use only their own; make an index, or shard by file",
             stacklevel=2,
         )
     files, records = _PARTS[mode](counts, ranks_of_nodes, rank, (seed, epoch))

@@ -130,8 +130,8 @@ class BadRecordFilter:
                 if place not in bad and isinstance(_root(caught), OSError | MemoryError):
                     again.append(place)
                 bad[place], cause = told(caught), _root(caught)
-        # The samples here can be taken alone. Those whose shapes or dtypes differ from the others
-        # cannot be in one batch with them, and count as bad.
+        # The samples here can be taken alone. A sample whose shapes or dtypes differ from those of
+        # most samples cannot be in a batch with them, and counts as bad.
         form = self._form or _commonest(singles.values())
         for place, single in list(singles.items()):
             if form is not None and _form(single) != form:

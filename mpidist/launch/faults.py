@@ -138,7 +138,8 @@ class Injector:
                 act(fault, f"{name}:{number} on rank {self.rank}", about or {})
 
     # The points below are functions that run often, or that belong to other folders of the package.
-    # They contain no `fault_point`: if a fault asks for such a point, the function is wrapped.
+    # These functions contain no `fault_point`: if a fault names such a function, the function is
+    # wrapped.
 
     def _wrap(self) -> None:
         # A module that is not loaded yet is wrapped at a later point. Loading it here could start

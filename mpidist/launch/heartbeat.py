@@ -160,8 +160,8 @@ def join(environ: Mapping[str, str] | None = None) -> None:
     environ = os.environ if environ is None else environ
     if _pulse is not None or FOLDER not in environ:
         return
-    # A process that a rank has started inherits its environment, but is not a rank. Then the file
-    # of the rank exists already.
+    # If the file exists already, this process is not a rank but was started by one, and has
+    # inherited the rank's environment.
     with contextlib.suppress(FileExistsError):
         _pulse = Pulse(Path(environ[FOLDER]), rank_hint(environ), environ.get(LAUNCHER, ""))
         atexit.register(_pulse.leave)

@@ -19,7 +19,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from .processes import Finished, Started
 
-#: Variables that a launcher sets for its ranks. A nested launcher must not inherit them.
+#: Variables that a launcher sets for its ranks, and that a nested launcher must not inherit.
 _RANK_VARIABLES = ("PMIX_", "PMI_", "PMI2_", "OMPI_COMM_WORLD_", "PRTE_", "HYDI_")
 
 #: Settings for more ranks than cores: a rank that waits gives its core to other ranks. MPICH's

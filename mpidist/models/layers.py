@@ -122,7 +122,7 @@ class Convolution:
         ready(f"{self.name}.weight")
         if first:
             return None
-        # The columns are not needed any more, so their gradient is written over them.
+        # The copied windows (`columns`) are not needed any more: their gradient overwrites them.
         return self._add_up(xp.matmul(self._matrix(parameters).T, flat, out=columns), x)
 
     def _matrix(self, parameters):

@@ -49,13 +49,14 @@ def of_tree(size: int, n: int, itemsize: int) -> list[Class]:
 
 
 def of_butterfly(build: Callable, size: int, n: int, itemsize: int) -> list[Class]:
-    """Return a butterfly's classes: ranks left out of it, the partners of these, and the others."""
+    """Return a butterfly's classes: ranks left out of it, partners of these ranks, all others."""
     power = 1 << (size.bit_length() - 1)
     rest = size - power
     ranks = np.arange(size)
     folded = ranks < 2 * rest
     members = np.concatenate([ranks[: 2 * rest : 2], ranks[2 * rest :]])
-    # The number of each rank in the inner butterfly. A folded odd rank has that of its partner.
+    # The number of each rank in the inner butterfly. A rank that is left out has the number of its
+    # partner.
     inner = np.where(folded, ranks // 2, ranks - rest)
     result = []
     for chosen in (folded & (ranks % 2 == 1), folded & (ranks % 2 == 0), ~folded):

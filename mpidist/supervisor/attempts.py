@@ -63,7 +63,8 @@ def run(job: LaunchedJob) -> int:
     place = AttemptPlace(job.hosts, tuple(job.hosts or ()), named=not job.slurm)
     place = without_culprits(job, attempts, place)
     ranks = min(job.ranks, room(job, place.hosts))
-    # The signals are blocked and waited for: a handler could run between any two lines here.
+    # The signals are blocked, and `watch` waits for them, because a signal handler could run
+    # between any two lines of this function.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     try:
         while True:
@@ -86,7 +87,8 @@ def run(job: LaunchedJob) -> int:
                 return _finish(job, action)
             ranks = action.ranks
     finally:
-        # A signal that came during the end has done its work, and must not end this process now.
+        # A signal that came while this function ended asks for a stop that has happened already.
+        # Such a signal must not end this process before the exit code is returned.
         while signal.sigtimedwait(_HEARD, 0):
             pass
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -100,7 +102,7 @@ def _finish(job: LaunchedJob, action: Action) -> int:
     if action.code == 0:
         remove_control_folder(job.folder)
     else:
-        print_line(f"what is known of this job is in {job.folder}")
+        print_line(f"the records of this job are in {job.folder}")
     return action.code
 
 
@@ -171,15 +173,15 @@ class _Running:
             if number in (signal.SIGINT, signal.SIGHUP):
                 why, asked = "interrupted", True
             elif number in _ASK and not asked:
-                print_line(f"{signal.Signals(number).name}: the ranks are asked to save and leave")
+                print_line(f"{signal.Signals(number).name}: the ranks are asked to save and exit")
                 asked, deadline = True, now + self.job.limits.grace
                 with contextlib.suppress(ProcessLookupError):
                     self.process.send_signal(signal.SIGUSR1)
             elif self.process.poll() is None:
-                with contextlib.suppress(OSError):  # a shared file system may be away for a while
+                with contextlib.suppress(OSError):  # shared file systems may fail for a while
                     why = self._look(now)
                 if now > deadline:
-                    why = f"did not leave within {self.job.limits.grace:g} s"
+                    why = f"the ranks did not exit within {self.job.limits.grace:g} s"
             if why:
                 print_line(f"attempt {self.known_as} is ended: {why}")
                 break
@@ -197,9 +199,10 @@ class _Running:
         stopped = stat_of(self.process.pid)[0] == "T"
         why = self.vigil.look(signs, now, ended, Launcher(self.begun, stopped))
         if any(not sign.heard for sign in self.vigil.dead):
-            # Open MPI waits half a second for the other ranks to leave by themselves, which they
-            # cannot. After this kill it ends at once, with the exit code of the first dead rank. A
-            # rank that has heard a signal to end is leaving already, and needs no kill.
+            # Open MPI's launcher waits half a second for the other ranks to exit by themselves,
+            # which they cannot. After this kill the launcher ends at once, with the exit code of
+            # the first dead rank. A rank that a signal has asked to end is ending already, and
+            # needs no kill.
             self.deaths.kill()
         return why
 
@@ -215,8 +218,9 @@ class _Running:
         with contextlib.suppress(OSError):  # the processes must be ended even if the disk is full
             (self.folder / heartbeat.OVER).touch()
         if late:
-            # Kill processes that have lost the mark. The group's number may be reused once the
-            # launcher is gone, so this is done only if it was still running.
+            # Kill processes of the group that have lost the variable `MARK`. When the launcher is
+            # gone, another group may get the number of its group, so this is done only if the
+            # launcher was still running.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         end_marked(self.mark, variable=MARK)

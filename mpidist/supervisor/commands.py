@@ -160,7 +160,7 @@ def answers(host: str, words: Sequence[str], environ: Mapping[str, str], seconds
     """Return whether the launcher can start a program on `host`. Blocks at most `seconds`."""
     probe = command(1, words, {host: 1}, restricted=True)
     try:
-        # `run` also ends all processes of a launcher that still waits for the host.
+        # If the host does not answer in time, `run` ends all processes of the waiting launcher.
         return run([*probe, "true"], env=environ, timeout=seconds).returncode == 0
     except OSError:
         return False

@@ -123,7 +123,7 @@ class Vigil:
         self.note(told)
         signs = self.signs
         if now - self._last > max(5.0, self.limits.heartbeat / 2):
-            # This process was stopped too, so all times are counted from now.
+            # `mpidist launch` itself was stopped for a while, so all times are counted from now.
             self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
             self._since.clear()
             self._stepped = now
@@ -133,7 +133,7 @@ class Vigil:
         if silent:
             self._accused = silent
             return f"{_named(silent)} gave no sign for {self.limits.heartbeat:g} s"
-        if self._dead_ends and not self.dead:  # ranks that die later may be killed for these
+        if self._dead_ends and not self.dead:  # later deaths may follow from these
             self.dead = [s for s in there if s.pid in gone and s.host == self._host]
         if self._lasts("dead", bool(self.dead), now) > (0 if launcher.stopped else DEAD):
             self._accused = self.dead

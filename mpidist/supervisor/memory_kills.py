@@ -43,15 +43,15 @@ class MemoryKills:
         if killed:
             first = self._first(killed)
             return (
-                f"rank {first.rank} on {first.host} was killed by the kernel for want of memory: "
-                f"it held {gibibytes(first.peak)} at its last sign, {_limit(first.limit)}"
+                f"rank {first.rank} on {first.host} was killed by the kernel for lack of memory: "
+                f"it used {gibibytes(first.peak)} at its last heartbeat, {_limit(first.limit)}"
             )
         if not signs and self._own and self._before is not None:
             now = self._own.kills()
             if now is not None and now > self._before:
                 return (
-                    "the kernel killed a process here for want of memory, "
-                    f"{_limit(self._own.limit() or 0)}; its ranks tell nothing (md.guard does)"
+                    "the kernel killed a process here for lack of memory, "
+                    f"{_limit(self._own.limit() or 0)}; without md.guard the rank is unknown"
                 )
         return ""
 
@@ -83,5 +83,5 @@ def gibibytes(count: int) -> str:
 
 def _limit(count: int) -> str:
     if not count:
-        return "and its control group has no limit, so it was its host that had no more"
+        return "and its control group has no limit, so its host had no free memory"
     return f"and the limit of its control group is {gibibytes(count)}"

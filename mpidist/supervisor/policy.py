@@ -27,7 +27,7 @@ WINDOW = 3600.0
 LONGEST_PAUSE = 60.0
 #: How often in a row a launcher may start nothing.
 UNSTARTED = 3
-#: A host is left out if its ranks were the first to fail so often.
+#: A host is left out if its ranks were the first to fail this many times.
 AGAIN = 2
 
 
@@ -86,7 +86,7 @@ class Attempt(NamedTuple):
         """Return the result of the attempt in a few words."""
         end = f"exit code {self.code}" if self.code >= 0 else f"signal {-self.code}"
         if self.unstarted and not self.why:
-            return f"the launcher has started nothing (its words are above), {end}"
+            return f"the launcher has started nothing (see its messages above), {end}"
         if self.code == 0 and self.left < self.told:
             end += f", but {self.told - self.left} of {self.told} ranks did not end by themselves"
         where = "" if self.step is None else f" at step {self.step}"
@@ -142,14 +142,14 @@ def decide(attempts: Sequence[Attempt], policy: Policy, wanted: int, room: int) 
     if last.finished:
         return Action("end", 0, "finished")
     if code in HOPELESS:
-        return Action("end", code, f"exit code {code} means bad input: again would end the same")
+        return Action("end", code, f"exit code {code} means bad input: a restart would not help")
     times, most = sum(a.asked or a.preempted for a in attempts), policy.max_preemptions
     if (last.asked or last.preempted) and most is not None and times > most:
         reason = f"stopped {times} times, and --max-preemptions is {most}"
-        return Action("end", REQUEUE, f"{reason}; the same command goes on from there")
+        return Action("end", REQUEUE, f"{reason}; the same command resumes from there")
     if last.asked or (last.preempted and policy.preempted != "relaunch"):
         what = "requeue" if policy.preempted == "requeue" else "end"
-        return Action(what, REQUEUE, "stopped as asked; the same command goes on from there")
+        return Action(what, REQUEUE, "stopped as asked; the same command resumes from there")
     ranks, least = min(room, _cap(attempts, policy, wanted)), policy.min_ranks or 1
     tried = [a for a in attempts if not a.unstarted]
     if last.unstarted:
@@ -158,14 +158,14 @@ def decide(attempts: Sequence[Attempt], policy: Policy, wanted: int, room: int) 
     elif ranks >= last.ranks and _same_twice(tried):
         where = "before its first step" if last.step is None else f"at step {last.step}"
         return Action("end", code, f"the same failure twice {where}")
-    # Each attempt of a program without signs counts, since its progress is unknown.
+    # Every attempt of a program that writes no heartbeats counts, since its progress is unknown.
     spent = [a for a in tried if a.failed or not a.told]
     failures = [a for a in spent if last.ended - a.ended < WINDOW]
     if len(failures) > policy.max_restarts:
         count = f"{len(failures)} failures within an hour"
         return Action("end", code, f"{count}, and --max-restarts is {policy.max_restarts}")
     if ranks < least:
-        return Action("end", code, f"there is room for {ranks} ranks, and {least} are the least")
+        return Action("end", code, f"there is room for {ranks} ranks, expected {least} or more")
     return Action("relaunch", 0, "from the newest good step", ranks, _pause(attempts))
 
 

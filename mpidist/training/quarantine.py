@@ -108,7 +108,8 @@ class Quarantine:
 
     def _learn(self, new: dict[int, str]) -> None:
         self.known.update(new)
-        # One assignment, because the loader's thread reads this array at any time.
+        # The array is replaced by one assignment, because the loader's thread may read it at any
+        # time.
         self._indices = np.array(sorted(self.known), np.int64)
 
     def _write(self, records: dict[int, str], mode: str) -> None:

@@ -128,6 +128,6 @@ def _difference(field: str, where: int, kinds: dict[str, list[int]]) -> str:
     verb = "differs" if len(few) == 1 else "differ"
     return (
         f"data differs: the {field} good record, number {where}, of {rank_list(few)} {verb} "
-        f"from that of {rest}; give all ranks the same data (a source whose samples are to differ "
-        "says so by an attribute remote = True)"
+        f"from that of {rest}; give all ranks the same data (set the attribute remote = True of a "
+        "source whose samples differ on purpose)"
     )

@@ -261,7 +261,7 @@ class Progress:
         if resume in (False, "fresh"):
             there = self.store.all_steps()
             if there:
-                cure = "resume='fresh' (--fresh) sets them aside, or choose another folder"
+                cure = "resume='fresh' (--fresh) ignores them, or choose another folder"
                 raise ConfigError(
                     f"resume={resume!r}, but {self.store.path} has checkpoints up to step "
                     f"{there[-1]}; {'open the store with fresh=True' if resume else cure}"
@@ -318,7 +318,7 @@ class Progress:
         if failed:
             saved = f"the state could not be saved: {self.failure}"
         elif self.store and self.saved_step != self.step:
-            saved = "the state was not saved, for the allocation ends too soon for that"
+            saved = "the state was not saved, because the allocation ends too soon for that"
         if full:
             raise self.quarantine.error(saved)
         if bad or failed:

@@ -80,13 +80,13 @@ def test_a_kill_for_memory_names_rank_peak_and_limit(tmp_path, small_group, paus
         assert done.returncode not in (0, 2), done.stderr
         found = re.search(
             r"mpidist launch: attempt 0 on 2 ranks: .*rank 1 on \S+ was killed by the kernel for "
-            r"want of memory: it held (\S+) GiB at its last sign, and the limit of its control "
-            r"group is 0\.391 GiB",
+            r"lack of memory: it used (\S+) GiB at its last heartbeat, and the limit of its "
+            r"control group is 0\.391 GiB",
             done.stderr,
         )
         assert found, done.stderr
         assert pause == "0" or 0.1 < float(found[1]) < 0.4
-        assert done.stderr.count("want of memory") == 1
-        assert "want of memory" in (control / "history.jsonl").read_text()
+        assert done.stderr.count("lack of memory") == 1
+        assert "lack of memory" in (control / "history.jsonl").read_text()
 
     best_of_three(check, play)

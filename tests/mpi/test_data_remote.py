@@ -165,9 +165,9 @@ def test_copies_are_this_user_s_alone(comm, folder, url, monkeypatch):
     assert path.startswith(f"{own}/")
     assert own.stat().st_mode & 0o777 == 0o700
     own.chmod(0o777)
-    with pytest.raises(ConfigError, match="is not this user's alone; give a folder as cache="):
+    with pytest.raises(ConfigError, match="give another cache="):
         remote.brought_here(comm, {"path": url})
     own.rename(folder / "elsewhere")
     own.symlink_to(folder / "elsewhere")
-    with pytest.raises(ConfigError, match="is not this user's alone"):
+    with pytest.raises(ConfigError, match="other users can write to"):
         remote.brought_here(comm, {"path": url})

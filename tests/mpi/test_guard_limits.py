@@ -207,7 +207,7 @@ def test_the_end_of_a_run_says_that_nothing_was_saved(comm, left, folder):
     """Where a bad loss of one worker is known at the end only."""
     left(comm, 20.0)
     events.emit("checkpoint_saved", step=1, bytes=1, seconds=30.0)
-    with pytest.raises(MpidistError, match="was not saved, for the allocation ends too soon"):
+    with pytest.raises(MpidistError, match="was not saved, because the allocation ends too soon"):
         md.train(
             comm, Poisoned(0, 0), TRAIN, optimizer=md.optim.sgd(0.1), global_batch=20, steps=1000,
             checkpoint=folder, strategy=md.ParameterServer(1, md.ASP()), time_limit="auto",

@@ -110,7 +110,7 @@ def test_auto_says_what_and_why(capsys, counts, nodes, indexed, mode, why):
     events.recent.clear()
     settings = {"indexed": indexed}
     if mode == "record" and not indexed:
-        with pytest.warns(UserWarning, match="read all 100 records and each drops those"):
+        with pytest.warns(UserWarning, match="read all 100 records and use only their own"):
             found = parts("auto", counts, nodes, **settings)
     else:
         found = parts("auto", counts, nodes, **settings)

@@ -8,7 +8,7 @@ from mpidist.supervisor.memory_kills import MemoryKills, gibibytes
 from mpidist.supervisor.policy import Attempt
 
 GIB = 1 << 30
-HELD = "it held 3 GiB at its last sign, and the limit of its control group is 4 GiB"
+HELD = "it used 3 GiB at its last heartbeat, and the limit of its control group is 4 GiB"
 
 
 def write(path, text):
@@ -78,7 +78,7 @@ def test_the_rank_that_was_lost_is_named(tmp_path, version):
     assert kills.text(signs) == ""  # killed by somebody else
     version(tmp_path, "job", kills=1)
     assert (
-        kills.text(signs) == f"rank 1 on here was killed by the kernel for want of memory: {HELD}"
+        kills.text(signs) == f"rank 1 on here was killed by the kernel for lack of memory: {HELD}"
     )
 
 
@@ -113,7 +113,7 @@ def test_other_hosts_tell_by_those_that_live(tmp_path):
 def test_without_a_limit_it_was_the_host(tmp_path):
     second(tmp_path, "job", kills=1)
     kills = MemoryKills([], "here", tmp_path)
-    assert "no limit, so it was its host that had no more" in kills.text([sign(0, limit=0)])
+    assert "no limit, so its host had no free memory" in kills.text([sign(0, limit=0)])
 
 
 def test_ranks_that_tell_nothing(tmp_path):
@@ -121,8 +121,8 @@ def test_ranks_that_tell_nothing(tmp_path):
     kills = MemoryKills([], "here", tmp_path)
     second(tmp_path, "job", kills=1, limit=GIB)
     assert kills.text([]) == (
-        "the kernel killed a process here for want of memory, and the limit of its control group "
-        "is 1 GiB; its ranks tell nothing (md.guard does)"
+        "the kernel killed a process here for lack of memory, and the limit of its control group "
+        "is 1 GiB; without md.guard the rank is unknown"
     )
 
 

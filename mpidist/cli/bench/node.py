@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .common import head, say
 
-HELP = "what one rank of a large node does itself; one process, the others faked"
+HELP = "work of one rank of a large node; one process, the other ranks are faked"
 
 
 def add_options(parser) -> None:
@@ -21,7 +21,12 @@ def run(comm, args) -> list[dict]:
     from ...bench.node_times import measure
 
     columns = ("Ranks", "size", "us", "staging(MiB)")
-    head(comm, f"one rank of a node, the others faked, {args.rounds} rounds", columns, width=13)
+    head(
+        comm,
+        f"one rank of a node, the other ranks are faked, {args.rounds} rounds",
+        columns,
+        width=13,
+    )
     rows = []
     for ranks in args.ranks if comm.rank == 0 else ():
         for nbytes in args.nbytes:

@@ -148,7 +148,7 @@ def _make_own(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
-        raise ConfigError(f"data: {folder} is not this user's alone; give a folder as cache=")
+        raise ConfigError(f"data: other users can write to {folder}; give another cache=")
 
 
 def cached_name(url: str) -> str:
