@@ -263,7 +263,7 @@ class Membership:
         """
         if not agreed:
             self._agree(_GO_ON)
-        base = MPI.Intracomm(self.base.Shrink())
+        base = _shrunk(self.base)
         here, there = base.Get_group(), self.base.Get_group()
         before = here.Translate_ranks(range(here.size), there)
         dead = MPI.Group.Difference(there, here)
@@ -326,7 +326,7 @@ class Membership:
 
     def _last_meeting(self, turn: int) -> bool:
         """Return whether this rank is the lowest of those with the smallest `turn`. Collective."""
-        base = MPI.Intracomm(self.base.Shrink())
+        base = _shrunk(self.base)
         survive(base)
         mine = turn * base.size + base.rank
         first = np.array([mine])
@@ -368,6 +368,15 @@ class Membership:
         finally:
             polling.look = look
         return int(value[0]), alive
+
+
+def _shrunk(base: MPI.Intracomm) -> MPI.Intracomm:
+    """Return a communicator of the living ranks of `base`. Collective over them, blocking."""
+    # Open MPI 5.0.11 makes one communicator at a time. If a death breaks the making off, it still
+    # takes that communicator for the next in turn, and the shrink would wait for it for ever. The
+    # end of the making of any other communicator removes that entry.
+    MPI.COMM_SELF.Dup().Free()
+    return MPI.Intracomm(base.Shrink())
 
 
 def _share(comm: MPI.Comm, dead: MPI.Group) -> bool:

@@ -203,6 +203,14 @@ def test_a_communicator_with_a_topology(tmp_path):
     check(elastic(4, "ring", tmp_path), [0, 1, 3], 1)
 
 
+@with_ulfm
+def test_deaths_while_the_others_make_a_communicator(tmp_path):
+    """The second shrink does not wait for the communicator that was broken off."""
+    found = elastic(4, "duplicates", tmp_path, deaths="3:1:stuck,2:3:stuck")
+    assert not found[0].timed_out, found[0]
+    check(found, [0, 1], 2)
+
+
 def test_refused_without_ulfm(tmp_path):
     """On all ranks, before any step, in one line, with what works."""
     done = launch(2, [sys.executable, PROGRAM, "with", str(tmp_path)])

@@ -232,3 +232,13 @@ elif mode == "ring":
                 apply(step, md.allreduce(group.comm, part(group.rank, group.size, step)))
                 ring.Free()
     report(group)
+
+elif mode == "duplicates":
+    # The others are making a communicator when a rank dies, in each generation of communicators.
+    with md.elastic(comm, state) as group:
+        for step in group.steps(0, STEPS):
+            with step:
+                fate(step, "stuck")
+                group.comm.Dup().Free()
+                apply(step, md.allreduce(group.comm, part(group.rank, group.size, step)))
+    report(group)
