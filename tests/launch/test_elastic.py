@@ -211,6 +211,12 @@ def test_deaths_while_the_others_make_a_communicator(tmp_path):
     check(found, [0, 1], 2)
 
 
+@with_ulfm
+def test_what_a_death_broke_off_is_not_believed(tmp_path):
+    """MPI's own allgathers may return success with incomplete data; on a group they raise."""
+    check(elastic(5, "raw", tmp_path, deaths="3:1:stuck,2:4:stuck"), [0, 1, 4], 2)
+
+
 def test_refused_without_ulfm(tmp_path):
     """On all ranks, before any step, in one line, with what works."""
     done = launch(2, [sys.executable, PROGRAM, "with", str(tmp_path)])

@@ -27,6 +27,7 @@ from mpi4py import MPI
 from ...events import Counters
 from ...runtime import ulfm
 from ...runtime.agreement.mismatch import BALLOT, Signature
+from ...runtime.communicator import one_step
 from ...runtime.context import Context
 from .executor import MAX_MESSAGE, Engine, ends_within
 from .reductions import Reduction, finish_mean, native_op
@@ -289,8 +290,8 @@ class Blocking(Engine):
         blocking calls have ended.
         """
         held = handshake(self.context)(key)
-        for call, arguments in self.calls(work):
-            made: list = []
+        for method, arguments in self.calls(work):
+            call, made = one_step(method), list[Any]()
             for _ in range(2):
                 try:
                     # This is one step of the interpreter. A signal handler raises before it or

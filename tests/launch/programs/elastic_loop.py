@@ -40,6 +40,10 @@ def fate(step, where):
                 die()
 
 
+def gone(step):
+    return [int(rank) for rank, when, _ in deaths if int(when) <= step]
+
+
 def part(rank, size, step):
     """Whole numbers: every order of additions gives the same bits."""
     numbers = np.arange(n) % 97
@@ -240,5 +244,22 @@ elif mode == "duplicates":
             with step:
                 fate(step, "stuck")
                 group.comm.Dup().Free()
+                apply(step, md.allreduce(group.comm, part(group.rank, group.size, step)))
+    report(group)
+
+elif mode == "raw":
+    # MPI's own blocking calls: what they return has been received from every rank.
+    with md.elastic(comm, state) as group:
+        for step in group.steps(0, STEPS):
+            with step:
+                fate(step, "stuck")
+                if step % 2:
+                    row, everyone = np.full(3, world), np.full(3 * group.size, -1)
+                    group.comm.Allgatherv(row, [everyone, [3] * group.size])
+                    found = everyone[::3].tolist()
+                else:
+                    found = group.comm.allgather(world)
+                if found != sorted({0, 1, 2, 3, 4} - set(gone(step))):
+                    raise ValueError(f"found {found}")
                 apply(step, md.allreduce(group.comm, part(group.rank, group.size, step)))
     report(group)
