@@ -148,9 +148,11 @@ def test_a_death_outside_a_step_ends_the_job(tmp_path):
 
 
 @with_ulfm
-def test_the_exit_code_is_the_programs(tmp_path):
-    done, _ = elastic(3, "code", tmp_path, deaths="1:4:in")
+@pytest.mark.parametrize("n", [1, 1000], ids=["raise SystemExit(3)", "sys.exit(3)"])
+def test_the_exit_code_is_the_programs(tmp_path, n):
+    done, _ = elastic(3, "code", tmp_path, n, deaths="1:4:in")
     assert done.returncode == 3, done
+    assert said(done, "exit handler") == ["exit handler of before"] * 2
 
 
 @with_ulfm
