@@ -219,6 +219,20 @@ def test_what_a_death_broke_off_is_not_believed(tmp_path):
     check(elastic(5, "raw", tmp_path, deaths="3:1:stuck,2:4:stuck"), [0, 1, 4], 2)
 
 
+@with_ulfm
+def test_deaths_leave_nothing_open(tmp_path):
+    """Shared memory, files and communicators of the ranks of before are gone in the next step."""
+    found = elastic(
+        5, "flat", tmp_path, *CASES["single_copy"], deaths="4:1:stuck,3:4:stuck,2:7:stuck"
+    )
+    done = check(found, [0, 1], 3)
+    told = [[*map(int, re.findall(r"\d+", line))] for line in said(done, "at ")]
+    _, shared, files, communicators = zip(*sorted(told), strict=True)
+    assert set(shared) == {1}
+    assert files[-1] <= files[0]
+    assert communicators[-1] <= communicators[0]
+
+
 def test_refused_without_ulfm(tmp_path):
     """On all ranks, before any step, in one line, with what works."""
     done = launch(2, [sys.executable, PROGRAM, "with", str(tmp_path)])
