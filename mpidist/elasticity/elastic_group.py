@@ -28,6 +28,7 @@ from ..launch.environment import has_ulfm
 from ..runtime.agreement.run_on_all import run_on_all, same_on_all
 from ..runtime.agreement.tell_others import contexts
 from ..runtime.failure import is_whole_job, this_rank
+from ..runtime.polling import wait_until
 from ..runtime.ulfm import Membership, is_death, rank_failure
 from . import peer_state
 
@@ -78,9 +79,9 @@ class Group:
         self._on_resize: list[Callable[[int, int], Any]] = []
         self._broken_at: float | None = None  # when this rank has noticed the death
         self._agreed = False  # this rank has noticed it in `Membership.all_here`
-        names = tuple(comm.allgather(this_rank()))
+        names = tuple(run_on_all(comm, "md.elastic: names", this_rank, lambda names: names))
         base = MPI.Intracomm(comm.Dup())
-        comm.Barrier()  # all ranks have made it
+        wait_until(comm.Ibarrier().Test)  # all ranks have made it
         self._members = Membership(base, names)
         self._members.open()
 
@@ -174,7 +175,7 @@ class Group:
             try:
                 self._members.open()
                 self.step = peer_state.bring_up_to_date(self.comm, self.state, self.step)
-                table = self.comm.bcast(table, 0)
+                table = _first_of(self.comm, table)
                 same = {key: {**entry, "ranks": self.size} for key, entry in table.items()}
                 selection.restore(self.comm, same, "more ranks")
                 for function in self._on_resize:
@@ -201,6 +202,12 @@ class Group:
         if size < self.min_ranks:
             raise RankFailure(f"only {size} ranks live, and min_ranks is {self.min_ranks}")
         self._members = living
+
+
+def _first_of(comm, table: dict) -> dict:
+    """Return the table of rank 0. Collective over `comm`; the tables are nearly always equal."""
+    doing = "md.elastic: chosen algorithms"
+    return run_on_all(comm, doing, lambda: table, lambda tables: tables[0], if_differs=True)
 
 
 def _open(comm, state, min_ranks, restarts: bool) -> Group:

@@ -1,8 +1,12 @@
 """Bring all ranks to the newest state of a living rank, without a file.
 
-    rank 0   step 812   behind: receives into new memory, then copies
+    rank 0   step 812   behind: receives into new memory, passes it on, then copies
     rank 1   step 813   the newest: sends
     rank 2   step 813   has the same state already, and does nothing
+    rank 3   step 812   behind: receives from rank 0
+
+No communicator is made for the ranks that take part, because Open MPI 5.0.11 may crash a rank in
+whose making of a communicator another rank dies.
 
 A rank that receives copies nothing into its state before it has received everything. If the sender
 dies meanwhile, each rank still has a whole state, the newest of which the next attempt uses.
@@ -11,7 +15,6 @@ dies meanwhile, each rank still has a whole state, the newest of which the next 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -23,11 +26,14 @@ from ..arrays import copy_into, host_empty, is_device, is_writable
 from ..checkpoint.format.state import Path, Shard, array_of, is_array, leaves, show
 from ..errors import ConfigError, MismatchError
 from ..runtime.agreement.run_on_all import difference
+from ..runtime.polling import wait_until
+from ..runtime.ulfm import keep_alive, tester
 
 #: The state of a program: nested dicts of arrays and numbers, or a function that returns arrays.
 State = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
-_MOST = 1 << 30  # bytes of one message
+_PIECE = 1 << 22  # bytes of one message
+_TAG = 8
 
 
 def leaves_of(state: State) -> list[tuple[Path, Any]]:
@@ -66,23 +72,25 @@ def bring_up_to_date(comm: MPI.Intracomm, state: State, step: int) -> int:
     int
         The largest step.
     """
-    steps = np.empty(comm.size, np.int64)
-    comm.Allgather(np.array([step], np.int64), steps)
+    mine, steps = np.array([step], np.int64), np.empty(comm.size, np.int64)
+    _wait(mine, comm.Iallgather(mine, steps))
     newest, sender = int(steps.max()), int(steps.argmax())
-    if newest == steps.min():
+    line = [sender, *np.flatnonzero(steps < newest).tolist()]
+    if len(line) == 1 or comm.rank not in line:
         return newest
-    takes_part = step < newest or comm.rank == sender
-    # The sender has the lowest key, so it is rank 0 of `part`.
-    part: Any = comm.Split(0 if takes_part else MPI.UNDEFINED, int(comm.rank != sender))
+    found, told = leaves_of(state), b""
     if comm.rank == sender:
-        part.bcast(description(state), 0)
-        _send(part, leaves_of(state))
-    elif takes_part:
-        _check(part.bcast(None, 0), description(state))
-        _receive(part, leaves_of(state), state)
-    if takes_part:
-        with suppress(MPI.Exception):
-            part.Free()
+        told = MPI.pickle.dumps((description(state), [x for _, x in found if not _in_place(x)]))
+    length = np.array([len(told)], np.int64)
+    _pass_on(comm, line, length)
+    text = np.frombuffer(bytearray(told or int(length[0])), np.uint8)
+    _pass_on(comm, line, text)
+    if comm.rank == sender:
+        _send(comm, line, found)
+    else:
+        parts, numbers = MPI.pickle.loads(text)
+        _check(parts, description(state))
+        _receive(comm, line, found, iter(numbers), state)
     return newest
 
 
@@ -101,8 +109,7 @@ def _check(newest: dict[str, str], mine: dict[str, str]) -> None:
         )
 
 
-def _send(part: MPI.Intracomm, found: list[tuple[Path, Any]]) -> None:
-    part.bcast([leaf for _, leaf in found if not _in_place(leaf)], 0)
+def _send(comm: MPI.Intracomm, line: list[int], found: list[tuple[Path, Any]]) -> None:
     for _, leaf in found:
         if _in_place(leaf):
             array = array_of(leaf)
@@ -110,16 +117,16 @@ def _send(part: MPI.Intracomm, found: list[tuple[Path, Any]]) -> None:
                 packed = host_empty(array.size, array.dtype, array)
                 copy_into(packed, array)
                 array = packed
-            _bcast(part, array.reshape(-1))
+            _pass_on(comm, line, array.reshape(-1))
 
 
-def _receive(part: MPI.Intracomm, found: list[tuple[Path, Any]], state: State) -> None:
-    numbers, values = iter(part.bcast(None, 0)), []
+def _receive(comm, line: list[int], found: list[tuple[Path, Any]], numbers, state: State) -> None:
+    values = []
     for _, leaf in found:
         if _in_place(leaf):
             array = array_of(leaf)
             values.append(host_empty(array.size, array.dtype, array))
-            _bcast(part, values[-1])
+            _pass_on(comm, line, values[-1])
         else:
             values.append(next(numbers))
     for (path, leaf), value in zip(found, values, strict=True):
@@ -129,7 +136,27 @@ def _receive(part: MPI.Intracomm, found: list[tuple[Path, Any]], state: State) -
             reduce(getitem, path[:-1], state)[path[-1]] = value  # type: ignore[index, arg-type]
 
 
-def _bcast(part: MPI.Intracomm, vector: np.ndarray) -> None:
-    raw = vector.view(np.uint8)
-    for start in range(0, raw.size, _MOST):
-        part.Bcast([raw[start : start + _MOST], MPI.BYTE], 0)
+def _pass_on(comm: MPI.Intracomm, line: list[int], vector: np.ndarray) -> None:
+    """Send `vector` from the first rank of `line` to the others along a binomial tree. Polled."""
+    raw, mine = vector.view(np.uint8), line.index(comm.rank)
+    step = mine & -mine or 1 << len(line).bit_length()  # the place of the parent is mine - step
+    children = []
+    source = mine - step
+    while step := step >> 1:
+        if mine + step < len(line):
+            children.append(line[mine + step])
+    for start in range(0, raw.size, _PIECE):
+        piece = [raw[start : start + _PIECE], MPI.BYTE]
+        if mine:
+            _wait(raw, comm.Irecv(piece, line[source], _TAG))
+        _wait(raw, *[comm.Isend(piece, child, _TAG) for child in children])
+
+
+def _wait(memory: np.ndarray, *requests: MPI.Request) -> None:
+    """Wait for requests that use `memory`. Raises RankFailure if a rank of the group has died."""
+    try:
+        for request in requests:
+            wait_until(tester(request))
+    except Exception:
+        keep_alive(memory, requests)
+        raise

@@ -7,6 +7,7 @@ output, and flushes its open files.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import gc
 import io
@@ -16,6 +17,8 @@ import sys
 import termios
 import time
 from pathlib import Path
+
+from mpi4py import MPI
 
 #: The most seconds that a rank waits until a slow launcher has read its output.
 READ_BY = 10.0
@@ -67,3 +70,31 @@ def flush_files() -> None:
                 # A file may be closed, read-only or broken.
                 with contextlib.suppress(Exception):
                     each.flush()
+
+
+#: The state of Open MPI after MPI_Finalize, in its `ompi_mpi_state`.
+_FINALIZED = 5
+
+
+def end_process(code: int, *, now: bool) -> None:
+    """At exit, end this process without MPI_Finalize, which may never return after a death.
+
+    Python itself goes on to end the process, and knows the exit code of a ``raise SystemExit(4)``.
+    If that cannot be, or if it must be `now`, the process ends here with exit code `code`.
+    """
+    if now or not _leave_out_finalize():
+        flush_files()
+        os._exit(code)
+
+
+def _leave_out_finalize() -> bool:
+    """Make Python's own end of this process leave out MPI_Finalize; return whether that works."""
+    try:
+        # mpi4py does not finalise an MPI that says it has been finalised.
+        ctypes.c_int32.in_dll(ctypes.CDLL(MPI.__file__), "ompi_mpi_state").value = _FINALIZED
+        # The C library calls _exit(code) before the exit functions of MPI's libraries.
+        libc = ctypes.CDLL(None)
+        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+    except (OSError, ValueError, AttributeError):  # another MPI, or another C library
+        return False
+    return MPI.Is_finalized()

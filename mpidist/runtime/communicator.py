@@ -1,4 +1,4 @@
-"""Checks of the argument `comm`, and the translation of ranks between communicators.
+"""Checks of the argument `comm`, translation of ranks, and the communicators of elastic groups.
 
 The checks run when the context of a communicator is made, never in a hot path.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
 
 from mpi4py import MPI
 
@@ -40,6 +43,108 @@ def translated_rank(rank: int, comm: MPI.Comm, other: MPI.Comm) -> int:
     for group in groups:
         group.Free()
     return found
+
+
+def one_step(call: Callable) -> Callable:
+    """Return the call of MPI itself for a blocking method of `ElasticComm`, which looks behind it.
+
+    The caller must call `look` itself.
+    """
+    inner = getattr(call, "__wrapped__", None)
+    return call if inner is None else partial(inner, call.__self__)  # type: ignore[attr-defined]
+
+
+class ElasticComm(MPI.Intracomm):
+    """A communicator that registers the communicators that are made from it, in its membership.
+
+    Its blocking collectives look for a death before they return: if a death breaks one off, Open
+    MPI 5.0.11 may return as if it had succeeded, with incomplete data.
+    """
+
+    #: The `ulfm.Membership` to which the communicator belongs.
+    membership: Any
+    #: Why the communicator cannot be used any more.
+    ended = ""
+
+    def Idup(self, info=None):
+        """Duplicate the communicator, and return a request that has ended. Collective, blocking."""
+        return self.Dup(info), MPI.Request()
+
+    def Create_group(self, group, tag=0):
+        """Make a communicator of the ranks of `group`. Collective over `group`."""
+        made = self.membership.register(super().Create_group(group, tag))
+        return self.membership.settle(made, made)
+
+
+class _Cart(ElasticComm, MPI.Cartcomm):
+    pass
+
+
+class _Graph(ElasticComm, MPI.Graphcomm):
+    pass
+
+
+class _Distgraph(ElasticComm, MPI.Distgraphcomm):
+    pass
+
+
+#: The class of ours for each class of mpi4py.
+_KINDS: dict[type, type[ElasticComm]] = {
+    MPI.Intracomm: ElasticComm,
+    MPI.Cartcomm: _Cart,
+    MPI.Graphcomm: _Graph,
+    MPI.Distgraphcomm: _Distgraph,
+}
+
+
+def _making(make):
+    """Return a method that makes a communicator as the method `make` of MPI does."""
+
+    @wraps(make)
+    def registering(self, *args, **settings):
+        made = self.membership.register(make(self, *args, **settings))
+        return self.membership.settle(made, self)
+
+    return registering
+
+
+def _looking(call):
+    """Return a method that makes the blocking call of MPI `call`, and then looks for a death."""
+
+    @wraps(call)
+    def looking(self, *args, **settings):
+        if self.ended:
+            raise ClosedError(self.ended)
+        try:
+            result = call(self, *args, **settings)
+        except Exception:  # also what pickle raises for incomplete data
+            self.membership.look()
+            raise
+        self.membership.look()
+        return result
+
+    return looking
+
+
+_MAKE = """Dup Dup_with_info Clone Split Split_type Create Create_cart Create_graph
+    Create_dist_graph Create_dist_graph_adjacent Sub"""
+_BLOCK = """Barrier Bcast Gather Gatherv Scatter Scatterv Allgather Allgatherv Alltoall Alltoallv
+    Alltoallw Reduce Allreduce Reduce_scatter Reduce_scatter_block Scan Exscan Neighbor_allgather
+    Neighbor_allgatherv Neighbor_alltoall Neighbor_alltoallv Neighbor_alltoallw barrier bcast gather
+    scatter allgather alltoall reduce allreduce scan exscan neighbor_allgather neighbor_alltoall"""
+for _plain, _kind in _KINDS.items():  # ElasticComm first: the other classes inherit its methods
+    for _names, _how in ((_MAKE, _making), (_BLOCK, _looking)):
+        for _name in _names.split():
+            if hasattr(_plain, _name) and _name not in vars(ElasticComm):
+                setattr(_kind, _name, _how(getattr(_plain, _name)))
+
+
+def elastic_comm(comm: MPI.Comm, membership) -> MPI.Comm:
+    """Return `comm` as an object of a membership, which registers its own children."""
+    ours = _KINDS.get(type(comm), type(comm))(comm)
+    if isinstance(ours, ElasticComm):
+        ours.membership = membership
+    return ours
 
 
 def _problem(comm) -> str:

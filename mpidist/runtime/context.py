@@ -313,7 +313,7 @@ class Context:
 
     def _abandon(self) -> None:
         """Keep the buffers that MPI may still write into, and stop all operations' progress."""
-        _abandoned.append((self, tuple(self.handles)))
+        _abandoned.extend((self, handle) for handle in self.handles)
         for handle in tuple(self.handles):
             running.remove(handle)
 

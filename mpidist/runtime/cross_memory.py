@@ -4,7 +4,8 @@ With the system call process_vm_readv(2), Linux copies data once between two pro
 without shared memory and without a message. Containers, other users and hardened kernels may forbid
 this system call, and a process number may mean another process in another container. The system
 call may thus fail or reach a wrong process, so all ranks test it with random numbers before they
-use it.
+use it. In an elastic group a rank may die, and the kernel may give its number to another process.
+There, a rank writes only after the kernel has said that no process of the group has ended.
 """
 
 from __future__ import annotations
@@ -13,15 +14,22 @@ import contextlib
 import ctypes
 import os
 import secrets
+import select
+import weakref
 
 import numpy as np
 from mpi4py import MPI
 
 from ..errors import ConfigError, MpidistError
+from . import ulfm
+from .arena import Wait, first_problem
 
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
 _TOKEN = 16  # bytes: too many to be equal by chance
 _MOST = 1 << 30  # bytes of one call; the kernel copies at most 2 GiB less a page
+#: What each rank tells the others of its node: its process, random bytes, where these are, and
+#: where the others write them.
+_RECORD = np.dtype([("pid", "i8"), ("token", "u1", _TOKEN), ("token_at", "u8"), ("inbox", "u8")])
 
 
 class _Run(ctypes.Structure):
@@ -33,17 +41,18 @@ class _Run(ctypes.Structure):
 class CrossMemory:
     """Copies to and from the address spaces of all ranks of `comm`.
 
-    Collective over `comm`, whose ranks must be on one node. Raises ConfigError on all ranks if the
-    kernel forbids the copies. The security module Yama (ptrace_scope 1) allows such copies only
-    with the permission of the process whose memory it is. Therefore each rank permits other
-    processes of its user to copy its memory, as MPI libraries do.
+    Collective over `comm`, whose ranks must be on one node and wait by `wait`. Raises ConfigError
+    on all ranks if the kernel forbids the copies. The security module Yama (ptrace_scope 1) allows
+    such copies only with the permission of the process whose memory it is. Therefore each rank
+    permits other processes of its user to copy its memory, as MPI libraries do.
     """
 
-    def __init__(self, comm: MPI.Comm):
-        self.pids, self._rank = comm.allgather(os.getpid()), comm.rank
+    def __init__(self, comm: MPI.Comm, wait: Wait):
+        self._rank = comm.rank
+        self._ends: select.poll | None = None
         self._here, self._there = _Run(), _Run()
         self._arguments = ctypes.byref(self._here), 1, ctypes.byref(self._there), 1, 0
-        problem = None
+        problem = ""
         try:
             libc = ctypes.CDLL(None, use_errno=True)
             self._read, self._write = libc.process_vm_readv, libc.process_vm_writev
@@ -51,7 +60,7 @@ class CrossMemory:
             libc.prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)
         except (OSError, AttributeError) as error:
             problem = str(error)
-        self._prove(comm, problem)
+        self._prove(comm, wait, problem)
 
     def holds(self, address: int, nbytes: int) -> bool:
         """Return whether the kernel can copy `nbytes` bytes at `address` in this rank's memory.
@@ -78,6 +87,8 @@ class CrossMemory:
 
         Raises MpidistError if the kernel copies fewer bytes, as `read` does.
         """
+        if self._ends is not None and self._ends.poll(0):
+            raise MpidistError("cross memory: a process of this node has ended")
         self._copy(self._write, rank, address, source, nbytes)
 
     def _copy(self, call, rank: int, address: int, mine: int, nbytes: int) -> None:
@@ -93,28 +104,53 @@ class CrossMemory:
                     f"{self.pids[rank]} (local rank {rank}): {why}"
                 )
 
-    def _prove(self, comm, problem: str | None) -> None:
+    def _watch_ends(self) -> str:
+        """In an elastic group, open what the kernel makes readable when a process ends."""
+        if ulfm.current is None:
+            return ""
+        self._ends = select.poll()
+        for pid in self.pids:
+            try:
+                end = os.pidfd_open(pid)
+            except OSError as error:  # a kernel before Linux 5.3, or the process has ended
+                return f"pidfd_open of process {pid}: {error.strerror}"
+            weakref.finalize(self, os.close, end)
+            self._ends.register(end, select.POLLIN)
+        return ""
+
+    def _prove(self, comm, wait: Wait, problem: str) -> None:
         """Prove that this rank can read from and write to the memory of every other rank."""
         size, rank = comm.size, comm.rank
-        token = np.frombuffer(secrets.token_bytes(_TOKEN), np.uint8)
         answers = np.zeros((size, _TOKEN), np.uint8)
         found = np.empty(_TOKEN, np.uint8)
-        everyone = comm.allgather((token.tobytes(), token.ctypes.data, answers.ctypes.data))
-        for other, (bytes_, address, inbox) in enumerate(everyone):
+        mine, everyone = np.zeros(1, _RECORD), np.zeros(size, _RECORD)
+        token = mine["token"][0]
+        token[:] = np.frombuffer(secrets.token_bytes(_TOKEN), np.uint8)
+        mine["pid"], mine["token_at"], mine["inbox"] = (
+            os.getpid(),
+            token.ctypes.data,
+            answers.ctypes.data,
+        )
+        target = [everyone.view(np.uint8), MPI.BYTE]
+        wait(comm.Iallgather([mine.view(np.uint8), MPI.BYTE], target).Test)
+        self.pids = everyone["pid"].tolist()
+        problem = problem or self._watch_ends()
+        tokens, addresses = everyone["token"], everyone["token_at"].tolist()
+        for other, inbox in enumerate(everyone["inbox"].tolist()):
             if other == rank or problem:
                 continue
             try:
-                self.read(other, address, found.ctypes.data, _TOKEN)
-                if found.tobytes() != bytes_:
+                self.read(other, addresses[other], found.ctypes.data, _TOKEN)
+                if (found != tokens[other]).any():
                     problem = f"process number {self.pids[other]} is another process here"
                     continue  # this rank must not write to a foreign process
                 self.write(other, inbox + rank * _TOKEN, token.ctypes.data, _TOKEN)
             except MpidistError as error:
                 problem = str(error)
-        comm.Barrier()  # after it, all ranks have written their answers
-        for other, (bytes_, _, _) in enumerate(everyone):
-            if other != rank and answers[other].tobytes() != bytes_:
+        wait(comm.Ibarrier().Test)  # after it, all ranks have written their answers
+        for other in range(size):
+            if other != rank and (answers[other] != tokens[other]).any():
                 problem = problem or f"data that process {self.pids[other]} wrote did not arrive"
-        problems = [text for text in comm.allgather(problem) if text]
-        if problems:
-            raise ConfigError(f"ranks of this node cannot reach each other: {problems[0]}")
+        problem = first_problem(comm, problem, wait)
+        if problem:
+            raise ConfigError(f"ranks of this node cannot reach each other: {problem}")

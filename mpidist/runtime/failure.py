@@ -42,7 +42,7 @@ from mpi4py import MPI
 from .. import events
 from ..errors import ConfigError, MpidistError, RankFailure
 from ..launch.environment import has_ulfm
-from .before_exit import READ_BY, SEGMENTS, flush_files, unlink_segments, wait_for_the_reader
+from .before_exit import READ_BY, SEGMENTS, end_process, unlink_segments, wait_for_the_reader
 from .communicator import check_comm, translated_rank
 
 #: HOLD_BACK: seconds that a failing rank waits for notes of lower ranks. LOOK: seconds that rank 0
@@ -418,8 +418,7 @@ def _leave() -> None:
             print(f"mpidist: {text}", file=sys.stderr)
     _exit_barrier = MPI.COMM_NULL
     if _survives:
-        flush_files()
-        os._exit((_exit_code or _may_fail) & 0xFF)
+        end_process((_exit_code or _may_fail) & 0xFF, now=_ending)
 
 
 def leave_with(code: int) -> None:

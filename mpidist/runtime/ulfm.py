@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
 
 import numpy as np
 from mpi4py import MPI
@@ -27,6 +26,7 @@ from ..launch.environment import has_ulfm
 from . import failure, polling
 from .agreement.crossed_waits import open_contexts
 from .before_exit import READ_BY
+from .communicator import ElasticComm, elastic_comm
 from .failure import leave_with, survive
 
 #: A tag on which no rank sends.
@@ -111,39 +111,6 @@ def expect_death(seconds: float = _REPORT) -> None:
         time.sleep(0.0005)
 
 
-class ElasticComm(MPI.Intracomm):
-    """A communicator that registers the communicators that are made from it, in its membership."""
-
-    membership: Membership
-    #: Why the communicator cannot be used any more.
-    ended = ""
-
-    def Idup(self, info=None):
-        """Duplicate the communicator, and return a request that has ended. Collective, blocking."""
-        return self.Dup(info), MPI.Request()
-
-    def Create_group(self, group, tag=0):
-        """Make a communicator of the ranks of `group`. Collective over `group`."""
-        made = self.membership.register(super().Create_group(group, tag))
-        return self.membership.settle(made, made)
-
-
-def _collective(name: str):
-    make = getattr(MPI.Intracomm, name)
-
-    @wraps(make)
-    def registering(self, *args, **settings):
-        made = self.membership.register(make(self, *args, **settings))
-        return self.membership.settle(made, self)
-
-    return registering
-
-
-_GRAPHS = ("Create_cart", "Create_graph", "Create_dist_graph", "Create_dist_graph_adjacent")
-for _name in ("Dup", "Dup_with_info", "Clone", "Split", "Split_type", "Create", *_GRAPHS):
-    setattr(ElasticComm, _name, _collective(_name))
-
-
 class Membership:
     """The living ranks of an elastic group, from one death to the next.
 
@@ -185,12 +152,8 @@ class Membership:
         """Add `comm` to `children`; return it as an object that registers its own children."""
         self.children = [child for child in self.children if child != MPI.COMM_NULL]
         self._settled = [comm for comm in self._settled if comm != MPI.COMM_NULL]
-        if isinstance(comm, MPI.Intracomm) and type(comm) is MPI.Intracomm:
-            comm = ElasticComm(comm)
-        if isinstance(comm, ElasticComm):
-            comm.membership = self
-        self.children.append(comm)
-        return comm
+        self.children.append(elastic_comm(comm, self))
+        return self.children[-1]
 
     def settle(self, made, around: MPI.Comm):
         """Wait until all ranks of `around` have made `made`, and return it. Collective, polled.
@@ -263,7 +226,7 @@ class Membership:
         """
         if not agreed:
             self._agree(_GO_ON)
-        base = MPI.Intracomm(self.base.Shrink())
+        base = _shrunk(self.base)
         here, there = base.Get_group(), self.base.Get_group()
         before = here.Translate_ranks(range(here.size), there)
         dead = MPI.Group.Difference(there, here)
@@ -327,7 +290,7 @@ class Membership:
 
     def _last_meeting(self, turn: int) -> bool:
         """Return whether this rank is the lowest of those with the smallest `turn`. Collective."""
-        base = MPI.Intracomm(self.base.Shrink())
+        base = _shrunk(self.base)
         survive(base)
         mine = turn * base.size + base.rank
         first = np.array([mine])
@@ -369,6 +332,15 @@ class Membership:
         finally:
             polling.look = look
         return int(value[0]), alive
+
+
+def _shrunk(base: MPI.Intracomm) -> MPI.Intracomm:
+    """Return a communicator of the living ranks of `base`. Collective over them, blocking."""
+    # Open MPI 5.0.11 makes one communicator at a time. If a death breaks the making off, it still
+    # takes that communicator for the next in turn, and the shrink would wait for it for ever. The
+    # end of the making of any other communicator removes that entry.
+    MPI.COMM_SELF.Dup().Free()
+    return MPI.Intracomm(base.Shrink())
 
 
 def _share(comm: MPI.Comm, dead: MPI.Group) -> bool:

@@ -148,9 +148,11 @@ def test_a_death_outside_a_step_ends_the_job(tmp_path):
 
 
 @with_ulfm
-def test_the_exit_code_is_the_programs(tmp_path):
-    done, _ = elastic(3, "code", tmp_path, deaths="1:4:in")
+@pytest.mark.parametrize("n", [1, 1000], ids=["raise SystemExit(3)", "sys.exit(3)"])
+def test_the_exit_code_is_the_programs(tmp_path, n):
+    done, _ = elastic(3, "code", tmp_path, n, deaths="1:4:in")
     assert done.returncode == 3, done
+    assert said(done, "exit handler") == ["exit handler of before"] * 2
 
 
 @with_ulfm
@@ -201,6 +203,34 @@ def test_one_rank_does_something_else(tmp_path, mode, code, words):
 @with_ulfm
 def test_a_communicator_with_a_topology(tmp_path):
     check(elastic(4, "ring", tmp_path), [0, 1, 3], 1)
+
+
+@with_ulfm
+def test_deaths_while_the_others_make_a_communicator(tmp_path):
+    """The second shrink does not wait for the communicator that was broken off."""
+    found = elastic(4, "duplicates", tmp_path, deaths="3:1:stuck,2:3:stuck")
+    assert not found[0].timed_out, found[0]
+    check(found, [0, 1], 2)
+
+
+@with_ulfm
+def test_what_a_death_broke_off_is_not_believed(tmp_path):
+    """MPI's own allgathers may return success with incomplete data; on a group they raise."""
+    check(elastic(5, "raw", tmp_path, deaths="3:1:stuck,2:4:stuck"), [0, 1, 4], 2)
+
+
+@with_ulfm
+def test_deaths_leave_nothing_open(tmp_path):
+    """Shared memory, files and communicators of the ranks of before are gone in the next step."""
+    found = elastic(
+        5, "flat", tmp_path, *CASES["single_copy"], deaths="4:1:stuck,3:4:stuck,2:7:stuck"
+    )
+    done = check(found, [0, 1], 3)
+    told = [[*map(int, re.findall(r"\d+", line))] for line in said(done, "at ")]
+    _, shared, files, communicators = zip(*sorted(told), strict=True)
+    assert set(shared) == {1}
+    assert files[-1] <= files[0]
+    assert communicators[-1] <= communicators[0]
 
 
 def test_refused_without_ulfm(tmp_path):

@@ -1,6 +1,8 @@
 """The ranks of a node copy private vectors of other ranks by the kernel (R79, R101)."""
 
 import os
+import subprocess
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,9 +11,10 @@ import mpidist as md
 from mpidist.collectives.engines import cross_copy
 from mpidist.collectives.engines.node_barrier import ADDRESS, memory_of
 from mpidist.errors import ConfigError, MismatchError, MpidistError
-from mpidist.runtime import cross_memory
+from mpidist.runtime import cross_memory, ulfm
 from mpidist.runtime.context import of
 from mpidist.runtime.cross_memory import CrossMemory
+from mpidist.runtime.polling import wait_until
 
 
 @pytest.fixture
@@ -92,12 +95,29 @@ def test_a_process_number_of_another_namespace(comm, monkeypatch):
         if comm.rank == 1:
             patch.setattr(os, "getpid", lambda: stranger)
         with pytest.raises(ConfigError, match="cannot reach each other"):
-            CrossMemory(comm)
+            CrossMemory(comm, wait_until)
+
+
+@pytest.mark.ranks(2)
+def test_a_process_number_of_an_ended_process(comm, monkeypatch):
+    """In an elastic group nothing is written to a number that another process may have by now."""
+    monkeypatch.setattr(ulfm, "current", object())
+    memory, there, here = CrossMemory(comm, wait_until), np.zeros(4), np.ones(4)
+    memory.write(comm.rank, there.ctypes.data, here.ctypes.data, 32)
+    assert there.tolist() == [1.0] * 4
+    with subprocess.Popen(["true"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        monkeypatch.setattr(
+            os, "pidfd_open", partial(lambda open_, _: open_(ended.pid), os.pidfd_open)
+        )
+        with pytest.raises(ConfigError, match="a process of this node has ended"):
+            CrossMemory(comm, wait_until)
+    comm.Barrier()
 
 
 @pytest.mark.ranks(2)
 def test_memory_that_is_not_there(comm):
-    memory = CrossMemory(comm)
+    memory = CrossMemory(comm, wait_until)
     mine = np.zeros(8)
     with pytest.raises(MpidistError, match=r"64 bytes at 0x10 of process .*: Bad address"):
         memory.read(1 - comm.rank, 16, mine.ctypes.data, 64)
@@ -107,7 +127,7 @@ def test_memory_that_is_not_there(comm):
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 100])
 def test_more_bytes_than_one_call_copies(comm, monkeypatch, nbytes):
     """The kernel copies at most 2 GiB less a page: longer runs go in pieces."""
-    memory = CrossMemory(comm)
+    memory = CrossMemory(comm, wait_until)
     here, there = np.arange(100, dtype="u1"), np.zeros(102, "u1")
     monkeypatch.setattr(cross_memory, "_MOST", 7)
     memory.write(0, there.ctypes.data + 1, here.ctypes.data, nbytes)

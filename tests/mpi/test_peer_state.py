@@ -68,9 +68,9 @@ def test_a_function_gives_the_arrays(comm):
     assert arrays["b"]["c"].tolist() == [[2, 2]] * 2
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 7)
 def test_an_array_in_several_messages(comm, monkeypatch):
-    monkeypatch.setattr(peer_state, "_MOST", 24)
+    monkeypatch.setattr(peer_state, "_PIECE", 24)
     state = {"w": np.arange(10.0) * (comm.rank + 1)}
     peer_state.bring_up_to_date(comm, state, comm.rank)
-    assert state["w"].tolist() == [2.0 * k for k in range(10)]
+    assert state["w"].tolist() == [float(comm.size * k) for k in range(10)]

@@ -27,6 +27,7 @@ from mpi4py import MPI
 from ...events import Counters
 from ...runtime import ulfm
 from ...runtime.agreement.mismatch import BALLOT, Signature
+from ...runtime.communicator import one_step
 from ...runtime.context import Context
 from .executor import MAX_MESSAGE, Engine, ends_within
 from .reductions import Reduction, finish_mean, native_op
@@ -294,8 +295,8 @@ class Blocking(Engine):
         blocking calls have ended.
         """
         held = handshake(self.context)(key)
-        for call, arguments in self.calls(work):
-            made: list = []
+        for method, arguments in self.calls(work):
+            call, made = one_step(method), list[Any]()
             for _ in range(2):
                 try:
                     # The interpreter runs this line as one step. A signal handler can raise only

@@ -210,7 +210,7 @@ class NodeMemory:
         self.gate = NodeBarrier(context, lines, self.topology)
         self.cross: CrossMemory | None = None
         try:
-            self.cross = CrossMemory(self.topology.intra_comm)
+            self.cross = CrossMemory(self.topology.intra_comm, context.wait)
         except ConfigError as error:
             emit("cross_memory", reason=str(error))
 

@@ -87,7 +87,8 @@ class StagedProgram(NodeProgram):
         self._rounds = [self._make_round(k, self.piece, self.piece) for k in (0, 1)]
         rest = self._full * self.piece
         self._rounds.append(self._make_round(self._full % 2, short + 1 - rest, short - rest))
-        self._run: Callable = getattr(self, f"_{form}")
+        # A function, not a method of `self`: Python frees the memory of a cycle much later.
+        self._run: Callable = getattr(StagedProgram, f"_{form}")
         own = short + (rank < longer) if rank < lanes else 0
         staged, added = (0, 0) if form == ALLGATHER else (n - own, own * (size - 1))
         published = 0 if form == REDUCE_SCATTER else own
@@ -136,7 +137,7 @@ class StagedProgram(NodeProgram):
             (_, longer, more), (_, lanes, fewer) = self._matrices
             long, rest = work[: longer * more], work[longer * more :]
             parts = long.reshape(longer, more), rest.reshape(lanes - longer, fewer)
-            self._run(key, parts, divisor)
+            self._run(self, key, parts, divisor)
 
     def _staged(self, key: int | None, x: Matrices, divisor) -> None:
         for t in range(self.rounds + 1):

@@ -5,6 +5,8 @@ during its allreduce. Each rank writes the steps that it has done to OUT/RANK, a
 its result.
 """
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -17,6 +19,8 @@ from mpi4py import MPI
 
 import mpidist as md
 
+if sys.argv[1] == "code":
+    atexit.register(print, "exit handler of before", flush=True)
 SAMPLES, STEPS = 24, 12
 mode, out = sys.argv[1], Path(sys.argv[2])
 n = int(sys.argv[3]) if len(sys.argv) > 3 else 1000
@@ -39,6 +43,10 @@ def fate(step, where):
                 die()
             else:
                 die()
+
+
+def gone(step):
+    return [int(rank) for rank, when, _ in deaths if int(when) <= step]
 
 
 def part(rank, size, step):
@@ -172,7 +180,7 @@ elif mode == "outside":
 elif mode == "code":
     with md.elastic(comm, state) as group:
         all_steps(group)
-    sys.exit(3)
+    raise SystemExit(3) if n == 1 else sys.exit(3)
 
 elif mode == "forgotten":
     with md.elastic(comm, state) as group:
@@ -232,4 +240,46 @@ elif mode == "ring":
                         die()
                 apply(step, md.allreduce(group.comm, part(group.rank, group.size, step)))
                 ring.Free()
+    report(group)
+
+elif mode == "duplicates":
+    # The others are making a communicator when a rank dies, in each generation of communicators.
+    with md.elastic(comm, state) as group:
+        for step in group.steps(0, STEPS):
+            with step:
+                fate(step, "stuck")
+                group.comm.Dup().Free()
+                apply(step, md.allreduce(group.comm, part(group.rank, group.size, step)))
+    report(group)
+
+elif mode == "raw":
+    # MPI's own blocking calls: what they return has been received from every rank.
+    with md.elastic(comm, state) as group:
+        for step in group.steps(0, STEPS):
+            with step:
+                fate(step, "stuck")
+                if step % 2:
+                    row, everyone = np.full(3, world), np.full(3 * group.size, -1)
+                    group.comm.Allgatherv(row, [everyone, [3] * group.size])
+                    found = everyone[::3].tolist()
+                else:
+                    found = group.comm.allgather(world)
+                if found != sorted({0, 1, 2, 3, 4} - set(gone(step))):
+                    raise ValueError(f"found {found}")
+                apply(step, md.allreduce(group.comm, part(group.rank, group.size, step)))
+    report(group)
+
+elif mode == "flat":
+    # What the ranks of the first to the last death have open, without Python's collector of cycles.
+    gc.disable()
+    with md.elastic(comm, state) as group:
+        for step in group.steps(0, STEPS):
+            with step:
+                one_step(group, step)
+                if world == 0:
+                    lines = Path("/proc/self/maps").read_text().splitlines()
+                    shared = sum("mpidist-" in line for line in lines)
+                    files = len(list(Path("/proc/self/fd").iterdir()))
+                    open_ = len(group._members.children)
+                    print(f"at {int(step)}: {shared} shared, {files} files, {open_} communicators")
     report(group)
