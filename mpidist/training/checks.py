@@ -206,10 +206,14 @@ def check_checkpoint(checkpoint, resume) -> None:
     """Raise ConfigError if `checkpoint` is neither a path nor a store, or `resume` is unknown."""
     if isinstance(checkpoint, str | os.PathLike):
         checked_path("checkpoint", checkpoint)
-    elif checkpoint is not None and not has_methods(checkpoint, "save", "restore", "all_steps"):
+    elif not (
+        checkpoint is None
+        or (callable(checkpoint) and not isinstance(checkpoint, type))
+        or has_methods(checkpoint, "save", "restore", "all_steps")
+    ):
         raise ConfigError(
             f"checkpoint is {brief(checkpoint)}; expected a path, a CheckpointStore, a "
-            "TieredStore, or None"
+            "TieredStore, a function of the communicator that returns a store, or None"
         )
     word = isinstance(resume, str) and resume in ("auto", "fresh")
     known = isinstance(resume, bool) or word

@@ -24,14 +24,14 @@ import numpy as np
 
 from ..arrays import named_arrays
 from ..checkpoint.interval import SaveInterval
-from ..data import Sampler, as_source
+from ..data import Sampler, as_source, records
 from ..errors import ConfigError, MismatchError, ProtocolError
 from ..fault_tolerance import watch
 from ..optim import Optimizer
 from ..runtime.agreement.mismatch import rank_list
 from ..runtime.agreement.run_on_all import run_on_all
 from ..runtime.communicator import check_comm
-from . import checks, records
+from . import checks
 from .strategies import as_strategy
 
 #: Arguments that may differ between ranks, and arguments of which only the presence is compared.

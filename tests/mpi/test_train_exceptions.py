@@ -15,7 +15,7 @@ from mpidist.collectives.engines.node_barrier import memory_of
 from mpidist.errors import ConfigError, MismatchError, MpidistError, ReplicaError
 from mpidist.fault_tolerance.watch import active
 from mpidist.runtime.context import of
-from mpidist.training import records
+from mpidist.data import records
 from mpidist.training.settings import settings_difference
 
 
