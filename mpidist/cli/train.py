@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .. import events
 from ..errors import ConfigError
@@ -266,9 +266,9 @@ class Reporter:
     """
 
     def __init__(self, job, speaks: bool):
-        self.every, self.bar = job.log_every, None
+        self.every, self.bar = job.log_every, cast(Any, None)
         self._next_line = time.monotonic() + _LINE_EVERY
-        self._path, self._file = job.folder / "metrics.jsonl", None
+        self._path, self._file = job.folder / "metrics.jsonl", cast(Any, None)
         self.speaks = False
         if speaks:
             self._begin()

@@ -9,9 +9,11 @@ from __future__ import annotations
 import sys
 from contextlib import closing, contextmanager, nullcontext
 
+from mpi4py import MPI
+
 from .. import events
 from ..checkpoint.store import CheckpointStore
-from ..errors import ConfigError
+from ..errors import ConfigError, MpidistError
 from ..fault_tolerance.guard import Stopped
 from ..fault_tolerance.watch import watch
 
@@ -35,7 +37,7 @@ def watched(comm, seconds: float):
         return nullcontext()
 
 
-def opened(comm, checkpoint, fresh: bool | str):
+def open_store(comm, checkpoint, fresh: bool | str):
     """Return a context manager of the checkpoint store, which is None for none. Collective.
 
     `checkpoint` is that of `md.train`. A store that the caller has opened stays open.
@@ -44,7 +46,12 @@ def opened(comm, checkpoint, fresh: bool | str):
         return nullcontext(checkpoint)
     if not callable(checkpoint):
         return CheckpointStore(comm, checkpoint, fresh=fresh)
-    store = checkpoint(comm)
+    try:
+        store = checkpoint(comm)
+    except (MpidistError, MPI.Exception):
+        raise
+    except Exception as error:
+        raise ConfigError(f"checkpoint(comm) raised {type(error).__name__}: {error}") from error
     if not hasattr(store, "restore"):
         raise ConfigError(f"checkpoint(comm) returned {type(store).__name__}; expected a store")
     return store if hasattr(store, "__exit__") else closing(store)

@@ -17,6 +17,7 @@ from typing import Any
 from ..arrays import named_arrays
 from ..checkpoint.arguments import checked_path
 from ..data import Loading, Position, Sampler
+from ..elasticity.elastic_settings import Elastic, as_elastic
 from ..errors import ConfigError
 
 _OPTIMIZER = "expected an optimizer such as md.optim.sgd(0.1), or an object with init and update"
@@ -220,6 +221,24 @@ def check_checkpoint(checkpoint, resume) -> None:
     expect(known, "resume", resume, "True, False, 'auto' or 'fresh'")
     if resume is True and checkpoint is None:
         raise ConfigError("resume=True needs checkpoint=, the folder to resume from")
+
+
+def check_elastic(elastic, strategy, checkpoint) -> Elastic | None:
+    """Return the settings of an elastic run, or None; raise ConfigError if it is not possible."""
+    if elastic is None or elastic is False:
+        return None
+    settings = as_elastic(elastic)
+    if not getattr(strategy, "has_replicas", False):
+        raise ConfigError(
+            "elastic: only strategy AllReduce goes on after a death; for parameter servers leave "
+            "elastic out, and start the job by mpidist launch"
+        )
+    if hasattr(checkpoint, "restore"):
+        raise ConfigError(
+            "elastic: checkpoint is a store on this communicator; give a path, or a function such "
+            "as lambda comm: md.CheckpointStore(comm, path, keep=5)"
+        )
+    return settings
 
 
 def check_functions(callbacks, on_resize) -> tuple:

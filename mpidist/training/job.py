@@ -226,12 +226,6 @@ def _check_values(job: Job) -> None:
         if not isinstance(job.elastic, dict):
             raise ConfigError(f"elastic={job.elastic!r}; expected a table, [elastic]")
         elastic_of(job)
-        if job.strategy["name"] != "allreduce":
-            raise ConfigError(
-                f"[elastic]: a run with strategy {job.strategy['name']!r} cannot go on after a "
-                "death; use strategy.name = 'allreduce', or leave [elastic] out and start the job "
-                "by mpidist launch"
-            )
     for name, value in (("out", job.out), ("local", job.local)):
         if not isinstance(value, str):
             raise ConfigError(f"{name}={value!r}; expected the path of a folder, in quotes")
@@ -266,6 +260,7 @@ def build_run(job: Job, ranks: int | None) -> Parts:
     from . import strategies
 
     strategy = strategies.from_settings(*_split(job.strategy))
+    checks.check_elastic(elastic_of(job), strategy, None)
     checks.check_microbatches(job.microbatches, job.global_batch, strategy)
     checks.check_replicated(strategy, check_replicas=job.check_replicas)
     if ranks is not None and job.microbatches is None:

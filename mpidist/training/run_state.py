@@ -23,7 +23,6 @@ from ..runtime.agreement.run_on_all import run_on_all
 from . import resume_report
 from .quarantine import Quarantine
 
-
 #: Attributes of `Progress` that a run carries over after a death.
 _CARRIED = (
     "first_step", "samples", "failed_saves", "failure", "changed", "stopping", "bad", "_losses",
@@ -174,7 +173,7 @@ class Progress:
         }
 
     def facts_to_carry(self, losses_of_guard: list) -> dict:
-        """Return plain values with which a run continues after a death; see `carried`."""
+        """Return plain values with which a run continues after a death; see `elastic_run`."""
         return {
             **self._facts(),
             "more": [getattr(self, name) for name in _CARRIED],

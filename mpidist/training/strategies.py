@@ -85,9 +85,7 @@ class AllReduce:
         algorithm = chosen(self.algorithm, self.reproducible)
         names = ("bucket_bytes", "overlap", "progress", "accumulate")
         given = {name: getattr(self, name) for name in names}
-        return Replicas(
-            comm, model, optimizer, algorithm, optimizer_state=optimizer_state, **given
-        )
+        return Replicas(comm, model, optimizer, algorithm, optimizer_state=optimizer_state, **given)
 
 
 @dataclass(frozen=True)

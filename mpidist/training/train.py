@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 from ..data import Loading
@@ -12,13 +13,13 @@ from ..elasticity.elastic_settings import Elastic
 from ..fault_tolerance.guard import guard
 from ..launch.fault_points import fault_point
 from . import resume_report
-from .abandon import abandon_on_error, opened, watched
-from .carried import Carried, train_elastic
+from .abandon import abandon_on_error, open_store, watched
 from .checks import last_step
+from .elastic_run import Carried, train_elastic
 from .feed import Feed
 from .quarantine import Quarantine
 from .run_state import Progress, StepReport
-from .settings import agree_on_settings
+from .settings import TrainSettings, agree_on_settings
 from .summary import Summary, gather_facts, share
 
 __all__ = ["StepReport", "Summary", "train"]
@@ -168,25 +169,26 @@ def train(
         A SystemExit with code 75, because a signal or the time limit asked for a stop; the state
         was saved. If the allocation left no time to save, the newest good checkpoint remains.
     """
-    given = {name: value for name, value in locals().items() if name not in ("comm", "elastic")}
-    if elastic is not False and elastic is not None:
-        return train_elastic(comm, elastic, given, _train)
-    return _train(comm, given, Carried())
+    given = {name: value for name, value in locals().items() if name != "comm"}
+    agreed, asked = agree_on_settings(comm, given), SimpleNamespace(**given)
+    if agreed.elastic is not None:
+        return train_elastic(comm, agreed.elastic, given, partial(_train, asked, agreed))
+    return _train(asked, agreed, comm, Carried(given))
 
 
-def _train(comm, given: Mapping, carried: Carried) -> Summary:
-    """Train with the arguments `given` of `train`, from what is `carried`. Collective over `comm`.
+def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
+    """Train with the arguments `asked` of `train`, from what is `carried`. Collective over `comm`.
 
     An elastic run calls this function again after each death, with the communicator of the living
     ranks. Then `carried` has the state with which these ranks go on.
     """
-    asked, agreed = SimpleNamespace(**given), carried.agree(comm, given)
     source, sampler, pace = agreed.source, agreed.sampler, agreed.pace
     settings: dict = {"global_batch": sampler.global_batch, "seed": sampler.seed}
     if asked.microbatches is not None:
         settings["microbatches"] = asked.microbatches
-    watch = watched(comm, asked.watch_seconds) if agreed.watch else nullcontext()
-    with watch, opened(comm, asked.checkpoint, carried.fresh(asked.resume)) as store:
+    watch_it = agreed.watch and comm.size > 1  # elastic runs may have lost ranks
+    watch = watched(comm, asked.watch_seconds) if watch_it else nullcontext()
+    with watch, open_store(comm, asked.checkpoint, carried.fresh(asked.resume)) as store:
         exchange = carried.open(agreed.strategy, comm, asked, settings)
         with abandon_on_error(exchange):
             bad = Quarantine(exchange.workers, source, asked.max_bad, asked.quarantine)

@@ -48,7 +48,7 @@ class Replicas:
         self.model, self.optimizer, self.algorithm = model, optimizer, algorithm
         self.optimizer_state = optimizer_state
         if optimizer_state is None:
-            # All ranks begin with the parameters of rank 0, whatever the seeds of their models were.
+            # All ranks begin with the parameters of rank 0, whatever the seeds of their models.
             broadcast_parameters(comm, model)
             self.optimizer_state = run_on_all(
                 comm, "md.train: optimizer", lambda: optimizer.init(model.parameters)

@@ -21,15 +21,11 @@ from typing import Any
 
 from ..elasticity import peer_state
 from ..elasticity.elastic_group import Group, check_possible
-from ..elasticity.elastic_settings import Elastic, as_elastic
-from ..errors import ConfigError
-from ..fault_tolerance import watch
+from ..elasticity.elastic_settings import Elastic
 from ..fault_tolerance.guard import Guard
 from ..runtime.agreement.run_on_all import run_on_all, same_on_all
 from ..runtime.ulfm import is_death
 from .run_state import Progress, StepReport
-from .settings import TrainSettings, agree_on_settings, checked, settings_in_words
-from .strategies import as_strategy
 from .summary import Summary
 
 
@@ -39,10 +35,9 @@ class Carried:
     `name` is the name of an elastic run, equal on all ranks, and "" for any other run.
     """
 
-    def __init__(self, name: str = "", given: Mapping[str, Any] | None = None):
-        self.name, self._given = name, given or {}
+    def __init__(self, given: Mapping[str, Any], name: str = ""):
+        self.name, self._given = name, given
         self.deaths = 0
-        self._agreed: TrainSettings | None = None
         self._run: Progress | None = None
         self._guard: Guard | None = None
         # The state at the last death; None as long as this rank had not begun its steps.
@@ -54,19 +49,6 @@ class Carried:
         self._sent: dict = {}
 
     # -- a run takes what is carried -----------------------------------------------------
-
-    def agree(self, comm, given: Mapping) -> TrainSettings:
-        """Return the settings of the run. Collective over `comm` until ranks have begun steps."""
-        if self._facts is None:
-            self._agreed = agree_on_settings(comm, given)
-        elif self._agreed is None:  # a death has broken the agreement off on this rank only
-            found = checked(comm.size, **given)
-            watched = given["watch_seconds"] and not watch.active
-            self._agreed = found._replace(
-                words=settings_in_words(found, given), watch=bool(watched)
-            )
-        assert self._agreed is not None
-        return self._agreed
 
     def fresh(self, resume: bool | str) -> bool | str:
         """Return the argument `fresh` of the store: a text in a run that opens it several times."""
@@ -161,32 +143,17 @@ class _TrainingGroup(Group):
 
 
 def train_elastic(
-    comm, elastic: Elastic | bool, given: Mapping, run: Callable[[Any, Mapping, Carried], Summary]
+    comm, settings: Elastic, given: Mapping, train: Callable[[Any, Carried], Summary]
 ) -> Summary:
-    """Call ``run(comm, given, carried)``, again after each death. Collective over `comm`."""
-
-    def facts() -> dict:
-        settings = as_elastic(elastic)
-        if not getattr(as_strategy(given["strategy"]), "has_replicas", False):
-            raise ConfigError(
-                "elastic: only strategy AllReduce goes on after a death; start a job with "
-                "parameter servers by mpidist launch, without elastic"
-            )
-        if hasattr(given["checkpoint"], "restore"):
-            raise ConfigError(
-                "elastic: checkpoint is a store of this communicator; give a path, or a function "
-                "such as lambda comm: md.CheckpointStore(comm, path, keep=5)"
-            )
-        return check_possible(comm, settings.min_ranks)
-
-    same_on_all(comm, "md.train: elastic", facts)
+    """Call ``train(comm, carried)``, again after each death. Collective over `comm`."""
+    same_on_all(comm, "md.train: elastic", lambda: check_possible(comm, settings.min_ranks))
     name = run_on_all(comm, "md.train", lambda: uuid.uuid4().hex, lambda names: names[0])
-    carried = Carried(name, given)
-    group = _TrainingGroup(comm, as_elastic(elastic), carried)
+    carried = Carried(given, name)
+    group = _TrainingGroup(comm, settings, carried)
     try:
         while True:
             try:
-                summary = run(group.comm, given, carried)
+                summary = train(group.comm, carried)
                 group._all_here()
                 return summary
             except Exception as error:
