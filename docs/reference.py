@@ -14,6 +14,7 @@ from dataclasses import fields
 
 from mpidist import data, models, optim
 from mpidist.cli.main import COMMANDS
+from mpidist.elasticity.elastic_settings import Elastic
 from mpidist.training import job, strategies
 
 #: Table of a job file -> what its ``name`` may be, and what makes each.
@@ -107,8 +108,9 @@ def job_file() -> str:
             schedules = {name: settings(make) for name, make in optim.SCHEDULES.items()}
             rows = [(f"`{name}`", _keys(given)) for name, given in schedules.items()]
             lines += _table(("schedule", "keys, with their defaults"), rows)
-    lines += ["## [loading]", "", *_table(("keys, with their defaults",),
-                                          [(_keys(settings(data.Loading)),)])]  # fmt: skip
+    for table, kind in {"loading": data.Loading, "elastic": Elastic}.items():
+        rows = [(_keys(settings(kind)),)]
+        lines += [f"## [{table}]", "", *_table(("keys, with their defaults",), rows)]
     return "\n".join(lines)
 
 

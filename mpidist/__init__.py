@@ -63,6 +63,7 @@ _HOME = {
     "watch": "fault_tolerance.watch",
     "Watch": "fault_tolerance.watch",
     "parameter_server": "servers.parameter_server",
+    "Elastic": "elasticity.elastic_settings",
     "elastic": "elasticity.elastic_group",
     "run_elastic": "elasticity.elastic_group",
 }

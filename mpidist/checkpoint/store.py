@@ -249,6 +249,17 @@ class CheckpointStore(Store):
             entry: Entry | None = by_rank_0(self._comm, "latest_step", self._line.latest)
             return entry and entry.step
 
+    def continue_newest(self) -> None:
+        """Let the next save continue the newest committed step, which is not read. Collective.
+
+        For a run whose state has come from other ranks: else a store refuses to save into a folder
+        of which it has restored no step.
+        """
+        with self._call("continue_newest"):
+            self._settle()
+            if (entry := by_rank_0(self._comm, "continue_newest", self._line.latest)) is not None:
+                self._line.stand(entry)
+
     def all_steps(self, *, history: int | None = None) -> list[int]:
         """Return the committed steps of a history (branch), ascending. Collective.
 

@@ -169,6 +169,10 @@ class TieredStore(Store):
         """Return the newest committed step in the shared folder, or None. Collective."""
         return self.shared.latest_step()
 
+    def continue_newest(self) -> None:
+        """Let the next save continue the newest step, as in `CheckpointStore`. Collective."""
+        self.shared.continue_newest()
+
     def all_steps(self, *, history: int | None = None) -> list[int]:
         """Return the committed steps of a history (branch) in the shared folder, ascending.
 

@@ -9,16 +9,18 @@ import shlex
 import signal
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .. import events
 from ..errors import ConfigError
 from ..launch import binding, claims, heartbeat, start_checks, start_report
+from ..launch.environment import has_ulfm
 from ..launch.fault_points import fault_point
 from ..supervisor import commands
 from ..training import start_records
@@ -121,6 +123,7 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
     from ..fault_tolerance.signals import say_last
     from ..fault_tolerance.watch import watch
     from ..runtime.topology import Topology
+    from ..training.job import elastic_of
     from ..training.train import train
 
     crowded = binding.check_binding(comm, os.environ)
@@ -140,6 +143,9 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
             _to_device(parts.model, topology.local_rank)
         host = topology.hosts[topology.node]
         per_host = Counter(topology.hosts[node] for node in topology.node_of)
+    elastic = elastic_of(job)
+    if fresh is True and elastic:  # the store is opened again after each death
+        fresh = comm.bcast(uuid.uuid4().hex)
     if comm.rank == 0:
         print(line, flush=True)
         _keep_start(job, args, per_host)
@@ -148,24 +154,26 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
     make: Any = partial(TieredStore, local=job.local) if job.local else CheckpointStore
     with ExitStack() as stack:
         stack.callback(events.close_log)
-        if job.watch_seconds:
+        if job.watch_seconds and not elastic:
             stack.enter_context(watch(comm, seconds=job.watch_seconds, dumps=job.folder / "hang"))
-        reporters = [stack.enter_context(closing(Reporter(job)))] if comm.rank == 0 else []
+        reporter = stack.enter_context(closing(Reporter(job, comm.rank == 0)))
+        store = partial(make, path=store_path, keep=job.keep, fresh=fresh)
         try:
-            with make(comm, store_path, keep=job.keep, fresh=fresh) as store:
-                summary = train(
-                    comm, parts.model, parts.train, optimizer=parts.optimizer,
-                    strategy=parts.strategy, test_data=parts.test, loading=parts.loading,
-                    checkpoint=store, resume=resume, callbacks=reporters,
-                    quarantine=job.folder / "quarantine.jsonl",
-                    watch_seconds=0,  # `watch` above does this, and has a folder
-                    **{name: getattr(job, name) for name in _SAME_IN_TRAIN},
-                )  # fmt: skip
+            summary = train(
+                comm, parts.model, parts.train, optimizer=parts.optimizer,
+                strategy=parts.strategy, test_data=parts.test, loading=parts.loading,
+                checkpoint=store, resume=resume, callbacks=[reporter],
+                on_resize=reporter.resized, elastic=elastic,
+                quarantine=job.folder / "quarantine.jsonl",
+                # The watch of this command, which has a folder for dumps, knows of no death.
+                watch_seconds=job.watch_seconds if elastic else 0,
+                **{name: getattr(job, name) for name in _SAME_IN_TRAIN},
+            )  # fmt: skip
         except Stopped:
-            if comm.rank == 0 and events.VERBOSITY:
+            if reporter.speaks and events.VERBOSITY:
                 say_last(f"mpidist: go on with: {_again(args, comm.size, crowded)}")
             raise
-    if comm.rank == 0:
+    if reporter.speaks:
         _report(job, summary, _again(args, comm.size, crowded))
 
 
@@ -199,6 +207,8 @@ def _again(args, ranks: int, crowded: bool) -> str:
     claim = claims.claimed_size(os.environ)
     library = claims.mpi_name(MPI.Get_library_version())
     words = commands.again(ranks, claim.launcher if claim else "", library, crowded)
+    if has_ulfm() and words:
+        words[1:1] = ["--with-ft", "ulfm"]
     words += [commands.callable_as("mpidist"), "train", args.job]
     return shlex.join(words + [word for each in args.settings for word in ("--set", each)])
 
@@ -219,6 +229,8 @@ def _report(job, summary, again: str) -> None:
     if summary.test_accuracy is not None:
         said.insert(0, f"test accuracy {summary.test_accuracy:.4f}")
     ranks = "1 rank" if summary.ranks == 1 else f"{summary.ranks} ranks"
+    if summary.deaths:
+        ranks += f"; {summary.deaths} died"
     print(f"{done}: {', '.join(said)}, {summary.wall_seconds:.1f} s on {ranks}")
     if summary.skipped_records:
         print(
@@ -248,15 +260,35 @@ def _is_told(job, summary) -> bool:
 
 
 class Reporter:
-    """Callback on rank 0 that writes metrics.jsonl, and shows a progress bar or progress lines."""
+    """Callback that writes metrics.jsonl, and shows a progress bar or progress lines.
 
-    def __init__(self, job):
-        self.every, self.bar = job.log_every, None
+    Only the first rank `speaks`; after a death this is the first living rank.
+    """
+
+    def __init__(self, job, speaks: bool):
+        self.every, self.bar = job.log_every, cast(Any, None)
         self._next_line = time.monotonic() + _LINE_EVERY
-        self._file = (job.folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._path, self._file = job.folder / "metrics.jsonl", cast(Any, None)
+        self.speaks = False
+        if speaks:
+            self._begin()
+
+    def _begin(self) -> None:
+        self.speaks = True
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+
+    def resized(self, _old: int, _new: int, run) -> None:
+        """Begin to speak if this rank has become the first one, `on_resize` of `md.train`."""
+        if run.comm.rank or self.speaks:
+            return
+        self._begin()
+        if run.report is not None and run.report.step > _last_step(self._path):
+            self(run.report)  # the first rank has died before it has written this step
 
     def __call__(self, step) -> None:
         """Write and show the measurements of one step."""
+        if not self.speaks:
+            return
         if step.step % self.every == 0 or step.step == step.last:
             # Numbers get six significant digits, because losses may be small and steps short.
             facts = {key: float(f"{v:.6g}") if isinstance(v, float) else v
@@ -284,8 +316,17 @@ class Reporter:
         """Close the progress bar and the file."""
         if self.bar is not None:
             self.bar.close()
-        with suppress(OSError):
-            self._file.close()
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+
+
+def _last_step(path: Path) -> int:
+    """Return the step of the last whole line of metrics.jsonl, or -1."""
+    for line in reversed(path.read_text(encoding="utf-8").splitlines()):
+        with suppress(ValueError, KeyError, TypeError):
+            return json.loads(line)["step"]
+    return -1
 
 
 def _bar(step) -> str:

@@ -174,7 +174,7 @@ class Group:
             self._shrink()
             try:
                 self._members.open()
-                self.step = peer_state.bring_up_to_date(self.comm, self.state, self.step)
+                self._bring_up_to_date()
                 table = _first_of(self.comm, table)
                 same = {key: {**entry, "ranks": self.size} for key, entry in table.items()}
                 selection.restore(self.comm, same, "more ranks")
@@ -193,6 +193,10 @@ class Group:
             left = f"{self.size} rank{'s go' if self.size > 1 else ' goes'} on"
             text = f"{', '.join(gone)} died at step {step}; {left} after {seconds * 1e3:.0f} ms"
             print(f"mpidist: {text}", file=sys.stderr, flush=True)
+
+    def _bring_up_to_date(self) -> None:
+        """Give the state of the newest rank to the ranks that are behind. Collective."""
+        self.step = peer_state.bring_up_to_date(self.comm, self.state, self.step)
 
     def _shrink(self) -> None:
         self._members.end("a rank has died; group.comm is a new communicator, and what was made "
@@ -214,16 +218,24 @@ def _open(comm, state, min_ranks, restarts: bool) -> Group:
     """Check the arguments on all ranks and make the group. Collective over `comm`."""
 
     def facts() -> dict:
-        if not isinstance(min_ranks, int) or not 1 <= min_ranks <= comm.size:
-            raise ConfigError(f"min_ranks={shown(min_ranks)}; expected 1 to {comm.size}")
-        if not is_whole_job(comm):
-            raise ConfigError(f"comm has only {comm.size} ranks of this job; expected all")
-        if comm.size > 1 and not has_ulfm():
-            raise ConfigError(why_not(MPI.Get_library_version()))
-        return {"min_ranks": min_ranks, **peer_state.description(state)}
+        return {**check_possible(comm, min_ranks), **peer_state.description(state)}
 
     same_on_all(comm, "md.elastic", facts)
     return Group(comm, state, min_ranks, restarts)
+
+
+def check_possible(comm, min_ranks) -> dict:
+    """Return the checked settings of a group; raise ConfigError if `comm` cannot survive a death.
+
+    Not collective: call this function on all ranks by `same_on_all`.
+    """
+    if not isinstance(min_ranks, int) or not 1 <= min_ranks <= comm.size:
+        raise ConfigError(f"min_ranks={shown(min_ranks)}; expected 1 to {comm.size}")
+    if not is_whole_job(comm):
+        raise ConfigError(f"comm has only {comm.size} ranks of this job; expected all")
+    if comm.size > 1 and not has_ulfm():
+        raise ConfigError(why_not(MPI.Get_library_version()))
+    return {"min_ranks": min_ranks}
 
 
 def why_not(library: str) -> str:

@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -28,7 +28,7 @@ from mpi4py import MPI
 
 from .. import events
 from ..collectives.allreduce import allreduce
-from ..errors import MismatchError, MpidistError, ProtocolError, StorageError
+from ..errors import MismatchError, MpidistError, ProtocolError, RankFailure, StorageError
 from ..launch import heartbeat
 from ..launch.claims import claimed_size
 from ..runtime.agreement.run_on_all import difference, run_on_all, same_on_all
@@ -129,6 +129,8 @@ class Guard:
         self.state, self.store = state, store
         self.every = agreed["every"]
         self.reason, self.exit_code = "", 0
+        #: Whether the run goes on after a death; then signals stay blocked until the next guard.
+        self.survives = False
         self._given, self._deciders = comm, deciders
         self._time_limit = agreed["time_limit"]
         self._deadline = math.inf
@@ -171,7 +173,7 @@ class Guard:
         return seconds_left(os.environ) if asked else None
 
     def __exit__(self, kind, error, trace) -> None:
-        self._handlers.put_back()
+        self._handlers.put_back(block=self.survives and isinstance(error, RankFailure))
         if error is not None and not isinstance(error, Stopped):
             return  # other ranks may have no error, so no collective call here
         if self._deciders is not None and error is None:
@@ -312,6 +314,17 @@ class Guard:
         error.everywhere = True
         events.emit("bad_loss", step=step, loss=str(loss), reason=what)
         raise error
+
+    def losses(self) -> list[float]:
+        """Return what `check_loss` remembers of earlier steps."""
+        return [self._best, *self._losses]
+
+    def take_over(self, earlier: Guard | None, losses: Sequence[float]) -> None:
+        """Take the requests and the deadline of an `earlier` guard of this rank; see `losses`."""
+        if earlier is not None:
+            self._asked = max(self._asked, earlier._asked)
+            self._deadline = earlier._deadline
+        self._best, *self._losses = losses
 
     # ------------------------------------------------------------------------------ underneath
 

@@ -67,8 +67,13 @@ class Handlers:
                 self._former[number] = signal.signal(number, self._hear)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.numbers)
 
-    def put_back(self) -> None:
-        """Restore the former signal handlers. A second call does nothing."""
+    def put_back(self, block: bool = False) -> None:
+        """Restore the former signal handlers. A second call does nothing.
+
+        With `block`, the signals stay pending from now on, until other handlers are set.
+        """
+        if block:
+            signal.pthread_sigmask(signal.SIG_BLOCK, self.numbers)
         for number, handler in self._former.items():
             # None means that C code had set the handler. `signal.signal` cannot restore such a
             # handler.

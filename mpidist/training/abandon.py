@@ -1,4 +1,4 @@
-"""Context managers around a whole run: a watch for hangs, and a message to other ranks on failure.
+"""Context managers around a whole run: store, watch for hangs, message to others on failure.
 
 The context managers of this module call no collective operation when an exception has ended the run
 on this rank, because each of the other ranks may be waiting in another call.
@@ -7,10 +7,13 @@ on this rank, because each of the other ranks may be waiting in another call.
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
+
+from mpi4py import MPI
 
 from .. import events
-from ..errors import ConfigError
+from ..checkpoint.store import CheckpointStore
+from ..errors import ConfigError, MpidistError
 from ..fault_tolerance.guard import Stopped
 from ..fault_tolerance.watch import watch
 
@@ -32,6 +35,26 @@ def watched(comm, seconds: float):
                 file=sys.stderr, flush=True,
             )  # fmt: skip
         return nullcontext()
+
+
+def open_store(comm, checkpoint, fresh: bool | str):
+    """Return a context manager of the checkpoint store, which is None for none. Collective.
+
+    `checkpoint` is that of `md.train`. A store that the caller has opened stays open.
+    """
+    if checkpoint is None or hasattr(checkpoint, "restore"):
+        return nullcontext(checkpoint)
+    if not callable(checkpoint):
+        return CheckpointStore(comm, checkpoint, fresh=fresh)
+    try:
+        store = checkpoint(comm)
+    except (MpidistError, MPI.Exception):
+        raise
+    except Exception as error:
+        raise ConfigError(f"checkpoint(comm) raised {type(error).__name__}: {error}") from error
+    if not hasattr(store, "restore"):
+        raise ConfigError(f"checkpoint(comm) returned {type(store).__name__}; expected a store")
+    return store if hasattr(store, "__exit__") else closing(store)
 
 
 @contextmanager

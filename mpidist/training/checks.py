@@ -17,6 +17,7 @@ from typing import Any
 from ..arrays import named_arrays
 from ..checkpoint.arguments import checked_path
 from ..data import Loading, Position, Sampler
+from ..elasticity.elastic_settings import Elastic, as_elastic
 from ..errors import ConfigError
 
 _OPTIMIZER = "expected an optimizer such as md.optim.sgd(0.1), or an object with init and update"
@@ -206,16 +207,38 @@ def check_checkpoint(checkpoint, resume) -> None:
     """Raise ConfigError if `checkpoint` is neither a path nor a store, or `resume` is unknown."""
     if isinstance(checkpoint, str | os.PathLike):
         checked_path("checkpoint", checkpoint)
-    elif checkpoint is not None and not has_methods(checkpoint, "save", "restore", "all_steps"):
+    elif not (
+        checkpoint is None
+        or (callable(checkpoint) and not isinstance(checkpoint, type))
+        or has_methods(checkpoint, "save", "restore", "all_steps")
+    ):
         raise ConfigError(
             f"checkpoint is {brief(checkpoint)}; expected a path, a CheckpointStore, a "
-            "TieredStore, or None"
+            "TieredStore, a function of the communicator that returns a store, or None"
         )
     word = isinstance(resume, str) and resume in ("auto", "fresh")
     known = isinstance(resume, bool) or word
     expect(known, "resume", resume, "True, False, 'auto' or 'fresh'")
     if resume is True and checkpoint is None:
         raise ConfigError("resume=True needs checkpoint=, the folder to resume from")
+
+
+def check_elastic(elastic, strategy, checkpoint) -> Elastic | None:
+    """Return the settings of an elastic run, or None; raise ConfigError if it is not possible."""
+    if elastic is None or elastic is False:
+        return None
+    settings = as_elastic(elastic)
+    if not getattr(strategy, "has_replicas", False):
+        raise ConfigError(
+            "elastic: only strategy AllReduce goes on after a death; for parameter servers leave "
+            "elastic out, and start the job by mpidist launch"
+        )
+    if hasattr(checkpoint, "restore"):
+        raise ConfigError(
+            "elastic: checkpoint is a store on this communicator; give a path, or a function such "
+            "as lambda comm: md.CheckpointStore(comm, path, keep=5)"
+        )
+    return settings
 
 
 def check_functions(callbacks, on_resize) -> tuple:

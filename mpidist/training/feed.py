@@ -50,6 +50,7 @@ class Feed:
         self.starved = 0.0
         self._run = run
         self._gone = self._closed = False
+        self._taken_at = -1  # the step whose samples were taken last
         self._state: dict = {}
         self._loader = Loader(source, self._plan, loading)
 
@@ -77,7 +78,7 @@ class Feed:
 
         `meanwhile` is called again and again while a thread reads the samples.
         """
-        self.starved = 0.0
+        self.starved, self._taken_at = 0.0, self._run.step
         # If the results of a model call are discarded, the model's running statistics must not
         # change either.
         self._state = {k: array.copy() for k, array in getattr(self.model, "state", {}).items()}
@@ -139,10 +140,15 @@ class Feed:
         return [place for place in range(len(indices)) if place not in bad]
 
     def close(self) -> None:
-        """Stop reading; emit an event with bytes and time of all reads (R130). Idempotent."""
+        """Stop reading; emit an event with bytes and time of all reads (R130). Idempotent.
+
+        The model's state is restored from before a step that was begun and is not done.
+        """
         if self._closed:
             return
         self._closed = True
+        if self._taken_at == self._run.step:
+            self.undo()
         self._loader.close()
         events.emit(
             "loader", bytes=self._loader.nbytes, seconds=round(self._loader.seconds, 6),

@@ -7,6 +7,7 @@
     [model]     name = "lenet"            image_shape = [1, 8, 8]
     [optimizer] name = "momentum"         lr = 0.05
     [strategy]  name = "parameter_server" servers = 2   consistency = "ssp"   staleness = 4
+    [elastic]   min_ranks = 2    # optional: go on with the living ranks after a death
 
 The key ``name`` of a table selects, for example, a model, and the other keys are the settings of
 this model.
@@ -25,7 +26,9 @@ import numpy as np
 from ..checkpoint.arguments import checked_path
 from ..checkpoint.interval import SaveInterval
 from ..data.sampler import SHUFFLES
+from ..elasticity.elastic_settings import Elastic
 from ..errors import ConfigError, nearest
+from ..registry import build
 from . import checks
 
 TABLES = ("data", "model", "optimizer", "strategy")
@@ -78,6 +81,9 @@ class Job:
         Whether a resumed run reads the records again that the checkpoint lists as bad.
     loading
         A table of settings for reading ahead, and for sources that do not answer.
+    elastic
+        A table with the settings of `md.Elastic`, which may be empty. With this table, the run goes
+        on with the living ranks after ranks have died.
     log_every
         Write a line to `metrics.jsonl` each time this many steps are done.
     watch_seconds
@@ -108,6 +114,7 @@ class Job:
     max_bad: float = 0.001
     retry_bad: bool = False
     loading: dict = field(default_factory=dict)
+    elastic: dict | None = None
     log_every: int = 10
     watch_seconds: float = 600.0
     device: str = "cpu"
@@ -215,11 +222,22 @@ def _check_values(job: Job) -> None:
         raise ConfigError(f"shuffle={job.shuffle!r}; expected {names}, true or false")
     if not isinstance(job.loading, dict):
         raise ConfigError(f"loading={job.loading!r}; expected a table, [loading]")
+    if job.elastic is not None:
+        if not isinstance(job.elastic, dict):
+            raise ConfigError(f"elastic={job.elastic!r}; expected a table, [elastic]")
+        elastic_of(job)
     for name, value in (("out", job.out), ("local", job.local)):
         if not isinstance(value, str):
             raise ConfigError(f"{name}={value!r}; expected the path of a folder, in quotes")
         if value:
             checked_path(name, value)
+
+
+def elastic_of(job: Job) -> Elastic | bool:
+    """Return the argument `elastic` of `md.train` for a job."""
+    if job.elastic is None:
+        return False
+    return build({"elastic": Elastic}, "elastic", job.elastic, "table")
 
 
 class Parts(NamedTuple):
@@ -238,10 +256,11 @@ def build_run(job: Job, ranks: int | None) -> Parts:
 
     If the number of ranks is known, check that the job can run on so many ranks.
     """
-    from .. import data, models, optim, registry
+    from .. import data, models, optim
     from . import strategies
 
     strategy = strategies.from_settings(*_split(job.strategy))
+    checks.check_elastic(elastic_of(job), strategy, None)
     checks.check_microbatches(job.microbatches, job.global_batch, strategy)
     checks.check_replicated(strategy, check_replicas=job.check_replicas)
     if ranks is not None and job.microbatches is None:
@@ -257,7 +276,7 @@ def build_run(job: Job, ranks: int | None) -> Parts:
         sampler = data.Sampler(len(train), job.global_batch)
         settings["lr"] = {"steps": checks.last_step(job.epochs, job.steps, sampler), **rate}
     optimizer = optim.from_settings(name, settings)
-    loading = registry.build({"loading": data.Loading}, "loading", job.loading, "data setting")
+    loading = build({"loading": data.Loading}, "loading", job.loading, "data setting")
     return Parts(train, test, model, optimizer, strategy, loading)
 
 

@@ -33,7 +33,7 @@ def kept(words: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in words.items()
-        if name not in without and not name.startswith(("model.", "order of "))
+        if name not in without and not name.startswith(("model.", "order of ", "elastic"))
     }
 
 

@@ -23,6 +23,12 @@ from ..runtime.agreement.run_on_all import run_on_all
 from . import resume_report
 from .quarantine import Quarantine
 
+#: Attributes of `Progress` that a run carries over after a death.
+_CARRIED = (
+    "first_step", "samples", "failed_saves", "failure", "changed", "stopping", "bad", "_losses",
+    "_losses_of",
+)  # fmt: skip
+
 
 class StepReport(NamedTuple):
     """The measurements of one step, which callbacks receive.
@@ -61,6 +67,8 @@ class Progress:
         self.loop_seconds = 0.0
         self._losses, self._losses_of = [0.0, 0], -1
         self.last = 0
+        self.deaths = 0
+        self.report: StepReport | None = None
 
     # -- the loop ----------------------------------------------------------------------
 
@@ -141,6 +149,18 @@ class Progress:
         if self.exchange.dedicated:
             return state
         state["run"] = {
+            **self._facts(),
+            "workers": self.exchange.workers.size,
+            "selection": selection.table(self.exchange.workers),
+            "settings": [list(each) for each in self.settings.items()],
+        }
+        if more := getattr(self.model, "state", {}):
+            state["model"] = dict(more)
+        return state
+
+    def _facts(self) -> dict:
+        """Return how far the run is, as plain values."""
+        return {
             "step": self.step,
             **self.position.as_dict(),
             "seed": self.sampler.seed,
@@ -149,14 +169,27 @@ class Progress:
             **self.quarantine.facts(),
             "ranks": self.comm.size,
             "resizes": self.resizes,
-            "workers": self.exchange.workers.size,
-            "selection": selection.table(self.exchange.workers),
             "order": self.exchange.order(),
-            "settings": [list(each) for each in self.settings.items()],
         }
-        if more := getattr(self.model, "state", {}):
-            state["model"] = dict(more)
-        return state
+
+    def facts_to_carry(self, losses_of_guard: list) -> dict:
+        """Return plain values with which a run continues after a death; see `elastic_run`."""
+        return {
+            **self._facts(),
+            "more": [getattr(self, name) for name in _CARRIED],
+            "report": self.report and list(self.report),
+            "price": self.exchange.price,
+            "losses_of_guard": losses_of_guard,
+        }
+
+    def continue_from(self, facts: Mapping) -> None:
+        """Continue a run that a death has broken off, from `facts_to_carry`. Collective."""
+        self._take(facts)
+        for name, value in zip(_CARRIED, facts["more"], strict=True):
+            setattr(self, name, value)
+        self.report = facts["report"] and StepReport(*facts["report"])
+        if self.store is not None and hasattr(self.store, "continue_newest"):
+            self.store.continue_newest()
 
     def checkpoint(self, pace: SaveInterval | None = None) -> None:
         """Save this step, unless it is saved already. Collective over the workers.
@@ -245,9 +278,11 @@ class Progress:
         """
         if self.exchange.equal_state:
             return
-        for array in getattr(self.model, "state", {}).values():
-            if array.dtype.kind == "f":
-                allreduce(self.exchange.workers, array, "mean")
+        arrays = [a for a in getattr(self.model, "state", {}).values() if a.dtype.kind == "f"]
+        # A death may break the calls off, and must leave the state as it was.
+        means = [allreduce(self.exchange.workers, array.copy(), "mean") for array in arrays]
+        for array, mean in zip(arrays, means, strict=True):
+            array[...] = mean
 
     def resume(self, resume: bool | str, retry_bad: bool = False) -> None:
         """Restore the state from the newest good checkpoint. Collective.
@@ -285,12 +320,19 @@ class Progress:
                 f"the checkpoint in {self.store.path} was made with seed {facts['seed']}, this run "
                 f"has seed {self.sampler.seed}: the data order would change; use the same seed"
             )
-        self.step = self.first_step = self.saved_step = int(facts["step"])
-        self.position = Position.from_dict(facts)
+        self.first_step = self.saved_step = int(facts["step"])
         self.changed = resume_report.differences(dict(facts.get("settings", [])), self.settings)
         if facts["shuffle"] != self.sampler.shuffle:
             given = self.sampler.shuffle
             self.changed.append(f"shuffle: {facts['shuffle']} when saved, which stays; {given} now")
+        if not self.exchange.dedicated:
+            selection.restore(self.exchange.workers, facts["selection"])
+        self._take(facts, retry_bad)
+        events.emit("resumed", step=self.step)
+
+    def _take(self, facts: Mapping, retry_bad: bool = False) -> None:
+        """Continue from the values of `_facts`. Collective."""
+        self.step, self.position = int(facts["step"]), Position.from_dict(facts)
         # The saved position is only valid in the order in which the saving run used the samples.
         self.sampler.set_shuffle(facts["shuffle"])
         self.quarantine.restore(facts.get("bad", []), facts.get("skipped", 0), retry_bad)
@@ -298,9 +340,7 @@ class Progress:
         self.ranks_before = facts["ranks"]
         self.resizes = facts["resizes"] + (self.ranks_before != self.comm.size)
         if not self.exchange.dedicated:
-            selection.restore(self.exchange.workers, facts["selection"])
             self.exchange.arrange(facts.get("order", {}))
-        events.emit("resumed", step=self.step)
 
     # -- the end -----------------------------------------------------------------------
 

@@ -24,14 +24,15 @@ import numpy as np
 
 from ..arrays import named_arrays
 from ..checkpoint.interval import SaveInterval
-from ..data import Sampler, as_source
+from ..data import Sampler, as_source, records
+from ..elasticity.elastic_settings import Elastic
 from ..errors import ConfigError, MismatchError, ProtocolError
 from ..fault_tolerance import watch
 from ..optim import Optimizer
 from ..runtime.agreement.mismatch import rank_list
 from ..runtime.agreement.run_on_all import run_on_all
 from ..runtime.communicator import check_comm
-from . import checks, records
+from . import checks
 from .strategies import as_strategy
 
 #: Arguments that may differ between ranks, and arguments of which only the presence is compared.
@@ -47,8 +48,9 @@ _WITNESSES, _LONGEST = 8, 80
 class TrainSettings(NamedTuple):
     """The objects that are made from the arguments of `md.train`.
 
-    `watch`: whether `md.train` must start a watch for hangs, because the program has started none.
-    `words`: the compared settings as text.
+    `elastic`: the settings of a run that goes on after a death, else None. `watch`: whether
+    `md.train` must start a watch for hangs, because the program has started none. `words`: the
+    compared settings as text.
     """
 
     strategy: Any
@@ -56,6 +58,7 @@ class TrainSettings(NamedTuple):
     sampler: Sampler
     pace: SaveInterval
     callbacks: tuple
+    elastic: Elastic | None = None
     watch: bool = False
     words: Mapping[str, str] = {}
 
@@ -124,7 +127,7 @@ def checked(
     size: int, *, model, data, optimizer, global_batch, epochs, steps, seed, shuffle, strategy,
     test_data, checkpoint, checkpoint_every, resume, stop_after, microbatches, check_replicas,
     time_limit, patience, max_bad, retry_bad, quarantine, loading, callbacks, on_resize,
-    watch_seconds,
+    watch_seconds, elastic,
 ) -> TrainSettings:  # fmt: skip
     """Check the arguments of `md.train` for `size` ranks; return the objects made from them.
 
@@ -155,7 +158,8 @@ def checked(
     checks.check_reading(loading, quarantine, retry_bad)
     checks.check_watch(watch_seconds)
     functions = checks.check_functions(callbacks, on_resize)
-    return TrainSettings(strategy, source, sampler, pace, functions)
+    goes_on = checks.check_elastic(elastic, strategy, checkpoint)
+    return TrainSettings(strategy, source, sampler, pace, functions, goes_on)
 
 
 # ------------------------------------------------------------------------------------- in words

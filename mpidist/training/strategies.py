@@ -67,17 +67,25 @@ class AllReduce:
         """Return how many of `size` ranks are workers."""
         return size
 
-    def open(self, comm, model, optimizer, *, microbatches: int | None = None, **settings):
-        """Return the object that exchanges the gradients in one run. Collective over `comm`."""
+    def open(
+        self, comm, model, optimizer, *, microbatches: int | None = None, optimizer_state=None,
+        **settings,
+    ):  # fmt: skip
+        """Return the object that exchanges the gradients in one run. Collective over `comm`.
+
+        With `optimizer_state`, all ranks hold equal parameters and states already, and go on.
+        """
         from .exchanges.allreduce_exchange import Replicas
         from .exchanges.microbatch_exchange import PieceReplicas
 
         if microbatches:
-            return PieceReplicas(comm, model, optimizer, self.algorithm, microbatches)
+            return PieceReplicas(
+                comm, model, optimizer, self.algorithm, microbatches, optimizer_state
+            )
         algorithm = chosen(self.algorithm, self.reproducible)
         names = ("bucket_bytes", "overlap", "progress", "accumulate")
         given = {name: getattr(self, name) for name in names}
-        return Replicas(comm, model, optimizer, algorithm, **given)
+        return Replicas(comm, model, optimizer, algorithm, optimizer_state=optimizer_state, **given)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class Summary:
     rank_hours: float
     restarts: int
     resizes: int
+    deaths: int
     skipped_records: int
     failed_saves: int
     resumed_at: int
@@ -80,6 +81,7 @@ def gather_facts(run: Progress, test_data) -> dict:
         "samples_per_second": six_digits(run.samples / max(run.loop_seconds, 1e-9)),
         "restarts": heartbeat.attempt(),
         "resizes": run.resizes,
+        "deaths": run.deaths,
         "skipped_records": run.quarantine.skipped,
         "failed_saves": run.failed_saves,
         "resumed_at": run.first_step,

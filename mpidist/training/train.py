@@ -5,18 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
+from functools import partial
+from types import SimpleNamespace
 
-from ..checkpoint.store import CheckpointStore
 from ..data import Loading
+from ..elasticity.elastic_settings import Elastic
 from ..fault_tolerance.guard import guard
 from ..launch.fault_points import fault_point
 from . import resume_report
-from .abandon import abandon_on_error, watched
+from .abandon import abandon_on_error, open_store, watched
 from .checks import last_step
+from .elastic_run import Carried, train_elastic
 from .feed import Feed
 from .quarantine import Quarantine
 from .run_state import Progress, StepReport
-from .settings import agree_on_settings
+from .settings import TrainSettings, agree_on_settings
 from .summary import Summary, gather_facts, share
 
 __all__ = ["StepReport", "Summary", "train"]
@@ -50,6 +53,7 @@ def train(
     callbacks: Sequence[Callable[[StepReport], None]] = (),
     on_resize: Callable[[int, int, Progress], None] | None = None,
     watch_seconds: float = 600.0,
+    elastic: Elastic | bool = False,
 ) -> Summary:
     """Train `model` on `data` over all ranks of `comm`. Collective over `comm`.
 
@@ -81,8 +85,9 @@ def train(
         "parameter_server" stand for the two strategies with their defaults.
     test_data : tuple (inputs, labels), or a source
         Data on which the model is evaluated at the end.
-    checkpoint : path, CheckpointStore or TieredStore
-        Where the state is saved. The state is saved every `checkpoint_every` steps (by default once
+    checkpoint : path, CheckpointStore, TieredStore, or a function
+        Where the state is saved. A function gets a communicator and returns a store, which the run
+        closes at its end. The state is saved every `checkpoint_every` steps (by default once
         per epoch), at the end, and when a signal stops the run. If a checkpoint cannot be written,
         for example because the disk is full, the run reports this and continues. The run raises an
         error only if the last checkpoint cannot be written.
@@ -128,6 +133,11 @@ def train(
         After this many seconds without progress, the job ends and reports the missing ranks, as
         with `md.watch`. 0 switches this off. A run on one rank is not watched, nor is a run whose
         program already uses `md.watch`.
+    elastic : Elastic or bool
+        Whether the run goes on with the living ranks after ranks have died, see docs/elastic.md.
+        True stands for ``md.Elastic()``. The job must be started by ``mpirun --with-ft ulfm`` of
+        Open MPI. AllReduce only; `checkpoint` must be a path or a function, because the run opens
+        the store anew on the living ranks.
 
     Returns
     -------
@@ -160,39 +170,49 @@ def train(
         was saved. If the allocation left no time to save, the newest good checkpoint remains.
     """
     given = {name: value for name, value in locals().items() if name != "comm"}
-    agreed = agree_on_settings(comm, given)
+    agreed, asked = agree_on_settings(comm, given), SimpleNamespace(**given)
+    if agreed.elastic is not None:
+        return train_elastic(comm, agreed.elastic, given, partial(_train, asked, agreed))
+    return _train(asked, agreed, comm, Carried(given))
+
+
+def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
+    """Train with the arguments `asked` of `train`, from what is `carried`. Collective over `comm`.
+
+    An elastic run calls this function again after each death, with the communicator of the living
+    ranks. Then `carried` has the state with which these ranks go on.
+    """
     source, sampler, pace = agreed.source, agreed.sampler, agreed.pace
     settings: dict = {"global_batch": sampler.global_batch, "seed": sampler.seed}
-    if microbatches is not None:
-        settings["microbatches"] = microbatches
-    own_store = checkpoint is not None and not hasattr(checkpoint, "restore")
-    watch = watched(comm, watch_seconds) if agreed.watch else nullcontext()
-    with (
-        watch,
-        CheckpointStore(comm, checkpoint, fresh=resume == "fresh")
-        if own_store
-        else nullcontext(checkpoint) as store,
-    ):
-        exchange = agreed.strategy.open(comm, model, optimizer, **settings)
+    if asked.microbatches is not None:
+        settings["microbatches"] = asked.microbatches
+    watch_it = agreed.watch and comm.size > 1  # elastic runs may have lost ranks
+    watch = watched(comm, asked.watch_seconds) if watch_it else nullcontext()
+    with watch, open_store(comm, asked.checkpoint, carried.fresh(asked.resume)) as store:
+        exchange = carried.open(agreed.strategy, comm, asked, settings)
         with abandon_on_error(exchange):
-            bad = Quarantine(exchange.workers, source, max_bad, quarantine)
-            run = Progress(comm, model, exchange, store, sampler, bad, agreed.words)
-            run.resume(resume, retry_bad)
-            if on_resize is not None and run.ranks_before != comm.size:
-                on_resize(run.ranks_before, comm.size, run)
-            last = last_step(epochs, steps, sampler, run.step, run.position)
-            end = last if stop_after is None else min(last, stop_after)
+            bad = Quarantine(exchange.workers, source, asked.max_bad, asked.quarantine)
+            run = Progress(comm, asked.model, exchange, store, sampler, bad, agreed.words)
+            if not carried.continue_run(run):
+                run.resume(asked.resume, asked.retry_bad)
+            if asked.on_resize is not None and run.ranks_before != comm.size:
+                asked.on_resize(run.ranks_before, comm.size, run)
+            last = last_step(asked.epochs, asked.steps, sampler, run.step, run.position)
+            end = last if asked.stop_after is None else min(last, asked.stop_after)
             resume_report.tell_resume(run, end)
             facts = None
-            watching = guard(comm, run.state, store, time_limit=time_limit, patience=patience)
+            watching = guard(
+                comm, run.state, store, time_limit=asked.time_limit, patience=asked.patience
+            )
             with watching as watcher, ExitStack() as stack:
                 if exchange.dedicated:
                     exchange.serve(run.save)
                 else:
-                    exchange.begin()
-                    feed = stack.enter_context(closing(Feed(source, run, loading)))
+                    carried.begin(exchange)
+                    feed = stack.enter_context(closing(Feed(source, run, asked.loading)))
                     run.start_loop(last)
                     pace.begin(run.step)
+                    carried.hold(run, watcher, agreed.callbacks)
                     while run.step < end and not run.stopping:
                         indices, after = sampler.batch(run.position)
                         wanted = bad.wanted(indices)
@@ -215,9 +235,10 @@ def train(
                         on_data = feed.waited - waited
                         exchange.stragglers.note(on_data, max(0.0, times[0] - on_data))
                         report = StepReport(run.step, last, after.epoch, loss, len(indices), *times)
+                        run.report = report
                         for callback in agreed.callbacks:
                             callback(report)
-                        if check_replicas and run.step % check_replicas == 0:
+                        if asked.check_replicas and run.step % asked.check_replicas == 0:
                             exchange.check(run.step)
                         if pace.due(run.step) and run.step < last:
                             run.checkpoint(pace)
@@ -231,7 +252,7 @@ def train(
                     exchange.finish()
                     run.agree_on_bad_records()
                     if not run.stopping:
-                        facts = gather_facts(run, test_data)
+                        facts = gather_facts(run, asked.test_data)
                 exchange.close()
                 run.agree_on_the_end(watcher)
     return share(run, facts)

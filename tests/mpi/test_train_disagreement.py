@@ -124,6 +124,7 @@ BAD = {
                   ("abc", "callbacks is 'abc'")],
     "on_resize": [(3, "on_resize is 3")],
     "watch_seconds": [(-1, ""), (None, ""), (float("inf"), "")],
+    "elastic": [("yes", "expected True, False or md.Elastic"), (md.ParameterServer(), "expected")],
 }  # fmt: skip
 
 #: What rank 1 is given instead, and who has what in the MismatchError of all ranks.
@@ -169,6 +170,7 @@ OTHER = {
     "retry_bad": [(True, "retry_bad differs")],
     "on_resize": [(print, "on_resize differs: rank 1 has one, ranks 0,2 have none")],
     "watch_seconds": [(0, "watch_seconds differs: rank 1 has 0, ranks 0,2 have 600")],
+    "elastic": [(True, "elastic differs: rank 1 has True, ranks 0,2 have False")],
 }  # fmt: skip
 
 MAY_DIFFER = {"loading", "quarantine", "callbacks"}

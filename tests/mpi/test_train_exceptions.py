@@ -12,10 +12,10 @@ from test_train_disagreement import INPUTS, LABELS, ODD, TRAIN, fit, mlp
 import mpidist as md
 from mpidist import data, optim
 from mpidist.collectives.engines.node_barrier import memory_of
+from mpidist.data import records
 from mpidist.errors import ConfigError, MismatchError, MpidistError, ReplicaError
 from mpidist.fault_tolerance.watch import active
 from mpidist.runtime.context import of
-from mpidist.training import records
 from mpidist.training.settings import settings_difference
 
 

@@ -39,15 +39,20 @@ class Replicas:
     price: dict | None = None  # the cost that `PieceReplicas` has measured
     wait = staticmethod(wait_until)
 
-    def __init__(self, comm, model, optimizer, algorithm: str, accumulate: int = 1, **settings):
+    def __init__(
+        self, comm, model, optimizer, algorithm: str, accumulate: int = 1, optimizer_state=None,
+        **settings,
+    ):  # fmt: skip
         self.accumulate = accumulate
         self.comm = self.workers = comm
         self.model, self.optimizer, self.algorithm = model, optimizer, algorithm
-        # All ranks begin with the parameters of rank 0, whatever the seeds of their models were.
-        broadcast_parameters(comm, model)
-        self.optimizer_state = run_on_all(
-            comm, "md.train: optimizer", lambda: optimizer.init(model.parameters)
-        )
+        self.optimizer_state = optimizer_state
+        if optimizer_state is None:
+            # All ranks begin with the parameters of rank 0, whatever the seeds of their models.
+            broadcast_parameters(comm, model)
+            self.optimizer_state = run_on_all(
+                comm, "md.train: optimizer", lambda: optimizer.init(model.parameters)
+            )
         self.stragglers = Stragglers(comm)
         self._allocate(**settings)
 

@@ -47,8 +47,8 @@ class PieceReplicas(Replicas):
 
     equal_state = True
 
-    def __init__(self, comm, model, optimizer, algorithm: str, pieces: int):
-        super().__init__(comm, model, optimizer, algorithm)
+    def __init__(self, comm, model, optimizer, algorithm: str, pieces: int, optimizer_state=None):
+        super().__init__(comm, model, optimizer, algorithm, optimizer_state=optimizer_state)
         self.pieces = pieces
         self._state = checked_state(model)
         self._together = together(model, -(-pieces // comm.size))

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import array_module
-from ..data import Items, Stream
 from ..runtime.agreement.mismatch import rank_list
+from .sources import Items, Stream
 
 #: Records that are tried from each end of the data, since the first ones may be bad.
 TRIES = 4

@@ -1,0 +1,167 @@
+"""Elastic runs of `md.train`: what a run carries over when a rank has died.
+
+    _train    steps ........ a rank dies: RankFailure, which ends all ``with`` blocks of the run
+    Carried   notes the state of this rank: parameters, optimizer, step, position, bad records
+    Group     makes the smaller communicator; ranks that are behind get the state of the newest rank
+    _train    is called again, takes what is carried, and repeats the step that was broken off
+
+Nothing is read from disk. A step changes the state only when all its messages have arrived, so each
+rank is either before or after the step. A rank that was before a step which another rank has done
+gets the result, and its callbacks get the report of that step.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..elasticity import peer_state
+from ..elasticity.elastic_group import Group, check_possible
+from ..elasticity.elastic_settings import Elastic
+from ..fault_tolerance.guard import Guard
+from ..runtime.agreement.run_on_all import run_on_all, same_on_all
+from ..runtime.ulfm import is_death
+from .run_state import Progress, StepReport
+from .summary import Summary
+
+
+class Carried:
+    """What a run of `md.train` carries from one communicator to the next; empty at its beginning.
+
+    `name` is the name of an elastic run, equal on all ranks, and "" for any other run.
+    """
+
+    def __init__(self, given: Mapping[str, Any], name: str = ""):
+        self.name, self._given = name, given
+        self.deaths = 0
+        self._run: Progress | None = None
+        self._guard: Guard | None = None
+        # The state at the last death; None as long as this rank had not begun its steps.
+        self._facts: dict | None = None
+        self._optimizer: Any = None
+        self._optimizer_state: Any = None
+        self._times = time.perf_counter(), 0.0
+        self._missed: list | None = None  # the report of a step that only other ranks have done
+        self._sent: dict = {}
+
+    # -- a run takes what is carried -----------------------------------------------------
+
+    def fresh(self, resume: bool | str) -> bool | str:
+        """Return the argument `fresh` of the store: a text in a run that opens it several times."""
+        return resume == "fresh" and (self.name or True)
+
+    def open(self, strategy, comm, asked, settings: Mapping):
+        """Open the exchange, with the state of the optimizer that is carried. Collective."""
+        if self._facts is None:
+            return strategy.open(comm, asked.model, asked.optimizer, **settings)
+        state = self._optimizer_state
+        return strategy.open(comm, asked.model, self._optimizer, optimizer_state=state, **settings)
+
+    def continue_run(self, run: Progress) -> bool:
+        """Let `run` continue from what is carried, if there is something. Collective."""
+        if self._facts is None:
+            return False
+        run.continue_from(self._facts)
+        run.began, run.deaths = self._times[0], self.deaths
+        return True
+
+    def begin(self, exchange) -> None:
+        """Begin the exchange; its price is measured once in a run. Collective."""
+        if self._facts is None:
+            exchange.begin()
+        else:
+            exchange.price = self._facts["price"]
+
+    def hold(self, run: Progress, guard: Guard, callbacks) -> None:
+        """From now on, carry the state of `run`, which is about to do steps."""
+        if not self.name:
+            return
+        if self._facts is None:
+            self._times = run.began, run.loop_began
+        else:
+            run.loop_began = self._times[1]
+            guard.take_over(self._guard, self._facts["losses_of_guard"])
+        guard.survives = True
+        self._run, self._guard = run, guard
+        if self._missed is not None:
+            report, self._missed = StepReport(*self._missed), None
+            for callback in callbacks:
+                callback(report)
+
+    # -- after a death -------------------------------------------------------------------
+
+    def note_state(self) -> int:
+        """Note the state of the run that a death has broken off; return its step, or -1."""
+        run, self._run = self._run, None
+        if run is not None and self._guard is not None:
+            self._facts = run.facts_to_carry(self._guard.losses())
+            self._optimizer = run.exchange.optimizer
+            self._optimizer_state = run.exchange.optimizer_state
+        return self.step
+
+    @property
+    def step(self) -> int:
+        """How many steps the noted state has done; -1 if this rank had not begun its steps."""
+        return -1 if self._facts is None else self._facts["step"]
+
+    def state(self) -> dict:
+        """Return the noted state, for `peer_state`: nested dicts of arrays, and one text."""
+        model, optimizer = self._given["model"], self._given["optimizer"]
+        if self._optimizer_state is None:
+            self._optimizer = optimizer
+            self._optimizer_state = optimizer.init(model.parameters)
+        self._sent = {
+            "parameters": dict(model.parameters),
+            "optimizer": self._optimizer_state,
+            "model": dict(getattr(model, "state", {})),
+            "facts": json.dumps(self._facts),
+        }
+        return self._sent
+
+    def receive(self) -> None:
+        """Take the facts that `peer_state` has put into the result of `state`."""
+        before, self._facts = self.step, json.loads(self._sent["facts"])
+        if 0 <= before < self.step:
+            self._missed = self._facts["report"]
+
+
+class _TrainingGroup(Group):
+    """The living ranks of an elastic run of `md.train`."""
+
+    def __init__(self, comm, settings: Elastic, carried: Carried):
+        super().__init__(comm, {}, settings.min_ranks, restarts=True)
+        self._carried = carried
+
+    def _bring_up_to_date(self) -> None:
+        carried = self._carried
+        self.step = peer_state.bring_up_to_date(self.comm, carried.state(), carried.step)
+        carried.receive()
+
+
+def train_elastic(
+    comm, settings: Elastic, given: Mapping, train: Callable[[Any, Carried], Summary]
+) -> Summary:
+    """Call ``train(comm, carried)``, again after each death. Collective over `comm`."""
+    same_on_all(comm, "md.train: elastic", lambda: check_possible(comm, settings.min_ranks))
+    name = run_on_all(comm, "md.train", lambda: uuid.uuid4().hex, lambda names: names[0])
+    carried = Carried(given, name)
+    group = _TrainingGroup(comm, settings, carried)
+    try:
+        while True:
+            try:
+                summary = train(group.comm, carried)
+                group._all_here()
+                return summary
+            except Exception as error:
+                if not is_death(error):
+                    raise
+            group.step = carried.note_state()
+            group._repair()
+            carried.deaths = group.deaths
+    finally:
+        # A guard that a death has ended leaves its signals blocked for the next one.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGUSR1])

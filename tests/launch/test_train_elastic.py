@@ -1,0 +1,114 @@
+"""`md.train(elastic=)` with real kills: R26, R46, R48, R54, R77, R119, R140."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from test_elastic import launch_with_ulfm, with_ulfm
+
+from mpidist.launch.launchers import launch
+
+PROGRAM = str(Path(__file__).with_name("programs") / "elastic_train.py")
+STEPS = 16
+LINE = re.compile(
+    r"rank (\d): (\d) ranks, (\d) dead, (\d+) steps, bits (.*) state (\w+) resizes (.*)"
+)
+
+
+def train(folder, ranks=4, deaths="", **settings):
+    """Return the finished program, and what each living rank has printed."""
+    folder.mkdir(exist_ok=True)
+    words = PROGRAM, folder, json.dumps({"steps": STEPS, **settings})
+    done = launch_with_ulfm(ranks, *words, DEATHS=deaths)
+    found = [match.groups() for line in done.stdout.splitlines() if (match := LINE.match(line))]
+    return done, {int(rank): facts for rank, *facts in found}
+
+
+def check(folder, found, living, dead):
+    """Each living rank is there, has done each step once, and has the same bits; return them."""
+    done, told = found
+    done.check()
+    assert sorted(told) == living, done
+    assert len({facts[3] for facts in told.values()}) == 1, done
+    for rank in living:
+        assert told[rank][:3] == [str(len(living)), str(dead), str(STEPS)]
+        steps = [*map(int, (folder / f"rank-{rank}").read_text().split())]
+        assert steps == [*range(1, STEPS + 1)], (rank, steps)
+    return {(facts[3], facts[4]) for facts in told.values()}
+
+
+MOMENTS = {
+    "the first gradients": ("2:0:computed", [0, 1, 3]),
+    "a done step": ("0:7:done", [1, 2, 3]),
+    "the last step": (f"3:{STEPS}:done", [0, 1, 2]),
+    "two at once": ("1:5:computed,2:5:computed", [0, 3]),
+    "one after the other": ("1:5:computed,0:6:done,3:6:computed", [2]),
+    "a save": ("0:10:saving", [1, 2, 3]),
+    "the resize": ("1:4:done,0:4:resizing", [2, 3]),
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (bits,) = check(folder, train(folder, 3, microbatches=12), [0, 1, 2], 0)
+    return bits
+
+
+@with_ulfm
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_bits_are_those_of_an_undisturbed_run(tmp_path, undisturbed, moment):
+    """R46, R140: parameters, loss, accuracy and the model's state, whoever dies whenever."""
+    deaths, living = MOMENTS[moment]
+    more = {"resize": "resizing" in deaths, "save": "saving" in deaths}
+    found = train(tmp_path, 4, deaths, microbatches=12, **more)
+    bits = check(tmp_path, found, living, 4 - len(living))
+    if "resizing" not in deaths:  # there the program has chosen another learning rate
+        assert bits == {undisturbed}, found[0]
+    (line, *_) = [line for line in found[0].stderr.splitlines() if "died at step" in line]
+    assert line.startswith("mpidist: rank ")
+
+
+@with_ulfm
+def test_on_resize_is_called_once_for_each_change(tmp_path):
+    """R119: the function may set another optimizer, which later deaths keep."""
+    done, told = train(tmp_path, 4, "3:4:done,2:9:computed", microbatches=12, resize=True)
+    check(tmp_path, (done, told), [0, 1], 2)
+    assert {facts[5] for facts in told.values()} == {"[(4, 3), (3, 2)]"}, done
+
+
+@with_ulfm
+@pytest.mark.parametrize("algorithm", ["ring", "double_tree", "native"])
+def test_without_microbatches_the_run_is_one_that_begins_smaller(tmp_path, algorithm):
+    """R46: from the step of the death on, the bits are those of a run that resumes on 3 ranks."""
+    killed = train(tmp_path / "killed", 4, "3:5:computed", algorithm=algorithm)
+    bits = check(tmp_path / "killed", killed, [0, 1, 2], 1)
+    folder = tmp_path / "resumed"
+    first, _ = train(folder, 4, steps=5, save=True, algorithm=algorithm, elastic=False)
+    first.check()
+    second, told = train(folder, 3, save=True, algorithm=algorithm, elastic=False)
+    second.check()
+    assert {facts[3].split()[0] for facts in told.values()} == {b[0].split()[0] for b in bits}
+
+
+@with_ulfm
+def test_a_request_to_stop_is_not_lost(tmp_path):
+    """A signal and a death in the same step: the living ranks save, and leave with code 75."""
+    done, told = train(tmp_path, 4, "2:6:done", microbatches=12, save=True, stop=[1, 6])
+    assert (done.returncode, told) == (75, {}), done
+    assert "SIGUSR1 on rank 1" in done.stderr
+    assert "the state was saved as step" in done.stderr
+    done, told = train(tmp_path, 2, microbatches=12, save=True, elastic=False)
+    done.check()
+    assert sorted(told) == [0, 1]
+
+
+def test_a_job_without_ulfm_is_refused(tmp_path):
+    """On all ranks, before the first step, in one line that says what works."""
+    words = [sys.executable, PROGRAM, tmp_path, json.dumps({"steps": 4})]
+    done = launch(2, words, env={"DEATHS": ""})
+    assert done.returncode == 2, done
+    (line,) = [line for line in done.stderr.splitlines() if "mpidist: error" in line]
+    assert "mpidist launch" in line
