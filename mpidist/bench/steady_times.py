@@ -1,9 +1,9 @@
 """`mpidist simulate measure`: the time of successive allreduces, to compare with a simulated time.
 
 A block of successive allreduce calls is timed as a whole. Some networks limit the bandwidth by a
-token bucket, which lets the first bytes pass faster. A block of calls is long enough to empty the
-token bucket of a network, so its time is that of the steady state. The time of a block is that of
-the slowest rank, and the result is the median over several blocks.
+token bucket, which lets the first bytes pass faster. A block has so many calls that the first calls
+empty the token bucket, and the time of the block is that of the network's steady state. The time of
+a block is that of the slowest rank, and the result is the median over several blocks.
 """
 
 from __future__ import annotations

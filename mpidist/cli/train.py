@@ -244,7 +244,7 @@ def _report(job, summary, again: str) -> None:
             f"exchange takes {price['ordered_us']:.0f} us in the fixed order and "
             f"{price['plain_us']:.0f} us without, {price['ratio']:.2f} times as long"
         )
-    print(f"results in {job.folder}; again, or further: {again}", flush=True)
+    print(f"results in {job.folder}; to repeat or resume the run: {again}", flush=True)
 
 
 def _is_told(job, summary) -> bool:

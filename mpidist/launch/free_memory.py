@@ -1,4 +1,4 @@
-"""The memory that a process may still allocate, by its host and by its control groups."""
+"""How much memory a process may still allocate on its host and in its control groups."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ TIMED_OUT = 124
 #: The names of shared memory of Open MPI, UCX and MPICH. Other files there may hold users' data.
 _MPI_SEGMENTS = ("sm_segment.", "vader_segment.", "ucx_shm_", "mpich_shm_")
 
-#: The names of the session folders of Open MPI's launchers, before the number of the process.
+#: How the names of the session folders of Open MPI's launchers begin; the process id follows.
 _SESSIONS = ("ompi", "prterun", "prted", "(null)")
 
 

@@ -39,7 +39,8 @@ class NetworkModel(NamedTuple):
     burst: float = 0.0
     peak: float = 0.0
     crossing: float = 0.0
-    #: Whether a link is as slow into the node as out of it. False if only senders are limited.
+    #: Whether messages into a node are limited by `gap`, like messages out of it. False if only
+    #: senders are limited.
     incoming: bool = True
     node_latency: float = 1e-6
     node_gap: float = 2e-10

@@ -240,7 +240,9 @@ def test_the_line_for_again_works_as_printed(tmp_path, on_path):
     path = os.environ["PATH"].replace(here, "")
     env = {"PATH": here + path if on_path else path}
     first = launch(ranks, [*TRAIN, *words], cwd=tmp_path, env=env, timeout=300).check()
-    (line,) = re.findall(r"^results in run; again, or further: (.*)$", first.stdout, re.MULTILINE)
+    (line,) = re.findall(
+        r"^results in run; to repeat or resume the run: (.*)$", first.stdout, re.MULTILINE
+    )
     assert f"-n {ranks} " in line
     assert line.startswith("mpirun ") == on_path
     env = {**launch_environment(), **env}

@@ -251,7 +251,7 @@ class LibSVM:
 
 
 def _odd(words: list[bytes]) -> str:
-    """Return, as text, the first of `words` that is not two parts with a colon between them."""
+    """Return, as text, the first of `words` that does not have the form ``column:value``."""
     odd = (w for w in words if w.count(b":") != 1 or len(w.replace(b":", b" ").split()) != 2)
     return shown(next(odd).decode(errors="replace"))
 
