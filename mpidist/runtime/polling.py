@@ -91,6 +91,11 @@ def wait_until(
                 told.show(before, end)
 
 
+def board_of_main_thread() -> Any:
+    """Return `board` in the main thread, whose work the board shows, and None in other threads."""
+    return board if threading.current_thread() is threading.main_thread() else None
+
+
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Show the other ranks of the node that this rank saves, for example, and may take long.
@@ -100,7 +105,7 @@ def phase(name: str) -> Iterator[None]:
     """
     if name not in PHASES[3:]:
         raise ConfigError(f"phase {shown(name)}; expected one of {', '.join(PHASES[3:])}")
-    told = board if threading.current_thread() is threading.main_thread() else None
+    told = board_of_main_thread()
     if told is None:
         yield
         return

@@ -67,6 +67,12 @@ def test_who_is_evicted(fates, living):
     check(evict(4, "with", "1", fates), living, dead, dead)
 
 
+def test_the_others_wait_in_a_call_of_mpi():
+    """Nobody polls, so a thread of the lowest rank looks."""
+    (line,) = check(evict(3, "mpi", "1", "1:7:hang"), [0, 2], 1, 1)
+    assert re.search(r"did not come for 1.\d s and is evicted at step 7", line), line
+
+
 def test_a_function_that_begins_again():
     check(evict(3, "function", "1", "1:5:stop"), [0, 2], 1, 1)
 
