@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from .. import events
 from ..errors import CheckpointError, ClosedError
+from ..runtime.polling import phase
 from ..runtime.topology import topology_of
 from . import histories, load, node_copies
 from .arguments import checked_step, of_store, which, yes_or_no
@@ -45,9 +46,11 @@ class Store(AbstractContextManager):
         else:
             self._abandon()
 
-    def _call(self, method: str):
-        """Return a context manager that tells other ranks of an error in a public method."""
-        return call(self._comm, f"{type(self).__name__}.{method}")
+    @contextmanager
+    def _call(self, method: str) -> Iterator[None]:
+        """Tell other ranks of an error in a public method, and that this rank may take long."""
+        with phase("save"), call(self._comm, f"{type(self).__name__}.{method}"):
+            yield
 
     @abstractmethod
     def close(self) -> None:

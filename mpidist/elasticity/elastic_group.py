@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from mpi4py import MPI
@@ -25,14 +25,20 @@ from .. import events
 from ..collectives import selection
 from ..errors import ConfigError, ProtocolError, RankFailure, shown
 from ..launch.environment import has_ulfm
+from ..runtime import polling, ulfm
 from ..runtime.agreement.run_on_all import run_on_all, same_on_all
 from ..runtime.agreement.tell_others import contexts
 from ..runtime.failure import is_whole_job, this_rank
 from ..runtime.polling import wait_until
 from ..runtime.ulfm import Membership, is_death, rank_failure
 from . import peer_state
+from .evict import Deadline, cause_in_words, parse_deadline
+from .node_board import OUTSIDE, NodeBoard
+from .node_watch import NodeWatch
 
 T = TypeVar("T")
+
+_STOPPED = Deadline()
 
 #: Why and what instead, for a job that cannot survive a death.
 _CURE = "use mpidist launch, which starts the job again from the newest checkpoint"
@@ -66,15 +72,21 @@ class Group:
         The rank of this process in `comm`, and the number of living ranks.
     step : int
         The number of the next step; all steps before are done on this rank.
-    deaths : int
-        How many ranks have died so far.
+    deaths, evicted : int
+        How many ranks have died so far, and how many of them were killed because they were stopped,
+        hung or were slow.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, state: peer_state.State, min_ranks: int, restarts: bool
+        self,
+        comm: MPI.Intracomm,
+        state: peer_state.State,
+        min_ranks: int,
+        restarts: bool,
+        deadline: Deadline = _STOPPED,
     ):
         self.state, self.min_ranks = state, min_ranks
-        self.step, self.deaths = 0, 0
+        self.step, self.deaths, self.evicted = 0, 0, 0
         self._restarts = restarts  # `run_elastic` begins its function again after a death
         self._on_resize: list[Callable[[int, int], Any]] = []
         self._broken_at: float | None = None  # when this rank has noticed the death
@@ -82,8 +94,11 @@ class Group:
         names = tuple(run_on_all(comm, "md.elastic: names", this_rank, lambda names: names))
         base = MPI.Intracomm(comm.Dup())
         wait_until(comm.Ibarrier().Test)  # all ranks have made it
-        self._members = Membership(base, names)
+        self._names, self._members = names, Membership(base, names)
         self._members.open()
+        self.watch = NodeWatch(NodeBoard(self.comm), deadline)
+        self.watch.end_steps()
+        ulfm.why_gone = self._why_gone
 
     @property
     def comm(self) -> MPI.Intracomm:
@@ -117,6 +132,15 @@ class Group:
         if step != self.step:
             raise ProtocolError(f"done({shown(step)}): step {self.step} is the next one")
         self.step += 1
+        self.watch.step_done(self.step)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context manager for work of a rank that the other ranks may wait for.
+
+        `name` is "save", "data", "evaluate" or "plan". In the ``with`` block this rank is not
+        evicted because it is late, or because a native call holds Python's lock.
+        """
+        return polling.phase(name)
 
     def steps(self, first: int, last: int) -> Iterator[ElasticStep]:
         """Yield the numbers of the steps ``first, ..., last - 1``. Collective.
@@ -126,19 +150,23 @@ class Group:
         the first. When the loop has ended, all living ranks have done all steps.
         """
         self.step = max(self.step, first)
-        while True:
-            while self.step < last:
-                step = ElasticStep(self.step)
-                step._group = self
-                yield step
-                if self._broken_at is not None:
-                    self._repair()
-                elif self.step == step:
-                    cure = "use `with step:`, or call group.done(step)"
-                    raise ProtocolError(f"step {int(step)} was left without being done; {cure}")
-            if self._all_here():
-                return
-            self._repair()
+        self.watch.begin_steps()
+        try:
+            while True:
+                while self.step < last:
+                    step = ElasticStep(self.step)
+                    step._group = self
+                    yield step
+                    if self._broken_at is not None:
+                        self._repair()
+                    elif self.step == step:
+                        cure = "use `with step:`, or call group.done(step)"
+                        raise ProtocolError(f"step {int(step)} was left without being done; {cure}")
+                if self._all_here():
+                    return
+                self._repair()
+        finally:
+            self.watch.end_steps()
 
     # -- a death -------------------------------------------------------------------------
 
@@ -166,6 +194,7 @@ class Group:
     def _repair(self) -> None:
         """Go on with the living ranks: shrink, bring the state up to date. Collective over them."""
         began = time.monotonic() if self._broken_at is None else self._broken_at
+        self.watch.end_steps()
         old, names, step = self.size, self._members.names, self.step
         # Algorithms that were fast on more ranks are used again, for measuring takes long.
         table = selection.table(self.comm) if self.comm.handle in contexts else {}
@@ -180,6 +209,7 @@ class Group:
                 selection.restore(self.comm, same, "more ranks")
                 for function in self._on_resize:
                     function(old, self.size)
+                self.watch.board.agree_on_fates(self.comm)
                 whole = True
             except Exception as error:
                 if not is_death(error):
@@ -188,11 +218,21 @@ class Group:
         gone = [name for name in names if name not in self._members.names]
         self.deaths += len(gone)
         seconds = time.monotonic() - began
-        events.emit("died", ranks=gone, step=self.step, ranks_left=self.size, seconds=seconds)
+        evicted = {name: why for name in gone if (why := self._fate(name))}
+        died = [name for name in gone if name not in evicted]
+        self.evicted += len(evicted)
+        common = {"step": self.step, "ranks_left": self.size, "seconds": seconds}
+        if died:
+            events.emit("died", ranks=died, **common)
+        if evicted:
+            events.emit("evicted", ranks=[*evicted], why=[*evicted.values()], **common)
         if self.rank == 0 and events.VERBOSITY:
+            what = [f"{', '.join(died)} died"] if died else []
+            what += [f"{name} {why} and is evicted" for name, why in evicted.items()]
             left = f"{self.size} rank{'s go' if self.size > 1 else ' goes'} on"
-            text = f"{', '.join(gone)} died at step {step}; {left} after {seconds * 1e3:.0f} ms"
+            text = f"{', '.join(what)} at step {step}; {left} after {seconds * 1e3:.0f} ms"
             print(f"mpidist: {text}", file=sys.stderr, flush=True)
+        self.watch.begin_steps()
 
     def _bring_up_to_date(self) -> None:
         """Give the state of the newest rank to the ranks that are behind. Collective."""
@@ -204,8 +244,24 @@ class Group:
         living = self._members.shrink(self._agreed)
         self._agreed, size = False, living.base.size
         if size < self.min_ranks:
-            raise RankFailure(f"only {size} ranks live, and min_ranks is {self.min_ranks}")
+            gone = [name for name in self._members.names if name not in living.names]
+            text = f"{', '.join(map(self._why_gone, gone))} died; only {size} ranks live"
+            raise RankFailure(f"{text}, and min_ranks is {self.min_ranks}")
         self._members = living
+
+    @property
+    def original_ranks(self) -> list[int]:
+        """For each rank of `comm`, its rank in the communicator with which the group was made."""
+        return [self._names.index(name) for name in self._members.names]
+
+    def _fate(self, name: str) -> str:
+        """Return in words why a rank was evicted, as far as this rank knows, or ""."""
+        why, amount = self.watch.board.fate(self._names.index(name))
+        return cause_in_words(why, amount) if why else ""
+
+    def _why_gone(self, name: str) -> str:
+        known = name in self._names and self._fate(name)
+        return f"{name} (it {known} and is evicted)" if known else name
 
 
 def _first_of(comm, table: dict) -> dict:
@@ -214,14 +270,20 @@ def _first_of(comm, table: dict) -> dict:
     return run_on_all(comm, doing, lambda: table, lambda tables: tables[0], if_differs=True)
 
 
-def _open(comm, state, min_ranks, restarts: bool) -> Group:
+def _open(comm, state, min_ranks, deadline, restarts: bool) -> Group:
     """Check the arguments on all ranks and make the group. Collective over `comm`."""
+    limit: list[Deadline] = []
 
     def facts() -> dict:
-        return {**check_possible(comm, min_ranks), **peer_state.description(state)}
+        limit.append(parse_deadline(deadline))
+        return {
+            **check_possible(comm, min_ranks),
+            "deadline": shown(deadline),
+            **peer_state.description(state),
+        }
 
     same_on_all(comm, "md.elastic", facts)
-    return Group(comm, state, min_ranks, restarts)
+    return Group(comm, state, min_ranks, restarts, limit[0])
 
 
 def check_possible(comm, min_ranks) -> dict:
@@ -247,7 +309,13 @@ def why_not(library: str) -> str:
 
 
 @contextmanager
-def elastic(comm: MPI.Intracomm, state: peer_state.State, *, min_ranks: int = 1):
+def elastic(
+    comm: MPI.Intracomm,
+    state: peer_state.State,
+    *,
+    min_ranks: int = 1,
+    deadline: str | float = "stopped",
+):
     """Let the loop in the ``with`` block go on when ranks die. Collective over `comm`.
 
     The job must be started with Open MPI by ``mpirun --with-ft ulfm``. Use ``group.comm``, and not
@@ -264,6 +332,11 @@ def elastic(comm: MPI.Intracomm, state: peer_state.State, *, min_ranks: int = 1)
         for the last time, and then be done.
     min_ranks : int
         With fewer living ranks the program ends by RankFailure.
+    deadline : str or float
+        When the other ranks of its node kill a rank, after which they go on as after a death.
+        "stopped": the rank has been stopped (SIGSTOP) for 5 s, or its threads have not run for 5 s.
+        A number: it has been stopped, or has computed while others waited, for so many seconds.
+        "auto": so for 20 median steps, but at least 1 s. Ranks in a ``group.phase`` are not late.
 
     Returns
     -------
@@ -287,15 +360,18 @@ def elastic(comm: MPI.Intracomm, state: peer_state.State, *, min_ranks: int = 1)
     ...             md.allreduce(group.comm, gradients)
     ...             update(state, gradients)
     """
-    group = _open(comm, state, min_ranks, restarts=False)
+    group = _open(comm, state, min_ranks, deadline, restarts=False)
     try:
-        yield group
-    except MPI.Exception as error:
-        if is_death(error):
-            raise rank_failure(error) from error
-        raise
-    while not group._all_here():
-        group._repair()
+        try:
+            yield group
+        except MPI.Exception as error:
+            if is_death(error):
+                raise rank_failure(error) from error
+            raise
+        while not group._all_here():
+            group._repair()
+    finally:
+        group.watch.end_steps(OUTSIDE)
 
 
 def run_elastic(
@@ -304,6 +380,7 @@ def run_elastic(
     state: peer_state.State,
     *,
     min_ranks: int = 1,
+    deadline: str | float = "stopped",
 ) -> T:
     """Call ``function(group)``, and call it again after each death. Collective over `comm`.
 
@@ -311,20 +388,24 @@ def run_elastic(
     with the newest state. The function may make plans and arenas from ``group.comm`` and call any
     collective on it. In ``group.steps`` the steps that are done already are left out.
 
-    `comm`, `state` and `min_ranks` are those of `elastic`, and so are the errors.
+    The other arguments are those of `elastic`, and so are the errors.
 
     Returns
     -------
     object
         What the function has returned in its last call.
     """
-    group = _open(comm, state, min_ranks, restarts=True)
-    while True:
-        try:
-            result = function(group)
-            group._all_here()
-            return result
-        except Exception as error:
-            if not is_death(error):
-                raise
-        group._repair()
+    group = _open(comm, state, min_ranks, deadline, restarts=True)
+    try:
+        while True:
+            try:
+                result = function(group)
+                group._all_here()
+                return result
+            except Exception as error:
+                if not is_death(error):
+                    raise
+            group._repair()
+            group.watch.end_steps()
+    finally:
+        group.watch.end_steps(OUTSIDE)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError, shown
 from ..registry import checked_whole
+from .evict import parse_deadline
 
 
 @dataclass(frozen=True)
@@ -16,12 +17,22 @@ class Elastic:
     ----------
     min_ranks : int
         With fewer living ranks the run ends by RankFailure.
+    deadline : "stopped", "auto" or float
+        When a rank that does not come is evicted (killed by the ranks of its node): after it has
+        been stopped for 5 seconds, or by a number of seconds, or by 20 times the median time of a
+        step.
+    slow : float
+        A rank that computes this many times slower than the median of the others, in two windows
+        of ten steps, is evicted at the end of a step; 0 is never.
     """
 
     min_ranks: int = 1
+    deadline: str | float = "stopped"
+    slow: float = 0
 
     def __post_init__(self):
         checked_whole("min_ranks", self.min_ranks, 1)
+        parse_deadline(self.deadline, self.slow)
 
 
 def as_elastic(given) -> Elastic:

@@ -48,7 +48,9 @@ class Straggler(NamedTuple):
     lag: float
 
 
-def find_stragglers(times: np.ndarray, phases: Sequence[str] = PHASES) -> list[Straggler]:
+def find_stragglers(
+    times: np.ndarray, phases: Sequence[str] = PHASES, factor: float = FACTOR
+) -> list[Straggler]:
     """Return the slow ranks, given the times of all ranks in one window of ten steps.
 
     Parameters
@@ -57,13 +59,15 @@ def find_stragglers(times: np.ndarray, phases: Sequence[str] = PHASES) -> list[S
         The seconds per step that each rank has needed in each phase.
     phases : sequence of str
         The names of the phases.
+    factor : float
+        How many times longer than the median of the others a slow rank needs.
     """
     totals = times.sum(axis=1)
     found = []
     for rank, total in enumerate(totals):
         others = np.delete(times, rank, axis=0)
         usual = float(np.median(others.sum(axis=1)))
-        if total > FACTOR * usual and total - usual > LEAST:
+        if total > factor * usual and total - usual > LEAST:
             phase = int(np.argmax(times[rank] - np.median(others, axis=0)))
             found.append(Straggler(rank, phases[phase], float(total - usual)))
     return found
@@ -165,6 +169,7 @@ class Stragglers:
 
     `ranks` has the rank numbers that reports show, by default the ranks of `comm`. `crowded` are
     the ranks that share cores; by default, `crowded_ranks` finds them before the first report.
+    `newest` has the times of all ranks in the newest window, and `windows` counts the windows.
     """
 
     def __init__(
@@ -177,6 +182,14 @@ class Stragglers:
         self.comm, self.crowded = comm, crowded
         self.window, self.judge = Window(len(phases)), Judge(phases)
         self.ranks = range(comm.size) if ranks is None else ranks
+        self.newest: np.ndarray | None = None
+        self.windows = 0
+
+    def share_cores(self) -> frozenset[int]:
+        """Return those of `ranks` that share cores. Collective over `comm` at the first call."""
+        if self.crowded is None:
+            self.crowded = frozenset(self.ranks[rank] for rank in crowded_ranks(self.comm))
+        return self.crowded
 
     def note(self, *seconds: float) -> None:
         """Record how many seconds one step took in each phase. Every tenth call is collective."""
@@ -190,13 +203,13 @@ class Stragglers:
             return
         everyone = np.empty((self.comm.size, len(mine)))
         wait_until(self.comm.Iallgather(mine, everyone).Test)
+        self.newest, self.windows = everyone, self.windows + 1
         found = self.judge.look(everyone)
-        # All ranks have the same times, so either all ranks or none of them call `crowded_ranks`.
-        if found and self.crowded is None:
-            self.crowded = frozenset(self.ranks[rank] for rank in crowded_ranks(self.comm))
+        # All ranks have the same times, so either all ranks or none of them make this call.
+        crowded = self.share_cores() if found else frozenset()
         for one in found:
             slow, named = one.rank, one._replace(rank=self.ranks[one.rank])
-            if named.rank in (self.crowded or ()):
+            if named.rank in crowded:
                 continue
             if self.comm.rank in (0, slow):
                 record(named)

@@ -6,6 +6,7 @@ The checks run when the context of a communicator is made, never in a hot path.
 from __future__ import annotations
 
 import sys
+import time
 import types
 from collections.abc import Callable
 from functools import partial, wraps
@@ -15,6 +16,7 @@ from mpi4py import MPI
 
 from ..errors import ClosedError, ConfigError
 from ..events import is_ours
+from . import polling
 
 
 def check_comm(comm) -> None:
@@ -115,11 +117,16 @@ def _looking(call):
     def looking(self, *args, **settings):
         if self.ended:
             raise ClosedError(self.ended)
+        told = polling.board_of_main_thread()
+        before = told.begin_wait(time.monotonic()) if told is not None else 0
         try:
             result = call(self, *args, **settings)
         except Exception:  # also what pickle raises for incomplete data
             self.membership.look()
             raise
+        finally:
+            if told is not None:
+                told.show(before, time.monotonic())
         self.membership.look()
         return result
 

@@ -12,7 +12,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import ConfigError, shown
 
 #: Seconds until a wait calls `on_wait` for the first time.
 PATIENCE = 1.0
@@ -23,6 +27,12 @@ waited = 0.0
 #: A function that every wait calls between its tests, if a module has set one. The function may
 #: raise.
 look: Callable[[], None] | None = None
+
+#: What shows the other ranks of this node what this rank does, if a module has set it
+#: (`elasticity.node_watch`). It is told of each wait of the main thread that does not end at once.
+board: Any = None
+#: The phases that a board shows; in the last four, a rank may take any time.
+PHASES = ("outside", "compute", "wait", "save", "data", "evaluate", "plan")
 
 _SPINS = 200
 _BATCH = 32
@@ -55,6 +65,9 @@ def wait_until(
     # 0.3 microseconds.
     start = time.monotonic()
     look_around = start + patience
+    main = threading.current_thread() is threading.main_thread()
+    told = board if main else None
+    before = told.begin_wait(start) if told is not None else 0
     try:
         while True:
             for _ in range(_BATCH):
@@ -64,6 +77,8 @@ def wait_until(
             if look is not None:
                 look()
             now = time.monotonic()
+            if told is not None and now >= told.next_look:
+                told.look(now)
             if now >= look_around:
                 if on_wait is not None:
                     on_wait(now - start)
@@ -71,5 +86,33 @@ def wait_until(
             if now - start > patience:
                 time.sleep(0.0005)
     finally:
-        if threading.current_thread() is threading.main_thread():
-            waited += time.monotonic() - start
+        if main:
+            end = time.monotonic()
+            waited += end - start
+            if told is not None:
+                told.show(before, end)
+
+
+def board_of_main_thread() -> Any:
+    """Return `board` in the main thread, whose work the board shows, and None in other threads."""
+    return board if threading.current_thread() is threading.main_thread() else None
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Show the other ranks of the node that this rank saves, for example, and may take long.
+
+    `name` is "save", "data", "evaluate" or "plan". In such a phase, a rank of an elastic group is
+    not evicted because it is late. Does nothing without a board, and in threads.
+    """
+    if name not in PHASES[3:]:
+        raise ConfigError(f"phase {shown(name)}; expected one of {', '.join(PHASES[3:])}")
+    told = board_of_main_thread()
+    if told is None:
+        yield
+        return
+    before = told.show(PHASES.index(name), time.monotonic())
+    try:
+        yield
+    finally:
+        told.show(before, time.monotonic())

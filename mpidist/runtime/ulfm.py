@@ -41,6 +41,9 @@ _GRAVE: list = []
 _REPORT, _SOON = 2.0, 0.5
 _DEATH = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 
+#: A function of a rank's name that adds why the rank was ended, if a module knows that.
+why_gone: Callable[[str], str] = str
+
 #: The membership whose deaths this process notices; a process has at most one.
 current: Membership | None = None
 
@@ -191,7 +194,7 @@ class Membership:
     def failure(self) -> RankFailure:
         """Return the error that names the dead ranks."""
         dead = self.dead()
-        who = ", ".join(self.names[rank] for rank in dead[:8]) or "a rank"
+        who = ", ".join(why_gone(self.names[rank]) for rank in dead[:8]) or "a rank"
         more = f" and {len(dead) - 8} more" if len(dead) > 8 else ""
         verb = "has" if len(dead) < 2 else "have"
         return RankFailure(f"{who}{more} {verb} died", tuple(dead))

@@ -22,6 +22,8 @@ from typing import Any
 from ..elasticity import peer_state
 from ..elasticity.elastic_group import Group, check_possible
 from ..elasticity.elastic_settings import Elastic
+from ..elasticity.evict import parse_deadline
+from ..elasticity.slow_ranks import SlowRanks
 from ..fault_tolerance.guard import Guard
 from ..runtime.agreement.run_on_all import run_on_all, same_on_all
 from ..runtime.ulfm import is_death
@@ -37,7 +39,8 @@ class Carried:
 
     def __init__(self, given: Mapping[str, Any], name: str = ""):
         self.name, self._given = name, given
-        self.deaths = 0
+        self.group: TrainingGroup | None = None
+        self._slow: SlowRanks | None = None
         self._run: Progress | None = None
         self._guard: Guard | None = None
         # The state at the last death; None as long as this rank had not begun its steps.
@@ -66,7 +69,9 @@ class Carried:
         if self._facts is None:
             return False
         run.continue_from(self._facts)
-        run.began, run.deaths = self._times[0], self.deaths
+        run.began = self._times[0]
+        assert self.group is not None
+        run.deaths, run.evicted = self.group.deaths, self.group.evicted
         return True
 
     def begin(self, exchange) -> None:
@@ -78,7 +83,8 @@ class Carried:
 
     def hold(self, run: Progress, guard: Guard, callbacks) -> None:
         """From now on, carry the state of `run`, which is about to do steps."""
-        if not self.name:
+        group = self.group
+        if group is None:
             return
         if self._facts is None:
             self._times = run.began, run.loop_began
@@ -87,10 +93,25 @@ class Carried:
             guard.take_over(self._guard, self._facts["losses_of_guard"])
         guard.survives = True
         self._run, self._guard = run, guard
+        watch, ranks = group.watch, group.original_ranks
+        stragglers, factor = run.exchange.stragglers, group.settings.slow
+        self._slow = SlowRanks(stragglers, factor, group.min_ranks, watch.board, ranks)
+        watch.begin_steps()
         if self._missed is not None:
             report, self._missed = StepReport(*self._missed), None
             for callback in callbacks:
                 callback(report)
+
+    def step_done(self, step: int) -> None:
+        """Show that this rank has done `step` steps; evict slow ranks. Collective."""
+        if self.group is not None and self._slow is not None:
+            self.group.watch.step_done(step)
+            self._slow.end_of_step()
+
+    def end_steps(self) -> None:
+        """Show that this rank does no more steps, so nobody waits for it in vain."""
+        if self.group is not None:
+            self.group.watch.end_steps()
 
     # -- after a death -------------------------------------------------------------------
 
@@ -129,12 +150,14 @@ class Carried:
             self._missed = self._facts["report"]
 
 
-class _TrainingGroup(Group):
+class TrainingGroup(Group):
     """The living ranks of an elastic run of `md.train`."""
 
     def __init__(self, comm, settings: Elastic, carried: Carried):
-        super().__init__(comm, {}, settings.min_ranks, restarts=True)
-        self._carried = carried
+        limit = parse_deadline(settings.deadline, settings.slow)
+        super().__init__(comm, {}, settings.min_ranks, restarts=True, deadline=limit)
+        self.settings, self._carried = settings, carried
+        carried.group = self
 
     def _bring_up_to_date(self) -> None:
         carried = self._carried
@@ -149,7 +172,7 @@ def train_elastic(
     same_on_all(comm, "md.train: elastic", lambda: check_possible(comm, settings.min_ranks))
     name = run_on_all(comm, "md.train", lambda: uuid.uuid4().hex, lambda names: names[0])
     carried = Carried(given, name)
-    group = _TrainingGroup(comm, settings, carried)
+    group = TrainingGroup(comm, settings, carried)
     try:
         while True:
             try:
@@ -161,7 +184,7 @@ def train_elastic(
                     raise
             group.step = carried.note_state()
             group._repair()
-            carried.deaths = group.deaths
+            group.watch.end_steps()  # the run opens its store and its exchange anew
     finally:
         # A guard that a death has ended leaves its signals blocked for the next one.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGUSR1])

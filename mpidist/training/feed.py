@@ -14,6 +14,7 @@ from ..data.loader import Loader, Loading, Starved
 from ..data.skip_bad import Batch, told
 from ..errors import BadRecord, SourceError
 from ..gradients.flat_views import flat_views
+from ..runtime import polling
 from .quarantine import Quarantine
 
 #: Exceptions by which a model rejects a record. Any other exception of a model is a mistake in the
@@ -84,7 +85,8 @@ class Feed:
         self._state = {k: array.copy() for k, array in getattr(self.model, "state", {}).items()}
         began = time.monotonic()
         try:
-            taken = self._loader.take(indices, meanwhile)
+            with polling.phase("data"):
+                taken = self._loader.take(indices, meanwhile)
         except Starved as error:
             self.starved = error.seconds
             return None

@@ -67,7 +67,7 @@ class Progress:
         self.loop_seconds = 0.0
         self._losses, self._losses_of = [0.0, 0], -1
         self.last = 0
-        self.deaths = 0
+        self.deaths = self.evicted = 0
         self.report: StepReport | None = None
 
     # -- the loop ----------------------------------------------------------------------

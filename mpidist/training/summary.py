@@ -44,6 +44,7 @@ class Summary:
     restarts: int
     resizes: int
     deaths: int
+    evicted: int
     skipped_records: int
     failed_saves: int
     resumed_at: int
@@ -82,6 +83,7 @@ def gather_facts(run: Progress, test_data) -> dict:
         "restarts": heartbeat.attempt(),
         "resizes": run.resizes,
         "deaths": run.deaths,
+        "evicted": run.evicted,
         "skipped_records": run.quarantine.skipped,
         "failed_saves": run.failed_saves,
         "resumed_at": run.first_step,

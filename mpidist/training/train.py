@@ -236,6 +236,7 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                         exchange.stragglers.note(on_data, max(0.0, times[0] - on_data))
                         report = StepReport(run.step, last, after.epoch, loss, len(indices), *times)
                         run.report = report
+                        carried.step_done(run.step)
                         for callback in agreed.callbacks:
                             callback(report)
                         if asked.check_replicas and run.step % asked.check_replicas == 0:
@@ -244,6 +245,7 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                             run.checkpoint(pace)
                     feed.close()
                     run.end_loop()
+                    carried.end_steps()
                     run.in_time = not run.stopping or watcher.fits(exchange.workers, exchange.wait)
                     if run.in_time:
                         run.checkpoint()

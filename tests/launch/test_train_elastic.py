@@ -72,6 +72,16 @@ def test_the_bits_are_those_of_an_undisturbed_run(tmp_path, undisturbed, moment)
 
 
 @with_ulfm
+@pytest.mark.parametrize("moment", ["computed", "done"])
+def test_a_stopped_rank_is_evicted(tmp_path, undisturbed, moment):
+    """R45, R46: its node's ranks kill it after the deadline, and the bits stay right."""
+    found = train(tmp_path, 3, microbatches=12, deadline=0.5, stopped=[1, 6, moment])
+    assert check(tmp_path, found, [0, 2], 1) == {undisturbed}, found[0]
+    assert re.search(r"rank 1 of 3 on \S+ was stopped for .* and is evicted at step 6; 2 ranks go on",
+                     found[0].stderr), found[0]  # fmt: skip
+
+
+@with_ulfm
 def test_on_resize_is_called_once_for_each_change(tmp_path):
     """R119: the function may set another optimizer, which later deaths keep."""
     done, told = train(tmp_path, 4, "3:4:done,2:9:computed", microbatches=12, resize=True)

@@ -33,6 +33,22 @@ def test_an_argument_of_one_rank(comm, with_ulfm, way, min_ranks):
     assert comm.allreduce(1) == comm.size
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("way", [enter, call])
+@pytest.mark.parametrize("deadline", [0, "soon", None, True, float("nan")])
+def test_a_deadline_of_one_rank(comm, with_ulfm, way, deadline):
+    given = deadline if comm.rank == 1 else "stopped"
+    with pytest.raises(md.ConfigError, match=r'deadline=.*; expected "stopped", "auto" or a'):
+        way(comm, {"w": np.zeros(3)}, deadline=given)
+    assert comm.allreduce(1) == comm.size
+
+
+@pytest.mark.ranks(2)
+def test_another_deadline_on_one_rank(comm, with_ulfm):
+    with pytest.raises(md.MismatchError, match="deadline differs"):
+        enter(comm, {"w": np.zeros(3)}, deadline=2 + comm.rank)
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     ("state", "words"),

@@ -1,7 +1,7 @@
 """`md.train(elastic=)` on a small model: FOLDER, and JSON arguments; ranks die by DEATHS.
 
 DEATHS is ``rank:step:moment,...``; moment is "done" (in the callback of the step), "computed" (the
-gradients of the next step are there), "saving" or "resizing". Each rank logs its steps in FOLDER.
+gradients of the next step are there), "saving" or "resizing"; with "stopped" it stops itself there. Each rank logs its steps in FOLDER.
 """
 
 import hashlib
@@ -27,6 +27,8 @@ done, resizes = 0, []
 def die(moment, step):
     if [str(me), str(step), moment] in deaths:
         os.kill(os.getpid(), signal.SIGKILL)
+    if settings.get("stopped") == [me, step, moment]:
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Model:
@@ -74,7 +76,8 @@ summary = md.train(
     comm, model, data, optimizer=md.optim.adam(0.01), global_batch=48, steps=settings["steps"],
     microbatches=settings.get("microbatches"), test_data=data, callbacks=[log],
     strategy=md.AllReduce(algorithm=settings.get("algorithm", "auto")),
-    elastic=settings.get("elastic", True), watch_seconds=30, **extra,
+    elastic=settings.get("elastic", True) and md.Elastic(deadline=settings.get("deadline", "stopped")),
+    watch_seconds=30, **extra,
 )  # fmt: skip
 state = hashlib.sha256(model.state["mean"].tobytes()).hexdigest()[:16]
 bits = f"{summary.parameters_sha256} {summary.train_loss:.9f} {summary.test_accuracy}"

@@ -1,0 +1,193 @@
+"""Decide which ranks of a node are evicted, and kill them: killing is the fence.
+
+A rank that was given up and wakes later would write into files and shared memory of the others. So
+the living ranks first end its process by SIGKILL, and then repair the group as after any death.
+
+    stopped   its process is in state T of /proc (SIGSTOP)                  `EvictionLimits.stopped`
+    silent    its threads do not run: a native call holds Python's lock     `EvictionLimits.silent`
+    late      it computes, while at least as many ranks wait as are late    `EvictionLimits.late`
+
+A rank in a phase "save", "data", "evaluate" or "plan" may take any time, and only a stop evicts it.
+A process that a debugger has stopped (state t) is left alone. This module uses no MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from math import inf, isfinite
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import ConfigError, shown
+from .node_board import COMPUTE, LATE, OUTSIDE, SILENT, SLOW, STOPPED, WAIT, Record, state_of
+
+#: Seconds after which a stopped or silent rank is evicted, if the user has given no number.
+PATIENCE = 5.0
+#: Deadline "auto": so many median steps, but at least so many seconds, and after so many steps.
+STEPS, LEAST, KNOWN = 20, 1.0, 5
+#: In the first step, in which plans are made, a rank may be late so many times longer.
+FIRST = 10
+
+
+class EvictionLimits(NamedTuple):
+    """Seconds after which a rank is evicted that is stopped, silent or late; `inf` for never."""
+
+    stopped: float
+    silent: float
+    late: float
+
+    @property
+    def gap(self) -> float:
+        """Seconds between two looks after which nobody knows what happened meanwhile."""
+        return max(0.1, min(1.0, self.stopped / 2))
+
+    @property
+    def tick(self) -> float:
+        """Seconds between two beats."""
+        return max(0.02, min(0.5, self.stopped / 8))
+
+
+class Deadline(NamedTuple):
+    """The arguments `deadline` and `slow` of an elastic group, checked.
+
+    `late` is a number of seconds, 0 for "auto", or `inf` for "stopped". `slow` is 0 for off.
+    """
+
+    late: float = inf
+    slow: float = 0.0
+
+    def limits(self, steps: Sequence[float], first: bool = False) -> EvictionLimits:
+        """Return the limits in seconds, given how long this rank's newest steps took.
+
+        `first` says that this is the first step, or the first after a change of the group.
+        """
+        late, stopped = self.late, PATIENCE if self.late == inf else self.late
+        if self.late == 0:
+            late = max(LEAST, STEPS * median(steps)) if len(steps) >= KNOWN else inf
+            stopped = min(PATIENCE, late)
+        if first:
+            late = max(FIRST * late, PATIENCE)
+        return EvictionLimits(stopped, max(PATIENCE, stopped), late)
+
+
+def parse_deadline(deadline="stopped", slow=0) -> Deadline:
+    """Check the arguments `deadline` and `slow` of an elastic group; raise ConfigError."""
+    if isinstance(deadline, str):
+        late = {"stopped": inf, "auto": 0.0}.get(deadline)
+    else:
+        late = float(deadline) if _is_number(deadline) and deadline > 0 else None
+    if late is None:
+        wanted = 'expected "stopped", "auto" or a number of seconds > 0'
+        raise ConfigError(f"deadline={shown(deadline)}; {wanted}")
+    if not _is_number(slow) or (slow != 0 and slow <= 1):
+        raise ConfigError(f"slow={shown(slow)}; expected 0 (off) or a factor > 1")
+    return Deadline(late, float(slow))
+
+
+def _is_number(value) -> bool:
+    number = isinstance(value, int | float | np.integer | np.floating)
+    return number and not isinstance(value, bool) and isfinite(value)
+
+
+class Eviction(NamedTuple):
+    """A rank that is evicted, the cause, and the seconds that it was waited for."""
+
+    rank: int
+    why: int
+    seconds: float
+
+
+def whom_to_evict(
+    records: Sequence[Record], now: float, limits: EvictionLimits, fresh: float = -inf
+) -> tuple[list[Eviction], float]:
+    """Return the ranks of this node that must be evicted now, and when to look again.
+
+    Parameters
+    ----------
+    records : sequence of Record
+        What the living ranks of the node show.
+    now : float
+    limits : EvictionLimits
+    fresh : float
+        The time at which the caller itself began to run, or ran again after it was stopped. If a
+        batch system stops the whole job and continues it, all times begin anew.
+    """
+    late = {
+        one.rank: one
+        for one in records
+        if one.phase == COMPUTE and one.state not in "Tt" and now - one.since > limits.late
+    }
+    # Ranks wait for each other in chains, so the rank that has waited longest counts.
+    waits = [one.since for one in records if one.phase == WAIT and one.state not in "Tt"]
+    waiting = sum(now - max(since, fresh) > limits.late for since in waits)
+    found, again = [], inf
+    for one in records:
+        causes = {}
+        if one.state == "T" and one.phase != OUTSIDE:
+            causes[STOPPED] = one.seen or now, limits.stopped
+        elif one.state != "t" and one.phase in (COMPUTE, WAIT):
+            if one.state != "D":  # SIGKILL does not end a process that waits for a disk
+                causes[SILENT] = one.beat, limits.silent
+            if one.phase == COMPUTE and waits:
+                causes[LATE] = max(one.since, min(waits)), limits.late
+        for why, (since, limit) in causes.items():
+            waited = now - max(since, fresh)
+            if waited <= limit:
+                again = min(again, now + limit - waited)
+            # If most ranks take long, then the step takes long, and nobody hangs.
+            elif why != LATE or (one.rank in late and waiting >= len(late)):
+                found.append(Eviction(one.rank, why, waited))
+                break
+    return found, again
+
+
+def update_stop(one: Record, now: float, gap: float) -> Record:
+    """Return a record with the times at which its process was first and last seen stopped.
+
+    A process that has shown a sign of life since then, or that nobody has watched for `gap`
+    seconds, may have run meanwhile. Then the time of the stop begins anew.
+    """
+    if one.state != "T":
+        return one._replace(seen=0.0, last=0.0)
+    ran = max(one.beat, one.since)
+    seen = one.seen if one.seen and one.seen >= ran and now - one.last <= gap else now
+    return one._replace(seen=seen, last=now)
+
+
+def kill(one: Record) -> bool:
+    """End the process of a record by SIGKILL, unless its number belongs to another process now."""
+    try:
+        process = os.pidfd_open(one.pid)
+    except ProcessLookupError:
+        return False
+    except (OSError, AttributeError):  # an old kernel, or a Python that was built for one
+        process = None
+    try:
+        # The process that the descriptor names is the one that began at that time, or has ended.
+        if state_of(one) == "X":
+            return False
+        if process is None:
+            os.kill(one.pid, signal.SIGKILL)
+        else:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+    except OSError:
+        return False
+    finally:
+        if process is not None:
+            os.close(process)
+    return True
+
+
+def cause_in_words(why: int, amount: float) -> str:
+    """Return in words why a rank was evicted, as a part of a sentence about that rank."""
+    seconds = f"{amount:.0f} s" if amount >= 2 else f"{amount:.1f} s"
+    return {
+        STOPPED: f"was stopped for {seconds}",
+        SILENT: f"gave no sign for {seconds}",
+        LATE: f"did not come for {seconds}",
+        SLOW: f"was {amount:.1f} times slower than the others",
+    }[why]

@@ -1,0 +1,196 @@
+"""A board in memory on which each rank of a node shows what it does, without any MPI call.
+
+    rank 0   pid 4711   beat 12.5 s   wait      since 12.1 s   step 812
+    rank 1   pid 4712   beat 12.4 s   wait      since 12.1 s   step 812
+    rank 2   pid 4713   beat 12.0 s   compute   since 11.9 s   step 812      stopped?
+    rank 3   pid 4714   beat 12.3 s   save      since  7.0 s   step 812      is left alone
+
+Each rank has a page for its own record, in a file in /dev/shm that has no name any more. All times
+are those of CLOCK_MONOTONIC, which is one clock for all processes of a host and stands still while
+the machine is suspended. A record outlives its process, so the living ranks of a node can read why
+a rank was evicted. The board is made once, and stays the same when ranks die.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Container
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from ..errors import ConfigError
+from ..launch.process_table import born, state_and_birth
+from ..runtime.arena import Segment, first_problem
+from ..runtime.polling import PHASES, wait_until
+from ..runtime.ulfm import keep_alive, tester
+
+#: The numbers of the phases, and of the causes of an eviction.
+OUTSIDE, COMPUTE, WAIT, *_, PLAN = range(len(PHASES))
+STOPPED, SILENT, LATE, SLOW = 1, 2, 3, 4
+
+# A reader copies a record in this order: the phase before the time at which it began.
+_PID, _BORN, _SPACE, _RANK, _BEAT, _PHASE, _SINCE, _STEP = range(8)
+_SEEN, _LAST, _WHY, _AMOUNT, _FIELDS = range(8, 13)
+
+
+class Record(NamedTuple):
+    """What one rank of the node shows. Times are in seconds of CLOCK_MONOTONIC.
+
+    `rank` is the rank in the communicator with which the board was made. `since` is the time at
+    which the phase began, or at which the rank did a step in it. `seen` and `last` are the first
+    and the last time at which another rank saw the process stopped. `state` is the letter of
+    /proc/PID/stat, and "X" for a process that has ended.
+    """
+
+    rank: int
+    pid: int
+    born: int
+    beat: float
+    phase: int
+    since: float
+    step: int
+    seen: float = 0.0
+    last: float = 0.0
+    state: str = "R"
+
+
+class NodeBoard:
+    """The records of all ranks of this node. Collective over `comm`.
+
+    Attributes
+    ----------
+    size, ranks : int
+        The number of ranks of this node, and of `comm`.
+    rank : int
+        The rank of this process in `comm`. It stays the name of this rank when others die.
+    fates : dict of int -> (int, float)
+        For each rank of which this process knows that it is evicted: the cause and its amount.
+    """
+
+    def __init__(self, comm: MPI.Intracomm):
+        node, problem = comm.Split_type(MPI.COMM_TYPE_SHARED), ""
+        parts = [np.zeros(8 * _FIELDS, np.uint8)]
+        try:
+            if node.size > 1:
+                parts = Segment(node, 8 * _FIELDS, wait_until).parts
+        except ConfigError as error:
+            problem = str(error)
+        if problem := first_problem(comm, problem, wait_until):
+            wrong = ConfigError(f"md.elastic: {problem}")
+            wrong.everywhere = True
+            raise wrong
+        self._records = [memoryview(part[: 8 * _FIELDS].data).cast("d") for part in parts]
+        self._mine = self._records[node.rank]
+        self.size, self.rank, self.ranks = node.size, comm.rank, comm.size
+        self.fates: dict[int, tuple[int, float]] = {}
+        node.Free()
+        for field, value in {
+            _BORN: float(born("self") or 0),
+            _SPACE: _clock_and_numbers(),
+            _RANK: comm.rank,
+            _PID: os.getpid(),
+        }.items():
+            self._mine[field] = value
+
+    # -- the record of this rank -----------------------------------------------------------
+
+    def beat(self, now: float) -> None:
+        """Show that the threads of this process run."""
+        self._mine[_BEAT] = now
+
+    def last_beat(self) -> float:
+        """Return the time of the newest beat of this rank."""
+        return self._mine[_BEAT]
+
+    def show(self, phase: int, now: float) -> int:
+        """Show that `phase` begins; return the phase before."""
+        before, self._mine[_SINCE] = int(self._mine[_PHASE]), now
+        self._mine[_PHASE] = phase  # after the time: nobody reads a new phase with an old time
+        return before
+
+    def show_step(self, step: int, now: float) -> None:
+        """Show that this rank has done all steps before `step`, the last of them now."""
+        self._mine[_STEP], self._mine[_SINCE] = step, now
+
+    # -- all records -----------------------------------------------------------------------
+
+    def read(self, known: Container[int] | None = None) -> list[Record]:
+        """Return the records of this node's living ranks that this rank can judge, in rank order.
+
+        The states of processes are read from /proc for the ranks `known`, or for all ranks.
+        """
+        space, found = self._mine[_SPACE], []
+        for view in self._records:
+            pid, birth, where, rank, beat, phase, since, step, seen, last, why, _ = view.tolist()
+            # Processes in another container have other numbers, and may have another clock. A
+            # process that was killed may need a while to end.
+            if pid and where == space and not why:
+                one = Record(int(rank), int(pid), int(birth), beat, int(phase), since, int(step),
+                             seen, last)  # fmt: skip
+                if known is None or one.rank in known:
+                    one = one._replace(state=state_of(one))
+                if one.state != "X":
+                    found.append(one)
+        return sorted(found)
+
+    def note_stop(self, one: Record) -> None:
+        """Write when the process of a record was seen stopped, for all ranks that watch it."""
+        view = self._view(one.rank)
+        view[_SEEN], view[_LAST] = one.seen, one.last
+
+    def note_fate(self, rank: int, why: int, amount: float) -> None:
+        """Write why a rank is evicted: the cause, and its seconds or its factor; 0 for not."""
+        self.fates[rank] = why, amount
+        if (view := self._view(rank)) is not None:
+            view[_AMOUNT] = amount
+            view[_WHY] = why
+
+    def fate(self, rank: int) -> tuple[int, float]:
+        """Return why `rank` was evicted, as far as this rank knows; cause 0 if it was not."""
+        view = self._view(rank)
+        if view is not None and view[_WHY]:
+            return int(view[_WHY]), view[_AMOUNT]
+        return self.fates.get(rank, (0, 0.0))
+
+    def agree_on_fates(self, comm: MPI.Intracomm) -> None:
+        """Let all ranks of `comm` know who was evicted, and why. Collective over `comm`.
+
+        The number of elements does not depend on who has died: a rank that has repaired the group
+        meanwhile may know of fewer deaths than a rank that is still repairing it.
+        """
+        known = np.array([self.fate(rank) for rank in range(self.ranks)], float)
+        request = comm.Iallreduce(MPI.IN_PLACE, known, MPI.MAX)
+        try:
+            wait_until(tester(request))
+        except Exception:
+            keep_alive(known, request)
+            raise
+        for rank in np.flatnonzero(known[:, 0]):
+            self.fates[int(rank)] = int(known[rank, 0]), float(known[rank, 1])
+
+    def _view(self, rank: int):
+        return next((one for one in self._records if one[_PID] and one[_RANK] == rank), None)
+
+    def withdraw(self) -> None:
+        """Take the record of this rank off the board: no rank judges this process any more."""
+        self._mine[_PID] = 0
+
+
+def state_of(one: Record) -> str:
+    """Return the state letter of the process of a record, or "X" if the process has ended."""
+    state, birth = state_and_birth(one.pid)
+    return "X" if birth != one.born or state in "ZX" else state
+
+
+def _clock_and_numbers() -> float:
+    """Return a number that is equal for processes with the same process numbers and clock."""
+    names = []
+    for kind in ("pid", "time"):
+        try:
+            names.append(os.readlink(f"/proc/self/ns/{kind}"))  # noqa: PTH115 - a name, not a path
+        except OSError:
+            names.append("?")
+    return float(zlib.crc32(" ".join(names).encode()) + 1)

@@ -1,0 +1,117 @@
+"""Evict ranks that are much slower than the others, at the end of a step (``slow = F``).
+
+The ranks measure their own time of each step, and exchange the times every ten steps
+(`fault_tolerance.stragglers`). All ranks have the same times, so all of them come to the same
+verdict without a further message. The slow rank ends itself when it has said why, and the others go
+on as after any death. Nothing is lost, because all of them have done the step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from .. import events
+from ..fault_tolerance.stragglers import AGAIN, Stragglers, find_stragglers
+from ..runtime.failure import this_rank
+from .node_board import SLOW, NodeBoard
+
+
+class SlowRanks:
+    """Evicts ranks that are slow in two windows in a row. Collective over the stragglers' ranks.
+
+    Make this object together with a new `Stragglers` after each change of the group, and call
+    `end_of_step` on all ranks at the end of each step, after ``stragglers.note`` and after the step
+    is done:
+
+    >>> stragglers = Stragglers(group.comm)
+    >>> slow = SlowRanks(stragglers, factor, group.min_ranks, group.watch.board, names)
+    >>> for step in group.steps(first, last):
+    ...     with step:
+    ...         one_step()  # ends with group.done(step)
+    ...         stragglers.note(seconds_for_data, seconds_for_gradients)
+    ...         slow.end_of_step()
+
+    Parameters
+    ----------
+    stragglers : Stragglers
+    factor : float
+        How many times slower than the median of the others a rank must be; 0 for never.
+    min_ranks : int
+        The fewest ranks that must remain.
+    board : NodeBoard, optional
+        The board that tells the ranks of a group why a rank has gone.
+    ranks : sequence of int, optional
+        For each rank of ``stragglers.comm``, its rank in the communicator of the board. By default
+        they are the same.
+    """
+
+    def __init__(
+        self,
+        stragglers: Stragglers,
+        factor: float,
+        min_ranks: int = 1,
+        board: NodeBoard | None = None,
+        ranks: Sequence[int] | None = None,
+    ):
+        self.stragglers, self.factor, self.min_ranks = stragglers, factor, min_ranks
+        self.board = board
+        self.ranks = range(stragglers.comm.size) if ranks is None else ranks
+        self._judged, self._before = 0, dict[int, float]()
+
+    def end_of_step(self) -> list[int]:
+        """Return the ranks that are evicted now; ends this process if it is one of them.
+
+        Collective, but without a message, unless a rank is slow for the first time: then the ranks
+        exchange once which of them share cores.
+        """
+        stragglers, times = self.stragglers, self.stragglers.newest
+        if not self.factor or stragglers.windows == self._judged or times is None:
+            return []
+        # After a window in which this function was not called, two windows are not in a row.
+        in_a_row = stragglers.windows == self._judged + 1
+        self._judged = stragglers.windows
+        slow = slow_ranks(times, self.factor)
+        again = {rank: by for rank, by in slow.items() if in_a_row and rank in self._before}
+        self._before = slow
+        if again:
+            crowded = stragglers.share_cores()
+            again = {k: by for k, by in again.items() if stragglers.ranks[k] not in crowded}
+        verdict = slowest(again, stragglers.comm.size - self.min_ranks)
+        for rank in verdict:
+            if self.board is not None:
+                self.board.note_fate(self.ranks[rank], SLOW, again[rank])
+        if stragglers.comm.rank in verdict:
+            _leave(again[stragglers.comm.rank])
+        return verdict
+
+
+def slow_ranks(times: np.ndarray, factor: float) -> dict[int, float]:
+    """Return the ranks that are `factor` times slower than the median of the others in a window.
+
+    `times` is an array (ranks, phases). Each rank comes with the number of times that it is slower.
+    """
+    totals = times.sum(axis=1)
+    return {
+        one.rank: float(totals[one.rank] / max(totals[one.rank] - one.lag, 1e-9))
+        for one in find_stragglers(times, [""] * times.shape[1], factor)
+    }
+
+
+def slowest(slow: dict[int, float], most: int) -> list[int]:
+    """Return at most `most` of the slow ranks: the slowest, in rank order."""
+    return sorted(sorted(slow, key=lambda rank: (-slow[rank], rank))[: max(most, 0)])
+
+
+def _leave(by: float) -> None:
+    """Say why, and end this process at once: it must not run on beside the others."""
+    events.emit("evicts_itself", why=f"{by:.1f} times slower than the others", windows=AGAIN)
+    if events.VERBOSITY:
+        text = f"needs {by:.1f} times as long for a step as the others and ends itself"
+        print(f"mpidist: {this_rank()} {text}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
