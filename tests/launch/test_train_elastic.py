@@ -77,8 +77,8 @@ def test_a_stopped_rank_is_evicted(tmp_path, undisturbed, moment):
     """R45, R46: its node's ranks kill it after the deadline, and the bits stay right."""
     found = train(tmp_path, 3, microbatches=12, deadline=0.5, stopped=[1, 6, moment])
     assert check(tmp_path, found, [0, 2], 1) == {undisturbed}, found[0]
-    assert re.search(r"rank 1 of 3 on \S+ was stopped for .* and is evicted at step 6; 2 ranks go on",
-                     found[0].stderr), found[0]  # fmt: skip
+    text = r"rank 1 of 3 on \S+ was stopped for .* and is evicted at step 6; 2 ranks go on"
+    assert re.search(text, found[0].stderr), found[0]
 
 
 @with_ulfm

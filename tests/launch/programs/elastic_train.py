@@ -1,7 +1,8 @@
 """`md.train(elastic=)` on a small model: FOLDER, and JSON arguments; ranks die by DEATHS.
 
 DEATHS is ``rank:step:moment,...``; moment is "done" (in the callback of the step), "computed" (the
-gradients of the next step are there), "saving" or "resizing"; with "stopped" it stops itself there. Each rank logs its steps in FOLDER.
+gradients of the next step are there), "saving" or "resizing"; with "stopped" it stops
+itself there. Each rank logs its steps in FOLDER.
 """
 
 import hashlib
@@ -72,11 +73,12 @@ model = Model()
 extra = {"on_resize": resized} if settings.get("resize") else {}
 if settings.get("save"):
     extra |= {"checkpoint": lambda comm: Store(comm, folder / "saved"), "checkpoint_every": 5}
+elastic = md.Elastic(deadline=settings.get("deadline", "stopped"))
 summary = md.train(
     comm, model, data, optimizer=md.optim.adam(0.01), global_batch=48, steps=settings["steps"],
     microbatches=settings.get("microbatches"), test_data=data, callbacks=[log],
     strategy=md.AllReduce(algorithm=settings.get("algorithm", "auto")),
-    elastic=settings.get("elastic", True) and md.Elastic(deadline=settings.get("deadline", "stopped")),
+    elastic=settings.get("elastic", True) and elastic,
     watch_seconds=30, **extra,
 )  # fmt: skip
 state = hashlib.sha256(model.state["mean"].tobytes()).hexdigest()[:16]
