@@ -2,9 +2,8 @@
 
 The same MLP is trained with the same batch, steps and checkpoints in two ways: by `md.train`, and
 by torch's DDP over gloo as torch's documentation shows it. In the second way, rank 0 writes the
-checkpoint and all ranks load it.
-For `elastic_torch.py`, the same MLP is also trained without checkpoints, by an elastic `md.train` and
-by torchft.
+checkpoint and all ranks load it. For `elastic_torch.py`, the same MLP is also trained without
+checkpoints, by an elastic `md.train` and by torchft.
 """
 
 from __future__ import annotations
