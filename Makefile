@@ -26,8 +26,8 @@ export OPENBLAS_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
 .PHONY: help run test test-unit test-mpi test-launch test-cluster test-slurm test-net test-gpu \
-        test-floor test-hdf5 fuzz lint bench bench-simulate bench-net bench-relaunch bench-counters soak soak-threads \
-        soak-recovery soak-histories soak-readers docs clean size
+        test-floor test-hdf5 fuzz lint bench bench-simulate bench-net bench-relaunch bench-elastic bench-counters soak soak-threads \
+        soak-recovery soak-elastic soak-links soak-histories soak-readers docs clean size
 
 help:
 	@echo "make run          train LeNet on 4 ranks, stop half way, go on with 3"
@@ -42,7 +42,7 @@ help:
 	@echo "make bench        figures on this machine;  bench-net: on shaped networks (root)"
 	@echo "make bench-simulate  fit, predict and measure on the shaped network (root)"
 	@echo "make size         lines of code of each room, and docs/rooms.svg"
-	@echo "make lint soak soak-threads soak-recovery soak-histories soak-readers docs clean"
+	@echo "make lint soak soak-threads soak-recovery soak-elastic soak-links soak-histories soak-readers docs clean"
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -145,6 +145,10 @@ bench-simulate: $(VENV)/.run
 bench-relaunch: $(VENV)/.run
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m benchmarks.relaunch $(BENCH_ARGS)
 
+# torch may have an environment of its own: BENCH_ARGS="torch --torch-python PYTHON"
+bench-elastic: $(VENV)/.run
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m benchmarks.elastic $(BENCH_ARGS)
+
 bench-counters: $(VENV)/.run
 	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.counters $(BENCH_ARGS)
 
@@ -167,6 +171,12 @@ soak-threads: $(VENV)/.test
 
 soak-recovery: $(VENV)/.test
 	$(BIN)/python tests/launch/programs/killed_often.py 100
+
+soak-elastic: $(VENV)/.test
+	$(BIN)/python tests/soak/elastic_kills.py $(SOAK_ARGS)
+
+soak-links: $(VENV)/.test
+	PYTHONPATH=tests $(BIN)/python tests/soak/links_away.py $(SOAK_ARGS)
 
 $(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[$(MPI),docs]"

@@ -7,9 +7,8 @@ Each rank of the node has a slot (a part of the shared segment) for its own tens
 the tensors of all ranks of a node in place (schedules/node.py), so inside a node no data are copied
 into messages. The segment is a file in /dev/shm. `posix_fallocate` allocates the memory of the
 file, so a full /dev/shm raises an error at once and does not kill the process by SIGBUS later. All
-ranks of the node map the file into their memory. The name of the file is removed before the file is
-filled, so a killed job leaves no file behind, and each rank can free the memory without the other
-ranks.
+ranks of the node map the file into their memory. The file never has a name (O_TMPFILE), so a rank
+that is killed leaves no file behind, and each rank can free the memory without the other ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _FOLDER = Path("/dev/shm")
 _HEAD = mmap.PAGESIZE
 _LINE = 8  # int64 per cache line
 _MOST = 1 << 60  # bytes: more than any machine has, and few enough for C integers
-_NAME, _TEXT = 64, 512  # most bytes of a file's name, and of an error text
+_FOUND, _TEXT = 128, 512  # bytes that say where a file is, and most bytes of an error text
 
 #: A function that polls a test until the test returns true.
 Wait = Callable[[Callable[[], bool]], None]
@@ -92,9 +91,20 @@ def _open_together(comm, nbytes: int, wait: Wait, files: ExitStack) -> tuple[int
     If the file cannot be made or opened, the first result is None, and the second result is the
     cause. The caller closes the file by closing the ExitStack `files`.
     """
+    # The other ranks open a file without a name in /proc. If they see other processes there, or
+    # none, the file gets a name until all ranks have opened it.
+    for named in (False, True):
+        file, problem, well = _open_once(comm, nbytes, wait, files, named)
+        if well:
+            break
+    return file, problem
+
+
+def _open_once(comm, nbytes: int, wait: Wait, files: ExitStack, named: bool):
+    """Return the descriptor or None, the problem of this rank, and whether no rank has one."""
     file, problem, flags = None, "", os.O_RDWR | os.O_CLOEXEC
-    path = _FOLDER / f"mpidist-{os.getpid()}-{secrets.token_hex(8)}"
-    name = bytearray(_NAME)
+    name = _FOLDER / f"mpidist-{os.getpid()}-{secrets.token_hex(8)}"
+    found = bytearray(_FOUND)
 
     def opened(path: Path, flags: int) -> int:
         descriptor = os.open(path, flags, 0o600)
@@ -104,22 +114,33 @@ def _open_together(comm, nbytes: int, wait: Wait, files: ExitStack) -> tuple[int
     try:
         if comm.rank == 0:
             try:
-                new = opened(path, flags | os.O_CREAT | os.O_EXCL)
-                os.ftruncate(new, nbytes)
-                file, name[:] = new, path.name.encode().ljust(_NAME, b"\0")
+                more = os.O_CREAT | os.O_EXCL if named else os.O_TMPFILE
+                file = opened(name if named else _FOLDER, flags | more)
+                os.ftruncate(file, nbytes)
+                path = name if named else Path(f"/proc/{os.getpid()}/fd/{file}")
+                found[:] = f"{_identity(path)} {path}".encode().ljust(_FOUND, b"\0")
             except OSError as error:
-                problem = f"{nbytes} bytes in {_FOLDER}: {error.strerror}"
-        wait(comm.Ibcast([name, MPI.BYTE], 0).Test)
-        if comm.rank and name[0]:
+                file, problem = None, f"{nbytes} bytes in {_FOLDER}: {error.strerror}"
+        wait(comm.Ibcast([found, MPI.BYTE], 0).Test)
+        if comm.rank and found[0]:
+            identity, place = found.rstrip(b"\0").decode().split(" ")
             try:
-                file = opened(_FOLDER / name.rstrip(b"\0").decode(), flags)
+                # In another container, another process may have the number of rank 0.
+                if _identity(Path(place)) == identity:
+                    file = opened(Path(place), flags)
+                else:
+                    problem = f"{place} is another file on rank {comm.rank}"
             except OSError as error:
                 problem = f"{_FOLDER}: {error.strerror}"
-        wait(comm.Ibarrier().Test)
+        return file, problem, not first_problem(comm, problem, wait)
     finally:
-        if comm.rank == 0:
-            path.unlink(missing_ok=True)
-    return file, problem
+        if named and comm.rank == 0:
+            name.unlink(missing_ok=True)
+
+
+def _identity(path: Path) -> str:
+    facts = path.stat()
+    return f"{facts.st_dev}:{facts.st_ino}"
 
 
 def first_problem(comm, problem: str, wait: Wait) -> str:

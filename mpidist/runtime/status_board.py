@@ -1,10 +1,10 @@
 """A board on which the ranks of a job publish their state, without any MPI call.
 
 The board is one file with one record of fixed size per rank. A rank writes its own record with
-pwrite and reads all records with pread. If all ranks are on one host, the file lies in /dev/shm,
-and its name is removed when all ranks have opened it, so that no file is left behind, however the
-job ends. If the ranks are on several hosts, the file lies in a folder that all hosts share. Each
-read opens the file again, because a network file system shows new data only in a newly opened file.
+pwrite and reads all records with pread. If all ranks are on one host, the file lies in /dev/shm and
+never has a name (O_TMPFILE), so that no file is left behind, however and whenever the job ends. If
+the ranks are on several hosts, the file lies in a folder that all hosts share. Each read opens the
+file again, because a network file system shows new data only in a newly opened file.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class Board:
             return (socket.gethostname(), _namespace()), where
 
         if run_on_all(comm, "watch", facts, _meets_in_memory) and self._open(comm, _MEMORY):
-            self._unlink()
             return
         where = Path.cwd() if directory is None else Path(directory)
         if not self._open(comm, where):
@@ -68,6 +67,10 @@ class Board:
 
         def make() -> Path | None:
             with contextlib.suppress(OSError):
+                if comm.rank == 0 and folder == _MEMORY:
+                    self.fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                    os.pwrite(self.fd, bytes(size), 0)
+                    return Path(f"/proc/{os.getpid()}/fd/{self.fd}")
                 if comm.rank == 0:
                     path = folder.absolute() / f".mpidist-watch-{uuid.uuid4().hex}"
                     with path.open("xb") as file:  # "x" never opens the file of another program
@@ -88,12 +91,12 @@ class Board:
 
         path = run_on_all(comm, "watch: making the board", make, itemgetter(0))
         if path is None:
+            self.close()
             return False
-        self.path, self._named = path, True
+        self.path, self._named = path, folder != _MEMORY
         if run_on_all(comm, "watch: finding the board", look, all):
             return True
-        self.close()
-        self._unlink()
+        self.close(last=self.rank == 0)
         return False
 
     def write(self, record: dict) -> None:
@@ -132,11 +135,6 @@ class Board:
             os.close(self.fd)
             self.fd = None
         if last and self._named:
-            self.path.unlink(missing_ok=True)
-
-    def _unlink(self) -> None:
-        self._named = False
-        if self.rank == 0:
             self.path.unlink(missing_ok=True)
 
 

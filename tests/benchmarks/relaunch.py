@@ -44,24 +44,24 @@ def measure(ranks: int, rounds: int, torch: bool) -> dict:
     return row
 
 
-def command(who: str, ranks: int, folder: Path) -> list[str]:
-    """Return the command line of one run. Local."""
+def command(who: str, ranks: int, folder: Path, python: str = sys.executable) -> list[str]:
+    """Return the command line of one run; torch is in the environment of `python`. Local."""
     job = ["-m", "benchmarks.relaunch_job", who, str(folder)]
     if who == "ours":
         program = [sys.executable, *job]
         return [sys.executable, "-m", "mpidist", "launch", "-n", str(ranks), "--", *program]
     starter = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--max-restarts=3"]
-    return [sys.executable, *starter, "--standalone", *job]
+    return [python, *starter, "--standalone", *job]
 
 
-def one(who: str, ranks: int, victim: int) -> float:
+def one(who: str, ranks: int, victim: int, python: str = sys.executable) -> float:
     """Start a run, kill a rank, and return the seconds until the next completed step. Local."""
     folder = Path(tempfile.mkdtemp(prefix="mpidist-relaunch-"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each start compiles everything again
     # The ranks start in another folder, where a relative path leads nowhere.
     environment["PYTHONPATH"] = python_path()
-    job = Started(command(who, ranks, folder), env=environment, cwd=folder)
+    job = Started(command(who, ranks, folder, python), env=environment, cwd=folder)
     try:
         _wait(job, folder, lambda when, step: step >= KILL_AT)
         first = _pid(folder)

@@ -1,8 +1,9 @@
-"""The job of `relaunch.py`: ``python -m benchmarks.relaunch_job ours|torch FOLDER``.
+"""The jobs of `relaunch.py` and `elastic_torch.py`: ``relaunch_job ours|torch|... FOLDER``.
 
 The same MLP is trained with the same batch, steps and checkpoints in two ways: by `md.train`, and
 by torch's DDP over gloo as torch's documentation shows it. In the second way, rank 0 writes the
-checkpoint and all ranks load it.
+checkpoint and all ranks load it. For `elastic_torch.py`, the same MLP is also trained without
+checkpoints, by an elastic `md.train` and by torchft.
 """
 
 from __future__ import annotations
@@ -90,5 +91,83 @@ def torch(folder: Path) -> None:
             path.with_suffix(".part").replace(path)
 
 
+def elastic(folder: Path) -> None:
+    """Train by an elastic `md.train`. Collective over all ranks."""
+    from mpi4py import MPI
+
+    import mpidist as md
+    from mpidist.runtime import ulfm
+
+    comm = MPI.COMM_WORLD
+    note = _note_size(folder, comm.rank)
+    md.train(
+        comm, md.models.mlp(SIZES), _data(), optimizer=md.optim.momentum(RATE, MOMENTUM),
+        global_batch=BATCH, steps=STEPS, elastic=True,
+        callbacks=[lambda step: note(step.step, ulfm.current.base.size)],
+    )  # fmt: skip
+
+
+def torchft(folder: Path) -> None:
+    """Train by torchft; each process is a replica group.
+
+    After an error of gloo, the `DistributedDataParallel` of torchft 0.2.0 ends its process by an
+    assertion (``assert fut._fut``), so the gradients are averaged by `Manager.allreduce`.
+    """
+    from datetime import timedelta
+
+    import torch
+    import torchft as ft
+    from torch import nn
+    from torch.distributed import TCPStore
+
+    torch.set_num_threads(1)
+    rank, groups = int(os.environ["REPLICA_GROUP_ID"]), int(os.environ["NUM_REPLICA_GROUPS"])
+    note = _note_size(folder, rank)
+    layers: list = []
+    torch.manual_seed(0)
+    for n, m in itertools.pairwise(SIZES):
+        layers += [nn.Linear(n, m), nn.ReLU()]
+    model = nn.Sequential(*layers[:-1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+
+    def load(state) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = ft.Manager(
+        pg=ft.ProcessGroupGloo(timeout=timedelta(seconds=5)), min_replica_size=1,
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        replica_id=f"replica_{rank}", rank=0, world_size=1, store_addr="localhost",
+        store_port=store.port, hostname="localhost",
+    )  # fmt: skip
+    guarded, parameters = ft.Optimizer(manager, optimizer), [*model.parameters()]
+    inputs, labels = map(torch.from_numpy, _data())
+    while manager.current_step() < STEPS:
+        before = manager.current_step()
+        order = torch.from_numpy(np.random.default_rng(before).permutation(SAMPLES)[:BATCH])
+        mine = order[rank::groups]
+        guarded.zero_grad()
+        nn.functional.cross_entropy(model(inputs[mine]), labels[mine]).backward()
+        flat = torch.cat([p.grad.reshape(-1) for p in parameters])
+        manager.allreduce(flat).wait()
+        parts = flat.split([p.numel() for p in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad.copy_(part.view_as(parameter))
+        guarded.step()
+        if manager.current_step() > before:
+            note(manager.current_step(), manager.num_participants())
+
+
+def _note_size(folder: Path, rank: int):
+    """Like `_note`, on all ranks, with the number of ranks that have done the step."""
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    file = (folder / f"steps-{rank}").open("a", buffering=1)
+    return lambda step, size: file.write(f"{time.monotonic():.5f} {step} {size}\n")
+
+
 if __name__ == "__main__":
-    {"ours": ours, "torch": torch}[sys.argv[1]](Path(sys.argv[2]))
+    {"ours": ours, "torch": torch, "elastic": elastic, "torchft": torchft}[sys.argv[1]](
+        Path(sys.argv[2])
+    )

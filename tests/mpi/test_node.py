@@ -44,6 +44,32 @@ def test_an_arena_is_named_views_of_one_vector(comm):
     arena.close()
 
 
+@pytest.mark.ranks(2, 5)
+@pytest.mark.parametrize("sees", [True, False], ids=["in /proc", "by a name"])
+def test_how_the_ranks_find_the_memory(comm, monkeypatch, sees):
+    """A rank that is killed meanwhile leaves no file: it has a name only if /proc shows no other.
+
+    R41: one rank that sees other processes, as in a container of its own, is enough for that.
+    """
+    names, real = set(), arena_module._identity
+
+    def identity(path):
+        names.update(Path("/dev/shm").glob("mpidist-*"))
+        return real(Path("/proc/self/stat") if path.parts[1] == "proc" and not sees else path)
+
+    if comm.rank:
+        monkeypatch.setattr(arena_module, "_identity", identity)
+    ours = [f"mpidist-{pid}-" for pid in comm.allgather(os.getpid())]
+    with md.Arena(comm, SPEC) as arena:
+        assert arena.shared
+        arena.flat[...] = 1
+        md.allreduce(comm, arena)
+        assert (arena.flat == comm.size).all()
+    assert comm.rank == 0 or sees is not any(name.name.startswith(tuple(ours)) for name in names)
+    comm.Barrier()
+    assert not left_behind()
+
+
 @pytest.mark.ranks(2, 3)
 def test_an_arena_of_several_dtypes(comm):
     spec = {"a": (10, "f4"), "i": (3, "i8"), "c": (4, "f4"), "h": (6, "f2")}

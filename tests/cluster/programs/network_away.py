@@ -1,0 +1,70 @@
+"""A loop over the network, whose link is away for a while: network_away.py KIND FOLDER STEPS.
+
+KIND is ``allreduce`` or ``save`` (loops of `md.elastic`), or ``push`` (parameter servers). Each
+rank notes the time of each of its steps in FOLDER/RANK, waits after ten of them for FOLDER/go, and
+at the end prints a hash of its result.
+"""
+
+import hashlib
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+import mpidist as md
+
+N = 250_000  # 2 MB: 24 ms for a host's part of an allreduce at 1 Gbit/s
+kind, folder, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+comm, world = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
+state = {"w": np.zeros(N)}
+log = (folder / str(world)).open("a", buffering=1)
+
+
+def note(step: int) -> None:
+    log.write(f"{time.time()} {step}\n")
+    while step == 9 and not (folder / "go").exists():
+        time.sleep(0.01)
+
+
+def allreduce() -> None:
+    with md.elastic(comm, state) as group:
+        for step in group.steps(0, steps):
+            with step:
+                state["w"] += md.allreduce(group.comm, np.full(N, world + step + 1.0))
+                note(int(step))
+
+
+def save() -> None:
+    def work(group):
+        with md.CheckpointStore(group.comm, folder / "store", keep=2) as store:
+            if store.all_steps():
+                store.restore()
+            for step in group.steps(0, steps):
+                total = md.allreduce(group.comm, np.full(N, world + step + 1.0))
+                state["w"] += total
+                group.done(step)
+                store.save(int(step) + 1, state)
+                note(int(step))
+            _, found = store.restore()
+        return found
+
+    state["w"] = md.run_elastic(comm, work, state)["w"]
+
+
+def push() -> None:
+    params = {"w": np.zeros(N)}
+    with md.parameter_server(
+        comm, params, servers=1, consistency=md.BSP(), optimizer=md.optim.sgd(1.0)
+    ) as client:
+        for step in range(steps if client is not None else 0):
+            client.push({"w": np.full(N, -1.0 - step)}, samples=1)
+            client.clock()
+            client.pull(out=params)
+            note(step)
+    state["w"] = params["w"] if client is not None else np.full(N, steps * (steps + 1) / 2)
+
+
+{"allreduce": allreduce, "save": save, "push": push}[kind]()
+print(f"rank {world} has {hashlib.sha256(state['w'].tobytes()).hexdigest()}\n", end="", flush=True)

@@ -1,0 +1,128 @@
+"""Elastic jobs on several hosts: a rank dies, a node dies, a link is away for some seconds."""
+
+import os
+import re
+import shutil
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from interpreters import job_environment
+from onebox.link_away import link_away
+from onebox.slurm import slurm_cluster, unavailable
+from until import wait_until
+
+SHAPE = ["--nodes=4", "--ntasks-per-node=2", "--no-kill"]
+RANKS, STEPS = 8, 60
+SCRIPT = """#!/bin/bash
+mpirun --with-ft ulfm -n 8 python {program} {folder} {steps} {pause} {deaths}
+echo "mpirun ended with $?"
+"""
+
+
+def submit(cluster, python, programs, folder, steps, pause, deaths=""):
+    script = folder / "elastic.sbatch"
+    program = programs / "elastic_steps.py"
+    script.write_text(SCRIPT.format(program=program, folder=folder, steps=steps, pause=pause,
+                                    deaths=deaths))  # fmt: skip
+    env = {**job_environment(python), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    return cluster.submit(script, options=SHAPE, env=env, cwd=folder)
+
+
+def rows(folder, rank):
+    """What a rank has noted: (time, step, number of ranks) of each step."""
+    path = folder / str(rank)
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [(float(a), int(b), int(c)) for a, b, c in map(str.split, lines)]
+
+
+@pytest.mark.slurm
+def test_a_rank_is_killed(cluster, openmpi, programs, tmp_path):
+    """R46, R48: `mpirun --with-ft ulfm` in a batch script; seven ranks go on within a second."""
+    job = cluster.wait(submit(cluster, openmpi, programs, tmp_path, STEPS, 0.01, "5:20"))
+    assert "mpirun ended with 0" in job.output, job.output
+    found = re.findall(r"rank (\d) of 7 has (\w{64})", job.output)
+    assert sorted(int(rank) for rank, _ in found) == [0, 1, 2, 3, 4, 6, 7], job.output
+    assert len({bits for _, bits in found}) == 1
+    assert "rank 5 of 8 on n3 died at step 20; 7 ranks go on after" in job.output
+    killed = float((tmp_path / "killed").read_text())
+    others = [rows(tmp_path, rank) for rank in range(RANKS) if rank != 5]
+    assert all([step for _, step, _ in each] == list(range(STEPS)) for each in others)
+    next_step = max(min(when for when, _, size in each if size == 7) for each in others) - killed
+    print(f"\nall ranks have done the next step after {next_step:.2f} s")
+    assert next_step < 5  # a second on a machine that has nothing else to do
+
+
+def host_namespace(pid):
+    """What names the host on which a process believes to be, or "" if it has ended."""
+    try:
+        return str(Path(f"/proc/{pid}/ns/uts").readlink())
+    except OSError:
+        return ""
+
+
+def processes_of(cluster, node):
+    """All processes on a node of a one-box cluster, its slurmd among them."""
+    pids = sorted(int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    words, box = f"slurmd\0-D\0-N\0{node}\0".encode(), str(cluster.box.folder).encode()
+    hosts = set()
+    for pid in pids:
+        with suppress(OSError):
+            folder = Path(f"/proc/{pid}")
+            if (folder / "cmdline").read_bytes() == words and box in (
+                folder / "environ"
+            ).read_bytes():
+                hosts.add(host_namespace(pid))
+    (host,) = hosts - {host_namespace(os.getpid()), ""}
+    return [pid for pid in pids if host_namespace(pid) == host]
+
+
+@pytest.mark.slurm
+def test_a_node_is_lost(openmpi, programs, tmp_path):
+    """Open MPI 5.0.11 cannot go on without one of its daemons: the job is over, nothing hangs.
+
+    Its exit code is then 0, so that alone does not say that the program has come to its end.
+    """
+    if reason := unavailable():
+        pytest.skip(f"no Slurm cluster: {reason}")
+    with slurm_cluster(nodes=4) as cluster:
+        number = submit(cluster, openmpi, programs, tmp_path, 5000, 0.01)
+        wait_until(lambda: len(rows(tmp_path, 7)) > 20, every=0.05)
+        assert (tmp_path / "7.host").read_text() == "n4"
+        for pid in processes_of(cluster, "n4"):
+            os.kill(pid, signal.SIGKILL)
+        output = wait_until(
+            lambda: "mpirun ended" in cluster.job(number).output and cluster.job(number).output, 15
+        )
+        assert "PRTE has lost communication with a remote daemon" in output
+        assert "mpirun ended with 0" in output
+        for node in ("n2", "n3"):
+            wait_until(lambda node=node: not ranks_on(cluster, node), 5, otherwise=node)
+
+
+def ranks_on(cluster, node):
+    """The ranks that live on a node."""
+    found = []
+    for pid in processes_of(cluster, node):
+        with suppress(OSError):
+            found += [pid] * (b"elastic_steps.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return found
+
+
+@pytest.mark.network
+def test_a_link_is_away_for_some_seconds(net, openmpi, programs, tmp_path):
+    """R45: TCP brings what was lost; sums, saves and pushes go on with the right bits."""
+    jobs, ulfm = {}, ["--with-ft", "ulfm"]
+    for kind, options in (("allreduce", ulfm), ("save", ulfm), ("push", ())):
+        folder = tmp_path / kind
+        folder.mkdir()
+        jobs[folder] = ([programs / "network_away.py", kind, folder, "40"], options)
+    for folder, found in link_away(net, openmpi, jobs, 5.0).items():
+        print(f"\n{folder.name}: no step for {found.longest:.1f} s, the first {found.after:.1f} s "
+              "after the link was back")  # fmt: skip
+        hashes = re.findall(r"rank (\d) has (\w{64})", found.done.check().stdout)
+        assert len(hashes) == 4
+        assert len({bits for _, bits in hashes}) == 1
+        assert 4.5 < found.longest < 15
+    shutil.rmtree(tmp_path / "save")
