@@ -13,6 +13,7 @@ no step is done twice.
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -79,10 +80,10 @@ class Group:
         self._on_resize: list[Callable[[int, int], Any]] = []
         self._broken_at: float | None = None  # when this rank has noticed the death
         self._agreed = False  # this rank has noticed it in `Membership.all_here`
-        names = tuple(run_on_all(comm, "md.elastic: names", this_rank, lambda names: names))
+        names, number = run_on_all(comm, "md.elastic: names", this_rank, _numbered)
         base = MPI.Intracomm(comm.Dup())
         wait_until(comm.Ibarrier().Test)  # all ranks have made it
-        self._members = Membership(base, names)
+        self._members = Membership(base, names, number)
         self._members.open()
 
     @property
@@ -202,6 +203,10 @@ class Group:
         if size < self.min_ranks:
             raise RankFailure(f"only {size} ranks live, and min_ranks is {self.min_ranks}")
         self._members = living
+
+
+def _numbered(names: list[str]) -> tuple[tuple[str, ...], int]:
+    return tuple(names), secrets.randbits(60)
 
 
 def _first_of(comm, table: dict) -> dict:

@@ -50,6 +50,9 @@ class Making:
 
         Collective; waits by polling.
         """
+        if prepared := getattr(self.comm, "prepared", None):
+            self.comm.prepared = None  # type: ignore[attr-defined]
+            return prepared
         # The barrier comes first, because a rank can leave a barrier for good. Open MPI makes no
         # other communicator while one is half made.
         steps = (self._meet, self._duplicate, self._duplicate, self._number, self._exit_barrier)
