@@ -139,11 +139,18 @@ def choose(context: Context, signature: Signature, reduction: Reduction, shape, 
         # For an operation that is a ufunc, MPI's own algorithm would call Python for every piece.
         # The algorithms in this list call the ufunc directly.
         return names[1] if names[1] in algorithms.NODE else "butterfly"
-    cache, chosen = remembered(context.comm), _chosen(context)
-    known = chosen[key]["algorithm"] if key in chosen else None
-    # A table that was measured on another layout of nodes may name an algorithm that cannot run on
-    # this one.
-    if known is None or (known in algorithms.NODE and known not in names):
+    chosen = _chosen(context)
+
+    def known() -> bool:
+        # A table from another layout of nodes may name an algorithm that cannot run here.
+        name = chosen[key]["algorithm"] if key in chosen else None
+        return name is not None and (name in names or name not in algorithms.NODE)
+
+    # A table that a restore or a death has left is used at once, without a look at the file.
+    if known():
+        return chosen[key]["algorithm"]
+    cache = remembered(context.comm)
+    if not known():
         length = min(n, _LARGEST // reduction.work.itemsize)
         entry = _measure(context, signature, reduction, length, make, names)
         entry["ranks"] = context.size

@@ -13,6 +13,7 @@ no step is done twice.
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -91,10 +92,10 @@ class Group:
         self._on_resize: list[Callable[[int, int], Any]] = []
         self._broken_at: float | None = None  # when this rank has noticed the death
         self._agreed = False  # this rank has noticed it in `Membership.all_here`
-        names = tuple(run_on_all(comm, "md.elastic: names", this_rank, lambda names: names))
+        names, number = run_on_all(comm, "md.elastic: names", this_rank, _numbered)
         base = MPI.Intracomm(comm.Dup())
         wait_until(comm.Ibarrier().Test)  # all ranks have made it
-        self._names, self._members = names, Membership(base, names)
+        self._names, self._members = names, Membership(base, names, number)
         self._members.open()
         self.watch = NodeWatch(NodeBoard(self.comm), deadline)
         self.watch.end_steps()
@@ -262,6 +263,10 @@ class Group:
     def _why_gone(self, name: str) -> str:
         known = name in self._names and self._fate(name)
         return f"{name} (it {known} and is evicted)" if known else name
+
+
+def _numbered(names: list[str]) -> tuple[tuple[str, ...], int]:
+    return tuple(names), secrets.randbits(60)
 
 
 def _first_of(comm, table: dict) -> dict:

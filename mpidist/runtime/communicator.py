@@ -67,6 +67,8 @@ class ElasticComm(MPI.Intracomm):
     membership: Any
     #: Why the communicator cannot be used any more.
     ended = ""
+    #: The private communicators and the number of its context, if they have been made already.
+    prepared: Any = None
 
     def Idup(self, info=None):
         """Duplicate the communicator, and return a request that has ended. Collective, blocking."""
@@ -105,7 +107,7 @@ def _making(make):
     @wraps(make)
     def registering(self, *args, **settings):
         made = self.membership.register(make(self, *args, **settings))
-        return self.membership.settle(made, self)
+        return self.membership.settle(self, made)
 
     return registering
 

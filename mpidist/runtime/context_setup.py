@@ -50,6 +50,9 @@ class Making:
 
         Collective. The ranks wait by polling.
         """
+        if prepared := getattr(self.comm, "prepared", None):
+            self.comm.prepared = None  # type: ignore[attr-defined]
+            return prepared
         # The barrier comes first, because an interrupted rank can abandon a barrier. If a rank
         # abandons a half-made communicator, Open MPI makes no other one.
         steps = (self._meet, self._duplicate, self._duplicate, self._number, self._exit_barrier)

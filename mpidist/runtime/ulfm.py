@@ -123,6 +123,8 @@ class Membership:
         A communicator of the living ranks, which this object owns.
     names : sequence of str
         What error texts call each rank of `base`, such as ``rank 3 of 8 on n2``.
+    identity : int
+        The number of the context of `comm`, equal on all ranks.
 
     Attributes
     ----------
@@ -132,8 +134,8 @@ class Membership:
         `comm` and all communicators that were made from it. They are revoked together.
     """
 
-    def __init__(self, base: MPI.Intracomm, names: tuple[str, ...]):
-        self.base, self.names = base, names
+    def __init__(self, base: MPI.Intracomm, names: tuple[str, ...], identity: int):
+        self.base, self.names, self.identity = base, names, identity
         self.children: list[MPI.Comm] = []
         self._settled: list[MPI.Comm] = [base]
         self.kept: list = []  # what MPI may use until the communicators are freed
@@ -145,8 +147,10 @@ class Membership:
         """
         global current
         current, polling.look = self, self.look
-        self.comm: ElasticComm = self.register(self.base.Dup())
-        self.settle(self.comm, self.base)
+        # The communicators of the context of `comm` are made now, for one meeting serves all three.
+        self.comm, data, control = (self.register(self.base.Dup()) for _ in range(3))
+        self.settle(self.base, self.comm, data, control)
+        self.comm.prepared = data, control, self.identity
         if has_ulfm():  # a program of one rank may run without ULFM
             failure.elastic = self
         failure.set_exit_barrier(self.base)
@@ -158,8 +162,8 @@ class Membership:
         self.children.append(elastic_comm(comm, self))
         return self.children[-1]
 
-    def settle(self, made, around: MPI.Comm):
-        """Wait until all ranks of `around` have made `made`, and return it. Collective, polled.
+    def settle(self, around: MPI.Comm, *made):
+        """Wait until all ranks of `around` have made `made`; return its first. Collective, polled.
 
         Open MPI 5.0.11 crashes a rank that makes a communicator which another rank revokes already.
         Therefore `end` leaves out communicators that are not settled.
@@ -171,8 +175,8 @@ class Membership:
             except Exception:
                 keep_alive(request)
                 raise
-        self._settled.append(made)
-        return made
+        self._settled += made
+        return made[0]
 
     def look(self) -> None:
         """Raise RankFailure if a rank of the group has died; make progress in MPI."""
@@ -244,7 +248,8 @@ class Membership:
                     comm.Free()
         self.kept.clear()
         survive(base)
-        failure.elastic = living = Membership(base, tuple(self.names[rank] for rank in before))
+        names = tuple(self.names[rank] for rank in before)
+        failure.elastic = living = Membership(base, names, self.identity + 1)
         living._agree(_GO_ON)  # now all ranks have made `base`, and it may be revoked
         return living
 
