@@ -26,6 +26,7 @@ from .. import events
 from ..collectives import selection
 from ..errors import ConfigError, ProtocolError, RankFailure, shown
 from ..launch.environment import has_ulfm
+from ..registry import checked_whole
 from ..runtime import polling, ulfm
 from ..runtime.agreement.run_on_all import run_on_all, same_on_all
 from ..runtime.agreement.tell_others import contexts
@@ -85,6 +86,7 @@ class Group:
         min_ranks: int,
         restarts: bool,
         deadline: Deadline = _STOPPED,
+        spares: int = 0,
     ):
         self.state, self.min_ranks = state, min_ranks
         self.step, self.deaths, self.evicted = 0, 0, 0
@@ -95,9 +97,10 @@ class Group:
         names, number = run_on_all(comm, "md.elastic: names", this_rank, _numbered)
         base = MPI.Intracomm(comm.Dup())
         wait_until(comm.Ibarrier().Test)  # all ranks have made it
-        self._names, self._members = names, Membership(base, names, number)
+        active = [rank < comm.size - spares for rank in range(comm.size)]
+        self._names, self._members = names, Membership(base, names, number, active)
         self._members.open()
-        self.watch = NodeWatch(NodeBoard(self.comm), deadline)
+        self.watch = NodeWatch(NodeBoard(base), deadline)
         self.watch.end_steps()
         ulfm.why_gone = self._why_gone
 
@@ -105,6 +108,16 @@ class Group:
     def comm(self) -> MPI.Intracomm:
         """The communicator of the living ranks."""
         return self._members.comm
+
+    @property
+    def spares(self) -> int:
+        """The number of living ranks that wait to step in; they are not in `comm`."""
+        return self._members.active.count(False)
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this rank waits to step in; then `comm` is ``MPI.COMM_NULL``."""
+        return self.comm == MPI.COMM_NULL
 
     @property
     def rank(self) -> int:
@@ -182,28 +195,74 @@ class Group:
         self._broken_at = time.monotonic()
         return True
 
-    def _all_here(self) -> bool:
-        """Wait until all ranks are here; return false on all living ranks if one has died."""
+    def _all_here(self, done: bool = False, result: bytes = b"") -> bool:
+        """Wait until all ranks are here; return false on all living ranks if one has died.
+
+        With `done`, the spares get the `result` and leave.
+        """
         doing = f"md.elastic: the end of the steps before {self.step}"
-        if self._members.all_here(lambda: run_on_all(self.comm, doing, lambda: None)):
+
+        def meet() -> None:
+            run_on_all(self.comm, doing, lambda: None)
+            if done and self.rank == 0:
+                self._members.give_result(result)
+
+        if self._members.all_here(meet, done):
             return True
         self._broken_at, self._agreed = time.monotonic(), True
         if self._restarts:
             raise self._members.failure()
         return False
 
+    def repeat(
+        self,
+        function: Callable[[], T],
+        encode: Callable[[T], bytes] = lambda result: b"",
+        decode: Callable[[bytes], Any] = lambda text: None,
+        broken: Callable[[], Any] = lambda: None,
+    ) -> T:
+        """Call `function`, again after each death, and return its result. Collective.
+
+        `broken` is called after a death, before the repair. A spare waits until it steps in, and
+        then calls `function` too. If it does not step in, it returns the result of rank 0, which
+        `encode` has made a text of less than 4,000 bytes.
+        """
+        try:
+            while True:
+                try:
+                    if self.is_spare:
+                        if (text := self._members.stand_by()) is not None:
+                            return decode(text)
+                        self._broken_at, self._agreed = time.monotonic(), True
+                    else:
+                        result = function()
+                        self._all_here(done=True, result=encode(result) if self.spares else b"")
+                        return result
+                except Exception as error:
+                    if not is_death(error):
+                        raise
+                broken()
+                self._repair()
+                self.watch.end_steps()
+        finally:
+            self.watch.end_steps(OUTSIDE)
+
     def _repair(self) -> None:
         """Go on with the living ranks: shrink, bring the state up to date. Collective over them."""
         began = time.monotonic() if self._broken_at is None else self._broken_at
         self.watch.end_steps()
-        old, names, step = self.size, self._members.names, self.step
+        old, names, step = self._members.active.count(True), self._members.names, self.step
+        workers = {name for name, active in zip(names, self._members.active, strict=True) if active}
         # Algorithms that were fast on more ranks are used again, for measuring takes long.
-        table = selection.table(self.comm) if self.comm.handle in contexts else {}
+        known = not self.is_spare and self.comm.handle in contexts
+        table = selection.table(self.comm) if known else {}
         whole = False
         while not whole:
             self._shrink()
             try:
                 self._members.open()
+                if self.is_spare:
+                    break
                 self._bring_up_to_date()
                 table = _first_of(self.comm, table)
                 same = {key: {**entry, "ranks": self.size} for key, entry in table.items()}
@@ -218,6 +277,8 @@ class Group:
         self._broken_at = None
         gone = [name for name in names if name not in self._members.names]
         self.deaths += len(gone)
+        if self.is_spare:
+            return
         seconds = time.monotonic() - began
         evicted = {name: why for name in gone if (why := self._fate(name))}
         died = [name for name in gone if name not in evicted]
@@ -231,6 +292,7 @@ class Group:
             what = [f"{', '.join(died)} died"] if died else []
             what += [f"{name} {why} and is evicted" for name, why in evicted.items()]
             left = f"{self.size} rank{'s go' if self.size > 1 else ' goes'} on"
+            left += ", with a spare," if self.size == old and workers & {*gone} else ""
             text = f"{', '.join(what)} at step {step}; {left} after {seconds * 1e3:.0f} ms"
             print(f"mpidist: {text}", file=sys.stderr, flush=True)
         self.watch.begin_steps()
@@ -243,7 +305,7 @@ class Group:
         self._members.end("a rank has died; group.comm is a new communicator, and what was made "
                           "from the old one must be made again")  # fmt: skip
         living = self._members.shrink(self._agreed)
-        self._agreed, size = False, living.base.size
+        self._agreed, size = False, living.active.count(True)
         if size < self.min_ranks:
             gone = [name for name in self._members.names if name not in living.names]
             text = f"{', '.join(map(self._why_gone, gone))} died; only {size} ranks live"
@@ -275,34 +337,36 @@ def _first_of(comm, table: dict) -> dict:
     return run_on_all(comm, doing, lambda: table, lambda tables: tables[0], if_differs=True)
 
 
-def _open(comm, state, min_ranks, deadline, restarts: bool) -> Group:
+def _open(comm, state, min_ranks, deadline, restarts: bool, spares=0) -> Group:
     """Check the arguments on all ranks and make the group. Collective over `comm`."""
     limit: list[Deadline] = []
 
     def facts() -> dict:
         limit.append(parse_deadline(deadline))
         return {
-            **check_possible(comm, min_ranks),
+            **check_possible(comm, min_ranks, spares),
             "deadline": shown(deadline),
             **peer_state.description(state),
         }
 
     same_on_all(comm, "md.elastic", facts)
-    return Group(comm, state, min_ranks, restarts, limit[0])
+    return Group(comm, state, min_ranks, restarts, limit[0], spares)
 
 
-def check_possible(comm, min_ranks) -> dict:
+def check_possible(comm, min_ranks, spares=0) -> dict:
     """Return the checked settings of a group; raise ConfigError if `comm` cannot survive a death.
 
     Not collective: call this function on all ranks by `same_on_all`.
     """
-    if not isinstance(min_ranks, int) or not 1 <= min_ranks <= comm.size:
-        raise ConfigError(f"min_ranks={shown(min_ranks)}; expected 1 to {comm.size}")
+    if checked_whole("spares", spares, 0) >= comm.size:
+        raise ConfigError(f"spares={spares}: at least one of {comm.size} ranks must work")
+    if not isinstance(min_ranks, int) or not 1 <= min_ranks <= comm.size - spares:
+        raise ConfigError(f"min_ranks={shown(min_ranks)}; expected 1 to {comm.size - spares}")
     if not is_whole_job(comm):
         raise ConfigError(f"comm has only {comm.size} ranks of this job; expected all")
     if comm.size > 1 and not has_ulfm():
         raise ConfigError(why_not(MPI.Get_library_version()))
-    return {"min_ranks": min_ranks}
+    return {"min_ranks": min_ranks, "spares": spares}
 
 
 def why_not(library: str) -> str:
@@ -386,6 +450,7 @@ def run_elastic(
     *,
     min_ranks: int = 1,
     deadline: str | float = "stopped",
+    spares: int = 0,
 ) -> T:
     """Call ``function(group)``, and call it again after each death. Collective over `comm`.
 
@@ -393,24 +458,14 @@ def run_elastic(
     with the newest state. The function may make plans and arenas from ``group.comm`` and call any
     collective on it. In ``group.steps`` the steps that are done already are left out.
 
-    The other arguments are those of `elastic`, and so are the errors.
+    The last `spares` ranks of `comm` wait, with 1 % of a core, and are not in ``group.comm``. After
+    a death, the first of them steps in: the group keeps its size, and the spare calls `function`,
+    too. The other arguments are those of `elastic`, and so are the errors.
 
     Returns
     -------
     object
-        What the function has returned in its last call.
+        What the function has returned in its last call; None on a spare that has not stepped in.
     """
-    group = _open(comm, state, min_ranks, deadline, restarts=True)
-    try:
-        while True:
-            try:
-                result = function(group)
-                group._all_here()
-                return result
-            except Exception as error:
-                if not is_death(error):
-                    raise
-            group._repair()
-            group.watch.end_steps()
-    finally:
-        group.watch.end_steps(OUTSIDE)
+    group = _open(comm, state, min_ranks, deadline, restarts=True, spares=spares)
+    return group.repeat(lambda: function(group))

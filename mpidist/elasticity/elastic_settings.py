@@ -17,6 +17,9 @@ class Elastic:
     ----------
     min_ranks : int
         With fewer living ranks the run ends by RankFailure.
+    spares : int
+        So many of the last ranks wait, and do not train. After a death, a spare steps in, so the
+        number of ranks that train stays the same.
     deadline : "stopped", "auto" or float
         When a rank that does not come is evicted (killed by the ranks of its node): after it has
         been stopped for 5 seconds, or by a number of seconds, or by 20 times the median time of a
@@ -27,11 +30,13 @@ class Elastic:
     """
 
     min_ranks: int = 1
+    spares: int = 0
     deadline: str | float = "stopped"
     slow: float = 0
 
     def __post_init__(self):
         checked_whole("min_ranks", self.min_ranks, 1)
+        checked_whole("spares", self.spares, 0)
         parse_deadline(self.deadline, self.slow)
 
 

@@ -15,8 +15,9 @@ from a living rank never learns that a third rank has died. Therefore every wait
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -29,11 +30,13 @@ from .before_exit import READ_BY
 from .communicator import ElasticComm, elastic_comm
 from .failure import leave_with, survive
 
-#: A tag on which no rank sends.
-_TAG = 9
-#: The bits on which ranks agree: whether a rank is well, and whether the job goes on. If the job
-#: does not go on, its exit code is in the bits above.
-_WELL, _GO_ON, _CODE = 1, 2, 8
+#: A tag on which no rank sends, and the tag of the result that spares get.
+_TAG, _RESULT = 9, 10
+#: Seconds between two looks of a spare, which takes about 1 % of a core.
+_STAND_BY = 0.005
+#: The bits on which ranks agree: whether a rank is well, whether the job goes on, and whether the
+#: group's work is done. If the job does not go on, its exit code is in the bits above.
+_WELL, _GO_ON, _DONE, _CODE = 1, 2, 4, 8
 _ANY_CODE = 0xFF << _CODE
 #: Objects that MPI may still use after a death; they are never freed.
 _GRAVE: list = []
@@ -125,17 +128,22 @@ class Membership:
         What error texts call each rank of `base`, such as ``rank 3 of 8 on n2``.
     identity : int
         The number of the context of `comm`, equal on all ranks.
+    active : sequence of bool
+        Whether each rank of `base` is in `comm`; the others are spares.
 
     Attributes
     ----------
     comm : ElasticComm
-        The communicator of the group, which is made by `open`.
+        The communicator of the active ranks, which is made by `open`; COMM_NULL on a spare.
     children : list of MPI.Comm
         `comm` and all communicators that were made from it. They are revoked together.
     """
 
-    def __init__(self, base: MPI.Intracomm, names: tuple[str, ...], identity: int):
+    def __init__(
+        self, base: MPI.Intracomm, names: tuple[str, ...], identity: int, active: Sequence[bool]
+    ):
         self.base, self.names, self.identity = base, names, identity
+        self.active = tuple(active)
         self.children: list[MPI.Comm] = []
         self._settled: list[MPI.Comm] = [base]
         self.kept: list = []  # what MPI may use until the communicators are freed
@@ -148,9 +156,18 @@ class Membership:
         global current
         current, polling.look = self, self.look
         # The communicators of the context of `comm` are made now, for one meeting serves all three.
-        self.comm, data, control = (self.register(self.base.Dup()) for _ in range(3))
-        self.settle(self.base, self.comm, data, control)
-        self.comm.prepared = data, control, self.identity
+        self.comm: Any = MPI.COMM_NULL
+        made = []
+        if all(self.active):
+            made = [self.register(self.base.Dup()) for _ in range(3)]
+        else:
+            color = 0 if self.active[self.base.rank] else MPI.UNDEFINED
+            if (first := self.base.Split(color, self.base.rank)) != MPI.COMM_NULL:
+                made = [self.register(each) for each in (first, first.Dup(), first.Dup())]
+        self.settle(self.base, *made)
+        if made:
+            self.comm, data, control = made
+            self.comm.prepared = data, control, self.identity
         if has_ulfm():  # a program of one rank may run without ULFM
             failure.elastic = self
         failure.set_exit_barrier(self.base)
@@ -176,7 +193,7 @@ class Membership:
                 keep_alive(request)
                 raise
         self._settled += made
-        return made[0]
+        return made[0] if made else None
 
     def look(self) -> None:
         """Raise RankFailure if a rank of the group has died; make progress in MPI."""
@@ -249,17 +266,20 @@ class Membership:
         self.kept.clear()
         survive(base)
         names = tuple(self.names[rank] for rank in before)
-        failure.elastic = living = Membership(base, names, self.identity + 1)
+        active = [self.active[rank] for rank in before]
+        while sum(active) < sum(self.active) and not all(active):
+            active[active.index(False)] = True  # the first spare steps in
+        failure.elastic = living = Membership(base, names, self.identity + 1, active)
         living._agree(_GO_ON)  # now all ranks have made `base`, and it may be revoked
         return living
 
-    def all_here(self, meet: Callable[[], object]) -> bool:
+    def all_here(self, meet: Callable[[], object], done: bool = False) -> bool:
         """Wait for all ranks; return whether all of them are here and alive. Collective.
 
         `meet` is a collective function of `comm`, in which a rank notices that others do something
         else. All living ranks get the same answer. A rank that has noticed a death elsewhere does
         not come here, but takes part in the same agreement in `shrink`. After a false answer all
-        ranks must call `end` and ``shrink(agreed=True)``.
+        ranks must call `end` and ``shrink(agreed=True)``. With `done`, the spares leave too.
         """
         try:
             meet()
@@ -267,7 +287,28 @@ class Membership:
             if not is_death(error):
                 raise
             return self._agree(_GO_ON)
-        return self._agree(_GO_ON | _WELL)
+        return self._agree(_GO_ON | _WELL | (_DONE if done else 0))
+
+    def give_result(self, result: bytes) -> None:
+        """Send a short result to all spares, before they leave; called by one active rank."""
+        for rank, active in enumerate(self.active):
+            if not active:  # so short that MPI sends it at once, whatever the spare does
+                keep_alive(result, self.base.Isend([result, MPI.BYTE], rank, _RESULT))
+
+    def stand_by(self) -> bytes | None:
+        """Wait as a spare; return the result when the work is done, and None after a death.
+
+        After None, this rank must call `end` and ``shrink(agreed=True)``, as after `all_here`.
+        """
+        while True:
+            if not self._agree(_GO_ON | _WELL | _DONE, _STAND_BY):
+                return None
+            if self._done:
+                status = MPI.Status()
+                self.base.Probe(MPI.ANY_SOURCE, _RESULT, status)
+                result = bytearray(status.Get_count(MPI.BYTE))
+                self.base.Recv([result, MPI.BYTE], status.source, _RESULT)
+                return bytes(result)
 
     def end_job(self, code: int, error: BaseException) -> bool:
         """End the job on all ranks; return whether this rank must print its error. Collective.
@@ -305,19 +346,23 @@ class Membership:
         base.Allreduce(MPI.IN_PLACE, first, MPI.MIN)
         return bool(first[0] == mine)
 
-    def _agree(self, mine: int) -> bool:
+    def _agree(self, mine: int, pause: float = 0.0) -> bool:
         """Return whether all ranks are well and none has died. Collective, uniform.
 
-        If a rank ends the job by its own error, this function does not return.
+        If a rank ends the job by its own error, this function does not return. A rank that may wait
+        for long sleeps for `pause` seconds between its looks.
         """
-        value, alive = self._meet(mine | _ANY_CODE)
+        value, alive = self._meet(mine | _ANY_CODE, pause=pause)
+        self._done = bool(value & _DONE)
         if not value & _GO_ON:
             self.end("the job ends")
             self._last_meeting(3)
             leave_with(value >> _CODE or 1)
         return alive and bool(value & _WELL)
 
-    def _meet(self, mine: int, patience: float | None = None) -> tuple[int, bool]:
+    def _meet(
+        self, mine: int, patience: float | None = None, pause: float = 0.0
+    ) -> tuple[int, bool]:
         """Combine the bits of all ranks by "and"; return them, and whether no rank has died.
 
         All living ranks get the same result. If a rank makes no MPI calls for a while, the other
@@ -332,6 +377,8 @@ class Membership:
         look, polling.look = polling.look, None  # a death does not break an agreement off
         request, alive = self.base.Iagree(value), True
         try:
+            while pause and not request.Test():
+                time.sleep(pause)
             polling.wait_until(request.Test, late)
         except MPI.Exception as error:
             alive = False

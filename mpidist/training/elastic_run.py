@@ -12,11 +12,13 @@ gets the result, and its callbacks get the report of that step.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ..elasticity import peer_state
@@ -26,7 +28,6 @@ from ..elasticity.evict import parse_deadline
 from ..elasticity.slow_ranks import SlowRanks
 from ..fault_tolerance.guard import Guard
 from ..runtime.agreement.run_on_all import run_on_all, same_on_all
-from ..runtime.ulfm import is_death
 from .run_state import Progress, StepReport
 from .summary import Summary
 
@@ -155,9 +156,13 @@ class TrainingGroup(Group):
 
     def __init__(self, comm, settings: Elastic, carried: Carried):
         limit = parse_deadline(settings.deadline, settings.slow)
-        super().__init__(comm, {}, settings.min_ranks, restarts=True, deadline=limit)
+        super().__init__(comm, {}, settings.min_ranks, True, limit, settings.spares)
         self.settings, self._carried = settings, carried
         carried.group = self
+
+    def note_step(self) -> None:
+        """Note the state of the run that a death has broken off."""
+        self.step = self._carried.note_state()
 
     def _bring_up_to_date(self) -> None:
         carried = self._carried
@@ -169,22 +174,18 @@ def train_elastic(
     comm, settings: Elastic, given: Mapping, train: Callable[[Any, Carried], Summary]
 ) -> Summary:
     """Call ``train(comm, carried)``, again after each death. Collective over `comm`."""
-    same_on_all(comm, "md.train: elastic", lambda: check_possible(comm, settings.min_ranks))
+    check = partial(check_possible, comm, settings.min_ranks, settings.spares)
+    same_on_all(comm, "md.train: elastic", check)
     name = run_on_all(comm, "md.train", lambda: uuid.uuid4().hex, lambda names: names[0])
     carried = Carried(given, name)
     group = TrainingGroup(comm, settings, carried)
     try:
-        while True:
-            try:
-                summary = train(group.comm, carried)
-                group._all_here()
-                return summary
-            except Exception as error:
-                if not is_death(error):
-                    raise
-            group.step = carried.note_state()
-            group._repair()
-            group.watch.end_steps()  # the run opens its store and its exchange anew
+        return group.repeat(
+            lambda: train(group.comm, carried),
+            lambda summary: json.dumps(dataclasses.asdict(summary)).encode(),
+            lambda text: Summary(**json.loads(text)),
+            group.note_step,
+        )
     finally:
         # A guard that a death has ended leaves its signals blocked for the next one.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGUSR1])

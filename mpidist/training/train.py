@@ -125,7 +125,8 @@ def train(
     callbacks : functions of a `StepReport`
         Functions that are called after every step on every worker.
     on_resize : function of (old ranks, new ranks, run)
-        Function that is called on every rank after a resume on another number of ranks. This
+        Function that is called on every rank after a resume on another number of ranks, and in an
+        elastic run after each change of the ranks, also if a spare has stepped in. This
         function may set another learning rate: ``run.exchange.optimizer = md.optim.sgd(lr=...)``.
         The global batch does not change with the number of ranks, so the learning rate need not
         change.
@@ -193,9 +194,11 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
         with abandon_on_error(exchange):
             bad = Quarantine(exchange.workers, source, asked.max_bad, asked.quarantine)
             run = Progress(comm, asked.model, exchange, store, sampler, bad, agreed.words)
-            if not carried.continue_run(run):
+            continued = carried.continue_run(run)
+            if not continued:
                 run.resume(asked.resume, asked.retry_bad)
-            if asked.on_resize is not None and run.ranks_before != comm.size:
+            changed = continued or run.ranks_before != comm.size
+            if asked.on_resize is not None and changed:
                 asked.on_resize(run.ranks_before, comm.size, run)
             last = last_step(asked.epochs, asked.steps, sampler, run.step, run.position)
             end = last if asked.stop_after is None else min(last, asked.stop_after)

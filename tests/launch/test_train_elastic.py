@@ -82,6 +82,25 @@ def test_a_stopped_rank_is_evicted(tmp_path, undisturbed, moment):
 
 
 @with_ulfm
+@pytest.mark.parametrize("deaths", ["", "1:6:computed", "3:6:by rank 0", "0:4:done,2:9:computed"])
+def test_spares_keep_the_number_of_ranks(tmp_path, undisturbed, deaths):
+    """R48: a spare steps in, also for rank 0; a spare that does not gets the same summary."""
+    dead = {int(one[0]) for one in deaths.split(",") if one}
+    done, told = train(tmp_path, 5, deaths, microbatches=12, spares=2)
+    done.check()
+    living = sorted({*range(5)} - dead)
+    assert sorted(told) == living, done
+    assert {facts[3] for facts in told.values()} == {undisturbed[0]}, done
+    assert {(facts[0], facts[1]) for facts in told.values()} == {("3", str(len(dead)))}, done
+    for rank in range(3 if 3 in dead else 3 + len(dead)):
+        if rank not in dead:
+            steps = [*map(int, (tmp_path / f"rank-{rank}").read_text().split())]
+            assert steps == [*range(steps[0], STEPS + 1)]
+            assert (steps[0] == 1) == (rank < 3)
+    assert done.stderr.count("3 ranks go on, with a spare, after") == len(dead - {3})
+
+
+@with_ulfm
 def test_on_resize_is_called_once_for_each_change(tmp_path):
     """R119: the function may set another optimizer, which later deaths keep."""
     done, told = train(tmp_path, 4, "3:4:done,2:9:computed", microbatches=12, resize=True)

@@ -1,7 +1,7 @@
 """`md.train(elastic=)` on a small model: FOLDER, and JSON arguments; ranks die by DEATHS.
 
 DEATHS is ``rank:step:moment,...``; moment is "done" (in the callback of the step), "computed" (the
-gradients of the next step are there), "saving" or "resizing"; with "stopped" it stops
+gradients of the next step are there), "saving", "resizing" or "by rank 0"; with "stopped" it stops
 itself there. Each rank logs its steps in FOLDER.
 """
 
@@ -22,7 +22,7 @@ comm, me = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
 deaths = [one.split(":") for one in os.environ["DEATHS"].split(",") if one]
 rng = np.random.default_rng(0)
 data = rng.standard_normal((480, 12)).astype("f4"), rng.integers(0, 3, 480)
-done, resizes = 0, []
+done, resizes, pids = 0, [], comm.allgather(os.getpid())
 
 
 def die(moment, step):
@@ -61,6 +61,9 @@ def log(report):
     if settings.get("stop") == [me, report.step]:
         os.kill(os.getpid(), signal.SIGUSR1)
     die("done", report.step)
+    for rank, step, moment in deaths:
+        if (me, step, moment) == (0, str(report.step), "by rank 0"):
+            os.kill(pids[int(rank)], signal.SIGKILL)
 
 
 def resized(old, new, run):
@@ -73,7 +76,7 @@ model = Model()
 extra = {"on_resize": resized} if settings.get("resize") else {}
 if settings.get("save"):
     extra |= {"checkpoint": lambda comm: Store(comm, folder / "saved"), "checkpoint_every": 5}
-elastic = md.Elastic(deadline=settings.get("deadline", "stopped"))
+elastic = md.Elastic(deadline=settings.get("deadline", "stopped"), spares=settings.get("spares", 0))
 summary = md.train(
     comm, model, data, optimizer=md.optim.adam(0.01), global_batch=48, steps=settings["steps"],
     microbatches=settings.get("microbatches"), test_data=data, callbacks=[log],
