@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -123,6 +124,8 @@ class Membership:
         A communicator of the living ranks, which this object owns.
     names : sequence of str
         What error texts call each rank of `base`, such as ``rank 3 of 8 on n2``.
+    places : sequence of (int, str)
+        The node of each rank: its number and its host.
     identity : int
         The number of the context of `comm`, equal on all ranks.
 
@@ -134,8 +137,9 @@ class Membership:
         `comm` and all communicators that were made from it. They are revoked together.
     """
 
-    def __init__(self, base: MPI.Intracomm, names: tuple[str, ...], identity: int):
-        self.base, self.names, self.identity = base, names, identity
+    def __init__(self, base: MPI.Intracomm, names: tuple, places: tuple, identity: int):
+        self.base, self.names, self.places, self.identity = base, names, places, identity
+        self.cross: Any = None  # the `CrossMemory` of `comm`, if it is on one node
         self.children: list[MPI.Comm] = []
         self._settled: list[MPI.Comm] = [base]
         self.kept: list = []  # what MPI may use until the communicators are freed
@@ -150,7 +154,7 @@ class Membership:
         # The communicators of the context of `comm` are made now, for one meeting serves all three.
         self.comm, data, control = (self.register(self.base.Dup()) for _ in range(3))
         self.settle(self.base, self.comm, data, control)
-        self.comm.prepared = data, control, self.identity
+        self.comm.prepared, self.comm.places = (data, control, self.identity), self.places
         if has_ulfm():  # a program of one rank may run without ULFM
             failure.elastic = self
         failure.set_exit_barrier(self.base)
@@ -246,10 +250,12 @@ class Membership:
             with suppress(MPI.Exception):
                 if comm != MPI.COMM_NULL:
                     comm.Free()
-        self.kept.clear()
+        for each in (self.kept, self.children, self._settled):
+            each.clear()
         survive(base)
-        names = tuple(self.names[rank] for rank in before)
-        failure.elastic = living = Membership(base, names, self.identity + 1)
+        names, places = (tuple(all_[k] for k in before) for all_ in (self.names, self.places))
+        failure.elastic = living = Membership(base, names, places, self.identity + 1)
+        living.cross, self.cross = self.cross and self.cross.without(before), None
         living._agree(_GO_ON)  # now all ranks have made `base`, and it may be revoked
         return living
 
