@@ -32,6 +32,7 @@ from ..runtime.agreement.run_on_all import run_on_all, same_on_all
 from ..runtime.agreement.tell_others import contexts
 from ..runtime.failure import is_whole_job, this_rank
 from ..runtime.polling import wait_until
+from ..runtime.topology import topology_of
 from ..runtime.ulfm import Membership, is_death, rank_failure
 from . import peer_state
 from .evict import Deadline, cause_in_words, parse_deadline
@@ -95,10 +96,12 @@ class Group:
         self._broken_at: float | None = None  # when this rank has noticed the death
         self._agreed = False  # this rank has noticed it in `Membership.all_here`
         names, number = run_on_all(comm, "md.elastic: names", this_rank, _numbered)
+        topology = topology_of(comm)
+        places = tuple((node, topology.hosts[node]) for node in topology.node_of)
         base = MPI.Intracomm(comm.Dup())
         wait_until(comm.Ibarrier().Test)  # all ranks have made it
         active = [rank < comm.size - spares for rank in range(comm.size)]
-        self._names, self._members = names, Membership(base, names, number, active)
+        self._names, self._members = names, Membership(base, names, places, number, active)
         self._members.open()
         self.watch = NodeWatch(NodeBoard(base), deadline)
         self.watch.end_steps()

@@ -69,6 +69,8 @@ class ElasticComm(MPI.Intracomm):
     ended = ""
     #: The private communicators and the number of its context, if they have been made already.
     prepared: Any = None
+    #: The node, as its number and host, of each rank; only of `Membership.comm`.
+    places: tuple[tuple[int, str], ...] | None = None
 
     def Idup(self, info=None):
         """Duplicate the communicator, and return a request that has ended. Collective, blocking."""

@@ -11,6 +11,7 @@ There, a rank writes only after the kernel has said that no process of the group
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import os
 import secrets
@@ -38,6 +39,14 @@ class _Run(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
+class _End:
+    """What the kernel makes readable when a process ends."""
+
+    def __init__(self, pid: int):
+        self.file = os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self.file)
+
+
 class CrossMemory:
     """Copies to and from the address spaces of all ranks of `comm`.
 
@@ -49,7 +58,7 @@ class CrossMemory:
 
     def __init__(self, comm: MPI.Comm, wait: Wait):
         self._rank = comm.rank
-        self._ends: select.poll | None = None
+        self._ends: list[_End] = []
         self._here, self._there = _Run(), _Run()
         self._arguments = ctypes.byref(self._here), 1, ctypes.byref(self._there), 1, 0
         problem = ""
@@ -87,7 +96,7 @@ class CrossMemory:
 
         Raises MpidistError if the kernel copies fewer bytes, as `read` does.
         """
-        if self._ends is not None and self._ends.poll(0):
+        if self._ends and self._poll.poll(0):
             raise MpidistError("cross memory: a process of this node has ended")
         self._copy(self._write, rank, address, source, nbytes)
 
@@ -104,18 +113,24 @@ class CrossMemory:
                     f"{self.pids[rank]} (local rank {rank}): {why}"
                 )
 
+    def without(self, living: list[int]) -> CrossMemory:
+        """Return the object of the local ranks `living`, without a new proof; this one ends."""
+        new = copy.copy(self)
+        new.pids, new._rank = [self.pids[k] for k in living], living.index(self._rank)
+        new._watch([self._ends[k] for k in living])
+        return new
+
+    def _watch(self, ends: list[_End]) -> None:
+        self._ends, self._poll = ends, select.poll()
+        for end in ends:
+            self._poll.register(end.file, select.POLLIN)
+
     def _watch_ends(self) -> str:
-        """In an elastic group, open what the kernel makes readable when a process ends."""
-        if ulfm.current is None:
-            return ""
-        self._ends = select.poll()
-        for pid in self.pids:
-            try:
-                end = os.pidfd_open(pid)
-            except OSError as error:  # a kernel before Linux 5.3, or the process has ended
-                return f"pidfd_open of process {pid}: {error.strerror}"
-            weakref.finalize(self, os.close, end)
-            self._ends.register(end, select.POLLIN)
+        """In an elastic group, watch the processes of all local ranks; return what is wrong."""
+        try:
+            self._watch([_End(pid) for pid in self.pids] if ulfm.current is not None else [])
+        except OSError as error:  # a kernel before Linux 5.3, or a process has ended
+            return f"pidfd_open: {error.strerror}"
         return ""
 
     def _prove(self, comm, wait: Wait, problem: str) -> None:

@@ -66,20 +66,29 @@ class Topology:
         The ranks of this rank's node, in rank order.
     """
 
+    _borrows = False
+
     def __init__(self, comm: MPI.Comm, ranks_per_node: int | None = None):
         context = of(comm)
         self.size, self.rank = comm.size, comm.rank
         number = _agreed(comm, "Topology", ranks_per_node)
         self.faked, self.ranks_per_node = number is not None, number
+        places = getattr(comm, "places", None) if number is None else None  # of an elastic group
+        self._borrowed = bool(self._borrows and places and len(set(places)) == 1)
         # MPI has no nonblocking split. A blocking split is safe here, because all ranks have just
         # agreed to call it.
-        if number is None:
+        if self._borrowed:
+            self.intra_comm = context.data
+        elif number is None:
             self.intra_comm = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
         else:
             self.intra_comm = comm.Split(comm.rank // number, comm.rank)
         self._comm, self._inter_comm, self._open = comm, MPI.COMM_NULL, True
 
-        leaders, hosts = _everyone(context, translated_rank(0, self.intra_comm, comm))
+        if places:
+            leaders, hosts = [places.index(place) for place in places], [host for _, host in places]
+        else:
+            leaders, hosts = _everyone(context, translated_rank(0, self.intra_comm, comm))
         self.leaders = tuple(sorted(set(leaders)))
         node_of = {leader: node for node, leader in enumerate(self.leaders)}
         self.node_of = tuple(node_of[leader] for leader in leaders)
@@ -129,7 +138,8 @@ class Topology:
         if self._open and not MPI.Is_finalized():
             if self._inter_comm != MPI.COMM_NULL:
                 self._inter_comm.Free()
-            self.intra_comm.Free()
+            if not self._borrowed:
+                self.intra_comm.Free()
         self._open = False
 
     def __enter__(self):
@@ -137,6 +147,16 @@ class Topology:
 
     def __exit__(self, *exc):
         self.close()
+
+
+class _Inside(Topology):
+    """The topology that mpidist itself uses on a communicator.
+
+    If all ranks of an elastic group are on one node, `intra_comm` is the communicator of the
+    context, because Open MPI 5.0.11 may crash a rank that makes a communicator when another dies.
+    """
+
+    _borrows = True
 
 
 def topology_of(where: MPI.Comm | Context, ranks_per_node: int | None = None) -> Topology:
@@ -149,7 +169,7 @@ def topology_of(where: MPI.Comm | Context, ranks_per_node: int | None = None) ->
     context = where if isinstance(where, Context) else of(where)
     key = ("topology", ranks_per_node)
     if not isinstance(ranks_per_node, int | None) or key not in context.store:
-        topology = Topology(context.comm, ranks_per_node)
+        topology = _Inside(context.comm, ranks_per_node)
         key = ("topology", topology.ranks_per_node)
         context.store.setdefault(key, topology)
     return context.store[key]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,8 @@ class Membership:
         A communicator of the living ranks, which this object owns.
     names : sequence of str
         What error texts call each rank of `base`, such as ``rank 3 of 8 on n2``.
+    places : sequence of (int, str)
+        The node of each rank: its number and its host.
     identity : int
         The number of the context of `comm`, equal on all ranks.
     active : sequence of bool
@@ -140,10 +143,16 @@ class Membership:
     """
 
     def __init__(
-        self, base: MPI.Intracomm, names: tuple[str, ...], identity: int, active: Sequence[bool]
+        self,
+        base: MPI.Intracomm,
+        names: tuple[str, ...],
+        places: tuple[tuple[int, str], ...],
+        identity: int,
+        active: Sequence[bool],
     ):
-        self.base, self.names, self.identity = base, names, identity
+        self.base, self.names, self.places, self.identity = base, names, places, identity
         self.active = tuple(active)
+        self.cross: Any = None  # the `CrossMemory` of `comm`, if it is on one node
         self.children: list[MPI.Comm] = []
         self._settled: list[MPI.Comm] = [base]
         self.kept: list = []  # what MPI may use until the communicators are freed
@@ -168,6 +177,7 @@ class Membership:
         if made:
             self.comm, data, control = made
             self.comm.prepared = data, control, self.identity
+            self.comm.places = tuple(compress(self.places, self.active))
         if has_ulfm():  # a program of one rank may run without ULFM
             failure.elastic = self
         failure.set_exit_barrier(self.base)
@@ -263,13 +273,19 @@ class Membership:
             with suppress(MPI.Exception):
                 if comm != MPI.COMM_NULL:
                     comm.Free()
-        self.kept.clear()
+        for each in (self.kept, self.children, self._settled):
+            each.clear()
         survive(base)
         names = tuple(self.names[rank] for rank in before)
+        places = tuple(self.places[rank] for rank in before)
         active = [self.active[rank] for rank in before]
         while sum(active) < sum(self.active) and not all(active):
             active[active.index(False)] = True  # the first spare steps in
-        failure.elastic = living = Membership(base, names, self.identity + 1, active)
+        failure.elastic = living = Membership(base, names, places, self.identity + 1, active)
+        # With spares, the ranks of `comm` are not those of `base`, and cross memory is made anew.
+        if all(self.active) and self.cross:
+            living.cross = self.cross.without(before)
+        self.cross = None
         living._agree(_GO_ON)  # now all ranks have made `base`, and it may be revoked
         return living
 

@@ -230,7 +230,7 @@ def test_deaths_leave_nothing_open(tmp_path):
     _, shared, files, communicators = zip(*sorted(told), strict=True)
     assert set(shared) == {1}
     assert files[-1] <= files[0]
-    assert communicators[-1] <= communicators[0]
+    assert set(communicators) == {3}  # all that a repair makes on one node
 
 
 def test_refused_without_ulfm(tmp_path):

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import platform
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -197,7 +198,11 @@ class NodeMemory:
             parts = Segment(self.topology.intra_comm, -(-sum(sizes) // size), context.wait).parts
         except ConfigError as error:
             self.reason = str(error)
-        failed = np.array([self.reason is not None], np.int64)
+        comm: Any = context.comm
+        group = comm.membership if getattr(comm, "places", None) else None
+        # Before a death these ranks have proved already that they reach each other.
+        proved = group.cross if group and self.topology.nodes == 1 else None
+        failed = np.array([self.reason is not None, not proved], np.int64)
         context.wait(context.control.Iallreduce(MPI.IN_PLACE, failed, MPI.SUM).Test)
         if failed[0]:
             self.reason = self.reason or "no memory shared by the ranks of another node"
@@ -209,10 +214,15 @@ class NodeMemory:
         lines = memoryview(words).cast("q")  # type: ignore[arg-type]
         self.gate = NodeBarrier(context, lines, self.topology)
         self.cross: CrossMemory | None = None
+        if not failed[1]:
+            self.cross = proved
+            return
         try:
             self.cross = CrossMemory(self.topology.intra_comm, context.wait)
         except ConfigError as error:
             emit("cross_memory", reason=str(error))
+        if group and self.topology.nodes == 1:
+            group.cross = self.cross
 
 
 def memory_of(context: Context, ranks_per_node: int | None = None) -> NodeMemory:
