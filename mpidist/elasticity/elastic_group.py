@@ -249,8 +249,8 @@ class Group:
             text = f"{', '.join(map(self._why_gone, gone))} died; only {size} ranks live"
             raise RankFailure(f"{text}, and min_ranks is {self.min_ranks}")
         if is_smaller_side(self._members.names, living.names):
-            gone = len(self._members.names) - size
-            text = f"{gone} ranks have died or cannot be reached, and may go on without this host"
+            lost = len(self._members.names) - size
+            text = f"{lost} ranks have died or cannot be reached, and may go on without this host"
             raise RankFailure(f"{text}; {size} rank{'s end' if size > 1 else ' ends'} here")
         self._members = living
 
