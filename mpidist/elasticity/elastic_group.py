@@ -16,7 +16,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -313,6 +313,10 @@ class Group:
             gone = [name for name in self._members.names if name not in living.names]
             text = f"{', '.join(map(self._why_gone, gone))} died; only {size} ranks live"
             raise RankFailure(f"{text}, and min_ranks is {self.min_ranks}")
+        if is_smaller_side(self._members.names, living.names):
+            lost = len(self._members.names) - size
+            text = f"{lost} ranks have died or cannot be reached, and may go on without this host"
+            raise RankFailure(f"{text}; {size} rank{'s end' if size > 1 else ' ends'} here")
         self._members = living
 
     @property
@@ -338,6 +342,29 @@ def _first_of(comm, table: dict) -> dict:
     """Return the table of rank 0. Collective over `comm`; the tables are nearly always equal."""
     doing = "md.elastic: chosen algorithms"
     return run_on_all(comm, doing, lambda: table, lambda tables: tables[0], if_differs=True)
+
+
+def is_smaller_side(before: Sequence[str], living: Sequence[str]) -> bool:
+    """Return whether other ranks than `living` may go on, too, and have the better right to it.
+
+    If the network fails for so long that TCP gives up, each side takes the other one for dead. Only
+    one side may go on, or two jobs would write the same files. That is the side with more ranks, or
+    with the first rank if both have as many. Ranks of a host of `living` are really dead, because
+    ranks of one host do not need the network.
+
+    Parameters
+    ----------
+    before, living : sequence of str
+        Names such as ``rank 3 of 8 on n2``, before the death and now.
+    """
+    here = {host(name) for name in living}
+    far = [name for name in before if host(name) not in here]
+    return len(far) > len(living) or (len(far) == len(living) and before[0] in far)
+
+
+def host(name: str) -> str:
+    """Return the host in the name of a rank."""
+    return name.rpartition(" on ")[2]
 
 
 def _open(comm, state, min_ranks, deadline, restarts: bool, spares=0) -> Group:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from interpreters import job_environment
 from onebox.link_away import link_away
+from onebox.network import shaped_network
+from onebox.network import unavailable as no_network
 from onebox.slurm import slurm_cluster, unavailable
 from until import wait_until
 
@@ -108,6 +110,23 @@ def ranks_on(cluster, node):
         with suppress(OSError):
             found += [pid] * (b"elastic_steps.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
     return found
+
+
+@pytest.mark.network
+def test_a_network_falls_apart(openmpi, programs, tmp_path):
+    """TCP gives up, and each side takes the other one for dead: only the larger one may go on."""
+    if reason := no_network():
+        pytest.skip(f"no shaped network: {reason}")
+    with shaped_network(hosts=4) as net:
+        for host in range(1, 5):  # it gives up after 4 s in place of 15 minutes
+            words = ["sysctl", "-w", "net.ipv4.tcp_retries2=3"]
+            net.box.run(["ip", "netns", "exec", f"h{host}", *words]).check()
+        job = [programs / "network_away.py", "allreduce", tmp_path, "40"], ["--with-ft", "ulfm"]
+        done = link_away(net, openmpi, {tmp_path: job}, 5.0)[tmp_path].done
+    hashes = dict(re.findall(r"rank (\d) has (\w{64})", done.stdout))
+    assert sorted(hashes) == ["0", "1", "3"], done
+    assert len(set(hashes.values())) == 1
+    assert "3 ranks have died or cannot be reached" in done.stderr
 
 
 @pytest.mark.network

@@ -93,3 +93,31 @@ def test_a_state_that_cannot_be_replaced(comm, with_ulfm, state, words):
 def test_a_part_of_the_job(comm):
     with pytest.raises(md.ConfigError, match=r"has only 2 ranks of this job; expected all"):
         enter(comm, {"w": np.zeros(3)})
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("living", "smaller"),
+    [
+        ("012", False),  # of the ranks 0, 1 on n0; 2, 3 on n1; 4 on n2
+        ("4", True),
+        ("34", True),  # n0 has as many, and the first rank
+        ("23", True),  # n0 and n2 may go on with 3
+        ("0123", False),
+        ("0", True),  # the 3 ranks of n1 and n2
+        ("024", False),
+    ],
+)
+def test_the_smaller_side_of_a_network_that_falls_apart(comm, living, smaller):
+    """Ranks that are on a host of a living rank have really died; all others may live."""
+    names = [f"rank {rank} of 5 on n{rank // 2}" for rank in range(5)]
+    found = elastic_group.is_smaller_side(names, [names[int(rank)] for rank in living])
+    assert found is smaller
+
+
+@pytest.mark.ranks(1)
+def test_two_sides_with_as_many_ranks(comm):
+    """The side with the first rank goes on, and the other one does not."""
+    names = [f"rank {rank} of 4 on n{rank // 2}" for rank in range(4)]
+    assert not elastic_group.is_smaller_side(names, names[:2])
+    assert elastic_group.is_smaller_side(names, names[2:])

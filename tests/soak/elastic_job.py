@@ -24,7 +24,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist.runtime import ulfm
+from mpidist.elasticity.elastic_group import Group
 
 SAMPLES = 24
 #: Values in the board: a rank is in its group; and it has left it.
@@ -44,13 +44,13 @@ log = (folder / f"{world}.log").open("a", buffering=1)
 state = {"w": np.zeros(n), "more": {"count": 0, "v": np.zeros(7, "i4")}}
 
 
-def open_and_show(membership, opening=ulfm.Membership.open) -> None:
-    """Make the communicator of the group, and show on the board that this rank is inside."""
-    opening(membership)
+def make_and_show(group, *args, make=Group.__init__, **settings) -> None:
+    """Make the group, and show on the board that this rank is inside."""
+    make(group, *args, **settings)
     board[DONE] = max(INSIDE, board[DONE])
 
 
-ulfm.Membership.open = open_and_show
+Group.__init__ = make_and_show
 
 
 def part(rank: int, size: int, step: int) -> np.ndarray:
