@@ -26,6 +26,8 @@ def add_parser(commands) -> None:
     add("--launcher", default="", metavar="WORDS",
         help="command that starts ranks, e.g. 'mpirun --with-ft ulfm' or 'srun --mpi=pmix'; "
         "default: the mpiexec of this Python")  # fmt: skip
+    add("--elastic", action="store_true",
+        help="if a rank dies, the others go on (the program must use md.elastic)")  # fmt: skip
     add("--hosts", metavar="A:2,B:2", help="hosts and their ranks; default: the hosts of Slurm")
     add("--preempted", choices=("leave", "relaunch", "requeue"), default="leave",
         help="what to do after an attempt that saved and exited: exit with code 75, start another "
@@ -79,7 +81,10 @@ def run(args: argparse.Namespace) -> int:
         slurm=in_slurm and not args.hosts,
         policy=Policy(args.max_restarts, args.min_ranks, args.preempted, args.max_preemptions),
         limits=limits,
+        elastic=args.elastic,
     )
+    if job.elastic:
+        commands.surviving(commands.command(args.n, job.words))
     try:
         return attempts.run(job)
     except OSError as error:

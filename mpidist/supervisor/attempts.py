@@ -22,10 +22,12 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -44,12 +46,19 @@ from .policy import Action, Attempt, decide
 MARK = "MPIDIST_LAUNCH_MARK"
 #: Seconds that a launcher has to end its ranks after SIGTERM.
 PATIENCE = 5.0
+#: Seconds that a launcher has to end by itself after all its ranks were killed.
+QUICK = 0.3
 
 #: The file of an attempt that names its launcher.
 _LAUNCHER = "launcher"
 
 #: The command that a launcher starts: it makes a file, and then becomes the program.
 _BEGIN = 'true 2>/dev/null >"$1"; shift; exec "$@"'
+#: The same before it, for ranks that survive a death: nobody would notice one before they have met.
+_SAY_PID = (
+    "read host </proc/sys/kernel/hostname; "
+    'echo "$$ $host" 2>/dev/null >"$1-$OMPI_COMM_WORLD_RANK"; '
+)
 
 _ASK = (signal.SIGUSR1, signal.SIGTERM)
 _HEARD = (*_ASK, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
@@ -137,13 +146,17 @@ class _Running:
         if job.slurm and job.hosts:
             slurm = commands.slurm_environ(os.environ, list(job.hosts), place.left, ranks)
         words = commands.command(ranks, job.words, place.hosts, restricted=place.named)
+        if job.elastic:
+            words = commands.surviving(words)
         self.kind = kind = commands.kind_of(words)
         if kind == "openmpi":
             # Other launchers pass the whole environment on, also to other hosts.
             words += [word for name in told for word in ("-x", name)]
         self.began = time.monotonic()
         self.environment = {**launch_environment(), **slurm, **told}
-        script = commands.quick_start(kind, words[0], self.environment) + _BEGIN
+        self.elastic = commands.SURVIVE[0] in words
+        script = commands.quick_start(kind, words[0], self.environment)
+        script += (_SAY_PID if self.elastic else "") + _BEGIN
         begin = ["/bin/sh", "-c", script, "mpidist", str(self.folder.absolute() / heartbeat.BEGUN)]
         self.process = subprocess.Popen(
             [*words, *begin, *_unnameable(self.environment), *job.program],
@@ -152,8 +165,8 @@ class _Running:
             start_new_session=True,
             preexec_fn=self._before,
         )
-        tolerant, queues = "--with-ft" in words, kind not in ("openmpi", "mpich")
-        self.vigil = Vigil(ranks, job.limits, self.began, dead_ends=not tolerant, queues=queues)
+        queues = kind not in ("openmpi", "mpich")
+        self.vigil = Vigil(ranks, job.limits, self.began, dead_ends=not self.elastic, queues=queues)
         self.deaths = Deaths()
         self.memory = MemoryKills(self.deaths.order)
         self.begun = False
@@ -180,6 +193,8 @@ class _Running:
             elif self.process.poll() is None:
                 with contextlib.suppress(OSError):  # shared file systems may fail for a while
                     why = self._look(now)
+                if self.vigil.over:  # Open MPI's launcher may wait for ever for ranks that died
+                    break
                 if now > deadline:
                     why = f"the ranks did not exit within {self.job.limits.grace:g} s"
             if why:
@@ -197,7 +212,11 @@ class _Running:
         self.memory.see(signs)
         self.begun = self.begun or heartbeat.has(self.folder, heartbeat.BEGUN)
         stopped = stat_of(self.process.pid)[0] == "T"
-        why = self.vigil.look(signs, now, ended, Launcher(self.begun, stopped))
+        begun = self._watch_begun(ended) if self.elastic and len(signs) < self.ranks else {}
+        why = self.vigil.look(signs, now, ended, Launcher(self.begun, stopped), begun)
+        for sign in self.vigil.stuck:
+            print_line(f"rank {sign.rank} is killed, so that the others go on: it gave no sign")
+            self.deaths.kill([sign.pid])
         if any(not sign.heard for sign in self.vigil.dead):
             # Open MPI's launcher waits half a second for the other ranks to exit by themselves,
             # which they cannot. After this kill the launcher ends at once, with the exit code of
@@ -206,7 +225,26 @@ class _Running:
             self.deaths.kill()
         return why
 
+    def _watch_begun(self, ended: set[int]) -> dict[int, int]:
+        """Watch the ranks of this host that have begun; return their process IDs by rank.
+
+        Processes that are gone already are added to `ended`.
+        """
+        wanted, found = f"{MARK}={self.mark}".encode(), {}
+        for path in self.folder.glob(f"{heartbeat.BEGUN}-*"):
+            words = path.read_text(encoding="utf-8").split()
+            if words[1:] == [socket.gethostname()]:
+                pid = found[int(path.name.partition("-")[2])] = int(words[0])
+                if not self.deaths.watch_process(pid, partial(_has, pid, wanted)):
+                    ended.add(pid)
+        return found
+
     def _end(self) -> None:
+        if self.elastic:
+            # Ranks that may wait for a dead one for ever, in MPI, would not hear a signal to end.
+            self.deaths.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(QUICK)
         # A killed MPI library leaves its shared memory behind; find it while it is still mapped.
         left = marked(self.mark, MARK)
         segments = mpi_segments(left)
@@ -239,14 +277,32 @@ class _Running:
         signs = self.vigil.signs
         steps = [sign.step for sign in signs if sign.step is not None]
         firsts = [sign.first for sign in signs if sign.first is not None]
+        code, left, survived = self.process.returncode, sum(sign.left for sign in signs), 0
+        if self.elastic and (signs or self.job.elastic):
+            # The exit code of Open MPI's launcher is 0 if all ranks were killed.
+            if codes := {sign.code: sign.deaths for sign in signs if sign.code >= 0}:
+                left, survived = len(signs), max(codes.values())
+                own = code if code > 0 and not (survived or self.vigil.over) else 0
+                code = max(codes) or own
+            elif code == 0:
+                hint = "" if signs else "; a program under --elastic uses md.elastic or md.train"
+                why = why or f"no rank has said that the job is done{hint}"
+                code = heartbeat.ORPHAN
         return Attempt(
-            ranks=self.ranks, code=self.process.returncode, ended=time.time(),
+            ranks=self.ranks, code=code, ended=time.time(), survived=survived,
             step=max(steps, default=None), first=min(firsts, default=None), told=len(signs),
-            left=sum(sign.left for sign in signs), asked=asked, why=why,
+            left=left, asked=asked, why=why,
             seconds=round(time.monotonic() - self.began, 1),
             begun=begun, memory="" if asked else self.memory.text(signs),
             culprit=commands.named_like(self.vigil.culprit(), self.job.hosts or ()),
         )  # fmt: skip
+
+
+def _has(pid: int, variable: bytes) -> bool:
+    """Return whether a process has a variable, such as ``b"NAME=value"``, in its environment."""
+    with contextlib.suppress(OSError):
+        return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
 
 
 def _unnameable(environment: Mapping[str, str]) -> list[str]:
@@ -260,7 +316,7 @@ def _unnameable(environment: Mapping[str, str]) -> list[str]:
 
 def _tell(known_as: int, attempts: Sequence[Attempt], action: Action) -> None:
     last = attempts[-1]
-    if last.finished and len(attempts) == 1:
+    if last.finished and len(attempts) == 1 and not last.survived:
         return
     what, then = f"attempt {known_as} on {last.ranks} ranks: {last.text()}", action.reason
     if action.what == "relaunch":

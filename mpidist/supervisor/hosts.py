@@ -25,7 +25,8 @@ class LaunchedJob(NamedTuple):
     """A program, and how `mpidist launch` runs it.
 
     `words`: the user's launcher command. `hosts`: the number of ranks on each host. `slurm`:
-    whether the hosts are those of a Slurm allocation.
+    whether the hosts are those of a Slurm allocation. `elastic`: whether the ranks go on when one
+    of them dies.
     """
 
     program: tuple[str, ...]
@@ -36,6 +37,7 @@ class LaunchedJob(NamedTuple):
     slurm: bool = False
     policy: Policy = Policy()
     limits: Limits = Limits()
+    elastic: bool = False
 
 
 class AttemptPlace(NamedTuple):

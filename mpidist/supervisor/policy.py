@@ -41,6 +41,8 @@ class Attempt(NamedTuple):
     `mpidist launch` has ended the attempt, "" if it has not. `begun`: whether the launcher has
     started the program on some host. `culprit`: the host whose ranks were the first to fail, "" if
     unknown. `memory`: a text on the rank that the kernel has killed for lack of memory, "" if none.
+    `survived`: how many ranks have died in an attempt that the living ranks have brought to its
+    end; they then count as ranks that have left, and `code` is the exit code of the living ranks.
     """
 
     ranks: int
@@ -56,6 +58,7 @@ class Attempt(NamedTuple):
     begun: bool = True
     culprit: str = ""
     memory: str = ""
+    survived: int = 0
 
     @property
     def finished(self) -> bool:
@@ -90,6 +93,8 @@ class Attempt(NamedTuple):
         if self.code == 0 and self.left < self.told:
             end += f", but {self.told - self.left} of {self.told} ranks did not end by themselves"
         where = "" if self.step is None else f" at step {self.step}"
+        if self.survived:
+            where += f", {self.survived} rank{'s' * (self.survived > 1)} died on the way"
         where += f", first on {self.culprit}" if self.culprit else ""
         where += f"; {self.memory}" if self.memory else ""
         return f"{self.why}, {end}{where}" if self.why else f"{end}{where}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mpidist.errors import ConfigError
 from mpidist.launch.process_table import is_running
 from mpidist.launch.processes import forgotten_segments
 from mpidist.supervisor import attempts, commands
@@ -143,3 +144,34 @@ def test_a_probe_leaves_nothing_behind(tmp_path):
     launcher.write_text(f"#!/bin/sh\n{version}\nexit 0\n")
     assert commands.answers("near", [str(launcher)], os.environ, 60.0)
     assert not commands.answers("near", ["srun-that-is-not-there/srun"], os.environ, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("version", "named"),
+    [
+        ("mpirun (Open MPI) 5.0.7", "mpirun of Open MPI 5.0.7"),
+        ("mpirun (Open MPI) 4.1.6", "mpirun of Open MPI 4.1.6"),
+        ("HYDRA build details:\n    Version: 4.2.0", "mpirun of MPICH"),
+        ("something else 9", "mpirun"),
+    ],
+)
+def test_launchers_under_which_nobody_survives(tmp_path, version, named):
+    """Refused before anything starts; the text says what works."""
+    launcher = tmp_path / "mpirun"
+    launcher.write_text(f"#!/bin/sh\ncat <<END\n{version}\nEND\n")
+    launcher.chmod(0o755)
+    with pytest.raises(ConfigError) as error:
+        commands.surviving([str(launcher), "-n", "2"])
+    assert f"--elastic: {named} ends the job" in str(error.value)
+    assert "The same command without --elastic works" in str(error.value)
+    with pytest.raises(ConfigError, match="--elastic: srun ends the job"):
+        commands.surviving(["srun", "-n", "2"])
+
+
+def test_a_launcher_under_which_ranks_survive(tmp_path):
+    launcher = tmp_path / "mpirun"
+    launcher.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n")
+    launcher.chmod(0o755)
+    words = [str(launcher), "--with-ft", "ulfm", "-n", "2"]
+    assert commands.surviving([words[0], "-n", "2"]) == words
+    assert commands.surviving(words) == words

@@ -1,0 +1,54 @@
+"""A loop under ``mpidist launch --elastic``: elastic_launch.py MODE.
+
+In the first attempt something happens in step 5; the attempts after it are undisturbed. Each rank
+that comes to the end prints the numbers of its attempt, and whether its sum is right.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+import mpidist as md
+from mpidist.elasticity import repair_deadline
+from mpidist.runtime.ulfm import Membership
+
+comm, mode = MPI.COMM_WORLD, sys.argv[1]
+first = os.environ.get("MPIDIST_ATTEMPT", "0") == "0"
+STEPS, victim = 10, comm.rank == 1
+state = {"w": np.zeros(100)}
+
+
+def die(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
+
+
+def hang():
+    time.sleep(100)
+
+
+if mode == "early" and first and victim:
+    die()
+if mode == "hang" and first:
+    repair_deadline.PHASES["REBUILD"] = 0.3
+    opened = Membership.open
+    Membership.open = lambda self: opened(self) if len(self.names) == comm.size else hang()
+
+with md.elastic(comm, state, min_ranks=comm.size if mode == "few" and first else 1) as group:
+    for step in group.steps(0, STEPS):
+        with step:
+            if step == 5 and first:
+                if mode == "all" or (victim and mode in ("one", "few", "hang")):
+                    die()
+                if mode == "stopped" and victim:
+                    die(signal.SIGSTOP)
+                if mode == "raises" and victim:
+                    raise ValueError("bad sample")
+            state["w"] += md.allreduce(group.comm, np.ones(100)) / group.size
+right = "right" if np.array_equal(state["w"], np.full(100, float(STEPS))) else "wrong"
+print(f"attempt {int(not first)}: {group.size} of {comm.size} ranks, {right}", flush=True)
+if mode == "code":
+    sys.exit(75)
