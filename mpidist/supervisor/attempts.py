@@ -7,6 +7,7 @@ processes with this mark that still run on this host. Ranks on other hosts notic
 shared folder which says that the attempt is over, and end themselves (`mpidist.launch.heartbeat`).
 
     DIR/history.jsonl      one line for each attempt and decision
+    DIR/memory             the name of the folder in /dev/shm for copies of the state
     DIR/selection-*.json   the choices of `algorithm="auto"`, for later attempts
     DIR/attempt-0/rank-3   the heartbeat of rank 3
     DIR/attempt-0/launcher the process that has started the attempt
@@ -32,6 +33,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..launch import heartbeat
+from ..launch.environment import MEMORY_FOLDER
 from ..launch.launchers import launch_environment
 from ..launch.process_table import stat_of
 from ..launch.processes import end_marked, forgotten_segments, marked, mpi_segments, remove_session
@@ -39,6 +41,7 @@ from . import commands
 from .deaths import Deaths
 from .hosts import AttemptPlace, LaunchedJob, print_line, room, usable, without_culprits
 from .liveness import Launcher, Vigil
+from .memory_folder import make_memory_folder, remove_memory_folder
 from .memory_kills import MemoryKills
 from .policy import Action, Attempt, decide
 
@@ -75,10 +78,11 @@ def run(job: LaunchedJob) -> int:
     # The signals are blocked, and `watch` waits for them, because a signal handler could run
     # between any two lines of this function.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    memory, action = make_memory_folder(job.folder), None
     try:
         while True:
             unstarted = sum(attempt.unstarted for attempt in attempts)
-            one = _Running(job, number, number - unstarted, ranks, place)
+            one = _Running(job, number, number - unstarted, ranks, place, memory)
             attempts.append(one.watch())
             number += 1
             _note(job.folder, "attempt", attempts[-1]._asdict())
@@ -96,6 +100,7 @@ def run(job: LaunchedJob) -> int:
                 return _finish(job, action)
             ranks = action.ranks
     finally:
+        remove_memory_folder(job, memory, well=action is not None and action.code == 0)
         # A signal that came while this function ended asks for a stop that has happened already.
         # Such a signal must not end this process before the exit code is returned.
         while signal.sigtimedwait(_HEARD, 0):
@@ -129,7 +134,13 @@ class _Running:
     """
 
     def __init__(
-        self, job: LaunchedJob, number: int, known_as: int, ranks: int, place: AttemptPlace
+        self,
+        job: LaunchedJob,
+        number: int,
+        known_as: int,
+        ranks: int,
+        place: AttemptPlace,
+        memory: Path | None,
     ):
         self.job, self.known_as, self.ranks = job, known_as, ranks
         self.folder = job.folder / f"attempt-{number}"
@@ -141,6 +152,7 @@ class _Running:
             heartbeat.FOLDER: str(self.folder.absolute()),
             heartbeat.ATTEMPT: str(known_as),
             heartbeat.LAUNCHER: heartbeat.launcher_id(),
+            **({} if memory is None else {MEMORY_FOLDER: str(memory)}),
         }
         slurm: dict[str, str] = {}
         if job.slurm and job.hosts:
@@ -371,7 +383,8 @@ def remove_control_folder(folder: Path) -> None:
         if (attempt / _LAUNCHER).exists():
             shutil.rmtree(attempt, ignore_errors=True)
     with contextlib.suppress(OSError):
-        for path in (*folder.glob("selection-*.json"), folder / "history.jsonl"):
+        ours = (*folder.glob("selection-*.json"), folder / "history.jsonl", folder / "memory")
+        for path in ours:
             path.unlink(missing_ok=True)
         folder.rmdir()
 

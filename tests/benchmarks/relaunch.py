@@ -1,10 +1,13 @@
 """Measure the seconds from the kill of a rank under `mpidist launch` to the next completed step.
 
-    PYTHONPATH=tests python -m benchmarks.relaunch [--torch]
+    PYTHONPATH=tests python -m benchmarks.relaunch [--torch] [--all]
 
 The same model, batch and checkpoints are run under `mpidist launch` and, if it is installed, under
 torchrun with gloo; runs of the two take turns. A rank is killed by SIGKILL after some steps. The
 time ends when a rank records a step that was completed after the kill.
+
+With --all, all ranks of a job under `mpidist launch --elastic` are killed at once, and the next
+attempt begins from the copies in memory.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from pathlib import Path
 
 from python_path import python_path
 
+from benchmarks.relaunch_job import EVERY
 from mpidist.errors import MpidistError
 from mpidist.launch.processes import Started
 
@@ -30,9 +34,10 @@ KILL_AT = 50
 _PATIENCE = 120.0
 
 
-def measure(ranks: int, rounds: int, torch: bool) -> dict:
+def measure(ranks: int, rounds: int, torch: bool, memory: bool = False) -> dict:
     """Return the row: seconds of each run, medians, and the ratio. Local."""
-    seconds: dict[str, list[float]] = {"ours": [], "torch": []} if torch else {"ours": []}
+    kinds = ["memory"] if memory else ["ours", "torch"] if torch else ["ours"]
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for k in range(rounds):
         for who in seconds if k % 2 else reversed(seconds):
             seconds[who].append(one(who, ranks, victim=1 + k % (ranks - 1)))
@@ -47,9 +52,10 @@ def measure(ranks: int, rounds: int, torch: bool) -> dict:
 def command(who: str, ranks: int, folder: Path, python: str = sys.executable) -> list[str]:
     """Return the command line of one run; torch is in the environment of `python`. Local."""
     job = ["-m", "benchmarks.relaunch_job", who, str(folder)]
-    if who == "ours":
+    if who != "torch":
         program = [sys.executable, *job]
-        return [sys.executable, "-m", "mpidist", "launch", "-n", str(ranks), "--", *program]
+        more = ["--elastic"] if who == "memory" else []
+        return [sys.executable, "-m", "mpidist", "launch", *more, "-n", str(ranks), "--", *program]
     starter = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--max-restarts=3"]
     return [python, *starter, "--standalone", *job]
 
@@ -65,13 +71,17 @@ def one(who: str, ranks: int, victim: int, python: str = sys.executable) -> floa
     try:
         _wait(job, folder, lambda when, step: step >= KILL_AT)
         first = _pid(folder)
-        os.kill(int((folder / f"pid-{victim}").read_text()), signal.SIGKILL)
+        victims = range(ranks) if who == "memory" else [victim]
         killed = time.time()
+        for rank in victims:
+            os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGKILL)
         # The survivors' last step may be noted after the kill: the next attempt's rank 0 is another
         # process, and what it notes counts.
         _wait(job, folder, lambda when, step: _pid(folder) not in (first, 0))
         before = len(_steps(folder))
         _wait(job, folder, lambda when, step: len(_steps(folder)) > before)
+        if who == "memory" and (redone := _steps(folder)[before][1]) <= KILL_AT - EVERY:
+            raise MpidistError(f"the run went on from step {redone}, and not from the newest copy")
         return _steps(folder)[before][0] - killed
     finally:
         job.process.send_signal(signal.SIGINT)
@@ -109,12 +119,13 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("benchmarks.relaunch", description=__doc__)
     parser.add_argument("--ranks", type=int, default=4, help="ranks (4)")
     parser.add_argument("--rounds", type=int, default=7, help="kills of each (7)")
+    parser.add_argument("--all", action="store_true", help="kill all ranks at once")
     parser.add_argument("--torch", action="store_true", help="also torchrun with gloo")
     parser.add_argument("--json", metavar="FILE", help="write the row to FILE as well")
     args = parser.parse_args(words)
-    row = measure(args.ranks, args.rounds, args.torch)
+    row = measure(args.ranks, args.rounds, args.torch, args.all)
     print(f"# from a killed rank to the next completed step, {args.ranks} ranks, seconds")
-    for who in ("ours", "torch"):
+    for who in ("ours", "memory", "torch"):
         if who in row:
             each = row["seconds"][who]
             print(f"{who:>6} {row[who]:7.2f}   ({min(each):.2f} to {max(each):.2f})")

@@ -62,6 +62,17 @@ def test_an_attempt_that_cannot_go_on_is_followed_by_another(tmp_path, mode):
 
 
 @with_ulfm
+def test_the_next_attempt_begins_from_memory(tmp_path):
+    """At most the steps since the newest copy are done again; nothing stays in /dev/shm."""
+    before = {*Path("/dev/shm").glob("mpidist-copies-*")}
+    done, _ = elastic(tmp_path, "copies", "--max-restarts", "1")
+    lines = done.stdout.splitlines()
+    assert lines[:3] == ["resumed at 4, checkpoints [2]"] * 3
+    assert sorted(lines[3:]) == ["attempt 1: 3 of 3 ranks, right"] * 3
+    assert {*Path("/dev/shm").glob("mpidist-copies-*")} <= before
+
+
+@with_ulfm
 def test_a_stopped_rank_is_killed_and_the_others_go_on(tmp_path):
     done, lines = elastic(tmp_path, "stopped", "--heartbeat", "3", "--max-restarts", "0")
     assert done.stdout.splitlines() == ["attempt 0: 2 of 3 ranks, right"] * 2

@@ -14,7 +14,7 @@ import pytest
 from mpidist.errors import ConfigError
 from mpidist.launch.process_table import is_running
 from mpidist.launch.processes import forgotten_segments
-from mpidist.supervisor import attempts, commands
+from mpidist.supervisor import attempts, commands, memory_folder
 from mpidist.supervisor.policy import Policy
 
 
@@ -175,3 +175,34 @@ def test_a_launcher_under_which_ranks_survive(tmp_path):
     words = [str(launcher), "--with-ft", "ulfm", "-n", "2"]
     assert commands.surviving([words[0], "-n", "2"]) == words
     assert commands.surviving(words) == words
+
+
+def test_the_folder_for_copies_in_memory(tmp_path, launcher, monkeypatch, capfd):
+    """The same one for all attempts; gone at the end; those of killed launchers are removed."""
+    monkeypatch.setattr(memory_folder, "MEMORY", tmp_path)
+    stale, other = tmp_path / "mpidist-copies-1", tmp_path / "mpidist-copies-2"
+    for folder in (stale, other):
+        folder.mkdir()
+        (folder / "state").touch()
+    (stale / "owner").write_text(f"{os.uname().nodename} 999999999 1")
+    (other / "owner").write_text("another-host 1 1")
+    words = "ls -ld $MPIDIST_MEMORY_FOLDER; exit $((1 - MPIDIST_ATTEMPT))"
+    job = attempts.LaunchedJob(("sh", "-c", words), 1, tmp_path / "own", words=launcher)
+    assert attempts.run(job) == 0
+    first, second = capfd.readouterr().out.splitlines()
+    assert first.startswith("drwx------")
+    assert first.split()[-1] == second.split()[-1]
+    assert (stale.exists(), other.exists()) == (False, True)
+    assert [*tmp_path.glob("mpidist-copies-*")] == [other]
+    assert not job.folder.exists()
+    # Killed and started again with the same control folder: its copies are used.
+    job.folder.mkdir()
+    mine = memory_folder.make_memory_folder(job.folder)
+    (mine / "owner").write_text(f"{os.uname().nodename} 999999999 1")
+    assert memory_folder.make_memory_folder(job.folder) == mine
+    # Another one of another user, or no such file system: no copies.
+    monkeypatch.setattr(memory_folder, "MEMORY", tmp_path / "none")
+    assert memory_folder.make_memory_folder(job.folder) is None
+    job = job._replace(program=("sh", "-c", 'echo "${MPIDIST_MEMORY_FOLDER-none}"'))
+    assert attempts.run(job) == 0
+    assert capfd.readouterr().out == "none\n"

@@ -8,12 +8,15 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 
 import numpy as np
 from mpi4py import MPI
 
 import mpidist as md
+from mpidist.checkpoint.memory_copies import MemoryCopies, open_with_copies
 from mpidist.elasticity import repair_deadline
+from mpidist.launch.environment import memory_folder
 from mpidist.runtime.ulfm import Membership
 
 comm, mode = MPI.COMM_WORLD, sys.argv[1]
@@ -37,17 +40,27 @@ if mode == "hang" and first:
     opened = Membership.open
     Membership.open = lambda self: opened(self) if len(self.names) == comm.size else hang()
 
+begin, copies = 0, None
+if mode == "copies":
+    store = open_with_copies(comm, "checkpoints", memory_folder())
+    copies = MemoryCopies(store, 2)
+    with suppress(md.NoCheckpoint):
+        begin, found = store.restore(state)
+        print(f"resumed at {begin}, checkpoints {store.all_steps()}", flush=True)
+
 with md.elastic(comm, state, min_ranks=comm.size if mode == "few" and first else 1) as group:
-    for step in group.steps(0, STEPS):
+    for step in group.steps(begin, STEPS):
         with step:
             if step == 5 and first:
-                if mode == "all" or (victim and mode in ("one", "few", "hang")):
+                if mode in ("all", "copies") or (victim and mode in ("one", "few", "hang")):
                     die()
                 if mode == "stopped" and victim:
                     die(signal.SIGSTOP)
                 if mode == "raises" and victim:
                     raise ValueError("bad sample")
             state["w"] += md.allreduce(group.comm, np.ones(100)) / group.size
+        if copies is not None:
+            copies.keep(comm, group.step, lambda: state)
 right = "right" if np.array_equal(state["w"], np.full(100, float(STEPS))) else "wrong"
 print(f"attempt {int(not first)}: {group.size} of {comm.size} ranks, {right}", flush=True)
 if mode == "code":
