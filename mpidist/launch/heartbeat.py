@@ -44,6 +44,8 @@ FOLDER, ATTEMPT, LAUNCHER = ATTEMPT_FOLDER, "MPIDIST_ATTEMPT", "MPIDIST_LAUNCHER
 OVER = "over"
 #: The file in the attempt's folder that appears when the program begins on any rank.
 BEGUN = "begun"
+#: The file that contains the text which identifies the launcher of the attempt.
+LAUNCHER_FILE = "launcher"
 #: The exit code of a rank that ends itself because its attempt (start of the job) is over.
 ORPHAN = 70
 #: Seconds between two heartbeats of a rank.

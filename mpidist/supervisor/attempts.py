@@ -39,11 +39,21 @@ from ..launch.process_table import stat_of
 from ..launch.processes import end_marked, forgotten_segments, marked, mpi_segments, remove_session
 from . import commands
 from .deaths import Deaths
-from .hosts import AttemptPlace, LaunchedJob, print_line, room, usable, without_culprits
+from .hosts import (
+    AttemptPlace,
+    LaunchedJob,
+    grown,
+    print_line,
+    room,
+    usable,
+    with_todays_hosts,
+    without_culprits,
+)
 from .liveness import Launcher, Vigil
 from .memory_folder import make_memory_folder, remove_memory_folder
 from .memory_kills import MemoryKills
 from .policy import Action, Attempt, decide
+from .requests import JobRequest, Requests
 
 #: The environment variable that marks all processes of an attempt.
 MARK = "MPIDIST_LAUNCH_MARK"
@@ -51,9 +61,6 @@ MARK = "MPIDIST_LAUNCH_MARK"
 PATIENCE = 5.0
 #: Seconds that a launcher has to end by itself after all its ranks were killed.
 QUICK = 0.3
-
-#: The file of an attempt that names its launcher.
-_LAUNCHER = "launcher"
 
 #: The command that a launcher starts: it makes a file, and then becomes the program.
 _BEGIN = 'true 2>/dev/null >"$1"; shift; exec "$@"'
@@ -72,6 +79,7 @@ def run(job: LaunchedJob) -> int:
     job.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     attempts = read_history(job.folder)
     number = next_attempt(job.folder, len(attempts))
+    job = with_todays_hosts(job)
     place = AttemptPlace(job.hosts, tuple(job.hosts or ()), named=not job.slurm)
     place = without_culprits(job, attempts, place)
     ranks = min(job.ranks, room(job, place.hosts))
@@ -79,15 +87,18 @@ def run(job: LaunchedJob) -> int:
     # between any two lines of this function.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     memory, action = make_memory_folder(job.folder), None
+    requests = Requests(job.folder, job.notice)
     try:
         while True:
             unstarted = sum(attempt.unstarted for attempt in attempts)
-            one = _Running(job, number, number - unstarted, ranks, place, memory)
+            one = _Running(job, number, number - unstarted, ranks, place, memory, requests)
             attempts.append(one.watch())
             number += 1
             _note(job.folder, "attempt", attempts[-1]._asdict())
-            if attempts[-1].failed and not attempts[-1].asked:
-                place = without_culprits(job, attempts, usable(job))
+            if not attempts[-1].finished:
+                job = with_todays_hosts(grown(job, attempts[-1].more))
+                if job.hosts_from or (attempts[-1].failed and not attempts[-1].asked):
+                    place = without_culprits(job, attempts, usable(job))
             action = decide(attempts, job.policy, job.ranks, room(job, place.hosts))
             _note(job.folder, "decision", action._asdict())
             _tell(one.known_as, attempts, action)
@@ -100,6 +111,7 @@ def run(job: LaunchedJob) -> int:
                 return _finish(job, action)
             ranks = action.ranks
     finally:
+        requests.close()
         remove_memory_folder(job, memory, well=action is not None and action.code == 0)
         # A signal that came while this function ended asks for a stop that has happened already.
         # Such a signal must not end this process before the exit code is returned.
@@ -141,11 +153,15 @@ class _Running:
         ranks: int,
         place: AttemptPlace,
         memory: Path | None,
+        requests: Requests,
     ):
-        self.job, self.known_as, self.ranks = job, known_as, ranks
+        self.job, self.known_as, self.ranks, self.requests = job, known_as, ranks, requests
+        self.request: JobRequest | None = None
         self.folder = job.folder / f"attempt-{number}"
         self.folder.mkdir(mode=0o700)
-        (self.folder / _LAUNCHER).write_text(heartbeat.launcher_id(), encoding="utf-8")
+        (self.folder / heartbeat.LAUNCHER_FILE).write_text(
+            heartbeat.launcher_id(), encoding="utf-8"
+        )
         self.mark = uuid.uuid4().hex
         told = {
             MARK: self.mark,
@@ -198,13 +214,14 @@ class _Running:
             if number in (signal.SIGINT, signal.SIGHUP):
                 why, asked = "interrupted", True
             elif number in _ASK and not asked:
-                print_line(f"{signal.Signals(number).name}: the ranks are asked to save and exit")
-                asked, deadline = True, now + self.job.limits.grace
-                with contextlib.suppress(ProcessLookupError):
-                    self.process.send_signal(signal.SIGUSR1)
+                asked, deadline = True, self._ask(signal.Signals(number).name, now)
             elif self.process.poll() is None:
                 with contextlib.suppress(OSError):  # shared file systems may fail for a while
                     why = self._look(now)
+                    if self.request is None and self._listens():
+                        self.request = self.requests.look()
+                        if self.request is not None:
+                            deadline = self._ask(self.request.text, now)
                 if self.vigil.over:  # Open MPI's launcher may wait for ever for ranks that died
                     break
                 if now > deadline:
@@ -215,6 +232,18 @@ class _Running:
         self._end()
         self.deaths.close()
         return self._result(asked, why)
+
+    def _ask(self, why: str, now: float) -> float:
+        """Ask the ranks to save and leave; return the time by which they must have left."""
+        print_line(f"{why}: the ranks are asked to save and exit")
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGUSR1)
+        return now + self.job.limits.grace
+
+    def _listens(self) -> bool:
+        """Return whether the ranks are in their loop; before it, the signal would end them."""
+        signs = self.vigil.signs
+        return self.begun and (not signs or any(sign.step is not None for sign in signs))
 
     def _look(self, now: float) -> str:
         """Return the reason for which this attempt must end, or "" if it may continue."""
@@ -303,7 +332,7 @@ class _Running:
         return Attempt(
             ranks=self.ranks, code=code, ended=time.time(), survived=survived,
             step=max(steps, default=None), first=min(firsts, default=None), told=len(signs),
-            left=left, asked=asked, why=why,
+            left=left, asked=asked, why=why, more=self.request.more if self.request else 0,
             seconds=round(time.monotonic() - self.began, 1),
             begun=begun, memory="" if asked else self.memory.text(signs),
             culprit=commands.named_like(self.vigil.culprit(), self.job.hosts or ()),
@@ -366,7 +395,7 @@ def next_attempt(folder: Path, known: int) -> int:
     while (attempt := folder / f"attempt-{number}").exists():
         if not (attempt / heartbeat.OVER).exists():
             with contextlib.suppress(FileNotFoundError):
-                name = (attempt / _LAUNCHER).read_text(encoding="utf-8")
+                name = (attempt / heartbeat.LAUNCHER_FILE).read_text(encoding="utf-8")
                 if heartbeat.is_at_work(name, elsewhere=False):
                     raise ConfigError(
                         f"{folder} is in use by another mpidist launch; wait for it or stop it, "
@@ -380,7 +409,7 @@ def next_attempt(folder: Path, known: int) -> int:
 def remove_control_folder(folder: Path) -> None:
     """Remove the files of `mpidist launch` from a control folder, and the folder if it is empty."""
     for attempt in folder.glob("attempt-*"):
-        if (attempt / _LAUNCHER).exists():
+        if (attempt / heartbeat.LAUNCHER_FILE).exists():
             shutil.rmtree(attempt, ignore_errors=True)
     with contextlib.suppress(OSError):
         ours = (*folder.glob("selection-*.json"), folder / "history.jsonl", folder / "memory")

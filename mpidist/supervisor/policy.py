@@ -43,6 +43,7 @@ class Attempt(NamedTuple):
     unknown. `memory`: a text on the rank that the kernel has killed for lack of memory, "" if none.
     `survived`: how many ranks have died in an attempt that the living ranks have brought to its
     end; they then count as ranks that have left, and `code` is the exit code of the living ranks.
+    `more`: how many ranks more the next attempt was asked to have; this attempt was ended for them.
     """
 
     ranks: int
@@ -59,6 +60,7 @@ class Attempt(NamedTuple):
     culprit: str = ""
     memory: str = ""
     survived: int = 0
+    more: int = 0
 
     @property
     def finished(self) -> bool:
@@ -68,12 +70,12 @@ class Attempt(NamedTuple):
     @property
     def preempted(self) -> bool:
         """Whether the program has saved and exited by itself, to be continued later."""
-        return self.code == REQUEUE and not self.why
+        return self.code == REQUEUE and not (self.why or self.more)
 
     @property
     def failed(self) -> bool:
         """Whether the attempt counts as a failure."""
-        return not (self.finished or self.preempted)
+        return not (self.finished or self.preempted or self.more)
 
     @property
     def unstarted(self) -> bool:
@@ -148,6 +150,8 @@ def decide(attempts: Sequence[Attempt], policy: Policy, wanted: int, room: int) 
         return Action("end", 0, "finished")
     if code in HOPELESS:
         return Action("end", code, f"exit code {code} means bad input: a restart would not help")
+    if last.more and not last.asked:
+        return Action("relaunch", 0, "as asked", min(room, wanted))
     times, most = sum(a.asked or a.preempted for a in attempts), policy.max_preemptions
     if (last.asked or last.preempted) and most is not None and times > most:
         reason = f"stopped {times} times, and --max-preemptions is {most}"
