@@ -33,7 +33,7 @@ UNKNOWN_STEP, STATE_RATE = 20.0, 100e6
 
 
 class RepairDeadline:
-    """Ends this process if a phase of a repair takes too long; a context manager for each repair.
+    """Ends this process if a phase of a repair takes too long; a context manager for a repair.
 
     Parameters
     ----------
@@ -47,28 +47,20 @@ class RepairDeadline:
         self._who, self._state_seconds = who, state_bytes / STATE_RATE
         self._changed = threading.Condition()
         self._phase, self._until = "", float("inf")
-        self._step_began: float | None = None
-        self._longest: float | None = None
+        longest = heartbeat.longest_step()
+        self._step_seconds = UNKNOWN_STEP if longest is None else longest
 
-    def note_step(self) -> None:
-        """Note that a step has ended, and how long it has taken."""
-        now = time.monotonic()
-        if self._step_began is not None:
-            self._longest = max(self._longest or 0.0, now - self._step_began)
-        self._step_began = now
-
-    def __enter__(self) -> None:
-        self._step_began = None  # the time of a repair is not that of a step
+    def __enter__(self) -> RepairDeadline:
         threading.Thread(target=self._watch, name="mpidist-repair", daemon=True).start()
         self.begin("MEET")
+        return self
 
     def __exit__(self, *_) -> None:
         self.begin("end")
 
     def begin(self, phase: str) -> None:
         """Begin a phase, which ends the one before. Phases without a name may take any time."""
-        longest = UNKNOWN_STEP if self._longest is None else self._longest
-        more = {"MEET": 3 * longest, "REBUILD": self._state_seconds}.get(phase, 0.0)
+        more = {"MEET": 3 * self._step_seconds, "REBUILD": self._state_seconds}.get(phase, 0.0)
         with self._changed:
             self._phase = phase
             self._until = time.monotonic() + PHASES.get(phase, float("inf")) + more

@@ -28,6 +28,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -193,13 +194,33 @@ def _be_silent() -> None:
     _pulse = None
 
 
-def note_steps(step: int) -> None:
-    """Write the number of finished steps to the heartbeat file.
+_step_ended: float | None = None
+_longest_step: float | None = None
 
-    Does nothing without `mpidist launch`.
+
+def note_steps(step: int) -> None:
+    """Write the number of finished steps to the heartbeat file, if `mpidist launch` reads it.
+
+    Also measures the time from step to step, see `longest_step`.
     """
+    global _step_ended, _longest_step
     if _pulse is not None:
         _pulse.note(step)
+    now = time.monotonic()
+    if _step_ended is not None:
+        _longest_step = max(_longest_step or 0.0, now - _step_ended)
+    _step_ended = now
+
+
+def longest_step() -> float | None:
+    """Return the longest time in seconds from one step to the next, saves included.
+
+    Returns None as long as it is unknown. The step that goes on is not counted, for a rank calls
+    this function when a death has broken that step off.
+    """
+    global _step_ended
+    _step_ended = None
+    return _longest_step
 
 
 def hear() -> None:

@@ -323,7 +323,8 @@ class _Running:
             # The exit code of Open MPI's launcher is 0 if all ranks were killed.
             if codes := {sign.code: sign.deaths for sign in signs if sign.code >= 0}:
                 left, survived = len(signs), max(codes.values())
-                own = code if code > 0 and not (survived or self.vigil.over) else 0
+                # A ``raise SystemExit(4)`` is known to the launcher only.
+                own = code if 0 < code < 128 and not self.vigil.over else 0
                 code = max(codes) or own
             elif code == 0:
                 hint = "" if signs else "; a program under --elastic uses md.elastic or md.train"
