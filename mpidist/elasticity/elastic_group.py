@@ -249,10 +249,6 @@ class Group:
         """Return about how many bytes a rank that is behind gets from another one."""
         return peer_state.size_of(self.state)
 
-    def _state_bytes(self) -> int:
-        """Return about how many bytes a rank that is behind gets from another one."""
-        return peer_state.size_of(self.state)
-
     def _bring_up_to_date(self) -> None:
         """Give the state of the newest rank to the ranks that are behind. Collective."""
         self.step = peer_state.bring_up_to_date(self.comm, self.state, self.step)
