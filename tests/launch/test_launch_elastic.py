@@ -67,7 +67,8 @@ def test_the_next_attempt_begins_from_memory(tmp_path):
     before = {*Path("/dev/shm").glob("mpidist-copies-*")}
     done, _ = elastic(tmp_path, "copies", "--max-restarts", "1")
     lines = done.stdout.splitlines()
-    assert lines[:3] == ["resumed at 4, checkpoints [2]"] * 3
+    # The checkpoint of step 2 was on its way to the disk still, or was there.
+    assert {line.partition(",")[0] for line in lines[:3]} == {"resumed at 4"}
     assert sorted(lines[3:]) == ["attempt 1: 3 of 3 ranks, right"] * 3
     assert {*Path("/dev/shm").glob("mpidist-copies-*")} <= before
 
