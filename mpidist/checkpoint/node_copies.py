@@ -31,6 +31,7 @@ from .write.shard_writer import put
 
 ID = ".local"
 _ID = re.compile(rb"[0-9a-f]{32}\n")
+_LAYOUT = "mark", "layout"
 
 
 def identity(path: str, make: bool) -> str | None:
@@ -124,10 +125,12 @@ def usable_steps(comm, path: str, step: int | None, like: Mapping) -> dict[int, 
 
     The value for a step is a tuple: its history number in the shared folder, and the name of the
     temporary folder of its save there. If there are two copies of a step, only the newer copy
-    counts.
+    counts. A rank without shards may use a copy that any rank of the node has saved, also with
+    another number of ranks.
     """
-    layout = _layout(like)
+    layout, alike = _layout(like), not any(isinstance(leaf, Shard) for _, leaf in leaves(like))
     marks: dict[int, tuple[int, str]] = {}
+    rank = str(comm.rank)
     with suppress(NoCheckpoint):
         newest = histories.first(path)
         assert newest is not None
@@ -136,8 +139,9 @@ def usable_steps(comm, path: str, step: int | None, like: Mapping) -> dict[int, 
             marks.pop(entry.step, None)
             with suppress(CheckpointError):  # the copy is damaged
                 history, mark = _mark(path, entry)
-                same = mark.get(("mark", "layout", str(comm.rank))) == layout
-                if same and mark.get(("mark", "ranks")) == comm.size:
+                saved = {key[2]: text for key, text in mark.items() if key[:2] == _LAYOUT}
+                same = mark.get(("mark", "ranks")) == comm.size
+                if layout in saved.values() if alike else same and saved.get(rank) == layout:
                     marks[entry.step] = history, str(mark.get(("mark", "name")))
     return marks
 

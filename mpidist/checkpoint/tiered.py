@@ -15,25 +15,34 @@ not computed from the copies on the nodes, so its first save removes these copie
 from __future__ import annotations
 
 import math
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import events
 from ..errors import ConfigError, MpidistError, NoCheckpoint, shown
 from ..runtime.context import free
 from ..runtime.topology import topology_of
 from . import node_copies
-from .arguments import checked_number, checked_path, which, yes_or_no
+from .arguments import checked_number, checked_path, checked_step, which, yes_or_no
 from .control import by_rank_0, call, run_on_all, same_on_all
 from .format.state import Shard, leaves, tree
 from .read.restore import spoiled
 from .storage.steps import Entry
 from .store import CheckpointStore, Store
 from .write.save import Save
+
+
+class _Copy(NamedTuple):
+    """A step that only the nodes save: its number, its name, and its history."""
+
+    step: int
+    name: str
+    history: int
 
 
 class TieredStore(Store):
@@ -73,8 +82,8 @@ class TieredStore(Store):
         fresh: bool | str = False,
     ):
         def check() -> dict:
-            self._folder = Path(checked_path("local", local)).absolute()
-            if self._folder == Path(checked_path("path", path)).absolute():
+            self.folder = Path(checked_path("local", local)).absolute()
+            if self.folder == Path(checked_path("path", path)).absolute():
                 raise ConfigError(
                     f"local={shown(local)} is the shared folder; give a folder of the node"
                 )
@@ -89,15 +98,17 @@ class TieredStore(Store):
             )  # fmt: skip
             self.path = self.shared.path
             super().__init__(comm)
-            here = (topology_of(comm).node, str(self._folder))
+            here = (topology_of(comm).node, str(self.folder))
             places = run_on_all(comm, "TieredStore", lambda: here, lambda all: all)
             # `Split` blocks, but all ranks have just agreed to call it.
             self._node = comm.Split(places.index(here), comm.rank)
         self._local: Any = None  # a CheckpointStore, once the shared folder has an identity
         self._ours = False  # whether this run continues the history of the nodes' copies
+        self._history: int | None = None  # of the newest copy, if the next one may continue it
+        self._holds = True  # false once there is no room for copies
 
     def __repr__(self):
-        local = f"local={str(self._folder)!r}, local_keep={self._keep}"
+        local = f"local={str(self.folder)!r}, local_keep={self._keep}"
         return f"<TieredStore {self.path!r}: {local}, {self.shared._summary()}>"
 
     def save(self, step: int, state: Mapping) -> None:
@@ -107,6 +118,9 @@ class TieredStore(Store):
         method returns when the step is committed in the shared folder. If the save to the shared
         folder fails, the next call of the store, for example `wait`, raises the error.
         """
+        if not self._holds:
+            self.shared.save(step, state)
+            return
         with events.span("tiers.save"), self._call("save"):
             copying = self.shared._begin(step, state, copy=True, alone=False)
             everywhere = self._hold(copying, state, CheckpointStore.save)
@@ -119,10 +133,39 @@ class TieredStore(Store):
 
         In the background, the step is saved on the nodes and in the shared folder.
         """
+        if not self._holds:
+            self.shared.save_async(step, state)
+            return
         with events.span("tiers.save_async"), self._call("save_async"):
             copying = self.shared._begin(step, state, copy=True, alone=False)
             self._hold(copying, state, CheckpointStore.save_async)
             copying.start()
+
+    def hold(self, step: int, state: Mapping) -> bool:
+        """Save `state` on the nodes only; return whether all nodes hold the step. Collective.
+
+        If this run did not begin with a restore from the nodes' copies, and has saved nothing yet,
+        the step is saved in the shared folder, too: only a save to the shared folder may begin a
+        history, and may remove the copies of another history.
+        """
+        with events.span("tiers.hold"), self._call("hold"):
+            check = partial(checked_step, step, needed=True)
+            same_on_all(self._comm, "hold", lambda: {"step": check()})
+            if self._history is None:
+                copying = self.shared._begin(step, state, copy=True, alone=False)
+                held = self._hold(copying, state, CheckpointStore.save)
+                copying.start()
+                return held
+            name = f"{step}-{secrets.token_hex(8)}"  # that of rank 0 is taken
+            return self._hold(_Copy(step, name, self._history), state, CheckpointStore.save)
+
+    def stop_holding(self) -> None:
+        """Remove the nodes' copies, and from now on save in the shared folder only. Collective."""
+        with self._call("stop_holding"):
+            self.wait()
+            self._open(make=False)
+            self._close_nodes((math.inf,))
+            self._holds = False
 
     def restore(
         self,
@@ -157,12 +200,13 @@ class TieredStore(Store):
                 for of, number in self._common(like, step):
                     if self._is_good(number):
                         state = self._from_nodes(like, number)
-                        self._ours = True
+                        # After the restore of an older step, a save begins a branch.
+                        self._ours, self._history = True, of if step is None else None
                         self.shared._line.stand(Entry(of, number, 0))
                         events.emit("checkpoint_restored_from_nodes", step=number)
                         return number, state
             result = self.shared.restore(like, step, history=history, verify=given["verify"])
-            self._ours = False
+            self._ours, self._history = False, None
             return result
 
     def latest_step(self) -> int | None:
@@ -189,6 +233,7 @@ class TieredStore(Store):
             self.wait()
             given = same_on_all(self._comm, "delete", lambda: which(step, history, needed=True))
             self._open(make=False)
+            self._history = None
             if self._local is not None and given["history"] is None:
 
                 def remove() -> None:
@@ -239,12 +284,12 @@ class TieredStore(Store):
 
     # ---------------------------------------------------------------------------- on the nodes
 
-    def _hold(self, copying: Save, state: Mapping, save: Callable) -> bool:
+    def _hold(self, copying: Save | _Copy, state: Mapping, save: Callable) -> bool:
         """Save on every node the state of the node's ranks; return whether all nodes succeeded.
 
         Collective. Each copy is marked with the name of the temporary folder of the save to the
-        shared folder. From these marks, a restore finds out which copies on several nodes belong to
-        the same save.
+        shared folder, or with a random name if there is no such save. From these marks, a restore
+        finds out which copies on several nodes belong to the same save.
         """
         comm, doing = self._comm, f"copy of step {copying.step} on the nodes"
 
@@ -257,20 +302,22 @@ class TieredStore(Store):
                 problem = f"copy on the nodes: rank {comm.rank}: {error}"
             return problem, node_copies.extras(state)
 
-        def decide(answers: list[tuple[str, list]]) -> tuple[dict, int]:
+        def decide(answers: list[tuple[str, list]]) -> tuple[dict, str, int]:
             problems, extras = zip(*answers, strict=True)
             if any(problems):
-                _say(next(filter(None, problems)))
-            return {path: leaf for one in extras for path, leaf in one}, copying.history
+                report_no_copy(next(filter(None, problems)))
+            found = {path: leaf for one in extras for path, leaf in one}
+            return found, copying.name, copying.history
 
         with self._reported():
             if not self._ours:
                 self._forget()
                 self._ours = True
             self._open(make=True)
-            extras, history = run_on_all(comm, doing, begin, decide)
-            copy = node_copies.copy_record(comm, state, extras, copying.name, history)
+            extras, name, history = run_on_all(comm, doing, begin, decide)
+            copy = node_copies.copy_record(comm, state, extras, name, history)
             run_on_all(comm, doing, lambda: save(self._local, copying.step, copy))
+            self._history = history
             return True
         return False
 
@@ -286,7 +333,7 @@ class TieredStore(Store):
             yield
         except MpidistError as error:
             if self._comm.rank == 0:
-                _say(str(error))
+                report_no_copy(str(error))
 
     def _open(self, make: bool) -> None:
         """Open the stores of the nodes.
@@ -298,7 +345,7 @@ class TieredStore(Store):
             look = partial(node_copies.identity, self.path, make)
             identity = by_rank_0(self._comm, "copies on the nodes", look)
             if identity is not None:
-                self._local = CheckpointStore(self._node, self._folder / identity, keep=self._keep)
+                self._local = CheckpointStore(self._node, self.folder / identity, keep=self._keep)
                 # A node keeps no steps of other histories: its memory is small, and the shared
                 # folder has these steps.
                 self._local._keep.others = False
@@ -380,7 +427,7 @@ class TieredStore(Store):
                 node_copies.remove_copies(local.path, newest)
 
 
-def _say(reason: str) -> None:
+def report_no_copy(reason: str) -> None:
     """Report on stderr, and in the event log, why the nodes do not hold a copy of a step."""
     events.emit("checkpoint_not_held", reason=reason)
     print(f"mpidist: no {reason}", file=sys.stderr, flush=True)

@@ -26,7 +26,13 @@ def add_parser(commands) -> None:
     add("--launcher", default="", metavar="WORDS",
         help="command that starts ranks, e.g. 'mpirun --with-ft ulfm' or 'srun --mpi=pmix'; "
         "default: the mpiexec of this Python")  # fmt: skip
+    add("--elastic", action="store_true",
+        help="if a rank dies, the others go on (the program must use md.elastic)")  # fmt: skip
     add("--hosts", metavar="A:2,B:2", help="hosts and their ranks; default: the hosts of Slurm")
+    add("--hosts-from", metavar="COMMAND",
+        help="command that prints the hosts of the next attempt, as A:2 on each line")  # fmt: skip
+    add("--notice", default="", metavar="FILE|COMMAND",
+        help="save and leave when FILE appears or COMMAND exits with 0")  # fmt: skip
     add("--preempted", choices=("leave", "relaunch", "requeue"), default="leave",
         help="what to do after an attempt that saved and exited: exit with code 75, start another "
         "attempt, or call scontrol requeue")  # fmt: skip
@@ -64,7 +70,12 @@ def run(args: argparse.Namespace) -> int:
     in_slurm = "SLURM_JOB_ID" in os.environ
     if args.preempted == "requeue" and not in_slurm:
         raise ConfigError("--preempted requeue: this is no Slurm job; use leave or relaunch")
-    hosts = commands.parse_hosts(args.hosts) if args.hosts else commands.slurm_hosts(os.environ)
+    if args.hosts and args.hosts_from:
+        raise ConfigError("mpidist launch: give --hosts or --hosts-from, and not both")
+    named = bool(args.hosts or args.hosts_from)
+    hosts = None if named else commands.slurm_hosts(os.environ)
+    if args.hosts:
+        hosts = commands.parse_hosts(args.hosts)
     limits = Limits(
         args.heartbeat, args.start_timeout, args.stall_timeout, args.grace, args.launcher_timeout
     )
@@ -76,10 +87,15 @@ def run(args: argparse.Namespace) -> int:
         folder=args.control or Path(f".mpidist-launch-{name}"),
         words=tuple(shlex.split(args.launcher)),
         hosts=hosts,
-        slurm=in_slurm and not args.hosts,
+        slurm=in_slurm and not named,
         policy=Policy(args.max_restarts, args.min_ranks, args.preempted, args.max_preemptions),
         limits=limits,
+        elastic=args.elastic,
+        notice=args.notice,
+        hosts_from=tuple(shlex.split(args.hosts_from or "")),
     )
+    if job.elastic:
+        commands.surviving(commands.command(args.n, job.words))
     try:
         return attempts.run(job)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 `elastic_group` has the group in which a program trains: it notices a death, makes a smaller
 communicator, brings all ranks to the newest state, and repeats the step that was broken off.
-`peer_state` sends the state from a rank that has it to the ranks that are behind. The calls of MPI
+`peer_state` sends the state from a rank that has it to the ranks that are behind.
+`repair_deadline` ends a rank that cannot go on. The calls of MPI
 on which this rests are in `runtime/ulfm.py`.
 """

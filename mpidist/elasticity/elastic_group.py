@@ -25,6 +25,7 @@ from mpi4py import MPI
 from .. import events
 from ..collectives import selection
 from ..errors import ConfigError, ProtocolError, RankFailure, shown
+from ..launch import heartbeat
 from ..launch.environment import has_ulfm
 from ..registry import checked_whole
 from ..runtime import polling, ulfm
@@ -38,6 +39,7 @@ from . import peer_state
 from .evict import Deadline, cause_in_words, parse_deadline
 from .node_board import OUTSIDE, NodeBoard
 from .node_watch import NodeWatch
+from .repair_deadline import RepairDeadline
 
 T = TypeVar("T")
 
@@ -150,6 +152,7 @@ class Group:
             raise ProtocolError(f"done({shown(step)}): step {self.step} is the next one")
         self.step += 1
         self.watch.step_done(self.step)
+        heartbeat.note_steps(self.step)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context manager for work of a rank that the other ranks may wait for.
@@ -251,6 +254,11 @@ class Group:
             self.watch.end_steps(OUTSIDE)
 
     def _repair(self) -> None:
+        """Go on with the living ranks, or end this process in time. Collective over them."""
+        with RepairDeadline(this_rank(), self._state_bytes()) as self._deadline:
+            self._go_on()
+
+    def _go_on(self) -> None:
         """Go on with the living ranks: shrink, bring the state up to date. Collective over them."""
         began = time.monotonic() if self._broken_at is None else self._broken_at
         self.watch.end_steps()
@@ -263,6 +271,7 @@ class Group:
         while not whole:
             self._shrink()
             try:
+                self._deadline.begin("REBUILD")
                 self._members.open()
                 if self.is_spare:
                     break
@@ -270,6 +279,7 @@ class Group:
                 table = _first_of(self.comm, table)
                 same = {key: {**entry, "ranks": self.size} for key, entry in table.items()}
                 selection.restore(self.comm, same, "more ranks")
+                self._deadline.begin("")  # a function of the user may take any time
                 for function in self._on_resize:
                     function(old, self.size)
                 self.watch.board.agree_on_fates(self.comm)
@@ -280,6 +290,7 @@ class Group:
         self._broken_at = None
         gone = [name for name in names if name not in self._members.names]
         self.deaths += len(gone)
+        heartbeat.note_deaths(self.deaths)
         if self.is_spare:
             return
         seconds = time.monotonic() - began
@@ -300,6 +311,10 @@ class Group:
             print(f"mpidist: {text}", file=sys.stderr, flush=True)
         self.watch.begin_steps()
 
+    def _state_bytes(self) -> int:
+        """Return about how many bytes a rank that is behind gets from another one."""
+        return peer_state.size_of(self.state)
+
     def _bring_up_to_date(self) -> None:
         """Give the state of the newest rank to the ranks that are behind. Collective."""
         self.step = peer_state.bring_up_to_date(self.comm, self.state, self.step)
@@ -307,7 +322,7 @@ class Group:
     def _shrink(self) -> None:
         self._members.end("a rank has died; group.comm is a new communicator, and what was made "
                           "from the old one must be made again")  # fmt: skip
-        living = self._members.shrink(self._agreed)
+        living = self._members.shrink(self._agreed, self._deadline.begin)
         self._agreed, size = False, living.active.count(True)
         if size < self.min_ranks:
             gone = [name for name in self._members.names if name not in living.names]
@@ -380,6 +395,7 @@ def _open(comm, state, min_ranks, deadline, restarts: bool, spares=0) -> Group:
         }
 
     same_on_all(comm, "md.elastic", facts)
+    heartbeat.join()
     return Group(comm, state, min_ranks, restarts, limit[0], spares)
 
 

@@ -61,6 +61,11 @@ def description(state: State) -> dict[str, str]:
     }
 
 
+def size_of(state: State) -> int:
+    """Return the bytes of the arrays of a state."""
+    return sum(array_of(leaf).nbytes for _, leaf in leaves_of(state) if _in_place(leaf))
+
+
 def bring_up_to_date(comm: MPI.Intracomm, state: State, step: int) -> int:
     """Give all ranks of `comm` the state of the rank with the largest `step`. Collective.
 

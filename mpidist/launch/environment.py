@@ -13,13 +13,19 @@ _MPI_SETTINGS = (
 )  # fmt: skip
 
 
-#: `mpidist launch` passes the folder of this attempt to its ranks in this variable.
-ATTEMPT_FOLDER = "MPIDIST_ATTEMPT_FOLDER"
+#: `mpidist launch` passes these to its ranks: the folder of this attempt, and a folder for copies
+#: of the state in the memory of each host.
+ATTEMPT_FOLDER, MEMORY_FOLDER = "MPIDIST_ATTEMPT_FOLDER", "MPIDIST_MEMORY_FOLDER"
 
 
 def job_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the folder that all attempts of `mpidist launch` share; None without this command."""
     return Path(environ[ATTEMPT_FOLDER]).parent if ATTEMPT_FOLDER in environ else None
+
+
+def memory_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder in /dev/shm for copies of the state; None without `mpidist launch`."""
+    return Path(environ[MEMORY_FOLDER]) if MEMORY_FOLDER in environ else None
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:

@@ -13,7 +13,9 @@ whether the launcher still runs. Examples of files:
 
 The exit code of ``mpiexec`` alone proves nothing: the ``mpiexec`` of Open MPI, run with fault
 tolerance, returns 0 even after a rank was killed. A rank that ends by itself writes "left" to its
-file, and a rank that is killed cannot write it.
+file, and a rank that is killed cannot write it. When all living ranks have met for the last time,
+each of them writes its exit code, too. Of a job that goes on when ranks die, only these exit codes
+say that it is done.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -42,13 +45,16 @@ FOLDER, ATTEMPT, LAUNCHER = ATTEMPT_FOLDER, "MPIDIST_ATTEMPT", "MPIDIST_LAUNCHER
 OVER = "over"
 #: The file in the attempt's folder that appears when the program begins on any rank.
 BEGUN = "begun"
+#: The file that contains the text which identifies the launcher of the attempt.
+LAUNCHER_FILE = "launcher"
 #: The exit code of a rank that ends itself because its attempt (start of the job) is over.
 ORPHAN = 70
 #: Seconds between two heartbeats of a rank.
 INTERVAL = 1.0
 
 _BEAT, _STEP, _FIRST, _LEFT, _PID, _HEARD, _FAILED, _PEAK, _KILLS = range(9)
-_NUMBERS = struct.Struct("<13q")
+_CODE, _DEATHS, _GAVE_UP = range(13, 16)
+_NUMBERS = struct.Struct("<16q")
 _BYTES = 256
 _NONE = -1  # no step yet
 
@@ -65,6 +71,11 @@ class Sign(NamedTuple):
     `kills_before` is that number when the rank began; both are -1 if unknown. `group` is a number
     that identifies the control group on its host. `pid` and `born` (the start time of the process)
     together identify the process on its host, unless a container has a pid namespace of its own.
+
+    `code` is the exit code of a rank that has left together with all living ranks, else -1.
+    `deaths` is how many deaths of other ranks this rank has survived. A silent rank that has
+    survived fewer than the others is one of the dead. `gave_up` is 1 if this rank could not go
+    on after a death, so that the attempt must end.
     """
 
     rank: int
@@ -82,6 +93,9 @@ class Sign(NamedTuple):
     limit: int = 0
     group: int = 0
     born: int = 0
+    code: int = _NONE
+    deaths: int = 0
+    gave_up: int = 0
 
 
 class Pulse:
@@ -95,20 +109,21 @@ class Pulse:
         group = self._group.folder.stat().st_ino if self._group else 0
         with (folder / f"rank-{rank}").open("xb+") as file:
             begin = 0, _NONE, _NONE, 0, os.getpid(), 0, 0, peak_memory(), kills, kills, limit, group
-            text = _NUMBERS.pack(*begin, int(born("self") or 0)) + socket.gethostname().encode()
+            last = int(born("self") or 0), _NONE, 0, 0
+            text = _NUMBERS.pack(*begin, *last) + socket.gethostname().encode()
             file.write(text.ljust(_BYTES, b"\0"))
             file.flush()
             self._map = mmap.mmap(file.fileno(), _BYTES)
-        self._numbers = memoryview(self._map).cast("q")
+        self.numbers = memoryview(self._map).cast("q")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpidist-pulse", daemon=True)
         self._thread.start()
 
     def note(self, step: int) -> None:
         """Write the number of finished steps to the heartbeat file."""
-        if self._numbers[_FIRST] == _NONE:
-            self._numbers[_FIRST] = step
-        self._numbers[_STEP] = step
+        if self.numbers[_FIRST] == _NONE:
+            self.numbers[_FIRST] = step
+        self.numbers[_STEP] = step
 
     def leave(self) -> None:
         """Write to the heartbeat file that this process ends by itself.
@@ -116,16 +131,19 @@ class Pulse:
         A second call does nothing.
         """
         self._stop.set()
-        self._numbers[_LEFT] = 1
+        self.numbers[_LEFT] = 1
+        self.flush()
+
+    def flush(self) -> None:
+        """Make other hosts see what this rank has written."""
         with contextlib.suppress(OSError):
             self._map.flush()
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):
-            self._numbers[_BEAT] += 1
-            self._numbers[_PEAK], self._numbers[_KILLS] = peak_memory(), self._killed()
-            with contextlib.suppress(OSError):
-                self._map.flush()  # so that other hosts can read it
+            self.numbers[_BEAT] += 1
+            self.numbers[_PEAK], self.numbers[_KILLS] = peak_memory(), self._killed()
+            self.flush()
             if self._is_over():
                 # The next attempt may run already, so this attempt must write nothing any more.
                 os.write(2, b"mpidist: this attempt is over for its launcher; the rank ends\n")
@@ -176,13 +194,33 @@ def _be_silent() -> None:
     _pulse = None
 
 
-def note_steps(step: int) -> None:
-    """Write the number of finished steps to the heartbeat file.
+_step_ended: float | None = None
+_longest_step: float | None = None
 
-    Does nothing without `mpidist launch`.
+
+def note_steps(step: int) -> None:
+    """Write the number of finished steps to the heartbeat file, if `mpidist launch` reads it.
+
+    Also measures the time from step to step, see `longest_step`.
     """
+    global _step_ended, _longest_step
     if _pulse is not None:
         _pulse.note(step)
+    now = time.monotonic()
+    if _step_ended is not None:
+        _longest_step = max(_longest_step or 0.0, now - _step_ended)
+    _step_ended = now
+
+
+def longest_step() -> float | None:
+    """Return the longest time in seconds from one step to the next, saves included.
+
+    Returns None as long as it is unknown. The step that goes on is not counted, for a rank calls
+    this function when a death has broken that step off.
+    """
+    global _step_ended
+    _step_ended = None
+    return _longest_step
 
 
 def hear() -> None:
@@ -191,7 +229,7 @@ def hear() -> None:
     Does nothing without `mpidist launch`.
     """
     if _pulse is not None:
-        _pulse._numbers[_HEARD] = 1
+        _pulse.numbers[_HEARD] = 1
 
 
 def fail() -> None:
@@ -200,7 +238,35 @@ def fail() -> None:
     Does nothing without `mpidist launch`.
     """
     if _pulse is not None:
-        _pulse._numbers[_FAILED] = 1
+        _pulse.numbers[_FAILED] = 1
+
+
+def note_exit(code: int) -> None:
+    """Write to the heartbeat file that this rank ends with exit code `code`, with all living ranks.
+
+    Does nothing without `mpidist launch`.
+    """
+    if _pulse is not None:
+        _pulse.numbers[_CODE] = code
+        _pulse.leave()
+
+
+def note_deaths(count: int) -> None:
+    """Write to the heartbeat file how many deaths of other ranks this process has survived.
+
+    Does nothing without `mpidist launch`.
+    """
+    if _pulse is not None:
+        _pulse.numbers[_DEATHS] = count
+
+
+def give_up() -> bool:
+    """Write to the heartbeat file that the attempt must end; return whether a launcher reads it."""
+    if _pulse is None:
+        return False
+    _pulse.numbers[_GAVE_UP] = 1
+    _pulse.flush()
+    return True
 
 
 def attempt(environ: Mapping[str, str] | None = None) -> int:

@@ -47,11 +47,16 @@ def find_launcher(python: str | os.PathLike | None = None) -> Path:
 
 
 @lru_cache
+def launcher_version(launcher: str) -> str:
+    """Return what a launcher says of its version."""
+    said = subprocess.run([launcher, "--version"], capture_output=True, text=True, timeout=30)
+    return said.stdout
+
+
+@lru_cache
 def launcher_kind(launcher: str | os.PathLike) -> tuple[str, int]:
     """Return the kind of a launcher as a tuple ("openmpi" or "mpich", major version)."""
-    said = subprocess.run(
-        [os.fspath(launcher), "--version"], capture_output=True, text=True, timeout=30
-    ).stdout
+    said = launcher_version(os.fspath(launcher))
     if match := re.search(r"\((?:Open MPI|OpenRTE|PRRTE)\) (\d+)", said):
         return "openmpi", int(match[1])
     match = re.search(r"Version:\s*(\d+)", said)

@@ -98,3 +98,11 @@ def _leave_out_finalize() -> bool:
     except (OSError, ValueError, AttributeError):  # another MPI, or another C library
         return False
     return MPI.Is_finalized()
+
+
+def flush_streams() -> None:
+    """Write what stdout and stderr still hold in memory."""
+    for stream in (sys.stdout, sys.stderr):
+        # A stream that is closed or missing has nothing to flush.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()

@@ -41,8 +41,16 @@ from mpi4py import MPI
 
 from .. import events
 from ..errors import ConfigError, MpidistError, RankFailure
+from ..launch import heartbeat
 from ..launch.environment import has_ulfm
-from .before_exit import READ_BY, SEGMENTS, end_process, unlink_segments, wait_for_the_reader
+from .before_exit import (
+    READ_BY,
+    SEGMENTS,
+    end_process,
+    flush_streams,
+    unlink_segments,
+    wait_for_the_reader,
+)
 from .communicator import check_comm, translated_rank
 
 #: HOLD_BACK: seconds that a failing rank waits for notes of lower ranks. LOOK: seconds that rank 0
@@ -115,8 +123,7 @@ def claim_exit_barrier(comm: MPI.Comm) -> bool:
 
     With the exit barrier, all ranks leave the job together. Returns true only once in a process,
     for the first communicator that has all ranks of the job. Threads may make contexts in a
-    different order on each process, so one process calls this function, and the other processes use
-    its result.
+    different order on each process, so one process calls this function for all of them.
     """
     world = MPI.COMM_WORLD.size
     if comm.size == world > 1 and not comm.Is_inter():
@@ -203,8 +210,10 @@ def _job_is_alive() -> bool:
 
 
 def _end_job(error: BaseException, show_traceback) -> None:
+    global _exit_code
     # The whole job ends, so this is one of the few places that use COMM_WORLD.
     world, code = MPI.COMM_WORLD, exit_code(error)
+    _exit_code = code
     # An exception of MPI mostly means that another rank has ended or has made another call.
     if not (_is_secondary(error) or isinstance(error, MPI.Exception)):
         _announce()
@@ -224,7 +233,7 @@ def _end_job(error: BaseException, show_traceback) -> None:
             time.sleep(6 * HOLD_BACK)
         else:
             _show(error, show_traceback)
-        _flush()
+        flush_streams()
         if world.size > 1:
             _abort(code)
         elif code != 1 and threading.current_thread() is threading.main_thread():
@@ -261,6 +270,7 @@ def _abort(code: int) -> None:
     time.sleep(DRAIN)
     if has_ulfm():
         # MPI_Abort would end only this process, as if it had died.
+        heartbeat.note_exit(code)
         with contextlib.suppress(OSError):
             os.kill(os.getppid(), signal.SIGTERM)
             time.sleep(READ_BY)
@@ -295,12 +305,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _others_speak(rank: int, error: BaseException) -> bool:
-    """Tell all ranks that this rank has failed; return whether another rank prints its error.
-
-    If several ranks have failed, one rank prints its error for all of them. If no other rank prints
-    an error, this rank announces its own error in a second note (a message of one byte), and the
-    caller prints that error.
-    """
+    """Tell all ranks that this rank has failed; return whether another rank prints its error."""
     secondary = _is_secondary(error)
     wait = 3 * HOLD_BACK if secondary else HOLD_BACK if rank else LOOK
     if _exit_barrier == MPI.COMM_NULL:
@@ -343,15 +348,8 @@ def _leave_alone(code: int) -> None:
     atexit._run_exitfuncs()
     if _job_is_alive():
         MPI.Finalize()
-    _flush()
+    flush_streams()
     os._exit(code)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        # A stream that is closed or missing has nothing to flush.
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
 
 
 # ------------------------------------------------------------------------------ sys.exit(nonzero)
@@ -380,18 +378,23 @@ def _leave() -> None:
     """At exit, leave together with all ranks, or end the job if this rank has a nonzero code.
 
     With exit code 0 this rank waits without a deadline, because another rank may still write a file
-    for an hour. MPI_Finalize would wait for the other ranks as well, but would keep a core busy. If
-    several ranks have a nonzero code, the lowest of them exits first, if the job's `mpirun` needs
-    this order (see `let_first_leave`).
+    for an hour. MPI_Finalize would wait for the other ranks as well, but would keep a core busy.
     """
-    global _exit_barrier, _survives
     if _child and _job_is_alive():
         # MPI_Finalize would run next. Handlers that the child has registered have run already,
         # because handlers run last in, first out.
-        _flush()
+        flush_streams()
         os._exit(_exit_code & 0xFF)
-    if not _job_is_alive() or _exit_barrier == MPI.COMM_NULL:
-        return
+    if _job_is_alive() and _exit_barrier != MPI.COMM_NULL:
+        _meet_at_exit()
+    code = (_exit_code or _may_fail) & 0xFF
+    heartbeat.note_exit(code)
+    if _survives:
+        end_process(code, now=_ending)
+
+
+def _meet_at_exit() -> None:
+    global _exit_barrier, _survives
     start = time.monotonic()
     fails = _exit_code or _may_fail
     mine = np.array([_exit_barrier.rank if fails else _exit_barrier.size])
@@ -405,7 +408,7 @@ def _leave() -> None:
                 ago = f"{waited:.0f} s ago and other ranks go on; it ends the job"
                 print(called, ago, file=sys.stderr)
                 _announce()
-                _flush()
+                flush_streams()
                 _abort(_exit_code)
             time.sleep(0.0002 if waited < 0.2 else 0.01)
         _exit_barrier.Free()
@@ -417,15 +420,13 @@ def _leave() -> None:
         if elastic is not None and not _ending and (text := elastic.agree_at_exit()):
             print(f"mpidist: {text}", file=sys.stderr)
     _exit_barrier = MPI.COMM_NULL
-    if _survives:
-        end_process((_exit_code or _may_fail) & 0xFF, now=_ending)
 
 
 def leave_with(code: int) -> None:
     """End this process with exit code `code`, together with the ranks that `survive` has given."""
     global _exit_code, _ending
     _exit_code, _ending = code, True
-    _flush()
+    flush_streams()
     wait_for_the_reader()
     _leave()
 
@@ -436,12 +437,12 @@ def let_first_leave() -> None:
     When one process of each of four hosts exits with a nonzero code at the same moment, mpirun of
     Open MPI 5.0.11 hangs or crashes in about one run of five. This mpirun neither hung nor crashed
     in 60 runs in which one process exited first and the others waited to be ended. On one host, and
-    with launchers other than mpirun of Open MPI, this function does nothing. If the job has an exit
-    barrier, this function does nothing until the ranks have left that barrier.
+    with other launchers, this function does nothing, nor before the ranks have left the exit
+    barrier.
     """
     here = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 0))
     if _exit_barrier == MPI.COMM_NULL and 0 < here < MPI.COMM_WORLD.size:
-        _flush()
+        flush_streams()
         if not _survives:
             MPI.Finalize()  # waits for all ranks
         time.sleep(LEAVE_FIRST)

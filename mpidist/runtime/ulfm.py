@@ -252,14 +252,19 @@ class Membership:
             if which(context.comm):
                 self.kept.append(context.end(text))
 
-    def shrink(self, agreed: bool = False) -> Membership:
+    def shrink(
+        self, agreed: bool = False, begin: Callable[[str], object] = lambda phase: None
+    ) -> Membership:
         """Return the membership of the living ranks, which is not open yet. Collective over them.
 
         This membership must have ended on this rank. `agreed` says that this rank has just taken
-        part in the agreement with which ranks in `all_here` learn of the failure.
+        part in the agreement with which ranks in `all_here` learn of the failure. `begin` is called
+        with the name of each phase, which may hang.
         """
         if not agreed:
+            begin("MEET")
             self._agree(_GO_ON)
+        begin("SHRINK")
         base = _shrunk(self.base)
         here, there = base.Get_group(), self.base.Get_group()
         before = here.Translate_ranks(range(here.size), there)

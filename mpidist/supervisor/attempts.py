@@ -7,6 +7,7 @@ processes with this mark that still run on this host. Ranks on other hosts notic
 shared folder which says that the attempt is over, and end themselves (`mpidist.launch.heartbeat`).
 
     DIR/history.jsonl      one line for each attempt and decision
+    DIR/memory             the name of the folder in /dev/shm for copies of the state
     DIR/selection-*.json   the choices of `algorithm="auto"`, for later attempts
     DIR/attempt-0/rank-3   the heartbeat of rank 3
     DIR/attempt-0/launcher the process that has started the attempt
@@ -22,34 +23,52 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from ..errors import ConfigError
 from ..launch import heartbeat
+from ..launch.environment import MEMORY_FOLDER
 from ..launch.launchers import launch_environment
 from ..launch.process_table import stat_of
 from ..launch.processes import end_marked, forgotten_segments, marked, mpi_segments, remove_session
 from . import commands
 from .deaths import Deaths
-from .hosts import AttemptPlace, LaunchedJob, print_line, room, usable, without_culprits
+from .hosts import (
+    AttemptPlace,
+    LaunchedJob,
+    grown,
+    print_line,
+    room,
+    usable,
+    with_todays_hosts,
+    without_culprits,
+)
 from .liveness import Launcher, Vigil
+from .memory_folder import make_memory_folder, remove_memory_folder
 from .memory_kills import MemoryKills
 from .policy import Action, Attempt, decide
+from .requests import JobRequest, Requests
 
 #: The environment variable that marks all processes of an attempt.
 MARK = "MPIDIST_LAUNCH_MARK"
 #: Seconds that a launcher has to end its ranks after SIGTERM.
 PATIENCE = 5.0
-
-#: The file of an attempt that names its launcher.
-_LAUNCHER = "launcher"
+#: Seconds that a launcher has to end by itself after all its ranks were killed.
+QUICK = 0.3
 
 #: The command that a launcher starts: it makes a file, and then becomes the program.
 _BEGIN = 'true 2>/dev/null >"$1"; shift; exec "$@"'
+#: The same before it, for ranks that survive a death: nobody would notice one before they have met.
+_SAY_PID = (
+    "read host </proc/sys/kernel/hostname; "
+    'echo "$$ $host" 2>/dev/null >"$1-$OMPI_COMM_WORLD_RANK"; '
+)
 
 _ASK = (signal.SIGUSR1, signal.SIGTERM)
 _HEARD = (*_ASK, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
@@ -60,21 +79,26 @@ def run(job: LaunchedJob) -> int:
     job.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     attempts = read_history(job.folder)
     number = next_attempt(job.folder, len(attempts))
+    job = with_todays_hosts(job)
     place = AttemptPlace(job.hosts, tuple(job.hosts or ()), named=not job.slurm)
     place = without_culprits(job, attempts, place)
     ranks = min(job.ranks, room(job, place.hosts))
     # The signals are blocked, and `watch` waits for them, because a signal handler could run
     # between any two lines of this function.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    memory, action = make_memory_folder(job.folder), None
+    requests = Requests(job.folder, job.notice)
     try:
         while True:
             unstarted = sum(attempt.unstarted for attempt in attempts)
-            one = _Running(job, number, number - unstarted, ranks, place)
+            one = _Running(job, number, number - unstarted, ranks, place, memory, requests)
             attempts.append(one.watch())
             number += 1
             _note(job.folder, "attempt", attempts[-1]._asdict())
-            if attempts[-1].failed and not attempts[-1].asked:
-                place = without_culprits(job, attempts, usable(job))
+            if not attempts[-1].finished:
+                job = with_todays_hosts(grown(job, attempts[-1].more))
+                if job.hosts_from or (attempts[-1].failed and not attempts[-1].asked):
+                    place = without_culprits(job, attempts, usable(job))
             action = decide(attempts, job.policy, job.ranks, room(job, place.hosts))
             _note(job.folder, "decision", action._asdict())
             _tell(one.known_as, attempts, action)
@@ -87,6 +111,8 @@ def run(job: LaunchedJob) -> int:
                 return _finish(job, action)
             ranks = action.ranks
     finally:
+        requests.close()
+        remove_memory_folder(job, memory, well=action is not None and action.code == 0)
         # A signal that came while this function ended asks for a stop that has happened already.
         # Such a signal must not end this process before the exit code is returned.
         while signal.sigtimedwait(_HEARD, 0):
@@ -120,30 +146,45 @@ class _Running:
     """
 
     def __init__(
-        self, job: LaunchedJob, number: int, known_as: int, ranks: int, place: AttemptPlace
+        self,
+        job: LaunchedJob,
+        number: int,
+        known_as: int,
+        ranks: int,
+        place: AttemptPlace,
+        memory: Path | None,
+        requests: Requests,
     ):
-        self.job, self.known_as, self.ranks = job, known_as, ranks
+        self.job, self.known_as, self.ranks, self.requests = job, known_as, ranks, requests
+        self.request: JobRequest | None = None
         self.folder = job.folder / f"attempt-{number}"
         self.folder.mkdir(mode=0o700)
-        (self.folder / _LAUNCHER).write_text(heartbeat.launcher_id(), encoding="utf-8")
+        (self.folder / heartbeat.LAUNCHER_FILE).write_text(
+            heartbeat.launcher_id(), encoding="utf-8"
+        )
         self.mark = uuid.uuid4().hex
         told = {
             MARK: self.mark,
             heartbeat.FOLDER: str(self.folder.absolute()),
             heartbeat.ATTEMPT: str(known_as),
             heartbeat.LAUNCHER: heartbeat.launcher_id(),
+            **({} if memory is None else {MEMORY_FOLDER: str(memory)}),
         }
         slurm: dict[str, str] = {}
         if job.slurm and job.hosts:
             slurm = commands.slurm_environ(os.environ, list(job.hosts), place.left, ranks)
         words = commands.command(ranks, job.words, place.hosts, restricted=place.named)
+        if job.elastic:
+            words = commands.surviving(words)
         self.kind = kind = commands.kind_of(words)
         if kind == "openmpi":
             # Other launchers pass the whole environment on, also to other hosts.
             words += [word for name in told for word in ("-x", name)]
         self.began = time.monotonic()
         self.environment = {**launch_environment(), **slurm, **told}
-        script = commands.quick_start(kind, words[0], self.environment) + _BEGIN
+        self.elastic = commands.SURVIVE[0] in words
+        script = commands.quick_start(kind, words[0], self.environment)
+        script += (_SAY_PID if self.elastic else "") + _BEGIN
         begin = ["/bin/sh", "-c", script, "mpidist", str(self.folder.absolute() / heartbeat.BEGUN)]
         self.process = subprocess.Popen(
             [*words, *begin, *_unnameable(self.environment), *job.program],
@@ -152,8 +193,8 @@ class _Running:
             start_new_session=True,
             preexec_fn=self._before,
         )
-        tolerant, queues = "--with-ft" in words, kind not in ("openmpi", "mpich")
-        self.vigil = Vigil(ranks, job.limits, self.began, dead_ends=not tolerant, queues=queues)
+        queues = kind not in ("openmpi", "mpich")
+        self.vigil = Vigil(ranks, job.limits, self.began, dead_ends=not self.elastic, queues=queues)
         self.deaths = Deaths()
         self.memory = MemoryKills(self.deaths.order)
         self.begun = False
@@ -173,13 +214,16 @@ class _Running:
             if number in (signal.SIGINT, signal.SIGHUP):
                 why, asked = "interrupted", True
             elif number in _ASK and not asked:
-                print_line(f"{signal.Signals(number).name}: the ranks are asked to save and exit")
-                asked, deadline = True, now + self.job.limits.grace
-                with contextlib.suppress(ProcessLookupError):
-                    self.process.send_signal(signal.SIGUSR1)
+                asked, deadline = True, self._ask(signal.Signals(number).name, now)
             elif self.process.poll() is None:
                 with contextlib.suppress(OSError):  # shared file systems may fail for a while
                     why = self._look(now)
+                    if self.request is None and self._listens():
+                        self.request = self.requests.look()
+                        if self.request is not None:
+                            deadline = self._ask(self.request.text, now)
+                if self.vigil.over:  # Open MPI's launcher may wait for ever for ranks that died
+                    break
                 if now > deadline:
                     why = f"the ranks did not exit within {self.job.limits.grace:g} s"
             if why:
@@ -189,6 +233,18 @@ class _Running:
         self.deaths.close()
         return self._result(asked, why)
 
+    def _ask(self, why: str, now: float) -> float:
+        """Ask the ranks to save and leave; return the time by which they must have left."""
+        print_line(f"{why}: the ranks are asked to save and exit")
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGUSR1)
+        return now + self.job.limits.grace
+
+    def _listens(self) -> bool:
+        """Return whether the ranks are in their loop; before it, the signal would end them."""
+        signs = self.vigil.signs
+        return self.begun and (not signs or any(sign.step is not None for sign in signs))
+
     def _look(self, now: float) -> str:
         """Return the reason for which this attempt must end, or "" if it may continue."""
         ended = set(self.deaths.order)
@@ -197,7 +253,11 @@ class _Running:
         self.memory.see(signs)
         self.begun = self.begun or heartbeat.has(self.folder, heartbeat.BEGUN)
         stopped = stat_of(self.process.pid)[0] == "T"
-        why = self.vigil.look(signs, now, ended, Launcher(self.begun, stopped))
+        begun = self._watch_begun(ended) if self.elastic and len(signs) < self.ranks else {}
+        why = self.vigil.look(signs, now, ended, Launcher(self.begun, stopped), begun)
+        for sign in self.vigil.stuck:
+            print_line(f"rank {sign.rank} is killed, so that the others go on: it gave no sign")
+            self.deaths.kill([sign.pid])
         if any(not sign.heard for sign in self.vigil.dead):
             # Open MPI's launcher waits half a second for the other ranks to exit by themselves,
             # which they cannot. After this kill the launcher ends at once, with the exit code of
@@ -206,7 +266,26 @@ class _Running:
             self.deaths.kill()
         return why
 
+    def _watch_begun(self, ended: set[int]) -> dict[int, int]:
+        """Watch the ranks of this host that have begun; return their process IDs by rank.
+
+        Processes that are gone already are added to `ended`.
+        """
+        wanted, found = f"{MARK}={self.mark}".encode(), {}
+        for path in self.folder.glob(f"{heartbeat.BEGUN}-*"):
+            words = path.read_text(encoding="utf-8").split()
+            if words[1:] == [socket.gethostname()]:
+                pid = found[int(path.name.partition("-")[2])] = int(words[0])
+                if not self.deaths.watch_process(pid, partial(_has, pid, wanted)):
+                    ended.add(pid)
+        return found
+
     def _end(self) -> None:
+        if self.elastic:
+            # Ranks that may wait for a dead one for ever, in MPI, would not hear a signal to end.
+            self.deaths.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(QUICK)
         # A killed MPI library leaves its shared memory behind; find it while it is still mapped.
         left = marked(self.mark, MARK)
         segments = mpi_segments(left)
@@ -239,14 +318,33 @@ class _Running:
         signs = self.vigil.signs
         steps = [sign.step for sign in signs if sign.step is not None]
         firsts = [sign.first for sign in signs if sign.first is not None]
+        code, left, survived = self.process.returncode, sum(sign.left for sign in signs), 0
+        if self.elastic and (signs or self.job.elastic):
+            # The exit code of Open MPI's launcher is 0 if all ranks were killed.
+            if codes := {sign.code: sign.deaths for sign in signs if sign.code >= 0}:
+                left, survived = len(signs), max(codes.values())
+                # A ``raise SystemExit(4)`` is known to the launcher only.
+                own = code if 0 < code < 128 and not self.vigil.over else 0
+                code = max(codes) or own
+            elif code == 0:
+                hint = "" if signs else "; a program under --elastic uses md.elastic or md.train"
+                why = why or f"no rank has said that the job is done{hint}"
+                code = heartbeat.ORPHAN
         return Attempt(
-            ranks=self.ranks, code=self.process.returncode, ended=time.time(),
+            ranks=self.ranks, code=code, ended=time.time(), survived=survived,
             step=max(steps, default=None), first=min(firsts, default=None), told=len(signs),
-            left=sum(sign.left for sign in signs), asked=asked, why=why,
+            left=left, asked=asked, why=why, more=self.request.more if self.request else 0,
             seconds=round(time.monotonic() - self.began, 1),
             begun=begun, memory="" if asked else self.memory.text(signs),
             culprit=commands.named_like(self.vigil.culprit(), self.job.hosts or ()),
         )  # fmt: skip
+
+
+def _has(pid: int, variable: bytes) -> bool:
+    """Return whether a process has a variable, such as ``b"NAME=value"``, in its environment."""
+    with contextlib.suppress(OSError):
+        return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
 
 
 def _unnameable(environment: Mapping[str, str]) -> list[str]:
@@ -260,7 +358,7 @@ def _unnameable(environment: Mapping[str, str]) -> list[str]:
 
 def _tell(known_as: int, attempts: Sequence[Attempt], action: Action) -> None:
     last = attempts[-1]
-    if last.finished and len(attempts) == 1:
+    if last.finished and len(attempts) == 1 and not last.survived:
         return
     what, then = f"attempt {known_as} on {last.ranks} ranks: {last.text()}", action.reason
     if action.what == "relaunch":
@@ -298,7 +396,7 @@ def next_attempt(folder: Path, known: int) -> int:
     while (attempt := folder / f"attempt-{number}").exists():
         if not (attempt / heartbeat.OVER).exists():
             with contextlib.suppress(FileNotFoundError):
-                name = (attempt / _LAUNCHER).read_text(encoding="utf-8")
+                name = (attempt / heartbeat.LAUNCHER_FILE).read_text(encoding="utf-8")
                 if heartbeat.is_at_work(name, elsewhere=False):
                     raise ConfigError(
                         f"{folder} is in use by another mpidist launch; wait for it or stop it, "
@@ -312,10 +410,11 @@ def next_attempt(folder: Path, known: int) -> int:
 def remove_control_folder(folder: Path) -> None:
     """Remove the files of `mpidist launch` from a control folder, and the folder if it is empty."""
     for attempt in folder.glob("attempt-*"):
-        if (attempt / _LAUNCHER).exists():
+        if (attempt / heartbeat.LAUNCHER_FILE).exists():
             shutil.rmtree(attempt, ignore_errors=True)
     with contextlib.suppress(OSError):
-        for path in (*folder.glob("selection-*.json"), folder / "history.jsonl"):
+        ours = (*folder.glob("selection-*.json"), folder / "history.jsonl", folder / "memory")
+        for path in ours:
             path.unlink(missing_ok=True)
         folder.rmdir()
 

@@ -16,11 +16,20 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..launch.claims import srun_mpi
-from ..launch.launchers import crowding, find_launcher, launcher_command, launcher_kind
+from ..launch.launchers import (
+    crowding,
+    find_launcher,
+    launcher_command,
+    launcher_kind,
+    launcher_version,
+)
 from ..launch.processes import run
 
 #: Node states in which Slurm starts nothing. A ``*`` after a state means a node without answer.
 _AWAY = ("down", "drain", "fail", "maint", "unk", "power", "no_respond", "boot")
+
+#: The oldest Open MPI whose ranks go on after a death, and the option with which they do.
+WITH_ULFM, SURVIVE = (5, 0, 11), ("--with-ft", "ulfm")
 
 #: The first command in the shell of a rank. Open MPI's component for one-sided transfers over
 #: libfabric sleeps for a second when MPI_Init closes it unused, and ranks on one host never use it
@@ -65,6 +74,34 @@ def command(
     words = list(words) or [str(find_launcher())]
     named = _host_words(kind_of(words), hosts) if hosts and restricted else []
     return [*words, *named, "-n", str(ranks)]
+
+
+def surviving(words: Sequence[str]) -> list[str]:
+    """Return a launcher's command line with the option by which living ranks go on after a death.
+
+    Raises
+    ------
+    ConfigError
+        The launcher has no such option.
+    """
+    name, kind = Path(words[0]).name, kind_of(words)
+    found = re.search(r"\(Open MPI\) (\d+)\.(\d+)\.(\d+)", _version_of(words[0]))
+    if kind != "openmpi" or not found or tuple(map(int, found.groups())) < WITH_ULFM:
+        what = {"mpich": f"{name} of MPICH", "srun": "srun"}.get(kind, name)
+        if found:
+            what = f"{name} of {found[0].strip('()').replace(')', '')}"
+        raise ConfigError(
+            f"mpidist launch --elastic: {what} ends the job when a rank dies; it needs Open MPI "
+            f"{'.'.join(map(str, WITH_ULFM))} or newer. The same command without --elastic works: "
+            "it starts the job again from the newest checkpoint"
+        )
+    return [*words] if SURVIVE[0] in words else [words[0], *SURVIVE, *words[1:]]
+
+
+def _version_of(launcher: str) -> str:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return launcher_version(shutil.which(launcher) or launcher)
+    return ""
 
 
 def again(ranks: int, started_by: str, library: str, crowded: bool) -> list[str]:

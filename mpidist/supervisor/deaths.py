@@ -13,8 +13,9 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 
 from ..launch.heartbeat import Sign
 from ..launch.process_table import born
@@ -41,15 +42,29 @@ class Deaths:
     def watch(self, signs: Sequence[Sign]) -> None:
         """Begin to watch the ranks that have written the heartbeats `signs`."""
         for sign in signs:
-            if sign.host == self._host and sign.pid not in self._seen:
-                self._seen.add(sign.pid)
-                with suppress(OSError, AttributeError):
-                    handle = os.pidfd_open(sign.pid)
-                    if born(sign.pid) == str(sign.born):
-                        self._pids[handle] = sign.pid
-                        self._poll.register(handle, select.EPOLLIN)
-                    else:
-                        os.close(handle)
+            if sign.host == self._host:
+                self.watch_process(sign.pid, partial(_is_born_at, sign.pid, sign.born))
+
+    def watch_process(self, pid: int, is_ours: Callable[[], bool]) -> bool:
+        """Begin to watch a process of this host; return whether it still is a rank.
+
+        `is_ours` says whether the process with this number is a rank.
+        """
+        if pid in self._seen:
+            return True
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return False
+        except (OSError, AttributeError):
+            return is_ours()
+        if not is_ours():  # asked while the handle is open: now the number cannot be reused
+            os.close(handle)
+            return False
+        self._seen.add(pid)
+        self._pids[handle] = pid
+        self._poll.register(handle, select.EPOLLIN)
+        return True
 
     def _run(self) -> None:
         while True:
@@ -60,9 +75,11 @@ class Deaths:
                 self._poll.unregister(handle)
                 signal.pthread_kill(self._caller, signal.SIGCHLD)
 
-    def kill(self) -> None:
-        """Kill all watched ranks that still run. Idempotent."""
-        for handle in self._pids:
+    def kill(self, only: Collection[int] | None = None) -> None:
+        """Kill the watched ranks that still run, or those with a process ID in `only`."""
+        for handle, pid in [*self._pids.items()]:
+            if only is not None and pid not in only:
+                continue
             with suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
 
@@ -75,3 +92,7 @@ class Deaths:
             for handle in (self._end, self._ended, *self._pids):
                 os.close(handle)
             self._pids.clear()
+
+
+def _is_born_at(pid: int, when: int) -> bool:
+    return born(pid) == str(when)

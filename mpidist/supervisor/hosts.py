@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,9 @@ class LaunchedJob(NamedTuple):
     """A program, and how `mpidist launch` runs it.
 
     `words`: the user's launcher command. `hosts`: the number of ranks on each host. `slurm`:
-    whether the hosts are those of a Slurm allocation.
+    whether the hosts are those of a Slurm allocation. `elastic`: whether the ranks go on when one
+    of them dies. `notice`: a file or a command that says when the hosts will be taken away.
+    `hosts_from`: a command that prints the hosts of the next attempt.
     """
 
     program: tuple[str, ...]
@@ -36,6 +39,9 @@ class LaunchedJob(NamedTuple):
     slurm: bool = False
     policy: Policy = Policy()
     limits: Limits = Limits()
+    elastic: bool = False
+    notice: str = ""
+    hosts_from: tuple[str, ...] = ()
 
 
 class AttemptPlace(NamedTuple):
@@ -54,6 +60,44 @@ class AttemptPlace(NamedTuple):
 def print_line(text: str) -> None:
     """Print one line of `mpidist launch` on stderr."""
     print(f"mpidist launch: {text}", file=sys.stderr, flush=True)
+
+
+def grown(job: LaunchedJob, more: int) -> LaunchedJob:
+    """Return `job` with `more` ranks, but with no more than its hosts have room for."""
+    wanted = job.ranks + more
+    ranks = min(wanted, max(job.ranks, sum(job.hosts.values()))) if job.hosts else wanted
+    if ranks < wanted:
+        print_line(f"the hosts have room for {ranks} ranks, and not for {wanted}")
+    return job._replace(ranks=ranks)
+
+
+def with_todays_hosts(job: LaunchedJob) -> LaunchedJob:
+    """Return `job` with the hosts that its command prints now, if it has one.
+
+    If the command fails in a later attempt, the hosts stay what they are.
+
+    Raises
+    ------
+    ConfigError
+        The command fails before the first attempt.
+    """
+    if not job.hosts_from:
+        return job
+    text = " ".join(job.hosts_from)
+    try:
+        done = subprocess.run(job.hosts_from, capture_output=True, text=True, timeout=PROBE)
+        if done.returncode:
+            raise ConfigError(f"it exits with code {done.returncode}: {done.stderr.strip()[-200:]}")
+        hosts = commands.parse_hosts(",".join(done.stdout.split()))
+    except (ConfigError, OSError, subprocess.SubprocessError) as error:
+        line = f"--hosts-from {text!r}: expected one HOST:RANKS on each line; {error}"
+        if job.hosts is None:
+            raise ConfigError(" ".join(line.split())) from None
+        print_line(" ".join(f"{line}; the hosts of before are used".split()))
+        return job
+    if hosts != job.hosts and job.hosts is not None:
+        print_line(f"hosts: {', '.join(f'{host}:{count}' for host, count in hosts.items())}")
+    return job._replace(hosts=hosts)
 
 
 def usable(job: LaunchedJob) -> AttemptPlace:
@@ -103,4 +147,6 @@ def room(job: LaunchedJob, hosts: Mapping[str, int] | None) -> int:
     """Return how many ranks can run on `hosts`, which are some of the job's hosts. Pure."""
     if not job.hosts or hosts is None:
         return job.ranks
+    if job.hosts_from:
+        return min(job.ranks, sum(hosts.values()))
     return job.ranks * sum(hosts.values()) // sum(job.hosts.values())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..launch.heartbeat import Sign
@@ -36,6 +37,8 @@ class Limits(NamedTuple):
 START = 300.0
 #: Seconds that the launcher has to handle the death of a rank, or may itself be stopped.
 DEAD = 10.0
+#: Seconds that a launcher which survives deaths has to end a rank's error or the whole job.
+ALONE = 3.0
 #: Seconds after which a launcher is ended that starts nothing, or does not end after its ranks.
 LAUNCHER = 30.0
 
@@ -62,6 +65,11 @@ class Vigil:
     `dead_ends`: whether the death of a rank must end the attempt, because the launcher does not
     continue without a rank. `queues`: whether the launcher may wait, as srun does, before it starts
     a process. `dead`: the first ranks that have died without an orderly exit.
+
+    If `dead_ends` is false, the living ranks go on. The attempt ends if none is left, if a rank
+    gives the attempt up, or if a rank has ended alone by an error. `stuck`: silent ranks on this
+    host that must be killed, so that the others can go on. `over`: whether all living ranks have
+    said that they end, and have had time for it.
     """
 
     def __init__(
@@ -76,6 +84,8 @@ class Vigil:
     ):
         self.ranks, self.limits, self.began = ranks, limits, began
         self.dead: list[Sign] = []
+        self.stuck: list[Sign] = []
+        self.over = False
         self._dead_ends = dead_ends
         self._patience = limits.launcher or LAUNCHER
         self._unstarted = limits.launcher or (float("inf") if queues else LAUNCHER)
@@ -112,13 +122,19 @@ class Vigil:
         return hosts.pop() if len(hosts) == 1 else ""
 
     def look(
-        self, told: Sequence[Sign], now: float, gone: Collection[int] = (), launcher: Launcher = _OK
+        self,
+        told: Sequence[Sign],
+        now: float,
+        gone: Collection[int] = (),
+        launcher: Launcher = _OK,
+        begun: Mapping[int, int] = MappingProxyType({}),
     ) -> str:
         """Return the reason for which the attempt must end, or "" if it may continue.
 
         `told` are the newest heartbeats. `gone` are the process IDs of the ranks on this host that
         had ended before the heartbeats were read. A rank records a normal exit before its process
-        ends, so a rank in `gone` without such a record has died.
+        ends, so a rank in `gone` without such a record has died. `begun` are the process IDs of the
+        ranks on this host that have begun, whether or not they have written a heartbeat.
         """
         self.note(told)
         signs = self.signs
@@ -129,7 +145,17 @@ class Vigil:
             self._stepped = now
         self._last = now
         there = [sign for sign in signs if not sign.left]
+        if not self._dead_ends:
+            there = self._living(signs, gone)
+            if why := self._given_up(signs, there, gone, now, begun):
+                return why
         silent = [sign for sign in there if self._silence(sign, now) > self.limits.heartbeat]
+        if silent and not self._dead_ends:
+            newest = max(sign.deaths for sign in signs)
+            silent = [sign for sign in silent if sign.deaths == newest]
+            self.stuck = [sign for sign in silent if sign.host == self._host]
+            if len(silent) < len(there) and self.stuck == silent:
+                silent = []  # the others go on without them
         if silent:
             self._accused = silent
             return f"{_named(silent)} gave no sign for {self.limits.heartbeat:g} s"
@@ -144,6 +170,36 @@ class Vigil:
         if len(signs) < self.ranks and now - self.began > late:
             return f"only {len(signs)} of {self.ranks} ranks began within {late:g} s"
         return self._stalled(signs, there, now)
+
+    def _living(self, signs: Sequence[Sign], gone: Collection[int]) -> list[Sign]:
+        """Return the ranks that have neither ended together with the others nor died."""
+        there = [sign for sign in signs if sign.code < 0]
+        return [sign for sign in there if not (sign.pid in gone and sign.host == self._host)]
+
+    def _given_up(
+        self, signs, there, gone: Collection[int], now: float, begun: Mapping[int, int]
+    ) -> str:
+        """Return the reason for which ranks that survive deaths cannot go on; "" for none."""
+        if cannot := [sign for sign in signs if sign.gave_up]:
+            return f"{_named(cannot)} could not go on after a death"
+        died = [sign for sign in signs if sign.code < 0 and sign not in there]
+        survived = max((sign.deaths for sign in there), default=len(died))
+        if self._lasts("unnoticed", len(died) > survived, now) > self.limits.heartbeat:
+            self._accused = died
+            return f"{_named(died)} died, and the others did not go on without it"
+        known = {sign.rank for sign in signs}
+        unborn = [r for r, pid in begun.items() if pid in gone and r not in known]
+        if self._lasts("unborn", bool(unborn), now) > ALONE:
+            return f"rank {unborn[0]} ended before it had joined the others"
+        alone = [s for s in signs if (s.failed or s.code > 0) and s.pid in gone and there]
+        if self._lasts("alone", bool(alone), now) > ALONE:
+            self._accused = alone
+            return f"{_named(alone)} ended, and the others go on"
+        ended = len(signs) == self.ranks and not there
+        if ended and all(sign.code < 0 for sign in signs):
+            return "all ranks have died"
+        self.over = self._lasts("over", ended, now) > ALONE
+        return ""
 
     def _silence(self, sign: Sign, now: float) -> float:
         beat, since = self._beats.get(sign.rank, (None, now))

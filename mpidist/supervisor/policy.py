@@ -41,6 +41,9 @@ class Attempt(NamedTuple):
     `mpidist launch` has ended the attempt, "" if it has not. `begun`: whether the launcher has
     started the program on some host. `culprit`: the host whose ranks were the first to fail, "" if
     unknown. `memory`: a text on the rank that the kernel has killed for lack of memory, "" if none.
+    `survived`: how many ranks have died in an attempt that the living ranks have brought to its
+    end; they then count as ranks that have left, and `code` is the exit code of the living ranks.
+    `more`: how many ranks more the next attempt was asked to have; this attempt was ended for them.
     """
 
     ranks: int
@@ -56,6 +59,8 @@ class Attempt(NamedTuple):
     begun: bool = True
     culprit: str = ""
     memory: str = ""
+    survived: int = 0
+    more: int = 0
 
     @property
     def finished(self) -> bool:
@@ -65,12 +70,12 @@ class Attempt(NamedTuple):
     @property
     def preempted(self) -> bool:
         """Whether the program has saved and exited by itself, to be continued later."""
-        return self.code == REQUEUE and not self.why
+        return self.code == REQUEUE and not (self.why or self.more)
 
     @property
     def failed(self) -> bool:
         """Whether the attempt counts as a failure."""
-        return not (self.finished or self.preempted)
+        return not (self.finished or self.preempted or self.more)
 
     @property
     def unstarted(self) -> bool:
@@ -90,6 +95,8 @@ class Attempt(NamedTuple):
         if self.code == 0 and self.left < self.told:
             end += f", but {self.told - self.left} of {self.told} ranks did not end by themselves"
         where = "" if self.step is None else f" at step {self.step}"
+        if self.survived:
+            where += f", {self.survived} rank{'s' * (self.survived > 1)} died on the way"
         where += f", first on {self.culprit}" if self.culprit else ""
         where += f"; {self.memory}" if self.memory else ""
         return f"{self.why}, {end}{where}" if self.why else f"{end}{where}"
@@ -143,6 +150,8 @@ def decide(attempts: Sequence[Attempt], policy: Policy, wanted: int, room: int) 
         return Action("end", 0, "finished")
     if code in HOPELESS:
         return Action("end", code, f"exit code {code} means bad input: a restart would not help")
+    if last.more and not last.asked:
+        return Action("relaunch", 0, "as asked", min(room, wanted))
     times, most = sum(a.asked or a.preempted for a in attempts), policy.max_preemptions
     if (last.asked or last.preempted) and most is not None and times > most:
         reason = f"stopped {times} times, and --max-preemptions is {most}"

@@ -39,7 +39,7 @@ class Carried:
     """
 
     def __init__(self, given: Mapping[str, Any], name: str = ""):
-        self.name, self._given = name, given
+        self.name, self.given = name, given
         self.group: TrainingGroup | None = None
         self._slow: SlowRanks | None = None
         self._run: Progress | None = None
@@ -132,7 +132,7 @@ class Carried:
 
     def state(self) -> dict:
         """Return the noted state, for `peer_state`: nested dicts of arrays, and one text."""
-        model, optimizer = self._given["model"], self._given["optimizer"]
+        model, optimizer = self.given["model"], self.given["optimizer"]
         if self._optimizer_state is None:
             self._optimizer = optimizer
             self._optimizer_state = optimizer.init(model.parameters)
@@ -163,6 +163,10 @@ class TrainingGroup(Group):
     def note_step(self) -> None:
         """Note the state of the run that a death has broken off."""
         self.step = self._carried.note_state()
+
+    def _state_bytes(self) -> int:
+        # Most optimizers have two arrays for each parameter at most.
+        return 3 * sum(array.nbytes for array in self._carried.given["model"].parameters.values())
 
     def _bring_up_to_date(self) -> None:
         carried = self._carried

@@ -1,9 +1,10 @@
-"""The jobs of `relaunch.py` and `elastic_torch.py`: ``relaunch_job ours|torch|... FOLDER``.
+"""The jobs of `relaunch.py` and `elastic_torch.py`: ``relaunch_job ours|memory|torch|... FOLDER``.
 
-The same MLP is trained with the same batch, steps and checkpoints in two ways: by `md.train`, and
-by torch's DDP over gloo as torch's documentation shows it. In the second way, rank 0 writes the
-checkpoint and all ranks load it. For `elastic_torch.py`, the same MLP is also trained without
-checkpoints, by an elastic `md.train` and by torchft.
+The same MLP is trained with the same batch, steps and checkpoints in three ways: by `md.train`, by
+`md.train` with copies in memory in place of checkpoints, and by torch's DDP over gloo as torch's
+documentation shows it. In the third way, rank 0 writes the checkpoint and all ranks load it. For
+`elastic_torch.py`, the same MLP is also trained without checkpoints, by an elastic `md.train` and
+by torchft.
 """
 
 from __future__ import annotations
@@ -33,17 +34,22 @@ def _note(folder: Path, rank: int):
     return lambda step: file.write(f"{time.time():.4f} {step}\n") if rank == 0 else None
 
 
-def ours(folder: Path) -> None:
+def ours(folder: Path, copies: bool = False) -> None:
     """Train by `md.train`. Collective over all ranks."""
     from mpi4py import MPI
 
     import mpidist as md
+    from mpidist.checkpoint.memory_copies import open_with_copies
+    from mpidist.launch.environment import memory_folder
 
-    comm = MPI.COMM_WORLD
+    comm, checkpoint = MPI.COMM_WORLD, folder / "checkpoints"
     note = _note(folder, comm.rank)
+    if copies:
+        checkpoint = open_with_copies(comm, checkpoint, memory_folder())
+        checkpoint.save_async = checkpoint.hold
     md.train(
         comm, md.models.mlp(SIZES), _data(), optimizer=md.optim.momentum(RATE, MOMENTUM),
-        global_batch=BATCH, steps=STEPS, checkpoint=folder / "checkpoints", checkpoint_every=EVERY,
+        global_batch=BATCH, steps=STEPS, checkpoint=checkpoint, checkpoint_every=EVERY,
         callbacks=[lambda step: note(step.step)],
     )  # fmt: skip
 
@@ -167,7 +173,13 @@ def _note_size(folder: Path, rank: int):
     return lambda step, size: file.write(f"{time.monotonic():.5f} {step} {size}\n")
 
 
+def memory(folder: Path) -> None:
+    """Train by `md.train` with copies in memory. Collective over all ranks."""
+    ours(folder, copies=True)
+
+
 if __name__ == "__main__":
-    {"ours": ours, "torch": torch, "elastic": elastic, "torchft": torchft}[sys.argv[1]](
-        Path(sys.argv[2])
-    )
+    programs = {
+        "ours": ours, "memory": memory, "torch": torch, "elastic": elastic, "torchft": torchft,
+    }  # fmt: skip
+    programs[sys.argv[1]](Path(sys.argv[2]))

@@ -39,6 +39,9 @@ def test_the_exit_code_alone_is_no_proof():
     assert after(attempt(0, 9, left=3)) == ("relaunch", 4)
     assert "1 of 4 ranks did not end" in attempt(0, 9, left=3).text()
     assert after(attempt(0, 9, why="rank 1 gave no sign")) == ("relaunch", 4)
+    survived = attempt(0, 9, survived=1)
+    assert after(survived) == ("end", 0)
+    assert survived.text() == "exit code 0 at step 9, 1 rank died on the way"
     # A program that tells nothing has only its exit code.
     assert after(attempt(0, told=0, left=0)) == ("end", 0)
 

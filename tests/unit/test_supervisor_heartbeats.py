@@ -32,6 +32,12 @@ def test_a_rank_tells_and_is_read(tmp_path, monkeypatch):
     one.leave()
     (told,) = heartbeat.read_heartbeats(tmp_path)
     assert (told.left, told.heard, told.failed) == (True, True, True)
+    assert (told.code, told.deaths, told.gave_up) == (-1, 0, 0)
+    heartbeat.note_exit(3)
+    heartbeat.note_deaths(2)
+    assert heartbeat.give_up()
+    (told,) = heartbeat.read_heartbeats(tmp_path)
+    assert (told.code, told.deaths, told.gave_up) == (3, 2, 1)
     with pytest.raises(FileExistsError):
         heartbeat.Pulse(tmp_path, 3)
 
@@ -40,6 +46,9 @@ def test_without_a_launcher_nothing_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "_pulse", None)
     heartbeat.join({})
     heartbeat.note_steps(3)
+    heartbeat.note_exit(3)
+    heartbeat.note_deaths(3)
+    assert not heartbeat.give_up()
     assert heartbeat._pulse is None
     # A helper that a rank has started is not that rank.
     (tmp_path / "rank-0").write_bytes(b"")

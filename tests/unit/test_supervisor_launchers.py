@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from mpidist.errors import ConfigError
 from mpidist.launch.process_table import is_running
 from mpidist.launch.processes import forgotten_segments
-from mpidist.supervisor import attempts, commands
+from mpidist.supervisor import attempts, commands, memory_folder
 from mpidist.supervisor.policy import Policy
 
 
@@ -143,3 +144,65 @@ def test_a_probe_leaves_nothing_behind(tmp_path):
     launcher.write_text(f"#!/bin/sh\n{version}\nexit 0\n")
     assert commands.answers("near", [str(launcher)], os.environ, 60.0)
     assert not commands.answers("near", ["srun-that-is-not-there/srun"], os.environ, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("version", "named"),
+    [
+        ("mpirun (Open MPI) 5.0.7", "mpirun of Open MPI 5.0.7"),
+        ("mpirun (Open MPI) 4.1.6", "mpirun of Open MPI 4.1.6"),
+        ("HYDRA build details:\n    Version: 4.2.0", "mpirun of MPICH"),
+        ("something else 9", "mpirun"),
+    ],
+)
+def test_launchers_under_which_nobody_survives(tmp_path, version, named):
+    """Refused before anything starts; the text says what works."""
+    launcher = tmp_path / "mpirun"
+    launcher.write_text(f"#!/bin/sh\ncat <<END\n{version}\nEND\n")
+    launcher.chmod(0o755)
+    with pytest.raises(ConfigError) as error:
+        commands.surviving([str(launcher), "-n", "2"])
+    assert f"--elastic: {named} ends the job" in str(error.value)
+    assert "The same command without --elastic works" in str(error.value)
+    with pytest.raises(ConfigError, match="--elastic: srun ends the job"):
+        commands.surviving(["srun", "-n", "2"])
+
+
+def test_a_launcher_under_which_ranks_survive(tmp_path):
+    launcher = tmp_path / "mpirun"
+    launcher.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n")
+    launcher.chmod(0o755)
+    words = [str(launcher), "--with-ft", "ulfm", "-n", "2"]
+    assert commands.surviving([words[0], "-n", "2"]) == words
+    assert commands.surviving(words) == words
+
+
+def test_the_folder_for_copies_in_memory(tmp_path, launcher, monkeypatch, capfd):
+    """The same one for all attempts; gone at the end; those of killed launchers are removed."""
+    monkeypatch.setattr(memory_folder, "MEMORY", tmp_path)
+    stale, other = tmp_path / "mpidist-copies-1", tmp_path / "mpidist-copies-2"
+    for folder in (stale, other):
+        folder.mkdir()
+        (folder / "state").touch()
+    (stale / "owner").write_text(f"{os.uname().nodename} 999999999 1")
+    (other / "owner").write_text("another-host 1 1")
+    words = "ls -ld $MPIDIST_MEMORY_FOLDER; exit $((1 - MPIDIST_ATTEMPT))"
+    job = attempts.LaunchedJob(("sh", "-c", words), 1, tmp_path / "own", words=launcher)
+    assert attempts.run(job) == 0
+    first, second = capfd.readouterr().out.splitlines()
+    assert first.startswith("drwx------")
+    assert first.split()[-1] == second.split()[-1]
+    assert (stale.exists(), other.exists()) == (False, True)
+    assert [*tmp_path.glob("mpidist-copies-*")] == [other]
+    assert not job.folder.exists()
+    # Killed and started again with the same control folder: its copies are used.
+    job.folder.mkdir()
+    mine = memory_folder.make_memory_folder(job.folder)
+    (mine / "owner").write_text(f"{os.uname().nodename} 999999999 1")
+    assert memory_folder.make_memory_folder(job.folder) == mine
+    # Another one of another user, or no such file system: no copies.
+    monkeypatch.setattr(memory_folder, "MEMORY", tmp_path / "none")
+    assert memory_folder.make_memory_folder(job.folder) is None
+    job = job._replace(program=("sh", "-c", 'echo "${MPIDIST_MEMORY_FOLDER-none}"'))
+    assert attempts.run(job) == 0
+    assert capfd.readouterr().out == "none\n"

@@ -1,7 +1,7 @@
 """The supervisor ends an attempt because of dead, silent or late ranks."""
 
 from mpidist.launch.heartbeat import Sign
-from mpidist.supervisor.liveness import DEAD, LAUNCHER, START, Launcher, Limits, Vigil
+from mpidist.supervisor.liveness import ALONE, DEAD, LAUNCHER, START, Launcher, Limits, Vigil
 
 
 def sign(rank, beat=0, step=None, left=False, pid=1, host="here"):
@@ -129,3 +129,86 @@ def test_no_step_and_no_end():
 
 
 # ------------------------------------------------------------------------------- how it is started
+
+
+# ----------------------------------------------------------- ranks that go on when others have died
+
+
+def surviving(ranks=3, heartbeat=10.0):
+    return vigil(Limits(heartbeat=heartbeat), ranks, dead_ends=False)
+
+
+def signs_of(*more):
+    return [sign(rank)._replace(pid=rank, **each) for rank, each in enumerate(more)]
+
+
+def test_the_living_go_on():
+    """A dead rank is silent and ends nothing, once the others have survived it."""
+    one = surviving()
+    for now in range(100):
+        told = signs_of({"beat": now, "deaths": 1}, {}, {"beat": now, "deaths": 1})
+        assert one.look(told, float(now), {1}) == ""
+    assert (one.dead, one.stuck, one.over) == ([], [], False)
+    # Of a rank on another host only the others know that it has died.
+    one = surviving()
+    for now in range(100):
+        told = signs_of({"beat": now, "deaths": 1}, {"host": "there"}, {"beat": now, "deaths": 1})
+        assert one.look(told, float(now)) == ""
+
+
+def test_a_death_that_nobody_survives():
+    """The program does not use elasticity, or its ranks wait for ever."""
+    one = surviving()
+    for now in range(11):
+        told = signs_of({"beat": now}, {}, {"beat": now})
+        assert one.look(told, float(now), {1}) == ""
+    told = signs_of({"beat": 11}, {}, {"beat": 11})
+    said = "rank 1 on here died, and the others did not go on without it"
+    assert one.look(told, 11.0, {1}) == said
+
+
+def test_a_silent_rank_of_this_host_is_killed():
+    one = surviving()
+    for now in range(12):
+        told = signs_of({"beat": now}, {}, {"beat": now})
+        assert one.look(told, float(now)) == ""
+    assert [each.rank for each in one.stuck] == [1]
+    one = surviving()
+    for now in range(11):
+        assert one.look(signs_of({"beat": now}, {"host": "there"}, {"beat": now}), now) == ""
+    told = signs_of({"beat": 11}, {"host": "there"}, {"beat": 11})
+    assert one.look(told, 11.0) == "rank 1 on there gave no sign for 10 s"
+    # Not if no other rank could go on.
+    one = surviving()
+    for now in range(11):
+        assert one.look(signs_of({}, {}, {}), float(now)) == ""
+    assert one.look(signs_of({}, {}, {}), 11.0).endswith("gave no sign for 10 s")
+
+
+def test_nobody_is_left():
+    gave_up = signs_of({}, {"gave_up": 1}, {})
+    assert surviving().look(gave_up, 0.0) == "rank 1 on here could not go on after a death"
+    assert surviving().look(signs_of({}, {}, {}), 0.0, {0, 1, 2}) == "all ranks have died"
+    one = surviving()
+    assert one.look(signs_of({}, {}), 0.0, {0, 1}) == "", "the third has not begun yet"
+    assert one.look(signs_of({}, {}), 0.0, {0, 1}, begun={2: 9}) == ""
+    assert one.look([], 1.0, {9}, begun={2: 9}) == ""
+    said = "rank 2 ended before it had joined the others"
+    assert one.look([], 1.1 + ALONE, {9}, begun={2: 9}) == said
+
+
+def test_the_living_have_ended():
+    """Their launcher may go on for ever: it is ended, and that is no failure."""
+    one, done = surviving(), signs_of({"code": 0}, {}, {"code": 0})
+    assert one.look(done, 0.0, {1}) == ""
+    assert one.look(done, ALONE, {1}) == ""
+    assert not one.over
+    assert one.look(done, 0.1 + ALONE, {1}) == ""
+    assert one.over
+
+
+def test_a_rank_that_ends_alone():
+    one, alone = surviving(), signs_of({}, {"failed": True}, {})
+    assert one.look(alone, 0.0, {1}) == one.look(alone, ALONE, {1}) == ""
+    assert one.look(alone, 0.1 + ALONE, {1}) == "rank 1 on here ended, and the others go on"
+    assert one.culprit() == "here"

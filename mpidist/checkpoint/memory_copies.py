@@ -1,0 +1,135 @@
+"""Copies of the state in the memory of each node, from which the next attempt of a job restores.
+
+    step    100   105   110   115   120        checkpoint_every = 100, a copy at every 5th step
+    disk    x
+    memory  x     x     x     x     x          all ranks are killed in step 123: the next attempt
+                                               begins with step 120, and not with step 100
+
+The copies are those of a `TieredStore`, in a folder of /dev/shm that `mpidist launch` names, and
+removes at the end of the job. Another node of the same job has its own copy, so a lost node means
+that the job goes on from the shared folder.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..launch.free_memory import available_memory
+from ..runtime.topology import topology_of
+from .control import run_on_all
+from .format.state import Shard, array_of, has_array, leaves
+from .interval import SaveInterval
+from .tiered import TieredStore, report_no_copy
+
+#: The step that a node keeps, and the one that it writes meanwhile.
+COPIES = 2
+
+
+def open_with_copies(comm, path, folder: Path, *, fresh: bool | str = False) -> TieredStore:
+    """Open the store of a run whose steps are also kept in `folder`, in memory. Collective.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+    path : path-like
+        The shared folder, as in `TieredStore`.
+    folder : Path
+        A folder in the memory of the node: `launch.environment.memory_folder`.
+    fresh : bool or str
+        As in `TieredStore`.
+
+    Raises
+    ------
+    ConfigError
+        On all ranks, if the folder belongs to another user of the node, or others may read it.
+    """
+    run_on_all(comm, "copies in memory", lambda: _make_private(folder))
+    return _CopiesStore(comm, path, local=folder, local_keep=COPIES - 1, fresh=fresh)
+
+
+class _CopiesStore(TieredStore):
+    """A tiered store that removes its folder on the nodes when it has removed all copies."""
+
+    def close(self) -> None:
+        super().close()
+        with suppress(OSError):
+            self.folder.rmdir()
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder that no other user of the node can read or replace."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    facts = folder.lstat()
+    if facts.st_uid != os.geteuid() or facts.st_mode & 0o170077 != 0o040000:
+        raise ConfigError(f"{folder} is not a private folder of this user; remove it")
+
+
+class MemoryCopies:
+    """Chooses the steps of a loop that nodes keep in memory, and keeps them.
+
+    Parameters
+    ----------
+    store : TieredStore
+    every : int or str
+        As `checkpoint_every` of `md.train`: a number of steps, or a time, or "auto 1h".
+    """
+
+    def __init__(self, store: TieredStore, every: int | str):
+        self._store, self._interval = store, SaveInterval(every)
+        self._fits: bool | None = None
+
+    def begin(self, step: int) -> None:
+        """Begin to count at `step`, the first step of the loop."""
+        self._interval.begin(step)
+
+    def keep(self, comm, step: int, state: Callable[[], Mapping]) -> None:
+        """Keep ``state()`` if a copy of `step` is due. Collective over `comm`, that of the store.
+
+        If the nodes have too little memory, this method says so once, and no copies are made.
+        """
+        if self._fits is False or not self._interval.due(step):
+            return
+        began, found = time.monotonic(), state()
+        if self._fits is None:
+            self._fits = _fits(comm, self._store.folder, found)
+        self._fits = self._fits and self._store.hold(step, found)
+        if self._fits:
+            self._interval.saved(comm, step, time.monotonic() - began)
+        else:
+            self._store.stop_holding()
+
+
+def _fits(comm, folder: Path, state: Mapping) -> bool:
+    """Return whether the memory of all nodes has room for copies of `state`; if not, say so."""
+    node = topology_of(comm).node
+
+    def look() -> tuple[int, int, int, int]:
+        pieces = whole = 0
+        for _, leaf in leaves(state):
+            if has_array(leaf):
+                count = array_of(leaf).nbytes
+                pieces, whole = (pieces + count, whole) if isinstance(leaf, Shard) else (
+                    pieces, whole + count)  # fmt: skip
+        free = os.statvfs(folder.parent)
+        left = free.f_bavail * free.f_frsize
+        known = available_memory()
+        return node, pieces, whole, left if known is None else min(left, known)
+
+    def compare(answers: list[tuple[int, int, int, int]]) -> str:
+        for each in sorted({one[0] for one in answers}):
+            _, pieces, whole, free = zip(*(one for one in answers if one[0] == each), strict=True)
+            need = COPIES * (sum(pieces) + max(whole))
+            if need > min(free):
+                return f"{need} bytes are needed on node {each}, and {min(free)} are free"
+        return ""
+
+    text = run_on_all(comm, "copies in memory", look, compare)
+    if text and comm.rank == 0:
+        report_no_copy(f"copies in memory: {text}; the run goes on without them")
+    return not text

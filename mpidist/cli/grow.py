@@ -1,0 +1,32 @@
+"""``mpidist grow CONTROL -n K``: let the job of a running `mpidist launch` go on with more ranks.
+
+The process of this command does not use MPI. It writes a request into the control folder, and
+returns. `mpidist launch` then asks the ranks to save and leave, and starts them again with K more.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..errors import ConfigError
+
+
+def add_parser(commands) -> None:
+    """Add this command to the argument parser."""
+    about = "let the job of a running mpidist launch save, and go on with more ranks"
+    add = commands.add_parser("grow", help=about, description=about).add_argument
+    add("control", type=Path, metavar="CONTROL", help="control folder of the mpidist launch")
+    add("-n", type=int, required=True, metavar="K", help="how many ranks more")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the request, and return the exit code."""
+    from ..supervisor.requests import request_growth
+
+    try:
+        request_growth(args.control, args.n)
+    except OSError as error:
+        raise ConfigError(f"mpidist grow: {error}") from None
+    print(f"{args.control}: asked for {args.n} more; see the output of mpidist launch")
+    return 0

@@ -1,0 +1,84 @@
+"""The deadline of a repair: a rank that cannot go on after a death ends, and the attempt with it.
+
+    MEET      wait for all living ranks           10 s and three times the longest step so far
+    SHRINK    make a smaller communicator          5 s
+    REBUILD   new communicators, and the state     5 s and 10 s for each GB of state
+
+Open MPI 5.0.11 may hang in these phases when another rank dies at a bad moment, and a blocking call
+of MPI cannot be broken off from inside. Therefore a thread that does not use MPI watches the clock.
+Past the deadline it says so in the heartbeat file and kills this process. `mpidist launch` then
+kills the other ranks, and starts the job again. Without `mpidist launch`, this process prints the
+reason and exits with code 70. The other ranks wait for it, and end at their own deadlines.
+
+MEET is longer than the other phases, because a living rank may be in the middle of a step, and
+because there is time to evict a rank that is stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+from ..errors import RankFailure
+from ..launch import heartbeat
+from ..runtime.before_exit import wait_for_the_reader
+
+#: Seconds of each phase.
+PHASES = {"MEET": 10.0, "SHRINK": 5.0, "REBUILD": 5.0}
+#: Seconds of the longest step, as long as less than two steps are done; bytes of state per second.
+UNKNOWN_STEP, STATE_RATE = 20.0, 100e6
+
+
+class RepairDeadline:
+    """Ends this process if a phase of a repair takes too long; a context manager for a repair.
+
+    Parameters
+    ----------
+    who : str
+        What the last line of this process calls it, such as ``rank 3 of 8 on n2``.
+    state_bytes : int
+        How many bytes a rank may have to send to another one.
+    """
+
+    def __init__(self, who: str, state_bytes: int):
+        self._who, self._state_seconds = who, state_bytes / STATE_RATE
+        self._changed = threading.Condition()
+        self._phase, self._until = "", float("inf")
+        longest = heartbeat.longest_step()
+        self._step_seconds = UNKNOWN_STEP if longest is None else longest
+
+    def __enter__(self) -> RepairDeadline:
+        threading.Thread(target=self._watch, name="mpidist-repair", daemon=True).start()
+        self.begin("MEET")
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.begin("end")
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase, which ends the one before. Phases without a name may take any time."""
+        more = {"MEET": 3 * self._step_seconds, "REBUILD": self._state_seconds}.get(phase, 0.0)
+        with self._changed:
+            self._phase = phase
+            self._until = time.monotonic() + PHASES.get(phase, float("inf")) + more
+            self._changed.notify()
+
+    def _watch(self) -> None:
+        with self._changed:
+            while self._phase != "end":
+                left = self._until - time.monotonic()
+                if left <= 0:
+                    self._give_up()
+                self._changed.wait(None if left == float("inf") else left)
+
+    def _give_up(self) -> None:
+        text = f"{self._who} could not go on after a death: {self._phase} took too long; it ends"
+        os.write(2, f"mpidist: error: {text}\n".encode())
+        if heartbeat.give_up():
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.stdout.flush()
+        wait_for_the_reader()
+        os._exit(RankFailure.exit_code)
