@@ -30,7 +30,9 @@ from .tiered import TieredStore, report_no_copy
 COPIES = 2
 
 
-def open_with_copies(comm, path, folder: Path, *, fresh: bool | str = False) -> TieredStore:
+def open_with_copies(
+    comm, path, folder: Path, *, keep: int | None = 3, fresh: bool | str = False
+) -> TieredStore:
     """Open the store of a run whose steps are also kept in `folder`, in memory. Collective.
 
     Parameters
@@ -40,7 +42,7 @@ def open_with_copies(comm, path, folder: Path, *, fresh: bool | str = False) -> 
         The shared folder, as in `TieredStore`.
     folder : Path
         A folder in the memory of the node: `launch.environment.memory_folder`.
-    fresh : bool or str
+    keep, fresh
         As in `TieredStore`.
 
     Raises
@@ -49,7 +51,7 @@ def open_with_copies(comm, path, folder: Path, *, fresh: bool | str = False) -> 
         On all ranks, if the folder belongs to another user of the node, or others may read it.
     """
     run_on_all(comm, "copies in memory", lambda: _make_private(folder))
-    return _CopiesStore(comm, path, local=folder, local_keep=COPIES - 1, fresh=fresh)
+    return _CopiesStore(comm, path, keep, local=folder, local_keep=COPIES - 1, fresh=fresh)
 
 
 class _CopiesStore(TieredStore):

@@ -20,7 +20,7 @@ from typing import Any, cast
 from .. import events
 from ..errors import ConfigError
 from ..launch import binding, claims, heartbeat, start_checks, start_report
-from ..launch.environment import has_ulfm
+from ..launch.environment import has_ulfm, memory_folder
 from ..launch.fault_points import fault_point
 from ..supervisor import commands
 from ..training import start_records
@@ -117,6 +117,7 @@ def beginning(environ: Mapping[str, str]) -> bool | str:
 
 
 def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
+    from ..checkpoint.memory_copies import open_with_copies
     from ..checkpoint.store import CheckpointStore
     from ..checkpoint.tiered import TieredStore
     from ..fault_tolerance.guard import Stopped
@@ -151,7 +152,10 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
         _keep_start(job, args, per_host)
     events.open_log(job.folder / "events" / f"rank-{comm.rank}.jsonl", rank=comm.rank, host=host)
     resume = True if args.resume else False if args.no_resume else "auto"
+    memory = memory_folder() if elastic and elastic.every and not job.local else None
     make: Any = partial(TieredStore, local=job.local) if job.local else CheckpointStore
+    if memory is not None:
+        make = partial(open_with_copies, folder=memory)
     with ExitStack() as stack:
         stack.callback(events.close_log)
         if job.watch_seconds and not elastic:

@@ -27,17 +27,29 @@ class Elastic:
     slow : float
         A rank that computes this many times slower than the median of the others, in two windows
         of ten steps, is evicted at the end of a step; 0 is never.
+    copies : "memory", "none" or int
+        Under ``mpidist launch --elastic``, each node keeps a copy of the state in its memory, from
+        which the job begins again if it cannot go on. A number is the steps between two copies;
+        "memory" chooses it so that copies take at most 3 % of the time.
     """
 
     min_ranks: int = 1
     spares: int = 0
     deadline: str | float = "stopped"
     slow: float = 0
+    copies: str | int = "memory"
 
     def __post_init__(self):
         checked_whole("min_ranks", self.min_ranks, 1)
         checked_whole("spares", self.spares, 0)
         parse_deadline(self.deadline, self.slow)
+        if self.copies not in ("memory", "none"):
+            checked_whole("copies", self.copies, 1, ', or "memory", or "none"')
+
+    @property
+    def every(self) -> int | str | None:
+        """The interval of the copies in memory, for `MemoryCopies`; None for no copies."""
+        return {"memory": "auto 1h", "none": None}.get(str(self.copies), self.copies)
 
 
 def as_elastic(given) -> Elastic:

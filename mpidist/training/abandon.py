@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
 
 from mpi4py import MPI
 
 from .. import events
+from ..checkpoint.memory_copies import open_with_copies
 from ..checkpoint.store import CheckpointStore
 from ..errors import ConfigError, MpidistError
 from ..fault_tolerance.guard import Stopped
@@ -37,14 +39,17 @@ def watched(comm, seconds: float):
         return nullcontext()
 
 
-def open_store(comm, checkpoint, fresh: bool | str):
+def open_store(comm, checkpoint, fresh: bool | str, memory: Path | None):
     """Return a context manager of the checkpoint store, which is None for none. Collective.
 
-    `checkpoint` is that of `md.train`. A store that the caller has opened stays open.
+    `checkpoint` is that of `md.train`. A store that the caller has opened stays open. `memory` is
+    the folder in which nodes keep copies of the state, if they do.
     """
     if checkpoint is None or hasattr(checkpoint, "restore"):
         return nullcontext(checkpoint)
     if not callable(checkpoint):
+        if memory is not None:
+            return open_with_copies(comm, checkpoint, memory, fresh=fresh)
         return CheckpointStore(comm, checkpoint, fresh=fresh)
     try:
         store = checkpoint(comm)

@@ -19,14 +19,17 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from ..checkpoint.memory_copies import MemoryCopies
 from ..elasticity import peer_state
 from ..elasticity.elastic_group import Group, check_possible
 from ..elasticity.elastic_settings import Elastic
 from ..elasticity.evict import parse_deadline
 from ..elasticity.slow_ranks import SlowRanks
 from ..fault_tolerance.guard import Guard
+from ..launch.environment import memory_folder
 from ..runtime.agreement.run_on_all import run_on_all, same_on_all
 from .run_state import Progress, StepReport
 from .summary import Summary
@@ -57,6 +60,21 @@ class Carried:
     def fresh(self, resume: bool | str) -> bool | str:
         """Return the argument `fresh` of the store: a text in a run that opens it several times."""
         return resume == "fresh" and (self.name or True)
+
+    @property
+    def memory(self) -> Path | None:
+        """The folder in which each node keeps copies of the state, if it does."""
+        return memory_folder() if self.group and self.group.settings.every else None
+
+    def copies(self, store, step: int) -> MemoryCopies | None:
+        """Return what keeps copies of the state in memory from `step` on, if `store` can."""
+        if self.group is None or self.group.settings.every is None or store is None:
+            return None
+        if self.memory is None or getattr(store, "folder", None) != self.memory:
+            return None
+        copies = MemoryCopies(store, self.group.settings.every)
+        copies.begin(step)
+        return copies
 
     def open(self, strategy, comm, asked, settings: Mapping):
         """Open the exchange, with the state of the optimizer that is carried. Collective."""

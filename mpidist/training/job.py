@@ -233,10 +233,10 @@ def _check_values(job: Job) -> None:
             checked_path(name, value)
 
 
-def elastic_of(job: Job) -> Elastic | bool:
+def elastic_of(job: Job) -> Elastic | None:
     """Return the argument `elastic` of `md.train` for a job."""
     if job.elastic is None:
-        return False
+        return None
     return build({"elastic": Elastic}, "elastic", job.elastic, "table")
 
 

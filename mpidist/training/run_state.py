@@ -215,6 +215,18 @@ class Progress:
         if pace is not None:
             pace.saved(self.exchange.workers, self.step, time.monotonic() - began)
 
+    def keep_copy(self, copies) -> None:
+        """Keep this step in the memory of the nodes, if a copy is due. Collective.
+
+        `copies` is a `MemoryCopies`.
+        """
+
+        def state() -> dict:
+            self.average_model_state()
+            return self.state()
+
+        copies.keep(self.comm, self.step, state)
+
     def settle(self) -> None:
         """Wait until a save in the background is on stable storage, or has failed. Collective."""
         if self.exchange.synchronous and hasattr(self.store, "wait"):

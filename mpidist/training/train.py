@@ -53,7 +53,7 @@ def train(
     callbacks: Sequence[Callable[[StepReport], None]] = (),
     on_resize: Callable[[int, int, Progress], None] | None = None,
     watch_seconds: float = 600.0,
-    elastic: Elastic | bool = False,
+    elastic: Elastic | bool | None = False,
 ) -> Summary:
     """Train `model` on `data` over all ranks of `comm`. Collective over `comm`.
 
@@ -189,7 +189,8 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
         settings["microbatches"] = asked.microbatches
     watch_it = agreed.watch and comm.size > 1  # elastic runs may have lost ranks
     watch = watched(comm, asked.watch_seconds) if watch_it else nullcontext()
-    with watch, open_store(comm, asked.checkpoint, carried.fresh(asked.resume)) as store:
+    opening = open_store(comm, asked.checkpoint, carried.fresh(asked.resume), carried.memory)
+    with watch, opening as store:
         exchange = carried.open(agreed.strategy, comm, asked, settings)
         with abandon_on_error(exchange):
             bad = Quarantine(exchange.workers, source, asked.max_bad, asked.quarantine)
@@ -215,6 +216,7 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                     feed = stack.enter_context(closing(Feed(source, run, asked.loading)))
                     run.start_loop(last)
                     pace.begin(run.step)
+                    copies = carried.copies(store, run.step)
                     carried.hold(run, watcher, agreed.callbacks)
                     while run.step < end and not run.stopping:
                         indices, after = sampler.batch(run.position)
@@ -246,6 +248,8 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                             exchange.check(run.step)
                         if pace.due(run.step) and run.step < last:
                             run.checkpoint(pace)
+                        elif copies is not None:
+                            run.keep_copy(copies)
                     feed.close()
                     run.end_loop()
                     carried.end_steps()
