@@ -280,6 +280,6 @@ elif mode == "flat":
                     lines = Path("/proc/self/maps").read_text().splitlines()
                     shared = sum("mpidist-" in line for line in lines)
                     files = len(list(Path("/proc/self/fd").iterdir()))
-                    open_ = len(group._members.children)
+                    open_ = sum(child != MPI.COMM_NULL for child in group._members.children)
                     print(f"at {int(step)}: {shared} shared, {files} files, {open_} communicators")
     report(group)
