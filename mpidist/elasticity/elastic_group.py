@@ -396,7 +396,12 @@ def _open(comm, state, min_ranks, deadline, restarts: bool, spares=0) -> Group:
 
     same_on_all(comm, "md.elastic", facts)
     heartbeat.join()
-    return Group(comm, state, min_ranks, restarts, limit[0], spares)
+    try:
+        return Group(comm, state, min_ranks, restarts, limit[0], spares)
+    except MPI.Exception as error:  # a rank has died in the making of the group
+        if is_death(error):
+            raise rank_failure(error) from error
+        raise
 
 
 def check_possible(comm, min_ranks, spares=0) -> dict:

@@ -103,12 +103,28 @@ _KINDS: dict[type, type[ElasticComm]] = {
 }
 
 
+def _blocking(comm: ElasticComm, call, arguments, settings):
+    """Make a blocking call of MPI. A death that explains its error is raised instead."""
+    if comm.ended:
+        raise ClosedError(comm.ended)
+    told = polling.board_of_main_thread()
+    before = told.begin_wait(time.monotonic()) if told is not None else 0
+    try:
+        return call(comm, *arguments, **settings)
+    except Exception:  # also what pickle raises for incomplete data
+        comm.membership.look()
+        raise
+    finally:
+        if told is not None:
+            told.show(before, time.monotonic())
+
+
 def _making(make):
     """Return a method that makes a communicator as the method `make` of MPI does."""
 
     @wraps(make)
     def registering(self, *args, **settings):
-        made = self.membership.register(make(self, *args, **settings))
+        made = self.membership.register(_blocking(self, make, args, settings))
         return self.membership.settle(self, made)
 
     return registering
@@ -119,18 +135,7 @@ def _looking(call):
 
     @wraps(call)
     def looking(self, *args, **settings):
-        if self.ended:
-            raise ClosedError(self.ended)
-        told = polling.board_of_main_thread()
-        before = told.begin_wait(time.monotonic()) if told is not None else 0
-        try:
-            result = call(self, *args, **settings)
-        except Exception:  # also what pickle raises for incomplete data
-            self.membership.look()
-            raise
-        finally:
-            if told is not None:
-                told.show(before, time.monotonic())
+        result = _blocking(self, call, args, settings)
         self.membership.look()
         return result
 

@@ -148,6 +148,14 @@ def test_a_death_outside_a_step_ends_the_job(tmp_path):
 
 
 @with_ulfm
+def test_a_death_in_the_making_of_the_group_ends_the_job(tmp_path):
+    done, _ = elastic(3, "opening", tmp_path)
+    assert done.returncode == 70, done
+    assert "has died" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@with_ulfm
 @pytest.mark.parametrize("n", [1, 1000], ids=["raise SystemExit(3)", "sys.exit(3)"])
 def test_the_exit_code_is_the_programs(tmp_path, n):
     done, _ = elastic(3, "code", tmp_path, n, deaths="1:4:in")

@@ -18,6 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpidist as md
+from mpidist.elasticity import elastic_group
 
 if sys.argv[1] == "code":
     atexit.register(print, "exit handler of before", flush=True)
@@ -283,3 +284,10 @@ elif mode == "flat":
                     open_ = sum(child != MPI.COMM_NULL for child in group._members.children)
                     print(f"at {int(step)}: {shared} shared, {files} files, {open_} communicators")
     report(group)
+
+elif mode == "opening":
+    # A rank dies while the others make the group.
+    if world == 1:
+        elastic_group.NodeBoard = lambda _: die()
+    with md.elastic(comm, state) as group:
+        all_steps(group)
