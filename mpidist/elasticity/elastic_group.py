@@ -255,8 +255,10 @@ class Group:
 
     def _repair(self) -> None:
         """Go on with the living ranks, or end this process in time. Collective over them."""
+        self.watch.repairs = True
         with RepairDeadline(this_rank(), self._state_bytes()) as self._deadline:
             self._go_on()
+        self.watch.repairs = False
 
     def _go_on(self) -> None:
         """Go on with the living ranks: shrink, bring the state up to date. Collective over them."""
@@ -296,7 +298,9 @@ class Group:
         seconds = time.monotonic() - began
         evicted = {name: why for name in gone if (why := self._fate(name))}
         died = [name for name in gone if name not in evicted]
-        self.evicted += len(evicted)
+        # Also those of the time in which this rank was a spare.
+        dead = {*self._names} - {*self._members.names}
+        self.evicted = sum(bool(self._fate(name)) for name in dead)
         common = {"step": self.step, "ranks_left": self.size, "seconds": seconds}
         if died:
             events.emit("died", ranks=died, **common)
@@ -337,7 +341,9 @@ class Group:
     @property
     def original_ranks(self) -> list[int]:
         """For each rank of `comm`, its rank in the communicator with which the group was made."""
-        return [self._names.index(name) for name in self._members.names]
+        members = self._members
+        pairs = zip(members.names, members.active, strict=True)
+        return [self._names.index(name) for name, active in pairs if active]
 
     def _fate(self, name: str) -> str:
         """Return in words why a rank was evicted, as far as this rank knows, or ""."""

@@ -29,6 +29,9 @@ from .node_board import COMPUTE, LATE, OUTSIDE, SILENT, SLOW, STOPPED, WAIT, Rec
 PATIENCE = 5.0
 #: Deadline "auto": so many median steps, but at least so many seconds, and after so many steps.
 STEPS, LEAST, KNOWN = 20, 1.0, 5
+#: During a repair, a stopped rank is evicted after so many seconds, before the repair is given up
+#: (`repair_deadline`).
+IN_REPAIR = 2.5
 #: In the first step, in which plans are made, a rank may be late so many times longer.
 FIRST = 10
 
@@ -60,10 +63,13 @@ class Deadline(NamedTuple):
     late: float = inf
     slow: float = 0.0
 
-    def limits(self, steps: Sequence[float], first: bool = False) -> EvictionLimits:
+    def limits(
+        self, steps: Sequence[float], first: bool = False, repairs: bool = False
+    ) -> EvictionLimits:
         """Return the limits in seconds, given how long this rank's newest steps took.
 
-        `first` says that this is the first step, or the first after a change of the group.
+        `first` says that this is the first step, or the first after a change of the group, and
+        `repairs` that this rank repairs the group.
         """
         late, stopped = self.late, PATIENCE if self.late == inf else self.late
         if self.late == 0:
@@ -71,7 +77,8 @@ class Deadline(NamedTuple):
             stopped = min(PATIENCE, late)
         if first:
             late = max(FIRST * late, PATIENCE)
-        return EvictionLimits(stopped, max(PATIENCE, stopped), late)
+        silent = max(PATIENCE, stopped)
+        return EvictionLimits(min(stopped, IN_REPAIR) if repairs else stopped, silent, late)
 
 
 def parse_deadline(deadline="stopped", slow=0) -> Deadline:

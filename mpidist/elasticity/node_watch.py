@@ -37,6 +37,8 @@ class NodeWatch:
         self._steps: deque[float] = deque(maxlen=_STEPS)
         self._last_step = self._fresh = time.monotonic()
         self._first = True  # the first step, also after a change: it makes plans
+        #: Whether this rank repairs the group.
+        self.repairs = False
         self._limits = deadline.limits((), True)
         self._looking = threading.Lock()
         self._stop = threading.Event()
@@ -86,7 +88,8 @@ class NodeWatch:
         if not self._looking.acquire(blocking=False):
             return
         try:
-            self._limits = limits = self.deadline.limits(self._steps, self._first)
+            limits = self.deadline.limits(self._steps, self._first, self.repairs)
+            self._limits = limits
             if now - self.board.last_beat() > limits.gap + limits.tick:
                 self._fresh = now  # this process was stopped, or did not get the processor
             again = self._watch(now) if self._is_watcher(now, main) else now + LOOK

@@ -77,6 +77,15 @@ def test_a_function_that_begins_again():
     check(evict(3, "function", "1", "1:5:stop"), [0, 2], 1, 1)
 
 
+def test_spares():
+    """A spare always waits, but nobody is late for it; and it steps in for an evicted rank."""
+    done = evict(3, "function", "1", "0:5:0.7,1:5:1.3", SPARES="1")
+    assert check(done, [0, 1], 0, 0) == []
+    (line,) = check(evict(4, "function", "1", "1:5:stop", SPARES="1"), [0, 2, 3], 1, 1)
+    assert "was stopped for 1." in line
+    assert "3 ranks go on, with a spare," in line
+
+
 def test_a_rank_is_stopped_while_the_others_meet_after_a_death():
     """They wait for it in the agreement."""
     lines = check(evict(4, "with", "1", "1:5:die,2:5:stop"), [0, 3], 2, 1)
@@ -85,7 +94,7 @@ def test_a_rank_is_stopped_while_the_others_meet_after_a_death():
 
 def test_a_rank_is_stopped_while_the_others_shrink():
     """Their main threads are inside MPI, so a thread of the lowest rank kills it."""
-    check(evict(4, "shrink", "1", "1:5:die"), [0, 3], 2, 1)
+    check(evict(4, "shrink", "stopped", "1:5:die"), [0, 3], 2, 1)
 
 
 def test_the_whole_job_is_stopped_and_continued():

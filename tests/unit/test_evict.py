@@ -31,6 +31,7 @@ from mpidist.elasticity.node_board import (
     WAIT,
     Record,
 )
+from mpidist.elasticity.repair_deadline import PHASES as GIVEN_UP
 from mpidist.elasticity.slow_ranks import SlowRanks, slow_ranks, slowest
 from mpidist.errors import ConfigError, shown
 from mpidist.launch.process_table import born, state_and_birth
@@ -175,6 +176,9 @@ def test_the_limits():
     assert Deadline(60.0).limits([]) == EvictionLimits(60.0, 60.0, 60.0)
     assert Deadline(0.3).limits([], first=True) == EvictionLimits(0.3, 5.0, 5.0)
     assert Deadline(2.0).limits([], first=True) == EvictionLimits(2.0, 5.0, 20.0)
+    for given in (Deadline(), Deadline(60.0)):  # before the repair is given up
+        assert given.limits([], repairs=True).stopped == 2.5 < min(GIVEN_UP.values()) - 2
+    assert Deadline(0.3).limits([], repairs=True).stopped == 0.3
     auto = Deadline(0.0)
     assert auto.limits([0.1] * 4) == EvictionLimits(5.0, 5.0, inf), "too few steps to know"
     assert auto.limits([9.0] + [0.1] * 9) == EvictionLimits(2.0, 5.0, 2.0)

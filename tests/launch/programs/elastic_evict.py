@@ -42,6 +42,8 @@ def meets(fate):
         threading.Timer(0.15, stop).start()
     elif fate == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif fate[0].isdigit():
+        time.sleep(float(fate))
     elif fate == "hang":
         time.sleep(60)
     elif fate == "long":
@@ -76,7 +78,7 @@ def report(group):
     steps = np.arange(STEPS).sum() * SAMPLES + np.zeros(N)
     expected = np.arange(N) % 97 * (SAMPLES * (SAMPLES + 1) / 2) * STEPS + steps
     good = "right" if state["w"].tobytes() == expected.tobytes() else "wrong"
-    left = sum(map(is_running, pids)) - group.size
+    left = sum(map(is_running, pids)) - group.size - group.spares
     told = f"{group.deaths} dead, {group.evicted} evicted, {left} left behind: {good}"
     print(f"rank {world} of {group.size}, {told}", flush=True)
 
@@ -95,9 +97,10 @@ elif mode == "few":
                 one_step(group, step)
 
 elif mode == "function":
-    groups = []
-    md.run_elastic(comm, lambda g: (groups.append(g), all_steps(g)), state, deadline=deadline)
-    report(groups[-1])
+    groups, settings = [], {"deadline": deadline, "spares": int(os.environ.get("SPARES", 0))}
+    md.run_elastic(comm, lambda g: (groups.append(g), all_steps(g)), state, **settings)
+    if groups:  # not on a spare that has not stepped in
+        report(groups[-1])
 
 elif mode == "shrink":
     # The rank is stopped when all have agreed on a death, and the others block in MPI's Shrink.
