@@ -64,8 +64,8 @@ _HOME = {
     "Watch": "fault_tolerance.watch",
     "parameter_server": "servers.parameter_server",
     "Elastic": "elasticity.elastic_settings",
-    "elastic": "elasticity.elastic_group",
-    "run_elastic": "elasticity.elastic_group",
+    "elastic": "elasticity.elastic_loop",
+    "run_elastic": "elasticity.elastic_loop",
 }
 _SUBMODULES = ("optim", "data", "models")
 

@@ -24,7 +24,8 @@ from typing import Any
 
 from ..checkpoint.memory_copies import MemoryCopies
 from ..elasticity import peer_state
-from ..elasticity.elastic_group import Group, check_possible
+from ..elasticity.elastic_group import Group
+from ..elasticity.elastic_loop import check_possible
 from ..elasticity.elastic_settings import Elastic
 from ..elasticity.evict import parse_deadline
 from ..elasticity.slow_ranks import SlowRanks

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.elasticity import elastic_group
+from mpidist.elasticity import elastic_group, elastic_loop
 
 
 @pytest.fixture
 def with_ulfm(monkeypatch):
     """As if this job could survive: the arguments are checked before any communicator is made."""
-    monkeypatch.setattr(elastic_group, "has_ulfm", lambda: True)
-    monkeypatch.setattr(elastic_group, "is_whole_job", lambda _: True)
+    monkeypatch.setattr(elastic_loop, "has_ulfm", lambda: True)
+    monkeypatch.setattr(elastic_loop, "is_whole_job", lambda _: True)
 
 
 def enter(comm, state, **settings):

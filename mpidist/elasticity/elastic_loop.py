@@ -1,0 +1,172 @@
+"""``md.elastic`` and ``md.run_elastic``: loops of the user's own that go on after a death.
+
+    with md.elastic(comm, state)       the body of a step is a ``with`` block, which is repeated
+    md.run_elastic(comm, f, state)     the function begins again, and leaves out what is done
+
+Both check on all ranks whether the job can survive a death, and then make an `elastic_group.Group`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import TypeVar
+
+from mpi4py import MPI
+
+from ..errors import ConfigError, shown
+from ..launch import heartbeat
+from ..launch.environment import has_ulfm
+from ..registry import checked_whole
+from ..runtime.agreement.run_on_all import same_on_all
+from ..runtime.failure import is_whole_job
+from ..runtime.ulfm import is_death, rank_failure
+from . import peer_state
+from .elastic_group import Group
+from .evict import Deadline, parse_deadline
+from .node_board import OUTSIDE
+
+T = TypeVar("T")
+
+#: Why and what instead, for a job that cannot survive a death.
+_CURE = "use mpidist launch, which starts the job again from the newest checkpoint"
+
+
+def _open(comm, state, min_ranks, deadline, restarts: bool, spares=0) -> Group:
+    """Check the arguments on all ranks and make the group. Collective over `comm`."""
+    limit: list[Deadline] = []
+
+    def facts() -> dict:
+        limit.append(parse_deadline(deadline))
+        return {
+            **check_possible(comm, min_ranks, spares),
+            "deadline": shown(deadline),
+            **peer_state.description(state),
+        }
+
+    same_on_all(comm, "md.elastic", facts)
+    heartbeat.join()
+    try:
+        return Group(comm, state, min_ranks, restarts, limit[0], spares)
+    except MPI.Exception as error:  # a rank has died in the making of the group
+        if is_death(error):
+            raise rank_failure(error) from error
+        raise
+
+
+def check_possible(comm, min_ranks, spares=0) -> dict:
+    """Return the checked settings of a group; raise ConfigError if `comm` cannot survive a death.
+
+    Not collective: call this function on all ranks by `same_on_all`.
+    """
+    if checked_whole("spares", spares, 0) >= comm.size:
+        raise ConfigError(f"spares={spares}: at least one of {comm.size} ranks must work")
+    if not isinstance(min_ranks, int) or not 1 <= min_ranks <= comm.size - spares:
+        raise ConfigError(f"min_ranks={shown(min_ranks)}; expected 1 to {comm.size - spares}")
+    if not is_whole_job(comm):
+        raise ConfigError(f"comm has only {comm.size} ranks of this job; expected all")
+    if comm.size > 1 and not has_ulfm():
+        raise ConfigError(why_not(MPI.Get_library_version()))
+    return {"min_ranks": min_ranks, "spares": spares}
+
+
+def why_not(library: str) -> str:
+    """Return why a job with this MPI library, started without ULFM, cannot survive a death."""
+    name = library.splitlines()[0].split(",")[0].strip()
+    if name.startswith("Open MPI"):
+        return f"md.elastic: start the job with mpirun --with-ft ulfm, or {_CURE}"
+    return f"md.elastic needs Open MPI 5.0.11 or newer; {name} cannot go on after a death: {_CURE}"
+
+
+@contextmanager
+def elastic(
+    comm: MPI.Intracomm,
+    state: peer_state.State,
+    *,
+    min_ranks: int = 1,
+    deadline: str | float = "stopped",
+):
+    """Let the loop in the ``with`` block go on when ranks die. Collective over `comm`.
+
+    The job must be started with Open MPI by ``mpirun --with-ft ulfm``. Use ``group.comm``, and not
+    `comm`, inside the block. The body of a step is itself a ``with`` block, which ends early if a
+    rank dies; the loop then yields the same step again, on the living ranks.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+    state : dict, or a function that returns a dict
+        All that the steps change: arrays of any shape and dtype, and numbers, in nested dicts. A
+        function may give arrays only. After a death, ranks that are behind get the state of the
+        newest living rank, in place. A step must change the state only when it has communicated
+        for the last time, and then be done.
+    min_ranks : int
+        With fewer living ranks the program ends by RankFailure.
+    deadline : str or float
+        When the other ranks of its node kill a rank, after which they go on as after a death.
+        "stopped": the rank has been stopped (SIGSTOP) for 5 s, or its threads have not run for 5 s.
+        A number: it has been stopped, or has computed while others waited, for so many seconds.
+        "auto": so for 20 median steps, but at least 1 s. Ranks in a ``group.phase`` are not late.
+
+    Returns
+    -------
+    context manager of Group
+
+    Raises
+    ------
+    ConfigError
+        On all ranks, if the job cannot survive a death, or if an argument is wrong.
+    MismatchError
+        On all ranks, if names, shapes or dtypes of the state differ between ranks.
+    RankFailure
+        A rank has died outside the body of a step, or too few ranks live.
+
+    Examples
+    --------
+    >>> with md.elastic(comm, state) as group:
+    ...     for step in group.steps(0, 1000):
+    ...         with step:
+    ...             gradients = work(group.rank, group.size, step)
+    ...             md.allreduce(group.comm, gradients)
+    ...             update(state, gradients)
+    """
+    group = _open(comm, state, min_ranks, deadline, restarts=False)
+    try:
+        try:
+            yield group
+        except MPI.Exception as error:
+            if is_death(error):
+                raise rank_failure(error) from error
+            raise
+        while not group._all_here():
+            group._repair()
+    finally:
+        group.watch.end_steps(OUTSIDE)
+
+
+def run_elastic(
+    comm: MPI.Intracomm,
+    function: Callable[[Group], T],
+    state: peer_state.State,
+    *,
+    min_ranks: int = 1,
+    deadline: str | float = "stopped",
+    spares: int = 0,
+) -> T:
+    """Call ``function(group)``, and call it again after each death. Collective over `comm`.
+
+    Unlike in `elastic`, RankFailure leaves the function, which begins again on the living ranks
+    with the newest state. The function may make plans and arenas from ``group.comm`` and call any
+    collective on it. In ``group.steps`` the steps that are done already are left out.
+
+    The last `spares` ranks of `comm` wait, with 1 % of a core, and are not in ``group.comm``. After
+    a death, the first of them steps in: the group keeps its size, and the spare calls `function`,
+    too. The other arguments are those of `elastic`, and so are the errors.
+
+    Returns
+    -------
+    object
+        What the function has returned in its last call; None on a spare that has not stepped in.
+    """
+    group = _open(comm, state, min_ranks, deadline, restarts=True, spares=spares)
+    return group.repeat(lambda: function(group))
