@@ -150,8 +150,9 @@ def flat(deaths: int, steps: int) -> dict:
     looks = found[order[-1]]
     row = {"what": "flat", "deaths": deaths, "steps": steps, "load": before, "looks": looks}
     print(f"# {ranks} ranks, {deaths} deaths, {steps} steps; load {before:.1f}")
-    shown = [one for one in looks.items() if int(one[0]) < (deaths + 2) * every]
-    for step, each in [*shown[:: max(1, len(shown) // 7)], shown[-1], list(looks.items())[-1]]:
+    # Every fifth death, and the end.
+    shown = {each["deaths"]: (step, each) for step, each in looks.items()}
+    for step, each in [*[shown[k] for k in sorted(shown) if k % 5 == 0], list(looks.items())[-1]]:
         print(f"  step {step:>6}: " + ", ".join(f"{value} {name}" for name, value in each.items()))
     return row
 

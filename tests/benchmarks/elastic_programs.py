@@ -194,7 +194,7 @@ def held(group) -> dict[str, float]:
         "files": len(list(Path("/proc/self/fd").iterdir())),
         "mapped": len(set(shared)),
         "MiB": round(int(Path("/proc/self/statm").read_text().split()[1]) / 256, 1),
-        "dev_shm": len(list(Path("/dev/shm").iterdir())),
+        "named": len(list(Path("/dev/shm").glob(f"*{os.getpid()}*"))),
         "ranks": group.size,
     }
 
