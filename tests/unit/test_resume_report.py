@@ -29,7 +29,7 @@ GIVEN = {
     "checkpoint": "a", "checkpoint_every": None, "resume": "auto", "stop_after": None,
     "microbatches": None, "check_replicas": None, "time_limit": None, "patience": None,
     "max_bad": 0.001, "retry_bad": False, "quarantine": None, "loading": None, "callbacks": (),
-    "on_resize": None, "watch_seconds": 600.0,
+    "on_resize": None, "watch_seconds": 600.0, "elastic": False,
 }  # fmt: skip
 
 
