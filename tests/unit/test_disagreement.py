@@ -42,6 +42,7 @@ TESTS = {
         for store in ("CheckpointStore", "TieredStore")
         for method in ("delete", "all_steps")
     },
+    "TieredStore.hold": "test_memory_copies.py::test_different_arguments",
     "broadcast_parameters": f"{STORES}::test_broadcast_parameters",
     "Topology": f"{STORES}::test_ranks_per_node",
     "node_once": f"{STORES}::test_ranks_per_node",
@@ -74,7 +75,8 @@ WITHOUT_ARGUMENTS = {
     "free", "Plan", "Handle.wait", "Topology.inter_comm", "Topology.close", "Gradients.close",
     "ServerGroup.barrier", "ServerGroup.close",
     *(f"{store}.{name}" for store in ("CheckpointStore", "TieredStore")
-      for name in ("latest_step", "wait", "close")),
+      for name in ("latest_step", "continue_newest", "wait", "close")),
+    "TieredStore.stop_holding",
     "Guard.fits",  # a communicator and how to wait: for the trainers, which give neither by hand
     "Guard.check_loss",  # takes the reduced loss, which has the same bits on all ranks
     "AllReduce.open", "ParameterServer.open",  # `md.train` calls them, with what it has compared
