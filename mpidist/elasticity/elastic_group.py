@@ -34,7 +34,8 @@ from ..runtime.polling import wait_until
 from ..runtime.topology import topology_of
 from ..runtime.ulfm import Membership, is_death
 from . import peer_state
-from .evict import Deadline, cause_in_words
+from .deadline import Deadline
+from .evict import cause_in_words
 from .node_board import OUTSIDE, NodeBoard
 from .node_watch import NodeWatch
 from .repair_deadline import RepairDeadline

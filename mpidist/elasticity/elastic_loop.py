@@ -22,8 +22,8 @@ from ..runtime.agreement.run_on_all import same_on_all
 from ..runtime.failure import is_whole_job
 from ..runtime.ulfm import is_death, rank_failure
 from . import peer_state
+from .deadline import Deadline, parse_deadline
 from .elastic_group import Group
-from .evict import Deadline, parse_deadline
 from .node_board import OUTSIDE
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError, shown
 from ..registry import checked_whole
-from .evict import parse_deadline
+from .deadline import parse_deadline
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from collections import deque
 
 from .. import events
 from ..runtime import polling
-from .evict import Deadline, cause_in_words, kill, update_stop, whom_to_evict
+from .deadline import Deadline
+from .evict import cause_in_words, kill, update_stop, whom_to_evict
 from .node_board import COMPUTE, OUTSIDE, PLAN, WAIT, NodeBoard, Record, state_of
 
 #: Seconds between two looks of a waiting rank, and the share of its time that it may look.

@@ -24,10 +24,10 @@ from typing import Any
 
 from ..checkpoint.memory_copies import MemoryCopies
 from ..elasticity import peer_state
+from ..elasticity.deadline import parse_deadline
 from ..elasticity.elastic_group import Group
 from ..elasticity.elastic_loop import check_possible
 from ..elasticity.elastic_settings import Elastic
-from ..elasticity.evict import parse_deadline
 from ..elasticity.slow_ranks import SlowRanks
 from ..fault_tolerance.guard import Guard
 from ..launch.environment import memory_folder

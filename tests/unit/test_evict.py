@@ -10,13 +10,11 @@ from math import inf
 import numpy as np
 import pytest
 
+from mpidist.elasticity.deadline import Deadline, EvictionLimits, parse_deadline
 from mpidist.elasticity.evict import (
-    Deadline,
     Eviction,
-    EvictionLimits,
     cause_in_words,
     kill,
-    parse_deadline,
     update_stop,
     whom_to_evict,
 )

@@ -1,0 +1,86 @@
+"""The deadlines of an elastic group, after which a rank is evicted. This module uses no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, isfinite
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import ConfigError, shown
+
+#: Seconds after which a stopped or silent rank is evicted, if the user has given no number.
+PATIENCE = 5.0
+#: Deadline "auto": so many median steps, but at least so many seconds, and after so many steps.
+STEPS, LEAST, KNOWN = 20, 1.0, 5
+#: During a repair, a stopped rank is evicted after so many seconds, before the repair is given up
+#: (`repair_deadline`).
+IN_REPAIR = 2.5
+#: In the first step, in which plans are made, a rank may be late so many times longer.
+FIRST = 10
+
+
+class EvictionLimits(NamedTuple):
+    """Seconds after which a rank is evicted that is stopped, silent or late; `inf` for never."""
+
+    stopped: float
+    silent: float
+    late: float
+
+    @property
+    def gap(self) -> float:
+        """Seconds between two looks after which nobody knows what happened meanwhile."""
+        return max(0.1, min(1.0, self.stopped / 2))
+
+    @property
+    def tick(self) -> float:
+        """Seconds between two beats."""
+        return max(0.02, min(0.5, self.stopped / 8))
+
+
+class Deadline(NamedTuple):
+    """The arguments `deadline` and `slow` of an elastic group, checked.
+
+    `late` is a number of seconds, 0 for "auto", or `inf` for "stopped". `slow` is 0 for off.
+    """
+
+    late: float = inf
+    slow: float = 0.0
+
+    def limits(
+        self, steps: Sequence[float], first: bool = False, repairs: bool = False
+    ) -> EvictionLimits:
+        """Return the limits in seconds, given how long this rank's newest steps took.
+
+        `first` says that this is the first step, or the first after a change of the group, and
+        `repairs` that this rank repairs the group.
+        """
+        late, stopped = self.late, PATIENCE if self.late == inf else self.late
+        if self.late == 0:
+            late = max(LEAST, STEPS * median(steps)) if len(steps) >= KNOWN else inf
+            stopped = min(PATIENCE, late)
+        if first:
+            late = max(FIRST * late, PATIENCE)
+        silent = max(PATIENCE, stopped)
+        return EvictionLimits(min(stopped, IN_REPAIR) if repairs else stopped, silent, late)
+
+
+def parse_deadline(deadline="stopped", slow=0) -> Deadline:
+    """Check the arguments `deadline` and `slow` of an elastic group; raise ConfigError."""
+    if isinstance(deadline, str):
+        late = {"stopped": inf, "auto": 0.0}.get(deadline)
+    else:
+        late = float(deadline) if _is_number(deadline) and deadline > 0 else None
+    if late is None:
+        wanted = 'expected "stopped", "auto" or a number of seconds > 0'
+        raise ConfigError(f"deadline={shown(deadline)}; {wanted}")
+    if not _is_number(slow) or (slow != 0 and slow <= 1):
+        raise ConfigError(f"slow={shown(slow)}; expected 0 (off) or a factor > 1")
+    return Deadline(late, float(slow))
+
+
+def _is_number(value) -> bool:
+    number = isinstance(value, int | float | np.integer | np.floating)
+    return number and not isinstance(value, bool) and isfinite(value)
