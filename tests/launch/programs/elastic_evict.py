@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist.elasticity import evict
+from mpidist.elasticity import deadline as deadlines
 from mpidist.elasticity.slow_ranks import SlowRanks
 from mpidist.fault_tolerance.stragglers import Stragglers
 from mpidist.launch.process_table import is_running
@@ -26,7 +26,7 @@ comm, world = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
 mode = sys.argv[1]
 deadline = float(sys.argv[2]) if sys.argv[2][0].isdigit() else sys.argv[2]
 fates = [one.split(":") for one in os.environ.get("FATES", "").split(",") if one]
-evict.PATIENCE = float(os.environ.get("PATIENCE", evict.PATIENCE))
+deadlines.PATIENCE = float(os.environ.get("PATIENCE", deadlines.PATIENCE))
 state = {"w": np.zeros(N)}
 pids = comm.allgather(os.getpid())
 
