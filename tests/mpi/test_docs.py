@@ -55,7 +55,14 @@ def of_checkpoints(comm):
     import h5py
 
     local = Path("local").absolute()
+    copies = {
+        "memory_folder())": '__import__("pathlib").Path("copies").absolute())',
+        "range(1, 1001)": "range(1, 12)",
+        "train_one_step": lambda: None,
+        "current_state": lambda: {"x": np.arange(3.0)},
+    }
     return {
+        **copies,
         "h5py": h5py, "w": np.zeros(2), "b": np.zeros(1), "m": np.zeros(2), "evaluate": enough,
         "run/checkpoints/step-000000001200": "indexed/step-000000001200",
         "/dev/shm/me/checkpoints": str(local),
