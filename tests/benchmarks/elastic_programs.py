@@ -84,7 +84,7 @@ def kill(folder: Path, numbers: str, steps: str, victim: str, behind: str) -> No
     `victim` waits to be killed in step `HELD`, which rank `behind` has not done by then.
     """
     row, marks = mapped(folder), marked_repairs()
-    state = {"w": np.zeros(int(numbers))}
+    state = {"w": np.ones(int(numbers))}  # all pages are there, unlike those of zeros
     part = min(1000, state["w"].size)
     times = []
     with md.elastic(comm, state) as group:
