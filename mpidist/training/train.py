@@ -238,12 +238,14 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                         run.advance(after, len(indices), len(wanted))
                         times = (computed - began, time.perf_counter() - computed)
                         on_data = feed.waited - waited
-                        exchange.stragglers.note(on_data, max(0.0, times[0] - on_data))
                         report = StepReport(run.step, last, after.epoch, loss, len(indices), *times)
                         run.report = report
-                        carried.step_done(run.step)
+                        # Before the calls below: if all ranks learn of a death there, nobody
+                        # repeats this step, and its report would get lost.
                         for callback in agreed.callbacks:
                             callback(report)
+                        exchange.stragglers.note(on_data, max(0.0, times[0] - on_data))
+                        carried.step_done(run.step)
                         if asked.check_replicas and run.step % asked.check_replicas == 0:
                             exchange.check(run.step)
                         if pace.due(run.step) and run.step < last:

@@ -45,6 +45,7 @@ MOMENTS = {
     "the last step": (f"3:{STEPS}:done", [0, 1, 2]),
     "two at once": ("1:5:computed,2:5:computed", [0, 3]),
     "one after the other": ("1:5:computed,0:6:done,3:6:computed", [2]),
+    "when times are compared": ("1:10:times", [0, 2, 3]),
     "a save": ("0:10:saving", [1, 2, 3]),
     "the resize": ("1:4:done,0:4:resizing", [2, 3]),
 }
