@@ -85,6 +85,10 @@ def killed(kills: int, numbers: int, behind: bool) -> dict:
         draw = random.Random(number)
         victim, late = draw.sample(range(4), 2)
         loads.append(load())
+        if behind:
+            # A virtual machine may have to get memory from its host first, which can take 2 ms for
+            # each MiB. Memory that was just used and freed is there.
+            np.ones(128 << 20)
         job = Job(4, "kill", numbers, HELD + 60, victim, late if behind else -1)
         at = HELD + 1 if behind else draw.randint(HELD, HELD + 20)
         job.wait_for(at)
