@@ -189,8 +189,8 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
         settings["microbatches"] = asked.microbatches
     watch_it = agreed.watch and comm.size > 1  # elastic runs may have lost ranks
     watch = watched(comm, asked.watch_seconds) if watch_it else nullcontext()
-    opening = open_store(comm, asked.checkpoint, carried.fresh(asked.resume), carried.memory)
-    with watch, opening as store:
+    fresh = carried.fresh(asked.resume)
+    with watch, open_store(comm, asked.checkpoint, fresh, carried.memory) as store:
         exchange = carried.open(agreed.strategy, comm, asked, settings)
         with abandon_on_error(exchange):
             bad = Quarantine(exchange.workers, source, asked.max_bad, asked.quarantine)

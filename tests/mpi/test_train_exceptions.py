@@ -216,6 +216,8 @@ def test_a_run_is_watched_once(comm):
     def look(step):
         seen.append([one.seconds for one in active])
 
+    with pytest.raises(ConfigError, match="checkpoint"):
+        fit(comm, checkpoint=len)  # this run ends before its first step, and its watch with it
     fit(comm, callbacks=[look])
     assert seen == [[600.0] if comm.size > 1 else []] * 2
     fit(comm, callbacks=[look], watch_seconds=30)
