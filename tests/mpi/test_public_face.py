@@ -22,12 +22,17 @@ def signatures(kind):
 
 @pytest.mark.ranks(1)
 def test_a_tiered_store_takes_what_a_store_takes(comm):
-    """The same parameters by name, kind, default and type; `local` and `local_keep` besides."""
+    """The same parameters by name, kind, default and type.
+
+    Besides, it has `local`, `local_keep`, and the calls for copies that only nodes keep.
+    """
     plain, tiered = signatures(md.CheckpointStore), signatures(md.TieredStore)
     own = [each.name for each in tiered[""] if each.name.startswith("local")]
     assert own == ["local", "local_keep"]
     tiered[""] = [each for each in tiered[""] if each.name not in own]
     assert {"restore", "save", "close"} < set(plain)
+    copies = {name: tiered.pop(name) for name in ("hold", "stop_holding")}
+    assert [each.name for each in copies["hold"]] == ["self", "step", "state"]
     assert tiered == plain
 
 
