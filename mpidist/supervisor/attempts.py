@@ -328,7 +328,10 @@ class _Running:
                 code = max(codes) or own
             elif code == 0:
                 hint = "" if signs else "; a program under --elastic uses md.elastic or md.train"
-                why = why or f"no rank has said that the job is done{hint}"
+                # The launcher may end before `vigil` has looked.
+                died = len(signs) == self.ranks and not any(sign.left for sign in signs)
+                said = "all ranks have died" if died else "no rank has said that the job is done"
+                why = why or f"{said}{hint}"
                 code = heartbeat.ORPHAN
         return Attempt(
             ranks=self.ranks, code=code, ended=time.time(), survived=survived,
