@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from .. import events
 from ..errors import ConfigError
@@ -212,7 +212,7 @@ def _again(args, ranks: int, crowded: bool) -> str:
     library = claims.mpi_name(MPI.Get_library_version())
     words = commands.again(ranks, claim.launcher if claim else "", library, crowded)
     if has_ulfm() and words:
-        words[1:1] = ["--with-ft", "ulfm"]
+        words[1:1] = commands.SURVIVE
     words += [commands.callable_as("mpidist"), "train", args.job]
     return shlex.join(words + [word for each in args.settings for word in ("--set", each)])
 
@@ -270,9 +270,11 @@ class Reporter:
     """
 
     def __init__(self, job, speaks: bool):
-        self.every, self.bar = job.log_every, cast(Any, None)
+        self.every = job.log_every
+        self.bar: Any = None
         self._next_line = time.monotonic() + _LINE_EVERY
-        self._path, self._file = job.folder / "metrics.jsonl", cast(Any, None)
+        self._path = job.folder / "metrics.jsonl"
+        self._file: Any = None
         self.speaks = False
         if speaks:
             self._begin()

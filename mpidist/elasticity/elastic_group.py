@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import compress
 from typing import Any, TypeVar
 
 from mpi4py import MPI
@@ -29,6 +30,7 @@ from ..launch import heartbeat
 from ..runtime import polling, ulfm
 from ..runtime.agreement.run_on_all import run_on_all
 from ..runtime.agreement.tell_others import contexts
+from ..runtime.before_exit import exit_status
 from ..runtime.failure import this_rank
 from ..runtime.polling import wait_until
 from ..runtime.topology import topology_of
@@ -42,6 +44,10 @@ from .repair_deadline import RepairDeadline
 
 T = TypeVar("T")
 
+#: How the text begins that spares get: a result, or an exit code.
+_RESULT, _EXIT = b"=", b"!"
+#: Seconds in which all active ranks exit, if they exit together, before the spares may leave.
+_EXIT_TOGETHER = 5.0
 _STOPPED = Deadline()
 
 
@@ -99,7 +105,8 @@ class Group:
         base = MPI.Intracomm(comm.Dup())
         wait_until(comm.Ibarrier().Test)  # all ranks have made it
         active = [rank < comm.size - spares for rank in range(comm.size)]
-        self._names, self._members = names, Membership(base, names, places, number, active)
+        self._number = {name: rank for rank, name in enumerate(names)}
+        self._members = Membership(base, names, places, number, active)
         self._members.open()
         self.watch = NodeWatch(NodeBoard(base), deadline)
         self.watch.end_steps()
@@ -227,19 +234,27 @@ class Group:
 
         `broken` is called after a death, before the repair. A spare waits until it steps in, and
         then calls `function` too. If it does not step in, it returns the result of rank 0, which
-        `encode` has made a text of less than 4,000 bytes.
+        `encode` has made a text of less than 4,000 bytes; or it exits, if the others have exited.
         """
         try:
             while True:
                 try:
                     if self.is_spare:
                         if (text := self._members.stand_by()) is not None:
-                            return decode(text)
+                            if text.startswith(_EXIT):
+                                sys.exit(int(text[1:]))
+                            return decode(text[1:])
                         self._broken_at, self._agreed = time.monotonic(), True
                     else:
                         result = function()
-                        self._all_here(done=True, result=encode(result) if self.spares else b"")
+                        text = _RESULT + encode(result) if self.spares else b""
+                        self._all_here(done=True, result=text)
                         return result
+                except SystemExit as leaving:
+                    if self.spares and not self.is_spare:
+                        text = b"%b%d" % (_EXIT, exit_status(leaving.code))
+                        self._members.release(text, _EXIT_TOGETHER)
+                    raise
                 except Exception as error:
                     if not is_death(error):
                         raise
@@ -261,7 +276,7 @@ class Group:
         began = time.monotonic() if self._broken_at is None else self._broken_at
         self.watch.end_steps()
         old, names, step = self._members.active.count(True), self._members.names, self.step
-        workers = {name for name, active in zip(names, self._members.active, strict=True) if active}
+        workers = {*compress(names, self._members.active)}
         # Algorithms that were fast on more ranks are used again, for measuring takes long.
         known = not self.is_spare and self.comm.handle in contexts
         table = selection.table(self.comm) if known else {}
@@ -286,7 +301,8 @@ class Group:
                 if not is_death(error):
                     raise
         self._broken_at = None
-        gone = [name for name in names if name not in self._members.names]
+        living = {*self._members.names}
+        gone = [name for name in names if name not in living]
         self.deaths += len(gone)
         heartbeat.note_deaths(self.deaths)
         if self.is_spare:
@@ -295,7 +311,7 @@ class Group:
         evicted = {name: why for name in gone if (why := self._fate(name))}
         died = [name for name in gone if name not in evicted]
         # Also those of the time in which this rank was a spare.
-        dead = {*self._names} - {*self._members.names}
+        dead = {*self._number} - living
         self.evicted = sum(bool(self._fate(name)) for name in dead)
         common = {"step": self.step, "ranks_left": self.size, "seconds": seconds}
         if died:
@@ -325,7 +341,8 @@ class Group:
         living = self._members.shrink(self._agreed, self._deadline.begin)
         self._agreed, size = False, living.active.count(True)
         if size < self.min_ranks:
-            gone = [name for name in self._members.names if name not in living.names]
+            here = {*living.names}
+            gone = [name for name in self._members.names if name not in here]
             text = f"{', '.join(map(self._why_gone, gone))} died; only {size} ranks live"
             raise RankFailure(f"{text}, and min_ranks is {self.min_ranks}")
         if is_smaller_side(self._members.names, living.names):
@@ -337,17 +354,16 @@ class Group:
     @property
     def original_ranks(self) -> list[int]:
         """For each rank of `comm`, its rank in the communicator with which the group was made."""
-        members = self._members
-        pairs = zip(members.names, members.active, strict=True)
-        return [self._names.index(name) for name, active in pairs if active]
+        names = compress(self._members.names, self._members.active)
+        return [self._number[name] for name in names]
 
     def _fate(self, name: str) -> str:
         """Return in words why a rank was evicted, as far as this rank knows, or ""."""
-        why, amount = self.watch.board.fate(self._names.index(name))
+        why, amount = self.watch.board.fate(self._number[name])
         return cause_in_words(why, amount) if why else ""
 
     def _why_gone(self, name: str) -> str:
-        known = name in self._names and self._fate(name)
+        known = name in self._number and self._fate(name)
         return f"{name} (it {known} and is evicted)" if known else name
 
 

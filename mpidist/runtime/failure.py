@@ -47,6 +47,7 @@ from .before_exit import (
     READ_BY,
     SEGMENTS,
     end_process,
+    exit_status,
     flush_streams,
     unlink_segments,
     wait_for_the_reader,
@@ -358,8 +359,7 @@ def _leave_alone(code: int) -> None:
 def _recording_exit(status=None):
     global _exit_code, _may_fail
     _may_fail = 0
-    # Python's own rule: None means 0, a number is the code, anything else is printed and means 1.
-    _exit_code = 0 if status is None else status if isinstance(status, int) else 1
+    _exit_code = exit_status(status)
     _original_exit(status)
 
 

@@ -316,6 +316,16 @@ class Membership:
             if not active:  # so short that MPI sends it at once, whatever the spare does
                 keep_alive(result, self.base.Isend([result, MPI.BYTE], rank, _RESULT))
 
+    def release(self, result: bytes, seconds: float) -> None:
+        """Let the spares leave with `result`, as after `all_here`. Collective over `comm`.
+
+        For active ranks that exit. If only some of them do, they wait for `seconds`, in vain.
+        """
+        if self.comm.rank == 0:
+            self.give_result(result)
+        with suppress(TimeoutError):
+            self._meet(_GO_ON | _WELL | _DONE | _ANY_CODE, seconds)
+
     def stand_by(self) -> bytes | None:
         """Wait as a spare; return the result when the work is done, and None after a death.
 

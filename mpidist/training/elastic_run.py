@@ -35,6 +35,9 @@ from ..runtime.agreement.run_on_all import run_on_all, same_on_all
 from .run_state import Progress, StepReport
 from .summary import Summary
 
+#: Signals by which a launcher or a batch system asks for a stop.
+_REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
+
 
 class Carried:
     """What a run of `md.train` carries from one communicator to the next; empty at its beginning.
@@ -69,11 +72,10 @@ class Carried:
 
     def copies(self, store, step: int) -> MemoryCopies | None:
         """Return what keeps copies of the state in memory from `step` on, if `store` can."""
-        if self.group is None or self.group.settings.every is None or store is None:
+        every, memory = self.group and self.group.settings.every, self.memory
+        if not every or memory is None or getattr(store, "folder", None) != memory:
             return None
-        if self.memory is None or getattr(store, "folder", None) != self.memory:
-            return None
-        copies = MemoryCopies(store, self.group.settings.every)
+        copies = MemoryCopies(store, every)
         copies.begin(step)
         return copies
 
@@ -202,6 +204,8 @@ def train_elastic(
     name = run_on_all(comm, "md.train", lambda: uuid.uuid4().hex, lambda names: names[0])
     carried = Carried(given, name)
     group = TrainingGroup(comm, settings, carried)
+    if group.is_spare:  # a request to stop is kept until this rank steps in and has a guard
+        signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
     try:
         return group.repeat(
             lambda: train(group.comm, carried),
@@ -210,5 +214,8 @@ def train_elastic(
             group.note_step,
         )
     finally:
-        # A guard that a death has ended leaves its signals blocked for the next one.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGUSR1])
+        # A guard that a death has ended leaves its signals blocked for the next one. What has come
+        # to a spare that leaves, the others have answered.
+        while group.is_spare and signal.sigtimedwait(_REQUESTS, 0):
+            pass
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _REQUESTS)

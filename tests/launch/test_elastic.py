@@ -164,6 +164,18 @@ def test_the_exit_code_is_the_programs(tmp_path, n):
 
 
 @with_ulfm
+@pytest.mark.parametrize("deaths", ["", "1:4:in"])
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_spare_leaves_with_the_others(tmp_path, code, deaths):
+    """R48: the active ranks call `sys.exit`; the spare, which may have stepped in, exits too."""
+    done, logs = elastic(3, "spare", tmp_path, code, deaths=deaths)
+    assert done.returncode == code, done
+    assert "Traceback" not in done.stderr
+    assert logs[0][-1] == 8
+    assert bool(logs[2]) == bool(deaths)
+
+
+@with_ulfm
 def test_a_step_that_is_not_done(tmp_path):
     done, _ = elastic(2, "forgotten", tmp_path)
     assert done.returncode == 1, done

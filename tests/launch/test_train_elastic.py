@@ -135,6 +135,15 @@ def test_a_request_to_stop_is_not_lost(tmp_path):
     assert sorted(told) == [0, 1]
 
 
+@with_ulfm
+@pytest.mark.parametrize("deaths", ["", "2:6:done"])
+def test_a_request_to_stop_reaches_a_spare(tmp_path, deaths):
+    """R48: the spare, which may have stepped in, leaves with the others and their code."""
+    done, told = train(tmp_path, 4, deaths, microbatches=12, save=True, stop=[1, 6], spares=1)
+    assert (done.returncode, told) == (75, {}), done
+    assert "the state was saved as step" in done.stderr
+
+
 def test_a_job_without_ulfm_is_refused(tmp_path):
     """On all ranks, before the first step, in one line that says what works."""
     words = [sys.executable, PROGRAM, tmp_path, json.dumps({"steps": 4})]

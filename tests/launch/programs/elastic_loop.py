@@ -212,6 +212,17 @@ elif mode == "exits":
             sys.exit(3)
         time.sleep(0.2)
 
+elif mode == "spare":
+    # The active ranks exit by themselves while a spare waits.
+    def leaves(group):
+        for step in group.steps(0, STEPS):
+            with step:
+                one_step(group, step)
+            if int(step) == 8:
+                sys.exit(n)
+
+    md.run_elastic(comm, leaves, state, spares=1)
+
 elif mode == "lazy":
     # The rank that is ahead has a part of the state that the others have not made yet.
     with md.elastic(comm, state) as group:
