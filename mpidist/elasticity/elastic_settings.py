@@ -31,6 +31,10 @@ class Elastic:
         Under ``mpidist launch --elastic``, each node keeps a copy of the state in its memory, from
         which the job begins again if it cannot go on. A number is the steps between two copies;
         "memory" chooses it so that copies take at most 3 % of the time.
+    on_exception : "end" or "evict"
+        What happens if the model, the reading of data or a callback raises an exception on one
+        rank: the job ends, or this rank is evicted. Also with "evict" the job ends if more than
+        half of the ranks raise, or if another rank raises when the others repeat the step.
     """
 
     min_ranks: int = 1
@@ -38,6 +42,7 @@ class Elastic:
     deadline: str | float = "stopped"
     slow: float = 0
     copies: str | int = "memory"
+    on_exception: str = "end"
 
     def __post_init__(self):
         checked_whole("min_ranks", self.min_ranks, 1)
@@ -45,6 +50,9 @@ class Elastic:
         parse_deadline(self.deadline, self.slow)
         if self.copies not in ("memory", "none"):
             checked_whole("copies", self.copies, 1, ', or "memory", or "none"')
+        if self.on_exception not in ("end", "evict"):
+            wanted = 'expected "end" or "evict"'
+            raise ConfigError(f"on_exception={shown(self.on_exception)}; {wanted}")
 
     @property
     def every(self) -> int | str | None:

@@ -20,7 +20,18 @@ from math import inf
 from typing import NamedTuple
 
 from .deadline import EvictionLimits
-from .node_board import COMPUTE, LATE, OUTSIDE, SILENT, SLOW, STOPPED, WAIT, Record, state_of
+from .node_board import (
+    COMPUTE,
+    LATE,
+    OUTSIDE,
+    RAISED,
+    SILENT,
+    SLOW,
+    STOPPED,
+    WAIT,
+    Record,
+    state_of,
+)
 
 
 class Eviction(NamedTuple):
@@ -120,4 +131,5 @@ def cause_in_words(why: int, amount: float) -> str:
         SILENT: f"gave no sign for {seconds}",
         LATE: f"did not come for {seconds}",
         SLOW: f"was {amount:.1f} times slower than the others",
+        RAISED: "raised an exception",
     }[why]

@@ -29,7 +29,7 @@ from ..runtime.ulfm import keep_alive, tester
 
 #: The numbers of the phases, and of the causes of an eviction.
 OUTSIDE, COMPUTE, WAIT, *_, PLAN = range(len(PHASES))
-STOPPED, SILENT, LATE, SLOW = 1, 2, 3, 4
+STOPPED, SILENT, LATE, SLOW, RAISED = 1, 2, 3, 4, 5
 
 # A reader copies a record in this order: the phase before the time at which it began.
 _PID, _BORN, _SPACE, _RANK, _BEAT, _PHASE, _SINCE, _STEP = range(8)
@@ -142,7 +142,7 @@ class NodeBoard:
         view[_SEEN], view[_LAST] = one.seen, one.last
 
     def note_fate(self, rank: int, why: int, amount: float) -> None:
-        """Write why a rank is evicted: the cause, and its seconds or its factor; 0 for not."""
+        """Write why a rank is evicted: the cause, and its seconds, factor or step; 0 for not."""
         self.fates[rank] = why, amount
         if (view := self._view(rank)) is not None:
             view[_AMOUNT] = amount

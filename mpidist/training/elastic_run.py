@@ -28,6 +28,7 @@ from ..elasticity.deadline import parse_deadline
 from ..elasticity.elastic_group import Group
 from ..elasticity.elastic_loop import check_possible
 from ..elasticity.elastic_settings import Elastic
+from ..elasticity.own_errors import OwnErrors
 from ..elasticity.slow_ranks import SlowRanks
 from ..fault_tolerance.guard import Guard
 from ..launch.environment import memory_folder
@@ -49,6 +50,8 @@ class Carried:
         self.name, self.given = name, given
         self.group: TrainingGroup | None = None
         self._slow: SlowRanks | None = None
+        #: A ``with`` block for the code of the user in a step.
+        self.own_errors = OwnErrors()
         self._run: Progress | None = None
         self._guard: Guard | None = None
         # The state at the last death; None as long as this rank had not begun its steps.
@@ -118,11 +121,14 @@ class Carried:
         watch, ranks = group.watch, group.original_ranks
         stragglers, factor = run.exchange.stragglers, group.settings.slow
         self._slow = SlowRanks(stragglers, factor, group.min_ranks, watch.board, ranks)
+        if group.settings.on_exception == "evict":
+            self.own_errors = OwnErrors(group, lambda: run.step)
         watch.begin_steps()
         if self._missed is not None:
             report, self._missed = StepReport(*self._missed), None
-            for callback in callbacks:
-                callback(report)
+            with self.own_errors:
+                for callback in callbacks:
+                    callback(report)
 
     def step_done(self, step: int) -> None:
         """Show that this rank has done `step` steps; evict slow ranks. Collective."""

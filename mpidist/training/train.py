@@ -223,7 +223,8 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                         wanted = bad.wanted(indices)
                         began, waited = time.perf_counter(), feed.waited
                         fault_point("step", run.step + 1)
-                        loss, samples = exchange.compute(feed, wanted)
+                        with carried.own_errors:
+                            loss, samples = exchange.compute(feed, wanted)
                         computed = time.perf_counter()
                         fault_point("exchange", run.step + 1)
                         stop = bool(watcher.flag or run.bad or bad.full)
@@ -242,8 +243,9 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                         run.report = report
                         # Before the calls below: if all ranks learn of a death there, nobody
                         # repeats this step, and its report would get lost.
-                        for callback in agreed.callbacks:
-                            callback(report)
+                        with carried.own_errors:
+                            for callback in agreed.callbacks:
+                                callback(report)
                         exchange.stragglers.note(on_data, max(0.0, times[0] - on_data))
                         carried.step_done(run.step)
                         if asked.check_replicas and run.step % asked.check_replicas == 0:

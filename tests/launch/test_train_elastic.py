@@ -83,6 +83,39 @@ def test_a_stopped_rank_is_evicted(tmp_path, undisturbed, moment):
 
 
 @with_ulfm
+@pytest.mark.parametrize("moment", ["computed", "done"])
+def test_a_rank_that_raises_is_evicted(tmp_path, undisturbed, moment):
+    """R46: with ``on_exception="evict"`` the others go on, and the traceback is printed once."""
+    settings = {"microbatches": 12, "on_exception": "evict", "raises": [[1, 6, moment, 0]]}
+    found = train(tmp_path, 3, **settings)
+    assert check(tmp_path, found, [0, 2], 1) == {undisturbed}, found[0]
+    text = found[0].stderr
+    assert text.count("RuntimeError: no memory on rank 1") == 1
+    assert re.search(r"rank 1 of 3 on \S+ raised an exception and is evicted at step \d; 2", text)
+
+
+RAISES = {
+    "by default": ([[1, 0]], {"on_exception": "end"}),
+    "most ranks": ([[0, 0], [1, 0], [2, 0]], {}),
+    "in the repeated step": ([[2, 0], [1, 1]], {"resize": True}),
+    "too few are left": ([[1, 0]], {"min_ranks": 3}),
+}
+
+
+@with_ulfm
+@pytest.mark.parametrize("case", RAISES)
+def test_an_exception_that_ends_the_job(tmp_path, case):
+    """A mistake in the program or in the data must not kill rank after rank."""
+    who, settings = RAISES[case]  # the ranks, and how many are evicted before they raise in step 6
+    raises = [[rank, 6, "computed", evicted] for rank, evicted in who]
+    done, told = train(tmp_path, 3, **{"on_exception": "evict", "raises": raises, **settings})
+    assert (done.returncode, told) == (1, {}), done
+    evicted = sum(evicted for _, evicted in who)
+    assert done.stderr.count("RuntimeError: no memory") == 1 + evicted, done
+    assert done.stderr.count("and is evicted") == evicted
+
+
+@with_ulfm
 @pytest.mark.parametrize("deaths", ["", "1:6:computed", "3:6:by rank 0", "0:4:done,2:9:computed"])
 def test_spares_keep_the_number_of_ranks(tmp_path, undisturbed, deaths):
     """R48: a spare steps in, also for rank 0; a spare that does not gets the same summary."""

@@ -2,7 +2,8 @@
 
 DEATHS is ``rank:step:moment,...``; moment is "done" (in the callback of the step), "computed" (the
 gradients of the next step are there), "times" (the ranks compare the times of ten steps), "saving",
-"resizing" or "by rank 0"; with "stopped" it stops itself there. Each rank logs its steps in FOLDER.
+"resizing" or "by rank 0"; with "stopped" and "raises" it stops itself or raises there. Each rank
+logs its steps in FOLDER.
 """
 
 import hashlib
@@ -31,6 +32,8 @@ def die(moment, step):
         os.kill(os.getpid(), signal.SIGKILL)
     if settings.get("stopped") == [me, step, moment]:
         os.kill(os.getpid(), signal.SIGSTOP)
+    if [me, step, moment, len(resizes)] in settings.get("raises", []):
+        raise RuntimeError(f"no memory on rank {me}")
 
 
 class Model:
@@ -86,7 +89,8 @@ model = Model()
 extra = {"on_resize": resized} if settings.get("resize") else {}
 if settings.get("save"):
     extra |= {"checkpoint": lambda comm: Store(comm, folder / "saved"), "checkpoint_every": 5}
-elastic = md.Elastic(deadline=settings.get("deadline", "stopped"), spares=settings.get("spares", 0))
+given = ("deadline", "spares", "min_ranks", "on_exception")
+elastic = md.Elastic(**{key: settings[key] for key in given if key in settings})
 summary = md.train(
     comm, model, data, optimizer=md.optim.adam(0.01), global_batch=48, steps=settings["steps"],
     microbatches=settings.get("microbatches"), test_data=data, callbacks=[log],

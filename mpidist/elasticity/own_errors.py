@@ -1,0 +1,100 @@
+"""Evict a rank whose own code raises an exception (``on_exception = "evict"``).
+
+A GPU that fails, or a host without free memory, raises an exception on one rank, and the others can
+go on without that rank. A mistake in the program raises on all ranks, and a bad sample raises again
+on the rank that gets it next; then the job must end. So a rank that raises tells the others, waits
+for a moment, and ends itself only if all of this holds:
+
+    at most half of the ranks raise      else the mistake is in the program
+    no rank was evicted in this step     else the mistake is in the data
+    `min_ranks` ranks are left           else nobody may go on
+
+It prints its traceback and ends itself by SIGKILL. The others go on as after any death.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from mpi4py import MPI
+
+from .. import events
+from ..errors import MpidistError
+from ..runtime.failure import HOLD_BACK, this_rank
+from ..runtime.ulfm import is_death
+from .node_board import RAISED
+
+if TYPE_CHECKING:
+    from .elastic_group import Group
+
+#: The tag of the notes of ranks that raise.
+_RAISES = 11
+
+
+class OwnErrors:
+    """A ``with`` block for code of the user, which a rank that is evicted does not leave.
+
+    Other exceptions pass, among them those of mpidist, of which other ranks know. Without a group,
+    all exceptions pass. The block can be used many times.
+
+    Parameters
+    ----------
+    group : Group, optional
+    step : function
+        Returns the number of steps that this rank has done.
+    """
+
+    def __init__(self, group: Group | None = None, step: Callable[[], int] = int):
+        self.group, self.step = group, step
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        if self.group is None or not isinstance(error, Exception):
+            return
+        step, board = self.step(), self.group.watch.board
+        if isinstance(error, MpidistError) or is_death(error) or self._must_pass(self.group, step):
+            return
+        board.note_fate(board.rank, RAISED, step)
+        _end_itself(step, error)
+
+    @staticmethod
+    def _must_pass(group: Group, step: int) -> bool:
+        if (RAISED, step) in group.watch.board.fates.values():
+            return True
+        raising = 1 + _count_notes(group._members.base)
+        left = group.size + group.spares - raising
+        return 2 * raising > group.size or left < group.min_ranks
+
+
+def _count_notes(base: MPI.Intracomm) -> int:
+    """Tell all ranks of `base` that this rank raises; return how many others do. Not collective."""
+    found, until = 0, time.monotonic() + HOLD_BACK
+    with suppress(MPI.Exception):  # of a death meanwhile
+        # MPI sends one byte at once, whether or not the receiver ever receives it.
+        others = (rank for rank in range(base.size) if rank != base.rank)
+        notes = [base.Isend([b"!", MPI.BYTE], rank, _RAISES) for rank in others]
+        while time.monotonic() < until:
+            if base.Iprobe(MPI.ANY_SOURCE, _RAISES):
+                base.Recv([bytearray(1), MPI.BYTE], MPI.ANY_SOURCE, _RAISES)
+                found += 1
+            else:
+                time.sleep(0.001)
+        MPI.Request.Testall(notes)
+    return found
+
+
+def _end_itself(step: int, error: BaseException) -> None:
+    events.emit("evicts_itself", why=f"{type(error).__name__}: {error}", step=step)
+    text = "".join(traceback.format_exception(error))
+    print(f"mpidist: {this_rank()} failed and ends itself:\n{text}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
