@@ -33,6 +33,8 @@ settings.load_profile("steady")
 
 # What this machine has measured before must not decide what is tested; children inherit it.
 os.environ["MPIDIST_SELECTION_CACHE"] = "0"
+# What `mpidist launch --elastic` has tried is kept between runs, but not in the home of the user.
+os.environ.setdefault("XDG_CACHE_HOME", str(Path(__file__).parents[1] / ".pytest_cache"))
 
 # Without byte code each of the thousand processes that are started here would compile everything
 # again: 0.2 s of CPU for a small program, 0.35 s for `mpidist train`.

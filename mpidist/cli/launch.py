@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from ..supervisor import attempts, commands
     from ..supervisor.liveness import Limits
     from ..supervisor.policy import Policy
+    from ..supervisor.ulfm_trial import check_survival
 
     if args.n < 1 or min(args.max_restarts, args.max_preemptions or 0) < 0:
         raise ConfigError(
@@ -95,7 +96,9 @@ def run(args: argparse.Namespace) -> int:
         hosts_from=tuple(shlex.split(args.hosts_from or "")),
     )
     if job.elastic:
-        commands.surviving(commands.command(args.n, job.words))
+        words = commands.surviving(commands.command(min(args.n, 2), job.words))
+        if args.n > 1:
+            check_survival(words, commands.printed_version(words[0]))
     try:
         return attempts.run(job)
     except OSError as error:

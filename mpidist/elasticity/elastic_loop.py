@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from ..errors import ConfigError, shown
 from ..launch import heartbeat
-from ..launch.environment import has_ulfm
+from ..launch.environment import why_not_elastic
 from ..registry import checked_whole
 from ..runtime.agreement.run_on_all import same_on_all
 from ..runtime.failure import is_whole_job
@@ -27,9 +27,6 @@ from .elastic_group import Group
 from .node_board import OUTSIDE
 
 T = TypeVar("T")
-
-#: Why and what instead, for a job that cannot survive a death.
-_CURE = "use mpidist launch, which starts the job again from the newest checkpoint"
 
 
 def _open(comm, state, min_ranks, deadline, restarts: bool, spares=0) -> Group:
@@ -65,17 +62,9 @@ def check_possible(comm, min_ranks, spares=0) -> dict:
         raise ConfigError(f"min_ranks={shown(min_ranks)}; expected 1 to {comm.size - spares}")
     if not is_whole_job(comm):
         raise ConfigError(f"comm has only {comm.size} ranks of this job; expected all")
-    if comm.size > 1 and not has_ulfm():
-        raise ConfigError(why_not(MPI.Get_library_version()))
+    if comm.size > 1 and (text := why_not_elastic(MPI.Get_library_version())):
+        raise ConfigError(text)
     return {"min_ranks": min_ranks, "spares": spares}
-
-
-def why_not(library: str) -> str:
-    """Return why a job with this MPI library, started without ULFM, cannot survive a death."""
-    name = library.splitlines()[0].split(",")[0].strip()
-    if name.startswith("Open MPI"):
-        return f"md.elastic: start the job with mpirun --with-ft ulfm, or {_CURE}"
-    return f"md.elastic needs Open MPI 5.0.11 or newer; {name} cannot go on after a death: {_CURE}"
 
 
 @contextmanager

@@ -1,10 +1,13 @@
-"""Environment variables: the tuning of MPI, and the folders that runs share."""
+"""Environment variables: the tuning of MPI, ULFM, and the folders that runs share."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
+
+from .claims import claimed_size
 
 #: The first letters of the names of variables that change how MPI sends messages.
 _MPI_SETTINGS = (
@@ -28,14 +31,26 @@ def memory_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(environ[MEMORY_FOLDER]) if MEMORY_FOLDER in environ else None
 
 
+#: The oldest Open MPI whose ranks go on after a death.
+WITH_ULFM = 5, 0, 11
+
+#: Why and what instead, for a job that cannot survive a death.
+_CURE = "use mpidist launch, which starts the job again from the newest checkpoint"
+
+
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the folder that stores the selected collective algorithms for later runs, or None.
 
-    The folder is ``$XDG_CACHE_HOME/mpidist``, by default ``~/.cache/mpidist``. With
-    ``MPIDIST_SELECTION_CACHE=0`` the result is None.
+    This is `user_cache`. With ``MPIDIST_SELECTION_CACHE=0`` the result is None.
     """
-    if environ.get("MPIDIST_SELECTION_CACHE", "1") == "0":
-        return None
+    return None if environ.get("MPIDIST_SELECTION_CACHE") == "0" else user_cache(environ)
+
+
+def user_cache(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder for what later runs of this user need not measure again, or None.
+
+    The folder is ``$XDG_CACHE_HOME/mpidist``, by default ``~/.cache/mpidist``.
+    """
     base, home = environ.get("XDG_CACHE_HOME", ""), environ.get("HOME", "")
     if Path(base).is_absolute():  # the XDG specification says that other values are ignored
         return Path(base) / "mpidist"
@@ -50,3 +65,18 @@ def mpi_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def has_ulfm(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the job was started with ULFM, so that its ranks can survive a dead rank."""
     return environ.get("OMPI_MCA_mpi_ft_enable") == "1"
+
+
+def why_not_elastic(library: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return why a job with this MPI library and environment cannot survive a death, or ""."""
+    name = library.splitlines()[0].split(",")[0].strip()
+    found = re.match(r"Open MPI v?(\d+)\.(\d+)\.(\d+)", name)
+    if not found or tuple(map(int, found.groups())) < WITH_ULFM:
+        needed = ".".join(map(str, WITH_ULFM))
+        return f"md.elastic needs Open MPI {needed} or newer, and {name} is not: {_CURE}"
+    claim = claimed_size(environ)
+    if claim and claim.launcher == "srun":
+        return f"md.elastic: srun ends the job when a rank dies; start it with mpirun, or {_CURE}"
+    if not has_ulfm(environ):
+        return f"md.elastic: start the job with mpirun --with-ft ulfm, or {_CURE}"
+    return ""

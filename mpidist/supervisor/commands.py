@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..launch.claims import srun_mpi
+from ..launch.environment import WITH_ULFM
 from ..launch.launchers import (
     crowding,
     find_launcher,
@@ -28,8 +29,8 @@ from ..launch.processes import run
 #: Node states in which Slurm starts nothing. A ``*`` after a state means a node without answer.
 _AWAY = ("down", "drain", "fail", "maint", "unk", "power", "no_respond", "boot")
 
-#: The oldest Open MPI whose ranks go on after a death, and the option with which they do.
-WITH_ULFM, SURVIVE = (5, 0, 11), ("--with-ft", "ulfm")
+#: The option with which ranks go on after a death.
+SURVIVE = "--with-ft", "ulfm"
 
 #: The first command in the shell of a rank. Open MPI's component for one-sided transfers over
 #: libfabric sleeps for a second when MPI_Init closes it unused, and ranks on one host never use it
@@ -85,7 +86,7 @@ def surviving(words: Sequence[str]) -> list[str]:
         The launcher has no such option.
     """
     name, kind = Path(words[0]).name, kind_of(words)
-    found = re.search(r"\(Open MPI\) (\d+)\.(\d+)\.(\d+)", _version_of(words[0]))
+    found = re.search(r"\(Open MPI\) (\d+)\.(\d+)\.(\d+)", printed_version(words[0]))
     if kind != "openmpi" or not found or tuple(map(int, found.groups())) < WITH_ULFM:
         what = {"mpich": f"{name} of MPICH", "srun": "srun"}.get(kind, name)
         if found:
@@ -98,7 +99,8 @@ def surviving(words: Sequence[str]) -> list[str]:
     return [*words] if SURVIVE[0] in words else [words[0], *SURVIVE, *words[1:]]
 
 
-def _version_of(launcher: str) -> str:
+def printed_version(launcher: str) -> str:
+    """Return the text of ``launcher --version``, or "" if it cannot be run."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return launcher_version(shutil.which(launcher) or launcher)
     return ""
