@@ -67,7 +67,7 @@ _HOME = {
     "elastic": "elasticity.elastic_loop",
     "run_elastic": "elasticity.elastic_loop",
 }
-_SUBMODULES = ("optim", "data", "models")
+_SUBMODULES = ("optim", "data", "models", "pipeline")
 
 __all__ = [*_HOME, *_SUBMODULES, "__version__"]
 

@@ -30,7 +30,7 @@ from functools import partial
 
 from ...partition import BlockPartition
 from .protocol_limits import EAGER_BYTES, LONG, SHORT
-from .schedule import Range, Step, combine, cut, length, recv, send
+from .schedule import Range, Step, combine, length, recv, send, split_range
 
 
 def recursive_doubling(size: int, rank: int, n: int) -> list[Step]:
@@ -135,7 +135,7 @@ def halving(
         spans = [(blocks.start(a + shift), blocks.start(b + shift)) for a, b in parts]
         result: list[Range] = []
         for span in reversed(spans) if backward else spans:
-            result += cut(span, -(-length(span) * itemsize // EAGER_BYTES))
+            result += split_range(span, -(-length(span) * itemsize // EAGER_BYTES))
         return result
 
     steps: list[Step] = []

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .schedule import REDUCE, Range, Step, cut, length, recv, send
+from .schedule import REDUCE, Range, Step, length, recv, send, split_range
 
 
 class TreePlace(NamedTuple):
@@ -101,7 +101,7 @@ def steps(size: int, places: Sequence[TreePlace], n: int, segments: int) -> list
     result: list[Step] = []
     scratch = n
     for (parent, children, level), half in zip(places, ((0, n // 2), (n // 2, n)), strict=True):
-        for k, part in enumerate(cut(half, segments)):
+        for k, part in enumerate(split_range(half, segments)):
             up, down = depth(size) - level + k, depth(size) + level + k
             for child in children:
                 slot: Range = (scratch, scratch + length(part))

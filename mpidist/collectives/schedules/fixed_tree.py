@@ -49,7 +49,7 @@ from collections.abc import Sequence
 from ...partition import BlockPartition
 from . import butterfly
 from .protocol_limits import SHORT
-from .schedule import REDUCE, Range, Step, combine, copy, cut, length, node_sync, recv, send
+from .schedule import REDUCE, Range, Step, combine, copy, length, node_sync, recv, send, split_range
 
 
 def cuts(pieces: int, ranks: int) -> list[int]:
@@ -188,7 +188,8 @@ def _is_binary_tree(nodes: Sequence[Sequence[Range]], pieces: int) -> bool:
 
 def _direct(size, rank, n, pieces, nodes, votes, segments) -> list[Step]:
     blocks = [
-        cut(block, segments) for block in itertools.pairwise(BlockPartition(n, size).bounds())
+        split_range(block, segments)
+        for block in itertools.pairwise(BlockPartition(n, size).bounds())
     ]
     others = [(rank + k) % size for k in range(1, size)]
     counted: Range = (n - votes, n)

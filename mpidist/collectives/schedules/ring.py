@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Sequence
 
 from ...partition import BlockPartition, bounds_of
-from .schedule import Step, combine, cut, length, recv, send
+from .schedule import Step, combine, length, recv, send, split_range
 
 
 def reduce_scatter(size: int, rank: int, counts: Sequence[int], *, segments: int = 1) -> list[Step]:
@@ -32,9 +32,9 @@ def reduce_scatter(size: int, rank: int, counts: Sequence[int], *, segments: int
     right, left = (rank + 1) % size, (rank - 1) % size
     steps: list[Step] = []
     for round in range(size - 1):
-        outgoing = cut(blocks[(rank - round - 1) % size], segments)
+        outgoing = split_range(blocks[(rank - round - 1) % size], segments)
         steps += [send(round, right, part) for part in outgoing]
-        for part in cut(blocks[(rank - round - 2) % size], segments):
+        for part in split_range(blocks[(rank - round - 2) % size], segments):
             # Every round receives into its own scratch memory, so all receives can be posted at the
             # start.
             slot = (scratch, scratch + length(part))
@@ -47,7 +47,7 @@ def allgather(
     size: int, rank: int, counts: Sequence[int], *, segments: int = 1, first_round: int = 0
 ) -> list[Step]:
     """Return steps that give every rank all blocks; at the start, rank r has only block r."""
-    blocks = [cut(block, segments) for block in itertools.pairwise(bounds_of(counts))]
+    blocks = [split_range(block, segments) for block in itertools.pairwise(bounds_of(counts))]
     right, left = (rank + 1) % size, (rank - 1) % size
     steps: list[Step] = []
     for k in range(size - 1):

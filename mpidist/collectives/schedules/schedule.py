@@ -80,7 +80,7 @@ def length(span: Range) -> int:
     return span[1] - span[0]
 
 
-def cut(span: Range, pieces: int) -> list[Range]:
+def split_range(span: Range, pieces: int) -> list[Range]:
     """Cut a range into at most `pieces` non-empty ranges of nearly equal length."""
     count = length(span)
     pieces = min(pieces, count)
@@ -104,9 +104,9 @@ def split_messages(steps: list[Step], limit: int) -> list[Step]:
     for step in steps:
         pieces = -(-max(length(step.source), length(step.target)) // limit)
         if step.kind == SEND and pieces > 1:
-            result += [step._replace(source=part) for part in cut(step.source, pieces)]
+            result += [step._replace(source=part) for part in split_range(step.source, pieces)]
         elif step.kind == RECV and pieces > 1:
-            result += [step._replace(target=part) for part in cut(step.target, pieces)]
+            result += [step._replace(target=part) for part in split_range(step.target, pieces)]
         else:
             result.append(step)
     return result

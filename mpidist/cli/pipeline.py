@@ -1,0 +1,132 @@
+"""``mpidist pipeline {partition,show}``: cut a model into stages, draw a schedule; needs no MPI."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ..errors import ConfigError
+
+
+def add_parser(commands) -> None:
+    """Add this command to the argument parser."""
+    parser = commands.add_parser("pipeline", help="cut a model into stages, draw a schedule")
+    what = parser.add_subparsers(dest="what", required=True, metavar="{partition,show}")
+    about = "the best cut of a profiled model into stages, and the replicas of each stage"
+    add = what.add_parser("partition", help=about, description=about).add_argument
+    add("profile", metavar="PROFILE", help="times and sizes of layers, as PipeDream writes them")
+    add("--workers", type=int, required=True, metavar="N", help="most workers that are used")
+    add("--stages", type=int, metavar="S", help="exact number of stages (any)")
+    add("--no-replication", action="store_true", help="one worker for each stage")
+    add("--bandwidth", type=float, default=1e9, metavar="BYTES_PER_S",
+        help="bytes per second between two workers (1e9)")  # fmt: skip
+    add("--memory", type=float, metavar="BYTES", help="bytes of memory of a worker (any)")
+    add("--cost", default="overlap", metavar="{overlap,serial,pipedream}",
+        help="whether messages hide behind the computation (overlap), or not (serial); pipedream "
+        "counts as PipeDream's program")  # fmt: skip
+    add("--evaluate", action="store_true",
+        help="keep the stages that the profile names, and choose their replicas")  # fmt: skip
+    add("--json", metavar="FILE", help="write the plan as JSON; - is the standard output")
+    about = "draw a schedule over time, with its idle time and what it keeps"
+    add = what.add_parser("show", help=about, description=about).add_argument
+    add("schedule", metavar="SCHEDULE",
+        help="gpipe, 1f1b, interleaved, zero_bubble or pipedream")  # fmt: skip
+    add("--stages", type=int, default=4, metavar="P", help="number of ranks (4)")
+    add("--microbatches", type=int, default=8, metavar="M", help="number of microbatches (8)")
+    add("--chunks", type=int, default=1, metavar="V", help="chunks of each rank (1)")
+    add("--forward", type=float, default=1.0, metavar="MS", help="ms of a rank's forward pass (1)")
+    add("--backward", type=float, default=2.0, metavar="MS", help="ms of its backward pass (2)")
+    add("--bytes", type=float, default=0.0, metavar="N", help="bytes of a message (0)")
+    add("--bandwidth", type=float, default=1e9, metavar="BYTES_PER_S",
+        help="bytes per second of a link (1e9)")  # fmt: skip
+    add("--latency", type=float, default=0.0, metavar="US", help="us of a message on the way (0)")
+    add("--picture", metavar="FILE.png", help="draw the schedule into a file")
+    parser.set_defaults(command="pipeline")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the wanted sub-command, and return the exit code."""
+    return {"partition": _partition, "show": _show}[args.what](args)
+
+
+def _partition(args) -> int:
+    from ..pipeline import cut, read_profile
+
+    plan = cut(
+        read_profile(args.profile),
+        workers=args.workers,
+        bandwidth=args.bandwidth,
+        stages=args.stages,
+        replication=not args.no_replication,
+        memory=args.memory,
+        cost=args.cost,
+        evaluate=args.evaluate,
+    )
+    text = json.dumps(plan.as_dict(), indent=2)
+    if args.json == "-":
+        print(text)
+        return 0
+    if args.json:
+        try:
+            Path(args.json).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {args.json}: {error.strerror}") from None
+    print("stage  layers  replicas  compute ms  stage ms  parameters MB  in MB  out MB  kept")
+    for k, stage in enumerate(plan.stages):
+        print(
+            f"{k:5d}  {len(stage.nodes):6d}  {stage.replicas:8d}"
+            f"  {stage.compute_seconds * 1e3:10.3f}"
+            f"  {stage.seconds * 1e3:8.3f}  {stage.parameter_bytes / 1e6:13.2f}"
+            f"  {stage.input_bytes / 1e6:5.2f}  {stage.output_bytes / 1e6:6.2f}"
+            f"  {stage.in_flight:4d}   {stage.nodes[0]} .. {stage.nodes[-1]}"
+        )
+    print(
+        f"a microbatch every {plan.bottleneck_seconds * 1e3:.3f} ms on {plan.workers} workers: "
+        f"{plan.speedup:.2f} times as fast as one worker ({plan.single_seconds * 1e3:.3f} ms); "
+        f"data parallelism on {args.workers}: {plan.data_parallel_seconds * 1e3:.3f} ms"
+    )
+    if not plan.exact:
+        print("the model has too many cuts; only those in one order of its layers were tried")
+    return 0
+
+
+def _show(args) -> int:
+    from ..pipeline import (
+        ChunkCost,
+        action_lists,
+        check_actions,
+        draw_actions,
+        save_drawing,
+        simulate_actions,
+    )
+    from ..pipeline.draw_actions import check_drawing
+    from ..simulator.network_model import NetworkModel
+
+    for name in ("forward", "backward", "bytes", "latency"):
+        if not 0 <= getattr(args, name) < float("inf"):
+            raise ConfigError(f"--{name} {getattr(args, name)}: expected a number >= 0")
+    if not 0 < args.bandwidth < float("inf"):
+        raise ConfigError(f"--bandwidth {args.bandwidth}: expected a number > 0")
+    lists = action_lists(args.schedule, args.stages, args.microbatches, args.chunks)
+    if args.picture:
+        check_drawing(args.picture, args.stages)
+    ms = 1e-3 / args.chunks
+    cost = ChunkCost(args.forward * ms, args.backward * ms, args.bytes)
+    network = NetworkModel(latency=args.latency * 1e-6, gap=1 / args.bandwidth)
+    run = simulate_actions(lists, [cost] * (args.stages * args.chunks), network)
+    title = f"{args.schedule}, {args.stages} ranks, {args.microbatches} microbatches"
+    try:
+        print(draw_actions(run))
+    except ConfigError as error:
+        print(f"no drawing: {error}", file=sys.stderr)
+    print(f"{title}: {run.seconds * 1e3:.3f} ms, idle {run.bubble:.1%}")
+    print(f"microbatches kept by each rank, times chunks: {' '.join(map(str, run.stash))}")
+    if args.schedule == "pipedream":
+        kept = check_actions(lists).versions_kept
+        print(f"versions of the weights on each rank: {' '.join(map(str, kept))}")
+    if args.picture:
+        save_drawing(run, args.picture, f"{title}: idle {run.bubble:.1%}")
+        print(f"drawn: {args.picture}")
+    return 0

@@ -1,0 +1,210 @@
+"""Prove that the action lists of a pipeline are right, without running them.
+
+The lists are played with messages as they are in MPI: a message has arrived when its sender has
+begun to send it and its receiver has begun to receive it. Messages between two chunks have a tag of
+their own in each direction. MPI matches messages with one tag in the order in which they were
+begun, so sender and receiver must have the same order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..errors import ConfigError
+from .pipeline_schedules import (
+    COMPUTE,
+    RECV_B,
+    RECV_F,
+    SEND_B,
+    SEND_F,
+    B,
+    F,
+    I,
+    StageAction,
+    W,
+)
+
+
+class ActionFacts(NamedTuple):
+    """What the check has found.
+
+    Attributes
+    ----------
+    stash : list of int
+        For each rank the most microbatches, times chunks, that it keeps at a time.
+    versions : dict of (chunk, microbatch) -> int
+        How many microbatches the rank had updated the weights by, if each backward pass is an
+        update, when the forward pass began. The backward pass must use these weights.
+    versions_kept : list of int
+        For each rank the most versions of its weights that it needs at a time, with the newest.
+    """
+
+    stash: list[int]
+    versions: dict[tuple[int, int], int]
+    versions_kept: list[int]
+
+
+def check_actions(
+    lists: Sequence[Sequence[StageAction]], *, chunks: int | None = None, blocking: bool = False
+) -> ActionFacts:
+    """Check action lists; return what they need.
+
+    Every microbatch goes through every chunk once, forward and backward; each message has a sender
+    and a receiver, in the same order; and the ranks do not wait for each other for ever.
+
+    Parameters
+    ----------
+    lists : sequence of sequences of StageAction
+        One for each rank, as from `action_lists`.
+    chunks : int, optional
+        The number of chunks of the model; by default those in the lists.
+    blocking : bool
+        Whether a send or a receive holds its rank up until the message has arrived. So blocking
+        calls would do, under which all schedules but "gpipe" fail.
+
+    Raises
+    ------
+    ConfigError
+        The lists are wrong; the text names the first rank and action.
+    """
+    p = len(lists)
+    count = 1 + max((one.chunk for each in lists for one in each), default=-1)
+    chunks = count if chunks is None else chunks
+    _check_complete(lists, p, chunks)
+    _check_order_of_messages(lists, p)
+    _play(lists, p, chunks, blocking)
+    return ActionFacts(
+        [_stash(each) for each in lists],
+        {key: version for each in lists for key, version in _versions(each).items()},
+        [_versions_kept(each) for each in lists],
+    )
+
+
+def _check_complete(lists, p: int, chunks: int) -> None:
+    microbatches = 1 + max((one.microbatch for each in lists for one in each), default=-1)
+    for rank, each in enumerate(lists):
+        counts = Counter(each)
+        for one, times in counts.items():
+            if times > 1:
+                raise ConfigError(f"rank {rank}: {one} is there {times} times")
+            if one.chunk % p != rank or not 0 <= one.chunk < chunks:
+                raise ConfigError(f"rank {rank}: {one}, but this rank does not have the chunk")
+        for chunk in range(rank, chunks, p):
+            for i in range(microbatches):
+                whole = counts[StageAction(B, chunk, i)]
+                split = counts[StageAction(I, chunk, i)] + counts[StageAction(W, chunk, i)]
+                if not counts[StageAction(F, chunk, i)] or (whole, split) not in ((1, 0), (0, 2)):
+                    text = f"microbatch {i} does not go through chunk {chunk} once in each way"
+                    raise ConfigError(f"rank {rank}: {text}")
+
+
+def sender_of(one: StageAction, p: int) -> tuple[int, StageAction]:
+    """Return the rank that sends what the receive `one` gets, and its action."""
+    kind, other = (SEND_F, one.chunk - 1) if one.kind == RECV_F else (SEND_B, one.chunk + 1)
+    return other % p, StageAction(kind, other, one.microbatch)
+
+
+def _check_order_of_messages(lists, p: int) -> None:
+    sent, received = defaultdict(list), defaultdict(list)
+    for each in lists:
+        for one in each:
+            if one.kind in (SEND_F, SEND_B):
+                sent[one.kind, one.chunk].append(one)
+            elif one.kind in (RECV_F, RECV_B):
+                message = sender_of(one, p)[1]
+                received[message.kind, message.chunk].append(message)
+    for kind, chunk in {*sent, *received}:
+        given, wanted = sent[kind, chunk], received[kind, chunk]
+        for at in range(max(len(given), len(wanted))):
+            a, b = (str(many[at]) if at < len(many) else "nothing" for many in (given, wanted))
+            if a != b:
+                raise ConfigError(f"rank {chunk % p} sends {a} where its receiver expects {b}")
+
+
+def needed_before(one: StageAction, chunks: int) -> list[StageAction]:
+    """Return the actions of the same rank that a computation or a send waits for."""
+    kind, chunk, i = one
+    if kind == F:
+        return [StageAction(RECV_F, chunk, i)] if chunk else []
+    if kind in (B, I):
+        more = [StageAction(RECV_B, chunk, i)] if chunk < chunks - 1 else []
+        return [StageAction(F, chunk, i), *more]
+    return {W: [StageAction(I, chunk, i)], SEND_F: [StageAction(F, chunk, i)]}.get(kind, [])
+
+
+def _play(lists, p: int, chunks: int, blocking: bool) -> None:
+    """Let each rank go on as far as it can, until all are done or nobody can."""
+    at, begun, moved = [0] * p, set(), True
+    split = {one.chunk for each in lists for one in each if one.kind == I}
+    while moved:
+        moved = False
+        for rank, each in enumerate(lists):
+            while at[rank] < len(each):
+                one = each[at[rank]]
+                begun.add(one)
+                if not _may_end(one, lists, p, chunks, begun, blocking, split):
+                    if one.kind in COMPUTE:
+                        begun.discard(one)
+                    break
+                at[rank] += 1
+                moved = True
+    for rank, each in enumerate(lists):
+        if at[rank] < len(each):
+            raise ConfigError(f"rank {rank} waits for ever at {each[at[rank]]}")
+
+
+def _may_end(one, lists, p, chunks, begun, blocking, split) -> bool:
+    kind, chunk, i = one
+    if kind in (RECV_F, RECV_B):
+        return not blocking or sender_of(one, p)[1] in begun
+    if kind in (SEND_F, SEND_B):
+        made = StageAction(F if kind == SEND_F else I if chunk in split else B, chunk, i)
+        if made not in begun:
+            raise ConfigError(f"rank {chunk % p}: {one} comes before {made}")
+        other = (
+            StageAction(RECV_F, chunk + 1, i)
+            if kind == SEND_F
+            else StageAction(RECV_B, chunk - 1, i)
+        )
+        return not blocking or other in begun
+    for need in needed_before(one, chunks):
+        if need not in begun:
+            if need.kind in COMPUTE:
+                raise ConfigError(f"rank {chunk % p}: {one} comes before {need}")
+            raise ConfigError(f"rank {chunk % p}: {one} has no {need} before it")
+        if need.kind in (RECV_F, RECV_B) and sender_of(need, p)[1] not in begun:
+            return False
+    return True
+
+
+def _stash(each) -> int:
+    """Return the most forward passes whose last backward part has not been done."""
+    kept = most = 0
+    for one in each:
+        kept += (one.kind == F) - (one.kind in (B, W))
+        most = max(most, kept)
+    return most
+
+
+def _versions(each) -> dict[tuple[int, int], int]:
+    done, found = 0, {}
+    for one in each:
+        if one.kind == F:
+            found[one.chunk, one.microbatch] = done
+        done += one.kind in (B, W)
+    return found
+
+
+def _versions_kept(each) -> int:
+    versions, newest, most = _versions(each), 0, 1
+    held = Counter[int]()
+    for one in each:
+        if one.kind == F:
+            held[versions[one.chunk, one.microbatch]] += 1
+        elif one.kind in (B, W):
+            held[versions[one.chunk, one.microbatch]] -= 1
+            newest += 1
+        most = max(most, len({version for version, n in held.items() if n} | {newest}))
+    return most

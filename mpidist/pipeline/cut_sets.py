@@ -1,0 +1,63 @@
+"""The places at which a model may be cut: sets of layers that contain all that feeds them.
+
+A set of layers is *downward closed* if each layer that feeds a layer of the set is in the set, too.
+The stages of a pipeline are the differences of a growing chain of such sets, so no message goes
+back to an earlier stage. A chain of n layers has n + 1 of these sets; branches have more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .layer_profile import LayerProfile
+
+#: With more sets than this, only the sets of the first k layers of one order are used.
+MOST_SETS = 20_000
+
+
+def cut_sets(profile: LayerProfile, most: int = MOST_SETS) -> tuple[np.ndarray, bool]:
+    """Return downward closed sets of layers, and whether these are all such sets.
+
+    Returns
+    -------
+    sets : array (sets, layers) of bool
+        In order of size, from the empty set to all layers.
+    exact : bool
+    """
+    n = len(profile.layers)
+    needs = [0] * n
+    for a, b in profile.edges:
+        needs[b] |= 1 << a
+    level, found = [0], [0]
+    while level:
+        grown = dict.fromkeys(
+            mask | 1 << k
+            for mask in level
+            for k in range(n)
+            if not mask >> k & 1 and needs[k] & mask == needs[k]
+        )
+        level = [*grown]
+        found += level
+        if len(found) > most:
+            return np.tri(n + 1, n, -1, dtype=bool), False
+    return bit_rows(found, n), True
+
+
+def bit_rows(masks: Sequence[int], n: int) -> np.ndarray:
+    """Return an array (masks, n) of bool with the bits of whole numbers."""
+    packed = b"".join(mask.to_bytes(-(-n // 8), "little") for mask in masks)
+    bits = np.frombuffer(packed, np.uint8).reshape(len(masks), -1)
+    return np.unpackbits(bits, axis=1, count=n, bitorder="little").astype(bool)
+
+
+def crossing_bytes(profile: LayerProfile, sets: np.ndarray) -> np.ndarray:
+    """Return for each set the bytes of all outputs that layers outside of the set need.
+
+    An output crosses a cut once, however many layers behind the cut use it.
+    """
+    last = np.zeros(sets.shape, bool)
+    for a, b in profile.edges:
+        last[:, a] |= sets[:, a] & ~sets[:, b]
+    return last @ np.array([layer.output_bytes for layer in profile.layers])

@@ -1,0 +1,110 @@
+"""Show what the ranks of a pipeline do over time, as text or as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import ConfigError
+from .pipeline_schedules import B, F, I, W
+from .simulate_actions import SimulatedRun
+
+#: Most columns of a text, and most ranks of a picture.
+MOST_COLUMNS, MOST_RANKS = 400, 64
+_COLORS = {F: "#4878a8", B: "#e08a3c", I: "#d9a441", W: "#8c6bb1"}
+_LABELS = {F: "forward", B: "backward", I: "gradient of the input", W: "gradients of the weights"}
+
+
+def draw_actions(run: SimulatedRun, unit: float | None = None) -> str:
+    """Return one line per rank: each column is `unit` seconds, and shows what is computed then.
+
+    ``F3`` is the forward pass of microbatch 3; with several chunks on a rank, ``F3b`` is that
+    through its second chunk. ``..`` is idle time. By default, a column is the shortest computation.
+
+    Raises
+    ------
+    ConfigError
+        The text would have more than `MOST_COLUMNS` columns.
+    """
+    if not run.spans:
+        return ""
+    lengths = [span.end - span.begin for span in run.spans if span.end > span.begin]
+    unit = unit or min(lengths, default=1.0)
+    columns = round(run.seconds / unit)
+    if columns > MOST_COLUMNS:
+        raise ConfigError(f"a text of {columns} columns; expected {MOST_COLUMNS} at most")
+    ranks = 1 + max(span.rank for span in run.spans)
+    labels = {span.action: _label(span.action, ranks, _chunks(run) > ranks) for span in run.spans}
+    width = max(map(len, labels.values()))
+    rows = [["." * width] * columns for _ in range(ranks)]
+    for rank, action, begin, end in run.spans:
+        for column in range(round(begin / unit), round(end / unit)):
+            rows[rank][column] = labels[action].ljust(width)
+    wide = len(str(ranks - 1))
+    return "\n".join(f"rank {k:{wide}d}  {' '.join(row)}".rstrip() for k, row in enumerate(rows))
+
+
+def check_drawing(file: str | Path, ranks: int) -> None:
+    """Raise ConfigError if `save_drawing` cannot draw `ranks` ranks into `file`."""
+    if Path(file).suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"{file}: expected a name that ends in .png, .svg or .pdf")
+    if ranks > MOST_RANKS:
+        raise ConfigError(f"a picture shows {MOST_RANKS} ranks at most, given {ranks}")
+    _figure_and_patch()
+
+
+def save_drawing(run: SimulatedRun, file: str | Path, title: str = "") -> None:
+    """Draw the timeline of a simulated run into a file: a row for each rank, a bar for each action.
+
+    A bar has the number of its microbatch, if it is wide enough.
+    """
+    ranks = 1 + max((span.rank for span in run.spans), default=0)
+    check_drawing(file, ranks)
+    figure_class, patch_class = _figure_and_patch()
+    figure = figure_class(figsize=(12, 1.6 + 0.42 * max(ranks, 3)), layout="constrained")
+    axes = figure.add_subplot()
+    scale, unit = (1e3, "ms") if run.seconds < 1 else (1.0, "s")
+    several = _chunks(run) > ranks
+    for rank, action, begin, end in run.spans:
+        # A later chunk of a rank is paler.
+        pale = 1 - 0.5 * (action.chunk // ranks) / max(1, _chunks(run) // ranks)
+        axes.broken_barh(
+            [(begin * scale, (end - begin) * scale)], (rank - 0.4, 0.8), alpha=pale,
+            facecolor=_COLORS[action.kind], edgecolor="white", linewidth=0.5,
+        )  # fmt: skip
+        label = _label(action, ranks, several)[1:]
+        if (end - begin) / run.seconds * 110 > len(label):
+            middle = (begin + end) / 2 * scale
+            axes.text(middle, rank, label, ha="center", va="center", color="white", fontsize=7)
+    axes.set(xlim=(0, run.seconds * scale * 1.005), ylim=(ranks - 0.4, -0.6), yticks=range(ranks))
+    axes.set(xlabel=f"simulated time, {unit}", ylabel="rank")
+    axes.set_title(title, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    kinds = [kind for kind in _COLORS if any(span.action.kind == kind for span in run.spans)]
+    patches = [patch_class(facecolor=_COLORS[kind]) for kind in kinds]
+    names = [_LABELS[kind] for kind in kinds]
+    figure.legend(patches, names, loc="outside upper right", ncols=len(names), frameon=False)
+    try:
+        figure.savefig(file, dpi=130)
+    except OSError as error:
+        raise ConfigError(f"cannot write the picture {file}: {error.strerror}") from None
+
+
+def _chunks(run: SimulatedRun) -> int:
+    return 1 + max((span.action.chunk for span in run.spans), default=0)
+
+
+def _label(action, ranks: int, several: bool) -> str:
+    chunk = chr(ord("a") + action.chunk // ranks) if several else ""
+    return f"{action.kind}{action.microbatch}{chunk}"
+
+
+def _figure_and_patch():
+    # Figure without pyplot: no window system, no global state.
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError:
+        raise ConfigError(
+            "a picture needs matplotlib, which is not installed: pip install 'mpidist[plot]'"
+        ) from None
+    return Figure, Patch

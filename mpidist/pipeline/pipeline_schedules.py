@@ -1,0 +1,172 @@
+"""Schedules of pipelines as data: for each rank, the list of what it does, by chunk and microbatch.
+
+A model is cut into chunks. Chunk c is on rank c mod p, so with one chunk per rank, chunk and rank
+are the same number. ``F`` is the forward pass of a microbatch through a chunk, ``B`` its backward
+pass. ``zero_bubble`` cuts a backward pass into ``I``, which gives the gradient of the input and is
+awaited by the rank before, and ``W``, which gives the gradients of the weights and may come later.
+With a backward pass twice as long as a forward pass, 4 ranks and 5 microbatches:
+
+    1f1b     F0 F1 F2 F3 .. .. .. .. .. .. B0 B0 F4 B1 B1 .. B2 B2 .. B3 B3 .. B4 B4
+             .. F0 F1 F2 .. .. .. .. B0 B0 F3 B1 B1 F4 B2 B2 .. B3 B3 .. B4 B4 .. ..
+             .. .. F0 F1 .. .. B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 .. B4 B4 .. .. .. ..
+             .. .. .. F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 .. .. .. .. .. ..
+
+    zero     F0 F1 F2 F3 .. .. .. I0 W0 F4 I1 W1 I2 W2 I3 W3 I4 W4
+    bubble   .. F0 F1 F2 .. .. I0 F3 I1 W0 F4 I2 W1 I3 W2 I4 W3 W4
+             .. .. F0 F1 .. I0 F2 I1 F3 I2 W0 F4 I3 W1 I4 W2 W3 W4
+             .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 W2 W3 W4
+
+    gpipe         all forward passes, then all backward passes       Huang et al., NeurIPS 2019
+    1f1b          p - s forward passes, then B and F in turn         Narayanan et al., SOSP 2019
+    interleaved   1f1b with several chunks on each rank              Narayanan et al., SC 2021
+    zero_bubble   W fills what would be idle time (ZB-H1)            Qi et al., ICLR 2024
+    pipedream     the order of 1f1b; each microbatch is an update    Narayanan et al., SOSP 2019
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..errors import ConfigError
+from ..registry import checked_whole, look_up
+
+#: The kinds of actions. A receive is begun where it stands in the list, and the computation that
+#: needs the data waits for it. A send is begun, too, and nobody waits for its end.
+F, B, I, W = "F", "B", "I", "W"  # noqa: E741 - the names in the papers
+SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
+COMPUTE = (F, B, I, W)
+
+#: So many computations before the one that needs its data, a receive begins: buffers are few, and
+#: in 1f1b the next forward and the next backward pass have one each.
+AHEAD = 2
+
+
+class StageAction(NamedTuple):
+    """What a rank does: `kind`, for a chunk and a microbatch."""
+
+    kind: str
+    chunk: int
+    microbatch: int
+
+    def __str__(self):
+        return f"{self.kind}{self.chunk}.{self.microbatch}"
+
+
+def action_lists(
+    name: str, stages: int, microbatches: int, chunks: int = 1, ahead: int = AHEAD
+) -> list[list[StageAction]]:
+    """Return the actions of each rank, in order.
+
+    Parameters
+    ----------
+    name : str
+        One of `SCHEDULES`.
+    stages : int
+        The number of ranks p.
+    microbatches : int
+        For "pipedream", the number of microbatches from one flush to the next.
+    chunks : int
+        The number of chunks of each rank; 1 for all schedules but "interleaved".
+    ahead : int
+        A receive begins so many computations before the one that needs its data.
+
+    Raises
+    ------
+    ConfigError
+        The name is unknown, a number is below 1, `chunks` does not suit the schedule, or the number
+        of microbatches of "interleaved" is no multiple of `stages`.
+    """
+    build = look_up(SCHEDULES, name, "schedule")
+    checked_whole("stages", stages, 1)
+    checked_whole("microbatches", microbatches, 1)
+    checked_whole("chunks", chunks, 1)
+    if chunks > 1 and build is not _interleaved:
+        raise ConfigError(f"chunks={chunks}: schedule {name!r} has one chunk for each rank")
+    lists = build(stages, microbatches, chunks)
+    return [_with_messages(computations, stages * chunks, ahead) for computations in lists]
+
+
+def _gpipe(p: int, m: int, chunks: int) -> list[list[StageAction]]:
+    # The backward passes in the order of the forward passes: this is the order of the sums.
+    return [[StageAction(kind, s, i) for kind in (F, B) for i in range(m)] for s in range(p)]
+
+
+def _1f1b(p: int, m: int, chunks: int) -> list[list[StageAction]]:
+    lists = []
+    for s in range(p):
+        ahead = min(p - s - 1, m)
+        order = [StageAction(F, s, i) for i in range(ahead)]
+        for i in range(m):
+            order += [StageAction(F, s, i + ahead)] if i + ahead < m else []
+            order.append(StageAction(B, s, i))
+        lists.append(order)
+    return lists
+
+
+def _interleaved(p: int, m: int, chunks: int) -> list[list[StageAction]]:
+    if m % p:
+        more = -(-m // p) * p
+        raise ConfigError(
+            f"microbatches={m}: the schedule 'interleaved' needs a multiple of the {p} stages; the "
+            f"next one is {more}"
+        )
+    lists, total = [], chunks * m
+    for s in range(p):
+        ahead = min(total, 2 * (p - s - 1) + (chunks - 1) * p)
+        order = []
+        for k in range(total + ahead):
+            if k < total:  # p microbatches through a chunk, then the same ones through the next
+                group, within = divmod(k, p * chunks)
+                order.append(StageAction(F, within // p * p + s, group * p + k % p))
+            if k >= ahead:
+                group, within = divmod(k - ahead, p * chunks)
+                chunk = chunks - 1 - within // p
+                order.append(StageAction(B, chunk * p + s, group * p + (k - ahead) % p))
+        lists.append(order)
+    return lists
+
+
+def _zero_bubble(p: int, m: int, chunks: int) -> list[list[StageAction]]:
+    """1f1b in which W comes s microbatches after I on rank s, so all ranks keep p microbatches."""
+    lists = []
+    for s in range(p):
+        ahead = min(p - s, m)
+        order = [StageAction(F, s, i) for i in range(ahead)]
+        for i in range(m):
+            order.append(StageAction(I, s, i))
+            order += [StageAction(W, s, i - s)] if i >= s else []
+            order += [StageAction(F, s, i + ahead)] if i + ahead < m else []
+        lists.append(order + [StageAction(W, s, i) for i in range(max(m - s, 0), m)])
+    return lists
+
+
+#: name -> function of (stages, microbatches, chunks) that returns the computations of each rank.
+SCHEDULES: dict[str, Callable[[int, int, int], list[list[StageAction]]]] = {
+    "gpipe": _gpipe,
+    "1f1b": _1f1b,
+    "interleaved": _interleaved,
+    "zero_bubble": _zero_bubble,
+    "pipedream": _1f1b,
+}
+
+
+def _with_messages(order: list[StageAction], chunks: int, ahead: int) -> list[StageAction]:
+    """Put a send behind each computation, and a receive `ahead` computations before its use."""
+    needs = {F: (RECV_F, 0), B: (RECV_B, chunks - 1), I: (RECV_B, chunks - 1)}
+    gives = {F: (SEND_F, chunks - 1), B: (SEND_B, 0), I: (SEND_B, 0)}
+
+    def receive(one: StageAction) -> list[StageAction]:
+        kind, without = needs.get(one.kind, ("", one.chunk))
+        return [] if one.chunk == without else [StageAction(kind, one.chunk, one.microbatch)]
+
+    found = [each for one in order[:ahead] for each in receive(one)]
+    for k, one in enumerate(order):
+        found += receive(one) if not ahead else []
+        found.append(one)
+        kind, without = gives.get(one.kind, ("", one.chunk))
+        if one.chunk != without:
+            found.append(StageAction(kind, one.chunk, one.microbatch))
+        if ahead and k + ahead < len(order):
+            found += receive(order[k + ahead])
+    return found

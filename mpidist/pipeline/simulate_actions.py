@@ -1,0 +1,148 @@
+"""Estimate the time of a pipeline's action lists on a modelled network, without MPI.
+
+A rank computes one action at a time, in the order of its list. A message leaves when the send and
+the receive have begun, the link of its sender has sent the messages before, and the link of its
+receiver has received them; links are full duplex. The costs are those of `NetworkModel`: an
+`overhead` on the core at both ends, then `latency` and `gap` for each byte on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..errors import ConfigError
+from ..simulator.network_model import NetworkModel
+from .check_actions import check_actions, needed_before, sender_of
+from .pipeline_schedules import COMPUTE, RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, StageAction, W
+
+#: A network on which messages take no time.
+NO_TIME = NetworkModel(latency=0.0, gap=0.0)
+
+
+class ChunkCost(NamedTuple):
+    """Seconds and bytes of one microbatch in one chunk.
+
+    `backward` is the whole backward pass, of which `input_share` is for the gradient of the input.
+    `output_bytes` go to the next chunk, and as many come back as its gradient.
+    """
+
+    forward: float
+    backward: float
+    output_bytes: float = 0.0
+    input_share: float = 0.5
+
+    def seconds(self, kind: str) -> float:
+        """Return the time of an action of this kind."""
+        share = {B: 1.0, I: self.input_share, W: 1.0 - self.input_share}
+        return self.forward if kind == F else self.backward * share[kind]
+
+
+class Span(NamedTuple):
+    """A computation of the timeline: from `begin` to `end`, in seconds."""
+
+    rank: int
+    action: StageAction
+    begin: float
+    end: float
+
+
+class SimulatedRun(NamedTuple):
+    """The result of `simulate_actions`.
+
+    Attributes
+    ----------
+    seconds : float
+        From the beginning to the end of the last computation.
+    bubble : float
+        The share of this time in which the ranks do not compute, over all ranks.
+    stash : list of int
+        The most microbatches, times chunks, that each rank keeps at a time.
+    spans : list of Span
+        All computations, by rank and time.
+    """
+
+    seconds: float
+    bubble: float
+    stash: list[int]
+    spans: list[Span]
+
+
+def simulate_actions(
+    lists: Sequence[Sequence[StageAction]],
+    costs: Sequence[ChunkCost],
+    network: NetworkModel = NO_TIME,
+) -> SimulatedRun:
+    """Return the estimated time of action lists, which are checked first.
+
+    Parameters
+    ----------
+    lists : sequence of sequences of StageAction
+        One for each rank, as from `action_lists`.
+    costs : sequence of ChunkCost
+        One for each chunk.
+    network : NetworkModel
+        Each rank is on a node of its own.
+    """
+    facts = check_actions(lists, chunks=len(costs))
+    if any(cost.forward < 0 or cost.backward < 0 or cost.output_bytes < 0 for cost in costs):
+        raise ConfigError("costs: expected no negative time or size")
+    p = len(lists)
+    at, now = [0] * p, [0.0] * p
+    begun: dict[StageAction, float] = {}  # when a rank has come to a send or a receive
+    arrived: dict[StageAction, float] = {}  # when the data of a receive are there
+    done: dict[StageAction, float] = {}
+    leaves, enters, spans = [0.0] * p, [0.0] * p, list[Span]()
+
+    def transfer(receive: StageAction, rank: int) -> None:
+        """Let the message of a receive travel, if both of its ends have begun."""
+        source, send = sender_of(receive, p)
+        if receive in begun and send in begun:
+            size = costs[min(send.chunk, receive.chunk)].output_bytes
+            start = max(begun[receive], begun[send], leaves[source], enters[rank])
+            leaves[source] = enters[rank] = start + size * network.gap
+            arrived[receive] = leaves[source] + network.latency + network.overhead
+
+    def receiver_of(send: StageAction) -> tuple[int, StageAction]:
+        kind, chunk = (RECV_F, send.chunk + 1) if send.kind == SEND_F else (RECV_B, send.chunk - 1)
+        return chunk % p, StageAction(kind, chunk, send.microbatch)
+
+    def next_time(rank: int) -> float | None:
+        """Return when the next action of a rank may begin, or None if it is not known yet."""
+        one, when = lists[rank][at[rank]], now[rank]
+        if one.kind in COMPUTE:
+            for need in needed_before(one, len(costs)):
+                if need.kind in (RECV_F, RECV_B):
+                    if need not in arrived:
+                        return None
+                    when = max(when, arrived[need])
+        return when
+
+    while True:
+        # In the order of time, so that links are used in the order in which they are asked for.
+        ready = [
+            (when, rank)
+            for rank in range(p)
+            if at[rank] < len(lists[rank]) and (when := next_time(rank)) is not None
+        ]
+        if not ready:
+            break
+        when, rank = min(ready)
+        one = lists[rank][at[rank]]
+        at[rank] += 1
+        if one.kind in COMPUTE:
+            now[rank] = done[one] = when + costs[one.chunk].seconds(one.kind)
+            spans.append(Span(rank, one, when, now[rank]))
+        elif one.kind in (SEND_F, SEND_B):
+            now[rank] = begun[one] = when + network.overhead
+            other, receive = receiver_of(one)
+            transfer(receive, other)
+        else:
+            begun[one] = when
+            transfer(one, rank)
+    seconds = max(now, default=0.0)
+    busy = sum(span.end - span.begin for span in spans)
+    bubble = 1 - busy / (seconds * p) if seconds else 0.0
+    return SimulatedRun(
+        seconds, bubble, facts.stash, sorted(spans, key=lambda s: (s.rank, s.begin))
+    )

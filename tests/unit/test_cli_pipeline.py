@@ -1,0 +1,102 @@
+"""``mpidist pipeline``: its plans, drawings, exit codes and errors (R61, R63, R82)."""
+
+import json
+
+import pytest
+
+from mpidist.cli.main import main
+from mpidist.pipeline import Layer, chain, write_profile
+
+
+@pytest.fixture
+def profile(tmp_path):
+    file = tmp_path / "profile.txt"
+    layers = [Layer(f"n{k}", "Linear", 1e-3, 2e-3, 1e6, 1e6, k // 2) for k in range(4)]
+    write_profile(chain(layers), file)
+    return str(file)
+
+
+def test_a_plan_as_json(profile, tmp_path, capsys):
+    words = ["pipeline", "partition", profile, "--workers", "2", "--no-replication", "--json"]
+    assert main([*words, "-"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["bottleneck_seconds"] == pytest.approx(0.006)
+    assert set(plan) == {
+        "bottleneck_seconds", "single_seconds", "speedup", "data_parallel_seconds", "workers",
+        "exact", "stages",
+    }  # fmt: skip
+    assert set(plan["stages"][0]) == {
+        "nodes", "replicas", "seconds", "compute_seconds", "parameter_bytes", "input_bytes",
+        "output_bytes", "in_flight", "memory_bytes",
+    }  # fmt: skip
+    assert main([*words, str(tmp_path / "plan.json")]) == 0
+    assert json.loads((tmp_path / "plan.json").read_text()) == plan
+    out = capsys.readouterr().out
+    assert "n0 .. n1" in out
+    assert "2.00 times as fast as one worker" in out
+
+
+def test_options_reach_the_search(profile, capsys):
+    words = ["pipeline", "partition", profile, "--workers", "4", "--json", "-"]
+    for more, stages in [
+        (["--stages", "3"], 3),
+        (["--evaluate"], 2),
+        (["--cost", "serial", "--bandwidth", "1e3"], 1),
+    ]:
+        assert main([*words, *more]) == 0
+        assert len(json.loads(capsys.readouterr().out)["stages"]) == stages
+
+
+def test_what_does_not_fit_is_exit_code_1(profile, capsys):
+    assert main(["pipeline", "partition", profile, "--workers", "2", "--memory", "10"]) == 1
+    assert "no partition fits: 4 layers, 2 workers, 10 bytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--workers", "0"], "workers is 0"),
+        (["--workers", "2", "--bandwidth", "-1"], "bandwidth=-1.0"),
+        (["--workers", "2", "--cost", "serail"], "serial"),
+        (["--workers", "2", "--json", "/no/such/folder/x"], "--json"),
+    ],
+)
+def test_wrong_options_are_exit_code_2(profile, capsys, words, told):
+    assert main(["pipeline", "partition", profile, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+
+
+def test_show(capsys, tmp_path):
+    assert main(["pipeline", "show", "pipedream", "--stages", "2", "--microbatches", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "rank 0  F0 F1 " in out
+    assert "12.000 ms, idle 25.0%" in out
+    assert "kept by each rank, times chunks: 2 1" in out
+    assert "versions of the weights on each rank: 2 1" in out
+    assert main(["pipeline", "show", "1f1b", "--microbatches", "900"]) == 0
+    assert "no drawing" in capsys.readouterr().err
+
+
+def test_a_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "p.png"
+    words = ["pipeline", "show", "interleaved", "--chunks", "2", "--picture", str(file)]
+    assert main(words) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert main([*words[:-1], "x.gif"]) == 2
+    assert "x.gif" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["interleaved", "--chunks", "2", "--microbatches", "6"], "the next one is 8"),
+        (["1f1b", "--forward", "-1"], "--forward -1.0"),
+        (["1f1b", "--bandwidth", "0"], "--bandwidth 0.0"),
+        (["gpype"], "gpipe"),
+    ],
+)
+def test_wrong_schedules(capsys, words, told):
+    assert main(["pipeline", "show", *words]) == 2
+    assert told in capsys.readouterr().err
