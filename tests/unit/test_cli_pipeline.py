@@ -125,7 +125,7 @@ def test_the_layers_of_a_job_are_measured_and_cut(tmp_path, capsys):
 
 def test_a_model_without_layers_is_refused():
     model = md.models.tagger(inputs=4, classes=3, hidden=5)
-    with pytest.raises(md.ConfigError, match="cannot be cut into layers: .* no attribute layer"):
+    with pytest.raises(md.ConfigError, match=r"cannot be cut into layers: .* no attribute layer"):
         md.pipeline.measure(model, (np.zeros((2, 4)), np.zeros(2)))
     network = md.models.mlp([4, 3], seed=1)
     with pytest.raises(md.ConfigError, match="no samples"):
