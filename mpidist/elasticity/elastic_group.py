@@ -13,6 +13,7 @@ no step is done twice.
 
 from __future__ import annotations
 
+import atexit
 import secrets
 import sys
 import time
@@ -30,7 +31,6 @@ from ..launch import heartbeat
 from ..runtime import polling, ulfm
 from ..runtime.agreement.run_on_all import run_on_all
 from ..runtime.agreement.tell_others import contexts
-from ..runtime.before_exit import exit_status
 from ..runtime.failure import this_rank
 from ..runtime.polling import wait_until
 from ..runtime.topology import topology_of
@@ -40,14 +40,11 @@ from .deadline import Deadline
 from .evict import cause_in_words
 from .node_board import OUTSIDE, NodeBoard
 from .node_watch import NodeWatch
+from .peer_state import NOTHING
 from .repair_deadline import RepairDeadline
 
 T = TypeVar("T")
 
-#: How the text begins that spares get: a result, or an exit code.
-_RESULT, _EXIT = b"=", b"!"
-#: Seconds in which all active ranks exit, if they exit together, before the spares may leave.
-_EXIT_TOGETHER = 5.0
 _STOPPED = Deadline()
 
 
@@ -110,7 +107,12 @@ class Group:
         self._members.open()
         self.watch = NodeWatch(NodeBoard(base), deadline)
         self.watch.end_steps()
+        self._has_state = not self.is_spare
+        self._repeated: int | None = None  # the step of a repair after which no rank had died
         ulfm.why_gone = self._why_gone
+        if spares:
+            # Before the handlers that were registered earlier, which wait for all ranks of the job.
+            atexit.register(lambda: self._members.release())
 
     @property
     def comm(self) -> MPI.Intracomm:
@@ -234,27 +236,20 @@ class Group:
 
         `broken` is called after a death, before the repair. A spare waits until it steps in, and
         then calls `function` too. If it does not step in, it returns the result of rank 0, which
-        `encode` has made a text of less than 4,000 bytes; or it exits, if the others have exited.
+        `encode` has made a text of less than 4,000 bytes. If the others end without a result, the
+        spare exits with them.
         """
         try:
             while True:
                 try:
                     if self.is_spare:
                         if (text := self._members.stand_by()) is not None:
-                            if text.startswith(_EXIT):
-                                sys.exit(int(text[1:]))
-                            return decode(text[1:])
+                            return decode(text)
                         self._broken_at, self._agreed = time.monotonic(), True
                     else:
                         result = function()
-                        text = _RESULT + encode(result) if self.spares else b""
-                        self._all_here(done=True, result=text)
+                        self._all_here(done=True, result=encode(result) if self.spares else b"")
                         return result
-                except SystemExit as leaving:
-                    if self.spares and not self.is_spare:
-                        text = b"%b%d" % (_EXIT, exit_status(leaving.code))
-                        self._members.release(text, _EXIT_TOGETHER)
-                    raise
                 except Exception as error:
                     if not is_death(error):
                         raise
@@ -288,7 +283,10 @@ class Group:
                 self._members.open()
                 if self.is_spare:
                     break
-                self._bring_up_to_date()
+                self.step = self._bring_up_to_date(self.step if self._has_state else NOTHING)
+                self._has_state = self.step != NOTHING
+                if not self._has_state:
+                    break
                 table = _first_of(self.comm, table)
                 same = {key: {**entry, "ranks": self.size} for key, entry in table.items()}
                 selection.restore(self.comm, same, "more ranks")
@@ -307,6 +305,10 @@ class Group:
         heartbeat.note_deaths(self.deaths)
         if self.is_spare:
             return
+        if not self._has_state:
+            text = f"all {old} ranks that trained have died, and the spares do not have their state"
+            raise RankFailure(f"{text}; start the job again from the newest checkpoint")
+        self._check_progress(gone)
         seconds = time.monotonic() - began
         evicted = {name: why for name in gone if (why := self._fate(name))}
         died = [name for name in gone if name not in evicted]
@@ -323,7 +325,8 @@ class Group:
             what += [f"{name} {why} and is evicted" for name, why in evicted.items()]
             left = f"{self.size} rank{'s go' if self.size > 1 else ' goes'} on"
             left += ", with a spare," if self.size == old and workers & {*gone} else ""
-            text = f"{', '.join(what)} at step {step}; {left} after {seconds * 1e3:.0f} ms"
+            happened = ", ".join(what) or "a call reported a death of before"
+            text = f"{happened} at step {max(step, 0)}; {left} after {seconds * 1e3:.0f} ms"
             print(f"mpidist: {text}", file=sys.stderr, flush=True)
         self.watch.begin_steps()
 
@@ -331,9 +334,16 @@ class Group:
         """Return about how many bytes a rank that is behind gets from another one."""
         return peer_state.size_of(self.state)
 
-    def _bring_up_to_date(self) -> None:
-        """Give the state of the newest rank to the ranks that are behind. Collective."""
-        self.step = peer_state.bring_up_to_date(self.comm, self.state, self.step)
+    def _bring_up_to_date(self, step: int) -> int:
+        """Give the state of the newest rank to the ranks that are behind; return its step."""
+        return peer_state.bring_up_to_date(self.comm, self.state, step)
+
+    def _check_progress(self, gone: list[str]) -> None:
+        """Raise RankFailure if a step fails again and again although no rank dies."""
+        if not gone and self._repeated == self.step:
+            text = f"calls of step {self.step} report again and again that a rank has died"
+            raise RankFailure(f"{text}, which is so no more; communicate on group.comm only")
+        self._repeated = None if gone else self.step
 
     def _shrink(self) -> None:
         self._members.end("a rank has died; group.comm is a new communicator, and what was made "

@@ -32,6 +32,9 @@ from ..runtime.ulfm import keep_alive, tester
 #: The state of a program: nested dicts of arrays and numbers, or a function that returns arrays.
 State = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
+#: The step of a rank that has no state: a spare that has not stepped in.
+NOTHING = -2
+
 _PIECE = 1 << 22  # bytes of one message
 _TAG = 8
 
@@ -75,7 +78,7 @@ def bring_up_to_date(comm: MPI.Intracomm, state: State, step: int) -> int:
     Returns
     -------
     int
-        The largest step.
+        The largest step; `NOTHING` if no rank has the state.
     """
     mine, steps = np.array([step], np.int64), np.empty(comm.size, np.int64)
     _wait(mine, comm.Iallgather(mine, steps))

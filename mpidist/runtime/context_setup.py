@@ -17,6 +17,7 @@ import threading
 import numpy as np
 from mpi4py import MPI
 
+from ..launch.environment import has_ulfm
 from .agreement import crossed_waits
 from .agreement.calls import refusal
 from .failure import claim_exit_barrier, first_of_job, set_exit_barrier
@@ -62,7 +63,8 @@ class Making:
             try:
                 wait_until(self._request.Test, lambda _: crossed_waits.look(self.comm))
             except Exception as error:
-                if is_death(error):
+                # The making of a communicator may report a death as MPI_ERR_INTERN.
+                if is_death(error) or (isinstance(error, MPI.Exception) and _has_dead(self.comm)):
                     keep_alive(self._request, self._pending)
                     raise rank_failure(error) from error
                 raise
@@ -88,3 +90,13 @@ class Making:
 
     def _exit_barrier(self):
         return self._duplicate() if self._made[3][1] else (None, MPI.Request())
+
+
+def _has_dead(comm: MPI.Comm) -> bool:
+    """Return whether a rank of `comm` is known to have died; false without ULFM."""
+    if not has_ulfm():
+        return False
+    failed = comm.Get_failed()
+    count = failed.size
+    failed.Free()
+    return count > 0

@@ -78,7 +78,7 @@ _exit_code = 0  # the code of the last sys.exit(...)
 _may_fail = 0  # the code with which this process may exit without sys.exit
 _child = False  # whether this process was forked by a rank
 _ending = False  # whether the ranks of an elastic group end the job by an error
-_survives = False  # whether a rank has died, and this process has gone on without it
+_survives = False  # whether this process goes on if ranks die, and leaves out MPI_Finalize
 _exit_barrier = MPI.COMM_NULL  # a duplicate of all ranks, for notes and for leaving together
 _unclaimed = [None]  # emptied by the thread that makes the exit barrier
 _speaking = threading.Lock()
@@ -135,7 +135,7 @@ def claim_exit_barrier(comm: MPI.Comm) -> bool:
 
 
 def survive(comm: MPI.Comm) -> None:
-    """Leave the job with the ranks of `comm` only, and without MPI_Finalize: others have died."""
+    """Leave the job with `comm` and without MPI_Finalize, in which a rank may die or has died."""
     global _exit_barrier, _survives
     _unclaimed.clear()
     _exit_barrier, _survives = comm, True
@@ -364,8 +364,8 @@ def _recording_exit(status=None):
 
 
 def asked_exit_code() -> int:
-    """Return the code of the last ``sys.exit`` of this process, or 0 before the first one."""
-    return _exit_code
+    """Return the code of the last ``sys.exit`` or `expect_failure` of this process, or 0."""
+    return _exit_code or _may_fail
 
 
 def expect_failure(code: int) -> None:

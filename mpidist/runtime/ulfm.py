@@ -14,6 +14,7 @@ from a living rank never learns that a third rank has died. Therefore every wait
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -35,9 +36,9 @@ from .failure import leave_with, survive
 _TAG, _RESULT = 9, 10
 #: Seconds between two looks of a spare, which takes about 1 % of a core.
 _STAND_BY = 0.005
-#: The bits on which ranks agree: whether a rank is well, whether the job goes on, and whether the
-#: group's work is done. If the job does not go on, its exit code is in the bits above.
-_WELL, _GO_ON, _DONE, _CODE = 1, 2, 4, 8
+#: The bits on which ranks agree: all are well, the job goes on, the work is done, all exit, all are
+#: spares. The exit code of the job is in the bits from _CODE on.
+_WELL, _GO_ON, _DONE, _LEAVE, _SPARE, _CODE = 1, 2, 4, 8, 16, 8
 _ANY_CODE = 0xFF << _CODE
 #: Objects that MPI may still use after a death; they are never freed.
 _GRAVE: list = []
@@ -54,16 +55,14 @@ current: Membership | None = None
 
 def is_death(error: BaseException | None) -> bool:
     """Return whether `error` says that a rank has died, or that another rank has noticed it."""
-    if not isinstance(error, MPI.Exception):
-        return isinstance(error, RankFailure)
-    if error.Get_error_class() not in _DEATH:
-        # A blocking call of Open MPI 5.0.11 may report a death as MPI_ERR_OTHER or in a status.
-        try:
-            expect_death(_SOON)
-        except RankFailure:
-            return True
-        return False
-    return True
+    if not isinstance(error, MPI.Exception) or error.Get_error_class() in _DEATH:
+        return isinstance(error, RankFailure | MPI.Exception)
+    # A blocking call of Open MPI 5.0.11 may report a death as MPI_ERR_OTHER or in a status.
+    try:
+        expect_death(_SOON)
+    except RankFailure:
+        return True
+    return False
 
 
 def rank_failure(error: BaseException) -> RankFailure:
@@ -156,6 +155,8 @@ class Membership:
         self.children: list[MPI.Comm] = []
         self._settled: list[MPI.Comm] = [base]
         self.kept: list = []  # what MPI may use until the communicators are freed
+        self._done = False  # the spares know that the group's work is done
+        self._leave: int | None = None  # the code with which all active ranks exit
 
     def open(self) -> None:
         """Make `comm`, and from now on notice deaths. Collective over `base`.
@@ -180,7 +181,7 @@ class Membership:
             self.comm.places = tuple(compress(self.places, self.active))
         if has_ulfm():  # a program of one rank may run without ULFM
             failure.elastic = self
-        failure.set_exit_barrier(self.base)
+        (survive if has_ulfm() else failure.set_exit_barrier)(self.base)
 
     def register(self, comm):
         """Add `comm` to `children`; return it as an object that registers its own children."""
@@ -316,23 +317,26 @@ class Membership:
             if not active:  # so short that MPI sends it at once, whatever the spare does
                 keep_alive(result, self.base.Isend([result, MPI.BYTE], rank, _RESULT))
 
-    def release(self, result: bytes, seconds: float) -> None:
-        """Let the spares leave with `result`, as after `all_here`. Collective over `comm`.
+    def release(self) -> None:
+        """Let spares that still wait exit, too. Collective over `comm`, at the exit of its ranks.
 
-        For active ranks that exit. If only some of them do, they wait for `seconds`, in vain.
+        If only some of them exit, and with a nonzero code, they wait for `LEAVE_TOGETHER` seconds.
         """
-        if self.comm.rank == 0:
-            self.give_result(result)
-        with suppress(TimeoutError):
-            self._meet(_GO_ON | _WELL | _DONE | _ANY_CODE, seconds)
+        patience = failure.LEAVE_TOGETHER if (code := failure.asked_exit_code() & 0xFF) else None
+        if not (self._done or all(self.active) or self.comm == MPI.COMM_NULL):
+            with suppress(TimeoutError):
+                self._obey(self._meet(_GO_ON | _LEAVE | code << _CODE, patience, _STAND_BY)[0])
 
     def stand_by(self) -> bytes | None:
         """Wait as a spare; return the result when the work is done, and None after a death.
 
-        After None, this rank must call `end` and ``shrink(agreed=True)``, as after `all_here`.
+        After None, call `end` and ``shrink(agreed=True)``. If the others exit, this rank exits too.
         """
         while True:
-            if not self._agree(_GO_ON | _WELL | _DONE, _STAND_BY):
+            well = self._agree(_GO_ON | _WELL | _DONE | _LEAVE | _SPARE, _STAND_BY)
+            if self._leave is not None:
+                sys.exit(self._leave)
+            if not well:
                 return None
             if self._done:
                 status = MPI.Status()
@@ -384,12 +388,17 @@ class Membership:
         for long sleeps for `pause` seconds between its looks.
         """
         value, alive = self._meet(mine | _ANY_CODE, pause=pause)
+        self._obey(value)
         self._done = bool(value & _DONE)
+        self._leave = value >> _CODE if value & _LEAVE and not value & _SPARE else None
+        return alive and bool(value & _WELL)
+
+    def _obey(self, value: int) -> None:
+        """Leave the job if a rank ends it, according to the bits that `_meet` has returned."""
         if not value & _GO_ON:
             self.end("the job ends")
             self._last_meeting(3)
             leave_with(value >> _CODE or 1)
-        return alive and bool(value & _WELL)
 
     def _meet(
         self, mine: int, patience: float | None = None, pause: float = 0.0
@@ -408,7 +417,9 @@ class Membership:
         look, polling.look = polling.look, None  # a death does not break an agreement off
         request, alive = self.base.Iagree(value), True
         try:
+            began = time.monotonic()
             while pause and not request.Test():
+                late(time.monotonic() - began)
                 time.sleep(pause)
             polling.wait_until(request.Test, late)
         except MPI.Exception as error:
@@ -432,8 +443,8 @@ def _shrunk(base: MPI.Intracomm) -> MPI.Intracomm:
 def _share(comm: MPI.Comm, dead: MPI.Group) -> bool:
     """Return whether a rank of `comm` is in the group `dead`."""
     group = comm.Get_group()
-    both = MPI.Group.Intersection(group, dead)
-    found = both.size > 0
+    alive = MPI.Group.Difference(group, dead)
+    found = alive.size < group.size
     group.Free()
-    both.Free()
+    alive.Free()
     return found

@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mpi4py import MPI
+
 from ..checkpoint.memory_copies import MemoryCopies
 from ..elasticity import peer_state
 from ..elasticity.deadline import parse_deadline
@@ -33,6 +35,7 @@ from ..elasticity.slow_ranks import SlowRanks
 from ..fault_tolerance.guard import Guard
 from ..launch.environment import memory_folder
 from ..runtime.agreement.run_on_all import run_on_all, same_on_all
+from ..runtime.ulfm import is_death, rank_failure
 from .run_state import Progress, StepReport
 from .summary import Summary
 
@@ -91,12 +94,13 @@ class Carried:
 
     def continue_run(self, run: Progress) -> bool:
         """Let `run` continue from what is carried, if there is something. Collective."""
+        if self.group is not None and self.group.deaths:
+            run.deaths, run.evicted = self.group.deaths, self.group.evicted
+            run.ranks_before = self.group.ranks_at_first
         if self._facts is None:
             return False
         run.continue_from(self._facts)
         run.began = self._times[0]
-        assert self.group is not None
-        run.deaths, run.evicted = self.group.deaths, self.group.evicted
         return True
 
     def begin(self, exchange) -> None:
@@ -185,6 +189,7 @@ class TrainingGroup(Group):
         limit = parse_deadline(settings.deadline, settings.slow)
         super().__init__(comm, {}, settings.min_ranks, True, limit, settings.spares)
         self.settings, self._carried = settings, carried
+        self.ranks_at_first = comm.size - settings.spares
         carried.group = self
 
     def note_step(self) -> None:
@@ -195,10 +200,11 @@ class TrainingGroup(Group):
         # Most optimizers have two arrays for each parameter at most.
         return 3 * sum(array.nbytes for array in self._carried.given["model"].parameters.values())
 
-    def _bring_up_to_date(self) -> None:
+    def _bring_up_to_date(self, step: int) -> int:
         carried = self._carried
-        self.step = peer_state.bring_up_to_date(self.comm, carried.state(), carried.step)
+        newest = peer_state.bring_up_to_date(self.comm, carried.state(), step)
         carried.receive()
+        return newest
 
 
 def train_elastic(
@@ -209,7 +215,12 @@ def train_elastic(
     same_on_all(comm, "md.train: elastic", check)
     name = run_on_all(comm, "md.train", lambda: uuid.uuid4().hex, lambda names: names[0])
     carried = Carried(given, name)
-    group = TrainingGroup(comm, settings, carried)
+    try:
+        group = TrainingGroup(comm, settings, carried)
+    except MPI.Exception as error:  # a rank has died in the making of the group
+        if is_death(error):
+            raise rank_failure(error) from error
+        raise
     if group.is_spare:  # a request to stop is kept until this rank steps in and has a guard
         signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
     try:

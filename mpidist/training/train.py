@@ -198,7 +198,7 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
             continued = carried.continue_run(run)
             if not continued:
                 run.resume(asked.resume, asked.retry_bad)
-            changed = continued or run.ranks_before != comm.size
+            changed = run.deaths > 0 or run.ranks_before != comm.size
             if asked.on_resize is not None and changed:
                 asked.on_resize(run.ranks_before, comm.size, run)
             last = last_step(asked.epochs, asked.steps, sampler, run.step, run.position)

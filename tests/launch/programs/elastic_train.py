@@ -2,15 +2,17 @@
 
 DEATHS is ``rank:step:moment,...``; moment is "done" (in the callback of the step), "computed" (the
 gradients of the next step are there), "times" (the ranks compare the times of ten steps), "saving",
-"resizing" or "by rank 0"; with "stopped" and "raises" it stops itself or raises there. Each rank
-logs its steps in FOLDER.
+"resizing", "opening" (the store is opened), "exit" (all ranks have left together) or "by rank 0";
+with "stopped" and "raises" it stops itself or raises there. Each rank logs its steps in FOLDER.
 """
 
+import atexit
 import hashlib
 import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,16 @@ def die(moment, step):
         os.kill(os.getpid(), signal.SIGSTOP)
     if [me, step, moment, len(resizes)] in settings.get("raises", []):
         raise RuntimeError(f"no memory on rank {me}")
+
+
+def leave():
+    time.sleep(0.5)  # the others are in MPI_Finalize, if they call it
+    die("exit", 0)
+
+
+if [str(me), "0", "exit"] in deaths:
+    # This handler is registered before those of mpidist, so it runs after them.
+    atexit.register(leave)
 
 
 class Model:
@@ -79,6 +91,11 @@ def log(report):
             os.kill(pids[int(rank)], signal.SIGKILL)
 
 
+def opened(comm):
+    die("opening", done)
+    return Store(comm, folder / "saved")
+
+
 def resized(old, new, run):
     resizes.append((old, new))
     die("resizing", done)
@@ -88,16 +105,22 @@ def resized(old, new, run):
 model = Model()
 extra = {"on_resize": resized} if settings.get("resize") else {}
 if settings.get("save"):
-    extra |= {"checkpoint": lambda comm: Store(comm, folder / "saved"), "checkpoint_every": 5}
+    extra |= {"checkpoint": opened, "checkpoint_every": 5}
 given = ("deadline", "spares", "min_ranks", "on_exception")
 elastic = md.Elastic(**{key: settings[key] for key in given if key in settings})
-summary = md.train(
-    comm, model, data, optimizer=md.optim.adam(0.01), global_batch=48, steps=settings["steps"],
-    microbatches=settings.get("microbatches"), test_data=data, callbacks=[log],
-    strategy=md.AllReduce(algorithm=settings.get("algorithm", "auto")),
-    elastic=settings.get("elastic", True) and elastic,
-    watch_seconds=30, **extra,
-)  # fmt: skip
+try:
+    summary = md.train(
+        comm, model, data, optimizer=md.optim.adam(0.01), global_batch=48, steps=settings["steps"],
+        microbatches=settings.get("microbatches"), test_data=data, callbacks=[log],
+        strategy=md.AllReduce(algorithm=settings.get("algorithm", "auto")),
+        elastic=settings.get("elastic", True) and elastic,
+        watch_seconds=30, **extra,
+    )  # fmt: skip
+except Exception as error:
+    if not settings.get("catch"):
+        raise
+    print(f"rank {me} caught {type(error).__name__}: {error}")
+    sys.exit(0)
 state = hashlib.sha256(model.state["mean"].tobytes()).hexdigest()[:16]
 bits = f"{summary.parameters_sha256} {summary.train_loss:.9f} {summary.test_accuracy}"
 print(
