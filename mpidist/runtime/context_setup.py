@@ -20,7 +20,7 @@ from mpi4py import MPI
 from .agreement import crossed_waits
 from .agreement.calls import refusal
 from .failure import claim_exit_barrier, first_of_job, set_exit_barrier, this_rank
-from .network import network_watch
+from .network.network_watch import watch_network
 from .polling import wait_until
 from .ulfm import is_death, keep_alive, rank_failure
 
@@ -38,7 +38,7 @@ class Making:
         self._pending: object = None
         self._request: MPI.Request | None = None
         if comm.size > 1:
-            network_watch.start(this_rank())
+            watch_network(this_rank())
 
     def __enter__(self) -> Making:
         if not self._busy.acquire(blocking=False):

@@ -37,7 +37,7 @@ def main(*seconds: float) -> int:
             told = [line for line in one.done.stderr.splitlines() if line.startswith("mpidist")]
             print("  told:", *(told or ["nothing"]), sep="\n    ")
             if not right:
-                print(one.done.returncode, one.done.stderr[-2000:])
+                print(one.done.returncode, one.done.stderr[-12000:])
     return min(wrong, 1)
 
 
