@@ -27,6 +27,9 @@ waited = 0.0
 #: When a wait was last seen that lasts longer than a moment, as a time of `time.monotonic`.
 long_wait = 0.0
 
+#: Whether this rank gets no answer from another host (`network_watch`).
+unreachable = False
+
 #: A function that every wait calls between its tests, if a module has set one. The function may
 #: raise.
 look: Callable[[], None] | None = None

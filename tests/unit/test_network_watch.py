@@ -50,6 +50,7 @@ def seen(monkeypatch):
         (kind, hosts, seconds)))  # fmt: skip
     monkeypatch.setattr(events, "VERBOSITY", 1)
     monkeypatch.setattr(polling, "long_wait", 0.0)
+    monkeypatch.setattr(polling, "unreachable", False)
     return found
 
 
@@ -72,6 +73,7 @@ def test_a_host_is_away_and_comes_back(watched, printed, seen):
     watched.at(1.0, ONE)
     watched.at(3.75, ONE._replace(tries=4))
     assert printed() == ""
+    assert polling.unreachable
     watched.at(4.0, ONE._replace(tries=5))
     line = printed()
     assert line.startswith("mpidist: rank 1 of 4 on n2 has had no answer from n3 for 3 s, in ")
@@ -82,6 +84,7 @@ def test_a_host_is_away_and_comes_back(watched, printed, seen):
     line = "mpidist: rank 1 of 4 on n2 gets answers from n3 again after 32 s, and goes on\n"
     assert printed() == line
     assert seen == [("network_away", ["n3"], 3.0), ("network_back", ["n3"], 32.2)]
+    assert not polling.unreachable
     watched.at(34.0)
     assert printed() == ""
 

@@ -31,9 +31,9 @@ def settings(connection):
     return tcp_backoff._values(connection)
 
 
-def kernel(monkeypatch, *, resent=0, probes=0, state=1, route=True, busy=False):
+def kernel(monkeypatch, *, resent=0, probes=0, backoff=0, state=1, route=True, busy=False):
     """Let the kernel say so of all connections, which then lead to another host."""
-    told = tcp_backoff._TcpState(state, resent + max(probes - 1, 0), resent, probes)
+    told = tcp_backoff._TcpState(state, resent + max(probes - 1, 0), resent, probes, backoff)
     monkeypatch.setattr(tcp_backoff, "_state", lambda _: told)
     monkeypatch.setattr(tcp_backoff, "_queued", lambda _: int(busy))
     monkeypatch.setattr(tcp_backoff, "has_route", lambda _: route)
@@ -86,7 +86,7 @@ def test_a_connection_that_has_sent_again_is_found(pair, monkeypatch):
     assert {near.fileno(), far.fileno()} <= set(found)
     inode = os.fstat(near.fileno()).st_ino
     assert found[near.fileno()] == Stalled(near.fileno(), inode, "127.0.0.1", 4)
-    kernel(monkeypatch, resent=4, state=2)  # still connecting
+    kernel(monkeypatch, resent=4, state=8)  # the other side has ended
     assert Connections().look(waits=False) == []
 
 
@@ -112,6 +112,53 @@ def test_pauses_are_shortened_and_set_back(pair, monkeypatch):
     assert len([*FILES.iterdir()]) == files
     near.sendall(b"still open")
     assert far.recv(10) == b"still open"
+
+
+def test_pauses_stay_short_until_tcp_has_forgotten_them(pair, monkeypatch):
+    """After the first answer, the next loss would else make it wait for minutes."""
+    near, _ = pair
+    before, looking = settings(near), Connections()
+    kernel(monkeypatch, backoff=9, busy=True)  # its other side reads nothing: that is well
+    assert looking.look(waits=True) == []
+    assert settings(near) == before
+    kernel(monkeypatch, resent=3, backoff=3, busy=True)
+    looking.look(waits=True)
+    kernel(monkeypatch, backoff=3, busy=True)
+    assert looking.look(waits=True) == []
+    assert settings(near).get(LONGEST, 1000) == 1000
+    # But with questions that only count, Linux gives up after 15: these get their usual pauses.
+    kernel(monkeypatch, backoff=3, probes=3, busy=True)
+    looking.look(waits=True)
+    assert settings(near) == before
+    kernel(monkeypatch)
+    looking.look(waits=False)
+    assert settings(near) == before
+
+
+def test_a_connection_that_is_being_made(monkeypatch):
+    """It is tried every second, and as long as before."""
+    kernel(monkeypatch, resent=3, state=2, busy=True)
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as near:
+        monkeypatch.setattr(tcp_backoff, "_addresses", lambda *_: ("10.0.0.1", "10.0.0.3"))
+        inode = os.fstat(near.fileno()).st_ino
+        before = settings(near)
+        found = Connections().look(waits=True)
+        assert Stalled(near.fileno(), inode, "10.0.0.3", 3) in found
+        if LONGEST in before:
+            assert settings(near) == {**before, LONGEST: 1000, (socket.IPPROTO_TCP, 7): 127}
+        near.connect(listening.getsockname())
+
+
+def test_addresses(pair, monkeypatch):
+    near, _ = pair
+    inode = os.fstat(near.fileno()).st_ino
+    assert tcp_backoff._addresses(near, inode) == ("127.0.0.1", "127.0.0.1")
+
+    def unknown(self):
+        raise OSError(107, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(socket.socket, "getpeername", unknown, raising=False)
+    assert tcp_backoff._addresses(near, inode) == ("127.0.0.1", "127.0.0.1")  # from the table
 
 
 def test_what_the_user_has_set_stays(pair, monkeypatch):

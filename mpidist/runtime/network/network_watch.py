@@ -87,6 +87,7 @@ class NetworkWatch:
         for inode in self._away.keys() - {one.inode for one in stalled}:
             one, _ = self._away.pop(inode)
             self._lost = self._lost or not self.connections.answers(one)
+        polling.unreachable = bool(self._away)
         if self._away:
             since = min(since for _, since in self._away.values())
             self._since = since if self._since is None else self._since

@@ -7,8 +7,8 @@
 On a connection that only receives, TCP sends nothing, so it does not notice that the network is
 away. While a rank waits, TCP asks the other side a few times (keepalive).
 
-Only established connections to other hosts are changed, while they get no answer, or are idle in a
-long wait. They may also belong to the user's program, which does no harm: TCP sends some packets
+Only connections to other hosts are changed, while they get no answer, or are idle in a long wait.
+They may also belong to the user's program, which does no harm: TCP sends some packets
 more, gives up after the same time as before, and then gets its old settings back.
 """
 
@@ -33,6 +33,7 @@ from socket import (
     TCP_KEEPIDLE,
     TCP_KEEPINTVL,
     TCP_NODELAY,
+    TCP_SYNCNT,
     TCP_USER_TIMEOUT,
 )
 from typing import NamedTuple
@@ -44,19 +45,22 @@ RTO_MAX = getattr(socket, "TCP_RTO_MAX_MS", 44)
 #: At most so many connections of a process are asked.
 _MOST = 32
 #: So many questions without an answer are few: see `_asking`.
-_ENOUGH = 10
+_FEW, _ENOUGH = 3, 10
 #: The shortest pause of TCP in Linux, in milliseconds.
 _RTO_MIN = 200
-#: The state of an established connection.
-_ESTABLISHED = 1
+#: The states of a connection that is made, and of one that is being made.
+_ESTABLISHED, _CONNECTING = 1, 2
+#: All connections of this host, in a format of its own.
+_TABLE = "/proc/self/net/tcp"
 _RETRIES = Path("/proc/sys/net/ipv4/tcp_retries2")
 
 _GIVE_UP, _LONGEST = (IPPROTO_TCP, TCP_USER_TIMEOUT), (IPPROTO_TCP, RTO_MAX)
 _COUNT, _PAUSE = (IPPROTO_TCP, TCP_KEEPCNT), (IPPROTO_TCP, TCP_KEEPINTVL)
 _FIRST, _ASK = (IPPROTO_TCP, TCP_KEEPIDLE), (SOL_SOCKET, SO_KEEPALIVE)
+_BEGIN = (IPPROTO_TCP, TCP_SYNCNT)
 #: The options that are changed, in the order in which they are set; they are set back from the
 #: last to the first.
-_OPTIONS = (_GIVE_UP, _LONGEST, _COUNT, _PAUSE, _FIRST, _ASK)
+_OPTIONS = (_GIVE_UP, _BEGIN, _LONGEST, _COUNT, _PAUSE, _FIRST, _ASK)
 Values = dict[tuple[int, int], int]
 
 
@@ -118,27 +122,28 @@ class Connections:
         with _opened(fd, inode) as connection:
             tcp = _state(connection)
             idle = waits and not _queued(connection)
-            if tcp.state != _ESTABLISHED or not (tcp.tries or idle):
+            if tcp.state > _CONNECTING or not (tcp.tries or tcp.backoff or idle):
                 return None  # nearly all connections in nearly all looks
-            mine, theirs = _addresses(connection)
+            mine, theirs = _addresses(connection, inode)
             if not is_other_host(mine, theirs):
                 return None
             if not (route := has_route(theirs)):
                 tcp = tcp._replace(tries=max(tcp.tries, 1))  # TCP need not send to know it
             changed = inode in self._before
             old = self._before[inode][1] if changed else _values(connection)
-            free = route and not old[_ASK] and (changed or len(self._before) < _MOST)
             wanted = {}
-            if tcp.resent > 1:
-                wanted = _short(old, _round_trip(connection))
-            elif free and (idle or changed):
+            if tcp.resent > 1 or (changed and tcp.backoff and tcp.probes < _FEW):
+                wanted = _short(tcp.state, old, _round_trip(connection))
+            elif route and idle and not old[_ASK] and (changed or len(self._before) < _MOST):
                 wanted = _asking(tcp.probes)
+            elif tcp.tries and connection.getsockopt(*_ASK) and not old[_ASK]:
+                wanted = _asking(tcp.probes)
+                if route and tcp.probes < _ENOUGH:
+                    connection.setsockopt(*_FIRST, 1)  # asks at once, because the wait is over
             if wanted or changed:
                 self._before[inode] = fd, old
                 _set(connection, {**old, **wanted})
-            if _ASK in wanted and not waits and tcp.probes < _ENOUGH:
-                connection.setsockopt(*_FIRST, 1)  # asks at once, because the wait is over
-            if tcp.tries and connection.getsockopt(IPPROTO_TCP, TCP_NODELAY):
+            if connection.getsockopt(IPPROTO_TCP, TCP_NODELAY):
                 # What could not leave this host is sent now, if it can. TCP itself would try as
                 # seldom as it sends again, and may not try more often: it gives up after 15 times.
                 connection.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
@@ -149,17 +154,20 @@ class Connections:
             _set(connection, dict(reversed(old.items())))
 
 
-def _short(old: Values, round_trip: int) -> Values:
+def _short(state: int, old: Values, round_trip: int) -> Values:
     """Return the settings with which TCP sends again every second; {} before Linux 6.15.
 
     Linux counts tries: with short pauses it would give up after 14 s and not after 15 minutes, as
     without them. With a time to give up, it would also end a connection whose other side reads
-    nothing for so long, and may only be busy; so this is set only while there is no answer.
+    nothing for so long, and may only be busy; so this is set only while there is no answer. A new
+    connection is tried for 127 s, as Linux does.
     """
     # TCP must not send again before an answer can be here: a far host may need seconds.
     pause = max(PAUSE, 4 * round_trip)
     if old.get(_LONGEST, 0) <= pause:
         return {}
+    if state == _CONNECTING:
+        return {_BEGIN: 127, _LONGEST: pause}
     late = old[_GIVE_UP] or patience(int(_RETRIES.read_text()), old[_LONGEST])
     return {_GIVE_UP: late, _LONGEST: pause}
 
@@ -198,25 +206,37 @@ def _opened(fd: int, inode: int) -> Iterator[socket.socket]:
         yield connection
 
 
-def _addresses(connection: socket.socket) -> tuple[str, str]:
+def _addresses(connection: socket.socket, inode: int) -> tuple[str, str]:
     """Return the address of this end and of the other end of a connection."""
     with socket.socket(fileno=os.dup(connection.fileno())) as known:  # now with its family
-        return known.getsockname()[0], known.getpeername()[0]
+        mine = known.getsockname()[0]
+        with contextlib.suppress(OSError):
+            return mine, known.getpeername()[0]
+        # The kernel does not tell the other end of a connection that is not made yet, but here.
+        table = Path(_TABLE + "6" * (known.family == socket.AF_INET6))
+        lines = map(str.split, table.read_text().splitlines())
+        theirs = next(line[2] for line in lines if line[9] == str(inode)).partition(":")[0]
+        words = [int(theirs[k : k + 8], 16) for k in range(0, len(theirs), 8)]
+        return mine, socket.inet_ntop(known.family, struct.pack(f"={len(words)}I", *words))
 
 
 class _TcpState(NamedTuple):
-    """The state of a connection, and how often TCP has tried, sent again, and asked in vain."""
+    """The state of a connection, and how often TCP has tried, sent again, and asked in vain.
+
+    `backoff` says how often TCP has doubled its pauses. It may stay after the first answer.
+    """
 
     state: int
     tries: int
     resent: int
     probes: int
+    backoff: int
 
 
 def _state(connection: socket.socket) -> _TcpState:
-    state, _, resent, probes = connection.getsockopt(IPPROTO_TCP, TCP_INFO, 4)
+    state, _, resent, probes, backoff = connection.getsockopt(IPPROTO_TCP, TCP_INFO, 5)
     # The newest question of TCP may still get its answer.
-    return _TcpState(state, resent + max(probes - 1, 0), resent, probes)
+    return _TcpState(state, resent + max(probes - 1, 0), resent, probes, backoff)
 
 
 def _queued(connection: socket.socket) -> int:
