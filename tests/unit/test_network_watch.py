@@ -158,7 +158,9 @@ def test_a_rank_without_a_link_speaks_afterwards(watched, printed, monkeypatch):
     monkeypatch.setattr(network_watch, "has_route", lambda _: False)
     watched.at(0.0, ONE)
     watched.at(3.0, ONE)
+    watched.at(5.0)  # it does not wait now
     assert printed() == ""
+    monkeypatch.setattr(network_watch, "has_route", lambda _: True)
     watched.at(30.0)
     line = printed()
     assert line.startswith("mpidist: rank 1 of 4 on n2 had no network for 30 s, in ")

@@ -85,8 +85,10 @@ class NetworkWatch:
                     self._names[one.host] = one.host
                     _aside(self._find_name, one.host)
         for inode in self._away.keys() - {one.inode for one in stalled}:
-            one, _ = self._away.pop(inode)
-            self._lost = self._lost or not self.connections.answers(one)
+            one, _ = self._away[inode]
+            if has_route(one.host):  # without a link, nothing need be sent to know that it is away
+                del self._away[inode]
+                self._lost = self._lost or not self.connections.answers(one)
         polling.unreachable = bool(self._away)
         if self._away:
             since = min(since for _, since in self._away.values())
