@@ -80,3 +80,19 @@ def why_not_elastic(library: str, environ: Mapping[str, str] = os.environ) -> st
     if not has_ulfm(environ):
         return f"md.elastic: start the job with mpirun --with-ft ulfm, or {_CURE}"
     return ""
+
+
+#: Variables with the number of ranks on this host and in the job: Open MPI, Hydra and srun.
+_ONE_HOST = (
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ("MPI_LOCALNRANKS", "PMI_SIZE"),
+    ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"),
+)
+
+
+def is_on_one_host(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the launcher says that all ranks of the job are on one host."""
+    for here, everywhere in _ONE_HOST:
+        if here in environ:  # Slurm's variables may be those of the batch script around mpirun
+            return environ[here] == environ.get(everywhere)
+    return False

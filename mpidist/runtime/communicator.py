@@ -5,11 +5,13 @@ The checks run when the context of a communicator is made, never in a hot path.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import types
 from collections.abc import Callable
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
@@ -17,6 +19,9 @@ from mpi4py import MPI
 from ..errors import ClosedError, ConfigError
 from ..events import is_ours
 from . import polling
+
+#: How the names of files begin that belong to mpidist or Python, and not to the user's program.
+_INNER = (str(Path(__file__).parents[1]) + os.sep, str(Path(os.__file__).parent) + os.sep, "<")
 
 
 def check_comm(comm) -> None:
@@ -205,7 +210,29 @@ def _entry() -> str:
         inner = frame.f_code.co_qualname
         name = name if inner.startswith("tells.") else inner
         frame = frame.f_back
+    return _public(name) or name
+
+
+def public_call(frame: types.FrameType | None) -> str:
+    """Return what a thread does, such as ``, in md.allreduce (train.py:31)``; "" if unknown.
+
+    Of public functions that call each other, the innermost is named: in a training run, that is
+    the exchange that waits, and not ``md.train``.
+    """
+    name = ""
+    while frame is not None and frame.f_code.co_filename.startswith(_INNER):
+        name = name or _public(frame.f_code.co_qualname)
+        frame = frame.f_back
+    if frame is None:
+        return f", in {name}" if name else ""
+    line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f", in {name} ({line})" if name else f", in {line}"
+
+
+def _public(name: str) -> str:
+    """Return a name such as ``md.allreduce`` or ``md.Client.pull``, or "" if it is not public."""
     for method in (".__init__", ".__enter__", ".__call__"):
         name = name.removesuffix(method)
     public = getattr(sys.modules.get("mpidist"), "__all__", ())
-    return f"md.{name}" if name in public else name
+    known = name.partition(".")[0] in public and "._" not in name
+    return f"md.{name}" if known else ""

@@ -20,7 +20,8 @@ from mpi4py import MPI
 from ..launch.environment import has_ulfm
 from .agreement import crossed_waits
 from .agreement.calls import refusal
-from .failure import claim_exit_barrier, first_of_job, set_exit_barrier
+from .failure import claim_exit_barrier, first_of_job, set_exit_barrier, this_rank
+from .network.network_watch import watch_network
 from .polling import wait_until
 from .ulfm import is_death, keep_alive, rank_failure
 
@@ -37,6 +38,8 @@ class Making:
         self._made: tuple = ()
         self._pending: object = None
         self._request: MPI.Request | None = None
+        if comm.size > 1:
+            watch_network(this_rank())
 
     def __enter__(self) -> Making:
         if not self._busy.acquire(blocking=False):

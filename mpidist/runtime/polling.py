@@ -24,6 +24,12 @@ PATIENCE = 1.0
 #: Seconds that the main thread has spent in waits so far. Waits that end at once do not count.
 waited = 0.0
 
+#: When a wait was last seen that lasts longer than a moment, as a time of `time.monotonic`.
+long_wait = 0.0
+
+#: Whether this rank gets no answer from another host (`network_watch`).
+unreachable = False
+
 #: A function that every wait calls between its tests, if a module has set one. The function may
 #: raise.
 look: Callable[[], None] | None = None
@@ -55,7 +61,7 @@ def wait_until(
     patience : float, optional
         Seconds before the first call of `on_wait`; `PATIENCE` by default.
     """
-    global waited
+    global waited, long_wait
     patience = PATIENCE if patience is None else patience
     for _ in range(_SPINS):
         if test():
@@ -80,6 +86,7 @@ def wait_until(
             if told is not None and now >= told.next_look:
                 told.look(now)
             if now >= look_around:
+                long_wait = now
                 if on_wait is not None:
                     on_wait(now - start)
                 look_around = now + 0.1

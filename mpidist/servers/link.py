@@ -264,6 +264,7 @@ class Link:
                 continue
             self.check_notice()
             if now >= look_around:
+                polling.long_wait = now
                 check_stuck(self.context, self.trail, ranks())
                 look_around = now + 0.1
             # If there are more ranks than cores, another rank needs this core. The wait therefore

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +22,18 @@ BEGUN, GO = 10, "go"
 class Outcome:
     """What came of a job: the command, and the seconds in which no rank noted a step.
 
-    `after` are the seconds from the return of the link until the first step after it.
+    `after` are the seconds from the return of the link until each rank that does steps has done
+    one more.
     """
 
     done: Finished
     longest: float
     after: float
+
+    def told(self) -> list[str]:
+        """Return the lines that say that a host does not answer, or has had no network."""
+        lines = self.done.stderr.splitlines()
+        return [line for line in lines if re.search("has had no answer from|had no network", line)]
 
 
 def link_away(
@@ -36,9 +43,10 @@ def link_away(
     seconds: float,
     *,
     host: int = 3,
+    ranks_per_host: int = 1,
     timeout: float = 120,
 ) -> dict[Path, Outcome]:
-    """Run all `jobs` at once, one rank per host, and take a host's link away once all have begun.
+    """Run all `jobs` at once, and take the link of one host away once all of them have begun.
 
     `jobs` maps a folder, in which ranks note ``TIME STEP`` in files, to the words after the Python
     and to options of mpirun. The ranks wait after `BEGUN` steps for the file `GO`. Local.
@@ -48,7 +56,7 @@ def link_away(
     with ThreadPoolExecutor(len(jobs)) as pool:
         running = {
             folder: pool.submit(
-                net.mpirun, 1, [python, *words], options=options,
+                net.mpirun, ranks_per_host, [python, *words], options=options,
                 mpi=find_launcher(python), env=env, timeout=timeout,
             )
             for folder, (words, options) in jobs.items()
@@ -71,14 +79,21 @@ def link_away(
 
 def times(folder: Path) -> list[float]:
     """Return the times of all steps that ranks have noted so far. Local."""
-    files = [path for path in folder.iterdir() if path.name.isdigit()]
-    lines = [line for path in files for line in path.read_text().split("\n")[:-1]]
-    return sorted(float(line.split()[0]) for line in lines)
+    return sorted(when for one in _times_of_ranks(folder) for when in one)
 
 
 def outcome(done: Finished, folder: Path, back: float) -> Outcome:
     """Return what came of a job whose link was back at the time `back`. Local."""
     noted = times(folder)
     longest = max((b - a for a, b in itertools.pairwise(noted)), default=float("inf"))
-    later = [when - back for when in noted if when > back]
-    return Outcome(done, longest, min(later, default=float("inf")))
+    ranks = [one for one in _times_of_ranks(folder) if one]
+    firsts = [min((when - back for when in one if when > back), default=float("inf"))
+              for one in ranks]  # fmt: skip
+    return Outcome(done, longest, max(firsts, default=float("inf")))
+
+
+def _times_of_ranks(folder: Path) -> list[list[float]]:
+    """Return the times that each rank has noted; none of a rank that does no steps."""
+    files = [path for path in folder.iterdir() if path.name.isdigit()]
+    texts = [path.read_text().split("\n")[:-1] for path in files]
+    return [[float(line.split()[0]) for line in lines] for lines in texts]

@@ -10,6 +10,7 @@ from math import ceil, log2
 import pytest
 
 from mpidist.errors import MismatchError
+from mpidist.runtime import polling
 from mpidist.runtime.agreement.mismatch import RAISED, Signature
 from mpidist.runtime.agreement.statuses import Statuses, neighbours
 
@@ -112,6 +113,19 @@ def test_a_late_rank_costs_log_p_messages_a_second(size, late):
     ranks[-1].history.append(SUM)
     wait(ranks, 1.0, start=1.0 + late)
     assert not any(rank.error for rank in ranks)
+
+
+def test_no_new_connection_is_made_while_a_host_is_away(monkeypatch):
+    """R45: only neighbours, which have sent to each other before, get a message."""
+    mine = Rank(0, 64, [deque() for _ in range(64)])
+    mine.history.append(SUM)
+    monkeypatch.setattr(polling, "unreachable", True)
+    wait([mine], 5.0)
+    asked = {rank for rank, queue in enumerate(mine.control.queues) if queue}
+    assert asked == set(neighbours(0, 64))
+    monkeypatch.setattr(polling, "unreachable", False)
+    wait([mine], 5.0, start=6.0)
+    assert len({rank for rank, queue in enumerate(mine.control.queues) if queue}) > len(asked)
 
 
 def test_at_4096_ranks_the_messages_are_counted():

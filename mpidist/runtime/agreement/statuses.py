@@ -30,7 +30,7 @@ from mpi4py import MPI
 
 from ... import events
 from ...errors import MismatchError
-from .. import ulfm
+from .. import polling, ulfm
 from ..polling import wait_until
 from . import crossed_waits, mismatch
 from .mismatch import WAITING, Status, conflict, encode_signature, raised
@@ -96,7 +96,9 @@ class Statuses:
             self._told, self._next, self._others = current, waited + 1.0, 0
             events.emit("waiting", sequence=current, seconds=round(waited, 2))
             self._tell(self._status(WAITING), self.neighbours)
-        elif waited >= self._next:
+        elif waited >= self._next and not polling.unreachable:
+            # MPI cannot connect two ranks now that have not sent to each other before: it would
+            # wait in Isend, or end the job.
             self._next = waited + 1.0
             self._tell(self._status(WAITING), self._further())
         with self.quiet:

@@ -1,8 +1,8 @@
 """A loop over the network, whose link is away for a while: network_away.py KIND FOLDER STEPS.
 
-KIND is ``allreduce`` or ``save`` (loops of `md.elastic`), or ``push`` (parameter servers). Each
-rank notes the time of each of its steps in FOLDER/RANK, waits after ten of them for FOLDER/go, and
-at the end prints a hash of its result.
+KIND is ``allreduce``, ``deadline`` (the same, and late ranks are evicted) or ``save``, which are
+loops of `md.elastic`, or ``push`` (parameter servers). Each rank notes the time of each step in
+FOLDER/RANK, waits after ten steps for FOLDER/go, and at the end prints a hash of its result.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ def note(step: int) -> None:
         time.sleep(0.01)
 
 
-def allreduce() -> None:
-    with md.elastic(comm, state) as group:
+def allreduce(deadline="stopped") -> None:
+    with md.elastic(comm, state, deadline=deadline) as group:
         for step in group.steps(0, steps):
             with step:
                 state["w"] += md.allreduce(group.comm, np.full(N, world + step + 1.0))
@@ -66,5 +66,5 @@ def push() -> None:
     state["w"] = params["w"] if client is not None else np.full(N, steps * (steps + 1) / 2)
 
 
-{"allreduce": allreduce, "save": save, "push": push}[kind]()
+{"allreduce": allreduce, "deadline": lambda: allreduce(2.0), "save": save, "push": push}[kind]()
 print(f"rank {world} has {hashlib.sha256(state['w'].tobytes()).hexdigest()}\n", end="", flush=True)

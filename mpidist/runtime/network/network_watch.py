@@ -1,0 +1,180 @@
+"""Notice that another host cannot be reached, tell the user, and shorten the pauses of TCP.
+
+    mpidist: rank 1 of 4 on n2 has had no answer from n3 for 3 s, in md.allreduce
+             (train.py:31); is a host or the network down?
+    mpidist: rank 1 of 4 on n2 gets answers from n3 again after 32 s, and goes on
+
+A rank that waits for long may wait for a rank that computes. Only the kernel knows whether the
+network is away: it keeps sending data that the other host does not acknowledge. A host acknowledges
+data also if its processes are busy or stopped. So a thread of each rank asks the kernel once a
+second about the connections of the process. The thread does not call MPI, so it also serves ranks
+that are in a blocking call of MPI, and ranks that do not wait for long pay nothing for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from ... import events
+from ...launch.environment import is_on_one_host
+from .. import polling
+from ..communicator import public_call
+from .tcp_backoff import Connections, Stalled, has_route
+
+#: Seconds without an answer after which a rank tells the user.
+PATIENCE = 3.0
+#: Seconds between two looks, and between two looks while a connection gets no answer. A process
+#: with many connections looks less often, so that it spends at most 0.2 % of its time on looks.
+_LOOK, _SOON, _SHARE = 1.0, 0.25, 0.002
+
+_started = threading.Lock()
+
+
+def watch_network(name: str) -> None:
+    """Watch the network of this rank from now on; a second call does nothing.
+
+    `name` is what lines call this rank. Does nothing if all ranks are on one host, and where there
+    is no /proc.
+    """
+    if not is_on_one_host() and os.path.isdir("/proc/self/fd") and _started.acquire(False):  # noqa: PTH112
+        watch = NetworkWatch(name, Connections())
+        threading.Thread(target=watch.run, name="mpidist-network", daemon=True).start()
+
+
+class NetworkWatch:
+    """The watch of one process. Only its thread calls `look`."""
+
+    def __init__(self, name: str, connections: Connections):
+        self.name, self.connections = name, connections
+        self._away: dict[int, tuple[Stalled, float]] = {}  # inode -> connection, since when
+        self._names: dict[str, str] = {}
+        self._since: float | None = None  # of the first connection without an answer
+        self._lost = False
+        self._told: _Telling | None = None
+        self._place: tuple = ()  # the instruction of the main thread, and since when
+        self._moved = 0.0
+
+    def run(self) -> None:
+        """Look for ever."""
+        pause = _LOOK
+        while True:
+            time.sleep(pause)
+            start = time.thread_time()
+            self.look(time.monotonic())
+            spent = time.thread_time() - start
+            pause = max(_SOON if self._away else _LOOK, spent / _SHARE)
+
+    def look(self, now: float) -> None:
+        """Look for connections that get no answer, and tell the user if this rank waits for them.
+
+        The user's program may have other connections, for which it does not wait.
+        """
+        waits = self._waits(now)
+        stalled = self.connections.look(waits)
+        for one in stalled:
+            if one.inode not in self._away:
+                self._away[one.inode] = one, now
+                if one.host not in self._names:
+                    self._names[one.host] = one.host
+                    _aside(self._find_name, one.host)
+        for inode in self._away.keys() - {one.inode for one in stalled}:
+            one, _ = self._away[inode]
+            if has_route(one.host):  # without a link, nothing need be sent to know that it is away
+                del self._away[inode]
+                self._lost = self._lost or not self.connections.answers(one)
+        polling.unreachable = bool(self._away)
+        if self._away:
+            since = min(since for _, since in self._away.values())
+            self._since = since if self._since is None else self._since
+            if self._told is None and waits and now - since >= PATIENCE:
+                self._told = self._telling()
+                self._told.begin(now - self._since)
+        elif self._since is not None:
+            if self._told is not None:
+                self._told.end(now - self._since, self._lost)
+            self._since, self._told, self._lost = None, None, False
+
+    def _waits(self, now: float) -> bool:
+        """Return whether the rank polls, or seems to be in one call of MPI, for a second."""
+        frame = _main_frame()
+        place = id(frame), frame and frame.f_lasti
+        if place != self._place:
+            self._place, self._moved = place, now
+        return now - polling.long_wait < 2 * _LOOK or now - self._moved > _LOOK
+
+    def _telling(self) -> _Telling:
+        hosts = sorted({one.host for one, _ in self._away.values()})
+        route = all(map(has_route, hosts))
+        return _Telling(self.name, [self._names[host] for host in hosts], route)
+
+    def _find_name(self, host: str) -> None:
+        with contextlib.suppress(OSError):
+            self._names[host] = socket.gethostbyaddr(host)[0].split(".")[0]
+
+
+class _Telling:
+    """What one process tells of one time in which it got no answer from hosts.
+
+    Of the ranks of a node, which one daemon has started, one prints.
+    """
+
+    def __init__(self, name: str, hosts: list[str], route: bool):
+        self.name, self.hosts, self.route = name, hosts, route
+        self.doing = public_call(_main_frame())
+        # The name of a socket belongs to one process of a host, and is free when the process ends.
+        self._first = socket.socket(socket.AF_UNIX)
+        self._speaks = bool(events.VERBOSITY)
+        try:
+            self._first.bind(f"\0mpidist-network-{os.getuid()}-{os.getppid()}")
+        except OSError:
+            self._speaks = False
+
+    def begin(self, seconds: float) -> None:
+        """Tell that hosts do not answer."""
+        self._emit("network_away", seconds)
+        # Without a route, a line would not reach the launcher, but would make the launcher's daemon
+        # send in vain, so that it would be late when the network is back.
+        if self.route:
+            self._say(f"has had no answer from {_few(self.hosts)} for {seconds:.0f} s{self.doing}; "
+                      "is a host or the network down?")  # fmt: skip
+
+    def end(self, seconds: float, lost: bool) -> None:
+        """Tell that the hosts answer again, or, if `lost`, only note that connections are lost."""
+        self._first.close()
+        self._emit("network_lost" if lost else "network_back", seconds)
+        if lost:
+            return
+        if self.route:
+            self._say(f"gets answers from {_few(self.hosts)} again after {seconds:.0f} s, and goes "
+                      "on")  # fmt: skip
+        else:
+            self._say(f"had no network for {seconds:.0f} s{self.doing}, and goes on")
+
+    def _emit(self, kind: str, seconds: float) -> None:
+        about = {"hosts": self.hosts, "seconds": round(seconds, 1), "route": self.route}
+        _aside(partial(events.emit, kind, **about, doing=self.doing))
+
+    def _say(self, text: str) -> None:
+        if self._speaks:
+            line = f"mpidist: {self.name} {text}"
+            _aside(partial(print, line, file=sys.stderr, flush=True))
+
+
+def _main_frame():
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _aside(call: Callable, *arguments) -> None:
+    """Call a function that may wait for the network, such as a name server or a file system."""
+    threading.Thread(target=call, args=arguments, name="mpidist-network-line", daemon=True).start()
+
+
+def _few(hosts: list[str]) -> str:
+    return ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")

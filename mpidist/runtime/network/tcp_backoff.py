@@ -1,0 +1,265 @@
+"""Find TCP connections that get no answer, and let TCP send again every second.
+
+    link away       TCP sends again after 0.2 0.4 0.8 1.6 3.2 6.4 12.8 25.6 51.2 ... s
+    link is back    nothing happens before the next of these times, up to as long as it was away
+    shortened       TCP sends again after 0.2 0.4 0.8 1.6 1 1 1 1 ... s
+
+On a connection that only receives, TCP sends nothing, so it does not notice that the network is
+away. While a rank waits, TCP asks the other side a few times (keepalive).
+
+Only connections to other hosts are changed, while they get no answer, or are idle in a long wait.
+They may also belong to the user's program, which does no harm: TCP sends some packets
+more, gives up after the same time as before, and then gets its old settings back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import stat
+import struct
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+from socket import (
+    IPPROTO_TCP,
+    SO_KEEPALIVE,
+    SOL_SOCKET,
+    TCP_INFO,
+    TCP_KEEPCNT,
+    TCP_KEEPIDLE,
+    TCP_KEEPINTVL,
+    TCP_NODELAY,
+    TCP_SYNCNT,
+    TCP_USER_TIMEOUT,
+)
+from typing import NamedTuple
+
+#: The longest pause of TCP, in milliseconds; Linux allows no shorter one.
+PAUSE = 1000
+#: An option of Linux 6.15 and newer, in milliseconds.
+RTO_MAX = getattr(socket, "TCP_RTO_MAX_MS", 44)
+#: At most so many connections of a process are asked.
+_MOST = 32
+#: So many questions without an answer are few: see `_asking`.
+_FEW, _ENOUGH = 3, 10
+#: The shortest pause of TCP in Linux, in milliseconds.
+_RTO_MIN = 200
+#: The states of a connection that is made, and of one that is being made.
+_ESTABLISHED, _CONNECTING = 1, 2
+#: All connections of this host, in a format of its own.
+_TABLE = "/proc/self/net/tcp"
+_RETRIES = Path("/proc/sys/net/ipv4/tcp_retries2")
+
+_GIVE_UP, _LONGEST = (IPPROTO_TCP, TCP_USER_TIMEOUT), (IPPROTO_TCP, RTO_MAX)
+_COUNT, _PAUSE = (IPPROTO_TCP, TCP_KEEPCNT), (IPPROTO_TCP, TCP_KEEPINTVL)
+_FIRST, _ASK = (IPPROTO_TCP, TCP_KEEPIDLE), (SOL_SOCKET, SO_KEEPALIVE)
+_BEGIN = (IPPROTO_TCP, TCP_SYNCNT)
+#: The options that are changed, in the order in which they are set; they are set back from the
+#: last to the first.
+_OPTIONS = (_GIVE_UP, _BEGIN, _LONGEST, _COUNT, _PAUSE, _FIRST, _ASK)
+Values = dict[tuple[int, int], int]
+
+
+class Stalled(NamedTuple):
+    """A connection that gets no answer: its file, the other host, and how often TCP has tried."""
+
+    fd: int
+    inode: int
+    host: str
+    tries: int
+
+
+def is_other_host(mine: str, theirs: str) -> bool:
+    """Return whether a connection between two addresses leads to another host."""
+    there = ipaddress.ip_address(theirs)
+    there = getattr(there, "ipv4_mapped", None) or there
+    return mine != theirs and not there.is_loopback
+
+
+def patience(retries: int, longest: int) -> int:
+    """Return the milliseconds after which Linux gives up a connection after so many retries.
+
+    The pauses begin with 200 ms and double up to `longest` milliseconds.
+    """
+    doublings = min(max(longest // _RTO_MIN, 1).bit_length() - 1, retries)
+    return ((2 << doublings) - 1) * _RTO_MIN + (retries - doublings) * longest
+
+
+class Connections:
+    """The connections of this process to other hosts, and the settings of those it has changed."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[int, Values]] = {}  # inode -> file, old settings
+
+    def look(self, waits: bool) -> list[Stalled]:
+        """Return the connections that get no answer; `waits` says whether this rank waits."""
+        found, changed = [], set()
+        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - a path for each file costs more
+            with contextlib.suppress(OSError):
+                one = self._look(int(name), waits)
+                if one is not None:
+                    changed.add(one.inode)
+                    found += [one] if one.tries else []
+        for inode in self._before.keys() - changed:
+            self._restore(inode, *self._before.pop(inode))
+        return found
+
+    def answers(self, one: Stalled) -> bool:
+        """Return whether a connection that got no answer is open, and gets answers again."""
+        with contextlib.suppress(OSError), _opened(one.fd, one.inode) as connection:
+            return _state(connection)[:2] == (_ESTABLISHED, 0)
+        return False
+
+    def _look(self, fd: int, waits: bool) -> Stalled | None:
+        about = os.fstat(fd)
+        if not stat.S_ISSOCK(about.st_mode):
+            return None
+        inode = about.st_ino
+        with _opened(fd, inode) as connection:
+            tcp = _state(connection)
+            idle = waits and not _queued(connection)
+            if tcp.state > _CONNECTING or not (tcp.tries or tcp.backoff or idle):
+                return None  # nearly all connections in nearly all looks
+            mine, theirs = _addresses(connection, inode)
+            if not is_other_host(mine, theirs):
+                return None
+            if not (route := has_route(theirs)):
+                tcp = tcp._replace(tries=max(tcp.tries, 1))  # TCP need not send to know it
+            changed = inode in self._before
+            old = self._before[inode][1] if changed else _values(connection)
+            wanted = {}
+            if tcp.resent > 1 or (changed and tcp.backoff and tcp.probes < _FEW):
+                wanted = _short(tcp.state, old, _round_trip(connection))
+            elif route and idle and not old[_ASK] and (changed or len(self._before) < _MOST):
+                wanted = _asking(tcp.probes)
+            elif tcp.tries and connection.getsockopt(*_ASK) and not old[_ASK]:
+                wanted = _asking(tcp.probes)
+                if route and tcp.probes < _ENOUGH:
+                    connection.setsockopt(*_FIRST, 1)  # asks at once, because the wait is over
+            if wanted or changed:
+                self._before[inode] = fd, old
+                _set(connection, {**old, **wanted})
+            if connection.getsockopt(IPPROTO_TCP, TCP_NODELAY):
+                # What could not leave this host is sent now, if it can. TCP itself would try as
+                # seldom as it sends again, and may not try more often: it gives up after 15 times.
+                connection.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
+        return Stalled(fd, inode, theirs, tcp.tries)
+
+    def _restore(self, inode: int, fd: int, old: Values) -> None:
+        with contextlib.suppress(OSError), _opened(fd, inode) as connection:
+            _set(connection, dict(reversed(old.items())))
+
+
+def _short(state: int, old: Values, round_trip: int) -> Values:
+    """Return the settings with which TCP sends again every second; {} before Linux 6.15.
+
+    Linux counts tries: with short pauses it would give up after 14 s and not after 15 minutes, as
+    without them. With a time to give up, it would also end a connection whose other side reads
+    nothing for so long, and may only be busy; so this is set only while there is no answer. A new
+    connection is tried for 127 s, as Linux does.
+    """
+    # TCP must not send again before an answer can be here: a far host may need seconds.
+    pause = max(PAUSE, 4 * round_trip)
+    if old.get(_LONGEST, 0) <= pause:
+        return {}
+    if state == _CONNECTING:
+        return {_BEGIN: 127, _LONGEST: pause}
+    late = old[_GIVE_UP] or patience(int(_RETRIES.read_text()), old[_LONGEST])
+    return {_GIVE_UP: late, _LONGEST: pause}
+
+
+def _asking(probes: int) -> Values:
+    """Return the settings with which TCP asks an idle other side, and never gives up for that.
+
+    It asks every second, but more and more seldom without an answer: if more than 15 questions had
+    no answer, Linux would give up as soon as there is something to send that cannot leave the host.
+    """
+    return {_COUNT: 127, _PAUSE: 1 << max(probes - 3, 0), _FIRST: 1, _ASK: 1}
+
+
+def has_route(host: str) -> bool:
+    """Return whether this host knows a way to `host`; it has none if its own link is down."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect((host, 9))  # sends nothing: the kernel only chooses a route
+        except OSError:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _opened(fd: int, inode: int) -> Iterator[socket.socket]:
+    """Open the connection of another library once more, so that closing it does not end it.
+
+    Raises OSError if `fd` is another file by now.
+    """
+    mine = os.dup(fd)
+    # With a family given, Python asks the kernel nothing. The options are the same for IPv6.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=mine) as connection:
+        if os.fstat(mine).st_ino != inode:
+            raise OSError(f"file {fd} has changed")
+        yield connection
+
+
+def _addresses(connection: socket.socket, inode: int) -> tuple[str, str]:
+    """Return the address of this end and of the other end of a connection."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as known:  # now with its family
+        mine = known.getsockname()[0]
+        with contextlib.suppress(OSError):
+            return mine, known.getpeername()[0]
+        # The kernel does not tell the other end of a connection that is not made yet, but here.
+        table = Path(_TABLE + "6" * (known.family == socket.AF_INET6))
+        lines = map(str.split, table.read_text().splitlines())
+        theirs = next(line[2] for line in lines if line[9] == str(inode)).partition(":")[0]
+        words = [int(theirs[k : k + 8], 16) for k in range(0, len(theirs), 8)]
+        return mine, socket.inet_ntop(known.family, struct.pack(f"={len(words)}I", *words))
+
+
+class _TcpState(NamedTuple):
+    """The state of a connection, and how often TCP has tried, sent again, and asked in vain.
+
+    `backoff` says how often TCP has doubled its pauses. It may stay after the first answer.
+    """
+
+    state: int
+    tries: int
+    resent: int
+    probes: int
+    backoff: int
+
+
+def _state(connection: socket.socket) -> _TcpState:
+    state, _, resent, probes, backoff = connection.getsockopt(IPPROTO_TCP, TCP_INFO, 5)
+    # The newest question of TCP may still get its answer.
+    return _TcpState(state, resent + max(probes - 1, 0), resent, probes, backoff)
+
+
+def _queued(connection: socket.socket) -> int:
+    """Return the number of bytes that the other side has not acknowledged yet."""
+    return int(struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0])
+
+
+def _round_trip(connection: socket.socket) -> int:
+    """Return the milliseconds until an answer comes, as measured by TCP."""
+    info = connection.getsockopt(IPPROTO_TCP, TCP_INFO, 72)
+    return int(struct.unpack_from("I", info, 68)[0]) // 1000
+
+
+def _set(connection: socket.socket, values: Values) -> None:
+    for option, value in values.items():
+        if connection.getsockopt(*option) != value:
+            connection.setsockopt(*option, value)
+
+
+def _values(connection: socket.socket) -> Values:
+    """Return the settings of a connection, as far as this kernel has them."""
+    found: Values = {}
+    for option in _OPTIONS:
+        with contextlib.suppress(OSError):
+            found[option] = connection.getsockopt(*option)
+    return found
