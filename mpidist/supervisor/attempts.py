@@ -42,6 +42,7 @@ from .deaths import Deaths
 from .hosts import (
     AttemptPlace,
     LaunchedJob,
+    doubted,
     grown,
     print_line,
     room,
@@ -92,16 +93,18 @@ def run(job: LaunchedJob) -> int:
         while True:
             unstarted = sum(attempt.unstarted for attempt in attempts)
             one = _Running(job, number, number - unstarted, ranks, place, memory, requests)
-            attempts.append(one.watch())
+            attempts.append(doubted(job, one.watch(), place))
             number += 1
             _note(job.folder, "attempt", attempts[-1]._asdict())
             if not attempts[-1].finished:
                 job = with_todays_hosts(grown(job, attempts[-1].more))
                 if job.hosts_from or (attempts[-1].failed and not attempts[-1].asked):
-                    place = without_culprits(job, attempts, usable(job))
+                    place = usable(job, place, attempts[-1].unstarted)
+                    place = without_culprits(job, attempts, place)
             action = decide(attempts, job.policy, job.ranks, room(job, place.hosts))
-            _note(job.folder, "decision", action._asdict())
-            _tell(one.known_as, attempts, action)
+            out = [host for host in job.hosts or () if host not in (place.hosts or ())]
+            _note(job.folder, "decision", {**action._asdict(), "left_out": out})
+            _tell(one.known_as, attempts, action, len(place.hosts or ()) if out else 0)
             if action.what == "relaunch" and _asked_within(action.pause):
                 attempts[-1] = attempts[-1]._replace(asked=True)
                 action = decide(attempts, job.policy, job.ranks, action.ranks)
@@ -170,9 +173,11 @@ class _Running:
             heartbeat.LAUNCHER: heartbeat.launcher_id(),
             **({} if memory is None else {MEMORY_FOLDER: str(memory)}),
         }
-        slurm: dict[str, str] = {}
+        # The job step of the attempt before may last: as long as Slurm waits for a host that is lost,
+        # it keeps the cores of the others.
+        slurm = {"SLURM_OVERLAP": "1"} if number and "SLURM_JOB_ID" in os.environ else {}
         if job.slurm and job.hosts:
-            slurm = commands.slurm_environ(os.environ, list(job.hosts), place.left, ranks)
+            slurm |= commands.slurm_environ(os.environ, list(job.hosts), place.left, ranks)
         words = commands.command(ranks, job.words, place.hosts, restricted=place.named)
         if job.elastic:
             words = commands.surviving(words)
@@ -359,14 +364,16 @@ def _unnameable(environment: Mapping[str, str]) -> list[str]:
 # ------------------------------------------------------------------------------------- telling
 
 
-def _tell(known_as: int, attempts: Sequence[Attempt], action: Action) -> None:
+def _tell(known_as: int, attempts: Sequence[Attempt], action: Action, hosts: int) -> None:
+    """Print what follows an attempt. `hosts`: the number of hosts, 0 if all are used."""
     last = attempts[-1]
     if last.finished and len(attempts) == 1 and not last.survived:
         return
     what, then = f"attempt {known_as} on {last.ranks} ranks: {last.text()}", action.reason
     if action.what == "relaunch":
         pause = f" in {action.pause:g} s" if action.pause else ""
-        then = f"again{pause} with {action.ranks} ranks, {action.reason}"
+        where = f" on {hosts} host{'s' * (hosts > 1)}" if hosts else ""
+        then = f"again{pause} with {action.ranks} ranks{where}, {action.reason}"
     print_line(f"{what} ({last.seconds:g} s); {then}")
 
 

@@ -22,7 +22,8 @@ from ..launch import heartbeat
 from ..launch.launchers import launch_environment
 from ..launch.processes import run
 from . import commands
-from .hosts import PROBE, LaunchedJob
+from .host_tests import PROBE
+from .hosts import LaunchedJob
 
 #: Where the memory of a host is a file system, and how the folders there are called.
 MEMORY, _PREFIX = Path("/dev/shm"), "mpidist-copies-"
