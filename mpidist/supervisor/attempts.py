@@ -99,10 +99,10 @@ def run(job: LaunchedJob) -> int:
             if not attempts[-1].finished:
                 job = with_todays_hosts(grown(job, attempts[-1].more))
                 if job.hosts_from or (attempts[-1].failed and not attempts[-1].asked):
-                    place = usable(job, place, attempts[-1].unstarted)
-                    place = without_culprits(job, attempts, place)
+                    there = usable(job, place, attempts[-1].unstarted)
+                    place = without_culprits(job, attempts, there)
             action = decide(attempts, job.policy, job.ranks, room(job, place.hosts))
-            out = [host for host in job.hosts or () if host not in (place.hosts or ())]
+            out = place.left_out(job)
             _note(job.folder, "decision", {**action._asdict(), "left_out": out})
             _tell(one.known_as, attempts, action, len(place.hosts or ()) if out else 0)
             if action.what == "relaunch" and _asked_within(action.pause):
@@ -115,7 +115,7 @@ def run(job: LaunchedJob) -> int:
             ranks = action.ranks
     finally:
         requests.close()
-        remove_memory_folder(job, memory, well=action is not None and action.code == 0)
+        remove_memory_folder(job, memory, action is not None and action.code == 0, place.hosts)
         # A signal that came while this function ended asks for a stop that has happened already.
         # Such a signal must not end this process before the exit code is returned.
         while signal.sigtimedwait(_HEARD, 0):
@@ -173,9 +173,7 @@ class _Running:
             heartbeat.LAUNCHER: heartbeat.launcher_id(),
             **({} if memory is None else {MEMORY_FOLDER: str(memory)}),
         }
-        # The job step of the attempt before may last: as long as Slurm waits for a host that is lost,
-        # it keeps the cores of the others.
-        slurm = {"SLURM_OVERLAP": "1"} if number and "SLURM_JOB_ID" in os.environ else {}
+        slurm = {**commands.BESIDE_OTHERS} if number and "SLURM_JOB_ID" in os.environ else {}
         if job.slurm and job.hosts:
             slurm |= commands.slurm_environ(os.environ, list(job.hosts), place.left, ranks)
         words = commands.command(ranks, job.words, place.hosts, restricted=place.named)
@@ -364,15 +362,14 @@ def _unnameable(environment: Mapping[str, str]) -> list[str]:
 # ------------------------------------------------------------------------------------- telling
 
 
-def _tell(known_as: int, attempts: Sequence[Attempt], action: Action, hosts: int) -> None:
-    """Print what follows an attempt. `hosts`: the number of hosts, 0 if all are used."""
+def _tell(known_as: int, attempts: Sequence[Attempt], action: Action, fewer_hosts: int) -> None:
     last = attempts[-1]
     if last.finished and len(attempts) == 1 and not last.survived:
         return
     what, then = f"attempt {known_as} on {last.ranks} ranks: {last.text()}", action.reason
     if action.what == "relaunch":
         pause = f" in {action.pause:g} s" if action.pause else ""
-        where = f" on {hosts} host{'s' * (hosts > 1)}" if hosts else ""
+        where = f" on {fewer_hosts} host{'s' * (fewer_hosts > 1)}" if fewer_hosts else ""
         then = f"again{pause} with {action.ranks} ranks{where}, {action.reason}"
     print_line(f"{what} ({last.seconds:g} s); {then}")
 

@@ -31,6 +31,10 @@ _AWAY = ("down", "drain", "fail", "maint", "unk", "power", "no_respond", "boot")
 #: The option with which ranks go on after a death.
 SURVIVE = "--with-ft", "ulfm"
 
+#: What lets srun, also that of Open MPI's launcher, begin a job step beside others. The step of an
+#: earlier attempt lasts as long as Slurm waits for a lost host, and keeps the cores of all hosts.
+BESIDE_OTHERS = {"SLURM_OVERLAP": "1"}
+
 #: The first command in the shell of a rank. Open MPI's component for one-sided transfers over
 #: libfabric sleeps for a second when MPI_Init closes it unused, and ranks on one host never use it
 #: (mca_btl_ofi_component_close in opal/mca/btl/ofi/btl_ofi_component.c).

@@ -13,6 +13,7 @@ A host that fails a test is left out of one attempt only, since each attempt has
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -87,7 +88,7 @@ def silent_hosts(
         return not well
 
     with ThreadPoolExecutor(_WIDTH) as pool:
-        return [host for host, is_so in zip(hosts, pool.map(is_silent, hosts), strict=True) if is_so]
+        return list(itertools.compress(hosts, pool.map(is_silent, hosts)))
 
 
 def refuses(address: str, port: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from . import commands
 from .host_tests import PROBE, silent_hosts
 from .liveness import Limits
 from .policy import Attempt, Policy, left_out
+
 
 class LaunchedJob(NamedTuple):
     """A program, and how `mpidist launch` runs it.
@@ -52,6 +53,10 @@ class AttemptPlace(NamedTuple):
     hosts: dict[str, int] | None
     left: tuple[str, ...] = ()
     named: bool = False
+
+    def left_out(self, job: LaunchedJob) -> list[str]:
+        """Return the hosts of the job that are not used."""
+        return [host for host in job.hosts or () if host not in (self.hosts or {})]
 
 
 def print_line(text: str) -> None:
@@ -136,21 +141,37 @@ def usable(job: LaunchedJob, before: AttemptPlace, unstarted: bool = False) -> A
 
 def _silent(job: LaunchedJob, hosts: list[str], left: list[str], unstarted: bool) -> list[str]:
     """Return those of `hosts` that do not answer; `left` are the hosts of the allocation."""
-    environment, doors = launch_environment(), None
-    if job.slurm:
-        environment |= commands.slurm_environ(os.environ, list(job.hosts or ()), left, job.ranks)
-        with suppress(ConfigError):
-            doors = commands.slurm_doors(hosts)
     silent: list[str] = []
     for by_slurm in (True, False) if job.slurm and unstarted else (job.slurm,):
         words = partial(commands.host_test, words=job.words, by_slurm=by_slurm)
         asked = [host for host in hosts if host not in silent]
-        silent += silent_hosts(asked, words, environment, doors if by_slurm else None)
+        silent += run_on_hosts(job, asked, words, left)
     if len(silent) < len(hosts):
         return silent
     if hosts:  # the host of `mpidist launch` is there, so the test itself does not work
         print_line("no host answers, so all are used")
     return []
+
+
+def run_on_hosts(
+    job: LaunchedJob,
+    hosts: list[str],
+    words: Callable[[str], Sequence[str]],
+    left: list[str] | None = None,
+) -> list[str]:
+    """Run a command on each host at once; return the hosts on which it does not end well in time.
+
+    `words` returns the command for a host. `left`: the hosts of the Slurm allocation, if some of
+    the job's hosts are no longer among them.
+    """
+    environment = {**launch_environment(), **commands.BESIDE_OTHERS}
+    doors = None
+    if job.slurm and hosts:
+        at_first = list(job.hosts or ())
+        environment |= commands.slurm_environ(os.environ, at_first, left or at_first, job.ranks)
+        with suppress(ConfigError):
+            doors = commands.slurm_doors(hosts)
+    return silent_hosts(hosts, words, environment, doors)
 
 
 def doubted(job: LaunchedJob, attempt: Attempt, place: AttemptPlace) -> Attempt:
@@ -163,7 +184,7 @@ def doubted(job: LaunchedJob, attempt: Attempt, place: AttemptPlace) -> Attempt:
     if not attempt.finished or attempt.told or len(hosts) < 2:
         return attempt
     if silent := _silent(job, hosts, list(place.left) or hosts, False):
-        why = f"{', '.join(silent)} does not answer, so the exit code of the launcher proves nothing"
+        why = f"no answer of {', '.join(silent)}, so the exit code of the launcher proves nothing"
         return attempt._replace(why=why)
     return attempt
 
