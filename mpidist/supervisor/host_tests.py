@@ -6,7 +6,7 @@ a host cannot be told from one that is slow, but the other hosts can serve as a 
     n1  0.2 s   ends well
     n2  0.3 s   ends well
     n3  0.2 s   ends well     half of the hosts have ended well after 0.2 s, so all others have
-    n4  ...     is silent     2 s (`LEAST`), and would have 8 s (`TIMES`) if n1 to n3 had needed 1 s
+    n4  ...     is silent     3 s (`LEAST`), and would have 10 s (`TIMES`) if they had needed 1 s
 
 A host that fails a test is left out of one attempt only, since each attempt has its own tests.
 """
@@ -25,7 +25,7 @@ from ..launch.processes import Started
 #: Seconds that each host has to start a program and end it, as long as most hosts have not done so.
 PROBE = 20.0
 #: If half of the hosts have ended well, the others have this many times as long, and these seconds.
-TIMES, LEAST = 8.0, 2.0
+TIMES, LEAST = 10.0, 3.0
 #: How many hosts are tested at once.
 _WIDTH = 64
 #: Seconds for a connection to a host: the refusal of a host that is there comes at once.

@@ -83,7 +83,7 @@ def test_a_node_is_lost(own_cluster, openmpi, undisturbed, tmp_path):
     settings = " ".join([*SETTINGS, f"--set elastic.copies={EVERY} --set checkpoint_every=1000"])
     program = f"mpidist train {DIGITS} --set out=run {settings.replace('[', chr(92) + '[')}"
     number = submit(own_cluster, openmpi, tmp_path, f"-n 8 --launcher mpirun -- {program}")
-    wait_until(lambda: max(steps(tmp_path), default=0) >= 60, 100, every=0.02,
+    wait_until(lambda: max(steps(tmp_path), default=0) >= 30, 200, every=0.02,
                otherwise=lambda: own_cluster.job(number).output)  # fmt: skip
     killed = time.monotonic()
     send(own_cluster, "n4", signal.SIGKILL)
