@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..launch.free_memory import available_memory
+from ..launch.free_memory import available_memory, remove_stale_copies
 from ..runtime.topology import topology_of
 from .control import run_on_all
 from .format.state import Shard, array_of, has_array, leaves
@@ -64,9 +64,13 @@ class _CopiesStore(TieredStore):
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder that no other user of the node can read or replace."""
+    """Make a folder that no other user of the node can read or replace.
+
+    The first rank on a node also removes the copies of dead jobs there.
+    """
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
+        remove_stale_copies(folder.parent)
     facts = folder.lstat()
     if facts.st_uid != os.geteuid() or facts.st_mode & 0o170077 != 0o040000:
         raise ConfigError(f"{folder} is not a private folder of this user; remove it")

@@ -1,12 +1,37 @@
-"""How much memory a process may still allocate on its host and in its control groups."""
+"""The free memory of a host: how much a process may still allocate, and what dead jobs have left.
+
+`mpidist launch` and its ranks keep copies of the state in a folder of /dev/shm. If all of them are
+killed, the copies stay behind on each host, until a later job of the same user begins there.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from .control_groups import folders_up, text_or_empty
+from .heartbeat import TOUCHED_EVERY, is_at_work
 
 _CACHES = ("active", "inactive")
+
+#: The beginning of the name of a folder for copies, and the file in it that names its launcher.
+COPIES, OWNER = "mpidist-copies-", "owner"
+#: Seconds after which a folder is stale whose launcher was on another host. Living ranks touch it.
+STALE = 60 * TOUCHED_EVERY
+
+
+def remove_stale_copies(memory: Path) -> None:
+    """Remove the folders of this user's dead jobs in `memory`, such as /dev/shm."""
+    for folder in memory.glob(f"{COPIES}*"):
+        with suppress(OSError):
+            facts, launcher = folder.lstat(), text_or_empty(folder / OWNER)
+            if facts.st_uid == os.geteuid() and not folder.is_symlink():
+                recent = time.time() - facts.st_mtime < STALE
+                if not is_at_work(launcher, elsewhere=recent):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def available_memory(root: Path = Path("/")) -> int | None:

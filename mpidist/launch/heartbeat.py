@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from .claims import rank_hint
 from .control_groups import group_of, peak_memory
-from .environment import ATTEMPT_FOLDER
+from .environment import ATTEMPT_FOLDER, memory_folder
 from .process_table import born, is_running
 
 #: The environment variables that `mpidist launch` sets for its ranks: the folder of this attempt,
@@ -49,8 +49,8 @@ BEGUN = "begun"
 LAUNCHER_FILE = "launcher"
 #: The exit code of a rank that ends itself because its attempt (start of the job) is over.
 ORPHAN = 70
-#: Seconds between two heartbeats of a rank.
-INTERVAL = 1.0
+#: Seconds between two heartbeats of a rank, and between two new times of the folder for copies.
+INTERVAL, TOUCHED_EVERY = 1.0, 60.0
 
 _BEAT, _STEP, _FIRST, _LEFT, _PID, _HEARD, _FAILED, _PEAK, _KILLS = range(9)
 _CODE, _DEATHS, _GAVE_UP = range(13, 16)
@@ -101,8 +101,8 @@ class Sign(NamedTuple):
 class Pulse:
     """The heartbeat file of a rank, and the thread that increments the counter in the file."""
 
-    def __init__(self, folder: Path, rank: int, launcher: str = ""):
-        self._folder, self._launcher = folder, launcher
+    def __init__(self, folder: Path, rank: int, launcher: str = "", copies: Path | None = None):
+        self._folder, self._launcher, self._copies = folder, launcher, copies
         self._group = group_of()
         kills = self._killed()
         limit = (self._group.limit() or 0) if self._group else 0
@@ -144,6 +144,9 @@ class Pulse:
             self.numbers[_BEAT] += 1
             self.numbers[_PEAK], self.numbers[_KILLS] = peak_memory(), self._killed()
             self.flush()
+            if self._copies and self.numbers[_BEAT] * INTERVAL % TOUCHED_EVERY == 0:
+                with contextlib.suppress(OSError):
+                    os.utime(self._copies)
             if self._is_over():
                 # The next attempt may run already, so this attempt must write nothing any more.
                 os.write(2, b"mpidist: this attempt is over for its launcher; the rank ends\n")
@@ -181,7 +184,8 @@ def join(environ: Mapping[str, str] | None = None) -> None:
     # If the file exists already, this process is not a rank but was started by one, and has
     # inherited the rank's environment.
     with contextlib.suppress(FileExistsError):
-        _pulse = Pulse(Path(environ[FOLDER]), rank_hint(environ), environ.get(LAUNCHER, ""))
+        rank, launcher = rank_hint(environ), environ.get(LAUNCHER, "")
+        _pulse = Pulse(Path(environ[FOLDER]), rank, launcher, memory_folder(environ))
         atexit.register(_pulse.leave)
         os.register_at_fork(after_in_child=_be_silent)
 

@@ -107,9 +107,15 @@ class Started:
             stdout=self._files[0],
             stderr=self._files[1],
             start_new_session=True,
-            preexec_fn=(lambda: remove_session(os.getpid(), environment)) if session else None,
+            preexec_fn=self._before,
         )
         _alive.add(self)
+
+    def _before(self) -> None:
+        """Prepare the child: a launcher needs the signals that `mpidist launch` has blocked."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        if self._session is not None:
+            remove_session(os.getpid(), self._session)
 
     @property
     def pid(self) -> int:

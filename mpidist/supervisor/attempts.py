@@ -42,6 +42,7 @@ from .deaths import Deaths
 from .hosts import (
     AttemptPlace,
     LaunchedJob,
+    doubted,
     grown,
     print_line,
     room,
@@ -92,16 +93,18 @@ def run(job: LaunchedJob) -> int:
         while True:
             unstarted = sum(attempt.unstarted for attempt in attempts)
             one = _Running(job, number, number - unstarted, ranks, place, memory, requests)
-            attempts.append(one.watch())
+            attempts.append(doubted(job, one.watch(), place))
             number += 1
             _note(job.folder, "attempt", attempts[-1]._asdict())
             if not attempts[-1].finished:
                 job = with_todays_hosts(grown(job, attempts[-1].more))
                 if job.hosts_from or (attempts[-1].failed and not attempts[-1].asked):
-                    place = without_culprits(job, attempts, usable(job))
+                    there = usable(job, place, attempts[-1].unstarted)
+                    place = without_culprits(job, attempts, there)
             action = decide(attempts, job.policy, job.ranks, room(job, place.hosts))
-            _note(job.folder, "decision", action._asdict())
-            _tell(one.known_as, attempts, action)
+            out = place.left_out(job)
+            _note(job.folder, "decision", {**action._asdict(), "left_out": out})
+            _tell(one.known_as, attempts, action, len(place.hosts or ()) if out else 0)
             if action.what == "relaunch" and _asked_within(action.pause):
                 attempts[-1] = attempts[-1]._replace(asked=True)
                 action = decide(attempts, job.policy, job.ranks, action.ranks)
@@ -112,7 +115,7 @@ def run(job: LaunchedJob) -> int:
             ranks = action.ranks
     finally:
         requests.close()
-        remove_memory_folder(job, memory, well=action is not None and action.code == 0)
+        remove_memory_folder(job, memory, action is not None and action.code == 0, place.hosts)
         # A signal that came while this function ended asks for a stop that has happened already.
         # Such a signal must not end this process before the exit code is returned.
         while signal.sigtimedwait(_HEARD, 0):
@@ -170,9 +173,9 @@ class _Running:
             heartbeat.LAUNCHER: heartbeat.launcher_id(),
             **({} if memory is None else {MEMORY_FOLDER: str(memory)}),
         }
-        slurm: dict[str, str] = {}
+        slurm = {**commands.BESIDE_OTHERS} if number and "SLURM_JOB_ID" in os.environ else {}
         if job.slurm and job.hosts:
-            slurm = commands.slurm_environ(os.environ, list(job.hosts), place.left, ranks)
+            slurm |= commands.slurm_environ(os.environ, list(job.hosts), place.left, ranks)
         words = commands.command(ranks, job.words, place.hosts, restricted=place.named)
         if job.elastic:
             words = commands.surviving(words)
@@ -359,14 +362,15 @@ def _unnameable(environment: Mapping[str, str]) -> list[str]:
 # ------------------------------------------------------------------------------------- telling
 
 
-def _tell(known_as: int, attempts: Sequence[Attempt], action: Action) -> None:
+def _tell(known_as: int, attempts: Sequence[Attempt], action: Action, fewer_hosts: int) -> None:
     last = attempts[-1]
     if last.finished and len(attempts) == 1 and not last.survived:
         return
     what, then = f"attempt {known_as} on {last.ranks} ranks: {last.text()}", action.reason
     if action.what == "relaunch":
         pause = f" in {action.pause:g} s" if action.pause else ""
-        then = f"again{pause} with {action.ranks} ranks, {action.reason}"
+        where = f" on {fewer_hosts} host{'s' * (fewer_hosts > 1)}" if fewer_hosts else ""
+        then = f"again{pause} with {action.ranks} ranks{where}, {action.reason}"
     print_line(f"{what} ({last.seconds:g} s); {then}")
 
 

@@ -24,13 +24,16 @@ from ..launch.launchers import (
     launcher_kind,
     launcher_version,
 )
-from ..launch.processes import run
 
 #: Node states in which Slurm starts nothing. A ``*`` after a state means a node without answer.
 _AWAY = ("down", "drain", "fail", "maint", "unk", "power", "no_respond", "boot")
 
 #: The option with which ranks go on after a death.
 SURVIVE = "--with-ft", "ulfm"
+
+#: What lets srun, also that of Open MPI's launcher, begin a job step beside others. The step of an
+#: earlier attempt lasts as long as Slurm waits for a lost host, and keeps the cores of all hosts.
+BESIDE_OTHERS = {"SLURM_OVERLAP": "1"}
 
 #: The first command in the shell of a rank. Open MPI's component for one-sided transfers over
 #: libfabric sleeps for a second when MPI_Init closes it unused, and ranks on one host never use it
@@ -195,14 +198,16 @@ def named_like(host: str, hosts: Collection[str]) -> str:
     return alike[0] if len(hosts) > 1 and alike else ""
 
 
-def answers(host: str, words: Sequence[str], environ: Mapping[str, str], seconds: float) -> bool:
-    """Return whether the launcher can start a program on `host`. Blocks at most `seconds`."""
-    probe = command(1, words, {host: 1}, restricted=True)
-    try:
-        # If the host does not answer in time, `run` ends all processes of the waiting launcher.
-        return run([*probe, "true"], env=environ, timeout=seconds).returncode == 0
-    except OSError:
-        return False
+def host_test(host: str, words: Sequence[str], by_slurm: bool) -> list[str]:
+    """Return a command that starts the program `true` on `host`.
+
+    `by_slurm`: use a step of this Slurm job, and not the launcher, which starts ten times slower.
+    """
+    if not by_slurm:
+        return [*command(1, words, {host: 1}, restricted=True), "true"]
+    # The step takes nothing from the steps that the killed launcher may still have there.
+    sharing = ("--overlap", "--mem=0", "--gres=none", "--mpi=none")
+    return ["srun", *sharing, "--nodes=1", "--ntasks=1", f"--nodelist={host}", "true"]
 
 
 # --------------------------------------------------------------------------------------- Slurm
@@ -255,6 +260,14 @@ def slurm_away(hosts: Sequence[str]) -> set[str]:
         for name, state in (line.split()[:2] for line in said.splitlines() if " " in line)
         if state.lower().startswith(_AWAY) or state.endswith("*")
     }
+
+
+def slurm_doors(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """Return the address and the port on which Slurm's daemon listens on each of `hosts`."""
+    listed = "NodeHost:255,NodeAddr:255,Port:20"
+    said = _ask(["sinfo", "-h", "-N", "-n", ",".join(hosts), "-O", listed])
+    lines = (line.split() for line in said.splitlines())
+    return {line[0]: (line[1], int(line[2])) for line in lines if line[2:] and line[2].isdigit()}
 
 
 def expand_counts(text: str) -> list[int]:

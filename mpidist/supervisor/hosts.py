@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..launch.launchers import launch_environment
+from ..launch.processes import run
 from . import commands
+from .host_tests import PROBE, silent_hosts
 from .liveness import Limits
 from .policy import Attempt, Policy, left_out
-
-#: Seconds within which a host must be able to start a program.
-PROBE = 20.0
 
 
 class LaunchedJob(NamedTuple):
@@ -56,6 +54,10 @@ class AttemptPlace(NamedTuple):
     left: tuple[str, ...] = ()
     named: bool = False
 
+    def left_out(self, job: LaunchedJob) -> list[str]:
+        """Return the hosts of the job that are not used."""
+        return [host for host in job.hosts or () if host not in (self.hosts or {})]
+
 
 def print_line(text: str) -> None:
     """Print one line of `mpidist launch` on stderr."""
@@ -85,11 +87,11 @@ def with_todays_hosts(job: LaunchedJob) -> LaunchedJob:
         return job
     text = " ".join(job.hosts_from)
     try:
-        done = subprocess.run(job.hosts_from, capture_output=True, text=True, timeout=PROBE)
+        done = run(job.hosts_from, timeout=PROBE)
         if done.returncode:
             raise ConfigError(f"it exits with code {done.returncode}: {done.stderr.strip()[-200:]}")
         hosts = commands.parse_hosts(",".join(done.stdout.split()))
-    except (ConfigError, OSError, subprocess.SubprocessError) as error:
+    except (ConfigError, OSError) as error:
         line = f"--hosts-from {text!r}: expected one HOST:RANKS on each line; {error}"
         if job.hosts is None:
             raise ConfigError(" ".join(line.split())) from None
@@ -100,31 +102,91 @@ def with_todays_hosts(job: LaunchedJob) -> LaunchedJob:
     return job._replace(hosts=hosts)
 
 
-def usable(job: LaunchedJob) -> AttemptPlace:
-    """Return the hosts on which the next attempt can run."""
+def usable(job: LaunchedJob, before: AttemptPlace, unstarted: bool = False) -> AttemptPlace:
+    """Return the hosts on which the next attempt can run.
+
+    Parameters
+    ----------
+    job : LaunchedJob
+    before : AttemptPlace
+        The hosts of the attempt before.
+    unstarted : bool
+        Whether the launcher has started nothing in the attempt before. Then each host is also
+        tested by the launcher itself, which may fail on a host on which Slurm does not.
+    """
     if job.hosts is None or len(job.hosts) < 2:
         return AttemptPlace(job.hosts)
-    left = list(job.hosts)
+    left, away = list(job.hosts), set[str]()
     if job.slurm:
         try:
             still = set(commands.slurm_left(os.environ))
             left = [host for host in left if host in still]
             away = commands.slurm_away(left) if left else set()
-        except ConfigError as error:  # Slurm may only be busy, so all hosts are tried
+        except ConfigError as error:  # Slurm may only be busy, so all hosts are tested
             print_line(f"Slurm does not say which nodes are left: {error}")
-            return AttemptPlace(job.hosts, tuple(job.hosts))
-    else:
-        environment = launch_environment()
-
-        def is_away(host: str) -> bool:
-            return not commands.answers(host, job.words, environment, PROBE)
-
-        with ThreadPoolExecutor(16) as pool:
-            away = set(itertools.compress(left, pool.map(is_away, left)))
-    hosts = {host: job.hosts[host] for host in left if host not in away}
-    if gone := [host for host in job.hosts if host not in hosts]:
+            left = list(job.hosts)
+    gone = [host for host in job.hosts if host not in left or host in away]
+    if gone:
         print_line(f"not there: {', '.join(gone)}")
-    return AttemptPlace(hosts, tuple(left), named=bool(away) or not job.slurm)
+    there = [host for host in left if host not in away]
+    silent = _silent(job, there, left, unstarted)
+    if silent:
+        verb = "does not answer and is" if len(silent) == 1 else "do not answer and are"
+        print_line(f"{', '.join(silent)} {verb} left out")
+    hosts = {host: job.hosts[host] for host in there if host not in silent}
+    if back := [host for host in hosts if host not in (before.hosts or job.hosts)]:
+        print_line(f"used again: {', '.join(back)}")
+    return AttemptPlace(hosts, tuple(left), named=len(hosts) < len(left) or not job.slurm)
+
+
+def _silent(job: LaunchedJob, hosts: list[str], left: list[str], unstarted: bool) -> list[str]:
+    """Return those of `hosts` that do not answer; `left` are the hosts of the allocation."""
+    silent: list[str] = []
+    for by_slurm in (True, False) if job.slurm and unstarted else (job.slurm,):
+        words = partial(commands.host_test, words=job.words, by_slurm=by_slurm)
+        asked = [host for host in hosts if host not in silent]
+        silent += run_on_hosts(job, asked, words, left)
+    if len(silent) < len(hosts):
+        return silent
+    if hosts:  # the host of `mpidist launch` is there, so the test itself does not work
+        print_line("no host answers, so all are used")
+    return []
+
+
+def run_on_hosts(
+    job: LaunchedJob,
+    hosts: list[str],
+    words: Callable[[str], Sequence[str]],
+    left: list[str] | None = None,
+) -> list[str]:
+    """Run a command on each host at once; return the hosts on which it does not end well in time.
+
+    `words` returns the command for a host. `left`: the hosts of the Slurm allocation, if some of
+    the job's hosts are no longer among them.
+    """
+    environment = {**launch_environment(), **commands.BESIDE_OTHERS}
+    doors = None
+    if job.slurm and hosts:
+        at_first = list(job.hosts or ())
+        environment |= commands.slurm_environ(os.environ, at_first, left or at_first, job.ranks)
+        with suppress(ConfigError):
+            doors = commands.slurm_doors(hosts)
+    return silent_hosts(hosts, words, environment, doors)
+
+
+def doubted(job: LaunchedJob, attempt: Attempt, place: AttemptPlace) -> Attempt:
+    """Return an attempt that has seemingly finished, as failed if one of its hosts is silent.
+
+    Open MPI's launcher ends with exit code 0 if a host is lost. So it proves nothing, if the ranks
+    write no heartbeats, which would say that they have ended by themselves.
+    """
+    hosts = list(place.hosts or ())
+    if not attempt.finished or attempt.told or len(hosts) < 2:
+        return attempt
+    if silent := _silent(job, hosts, list(place.left) or hosts, False):
+        why = f"no answer of {', '.join(silent)}, so the exit code of the launcher proves nothing"
+        return attempt._replace(why=why)
+    return attempt
 
 
 def without_culprits(

@@ -4,7 +4,8 @@ The folder has the same name on all hosts, and a random one, because everybody m
 /dev/shm. Its name is kept in the control folder, so that all attempts of a job use the same one.
 `mpidist launch` makes the folder on its own host, and the ranks make it on others. A run that ends
 well removes its copies itself. At the end of the job, however that comes about, `mpidist launch`
-removes the folder on all hosts. If `mpidist launch` is killed, the next one on its host does it.
+removes the folder on all hosts. If `mpidist launch` is killed, the next one on its host does it; on
+other hosts, the next job of the user does it, when no rank has touched the folder for an hour.
 """
 
 from __future__ import annotations
@@ -13,21 +14,17 @@ import os
 import re
 import secrets
 import shutil
-import socket
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 from ..launch import heartbeat
-from ..launch.launchers import launch_environment
-from ..launch.processes import run
+from ..launch.free_memory import COPIES, OWNER, remove_stale_copies
 from . import commands
-from .hosts import PROBE, LaunchedJob
+from .hosts import LaunchedJob, run_on_hosts
 
-#: Where the memory of a host is a file system, and how the folders there are called.
-MEMORY, _PREFIX = Path("/dev/shm"), "mpidist-copies-"
-#: The file in the folder that names the process which removes it.
-_OWNER = "owner"
+#: Where the memory of a host is a file system.
+MEMORY = Path("/dev/shm")
 #: The file in the control folder that has the name of the folder.
 _NAME = "memory"
 
@@ -37,14 +34,14 @@ def make_memory_folder(control: Path) -> Path | None:
 
     Returns None if this host has no such file system.
     """
-    name = f"{_PREFIX}{secrets.token_hex(8)}"
+    name = f"{COPIES}{secrets.token_hex(8)}"
     with suppress(OSError):
         with suppress(FileNotFoundError):
             known = (control / _NAME).read_text(encoding="utf-8")
-            name = known if re.fullmatch(rf"{_PREFIX}[0-9a-f]+", known) else name
+            name = known if re.fullmatch(rf"{COPIES}[0-9a-f]+", known) else name
         folder = _own(MEMORY / name)  # first, or an older one of this job would count as stale
         (control / _NAME).write_text(name, encoding="utf-8")
-        _remove_stale()
+        remove_stale_copies(MEMORY)
         return folder
     return None
 
@@ -53,34 +50,27 @@ def _own(folder: Path) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.geteuid():
         raise PermissionError(folder)
-    (folder / _OWNER).write_text(heartbeat.launcher_id(), encoding="utf-8")
+    (folder / OWNER).write_text(heartbeat.launcher_id(), encoding="utf-8")
     return folder
 
 
-def _remove_stale() -> None:
-    for folder in MEMORY.glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            launcher = (folder / _OWNER).read_text(encoding="utf-8")
-            mine = folder.lstat().st_uid == os.geteuid() and not folder.is_symlink()
-            if mine and not heartbeat.is_at_work(launcher, elsewhere=True):
-                shutil.rmtree(folder, ignore_errors=True)
+def remove_memory_folder(
+    job: LaunchedJob, folder: Path | None, well: bool, used: Collection[str] | None = None
+) -> None:
+    """Remove the folder of a job on all hosts.
 
-
-def remove_memory_folder(job: LaunchedJob, folder: Path | None, well: bool) -> None:
-    """Remove the folder of a job on this host and, unless the job has ended well, on all others."""
+    If the job has ended well, the ranks have removed it on the hosts that they have `used`.
+    """
     if folder is None:
         return
     shutil.rmtree(folder, ignore_errors=True)
     (job.folder / _NAME).unlink(missing_ok=True)
-    own = socket.gethostname().partition(".")[0]
-    others = [host for host in job.hosts or () if host.partition(".")[0] != own]
-    if others and not well:
-        environment = launch_environment()
+    hosts = list(job.hosts or ())
+    if len(hosts) < 2 or (well and set(hosts) <= set(used or hosts)):
+        return
 
-        def remove(host: str) -> None:
-            with suppress(OSError):
-                words = commands.command(1, job.words, {host: 1}, restricted=True)
-                run([*words, "rm", "-rf", str(folder)], env=environment, timeout=PROBE)
+    def remove(host: str) -> list[str]:
+        *words, _ = commands.host_test(host, job.words, job.slurm)
+        return [*words, "rm", "-rf", str(folder)]
 
-        with ThreadPoolExecutor(16) as pool:
-            list(pool.map(remove, others))
+    run_on_hosts(job, hosts, remove)

@@ -4,11 +4,10 @@ import os
 import re
 import shutil
 import signal
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from interpreters import job_environment
+from nodes import processes_of, ranks_on, rows
 from onebox.link_away import link_away
 from onebox.network import shaped_network
 from onebox.network import unavailable as no_network
@@ -32,13 +31,6 @@ def submit(cluster, python, programs, folder, steps, pause, deaths=""):
     return cluster.submit(script, options=SHAPE, env=env, cwd=folder)
 
 
-def rows(folder, rank):
-    """What a rank has noted: (time, step, number of ranks) of each step."""
-    path = folder / str(rank)
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [(float(a), int(b), int(c)) for a, b, c in map(str.split, lines)]
-
-
 @pytest.mark.slurm
 def test_a_rank_is_killed(cluster, openmpi, programs, tmp_path):
     """R46, R48: `mpirun --with-ft ulfm` in a batch script; seven ranks go on within a second."""
@@ -54,30 +46,6 @@ def test_a_rank_is_killed(cluster, openmpi, programs, tmp_path):
     next_step = max(min(when for when, _, size in each if size == 7) for each in others) - killed
     print(f"\nall ranks have done the next step after {next_step:.2f} s")
     assert next_step < 5  # a second on a machine that has nothing else to do
-
-
-def host_namespace(pid):
-    """What names the host on which a process believes to be, or "" if it has ended."""
-    try:
-        return str(Path(f"/proc/{pid}/ns/uts").readlink())
-    except OSError:
-        return ""
-
-
-def processes_of(cluster, node):
-    """All processes on a node of a one-box cluster, its slurmd among them."""
-    pids = sorted(int(path.name) for path in Path("/proc").glob("[0-9]*"))
-    words, box = f"slurmd\0-D\0-N\0{node}\0".encode(), str(cluster.box.folder).encode()
-    hosts = set()
-    for pid in pids:
-        with suppress(OSError):
-            folder = Path(f"/proc/{pid}")
-            if (folder / "cmdline").read_bytes() == words and box in (
-                folder / "environ"
-            ).read_bytes():
-                hosts.add(host_namespace(pid))
-    (host,) = hosts - {host_namespace(os.getpid()), ""}
-    return [pid for pid in pids if host_namespace(pid) == host]
 
 
 @pytest.mark.slurm
@@ -101,15 +69,6 @@ def test_a_node_is_lost(openmpi, programs, tmp_path):
         assert "mpirun ended with 0" in output
         for node in ("n2", "n3"):
             wait_until(lambda node=node: not ranks_on(cluster, node), 5, otherwise=node)
-
-
-def ranks_on(cluster, node):
-    """The ranks that live on a node."""
-    found = []
-    for pid in processes_of(cluster, node):
-        with suppress(OSError):
-            found += [pid] * (b"elastic_steps.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    return found
 
 
 @pytest.mark.network

@@ -56,9 +56,9 @@ class ShapedNetwork:
     def __init__(self, box: Box, hosts: int):
         self.box = box
         self.hosts = hosts
-        self._agent = box.folder / "agent"
-        self._agent.write_text(_AGENT)
-        self._agent.chmod(0o755)
+        self.agent = box.folder / "agent"
+        self.agent.write_text(_AGENT)
+        self.agent.chmod(0o755)
 
     def address(self, host: int) -> str:
         """Give the IP address of a host. Local."""
@@ -100,7 +100,7 @@ class ShapedNetwork:
         command = [
             *(launcher, "--host", slots, "--map-by", f"ppr:{ranks_per_host}:node"),
             *("--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"),
-            *("--prtemca", "plm_ssh_agent", self._agent, "--prtemca", "prte_if_include", "eth0"),
+            *("--prtemca", "plm_ssh_agent", self.agent, "--prtemca", "prte_if_include", "eth0"),
             *("--mca", "btl_tcp_if_include", "eth0", "--mca", "pml", "ob1"),
             *("--mca", "btl", "tcp,sm,self" if ranks_per_host > 1 else "tcp,self"),
             *(*options, *exported, *_FIRST_CLASS, *args),
