@@ -50,7 +50,7 @@ def open_with_copies(
     ConfigError
         On all ranks, if the folder belongs to another user of the node, or others may read it.
     """
-    run_on_all(comm, "copies in memory", lambda: _make_private(folder))
+    run_on_all(comm, "copies in memory", lambda: make_private(folder))
     return _CopiesStore(comm, path, keep, local=folder, local_keep=COPIES - 1, fresh=fresh)
 
 
@@ -63,7 +63,7 @@ class _CopiesStore(TieredStore):
             self.folder.rmdir()
 
 
-def _make_private(folder: Path) -> None:
+def make_private(folder: Path) -> None:
     """Make a folder that no other user of the node can read or replace.
 
     The first rank on a node also removes the copies of dead jobs there.
@@ -103,7 +103,7 @@ class MemoryCopies:
             return
         began, found = time.monotonic(), state()
         if self._fits is None:
-            self._fits = _fits(comm, self._store.folder, found)
+            self._fits = fits_in_memory(comm, self._store.folder, found)
         self._fits = self._fits and self._store.hold(step, found)
         if self._fits:
             self._interval.saved(comm, step, time.monotonic() - began)
@@ -111,8 +111,11 @@ class MemoryCopies:
             self._store.stop_holding()
 
 
-def _fits(comm, folder: Path, state: Mapping) -> bool:
-    """Return whether the memory of all nodes has room for copies of `state`; if not, say so."""
+def fits_in_memory(comm, folder: Path, state: Mapping, copies: int = COPIES) -> bool:
+    """Return whether the memory of all nodes has room for `copies` of `state`; if not, say so.
+
+    Collective over `comm`. `folder` is a folder in the memory of the node, or will be one.
+    """
     node = topology_of(comm).node
 
     def look() -> tuple[int, int, int, int]:
@@ -130,7 +133,7 @@ def _fits(comm, folder: Path, state: Mapping) -> bool:
     def compare(answers: list[tuple[int, int, int, int]]) -> str:
         for each in sorted({one[0] for one in answers}):
             _, pieces, whole, free = zip(*(one for one in answers if one[0] == each), strict=True)
-            need = COPIES * (sum(pieces) + max(whole))
+            need = copies * (sum(pieces) + max(whole))
             if need > min(free):
                 return f"{need} bytes are needed on node {each}, and {min(free)} are free"
         return ""

@@ -341,6 +341,11 @@ class CheckpointStore(Store):
         with self._call("wait"):
             self._finish()
 
+    def let_go(self) -> None:
+        """Wait as `wait` does, and let another job save until the next save here. Collective."""
+        self.wait()
+        self._lock.release()
+
     def close(self) -> None:
         """Wait for a save that is still running, and close the store.
 

@@ -255,6 +255,12 @@ class TieredStore(Store):
                     run_on_all(self._comm, "copy on the nodes", self._local.wait)
             self.shared.wait()
 
+    def let_go(self) -> None:
+        """Wait, and let another job save to the shared folder until the next save. Collective."""
+        with self._call("let_go"):
+            self.wait()
+            self.shared.let_go()
+
     def close(self) -> None:
         """Wait for running saves, remove the nodes' copies, and close the store. Collective.
 

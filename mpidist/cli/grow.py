@@ -1,7 +1,8 @@
 """``mpidist grow CONTROL -n K``: let the job of a running `mpidist launch` go on with more ranks.
 
 The process of this command does not use MPI. It writes a request into the control folder, and
-returns. `mpidist launch` then asks the ranks to save and leave, and starts them again with K more.
+returns. `mpidist launch` then starts the program with K more ranks. When these are ready, the ranks
+that train hand the run over to them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ..errors import ConfigError
 
 def add_parser(commands) -> None:
     """Add this command to the argument parser."""
-    about = "let the job of a running mpidist launch save, and go on with more ranks"
+    about = "let the job of a running mpidist launch go on with more ranks"
     add = commands.add_parser("grow", help=about, description=about).add_argument
     add("control", type=Path, metavar="CONTROL", help="control folder of the mpidist launch")
     add("-n", type=int, required=True, metavar="K", help="how many ranks more")

@@ -56,10 +56,10 @@ def run(args: argparse.Namespace) -> int:
     The exit code is 0 if the program is done, and 75 if the program has saved a checkpoint and must
     be continued later. In all other cases, the exit code is that of the program's last failure.
     """
+    from ..elasticity.ulfm_trial import check_survival
     from ..supervisor import attempts, commands
     from ..supervisor.liveness import Limits
     from ..supervisor.policy import Policy
-    from ..supervisor.ulfm_trial import check_survival
 
     if args.n < 1 or min(args.max_restarts, args.max_preemptions or 0) < 0:
         raise ConfigError(

@@ -1,7 +1,4 @@
-"""``mpidist pipeline {profile,partition,show}``: measure layers, cut a model, draw a schedule.
-
-No command of this module needs MPI.
-"""
+"""``mpidist pipeline {partition,show}``: cut a model into stages, draw a schedule; needs no MPI."""
 
 from __future__ import annotations
 
@@ -16,13 +13,7 @@ from ..errors import ConfigError
 def add_parser(commands) -> None:
     """Add this command to the argument parser."""
     parser = commands.add_parser("pipeline", help="cut a model into stages, draw a schedule")
-    what = parser.add_subparsers(dest="what", required=True, metavar="{profile,partition,show}")
-    about = "measure the layers of a job's model on one microbatch"
-    add = what.add_parser("profile", help=about, description=about).add_argument
-    add("job", metavar="JOB.toml", help="the job file")
-    add("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE",
-        help="change a key of the job file")  # fmt: skip
-    add("--output", default="profile.txt", metavar="FILE", help="file to write (profile.txt)")
+    what = parser.add_subparsers(dest="what", required=True, metavar="{partition,show}")
     about = "the best cut of a profiled model into stages, and the replicas of each stage"
     add = what.add_parser("partition", help=about, description=about).add_argument
     add("profile", metavar="PROFILE", help="times and sizes of layers, as PipeDream writes them")
@@ -57,30 +48,7 @@ def add_parser(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the wanted sub-command, and return the exit code."""
-    return {"profile": _profile, "partition": _partition, "show": _show}[args.what](args)
-
-
-def _profile(args) -> int:
-    import numpy as np
-
-    from ..pipeline import measure, write_profile
-    from ..training.job import build_run, read_job
-
-    job = read_job(args.job, args.settings)
-    parts = build_run(job, None)
-    samples = max(1, job.global_batch // (job.microbatches or 1))
-    profile = measure(parts.model, parts.train.take(np.arange(min(samples, len(parts.train)))))
-    try:
-        write_profile(profile, args.output)
-    except OSError as error:
-        raise ConfigError(f"--output {args.output}: {error.strerror}") from None
-    slowest = max(profile.layers, key=lambda layer: layer.seconds)
-    print(
-        f"{args.output}: {len(profile.layers)} layers, {samples} samples in "
-        f"{profile.seconds * 1e3:.3f} ms, the slowest is {slowest.name} ({slowest.text}) with "
-        f"{slowest.seconds * 1e3:.3f} ms"
-    )
-    return 0
+    return {"partition": _partition, "show": _show}[args.what](args)
 
 
 def _partition(args) -> int:

@@ -120,6 +120,7 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
     from ..checkpoint.memory_copies import open_with_copies
     from ..checkpoint.store import CheckpointStore
     from ..checkpoint.tiered import TieredStore
+    from ..fault_tolerance import hand_over
     from ..fault_tolerance.guard import Stopped
     from ..fault_tolerance.signals import say_last
     from ..fault_tolerance.watch import watch
@@ -147,10 +148,18 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
     elastic = elastic_of(job)
     if fresh is True and elastic:  # the store is opened again after each death
         fresh = comm.bcast(uuid.uuid4().hex)
-    if comm.rank == 0:
-        print(line, flush=True)
-        _keep_start(job, args, per_host)
-    events.open_log(job.folder / "events" / f"rank-{comm.rank}.jsonl", rank=comm.rank, host=host)
+
+    def begin() -> None:
+        if comm.rank == 0:
+            print(line, flush=True)
+            _keep_start(job, args, per_host)
+        log = job.folder / "events" / f"rank-{comm.rank}.jsonl"
+        events.open_log(log, rank=comm.rank, host=host)
+
+    if hand_over.is_waiting():
+        hand_over.at_turn.append(begin)
+    else:
+        begin()
     resume = True if args.resume else False if args.no_resume else "auto"
     memory = memory_folder() if elastic and elastic.every and not job.local else None
     make: Any = partial(TieredStore, local=job.local) if job.local else CheckpointStore
@@ -174,7 +183,7 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
                 **{name: getattr(job, name) for name in _SAME_IN_TRAIN},
             )  # fmt: skip
         except Stopped:
-            if reporter.speaks and events.VERBOSITY:
+            if reporter.speaks and events.VERBOSITY and not hand_over.handed:
                 say_last(f"mpidist: go on with: {_again(args, comm.size, crowded)}")
             raise
     if reporter.speaks:

@@ -16,9 +16,20 @@ _MPI_SETTINGS = (
 )  # fmt: skip
 
 
-#: `mpidist launch` passes these to its ranks: the folder of this attempt, and a folder for copies
-#: of the state in the memory of each host.
+#: `mpidist launch` passes these to its ranks: the folder of this attempt, a folder for copies of
+#: the state in the memory of each host, and the folder of the attempt that hands its run over.
 ATTEMPT_FOLDER, MEMORY_FOLDER = "MPIDIST_ATTEMPT_FOLDER", "MPIDIST_MEMORY_FOLDER"
+ATTEMPT_BEFORE = "MPIDIST_ATTEMPT_BEFORE"
+
+
+def attempt_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder of this attempt of `mpidist launch`; None without this command."""
+    return Path(environ[ATTEMPT_FOLDER]) if ATTEMPT_FOLDER in environ else None
+
+
+def attempt_before(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder of the attempt that hands its run over to this one; None for none."""
+    return Path(environ[ATTEMPT_BEFORE]) if ATTEMPT_BEFORE in environ else None
 
 
 def job_folder(environ: Mapping[str, str] = os.environ) -> Path | None:

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from .claims import rank_hint
 from .control_groups import group_of, peak_memory
-from .environment import ATTEMPT_FOLDER, memory_folder
+from .environment import ATTEMPT_FOLDER, attempt_folder, memory_folder
 from .process_table import born, is_running
 
 #: The environment variables that `mpidist launch` sets for its ranks: the folder of this attempt,
@@ -47,6 +47,14 @@ OVER = "over"
 BEGUN = "begun"
 #: The file that contains the text which identifies the launcher of the attempt.
 LAUNCHER_FILE = "launcher"
+#: Files of a hand-over to another attempt (`fault_tolerance.hand_over`), in the folder of the first
+#: attempt: it can hand its run over, is asked to, has done so; and which attempt goes on.
+CAN, ASKED, HANDED, DECIDED = "can-hand-over", "hand-over", "handed-over", "decided"
+#: The file in the folder of the other attempt that says that all its ranks are ready.
+READY = "ready"
+#: Where the state is: in the memory of the only host, or in the checkpoint store. And the decision
+#: that the first attempt keeps its run.
+IN_MEMORY, IN_STORE, KEPT = "memory", "store", "kept"
 #: The exit code of a rank that ends itself because its attempt (start of the job) is over.
 ORPHAN = 70
 #: Seconds between two heartbeats of a rank, and between two new times of the folder for copies.
@@ -271,6 +279,37 @@ def give_up() -> bool:
     _pulse.numbers[_GAVE_UP] = 1
     _pulse.flush()
     return True
+
+
+def tell_launcher(name: str, text: str = "") -> None:
+    """Make a file in the folder of this attempt, for `mpidist launch`."""
+    folder = attempt_folder()
+    if folder is not None:
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def make_decision(folder: Path, text: str) -> bool:
+    """Make the file DECIDED with `text`; return false if somebody has made it before."""
+    try:
+        with (folder / DECIDED).open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    return True
+
+
+def decision(folder: Path) -> str:
+    """Return the text of the file DECIDED, or "" as long as there is none."""
+    with contextlib.suppress(OSError):
+        if has(folder, DECIDED):
+            return (folder / DECIDED).read_text(encoding="utf-8")
+    return ""
+
+
+def is_launched(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether the `mpidist launch` of this process still runs, as far as can be seen."""
+    launcher = (os.environ if environ is None else environ).get(LAUNCHER, "")
+    return is_at_work(launcher, elsewhere=True)
 
 
 def attempt(environ: Mapping[str, str] | None = None) -> int:

@@ -97,20 +97,12 @@ class Network:
         for layer in self.layers:
             x, saved = layer.forward(self.parameters, x)
             tape.append(saved)
-        losses, dy = self.loss(x, labels)
+        losses, dy = softmax_cross_entropy(x, labels)
         # Layers before the first one with parameters compute no gradient.
         for i in range(len(self.layers) - 1, self._first - 1, -1):
             first, back = i == self._first, self.layers[i].backward
             dy = back(self.parameters, tape.pop(), dy, gradients, ready, first=first)
         return losses
-
-    def loss(self, scores, labels):
-        """Return the mean loss of each piece, and its gradient with respect to `scores`.
-
-        `scores`, of shape (pieces, samples, classes), is what the last layer has returned. The
-        gradient may be in its memory.
-        """
-        return softmax_cross_entropy(scores, labels)
 
     def predict(self, inputs):
         """Return one row of scores per sample; the largest score marks the predicted class."""

@@ -1,9 +1,8 @@
 """Pipelines: a model cut into stages, with several microbatches on the way at the same time.
 
-All of this needs no MPI. `measure` and `read_profile` return the times and sizes of a model's
-layers, `cut` chooses the stages, `action_lists` returns what each rank does in a schedule,
-`check_actions` proves such lists, `simulate_actions` estimates their time, and `draw_actions` shows
-it.
+All of this needs no MPI. `read_profile` reads the times and sizes of a model's layers, `cut`
+chooses the stages, `action_lists` returns what each rank does in a schedule, `check_actions` proves
+such lists, `simulate_actions` estimates their time, and `draw_actions` shows it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 from .check_actions import ActionFacts, check_actions
 from .draw_actions import draw_actions, save_drawing
 from .layer_profile import Layer, LayerProfile, chain, read_profile, write_profile
-from .measure_layers import measure
 from .pipeline_schedules import SCHEDULES, StageAction, action_lists
 from .simulate_actions import ChunkCost, SimulatedRun, simulate_actions
 from .stage_partition import COSTS, NoPartition, PipelinePlan, StagePlan, cut
@@ -33,7 +31,6 @@ __all__ = [
     "check_actions",
     "cut",
     "draw_actions",
-    "measure",
     "read_profile",
     "save_drawing",
     "simulate_actions",

@@ -2,5 +2,7 @@
 
 An attempt is one start of the program on all ranks. The module `attempts` starts one attempt after
 the other. `policy` decides what follows an attempt, by pure functions. `liveness` and `deaths`
-notice that ranks have died or hang. `commands` and `hosts` make the command line of the next start.
+notice that ranks have died or hang. `one_attempt` watches one attempt, and `growth` lets it hand
+its run over to an attempt with more ranks. `history` is the record of all attempts. `commands` and
+`hosts` make the command line of the next start.
 """

@@ -42,10 +42,10 @@ class Requests:
         if words and shutil.which(words[0]):
             self._command = _Command(words)
 
-    def look(self) -> JobRequest | None:
-        """Return a new request, or None."""
+    def look(self, growth: bool = True) -> JobRequest | None:
+        """Return a new request, or None; without `growth`, requests for more ranks can wait."""
         with suppress(OSError):
-            if more := _taken(self._control):
+            if growth and (more := _taken(self._control)):
                 return JobRequest(f"asked for {more} more rank{'s' * (more > 1)}", more)
         there = self._command.said_so if self._command else bool(self._notice) and self._exists()
         new, self._noticed = there and not self._noticed, there

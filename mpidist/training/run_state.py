@@ -11,13 +11,16 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import events
+from ..checkpoint import handed_copy
 from ..checkpoint.interval import SaveInterval
 from ..collectives import selection
 from ..collectives.allreduce import allreduce
 from ..data import Position, Sampler
 from ..errors import ConfigError, MpidistError, NoCheckpoint, StorageError
+from ..fault_tolerance import hand_over
 from ..fault_tolerance.signals import say_last
 from ..launch import heartbeat
+from ..launch.environment import memory_folder
 from ..launch.fault_points import fault_point
 from ..runtime.agreement.run_on_all import run_on_all
 from . import resume_report
@@ -59,6 +62,8 @@ class Progress:
         self.first_step = 0
         self.settings, self.changed = resume_report.kept(words), list[str]()
         self.saved_step: int | None = None
+        #: Whether the run goes on from a copy in memory, so that its store needs a step soon.
+        self.owes_save = self._has_copy = False
         self.failed_saves, self.failure = 0, ""
         self.samples = 0
         self.stopping = self.bad = False
@@ -227,10 +232,37 @@ class Progress:
 
         copies.keep(self.comm, self.step, state)
 
+    def hand_over(self) -> bool:
+        """Leave the state in memory for the next attempt, if asked to. Collective.
+
+        Returns whether the next attempt goes on from there. Otherwise this run saves its state.
+        """
+        memory = memory_folder()
+        if memory is None or not hasattr(self.store, "let_go"):
+            return False
+        if hand_over.asked(self.comm) != heartbeat.IN_MEMORY:
+            return False
+        self.exchange.save_point(self.step)
+        self.average_model_state()
+        self.settle()
+        state, path = self.state(), self.store.path
+        if not handed_copy.save_copy(self.comm, memory, path, self.step, state):
+            return False
+        self.store.let_go()  # for the next attempt may save at once
+        events.emit("handed_over", step=self.step)
+        if not hand_over.offer(self.comm, heartbeat.IN_MEMORY):
+            return False
+        self.saved_step = self.step
+        return True
+
     def settle(self) -> None:
         """Wait until a save in the background is on stable storage, or has failed. Collective."""
         if self.exchange.synchronous and hasattr(self.store, "wait"):
             self._saves(self.store.wait)
+            if self._has_copy and self.saved_step is not None:  # the store has a newer step now
+                self._has_copy, memory = False, memory_folder()
+                if memory is not None:
+                    handed_copy.remove_copy(memory, self.store.path)
 
     def _saves(self, work: Callable[[], None]) -> None:
         """Call `work`, which uses the checkpoint store; print a StorageError, go on. Collective.
@@ -270,7 +302,7 @@ class Progress:
         """Save this rank's part of the state under the number `step`. Collective over all ranks."""
         self.settle()  # otherwise the error of an earlier background save would prevent this save
         fault_point("save", step)
-        self.saved_step = step
+        self.saved_step, self.owes_save = step, False
         if background and hasattr(self.store, "save_async"):
             self._saves(lambda: self.store.save_async(step, self.state()))
         else:
@@ -296,12 +328,13 @@ class Progress:
         for array, mean in zip(arrays, means, strict=True):
             array[...] = mean
 
-    def resume(self, resume: bool | str, retry_bad: bool = False) -> None:
+    def resume(self, resume: bool | str, retry_bad: bool = False, handed: str = "") -> None:
         """Restore the state from the newest good checkpoint. Collective.
 
         `resume` and `retry_bad` are arguments of `md.train`. The argument `resume` says whether a
         checkpoint is required, allowed or forbidden. With `retry_bad`, the run reads the records
-        again that the checkpoint lists as bad.
+        again that the checkpoint lists as bad. `handed` says where the attempt before has left the
+        state, see `hand_over.wait_for_turn`.
         """
         if self.store is None:
             return
@@ -319,7 +352,10 @@ class Progress:
         like["run"].update(ranks=self.comm.size, resizes=0)
         like["run"]["shuffle"] = "permutation"  # for checkpoints without this entry
         try:
-            _, state = self.store.restore(like)
+            state, is_copy = handed_copy.restore_newest(
+                self.comm, memory_folder(), self.store, like, handed
+            )
+            self.owes_save = self._has_copy = is_copy
         except NoCheckpoint:
             # Without any checkpoint the run begins anew. If all checkpoints are damaged the run
             # must not begin anew, because it would overwrite them.
@@ -332,7 +368,8 @@ class Progress:
                 f"the checkpoint in {self.store.path} was made with seed {facts['seed']}, this run "
                 f"has seed {self.sampler.seed}: the data order would change; use the same seed"
             )
-        self.first_step = self.saved_step = int(facts["step"])
+        self.first_step = int(facts["step"])
+        self.saved_step = None if self.owes_save else self.first_step
         self.changed = resume_report.differences(dict(facts.get("settings", [])), self.settings)
         if facts["shuffle"] != self.sampler.shuffle:
             given = self.sampler.shuffle
@@ -369,6 +406,8 @@ class Progress:
         saved = f"the state was saved as step {self.step}" if self.store else "nothing saved"
         if failed:
             saved = f"the state could not be saved: {self.failure}"
+        elif hand_over.handed:
+            saved = "the next attempt goes on with the run"
         elif self.store and self.saved_step != self.step:
             saved = "the state was not saved, because the allocation ends too soon for that"
         if full:

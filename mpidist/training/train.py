@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 from ..data import Loading
 from ..elasticity.elastic_settings import Elastic
+from ..fault_tolerance import hand_over
 from ..fault_tolerance.guard import guard
 from ..launch.fault_points import fault_point
 from . import resume_report
@@ -190,14 +191,18 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
     watch_it = agreed.watch and comm.size > 1  # elastic runs may have lost ranks
     watch = watched(comm, asked.watch_seconds) if watch_it else nullcontext()
     fresh = carried.fresh(asked.resume)
-    with watch, open_store(comm, asked.checkpoint, fresh, carried.memory) as store:
-        exchange = carried.open(agreed.strategy, comm, asked, settings)
+    leaving = hand_over.leaving(comm)
+    with leaving, watch, open_store(comm, asked.checkpoint, fresh, carried.memory) as store:
+        exchange, early = carried.open(agreed.strategy, comm, asked, settings), False
         with abandon_on_error(exchange):
             bad = Quarantine(exchange.workers, source, asked.max_bad, asked.quarantine)
             run = Progress(comm, asked.model, exchange, store, sampler, bad, agreed.words)
             continued = carried.continue_run(run)
             if not continued:
-                run.resume(asked.resume, asked.retry_bad)
+                early = exchange.synchronous and hand_over.is_waiting()
+                if early:  # its measurements take longer than all that follows the hand-over
+                    exchange.begin()
+                run.resume(asked.resume, asked.retry_bad, hand_over.wait_for_turn(comm))
             changed = run.deaths > 0 or run.ranks_before != comm.size
             if asked.on_resize is not None and changed:
                 asked.on_resize(run.ranks_before, comm.size, run)
@@ -212,12 +217,16 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                 if exchange.dedicated:
                     exchange.serve(run.save)
                 else:
-                    carried.begin(exchange)
+                    if not early:
+                        carried.begin(exchange)
                     feed = stack.enter_context(closing(Feed(source, run, asked.loading)))
                     run.start_loop(last)
                     pace.begin(run.step)
                     copies = carried.copies(store, run.step)
                     carried.hold(run, watcher, agreed.callbacks)
+                    hands_over = store is not None and asked.resume in ("auto", True)
+                    if exchange.workers.rank == 0 and hands_over:
+                        hand_over.announce(True)
                     while run.step < end and not run.stopping:
                         indices, after = sampler.batch(run.position)
                         wanted = bad.wanted(indices)
@@ -250,15 +259,19 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                         carried.step_done(run.step)
                         if asked.check_replicas and run.step % asked.check_replicas == 0:
                             exchange.check(run.step)
-                        if pace.due(run.step) and run.step < last:
+                        if (pace.due(run.step) or run.owes_save) and run.step < last:
                             run.checkpoint(pace)
                         elif copies is not None:
                             run.keep_copy(copies)
                     feed.close()
                     run.end_loop()
                     carried.end_steps()
+                    if exchange.workers.rank == 0:
+                        hand_over.announce(False)
                     run.in_time = not run.stopping or watcher.fits(exchange.workers, exchange.wait)
-                    if run.in_time:
+                    if run.stopping and exchange.synchronous and run.hand_over():
+                        pass  # the next attempt has the state, and is at work
+                    elif run.in_time:
                         run.checkpoint()
                     else:
                         run.settle()  # a save that was begun in time may still end in time

@@ -8,7 +8,7 @@ time ends when a rank records a step that was completed after the kill.
 
 With --all, all ranks of a job under `mpidist launch --elastic` are killed at once, and the next
 attempt begins from the copies in memory. With --grow, nothing is killed: a job is asked for as many
-ranks again, and the time begins with the last step before.
+ranks again, and the time is that from the last step before to the first step on all ranks.
 """
 
 from __future__ import annotations
@@ -75,9 +75,12 @@ def one(who: str, ranks: int, victim: int, python: str = sys.executable) -> floa
     try:
         _wait(job, folder, lambda when, step: step >= KILL_AT)
         first = _pid(folder)
-        victims = {"memory": range(ranks), "grow": ()}.get(who, [victim])
+        victims = range(ranks) if who == "memory" else [victim]
         if who == "grow":
             request_growth(folder / "control", ranks)
+            _wait(job, folder, lambda when, step: _sizes(folder)[-1] > ranks)
+            k = _sizes(folder).index(2 * ranks)
+            return _steps(folder)[k][0] - _steps(folder)[k - 1][0]
         killed = time.time()
         for rank in victims:
             os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGKILL)
@@ -88,9 +91,7 @@ def one(who: str, ranks: int, victim: int, python: str = sys.executable) -> floa
         _wait(job, folder, lambda when, step: len(_steps(folder)) > before)
         if who == "memory" and (redone := _steps(folder)[before][1]) <= KILL_AT - EVERY:
             raise MpidistError(f"the run went on from step {redone}, and not from the newest copy")
-        return _steps(folder)[before][0] - (
-            _steps(folder)[before - 1][0] if who == "grow" else killed
-        )
+        return _steps(folder)[before][0] - killed
     finally:
         job.process.send_signal(signal.SIGINT)
         job.finish(5)
@@ -101,12 +102,21 @@ def _pid(folder: Path) -> int:
     return int((folder / "pid-0").read_text() or 0)
 
 
-def _steps(folder: Path) -> list[tuple[float, int]]:
+def _lines(folder: Path) -> list[list[str]]:
     try:
         lines = (folder / "steps").read_text().splitlines()
     except OSError:
         return []
-    return [(float(words[0]), int(words[1])) for words in map(str.split, lines) if len(words) == 2]
+    return [words for words in map(str.split, lines) if len(words) == 3]
+
+
+def _steps(folder: Path) -> list[tuple[float, int]]:
+    return [(float(when), int(step)) for when, step, _ in _lines(folder)]
+
+
+def _sizes(folder: Path) -> list[int]:
+    """Return the number of ranks of each step."""
+    return [int(size) for *_, size in _lines(folder)]
 
 
 def _last(folder: Path) -> tuple[float, int]:

@@ -27,11 +27,11 @@ def _data():
     return inputs, rng.integers(0, SIZES[-1], SAMPLES)
 
 
-def _note(folder: Path, rank: int):
+def _note(folder: Path, rank: int, size: int):
     """Leave this rank's process number; return what writes the time of each step on rank 0."""
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     file = (folder / "steps").open("a", buffering=1)
-    return lambda step: file.write(f"{time.time():.4f} {step}\n") if rank == 0 else None
+    return lambda step: file.write(f"{time.time():.4f} {step} {size}\n") if rank == 0 else None
 
 
 def ours(folder: Path, copies: bool = False) -> None:
@@ -43,7 +43,7 @@ def ours(folder: Path, copies: bool = False) -> None:
     from mpidist.launch.environment import memory_folder
 
     comm, checkpoint = MPI.COMM_WORLD, folder / "checkpoints"
-    note = _note(folder, comm.rank)
+    note = _note(folder, comm.rank, comm.size)
     if copies:
         checkpoint = open_with_copies(comm, checkpoint, memory_folder())
         checkpoint.save_async = checkpoint.hold
@@ -69,7 +69,7 @@ def torch(folder: Path) -> None:
     )
     store = distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], agent)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    note, path = _note(folder, rank), folder / "checkpoint.pt"
+    note, path = _note(folder, rank, size), folder / "checkpoint.pt"
     layers: list = []
     for n, m in itertools.pairwise(SIZES):
         layers += [nn.Linear(n, m), nn.ReLU()]

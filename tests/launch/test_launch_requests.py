@@ -23,8 +23,8 @@ def test_a_notice_and_more_ranks(tmp_path):
     asked = subprocess.run([*MPIDIST, "grow", "control", "-n", "1"], cwd=tmp_path, timeout=60)
     assert asked.returncode == 0
     done = finish(job)
-    assert "asked for 1 more rank: the ranks are asked to save and exit" in done.stderr
-    assert "again with 3 ranks, as asked" in done.stderr
+    assert "asked for 1 more rank: 3 ranks get ready, and 2 go on meanwhile" in done.stderr
+    assert "again with 3 ranks, which were ready" in done.stderr
     facts = summary(tmp_path)
     assert (facts["workers"], facts["steps"], facts["restarts"]) == (3, 120, 1)
     assert facts["resumed_at"] > last

@@ -2,12 +2,10 @@
 
 import json
 
-import numpy as np
 import pytest
 
-import mpidist as md
 from mpidist.cli.main import main
-from mpidist.pipeline import Layer, chain, read_profile, write_profile
+from mpidist.pipeline import Layer, chain, write_profile
 
 
 @pytest.fixture
@@ -102,40 +100,3 @@ def test_a_picture(tmp_path, capsys):
 def test_wrong_schedules(capsys, words, told):
     assert main(["pipeline", "show", *words]) == 2
     assert told in capsys.readouterr().err
-
-
-def test_the_layers_of_a_job_are_measured_and_cut(tmp_path, capsys):
-    """R84: measured, written, read and cut; the stages hold all layers and parameters."""
-    file = tmp_path / "lenet.txt"
-    words = ["pipeline", "profile", "jobs/digits.toml", "--set", "data.distort={}"]
-    words += ["--set", "global_batch=16", "--output", str(file)]
-    assert main(words) == 0
-    assert "16 samples" in capsys.readouterr().out
-    layers = read_profile(file).layers
-    assert all(layer.forward > 0 for layer in layers)
-    assert sum(layer.backward > 0 for layer in layers) > len(layers) / 2
-    model = md.models.lenet([1, 8, 8], 10, channels=[32, 64])
-    assert [layer.text for layer in layers] == [type(one).__name__ for one in model.layers]
-    parameters = sum(array.nbytes for array in model.parameters.values())
-    assert sum(layer.parameter_bytes for layer in layers) == parameters
-    assert main(["pipeline", "partition", str(file), "--workers", "2", "--json", "-"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert sum(stage["parameter_bytes"] for stage in plan["stages"]) == parameters
-
-
-def test_a_model_without_layers_is_refused():
-    model = md.models.tagger(inputs=4, classes=3, hidden=5)
-    with pytest.raises(md.ConfigError, match=r"cannot be cut into layers: .* no attribute layer"):
-        md.pipeline.measure(model, (np.zeros((2, 4)), np.zeros(2)))
-    network = md.models.mlp([4, 3], seed=1)
-    with pytest.raises(md.ConfigError, match="no samples"):
-        md.pipeline.measure(network, (np.zeros((0, 4)), np.zeros(0, int)))
-
-
-def test_measuring_changes_no_parameter():
-    network = md.models.mlp([4, 8, 3], seed=1)
-    before = {name: array.copy() for name, array in network.parameters.items()}
-    profile = md.pipeline.measure(network, (np.ones((2, 4)), np.zeros(2, int)), repeats=2)
-    assert [layer.output_bytes for layer in profile.layers][-1] == 2 * 3 * 4
-    for name, array in network.parameters.items():
-        np.testing.assert_array_equal(array, before[name])

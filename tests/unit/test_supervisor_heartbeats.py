@@ -13,6 +13,7 @@ from mpidist.errors import ConfigError
 from mpidist.launch import heartbeat
 from mpidist.supervisor import attempts as supervise
 from mpidist.supervisor import hosts as places
+from mpidist.supervisor.history import next_attempt, note_event, read_history
 from mpidist.supervisor.policy import UNSTARTED, Attempt, Policy, decide
 
 
@@ -59,25 +60,25 @@ def test_without_a_launcher_nothing_is_told(tmp_path, monkeypatch):
 def test_history_is_read_again(tmp_path):
     """A requeued job keeps its id and folder, and with them what it has spent."""
     attempts = [attempt(step=k, seconds=1.5) for k in range(3)]
-    assert supervise.read_history(tmp_path) == []
+    assert read_history(tmp_path) == []
     for one in attempts:
-        supervise._note(tmp_path, "attempt", one._asdict())
-        supervise._note(tmp_path, "decision", decide([one], Policy(), 4, 4)._asdict())
-    assert supervise.read_history(tmp_path) == attempts
+        note_event(tmp_path, "attempt", one._asdict())
+        note_event(tmp_path, "decision", decide([one], Policy(), 4, 4)._asdict())
+    assert read_history(tmp_path) == attempts
     # A launcher that was killed while it wrote: its half line counts for nothing, then and later.
     history = tmp_path / "history.jsonl"
     with history.open("a") as file:
         file.write('{"time": 1.0, "event": "atte')
-    assert supervise.read_history(tmp_path) == attempts
-    supervise._note(tmp_path, "attempt", attempts[0]._asdict())
-    assert supervise.read_history(tmp_path) == [*attempts, attempts[0]]
+    assert read_history(tmp_path) == attempts
+    note_event(tmp_path, "attempt", attempts[0]._asdict())
+    assert read_history(tmp_path) == [*attempts, attempts[0]]
     # Of a version that knew less.
     history.write_text(json.dumps({"event": "attempt", "ranks": 2, "code": 1, "ended": 0}) + "\n")
-    assert supervise.read_history(tmp_path) == [Attempt(2, 1, 0)]
+    assert read_history(tmp_path) == [Attempt(2, 1, 0)]
     for wrong in ("x", json.dumps({"event": "attempt"})):
         (tmp_path / "history.jsonl").write_text(wrong + "\n")
         with pytest.raises(ConfigError, match="not a history"):
-            supervise.read_history(tmp_path)
+            read_history(tmp_path)
 
 
 def test_a_control_folder_of_the_users_keeps_what_is_not_ours(tmp_path):
@@ -143,12 +144,12 @@ def test_a_launcher_that_was_killed_keeps_nobody_out(tmp_path):
     for number, launcher in enumerate(("elsewhere 1 1", f"{socket.gethostname()} 1 1")):
         (tmp_path / f"attempt-{number}").mkdir()
         (tmp_path / f"attempt-{number}" / "launcher").write_text(launcher)
-    assert supervise.next_attempt(tmp_path, 0) == 2
+    assert next_attempt(tmp_path, 0) == 2
     assert (tmp_path / "attempt-1" / heartbeat.OVER).exists(), "its ranks end, wherever they are"
     (tmp_path / "attempt-2").mkdir()
     (tmp_path / "attempt-2" / "launcher").write_text(heartbeat.launcher_id())
     with pytest.raises(ConfigError, match="in use by another mpidist launch"):
-        supervise.next_attempt(tmp_path, 0)
+        next_attempt(tmp_path, 0)
     assert not (tmp_path / "attempt-2" / heartbeat.OVER).exists()
 
 

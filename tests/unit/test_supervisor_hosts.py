@@ -9,7 +9,7 @@ import pytest
 
 from mpidist.errors import ConfigError
 from mpidist.launch.process_table import is_running
-from mpidist.supervisor import attempts, commands, host_tests, hosts, memory_folder
+from mpidist.supervisor import commands, host_tests, hosts, memory_folder, one_attempt
 from mpidist.supervisor.host_tests import refuses, silent_hosts
 from mpidist.supervisor.hosts import AttemptPlace, LaunchedJob, doubted, usable
 from mpidist.supervisor.policy import Attempt
@@ -66,7 +66,7 @@ def test_a_failure_is_no_answer():
 
 def test_a_test_gets_the_signals_that_mpidist_launch_blocks():
     """Open MPI's launcher waits for SIGCHLD, and ends by SIGTERM."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, attempts._HEARD)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, one_attempt.HEARD)
     try:
         blocked = "exit $((0x$(sed -n 's/^SigBlk:\t//p' /proc/self/status) != 0))"
         assert silent(ALL, blocked) == []

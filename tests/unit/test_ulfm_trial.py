@@ -5,9 +5,9 @@ import stat
 
 import pytest
 
+from mpidist.elasticity.ulfm_trial import check_survival
 from mpidist.errors import ConfigError
 from mpidist.launch.environment import why_not_elastic
-from mpidist.supervisor.ulfm_trial import check_survival
 
 
 @pytest.fixture

@@ -1,0 +1,88 @@
+"""The copy of a state that an attempt of a job leaves in memory for the next one.
+
+The copy is a checkpoint in a folder of /dev/shm, so any number of ranks of its host can restore
+from it. It is the newest state of the run until the next attempt has saved a step to its store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import NoCheckpoint, StorageError
+from ..launch.heartbeat import IN_MEMORY, IN_STORE
+from .control import by_rank_0, run_on_all
+from .memory_copies import fits_in_memory, make_private
+from .store import CheckpointStore
+
+
+def folder_of(memory: Path, path: str) -> Path:
+    """Return the folder of the copy; `memory` is `launch.environment.memory_folder`.
+
+    `path` is the shared folder of the run's store, by which copies of several runs differ.
+    """
+    return memory / f"handed-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+
+
+def save_copy(comm, memory: Path, path: str, step: int, state: Mapping) -> bool:
+    """Save `state` in memory; return false, with a line, if there is no room. Collective."""
+    folder = folder_of(memory, path)
+    run_on_all(comm, "hand-over: folder", lambda: make_private(memory))
+    by_rank_0(comm, "hand-over: folder", lambda: remove_copy(memory, path))
+    try:
+        if not fits_in_memory(comm, folder, state, copies=1):
+            return False
+        with CheckpointStore(comm, folder, keep=1, direct=False) as store:
+            store.save(step, state)
+    except StorageError:  # on all ranks
+        return False
+    return True
+
+
+def restore_newest(comm, memory: Path | None, store, like: dict, handed: str) -> tuple[dict, bool]:
+    """Return the newest state, from `store` or a copy, and whether it is from a copy. Collective.
+
+    `handed` is the result of `hand_over.wait_for_turn`. Raises NoCheckpoint if there is no state.
+    """
+    if memory is None or not hasattr(store, "let_go") or handed == IN_STORE:
+        return store.restore(like)[1], False
+    step = state = missing = None
+    if handed != IN_MEMORY:
+        try:
+            step, state = store.restore(like)
+        except NoCheckpoint as error:
+            missing = error
+    copy = restore_copy(comm, memory, store.path, like, step)
+    if copy is not None:
+        store.continue_newest()
+        return copy[1], True
+    if missing is not None:
+        raise missing
+    return store.restore(like)[1] if state is None else state, False
+
+
+def restore_copy(comm, memory: Path, path: str, like: Mapping, newer_than: int | None):
+    """Return (step, state) from the copy, or None. Collective; see `CheckpointStore.restore`.
+
+    The result is None if this host or another one has no copy that is newer than the step
+    `newer_than`.
+    """
+    folder = folder_of(memory, path)
+    there = run_on_all(comm, "hand-over: copy", lambda: any(folder.glob("step-*")), all)
+    if not there:
+        return None
+    with CheckpointStore(comm, folder) as store:
+        newest = store.latest_step()
+        if newest is None or (newer_than is not None and newest <= newer_than):
+            return None
+        try:
+            return store.restore(like)
+        except NoCheckpoint:  # the copy is damaged
+            return None
+
+
+def remove_copy(memory: Path, path: str) -> None:
+    """Remove the copy; one rank of its host does that."""
+    shutil.rmtree(folder_of(memory, path), ignore_errors=True)

@@ -1,0 +1,144 @@
+"""The ranks' half of a hand-over: an attempt with more ranks goes on with the run of this one.
+
+    launch     mpidist grow               asks        decides
+    2 ranks    steps ...................... last step, state .. | leave
+    4 ranks    import, MPI_Init, data, wait . . . . . . . . . . | restore, steps
+
+`mpidist launch` starts the second attempt while the first one trains. The new ranks prepare all
+that needs no state, and wait. The two attempts speak with `mpidist launch` by files in the folder
+of the first attempt: CAN, ASKED, HANDED and DECIDED (`launch.heartbeat`). Only one of the two
+attempts may write to the run. So the file DECIDED can be made once only, and says who that is:
+`mpidist launch` makes it for the new ranks, and old ranks that have waited for it in vain make it
+for themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from .. import events
+from ..launch import heartbeat
+from ..launch.environment import attempt_before, attempt_folder
+from ..runtime import polling
+from ..runtime.agreement.run_on_all import run_on_all
+from .guard import Stopped
+
+#: Seconds between two looks of a rank that waits: 1 % of a core.
+_POLL = 0.004
+#: Seconds that the old ranks, whose state is handed over, wait for the decision.
+_PATIENCE = 10.0
+
+#: What a waiting rank calls when its turn has come, for it must not write to the run before.
+at_turn: list[Callable[[], None]] = []
+#: Whether the next attempt has got the run of this one.
+handed = False
+_turn_has_come = False
+
+
+def is_waiting() -> bool:
+    """Whether this attempt must not write to the run, because the one before goes on with it."""
+    return attempt_before() is not None and not _turn_has_come
+
+
+def wait_for_turn(comm) -> str:
+    """Wait until the attempt before hands the run over. Collective over `comm`.
+
+    Returns `heartbeat.IN_MEMORY` or `heartbeat.IN_STORE`, where the state is. If this attempt does
+    not wait for another one, or does not any more, the result is "".
+    """
+    global _turn_has_come
+    before = attempt_before()
+    if before is None or _turn_has_come:
+        return ""
+    heartbeat.join()
+    run_on_all(comm, "hand-over: ready", lambda: None)
+    if comm.rank == 0:
+        heartbeat.tell_launcher(heartbeat.READY)
+    looks, text = 0, ""
+    while text in ("", heartbeat.KEPT):  # the launcher ends ranks that wait in vain
+        looks += 1  # `watch` sees by this number that the rank does not hang
+        time.sleep(_POLL)
+        if polling.look is not None:
+            polling.look()
+        text = heartbeat.decision(before)
+    _turn_has_come = True
+    while at_turn:
+        at_turn.pop(0)()
+    return text
+
+
+def announce(can: bool) -> None:
+    """Tell the launcher that this run can be handed over, or that it cannot. One rank calls it."""
+    folder = attempt_folder()
+    if folder is None:
+        return
+    with suppress(OSError):
+        if can:
+            heartbeat.tell_launcher(heartbeat.CAN)
+        else:
+            (folder / heartbeat.CAN).unlink(missing_ok=True)
+
+
+def asked(comm) -> str:
+    """Return where to leave the state for the next attempt, or "". Collective over `comm`."""
+    if attempt_folder() is None:
+        return ""
+    look = _asked if comm.rank == 0 else lambda: ""
+    return run_on_all(comm, "hand-over: asked", look, lambda answers: answers[0])
+
+
+def _asked() -> str:
+    folder = attempt_folder()
+    if folder is None:
+        return ""
+    with suppress(OSError):
+        if heartbeat.has(folder, heartbeat.ASKED):
+            return (folder / heartbeat.ASKED).read_text(encoding="utf-8")
+    return ""
+
+
+def offer(comm, where: str) -> bool:
+    """Say that the state is there; return whether the next attempt goes on. Collective."""
+    global handed
+
+    def decide(_) -> bool:
+        folder = attempt_folder()
+        assert folder is not None
+        heartbeat.tell_launcher(heartbeat.HANDED, where)
+        end, text = time.monotonic() + _PATIENCE, ""
+        while not (text := heartbeat.decision(folder)):
+            time.sleep(_POLL / 2)
+            if time.monotonic() > end or not heartbeat.is_launched():
+                heartbeat.make_decision(folder, heartbeat.KEPT)
+        return text != heartbeat.KEPT
+
+    handed = run_on_all(comm, "hand-over: decision", lambda: None, decide)
+    if handed:
+        _give_way()
+    return handed
+
+
+@contextmanager
+def leaving(comm) -> Iterator[None]:
+    """Say that the state is in the store, if the run has stopped in the block for a hand-over."""
+    try:
+        yield
+    except Stopped:
+        folder = attempt_folder()
+        if folder is not None and comm.rank == 0 and not handed and _asked():
+            _give_way()
+            with suppress(OSError):
+                # After a decision these ranks had to keep the run.
+                if not heartbeat.decision(folder):
+                    heartbeat.tell_launcher(heartbeat.HANDED, heartbeat.IN_STORE)
+        raise
+
+
+def _give_way() -> None:
+    """Write no events any more, and leave the cores to the ranks that go on."""
+    events.close_log()
+    with suppress(OSError):
+        os.nice(19)

@@ -1,0 +1,101 @@
+"""The control folder of `mpidist launch`: its attempts, and what has become of them.
+
+``history.jsonl`` has one line for each attempt and decision. A requeued job reads it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..launch import heartbeat
+from .hosts import print_line
+from .policy import Attempt
+
+
+def note_event(folder: Path, kind: str, facts: dict) -> None:
+    """Append an event to the history."""
+    line = json.dumps({"time": round(time.time(), 3), "event": kind, **facts}) + "\n"
+    try:
+        with (folder / "history.jsonl").open("a+b") as file:
+            file.seek(0)
+            # Remove half a line of a killed launcher, which would make this line unreadable too.
+            file.truncate(file.read().rfind(b"\n") + 1)
+            file.write(line.encode())
+    except OSError as error:  # a full disk must not end a job that can go on without a history
+        print_line(f"the history is not written: {error}")
+
+
+def next_attempt(folder: Path, known: int) -> int:
+    """Return the number of the next attempt, if ``history.jsonl`` has `known` attempts.
+
+    If `mpidist launch` was killed, its last attempt has a folder, but is not in ``history.jsonl``.
+    This function marks an attempt of a killed `mpidist launch` as over, so that the ranks of this
+    attempt end. Old attempts are marked as over because a requeued job may start on another host,
+    where nothing shows whether the old processes still run.
+
+    Raises
+    ------
+    ConfigError
+        Another `mpidist launch`, which uses the same folder, still runs on this host.
+    """
+    number = known
+    while (attempt := folder / f"attempt-{number}").exists():
+        if not (attempt / heartbeat.OVER).exists():
+            with contextlib.suppress(FileNotFoundError):
+                name = (attempt / heartbeat.LAUNCHER_FILE).read_text(encoding="utf-8")
+                if heartbeat.is_at_work(name, elsewhere=False):
+                    raise ConfigError(
+                        f"{folder} is in use by another mpidist launch; wait for it or stop it, "
+                        "or give another folder with --control DIR"
+                    )
+                (attempt / heartbeat.OVER).touch()
+        number += 1
+    return number
+
+
+def free_number(folder: Path, number: int) -> int:
+    """Return the first number after `number` that no attempt has in its folder's name."""
+    while (folder / f"attempt-{(number := number + 1)}").exists():
+        pass
+    return number
+
+
+def remove_control_folder(folder: Path) -> None:
+    """Remove the files of `mpidist launch` from a control folder, and the folder if it is empty."""
+    for attempt in folder.glob("attempt-*"):
+        if (attempt / heartbeat.LAUNCHER_FILE).exists():
+            shutil.rmtree(attempt, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        ours = (*folder.glob("selection-*.json"), folder / "history.jsonl", folder / "memory")
+        for path in ours:
+            path.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def read_history(folder: Path) -> list[Attempt]:
+    """Return all attempts of this job so far, including those before the job was requeued.
+
+    Raises
+    ------
+    ConfigError
+        The file ``history.jsonl`` in `folder` is not a history of `mpidist launch`.
+    """
+    try:
+        data = (folder / "history.jsonl").read_bytes()
+    except FileNotFoundError:
+        return []
+    try:
+        # A launcher that was killed while it wrote has left half a line, which does not count.
+        events = [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+        return [
+            Attempt(**{name: facts[name] for name in Attempt._fields if name in facts})
+            for facts in events
+            if facts["event"] == "attempt"
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder}/history.jsonl is not a history of mpidist: {error}") from None

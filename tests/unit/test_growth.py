@@ -1,0 +1,131 @@
+"""The launcher's half of a hand-over to more ranks: who has the run, whatever happens when."""
+
+import signal
+import time
+
+import pytest
+
+from mpidist.launch import heartbeat
+from mpidist.launch.heartbeat import Sign
+from mpidist.supervisor.attempts import _with_ready_ranks
+from mpidist.supervisor.growth import Growth, place_of_state
+from mpidist.supervisor.history import free_number
+from mpidist.supervisor.policy import Action
+from mpidist.supervisor.requests import Requests
+
+
+def sign(rank, host="a"):
+    return Sign(rank, 1, 5, 0, False, 10 + rank, host)
+
+
+class Waiting:
+    """An attempt that gets ready, as `RunningAttempt` shows itself."""
+
+    def __init__(self, folder):
+        folder.mkdir()
+        self.folder, self.ranks = folder, 4
+        self.signs, self.why, self.ended = [sign(0), sign(1)], "", False
+
+    def fault(self, now):
+        return self.why
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.fixture
+def growth(tmp_path):
+    (tmp_path / "attempt-0").mkdir()
+    return Growth(tmp_path / "attempt-0", Waiting(tmp_path / "attempt-1"), 2)
+
+
+def ready(growth):
+    (growth.new.folder / heartbeat.READY).touch()
+    assert growth.look([sign(0)], 0.0) == ""
+    assert growth.asked
+
+
+def test_where_the_state_is():
+    """In memory if all ranks are on one host, else in the store."""
+    assert place_of_state([sign(0)], [sign(0), sign(1)]) == heartbeat.IN_MEMORY
+    assert place_of_state([sign(0)], [sign(0), sign(1, "b")]) == heartbeat.IN_STORE
+    assert place_of_state([sign(0), sign(1, "b")], [sign(0)]) == heartbeat.IN_STORE
+
+
+def test_a_hand_over(growth):
+    """Asked when the new ranks are ready; decided once, as soon as the state is there."""
+    assert growth.look([sign(0)], 0.0) == ""
+    assert not growth.asked
+    ready(growth)
+    assert (growth.folder / heartbeat.ASKED).read_text() == heartbeat.IN_MEMORY
+    began = time.monotonic()
+    assert growth.listen({signal.SIGCHLD}, 0.05) is None
+    assert time.monotonic() - began >= 0.05
+    assert heartbeat.decision(growth.folder) == ""
+    (growth.folder / heartbeat.HANDED).write_text(heartbeat.IN_MEMORY)
+    assert growth.listen({signal.SIGCHLD}, 60.0) is None
+    assert growth.gone
+    assert heartbeat.decision(growth.folder) == heartbeat.IN_MEMORY
+    # From now on the new ranks have the run, and nobody can take it away.
+    assert not heartbeat.make_decision(growth.folder, heartbeat.KEPT)
+    assert not growth.call_off()
+    assert not growth.new.ended
+    growth.new.why = "dead"
+    assert growth.look([], 0.0) == ""
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_new_ranks_that_fail(growth, asked):
+    """The old ranks keep the run, also if they wait for the decision."""
+    if asked:
+        ready(growth)
+    growth.new.why = "one of its ranks has ended"
+    assert growth.look([sign(0)], 0.0) == growth.new.why
+    (growth.folder / heartbeat.HANDED).write_text(heartbeat.IN_MEMORY)
+    growth.listen({signal.SIGCHLD}, 0.01)
+    assert not growth.gone
+    assert growth.call_off()
+    assert growth.new.ended
+    assert heartbeat.decision(growth.folder) == (heartbeat.KEPT if asked else "")
+
+
+def test_old_ranks_that_kept_the_run(growth):
+    """They have waited too long: the launcher comes too late, and the new ranks do not go on."""
+    ready(growth)
+    assert heartbeat.make_decision(growth.folder, heartbeat.KEPT)
+    assert not growth.take_over(heartbeat.IN_MEMORY)
+    assert not growth.gone
+
+
+def test_what_follows_an_attempt_with_ready_ranks(growth):
+    """They go on if the old ranks have died; if the job ends or waits, they do not."""
+    again = Action("relaunch", 0, "from the newest good step", 2)
+    for action in (Action("end", 0, "finished"), again._replace(pause=1.0)):
+        assert _with_ready_ranks(growth, action) == action
+        assert not growth.gone
+    growth.new.why = "dead"
+    assert _with_ready_ranks(growth, again) == again
+    growth.new.why = ""
+    assert _with_ready_ranks(growth, again) == Action("relaunch", 0, "which were ready", 4)
+    assert heartbeat.decision(growth.folder) == heartbeat.IN_STORE
+    # Whatever becomes of ranks that have handed their run over, the new ones have it.
+    assert _with_ready_ranks(growth, Action("end", 2, "bad input")).ranks == 4
+
+
+def test_numbers_of_attempts_that_were_given_up(tmp_path):
+    """Nobody uses one again."""
+    for k in (0, 1, 2):
+        (tmp_path / f"attempt-{k}").mkdir()
+    assert free_number(tmp_path, 0) == 3
+    assert free_number(tmp_path, 2) == 3
+
+
+def test_a_request_for_more_can_wait(tmp_path):
+    """While ranks get ready, only a notice is heard; the next request follows later."""
+    notice = tmp_path / "notice"
+    requests = Requests(tmp_path, str(notice))
+    (tmp_path / "grow-a").write_text("2")
+    assert requests.look(growth=False) is None
+    notice.touch()
+    assert requests.look(growth=False).more == 0
+    assert requests.look().more == 2
