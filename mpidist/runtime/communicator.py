@@ -56,6 +56,16 @@ def one_step(call: Callable) -> Callable:
     return call if inner is None else partial(inner, call.__self__)  # type: ignore[attr-defined]
 
 
+def has_rank_of(comm: MPI.Comm, dead: MPI.Group) -> bool:
+    """Return whether a rank of `comm` is in the group `dead`."""
+    group = comm.Get_group()
+    both = MPI.Group.Intersection(group, dead)
+    found = both.size > 0
+    group.Free()
+    both.Free()
+    return found
+
+
 class ElasticComm(MPI.Intracomm):
     """A communicator that registers the communicators that are made from it, in its membership.
 

@@ -28,7 +28,7 @@ from ..launch.environment import has_ulfm
 from . import failure, polling
 from .agreement.crossed_waits import open_contexts
 from .before_exit import READ_BY
-from .communicator import ElasticComm, elastic_comm
+from .communicator import ElasticComm, elastic_comm, has_rank_of
 from .failure import leave_with, survive
 
 #: A tag on which no rank sends, and the tag of the result that spares get.
@@ -90,20 +90,37 @@ def test_some(requests: list[MPI.Request]) -> list[int] | None:
     """
     if current is None:
         return MPI.Request.Testsome(requests)
-    status, ended = MPI.Status(), []
-    for k, request in enumerate(requests):
-        if request.Get_status(status):
-            if status.Get_error() != MPI.SUCCESS:
-                raise current.failure()
-            ended.append(k)
+    status = MPI.Status()
+    ended = [k for k, request in enumerate(requests) if _has_ended(request, status)]
     for k in ended:
         requests[k].Test()
     return ended
 
 
+def test_one(request: MPI.Request, status: MPI.Status) -> bool:
+    """Return whether a request has ended, and fill its status, with the errors of `test_some`."""
+    if current is None:
+        return request.Test(status)
+    return _has_ended(request, status) and request.Test()
+
+
+def test_all(requests: list[MPI.Request]) -> bool:
+    """Return whether all requests have ended, with the errors of `test_some`."""
+    if current is None:
+        return MPI.Request.Testall(requests)
+    return len(test_some(requests) or ()) == len(requests)
+
+
 def tester(request: MPI.Request) -> Callable[[], bool]:
     """Return the test function of one request for a wait, with the errors of `test_some`."""
-    return request.Test if current is None else lambda: bool(test_some([request]))
+    return request.Test if current is None else lambda: test_one(request, MPI.Status())
+
+
+def _has_ended(request: MPI.Request, status: MPI.Status) -> bool:
+    ended = request.Get_status(status)
+    if ended and status.Get_error() != MPI.SUCCESS and current is not None:
+        raise current.failure()
+    return ended
 
 
 def expect_death(seconds: float = _REPORT) -> None:
@@ -271,7 +288,9 @@ class Membership:
         dead = MPI.Group.Difference(there, here)
         # These are communicators that the program has made from other communicators than `comm`, or
         # earlier.
-        self._end_contexts("a rank of this communicator has died", lambda comm: _share(comm, dead))
+        self._end_contexts(
+            "a rank of this communicator has died", lambda comm: has_rank_of(comm, dead)
+        )
         for group in (here, there, dead):
             group.Free()
         for comm in (*self.children, self.base):
@@ -427,13 +446,3 @@ def _shrunk(base: MPI.Intracomm) -> MPI.Intracomm:
     # end of the making of any other communicator removes that entry.
     MPI.COMM_SELF.Dup().Free()
     return MPI.Intracomm(base.Shrink())
-
-
-def _share(comm: MPI.Comm, dead: MPI.Group) -> bool:
-    """Return whether a rank of `comm` is in the group `dead`."""
-    group = comm.Get_group()
-    both = MPI.Group.Intersection(group, dead)
-    found = both.size > 0
-    group.Free()
-    both.Free()
-    return found
