@@ -17,7 +17,7 @@ import json
 import signal
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,13 +91,21 @@ class Carried:
 
     def continue_run(self, run: Progress) -> bool:
         """Let `run` continue from what is carried, if there is something. Collective."""
+        if self.group is not None:
+            run.deaths, run.evicted = self.group.deaths, self.group.evicted
         if self._facts is None:
             return False
         run.continue_from(self._facts)
         run.began = self._times[0]
-        assert self.group is not None
-        run.deaths, run.evicted = self.group.deaths, self.group.evicted
         return True
+
+    def restore(self, run: Progress, resume: bool | str, retry_bad: bool) -> None:
+        """Restore `run` from the newest checkpoint, as `Progress.resume` does. Collective."""
+        run.resume(resume, retry_bad)
+
+    def interval_from(self, step: int) -> int:
+        """Return the step from which all workers count to the next save."""
+        return step
 
     def begin(self, exchange) -> None:
         """Begin the exchange; its price is measured once in a run. Collective."""
@@ -132,9 +140,10 @@ class Carried:
 
     def step_done(self, step: int) -> None:
         """Show that this rank has done `step` steps; evict slow ranks. Collective."""
-        if self.group is not None and self._slow is not None:
+        if self.group is not None:
             self.group.watch.step_done(step)
-            self._slow.end_of_step()
+            if self._slow is not None:
+                self._slow.end_of_step()
 
     def end_steps(self) -> None:
         """Show that this rank does no more steps, so nobody waits for it in vain."""
@@ -171,11 +180,20 @@ class Carried:
         }
         return self._sent
 
-    def receive(self) -> None:
-        """Take the facts that `peer_state` has put into the result of `state`."""
-        before, self._facts = self.step, json.loads(self._sent["facts"])
+    def bring_up_to_date(self, comm) -> int:
+        """Give all ranks of `comm` the state of the newest; return its step. Collective."""
+        before = self.step
+        newest = peer_state.bring_up_to_date(comm, self.state(), before)
+        self._facts = json.loads(self._sent["facts"])
         if 0 <= before < self.step:
             self._missed = self._facts["report"]
+        return newest
+
+    def check_living(self, ranks: Sequence[int]) -> None:
+        """Raise RankFailure on all ranks if the run cannot go on with these `ranks`.
+
+        They are ranks of the first communicator.
+        """
 
 
 class TrainingGroup(Group):
@@ -196,19 +214,30 @@ class TrainingGroup(Group):
         return 3 * sum(array.nbytes for array in self._carried.given["model"].parameters.values())
 
     def _bring_up_to_date(self) -> None:
-        carried = self._carried
-        self.step = peer_state.bring_up_to_date(self.comm, carried.state(), carried.step)
-        carried.receive()
+        self.step = self._carried.bring_up_to_date(self.comm)
+
+    def _check_living(self, ranks: list[int]) -> None:
+        self._carried.check_living(ranks)
+
+    def name_of(self, rank: int) -> str:
+        """Return what texts call a rank of the first communicator, such as rank 3 of 8 on n2."""
+        return next(name for name, number in self._number.items() if number == rank)
 
 
 def train_elastic(
-    comm, settings: Elastic, given: Mapping, train: Callable[[Any, Carried], Summary]
+    comm,
+    settings: Elastic,
+    carry: Callable[[str, int], Carried],
+    train: Callable[[Any, Carried], Summary],
 ) -> Summary:
-    """Call ``train(comm, carried)``, again after each death. Collective over `comm`."""
+    """Call ``train(comm, carried)``, again after each death. Collective over `comm`.
+
+    ``carry(name, ranks)`` makes what is carried by a run of this name on so many ranks.
+    """
     check = partial(check_possible, comm, settings.min_ranks, settings.spares)
     same_on_all(comm, "md.train: elastic", check)
     name = run_on_all(comm, "md.train", lambda: uuid.uuid4().hex, lambda names: names[0])
-    carried = Carried(given, name)
+    carried = carry(name, comm.size - settings.spares)
     group = TrainingGroup(comm, settings, carried)
     if group.is_spare:  # a request to stop is kept until this rank steps in and has a guard
         signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)

@@ -16,6 +16,7 @@ from . import resume_report
 from .abandon import abandon_on_error, open_store, watched
 from .checks import last_step
 from .elastic_run import Carried, train_elastic
+from .exchanges.carried_servers import CarriedServers
 from .feed import Feed
 from .quarantine import Quarantine
 from .run_state import Progress, StepReport
@@ -137,8 +138,9 @@ def train(
     elastic : Elastic or bool
         Whether the run goes on with the living ranks after ranks have died, see docs/elastic.md.
         True stands for ``md.Elastic()``. The job must be started by ``mpirun --with-ft ulfm`` of
-        Open MPI. AllReduce only; `checkpoint` must be a path or a function, because the run opens
-        the store anew on the living ranks.
+        Open MPI. `checkpoint` must be a path or a function, because the run opens the store anew on
+        the living ranks. With parameter servers, give a checkpoint: the parameters on a server that
+        dies are restored from it.
 
     Returns
     -------
@@ -173,7 +175,13 @@ def train(
     given = {name: value for name, value in locals().items() if name != "comm"}
     agreed, asked = agree_on_settings(comm, given), SimpleNamespace(**given)
     if agreed.elastic is not None:
-        return train_elastic(comm, agreed.elastic, given, partial(_train, asked, agreed))
+
+        def carry(name: str, ranks: int) -> Carried:
+            if getattr(agreed.strategy, "has_replicas", False):
+                return Carried(given, name)
+            return CarriedServers(given, name, agreed.strategy, ranks)
+
+        return train_elastic(comm, agreed.elastic, carry, partial(_train, asked, agreed))
     return _train(asked, agreed, comm, Carried(given))
 
 
@@ -197,7 +205,7 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
             run = Progress(comm, asked.model, exchange, store, sampler, bad, agreed.words)
             continued = carried.continue_run(run)
             if not continued:
-                run.resume(asked.resume, asked.retry_bad)
+                carried.restore(run, asked.resume, asked.retry_bad)
             changed = continued or run.ranks_before != comm.size
             if asked.on_resize is not None and changed:
                 asked.on_resize(run.ranks_before, comm.size, run)
@@ -210,12 +218,13 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
             )
             with watching as watcher, ExitStack() as stack:
                 if exchange.dedicated:
+                    carried.hold(run, watcher, ())
                     exchange.serve(run.save)
                 else:
                     carried.begin(exchange)
                     feed = stack.enter_context(closing(Feed(source, run, asked.loading)))
                     run.start_loop(last)
-                    pace.begin(run.step)
+                    pace.begin(carried.interval_from(run.step))
                     copies = carried.copies(store, run.step)
                     carried.hold(run, watcher, agreed.callbacks)
                     while run.step < end and not run.stopping:
