@@ -161,7 +161,8 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
     else:
         begin()
     resume = True if args.resume else False if args.no_resume else "auto"
-    memory = memory_folder() if elastic and elastic.every and not job.local else None
+    copies = elastic and elastic.every and getattr(parts.strategy, "has_replicas", False)
+    memory = memory_folder() if copies and not job.local else None
     make: Any = partial(TieredStore, local=job.local) if job.local else CheckpointStore
     if memory is not None:
         make = partial(open_with_copies, folder=memory)

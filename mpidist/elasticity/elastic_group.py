@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from .. import events
 from ..collectives import selection
-from ..errors import ProtocolError, RankFailure, shown
+from ..errors import ConfigError, ProtocolError, RankFailure, shown
 from ..launch import heartbeat
 from ..runtime import polling, ulfm
 from ..runtime.agreement.run_on_all import run_on_all
@@ -142,8 +142,8 @@ class Group:
     def on_resize(self, function: Callable[[int, int], Any]) -> None:
         """Call ``function(old_size, new_size)`` on all living ranks after each death.
 
-        The function is called when the state is up to date, before the step is repeated. It may
-        make arenas, plans and communicators anew from `comm`.
+        The function is called when the state is up to date, before the step is repeated, and also
+        on parameter servers. It may make arenas, plans and communicators anew from `comm`.
         """
         self._on_resize.append(function)
 
@@ -167,13 +167,18 @@ class Group:
         """
         return polling.phase(name)
 
-    def steps(self, first: int, last: int) -> Iterator[ElasticStep]:
+    def steps(self, first: int, last: int, *, together: bool = True) -> Iterator[ElasticStep]:
         """Yield the numbers of the steps ``first, ..., last - 1``. Collective.
 
         Each number is an `ElasticStep`, whose ``with`` block is the body of the step. Steps that
         are done already are left out, so the numbers of a second loop must be larger than those of
         the first. When the loop has ended, all living ranks have done all steps.
+
+        With ``together=False``, which only `run_elastic` allows, the loop does not wait for the
+        other ranks at its end. Parameter servers do no steps, so their workers loop in this way.
         """
+        if not together and not self._restarts:
+            raise ConfigError("steps: together=False needs md.run_elastic")
         self.step = max(self.step, first)
         self.watch.begin_steps()
         try:
@@ -187,7 +192,7 @@ class Group:
                     elif self.step == step:
                         cure = "use `with step:`, or call group.done(step)"
                         raise ProtocolError(f"step {int(step)} was left without being done; {cure}")
-                if self._all_here():
+                if not together or self._all_here():
                     return
                 self._repair()
         finally:
@@ -211,7 +216,9 @@ class Group:
 
         With `done`, the spares get the `result` and leave.
         """
-        doing = f"md.elastic: the end of the steps before {self.step}"
+        # At the end of a function, servers have done no steps.
+        where = "function" if done else f"steps before {self.step}"
+        doing = f"md.elastic: the end of the {where}"
 
         def meet() -> None:
             run_on_all(self.comm, doing, lambda: None)
@@ -359,13 +366,22 @@ class Group:
             lost = len(self._members.names) - size
             text = f"{lost} ranks have died or cannot be reached, and may go on without this host"
             raise RankFailure(f"{text}; {size} rank{'s end' if size > 1 else ' ends'} here")
+        self._check_living(self._numbers(living))
         self._members = living
+
+    def _check_living(self, ranks: list[int]) -> None:
+        """Raise RankFailure if the program cannot go on with these original ranks as active ones.
+
+        All living ranks, and spares, call this method with the same ranks.
+        """
 
     @property
     def original_ranks(self) -> list[int]:
         """For each rank of `comm`, its rank in the communicator with which the group was made."""
-        names = compress(self._members.names, self._members.active)
-        return [self._number[name] for name in names]
+        return self._numbers(self._members)
+
+    def _numbers(self, members: Membership) -> list[int]:
+        return [self._number[name] for name in compress(members.names, members.active)]
 
     def _fate(self, name: str) -> str:
         """Return in words why a rank was evicted, as far as this rank knows, or ""."""

@@ -28,13 +28,14 @@ from mpi4py import MPI
 
 from .. import events
 from ..collectives.allreduce import allreduce
-from ..errors import MismatchError, MpidistError, ProtocolError, RankFailure, StorageError
+from ..errors import MismatchError, MpidistError, ProtocolError, StorageError
 from ..launch import heartbeat
 from ..launch.claims import claimed_size
 from ..runtime.agreement.run_on_all import difference, run_on_all, same_on_all
 from ..runtime.context import of
 from ..runtime.failure import expect_failure, failing
 from ..runtime.polling import wait_until
+from ..runtime.ulfm import is_death
 from .finite import is_finite
 from .guard_settings import settings_of
 from .signals import Handlers
@@ -173,7 +174,7 @@ class Guard:
         return seconds_left(os.environ) if asked else None
 
     def __exit__(self, kind, error, trace) -> None:
-        self._handlers.put_back(block=self.survives and isinstance(error, RankFailure))
+        self._handlers.put_back(block=self.survives and is_death(error))
         if error is not None and not isinstance(error, Stopped):
             return  # other ranks may have no error, so no collective call here
         if self._deciders is not None and error is None:

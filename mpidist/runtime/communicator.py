@@ -61,6 +61,16 @@ def one_step(call: Callable) -> Callable:
     return call if inner is None else partial(inner, call.__self__)  # type: ignore[attr-defined]
 
 
+def has_rank_of(comm: MPI.Comm, dead: MPI.Group) -> bool:
+    """Return whether a rank of `comm` is in the group `dead`."""
+    group = comm.Get_group()
+    both = MPI.Group.Intersection(group, dead)
+    found = both.size > 0
+    group.Free()
+    both.Free()
+    return found
+
+
 class ElasticComm(MPI.Intracomm):
     """A communicator that registers the communicators that are made from it, in its membership.
 
@@ -236,3 +246,12 @@ def _public(name: str) -> str:
     public = getattr(sys.modules.get("mpidist"), "__all__", ())
     known = name.partition(".")[0] in public and "._" not in name
     return f"md.{name}" if known else ""
+
+
+def shrunk(base: MPI.Intracomm) -> MPI.Intracomm:
+    """Return a communicator of the living ranks of `base`. Collective over them, blocking."""
+    # Open MPI 5.0.11 makes one communicator at a time. If a death breaks the making off, it still
+    # takes that communicator for the next in turn, and the shrink would wait for it for ever. The
+    # end of the making of any other communicator removes that entry.
+    MPI.COMM_SELF.Dup().Free()
+    return MPI.Intracomm(base.Shrink())

@@ -100,6 +100,42 @@ def wait_until(
                 told.show(before, end)
 
 
+class ElasticWait:
+    """What a wait with its own loop does in an elastic program: it notices deaths and stops.
+
+    A wait of less than a millisecond does nothing of this. While a server answers requests in a
+    wait, the other ranks of its node still see it waiting, so they do not evict it as late.
+    """
+
+    _EVERY = 0.001  # seconds between two looks
+
+    def __init__(self, start: float):
+        self.next = start + self._EVERY
+        self._board = board_of_main_thread()
+        self._before: int | None = None  # what the board has shown before the wait
+
+    def look(self, now: float) -> None:
+        """Raise RankFailure if a rank has died; show the node's ranks that this rank waits."""
+        self.next = now + self._EVERY
+        if look is not None:
+            look()
+        if self._board is not None:
+            if self._before is None:
+                self._before = self._board.begin_wait(now)
+            if now >= self._board.next_look:
+                self._board.look(now)
+
+    def end(self) -> None:
+        """End the wait."""
+        if self._before is not None:
+            self._board.show(self._before, time.monotonic())
+
+
+def elastic_wait(start: float) -> ElasticWait | None:
+    """Return what a wait that begins at `start` must call, or None if no module has set `look`."""
+    return None if look is None else ElasticWait(start)
+
+
 def board_of_main_thread() -> Any:
     """Return `board` in the main thread, whose work the board shows, and None in other threads."""
     return board if threading.current_thread() is threading.main_thread() else None

@@ -29,7 +29,7 @@ from ..launch.environment import has_ulfm
 from . import failure, polling
 from .agreement.crossed_waits import open_contexts
 from .before_exit import READ_BY
-from .communicator import ElasticComm, elastic_comm
+from .communicator import ElasticComm, elastic_comm, has_rank_of, shrunk
 from .failure import leave_with, survive
 
 #: A tag on which no rank sends, and the tag of the result that spares get.
@@ -89,20 +89,37 @@ def test_some(requests: list[MPI.Request]) -> list[int] | None:
     """
     if current is None:
         return MPI.Request.Testsome(requests)
-    status, ended = MPI.Status(), []
-    for k, request in enumerate(requests):
-        if request.Get_status(status):
-            if status.Get_error() != MPI.SUCCESS:
-                raise current.failure()
-            ended.append(k)
+    status = MPI.Status()
+    ended = [k for k, request in enumerate(requests) if _has_ended(request, status)]
     for k in ended:
         requests[k].Test()
     return ended
 
 
+def test_one(request: MPI.Request, status: MPI.Status) -> bool:
+    """Return whether a request has ended, and fill its status, with the errors of `test_some`."""
+    if current is None:
+        return request.Test(status)
+    return _has_ended(request, status) and request.Test()
+
+
+def test_all(requests: list[MPI.Request]) -> bool:
+    """Return whether all requests have ended, with the errors of `test_some`."""
+    if current is None:
+        return MPI.Request.Testall(requests)
+    return len(test_some(requests) or ()) == len(requests)
+
+
 def tester(request: MPI.Request) -> Callable[[], bool]:
     """Return the test function of one request for a wait, with the errors of `test_some`."""
-    return request.Test if current is None else lambda: bool(test_some([request]))
+    return request.Test if current is None else lambda: test_one(request, MPI.Status())
+
+
+def _has_ended(request: MPI.Request, status: MPI.Status) -> bool:
+    ended = request.Get_status(status)
+    if ended and status.Get_error() != MPI.SUCCESS and current is not None:
+        raise current.failure()
+    return ended
 
 
 def expect_death(seconds: float = _REPORT) -> None:
@@ -266,13 +283,15 @@ class Membership:
             begin("MEET")
             self._agree(_GO_ON)
         begin("SHRINK")
-        base = _shrunk(self.base)
+        base = shrunk(self.base)
         here, there = base.Get_group(), self.base.Get_group()
         before = here.Translate_ranks(range(here.size), there)
         dead = MPI.Group.Difference(there, here)
         # These are communicators that the program has made from other communicators than `comm`, or
         # earlier.
-        self._end_contexts("a rank of this communicator has died", lambda comm: _share(comm, dead))
+        self._end_contexts(
+            "a rank of this communicator has died", lambda comm: has_rank_of(comm, dead)
+        )
         for group in (here, there, dead):
             group.Free()
         for comm in (*self.children, self.base):
@@ -374,7 +393,7 @@ class Membership:
 
     def _last_meeting(self, turn: int) -> bool:
         """Return whether this rank is the lowest of those with the smallest `turn`. Collective."""
-        base = _shrunk(self.base)
+        base = shrunk(self.base)
         survive(base)
         mine = turn * base.size + base.rank
         first = np.array([mine])
@@ -429,22 +448,3 @@ class Membership:
         finally:
             polling.look = look
         return int(value[0]), alive
-
-
-def _shrunk(base: MPI.Intracomm) -> MPI.Intracomm:
-    """Return a communicator of the living ranks of `base`. Collective over them, blocking."""
-    # Open MPI 5.0.11 makes one communicator at a time. If a death breaks the making off, it still
-    # takes that communicator for the next in turn, and the shrink would wait for it for ever. The
-    # end of the making of any other communicator removes that entry.
-    MPI.COMM_SELF.Dup().Free()
-    return MPI.Intracomm(base.Shrink())
-
-
-def _share(comm: MPI.Comm, dead: MPI.Group) -> bool:
-    """Return whether a rank of `comm` is in the group `dead`."""
-    group = comm.Get_group()
-    alive = MPI.Group.Difference(group, dead)
-    found = alive.size < group.size
-    group.Free()
-    alive.Free()
-    return found

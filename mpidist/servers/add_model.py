@@ -38,6 +38,7 @@ def host_model(group, server: Server | None, taken: Container, asked: Request) -
             "inits": inits,
             "node": (socket.gethostname(), available_memory()),
             "copies": state_copies(asked.optimizer),
+            "kept": asked.kept is not None,
         }
 
     def decide(everyone: list[dict]) -> tuple:
@@ -54,6 +55,8 @@ def host_model(group, server: Server | None, taken: Container, asked: Request) -
             host, free = everyone[rank]["node"]
             need = needed(layout.bytes_of(index), copies, len(workers), asked.consistency)
             needs.append((rank, host, need, free))
+        if any(one["kept"] for one in everyone):
+            return tensors, inits, False  # the memory is there, with the values
         check_capacity(asked.name, needs)
         return tensors, inits, everyone[workers[0]]["inits"] is None
 
@@ -64,7 +67,10 @@ def host_model(group, server: Server | None, taken: Container, asked: Request) -
     def allocate() -> Hosted | None:
         if server is None:
             return None
-        shard = ServerShard(layout, server.index, asked.optimizer, inits, asked.seed)
+        if asked.kept is not None:
+            shard = asked.kept.shard
+        else:
+            shard = ServerShard(layout, server.index, asked.optimizer, inits, asked.seed)
         return Hosted(asked, shard, len(workers))
 
     hosted = link.run_on_all(f"{doing}: allocating", allocate)

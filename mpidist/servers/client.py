@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -155,6 +155,21 @@ class Client:
             self._ask(PUSH | CLOCK | PULL, wanted, results, pushes, samples)
         return results
 
+    def begin_at(self, clock: int) -> None:
+        """Let this worker begin at `clock` instead of 0, before its first call."""
+        self.finished = clock
+
+    def repeat_push_pull(
+        self, gradients: Mapping, *, out: Mapping, samples: int | None, known: Collection[int]
+    ) -> None:
+        """Do `push_pull`, but push only to the servers that are not in `known` (their numbers)."""
+        self._open()
+        with self._fused:
+            wanted, results = self._names.wanted(None, out)
+            pushes = self._names.split(gradients)
+            self._enter()
+            self._ask(PUSH | CLOCK | PULL, wanted, results, pushes, samples, known)
+
     def close(self) -> None:
         """Leave the model: other workers no longer wait for this worker.
 
@@ -281,8 +296,13 @@ class Client:
         width = self.layout.tensors[part.piece.tensor].width
         return flat.reshape(len(rows), width), owned(self.layout, part.piece, rows)
 
-    def _ask(self, flags: int, wanted: dict, results: dict, pushes=None, samples=None) -> None:
-        """Send a request to each server that must answer, and receive the answers."""
+    def _ask(
+        self, flags: int, wanted: dict, results: dict, pushes=None, samples=None, known=()
+    ) -> None:
+        """Send a request to each server that must answer, and receive the answers.
+
+        Servers in `known` have the push already.
+        """
         flat, finish = self._names.targets(wanted, results)
         if flags & PUSH:
             self._pushed = self.finished
@@ -296,7 +316,10 @@ class Client:
             # The receive of the answer is posted before the request is sent, so that MPI need not
             # buffer the answer.
             incoming = self._link.receive(rank, protocol.TO_WORKER, total)
-            operation = self._post(server, flags, pushes=pushes, samples=samples, pull=words)
+            if server in known:
+                operation = self._post(server, flags & ~PUSH, pull=words)
+            else:
+                operation = self._post(server, flags, pushes=pushes, samples=samples, pull=words)
             expected[server] = parts, incoming, operation
         headers: list[Header] = []
 

@@ -143,6 +143,10 @@ class ConsistencyGate:
         self.waiting: dict[int, Any] = {}  # worker -> item, in order of arrival
         self.gaps: Counter[int] = Counter()
 
+    def begin_at(self, clocks: Sequence[int]) -> None:
+        """Let the workers begin at these clocks, before the first event."""
+        self.clocks[:] = clocks
+
     def slowest(self) -> int:
         """Return the smallest clock of the live workers; a huge number when all have left."""
         return min(itertools.compress(self.clocks, self.live), default=sys.maxsize)

@@ -28,9 +28,10 @@ from .client import Client
 from .consistency import BSP, Consistency
 from .layout.placement import ServerLayout, choose_ranks, ranks_asked
 from .link import GroupCall, Link, nothing
-from .model_facts import Request
+from .model_facts import KeptModel, Request
 from .protocol import BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
 from .server import Hosted, Server
+from .votes import Votes
 
 
 class ServerGroup:
@@ -136,7 +137,35 @@ class ServerGroup:
         MismatchError
             On all ranks: the arguments differ between ranks.
         """
+        mode = BSP() if consistency is None else consistency
+        # The name becomes a plain str, because `close` sends names as Python literals, and a
+        # subclass of str may have another ``repr``.
+        name = str.__str__(name) if isinstance(name, str) else name
+        return self._host(Request(name, model, optimizer, mode, seed, global_batch))
+
+    def add_again(
+        self,
+        name: str,
+        model: Mapping,
+        kept: KeptModel,
+        *,
+        optimizer,
+        consistency: Consistency,
+        global_batch: int | None = None,
+    ) -> Client | None:
+        """Add a model that the living ranks have kept after a death. Collective, as `add`."""
+        client = self._host(Request(name, model, optimizer, consistency, 0, global_batch, kept))
+        if self._server is not None:
+            hosted = self._hosted(name)
+            hosted.gate.begin_at(kept.clocks)
+            hosted.applied = kept.applied
+        if client is not None:
+            client.begin_at(kept.clocks[self.worker_ranks.index(self.comm.rank)])
+        return client
+
+    def _host(self, asked: Request) -> Client | None:
         self._open()
+        name = asked.name
 
         # Other ranks need no notice of this error. A server that is in `add`, too, receives an
         # earlier pull or push of this worker there, and raises an error.
@@ -145,18 +174,28 @@ class ServerGroup:
 
         # A colocated server must not answer for a model whose values have not arrived yet.
         with GroupCall(self.link, "add"), self.link.serving(nothing):
-            mode = BSP() if consistency is None else consistency
-            # The name becomes a plain str, because `close` sends names as Python literals, and a
-            # subclass of str may have another ``repr``.
-            name = str.__str__(name) if isinstance(name, str) else name
-            asked = Request(name, model, optimizer, mode, seed, global_batch)
             layout = host_model(self, self._server, self._layouts, asked)
         self._layouts[name] = layout
         if not self.is_worker:
             return None
-        client = Client(self, name, layout, len(self._layouts) - 1, global_batch)
+        client = Client(self, name, layout, len(self._layouts) - 1, asked.global_batch)
         self._clients.append(client)
         return client
+
+    def vote(self) -> None:
+        """Let servers apply the pushes of a clock only when all servers have them; see `votes`.
+
+        All servers call this method, before the first client is used.
+        """
+        if self._server is not None and len(self.server_ranks) > 1:
+            others = [rank for rank in self.server_ranks if rank != self.comm.rank]
+            self._server.votes = Votes(self.link, others)
+
+    def hosted(self, name: str) -> tuple[Server, Hosted] | None:
+        """Return what this rank serves of a model, or None; also after the group has ended."""
+        if self._server is None:
+            return None
+        return self._server, next(each for each in self._server.models if each.name == name)
 
     # -- serving, pausing ------------------------------------------------------------------
 

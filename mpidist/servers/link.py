@@ -26,9 +26,10 @@ from mpi4py import MPI
 from .. import events
 from ..errors import ClosedError, MismatchError, MpidistError, ProtocolError, described
 from ..partition import pieces
-from ..runtime import polling
+from ..runtime import polling, ulfm
 from ..runtime.agreement.run_on_all import run_on_all
 from ..runtime.context import Context
+from ..runtime.ulfm import is_death, keep_alive, rank_failure, test_all, tester
 from . import protocol
 from .deadlock import check_stuck
 from .protocol import (
@@ -77,14 +78,18 @@ class GroupCall:
             if link.careful:
                 link.check_call(self.name)
             link.check_notice()
-        except BaseException:
+        except BaseException as error:
             link.turn.append(None)
+            if isinstance(error, MPI.Exception) and is_death(error):
+                raise rank_failure(error) from error
             raise
 
     def __exit__(self, kind, error, trace) -> None:
         try:
             if error is not None:
                 self.link.broken(self.name, error)
+                if isinstance(error, MPI.Exception) and is_death(error):
+                    raise rank_failure(error) from error
         finally:
             self.link.turn.append(None)
 
@@ -164,7 +169,13 @@ class Link:
             self.abandon(error)
 
     def abandon(self, error: BaseException) -> None:
-        """Notify all other ranks of `error`, and keep all buffers that MPI may still write to."""
+        """Notify all other ranks of `error`, and keep all buffers that MPI may still write to.
+
+        After a death in an elastic program, nobody is notified: all ranks notice the death.
+        """
+        if ulfm.current is not None and is_death(error):
+            keep_alive(self._sending, self.receiving, self._pinned)
+            return
         self.context.leftovers = True
         _abandoned.add(self)
         self.notify(error)
@@ -190,7 +201,7 @@ class Link:
         """Give buffers of completed sends back to the pool; return whether all are completed."""
         still = []
         for requests, buffer, nbytes in self._sending:
-            if MPI.Request.Testall(requests):
+            if test_all(requests):
                 self.pool.give(buffer)
                 self.bytes_in_flight -= nbytes
             else:
@@ -257,24 +268,31 @@ class Link:
         """
         start = began = time.monotonic()
         waited, look_around, looks = polling.waited, start + polling.PATIENCE, 0
-        while not test():
-            served, now, looks = self.background(), time.monotonic(), looks + 1
-            if served:  # the idle time begins again
-                began, look_around, looks = now, now + polling.PATIENCE, 0
-                continue
-            self.check_notice()
-            if now >= look_around:
-                polling.long_wait = now
-                check_stuck(self.context, self.trail, ranks())
-                look_around = now + 0.1
-            # If there are more ranks than cores, another rank needs this core. The wait therefore
-            # sleeps, each time for a fortieth of the idle time so far, so that the delay of an
-            # answer stays small compared with the wait. A server that is idle for long polls every
-            # 2 ms and uses about 1 % of a core.
-            if now - began > 0.001:
-                time.sleep(min((now - began) / 40, 0.002))
-            elif looks > _SPINS:
-                os.sched_yield()
+        elastic = polling.elastic_wait(start)
+        try:
+            while not test():
+                served, now, looks = self.background(), time.monotonic(), looks + 1
+                if elastic is not None and now >= elastic.next:
+                    elastic.look(now)
+                if served:  # the idle time begins again
+                    began, look_around, looks = now, now + polling.PATIENCE, 0
+                    continue
+                self.check_notice()
+                if now >= look_around:
+                    polling.long_wait = now
+                    check_stuck(self.context, self.trail, ranks(), test)
+                    look_around = now + 0.1
+                # If there are more ranks than cores, another rank needs this core. The wait
+                # therefore sleeps, each time for a fortieth of the idle time so far, so that the
+                # delay of an answer stays small compared with the wait. A server that is idle for
+                # long polls every 2 ms and uses about 1 % of a core.
+                if now - began > 0.001:
+                    time.sleep(min((now - began) / 40, 0.002))
+                elif looks > _SPINS:
+                    os.sched_yield()
+        finally:
+            if elastic is not None:
+                elastic.end()
         seconds = time.monotonic() - start
         polling.waited = waited + seconds  # waits inside `background` are part of `seconds`
         if peers is not None:
@@ -392,14 +410,14 @@ class Link:
         self._pinned.append((sending, data))
         for rank in ranks:
             sending.append(self.comm.Isend([data, MPI.BYTE], rank, self.tag + tag))
-        self.wait(lambda: MPI.Request.Testall(sending), peers="all")
+        self.wait(lambda: test_all(sending), peers="all")
         self._pinned.pop()
 
     def _take(self, source: int, tag: int) -> bytes:
         data = bytearray(self.wait_for_size(source, tag, "all"))
         request = self.comm.Irecv([data, MPI.BYTE], source, self.tag + tag)
         self._pinned.append((request, data))
-        self.wait(request.Test, peers="all")
+        self.wait(tester(request), peers="all")
         self._pinned.pop()
         return bytes(data)
 

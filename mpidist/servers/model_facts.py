@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,19 @@ from .layout.row_selection import checked_array
 from .shards import parse_init
 
 
+class KeptModel(NamedTuple):
+    """What the ranks have of a model after a death, when they add it to a new group.
+
+    The tensors are divided in the same way, because there are as many servers as before. `shard` is
+    None on a rank that is no server. `clocks` are those of the workers, in the new order. The
+    pushes of all clocks before `applied` are applied, in modes that hold pushes.
+    """
+
+    shard: Any
+    clocks: Sequence[int]
+    applied: int = 0
+
+
 class Request(NamedTuple):
     """The arguments of `ServerGroup.add` on one rank."""
 
@@ -23,6 +36,7 @@ class Request(NamedTuple):
     consistency: Consistency
     seed: int = 0
     global_batch: int | None = None
+    kept: KeptModel | None = None
 
 
 def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, float]] | None]:
@@ -41,7 +55,7 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
         For names that are not strings, dtypes that are not floating-point, and a mixture of arrays
         and tuples.
     """
-    name, model, _, consistency, seed, global_batch = asked
+    name, model, _, consistency, seed, global_batch, _ = asked
     if not isinstance(name, str):
         raise ConfigError(f"add: name={shown(name)}; expected a string")
     if isinstance(seed, bool) or not isinstance(seed, int) or not abs(seed) < 1 << 63:

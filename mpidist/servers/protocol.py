@@ -21,6 +21,7 @@ from mpi4py import MPI
 
 from ..errors import ProtocolError
 from ..partition import pieces
+from ..runtime.ulfm import test_one
 
 MAGIC = 0x6D70696470737276  # the characters "mpidpsrv"
 FORMAT = 1
@@ -47,7 +48,7 @@ ALL = -1  # a selection of this length means all that the server holds
 
 # Messages to servers and to workers have different tags, because a rank that is both worker and
 # server sends messages to itself.
-TO_SERVER, TO_WORKER, NOTICE, VALUES, UP, DOWN = 1, 2, 3, 4, 5, 6
+TO_SERVER, TO_WORKER, NOTICE, VALUES, UP, DOWN, VOTE = 1, 2, 3, 4, 5, 6, 7
 
 # Groups share the control communicator of their context, and each group has its own tags there.
 # MPI guarantees tags up to 32,767 only, so tags are used again after `GROUPS` groups.
@@ -157,7 +158,7 @@ class Incoming:
         """Whether the whole message has arrived. Makes progress."""
         while self._requests:
             status = MPI.Status()
-            if not self._requests[0].Test(status):
+            if not test_one(self._requests[0], status):
                 return False
             del self._requests[0]
             if not self._opened:

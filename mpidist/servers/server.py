@@ -31,6 +31,7 @@ from .link import Link
 from .model_facts import Request
 from .protocol import HEADER_BYTES, TO_SERVER, TO_WORKER, Header, Incoming
 from .shards import ServerShard
+from .votes import Votes
 
 
 class Push(NamedTuple):
@@ -60,6 +61,7 @@ class Hosted:
         self.global_batch: Any = asked.global_batch
         self.pulled = [0] * workers  # the shard's version at each worker's newest pull
         self.newest = [-1] * workers  # staleness of each worker's newest applied push
+        self.applied = 0  # the pushes of all clocks before are applied, in modes that hold pushes
         self.staleness: Counter[int] = Counter()
 
     def weight(self, push: Push) -> float:
@@ -78,6 +80,7 @@ class Hosted:
         else:
             ((_, push),) = action.pushes
             self.shard.apply([(1.0, push.parts)], self.weight(push))
+        self.applied = action.clock + 1
         for worker, push in action.pushes:
             self.newest[worker] = version - push.seen
             self.staleness[version - push.seen] += 1
@@ -110,6 +113,7 @@ class Server:
         self.on_pause: Callable[[Any], None] | None = None
         self.queue: Counter[int] = Counter()
         self.busy_seconds = 0.0
+        self.votes: Votes | None = None
         self._present = set(range(len(workers)))  # the workers that have not left
         self._paused: dict[int, Any] = {}
         self._arriving: dict[int, Incoming] = {}
@@ -124,7 +128,8 @@ class Server:
     @property
     def done(self) -> bool:
         """Whether every worker has left and every answer has been sent."""
-        return not self._present and not self._answers
+        voting = self.votes is not None and self.votes.pending
+        return not self._present and not self._answers and not voting
 
     def poll(self) -> bool:
         """Receive requests, apply pushes and send answers, as far as possible without waiting.
@@ -133,6 +138,9 @@ class Server:
         """
         start = time.perf_counter()
         acted = self._begin_receives() | self._finish_receives()
+        if self.votes is not None:
+            for model, actions in self.votes.listen():
+                self._carry_out(self.models[model], actions)
         self.link.reap()
         while self._answers and self.link.bytes_in_flight < ROOM_BYTES:
             self.link.send(*self._next_answer(), TO_WORKER)
@@ -235,6 +243,17 @@ class Server:
     # -- updates and answers ---------------------------------------------------------------
 
     def _run(self, model: Hosted, actions: Sequence[Apply | Answer]) -> None:
+        if self.votes is not None and model.gate.consistency.holds:
+            actions = self.votes.released(self.models.index(model), actions)
+        self._carry_out(model, actions)
+
+    def settle(self, name: str, clocks: int) -> None:
+        """Apply the pushes of the first `clocks` clocks, if they wait for votes; forget others."""
+        number = [model.name for model in self.models].index(name)
+        if self.votes is not None:
+            self._carry_out(self.models[number], self.votes.settle(number, clocks))
+
+    def _carry_out(self, model: Hosted, actions: Sequence[Apply | Answer]) -> None:
         for action in actions:
             if isinstance(action, Apply):
                 if model.gate.consistency.holds:  # else part of "serve push"

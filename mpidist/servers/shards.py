@@ -88,7 +88,7 @@ class ServerShard:
     """
 
     def __init__(self, layout: ServerLayout, server: int, optimizer, inits: Mapping, seed: int):
-        self.layout, self.server, self.optimizer = layout, server, optimizer
+        self.layout, self.server = layout, server
         self.version = 0
         self.parameters: dict[str, np.ndarray] = {}
         self._keys = {piece.tensor: layout.key(piece) for piece in layout.pieces[server]}
@@ -98,6 +98,11 @@ class ServerShard:
             array = self.parameters[self._keys[tensor]] = np.empty(stop - start, dtype)
             initial(array, name, start, inits.get(name, ("zeros", 0.0)), seed)
         self.state = optimizer.init(self.parameters)
+        self.use(optimizer)
+
+    def use(self, optimizer) -> None:
+        """From now on, update by `optimizer`, whose state has the same form as that of before."""
+        self.optimizer = optimizer
         # If the optimizer has an argument for the weight of an update, the weight is a factor of
         # the learning rate. (Adam needs this, because the size of its step does not depend on the
         # length of the gradient.) For any other optimizer, the gradient is multiplied by the

@@ -18,6 +18,7 @@ from ..checkpoint.store import CheckpointStore
 from ..errors import ConfigError, MpidistError
 from ..fault_tolerance.guard import Stopped
 from ..fault_tolerance.watch import watch
+from ..runtime.ulfm import is_death
 
 
 def watched(comm, seconds: float):
@@ -66,11 +67,13 @@ def open_store(comm, checkpoint, fresh: bool | str, memory: Path | None):
 def abandon_on_error(exchange):
     """Send the other ranks the exception that has ended the run on this rank.
 
-    Nothing is sent if all ranks raise the same exception together.
+    Nothing is sent if all ranks raise the same exception together, or if a rank has died.
     """
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Stopped) and not getattr(error, "everywhere", False):
+        if is_death(error):
+            exchange.lost(error)
+        elif not isinstance(error, Stopped) and not getattr(error, "everywhere", False):
             exchange.abandon(error)
         raise

@@ -228,10 +228,15 @@ def check_elastic(elastic, strategy, checkpoint) -> Elastic | None:
     if elastic is None or elastic is False:
         return None
     settings = as_elastic(elastic)
-    if not getattr(strategy, "has_replicas", False):
+    if not getattr(strategy, "survives", False):
         raise ConfigError(
-            "elastic: only strategy AllReduce goes on after a death; for parameter servers leave "
-            "elastic out, and start the job by mpidist launch"
+            "elastic: this strategy cannot go on after a death; use AllReduce or ParameterServer, "
+            "or leave elastic out and start the job by mpidist launch"
+        )
+    if settings.slow and not getattr(strategy, "has_replicas", False):
+        raise ConfigError(
+            f"elastic: slow={settings.slow} needs strategy AllReduce; workers of parameter servers "
+            "need not wait for a slow one: use md.SSP or md.ASP, and leave slow out"
         )
     if hasattr(checkpoint, "restore"):
         raise ConfigError(

@@ -17,7 +17,7 @@ import json
 import signal
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,14 @@ class Carried:
         run.began = self._times[0]
         return True
 
+    def restore(self, run: Progress, resume: bool | str, retry_bad: bool, handed: str) -> None:
+        """Restore `run` from the newest checkpoint, as `Progress.resume` does. Collective."""
+        run.resume(resume, retry_bad, handed)
+
+    def interval_from(self, step: int) -> int:
+        """Return the step from which all workers count to the next save."""
+        return step
+
     def begin(self, exchange) -> None:
         """Begin the exchange; its price is measured once in a run. Collective."""
         if self._facts is None:
@@ -136,9 +144,10 @@ class Carried:
 
     def step_done(self, step: int) -> None:
         """Show that this rank has done `step` steps; evict slow ranks. Collective."""
-        if self.group is not None and self._slow is not None:
+        if self.group is not None:
             self.group.watch.step_done(step)
-            self._slow.end_of_step()
+            if self._slow is not None:
+                self._slow.end_of_step()
 
     def end_steps(self) -> None:
         """Show that this rank does no more steps, so nobody waits for it in vain."""
@@ -175,11 +184,23 @@ class Carried:
         }
         return self._sent
 
-    def receive(self) -> None:
-        """Take the facts that `peer_state` has put into the result of `state`."""
-        before, self._facts = self.step, json.loads(self._sent["facts"])
+    def bring_up_to_date(self, comm, step: int) -> int:
+        """Give all ranks of `comm` the state of the newest; return its step. Collective.
+
+        `step` is that of this rank, or `peer_state.NOTHING`.
+        """
+        before = self.step
+        newest = peer_state.bring_up_to_date(comm, self.state(), step)
+        self._facts = json.loads(self._sent["facts"])
         if 0 <= before < self.step:
             self._missed = self._facts["report"]
+        return newest
+
+    def check_living(self, ranks: Sequence[int]) -> None:
+        """Raise RankFailure on all ranks if the run cannot go on with these `ranks`.
+
+        They are ranks of the first communicator.
+        """
 
 
 class TrainingGroup(Group):
@@ -201,20 +222,30 @@ class TrainingGroup(Group):
         return 3 * sum(array.nbytes for array in self._carried.given["model"].parameters.values())
 
     def _bring_up_to_date(self, step: int) -> int:
-        carried = self._carried
-        newest = peer_state.bring_up_to_date(self.comm, carried.state(), step)
-        carried.receive()
-        return newest
+        return self._carried.bring_up_to_date(self.comm, step)
+
+    def _check_living(self, ranks: list[int]) -> None:
+        self._carried.check_living(ranks)
+
+    def name_of(self, rank: int) -> str:
+        """Return what texts call a rank of the first communicator, such as rank 3 of 8 on n2."""
+        return next(name for name, number in self._number.items() if number == rank)
 
 
 def train_elastic(
-    comm, settings: Elastic, given: Mapping, train: Callable[[Any, Carried], Summary]
+    comm,
+    settings: Elastic,
+    carry: Callable[[str, int], Carried],
+    train: Callable[[Any, Carried], Summary],
 ) -> Summary:
-    """Call ``train(comm, carried)``, again after each death. Collective over `comm`."""
+    """Call ``train(comm, carried)``, again after each death. Collective over `comm`.
+
+    ``carry(name, ranks)`` makes what is carried by a run of this name on so many ranks.
+    """
     check = partial(check_possible, comm, settings.min_ranks, settings.spares)
     same_on_all(comm, "md.train: elastic", check)
     name = run_on_all(comm, "md.train", lambda: uuid.uuid4().hex, lambda names: names[0])
-    carried = Carried(given, name)
+    carried = carry(name, comm.size - settings.spares)
     try:
         group = TrainingGroup(comm, settings, carried)
     except MPI.Exception as error:  # a rank has died in the making of the group

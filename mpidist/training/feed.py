@@ -70,7 +70,8 @@ class Feed:
         # The loader's thread needs its own sampler, for a sampler keeps the order it has computed.
         own = self._run.sampler
         sampler = Sampler(own.count, own.global_batch, own.seed, own.shuffle)
-        return _parts(sampler, self._run.position, self._run.exchange.part, self.quarantine)
+        run = self._run
+        return _parts(sampler, run.position, run.step, run.exchange.part, self.quarantine)
 
     def take(
         self, indices: np.ndarray, meanwhile: Callable[[], object] | None = None
@@ -158,10 +159,11 @@ class Feed:
         )  # fmt: skip
 
 
-def _parts(sampler: Sampler, position: Position, part, quarantine: Quarantine):
+def _parts(sampler: Sampler, position: Position, step: int, part, quarantine: Quarantine):
     """For one batch after the other, yield the indices of the samples of this rank."""
     while True:
         indices, position = sampler.batch(position)
         wanted = quarantine.wanted(indices)
-        start, stop = part(len(wanted))
+        start, stop = part(len(wanted), step)
         yield wanted[start:stop]
+        step += 1

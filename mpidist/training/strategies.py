@@ -53,6 +53,7 @@ class AllReduce:
     accumulate: int = 1
     takes_microbatches: ClassVar[bool] = True
     has_replicas: ClassVar[bool] = True
+    survives: ClassVar[bool] = True
 
     def __post_init__(self):
         chosen(self.algorithm, self.reproducible)
@@ -106,16 +107,20 @@ class ParameterServer:
     servers: int | Sequence[int] = 1
     consistency: Consistency = field(default_factory=BSP)
     placement: str = "dedicated"
+    survives: ClassVar[bool] = True
 
     def workers(self, size: int) -> int:
         """Return how many of `size` ranks are workers; raise ConfigError if there is no worker."""
         return len(choose_ranks(size, self.servers, self.placement)[1])
 
-    def open(self, comm, model, optimizer, *, global_batch: int, seed: int):
-        """Return the object that exchanges the gradients in one run. Collective over `comm`."""
+    def open(self, comm, model, optimizer, *, global_batch: int, seed: int, kept=None):
+        """Return the object that exchanges the gradients in one run. Collective over `comm`.
+
+        An elastic run gives what the ranks have `kept` (see `server_exchange.Kept`).
+        """
         from .exchanges.server_exchange import Served
 
-        return Served(comm, model, optimizer, self, global_batch=global_batch, seed=seed)
+        return Served(comm, model, optimizer, self, kept, global_batch=global_batch, seed=seed)
 
 
 CONSISTENCIES = {"bsp": BSP, "asp": ASP, "ssp": SSP}

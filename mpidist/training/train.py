@@ -17,6 +17,7 @@ from . import resume_report
 from .abandon import abandon_on_error, open_store, watched
 from .checks import last_step
 from .elastic_run import Carried, train_elastic
+from .exchanges.carried_servers import CarriedServers
 from .feed import Feed
 from .quarantine import Quarantine
 from .run_state import Progress, StepReport
@@ -138,8 +139,9 @@ def train(
     elastic : Elastic or bool
         Whether the run goes on with the living ranks after ranks have died, see docs/elastic.md.
         True stands for ``md.Elastic()``. The job must be started by ``mpirun --with-ft ulfm`` of
-        Open MPI. AllReduce only; `checkpoint` must be a path or a function, because the run opens
-        the store anew on the living ranks.
+        Open MPI. `checkpoint` must be a path or a function, because the run opens the store anew on
+        the living ranks. With parameter servers, give a checkpoint: the parameters on a server that
+        dies are restored from it.
 
     Returns
     -------
@@ -174,7 +176,13 @@ def train(
     given = {name: value for name, value in locals().items() if name != "comm"}
     agreed, asked = agree_on_settings(comm, given), SimpleNamespace(**given)
     if agreed.elastic is not None:
-        return train_elastic(comm, agreed.elastic, given, partial(_train, asked, agreed))
+
+        def carry(name: str, ranks: int) -> Carried:
+            if getattr(agreed.strategy, "has_replicas", False):
+                return Carried(given, name)
+            return CarriedServers(given, name, agreed.strategy, ranks)
+
+        return train_elastic(comm, agreed.elastic, carry, partial(_train, asked, agreed))
     return _train(asked, agreed, comm, Carried(given))
 
 
@@ -202,7 +210,8 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                 early = exchange.synchronous and hand_over.is_waiting()
                 if early:  # its measurements take longer than all that follows the hand-over
                     exchange.begin()
-                run.resume(asked.resume, asked.retry_bad, hand_over.wait_for_turn(comm))
+                handed = hand_over.wait_for_turn(comm)
+                carried.restore(run, asked.resume, asked.retry_bad, handed)
             changed = run.deaths > 0 or run.ranks_before != comm.size
             if asked.on_resize is not None and changed:
                 asked.on_resize(run.ranks_before, comm.size, run)
@@ -215,13 +224,14 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
             )
             with watching as watcher, ExitStack() as stack:
                 if exchange.dedicated:
+                    carried.hold(run, watcher, ())
                     exchange.serve(run.save)
                 else:
                     if not early:
                         carried.begin(exchange)
                     feed = stack.enter_context(closing(Feed(source, run, asked.loading)))
                     run.start_loop(last)
-                    pace.begin(run.step)
+                    pace.begin(carried.interval_from(run.step))
                     copies = carried.copies(store, run.step)
                     carried.hold(run, watcher, agreed.callbacks)
                     hands_over = store is not None and asked.resume in ("auto", True)

@@ -1,5 +1,6 @@
 """`md.elastic` when ranks are really killed by SIGKILL (R46, R48, R54, R77)."""
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -184,9 +185,9 @@ def test_a_step_that_is_not_done(tmp_path):
 
 @with_ulfm
 def test_the_page(tmp_path):
-    """The first block of docs/elastic.md as it stands; the second with what it takes as given."""
+    """The first block of docs/elastic.md as it stands; the others with what they take as given."""
     page = (Path(__file__).parents[2] / "docs" / "elastic.md").read_text(encoding="utf-8")
-    first, second = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    first, second, third = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     given = """
 state = {"weights": np.zeros(1000)}
 def fill(x, rank, size, step):
@@ -194,12 +195,22 @@ def fill(x, rank, size, step):
 def update(state, x):
     state["weights"] -= 0.1 * x
 """
+    served = """
+state = {"weights": np.zeros(1000)}
+def gradients(workers, step):
+    x = np.zeros(1000)
+    fill(x, workers.rank, workers.size, step)
+    return {"weights": x * workers.size}
+"""
     last = "\nif comm.rank == 0: print('and', *[f'{w:.6f}' for w in state['weights'][1:2]])\n"
     path = tmp_path / "elastic_loop.py"
-    path.write_text(first + given + second + last)
+    third = third.replace("steps(0, 1000", "steps(0, 50")  # each step needs both ranks in turn
+    path.write_text(first + given + second + last + served + third + last)
     lines = launch_with_ulfm(2, path).check().stdout.splitlines()
     assert lines[0].startswith("2 ranks, weights[1] = ")
     assert lines[1].split()[1] == lines[0].split()[-1]
+    wanted = -0.1 * sum(math.sin(k + step) / 60 for k in range(60) for step in range(50))
+    assert lines[2].split()[1] == f"{wanted:.6f}"
 
 
 @with_ulfm

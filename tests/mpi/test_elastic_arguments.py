@@ -10,7 +10,7 @@ from mpidist.elasticity import elastic_group, elastic_loop
 @pytest.fixture
 def with_ulfm(monkeypatch):
     """As if this job could survive: the arguments are checked before any communicator is made."""
-    monkeypatch.setattr(elastic_loop, "has_ulfm", lambda: True)
+    monkeypatch.setattr(elastic_loop, "why_not_elastic", lambda library: "")
     monkeypatch.setattr(elastic_loop, "is_whole_job", lambda _: True)
 
 

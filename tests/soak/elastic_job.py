@@ -7,7 +7,9 @@ has (`RANK.end`). On SIGUSR1 it writes its stacks to `RANK.stack`.
 
 KIND is ``with ALGORITHM N`` or ``function ALGORITHM N`` (N numbers are added by an algorithm),
 ``arena N``, ``store N`` (saves every few steps), or ``train MICROBATCHES ALGORITHM SAVES``: an
-elastic `md.train`, with 0 or more microbatches, which saves every few steps if SAVES is 1.
+elastic `md.train`, with 0 or more microbatches, which saves every few steps if SAVES is 1. ``served
+MODE PLACEMENT SERVERS SAVES`` is one with parameter servers: each parameter counts how often a
+sample was used, with the opposite sign.
 """
 
 import faulthandler
@@ -25,8 +27,10 @@ from mpi4py import MPI
 
 import mpidist as md
 from mpidist.elasticity.elastic_group import Group
+from mpidist.servers.client import Client
 
-SAMPLES = 24
+SAMPLES, SERVED_SAMPLES = 24, 240
+clients: list[Client] = []
 #: Values in the board: a rank is in its group; and it has left it.
 INSIDE, LEFT = 1, 1_000_000
 PID, DONE, SAVING = range(3)
@@ -137,6 +141,8 @@ def run():
                         lambda group: Store(group.comm, place, keep=2))  # fmt: skip
     if kind == "train":
         return train(int(words[0]), words[1], words[2] == "1")
+    if kind == "served":
+        return served(words[0], words[1], int(words[2]), words[3] == "1")
     raise SystemExit(f"no kind {kind!r}")
 
 
@@ -178,6 +184,51 @@ def train(microbatches: int, algorithm: str, saves: bool):
     return SimpleNamespace(size=summary.ranks, deaths=summary.deaths)
 
 
+class Counts:
+    """A model whose gradient of a sample is 1 in the place of this sample, in two tensors."""
+
+    def __init__(self):
+        self.parameters = {name: np.zeros(SERVED_SAMPLES) for name in "ab"}
+        self.state = {}
+
+    def predict(self, inputs):
+        return inputs
+
+    def loss_and_gradients(self, batch, gradients, ready=None):
+        for gradient in gradients.values():
+            gradient[...] = batch[0].mean(axis=0)
+        time.sleep(0.001 + 0.002 * ((world + board[DONE]) % 3 == 0))
+        return 1.0
+
+
+def remember(client, *args, make=Client.__init__) -> None:
+    make(client, *args)
+    clients.append(client)
+
+
+def served(mode: str, placement: str, servers: int, saves: bool):
+    """An elastic run of `md.train` with parameter servers."""
+    Client.__init__ = remember
+    modes = {"bsp": md.BSP(), "asp": md.ASP(), "ssp": md.SSP(2), "ssp0": md.SSP(0)}
+    model, data = Counts(), (np.eye(SERVED_SAMPLES), np.zeros(SERVED_SAMPLES))
+
+    def note(report) -> None:
+        log.write(f"{report.step - 1}\n")
+        board[DONE] = INSIDE + report.step
+
+    place = {"checkpoint": lambda comm: Store(comm, folder / "store", keep=2)} if saves else {}
+    summary = md.train(
+        comm, model, data, optimizer=md.optim.sgd(48.0), global_batch=48, steps=steps, seed=1,
+        strategy=md.ParameterServer(min(servers, ranks - 1), modes[mode], placement),
+        callbacks=[note], elastic=True, watch_seconds=40,
+        **place, **({"checkpoint_every": SAVE_EVERY} if saves else {}),
+    )  # fmt: skip
+    counts = np.stack([-np.rint(x) for x in model.parameters.values()])
+    np.save(folder / f"{world}.npy", counts)
+    state["w"], state["more"]["count"] = counts, summary.steps
+    return SimpleNamespace(size=summary.ranks, deaths=summary.deaths)
+
+
 def sha256(state: dict) -> str:
     found = hashlib.sha256()
     for array in (state["w"], state["more"]["v"], np.array(state["more"]["count"])):
@@ -189,6 +240,7 @@ began = time.monotonic()
 group = run()
 board[DONE] = LEFT
 end = {"sha256": sha256(state), "count": state["more"]["count"], "size": group.size,
+       "gap": max((max(one.gaps, default=0) for one in clients), default=0),
        "deaths": group.deaths, "seconds": round(time.monotonic() - began, 3)}  # fmt: skip
 (folder / f"{world}.part").write_text(json.dumps(end))
 (folder / f"{world}.part").replace(folder / f"{world}.end")

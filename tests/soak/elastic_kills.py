@@ -9,7 +9,9 @@ which falls into the repair (``follow``). Moments are drawn between the making o
 end of the program. A run is right if all living ranks have the bits of a run that nobody disturbs
 (those of each other in a training without microbatches), no rank has done a step twice, the exit
 code is 0, and 5 s later no process and no file in /dev/shm is left. A run that does not end is a
-failure, and its ranks leave their stacks.
+failure, and its ranks leave their stacks. A run with parameter servers is right if no sample was
+used more often than there were epochs, and under BSP and SSP(0) none less often. It may also end by
+the error that the parameters of a dead server are lost, or that no worker lives.
 
 One line of JSON tells each run; the seed in it, given by ``--seed`` with ``--single 1``, draws the
 same kills again. As root all happens in a mount namespace of its own, with an empty /dev/shm.
@@ -47,12 +49,21 @@ INSIDE, LEFT = 1, 1_000_000
 PID, DONE, SAVING = range(3)
 #: Seconds after the end of mpirun in which all must be gone.
 GONE_WITHIN = 5.0
+#: The exit code of `RankFailure`.
+LOST = 70
 _PRIVATE = "MPIDIST_SOAK_PRIVATE"
 _FAST = ["native", "auto", "node", "hierarchical", "single_copy", *ALLREDUCE]
 KINDS = [f"with {name} {n}" for name in _FAST for n in (1000, 250_000)]
 KINDS += ["function auto 1000", "function ring 250000", "arena 1000", "arena 250000"]
 KINDS += ["store 1000", "store 250000"] * 3
 KINDS += ["train 12 auto 0", "train 12 auto 1"] * 10
+KINDS += [
+    f"served {mode} {placement} {servers} {saves}"
+    for mode in ("bsp", "asp", "ssp", "ssp0")
+    for placement, servers, saves in (
+        ("dedicated", 1, 0), ("dedicated", 2, 0), ("dedicated", 2, 1), ("colocated", 2, 1),
+    )
+]  # fmt: skip
 KINDS += [
     f"train 0 {name} {saves}" for name in ("auto", "node", "ring", "native") for saves in (0, 1)
 ]
@@ -73,7 +84,9 @@ class Blow:
 def drawn(draw: random.Random, mode: str, kind: str, ranks: int) -> list[Blow]:
     """Draw the kills of a run."""
     victims = draw.sample(range(ranks), ranks)
-    saves = kind.startswith("store") or (kind.startswith("train") and kind.endswith("1"))
+    saves = kind.startswith("store") or (
+        kind.startswith(("train", "served")) and kind.endswith("1")
+    )
 
     def moment() -> tuple[str | int, float]:
         what = draw.choices(["begin", "save", "end", "step"], [1, 2 * saves, 1, 8])[0]
@@ -119,6 +132,7 @@ class Run:
         self.job = Started(command, env=env, cwd=self.folder)
         self.first_kill = 0.0
         self.faults: list[str] = []
+        self.lost = False
         self.killed: set[int] = set()
 
     def over(self) -> bool:
@@ -163,7 +177,10 @@ class Run:
             self.faults.append("hung")
             self.stacks()
         elif code := self.job.process.returncode:
-            self.faults.append(f"exit code {code}")
+            # Lost parameters end a job with servers, as they must.
+            self.lost = self.kind.startswith("served") and code == LOST
+            if not self.lost:
+                self.faults.append(f"exit code {code}")
         began = time.monotonic()
         while (left := self.left()) and time.monotonic() < began + GONE_WITHIN:
             time.sleep(0.02)
@@ -198,6 +215,9 @@ class Run:
         """Compare what the living ranks have with `bits`, or with each other if that is ""."""
         if "hung" in self.faults:
             return
+        if self.kind.startswith("served"):
+            self.judge_served()
+            return
         paths = [self.folder / f"{rank}.log" for rank in range(self.ranks)]
         logs = [[*map(int, p.read_text().split())] if p.exists() else [] for p in paths]
         for rank, log in enumerate([] if self.ladder else logs):  # else steps may be done again
@@ -216,6 +236,37 @@ class Run:
             bits = bits or end["sha256"]
             if end["count"] != STEPS or end["sha256"] != bits:
                 self.faults.append(f"rank {rank} is wrong: {end}")
+
+    def judge_served(self) -> None:
+        """Check how often the samples were used; see `elastic_job.Counts`."""
+        if self.lost:
+            told = ("partitions it served", "no checkpoint yet", "all workers died")
+            if not self.killed or not any(text in self.done.stderr for text in told):
+                self.faults.append("ended by an error")
+            return
+        mode, epochs, before = self.kind.split()[1], STEPS // 5, None
+        for rank in sorted(self.living()):
+            path, log = self.folder / f"{rank}.end", self.folder / f"{rank}.log"
+            steps = [*map(int, log.read_text().split())] if log.exists() else []
+            if not path.exists():
+                self.faults.append(f"rank {rank} did not come to the end")
+                continue
+            back = "go back to step" in self.done.stderr
+            if not steps or (steps[-1] < STEPS - 1 and back):
+                continue  # a server, maybe only since all others have died
+            end, counts = json.loads(path.read_text()), np.load(self.folder / f"{rank}.npy")
+            jumps = [(a, b) for a, b in itertools.pairwise(steps) if b != a + 1]
+            if end["count"] != STEPS or steps[-1] != STEPS - 1:
+                self.faults.append(f"rank {rank} has done {end['count']} steps")
+            if jumps and not back:
+                self.faults.append(f"rank {rank} jumps: {jumps}")
+            if counts.max() > epochs or (mode in ("bsp", "ssp0") and counts.min() < epochs):
+                self.faults.append(f"rank {rank}: counts {counts.min()} to {counts.max()}")
+            if before is not None and not np.array_equal(before, counts):
+                self.faults.append(f"rank {rank} has other parameters")
+            if mode == "ssp" and end["gap"] > 2:
+                self.faults.append(f"rank {rank} was {end['gap']} steps ahead")
+            before = counts
 
     def living(self) -> set[int]:
         """Return the ranks that must have come to the end."""
@@ -252,7 +303,7 @@ def one(mode: str, seed: int, args, bits: dict[str, str]) -> dict:
     kind = draw.choice(args.kinds)
     ranks = draw.randint(max(args.ranks[0], 2 if mode == "single" else 3), args.ranks[1])
     blows = drawn(draw, mode, kind, ranks)
-    if kind.startswith("train 0 "):
+    if kind.startswith(("train 0 ", "served")):
         bits[kind] = ""  # sums of floating-point numbers depend on the number of ranks
     elif kind not in bits:
         bits[kind] = undisturbed(kind, args.timeout)
@@ -270,6 +321,7 @@ def one(mode: str, seed: int, args, bits: dict[str, str]) -> dict:
     told = {"mode": mode, "seed": seed, "verdict": "; ".join(run.faults) or "right", "kind": kind,
             "ranks": ranks, "hits": [hit for blow in blows for hit in blow.hits],
             "wanted": [(blow.target, round(blow.after, 1), blow.ranks) for blow in blows],
+            "lost": run.lost,
             "deaths_seen": run.done.stderr.count("go on after") + run.done.stderr.count("goes on"),
             "seconds": round(time.monotonic() - began, 2), "load": float(load)}  # fmt: skip
     if run.faults:

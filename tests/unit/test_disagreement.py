@@ -75,11 +75,12 @@ WITHOUT_ARGUMENTS = {
     "free", "Plan", "Handle.wait", "Topology.inter_comm", "Topology.close", "Gradients.close",
     "ServerGroup.barrier", "ServerGroup.close",
     *(f"{store}.{name}" for store in ("CheckpointStore", "TieredStore")
-      for name in ("latest_step", "continue_newest", "wait", "close")),
+      for name in ("latest_step", "continue_newest", "wait", "let_go", "close")),
     "TieredStore.stop_holding",
     "Guard.fits",  # a communicator and how to wait: for the trainers, which give neither by hand
     "Guard.check_loss",  # takes the reduced loss, which has the same bits on all ranks
     "AllReduce.open", "ParameterServer.open",  # `md.train` calls them, with what it has compared
+    "ServerGroup.add_again",  # `md.train` calls it, with what the living ranks have compared
 }  # fmt: skip
 
 

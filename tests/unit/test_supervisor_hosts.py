@@ -9,7 +9,14 @@ import pytest
 
 from mpidist.errors import ConfigError
 from mpidist.launch.process_table import is_running
-from mpidist.supervisor import commands, host_tests, hosts, memory_folder, one_attempt
+from mpidist.supervisor import (
+    attempts,
+    commands,
+    host_tests,
+    hosts,
+    memory_folder,
+    one_attempt,
+)
 from mpidist.supervisor.host_tests import refuses, silent_hosts
 from mpidist.supervisor.hosts import AttemptPlace, LaunchedJob, doubted, usable
 from mpidist.supervisor.policy import Attempt

@@ -66,7 +66,7 @@ class Replicas:
         if self.accumulate > 1:
             self._scratch, _ = flat_views(self.model.parameters)
 
-    def part(self, count: int) -> tuple[int, int]:
+    def part(self, count: int, step: int = 0) -> tuple[int, int]:
         """Return (start, stop) of this rank's samples in a global batch of `count` samples."""
         return BlockPartition(count, self.comm.size).range(self.comm.rank)
 
@@ -215,6 +215,9 @@ class Replicas:
             context.break_off(error, min(handle.sequence for handle in context.handles))
         else:
             context.raised(error)
+
+    def lost(self, error: BaseException) -> None:
+        """Do nothing after a death: nothing of an exchange outlives its communicator."""
 
     def _let_go(self) -> None:
         self.exchange.abandon()

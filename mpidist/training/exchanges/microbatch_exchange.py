@@ -89,7 +89,7 @@ class PieceReplicas(Replicas):
         mine = self._sums[0].mine
         return BlockPartition(count, self.pieces).bounds()[mine.start : mine.stop + 1]
 
-    def part(self, count: int) -> tuple[int, int]:
+    def part(self, count: int, step: int = 0) -> tuple[int, int]:
         """Return (start, stop) of this rank's samples in a global batch of `count` samples."""
         bounds = self._bounds(count)
         return bounds[0], bounds[-1]

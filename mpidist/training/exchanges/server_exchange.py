@@ -10,8 +10,8 @@ step.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -24,14 +24,61 @@ from ...gradients.flat_views import flat_views
 from ...partition import BlockPartition
 from ...runtime.agreement.run_on_all import run_on_all
 from ...runtime.polling import wait_until
+from ...runtime.ulfm import is_death, keep_alive, tester
 from ...servers.consistency import SSP
 from ...servers.group import ServerGroup
+from ...servers.model_facts import KeptModel
 from ..checks import check_loss
 from ..feed import beside
 from .allreduce_exchange import check_in_place
 from .worker_times import OwnTimes, Times
 
 MODEL = "model"
+
+
+class Pending(NamedTuple):
+    """A step whose push a death has broken off, on the worker that has sent it.
+
+    `known` has the numbers of the servers that have the push. `state` is the model's state after
+    the step, such as running means. A rank that must pass over a step has no gradients.
+    """
+
+    loss: float
+    samples: int
+    gradients: dict[str, np.ndarray]
+    state: dict[str, np.ndarray]
+    known: Collection[int]
+
+
+class Kept(NamedTuple):
+    """What this rank knows at the beginning of an elastic run, or at its continuation.
+
+    Attributes
+    ----------
+    servers : sequence of int
+        The ranks of the servers.
+    model : KeptModel or None
+        The model on the servers; None at the beginning.
+    pending : Pending or None
+        The step that this worker completes first.
+    shares : sequence of (step, workers, worker)
+        Before `step`, this worker takes its share as `worker` of so many workers, in this order.
+        Of 0 workers it takes nothing.
+    ahead : int
+        How many steps the run had done when the clocks were 0.
+    clock : int or None
+        The clock after which all workers stop, if they have agreed on one.
+    newcomer : bool
+        Whether this worker has not worked before, while others have.
+    """
+
+    servers: Sequence[int]
+    model: KeptModel | None = None
+    pending: Pending | None = None
+    shares: Sequence[tuple[int, int, int]] = ()
+    ahead: int = 0
+    clock: int | None = None
+    newcomer: bool = False
 
 
 class Served:
@@ -41,42 +88,90 @@ class Served:
     equal_state = False
     price = None
 
-    def __init__(self, comm, model, optimizer, strategy, **settings: int):
+    def __init__(self, comm, model, optimizer, strategy, kept: Kept | None = None, **settings: int):
         self.comm, self.model = comm, model
-        self.group = ServerGroup(comm, servers=strategy.servers, placement=strategy.placement)
+        self.kept = Kept(strategy.servers) if kept is None else kept
+        self.group = ServerGroup(comm, servers=self.kept.servers, placement=strategy.placement)
+        self.elastic = kept is not None
+        if self.elastic:
+            self.group.vote()
         self.dedicated = not self.group.is_worker
+        self.agreement: Any = None
+        try:
+            self._open(optimizer, strategy.consistency, settings)
+        except BaseException as error:
+            if is_death(error):
+                self.lost(error)
+            raise
+
+    def _open(self, optimizer, mode, settings: dict) -> None:
+        comm, model = self.comm, self.model
         hosts = run_on_all(comm, "md.train: hosts", socket.gethostname, list)
         crowded = crowded_ranks(comm)
         if comm.rank == self.group.server_ranks[0]:
             self.group.link.on_note = Times(self.group.worker_ranks, hosts, crowded).take
         self.workers: Any = self.group.workers
-        mode = strategy.consistency
-        self.client: Any = self.group.add(
-            MODEL, model.parameters, optimizer=optimizer, consistency=mode, **settings
-        )
+        self.client: Any
+        if self.kept.model is None:
+            self.client = self.group.add(
+                MODEL, model.parameters, optimizer=optimizer, consistency=mode, **settings
+            )
+        else:
+            shapes = {name: (a.shape, a.dtype) for name, a in model.parameters.items()}
+            settings.pop("seed", None)
+            self.client = self.group.add_again(
+                MODEL, shapes, self.kept.model, optimizer=optimizer, consistency=mode, **settings
+            )
+        self.served = self.group.hosted(MODEL)
         if self.dedicated:
             return
-        for array in getattr(model, "state", {}).values():
-            broadcast(self.workers, array)
+        self.pending, self.sent = self.kept.pending, False
+        self._share_state()
         self.stragglers = OwnTimes(self.client)
         self.gradients, _ = flat_views(model.parameters)
         self._views = dict(self.gradients)
         slack = mode.staleness if isinstance(mode, SSP) else 0
         assert self.workers is not None  # this rank is a worker
-        self.agreement = Agreement(self.workers, slack + 2, self.group.progress)
-        self._samples = 0
+        self.agreement = Agreement(
+            self.workers, slack + 2, self.group.progress, self.client.finished, self.kept.clock
+        )
+        self._loss, self._samples = 0.0, 0
         # While this rank waits for anything, it answers requests to stop, and requests to a server
         # on this rank. If it did not, two workers could wait for each other: a worker that wants to
         # stop waits for the answers of all workers, one of which may wait for this worker.
         self._serve = self.group.link.background
         self.group.link.background = self._attend
 
+    @property
+    def optimizer(self):
+        """The optimizer of this rank's shard; a function `on_resize` of the user may replace it."""
+        return None if self.served is None else self.served[1].shard.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer) -> None:
+        if self.served is not None:
+            self.served[1].shard.use(optimizer)
+
     def _attend(self) -> bool:
         self.agreement.listen()
         return self._serve()
 
-    def part(self, count: int) -> tuple[int, int]:
-        """Return (start, stop) of this worker's samples in a global batch of `count` samples."""
+    def _share_state(self) -> None:
+        """Give the state of the first worker's model to all workers that begin. Collective."""
+        begins = self.kept.model is None or self.kept.newcomer
+        for array in getattr(self.model, "state", {}).values():
+            received = array if begins else array.copy()
+            broadcast(self.workers, received)
+
+    def part(self, count: int, step: int) -> tuple[int, int]:
+        """Return (start, stop) of this worker's samples in a global batch of `count` samples.
+
+        `step` is the number of the steps before. After a death, a worker that is behind the fastest
+        one still takes its old share of the batches in which the fastest has taken its old share.
+        """
+        for until, workers, worker in self.kept.shares:
+            if step < until:
+                return BlockPartition(count, workers).range(worker) if workers else (0, 0)
         return BlockPartition(count, self.workers.size).range(self.workers.rank)
 
     def compute(self, feed, indices) -> tuple[float, int]:
@@ -85,7 +180,9 @@ class Served:
         If the data source does not answer, this worker waits without a time limit, and the others
         continue. While this worker waits for data, it answers the requests of the other ranks.
         """
-        start, stop = self.part(len(indices))
+        if self.pending is not None:
+            return self._take_up(self.pending)
+        start, stop = self.part(len(indices), self.kept.ahead + self.client.finished)
         mine = indices[start:stop]
         while (taken := feed.take(mine, self.group.progress)) is None:
             events.emit("starved", step=self.client.finished, seconds=feed.starved)
@@ -99,6 +196,14 @@ class Served:
             for gradient in self.gradients.values():
                 gradient[...] = 0
         return loss, samples
+
+    def _take_up(self, pending: Pending) -> tuple[float, int]:
+        """Put back what the worker had computed in a step that a death has broken off."""
+        for name, gradient in self.gradients.items():
+            gradient[...] = pending.gradients.get(name, 0)
+        for name, array in pending.state.items():
+            self.model.state[name][...] = array
+        return pending.loss, pending.samples
 
     def order(self) -> dict[str, int]:
         """Return an empty order: servers do not need an order of the gradients in memory."""
@@ -116,6 +221,7 @@ class Served:
         If the loss is not finite, this worker pushes zeros and requests a stop.
         """
         check_in_place(self.gradients, self._views)
+        self._loss = loss
         if not np.isfinite(loss):
             for gradient in self.gradients.values():
                 gradient[...] = 0
@@ -125,7 +231,24 @@ class Served:
 
     def update(self) -> None:
         """Push the gradients of this step, and pull the parameters for the next step."""
-        self.client.push_pull(self.gradients, out=self.model.parameters, samples=self._samples)
+        if self.elastic:
+            self._state_after = {n: a.copy() for n, a in getattr(self.model, "state", {}).items()}
+        self.sent = True  # until the answers are here, a death breaks this step off
+        out, samples = self.model.parameters, self._samples
+        if self.pending is None:
+            self.client.push_pull(self.gradients, out=out, samples=samples)
+        else:
+            known = self.pending.known
+            self.client.repeat_push_pull(self.gradients, out=out, samples=samples, known=known)
+            self.pending = None
+        self.sent = False
+
+    def unfinished(self) -> Pending | None:
+        """Return the step of which this worker has sent, but not finished the push, or None."""
+        if self.pending is not None or not self.sent:
+            return self.pending
+        gradients = {name: gradient.copy() for name, gradient in self.gradients.items()}
+        return Pending(self._loss, self._samples, gradients, self._state_after, ())
 
     def state(self, saving: bool) -> dict:
         """Return the shards (pieces of global arrays) on this rank; a worker returns an empty dict.
@@ -173,9 +296,9 @@ class Served:
         A worker that is a server too waits in a second barrier, and answers requests until the last
         worker has pulled the parameters.
         """
-        self.agreement.wait(self.workers.Ibarrier().Test)
+        self.agreement.wait(tester(self.workers.Ibarrier()))
         self.client.pull(out=self.model.parameters)
-        self.agreement.wait(self.workers.Ibarrier().Test)
+        self.agreement.wait(tester(self.workers.Ibarrier()))
         self.group.link.background = self._serve
         self.agreement.close()
 
@@ -186,6 +309,12 @@ class Served:
     def abandon(self, error: BaseException) -> None:
         """Send servers and workers the error that has ended the run on this rank."""
         self.group.__exit__(type(error), error, error.__traceback__)
+
+    def lost(self, error: BaseException) -> None:
+        """End the group after a death, and keep the buffers into which MPI may still write."""
+        if self.agreement is not None:
+            keep_alive(self.agreement.__dict__)
+        self.abandon(error)
 
 
 def _pieces(triples, shapes) -> dict:
@@ -206,12 +335,19 @@ class Agreement:
 
     _TAG = 7
 
-    def __init__(self, workers: MPI.Comm, slack: int, progress: Callable[[], object]):
+    def __init__(
+        self,
+        workers: MPI.Comm,
+        slack: int,
+        progress: Callable[[], object],
+        reached: int = 0,
+        clock: int | None = None,
+    ):
         self.comm, request = workers.Idup()
         wait_until(request.Test)
         self.slack, self.progress = slack, progress
-        self.clock: int | None = None
-        self._reached = self._limit = 0
+        self.clock = clock
+        self._reached, self._limit = reached, 0
         self._named: np.ndarray | None = None
         self._request = MPI.REQUEST_NULL
         self._notes: list = []

@@ -1,0 +1,90 @@
+"""In an elastic run, servers apply the updates of a clock only if all of them can.
+
+    server 0   has all pushes of clock 7 | vote -> | ............ apply clock 7 -> answers
+    server 1   ............................ has all pushes of clock 7 | vote -> | apply clock 7
+
+Under BSP and SSP(0) a step is done when all servers have applied its pushes. A worker that dies may
+have sent its push to some servers only. Those would apply the step and the others could not, and
+the parameters would be those of two different steps. Therefore a server tells the others when it
+has all pushes of a clock, and applies them when it has heard the same of all others. If one server
+has applied a clock before a death, the others have all pushes and apply them, too (`settle`);
+else nobody has, and the living workers repeat the step. A vote is one message of 16 bytes from each
+server to each other one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from .consistency import Answer, Apply
+from .link import Link
+from .protocol import VOTE
+
+Actions = list[Apply | Answer]
+
+
+class Votes:
+    """The votes of one server, for all models whose mode holds pushes.
+
+    Parameters
+    ----------
+    link : Link
+    others : sequence of int
+        Ranks of the other servers.
+    """
+
+    def __init__(self, link: Link, others: Sequence[int]):
+        self._link, self._others = link, list(others)
+        self._due: dict[int, deque[Apply | Answer]] = defaultdict(deque)
+        self._heard: Counter[tuple[int, int]] = Counter()
+
+    @property
+    def pending(self) -> bool:
+        """Whether updates wait for votes."""
+        return any(self._due.values())
+
+    def released(self, model: int, actions: Sequence[Apply | Answer]) -> Actions:
+        """Vote for the clocks that `actions` apply; return the actions to carry out now."""
+        for clock in dict.fromkeys(each.clock for each in actions if isinstance(each, Apply)):
+            for rank in self._others:
+                vote = self._link.pool.take(16)
+                vote.view(np.int64)[:] = model, clock
+                self._link.send(vote, 16, rank, VOTE)
+        self._due[model] += actions
+        return self._allowed(model)
+
+    def listen(self) -> list[tuple[int, Actions]]:
+        """Receive votes; return the actions of each model that may be carried out now."""
+        status, comm, tag = MPI.Status(), self._link.comm, self._link.tag + VOTE
+        heard = set()
+        while comm.Iprobe(MPI.ANY_SOURCE, tag, status):
+            vote = np.empty(2, np.int64)
+            comm.Recv([vote, MPI.INT64_T], status.source, tag)
+            model, clock = vote.tolist()
+            self._heard[model, clock] += 1
+            heard.add(model)
+        return [(model, self._allowed(model)) for model in sorted(heard)]
+
+    def settle(self, model: int, clocks: int) -> Actions:
+        """Return the updates of the first `clocks` clocks that are not applied; forget the rest.
+
+        Some server has applied these clocks, so all servers have voted for them.
+        """
+        due = [each for each in self._due.pop(model, ()) if isinstance(each, Apply)]
+        return [each for each in due if each.clock < clocks]
+
+    def _allowed(self, model: int) -> Actions:
+        due, allowed = self._due[model], []
+        while due:
+            first = due[0]
+            if isinstance(first, Apply) and self._heard[model, first.clock] < len(self._others):
+                break
+            allowed.append(due.popleft())
+        for each in allowed:
+            if isinstance(each, Apply):
+                self._heard.pop((model, each.clock), None)
+        return allowed

@@ -1,0 +1,266 @@
+"""What a run with parameter servers carries over a death: shards, clocks, and unanswered pushes.
+
+    server   keeps its shard, and knows which pushes of each worker it has applied
+    worker   keeps its step and position; a push that is not answered by all servers is `Pending`
+    all      exchange these facts, decide the same, and open a new group of servers and workers
+
+Under BSP and SSP(0), servers vote before they apply a clock (`servers.votes`). So all servers have
+applied the same clocks, as soon as those with open votes that were won have applied theirs. The
+newest such clock is the common step: a push of an earlier clock is in the parameters, and all later
+steps are repeated by the living workers, which divide the batches anew.
+
+Under ASP and SSP(s) each worker goes on at its own clock. It sends a broken off push again to the
+servers that do not have it. Batches in which the fastest worker has taken its old share are still
+divided in the old way, so no sample is used twice; the shares of the dead worker in these batches
+are lost.
+
+No other rank has the shard of a dead server. Then all ranks go back to the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ... import events
+from ...elasticity.own_errors import OwnErrors
+from ...errors import NoCheckpoint, RankFailure
+from ...runtime.agreement.run_on_all import run_on_all
+from ...servers.layout.placement import choose_ranks, ranks_asked
+from ...servers.model_facts import KeptModel
+from ..elastic_run import Carried
+from .server_exchange import MODEL, Kept, Pending
+
+
+class CarriedServers(Carried):
+    """What an elastic run with parameter servers carries from one communicator to the next.
+
+    Servers and workers are numbered by their ranks in the first communicator, which never change.
+    """
+
+    memory = None  # copies in memory need all ranks at once
+
+    def __init__(self, given, name: str, strategy, ranks: int):
+        super().__init__(given, name)
+        self._placement, self._holds = strategy.placement, strategy.consistency.holds
+        asked = ranks_asked(strategy.servers)
+        self._servers, _ = choose_ranks(ranks, asked, strategy.placement)
+        self._lost: list[int] = []  # dead servers whose shards are not restored yet
+        self._exchange: Any = None
+        self._began = self._newcomer = self._goes_back = False
+        self._newest = 0  # the step of the fastest worker
+        self._numbers: list[int] = []  # the numbers of all ranks when the exchange was opened
+        self._kept = Kept(())
+        # Noted after a death: what this rank serves, and as a worker its clock, its old shares, its
+        # unanswered push, and the clock after which all workers stop.
+        self._served: Any = None
+        self._served_workers: list[int] = []
+        self._clock, self._ahead, self._stop = 0, 0, None
+        self._shares: Sequence[tuple[int, int, int]] = ()
+        self._share: tuple[int, int] | None = None
+        self._pending: Pending | None = None
+
+    # -- a run takes what is carried -----------------------------------------------------
+
+    def copies(self, store, step: int) -> None:
+        """Return None: this run keeps no copies in memory."""
+
+    def open(self, strategy, comm, asked, settings):
+        """Open the exchange, with what the servers and workers have kept. Collective."""
+        self._numbers = ranks = self._ranks()
+        servers = [ranks.index(rank) for rank in self._servers]
+        kept = Kept(servers) if self._facts is None else self._kept._replace(servers=servers)
+        self._exchange = strategy.open(comm, asked.model, asked.optimizer, kept=kept, **settings)
+        return self._exchange
+
+    def continue_run(self, run) -> bool:
+        """Let `run` continue from what is carried, if there is something. Collective."""
+        continues = super().continue_run(run)
+        if continues:
+            assert self._facts is not None
+            run.quarantine.found = [tuple(each) for each in self._facts["found"]]
+        return continues
+
+    def restore(self, run, resume, retry_bad: bool, handed: str) -> None:
+        """Restore `run` from the newest checkpoint, if it begins or goes back. Collective."""
+        if not self._goes_back:
+            super().restore(run, resume, retry_bad, handed)
+            return
+        many = len(self._lost) > 1
+        who = ", ".join(map(self._name, self._lost))
+        text = f"the partitions of server{'s' if many else ''} {who} are lost"
+        try:
+            run.resume(True, retry_bad)
+        except NoCheckpoint:
+            error = NoCheckpoint(
+                f"{text}, and {run.store.path} has no checkpoint yet; save earlier"
+            )
+            error.exit_code, error.everywhere = RankFailure.exit_code, True
+            raise error from None
+        events.emit("servers_lost", ranks=self._lost, step=run.first_step)
+        if run.comm.rank == 0 and events.VERBOSITY:
+            back = f"all ranks go back to step {run.first_step} of {run.store.path}"
+            print(f"mpidist: {text}; {back}", file=sys.stderr, flush=True)
+
+    def begin(self, exchange) -> None:
+        """Let a worker pull the parameters, at the beginning and after each death."""
+        exchange.begin()
+
+    def interval_from(self, step: int) -> int:
+        """Return the step from which all workers count to the next save."""
+        return max(step, self._newest) if self._facts is not None else step
+
+    def hold(self, run, guard, callbacks) -> None:
+        """From now on, carry the state of `run`; a worker is about to work, a server to serve."""
+        assert self.group is not None
+        guard.survives = True
+        if self._guard is not None:
+            guard.take_over(self._guard, guard.losses())
+            run.began, run.loop_began = self._times
+        self._times = run.began, run.loop_began
+        self._run, self._guard = run, guard
+        self._began, self._lost, self._newcomer, self._goes_back = True, [], False, False
+        if not run.exchange.dedicated:
+            if self.group.settings.on_exception == "evict":
+                self.own_errors = OwnErrors(self.group, lambda: run.step)
+            self.group.watch.begin_steps()
+
+    # -- after a death -------------------------------------------------------------------
+
+    def note_state(self) -> int:
+        """Note what this rank has of the run that a death has broken off; return its step, or -1.
+
+        A server notes its shard even if it has not served yet, because other servers may have. A
+        worker that has not begun its steps has nothing new.
+        """
+        exchange, self._exchange = self._exchange, None
+        run, self._run = self._run, None
+        if exchange is not None:
+            self._served = exchange.served
+            self._served_workers = [self._numbers[k] for k in exchange.group.worker_ranks]
+        if exchange is not None and run is not None and not exchange.dedicated:
+            self._facts = run.facts_to_carry([])
+            self._facts["found"] = run.quarantine.found
+            self._clock = exchange.client.finished
+            self._ahead = run.step - self._clock
+            self._pending, self._stop = exchange.unfinished(), exchange.agreement.clock
+            workers = exchange.group.worker_ranks
+            self._shares = exchange.kept.shares
+            self._share = len(workers), workers.index(exchange.comm.rank)
+            self._newest = run.step
+        return self.step
+
+    def check_living(self, ranks: Sequence[int]) -> None:
+        """Choose the servers among the living `ranks`; raise RankFailure if the run must end.
+
+        All living ranks, and spares, call this function with the same ranks.
+        """
+        lost = [rank for rank in self._servers if rank not in ranks]
+        self._lost = sorted({*self._lost, *lost})
+        if lost:
+            who = f"{', '.join(map(self._name, lost))} died, and with it the partitions it served"
+            if self.given["checkpoint"] is None:
+                raise RankFailure(f"{who}; give checkpoint=..., from which the run can go on")
+            # If no server is left, the last rank becomes one.
+            self._servers = [rank for rank in self._servers if rank in ranks] or [ranks[-1]]
+        if self._placement == "dedicated" and {*ranks} <= {*self._servers}:
+            raise RankFailure("all workers died; a run with parameter servers needs one")
+
+    def bring_up_to_date(self, comm, step: int) -> int:
+        """Decide with the living ranks how the run goes on; return the newest step. Collective."""
+        mine = {
+            "lost": self._lost if self._began else [],
+            "began": self._began,
+            "facts": None if self._only_serves() else self._facts,
+            "clock": self._clock,
+            "ahead": self._ahead,
+            "open": self._pending is not None,
+            "stop": self._stop,
+            "served": self._describe_served(),
+        }
+        everyone = run_on_all(comm, "md.train: servers and workers", lambda: mine, list)
+        begun = [one for one in everyone if one["facts"] is not None]
+        lost = sorted({rank for one in everyone for rank in one["lost"]})
+        if lost or not begun:
+            # Nobody has trained yet, or all go back.
+            self._goes_back = bool(lost) and (bool(begun) or any(one["began"] for one in everyone))
+            self._lost, self._began = lost if self._goes_back else [], self._goes_back
+            self._facts = self._served = self._pending = self._stop = None
+            self._shares, self._share = (), None
+            return -1
+        self._continue(comm, everyone, max(begun, key=lambda one: one["clock"]))
+        return self._newest
+
+    def _continue(self, comm, everyone: list[dict], newest: dict) -> None:
+        """Decide how this rank goes on, from what `everyone` has; `newest` is ahead of all."""
+        ranks, served = self._ranks(), [one["served"] for one in everyone if one["served"]]
+        applied = max(one["applied"] for one in served) if self._holds else 0
+        if self._served is not None and self._holds:
+            server, hosted = self._served
+            server.settle(MODEL, applied)
+            hosted.applied = applied
+        everywhere = range(len(self._servers))
+        working = [one for one in everyone if one["facts"] is not None]
+        # Before this clock, batches are still divided in the old way: somebody has pushed for them,
+        # who may be dead.
+        ends = [one["clock"] + one["open"] for one in working]
+        ends += [clock for one in served for clock in one["clocks"].values()]
+        switch = applied if self._holds else max(ends)
+        if not self._only_serves() and self._facts is None:
+            self._newcomer, self._clock, self._share = True, newest["clock"], (0, 0)
+        if self._holds:
+            if self._clock >= applied:
+                self._pending = None  # all workers repeat this step
+            else:
+                passed = self._pending or Pending(0.0, 0, {}, {}, ())
+                self._pending = passed._replace(known=everywhere)
+        elif self._pending is not None:
+            me = ranks[comm.rank]
+            have = {one["index"] for one in served if one["clocks"].get(me, -1) > self._clock}
+            self._pending = self._pending._replace(known=have | {*self._pending.known})
+        if self._facts is None or self._only_serves():
+            self._facts = {**newest["facts"], "found": []}
+        self._ahead = ahead = newest["ahead"]
+        self._newest = newest["facts"]["step"]
+        shares = [*self._shares]
+        if self._share is not None and not self._holds:
+            shares.append((switch + ahead, *self._share))
+        workers = [k for k, rank in enumerate(ranks) if self._works(rank)]
+        clocks = [
+            (newest if everyone[k]["facts"] is None else everyone[k])["clock"] for k in workers
+        ]
+        shard = None if self._served is None else self._served[1].shard
+        stops = [one["stop"] for one in everyone if one["stop"] is not None]
+        self._kept = Kept(
+            (), KeptModel(shard, clocks, applied), self._pending, shares, ahead,
+            max(stops, default=None), self._newcomer,
+        )  # fmt: skip
+
+    def _describe_served(self) -> dict | None:
+        if self._served is None:
+            return None
+        server, hosted = self._served
+        return {
+            "index": server.index,
+            "applied": hosted.applied,
+            "clocks": dict(zip(self._served_workers, hosted.gate.clocks, strict=True)),
+        }
+
+    # -- who is who ----------------------------------------------------------------------
+
+    def _ranks(self) -> list[int]:
+        """Return the first rank of each rank of the present communicator."""
+        assert self.group is not None
+        return self.group.original_ranks
+
+    def _name(self, rank: int) -> str:
+        assert self.group is not None
+        return self.group.name_of(rank)
+
+    def _works(self, rank: int) -> bool:
+        return self._placement == "colocated" or rank not in self._servers
+
+    def _only_serves(self) -> bool:
+        assert self.group is not None
+        return not self._works(self._ranks()[self.group.rank])

@@ -1,0 +1,135 @@
+"""`md.train(elastic=)` with parameter servers: FOLDER, and JSON arguments; ranks die by DEATHS.
+
+Each parameter counts how often a sample was used, with the opposite sign. DEATHS is
+``rank:number:moment,...``; moment is "done" (a worker, in the callback of the step), "computed" (a
+worker has the gradients of the next step), "pushed" (a worker has sent its push of the clock to
+the first server only), "applied" (a server has just applied so many updates), "answered" (a server
+has written so many answers), "voted" (a server has voted for the clock), "waits" (rank 0 kills it
+while it waits for rank 0 in the clock), "saving", "saved", or "closing" (in the goodbye).
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+import mpidist as md
+from mpidist.servers.client import Client
+from mpidist.servers.group import ServerGroup
+from mpidist.servers.server import Hosted, Server
+from mpidist.servers.votes import Votes
+
+SAMPLES, BATCH = 120, 24
+folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
+comm, me = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
+deaths = [one.split(":") for one in os.environ["DEATHS"].split(",") if one]
+done, clients, groups, calls = 0, [], [], {}
+pids = comm.allgather(os.getpid())
+
+
+def die(moment, number):
+    if [str(me), str(number), moment] in deaths:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if settings.get("stopped") == [me, number, moment]:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def patch(kind, name, moment, number=None, before=False):
+    """Let `kind.name` die at `moment`; `number` finds the number of the call, or counts calls."""
+    usual = getattr(kind, name)
+
+    def call(self, *args, **more):
+        calls[moment] = calls.get(moment, 0) + 1
+        count = number(self, *args) if number else calls[moment]
+        if before:
+            die(moment, count)
+        result = usual(self, *args, **more)
+        if not before:
+            die(moment, count)
+        return result
+
+    setattr(kind, name, call)
+
+
+patch(Client, "_post", "pushed", lambda self, server, *_: self.finished if server == 0 else -1)
+patch(Hosted, "apply", "applied")
+patch(Server, "_next_answer", "answered")
+patch(Votes, "released", "voted", lambda self, model, actions: max(
+    (each.clock for each in actions if hasattr(each, "clock")), default=-1))  # fmt: skip
+patch(ServerGroup, "close", "closing", before=True)
+patch(md.CheckpointStore, "save", "saving", lambda self, step, state: step, before=True)
+patch(md.CheckpointStore, "save", "saved", lambda self, step, state: step)
+
+
+def remember(kind, where):
+    make = kind.__init__
+
+    def __init__(self, *args, **more):
+        make(self, *args, **more)
+        where.append(self)
+
+    kind.__init__ = __init__
+
+
+remember(Client, clients)
+remember(ServerGroup, groups)
+
+
+class Counts:
+    """A model whose gradient of a sample is 1 in the place of this sample, in two tensors."""
+
+    def __init__(self):
+        self.parameters = {name: np.zeros(SAMPLES) for name in "ab"}
+        self.state = {"mean": np.zeros(1)}
+
+    def predict(self, inputs):
+        return inputs
+
+    def loss_and_gradients(self, batch, gradients, ready=None):
+        self.state["mean"] += 1
+        for gradient in gradients.values():
+            gradient[...] = batch[0].mean(axis=0)
+        slow = settings.get("slow", {}).get(str(me), 0)
+        time.sleep(slow)
+        for rank, step, moment in deaths:
+            if (me, int(step), moment) == (0, done, "waits"):
+                time.sleep(0.1)
+                os.kill(pids[int(rank)], signal.SIGKILL)
+        die("computed", done)
+        return 1.0
+
+
+def log(report):
+    global done
+    done = report.step
+    with (folder / f"rank-{me}").open("a") as file:
+        file.write(f"{report.step}\n")
+    die("done", report.step)
+
+
+modes = {"bsp": md.BSP(), "asp": md.ASP(), "ssp": md.SSP(2), "ssp0": md.SSP(0)}
+strategy = md.ParameterServer(
+    settings.get("servers", 1), modes[settings.get("mode", "bsp")],
+    settings.get("placement", "dedicated"),
+)  # fmt: skip
+saves = {"checkpoint": folder / "saved", "checkpoint_every": 5} if settings.get("save") else {}
+elastic = md.Elastic(deadline=settings.get("deadline", "stopped"), spares=settings.get("spares", 0))
+model = Counts()
+summary = md.train(
+    comm, model, (np.eye(SAMPLES), np.zeros(SAMPLES)), optimizer=md.optim.sgd(float(BATCH)),
+    global_batch=BATCH, steps=settings["steps"], strategy=strategy, callbacks=[log],
+    elastic=elastic, watch_seconds=30, **saves,
+)  # fmt: skip
+works = bool(groups) and groups[-1].is_worker
+counts = np.stack([0.0 - np.rint(x) for x in model.parameters.values()])
+gap = max((max(one.gaps, default=0) for one in clients), default=0)
+print(
+    f"rank {me}: {summary.ranks} ranks, {summary.workers} workers, {summary.deaths} dead, "
+    f"{summary.steps} steps, {'used' if works else 'server'} {counts.min():.0f} to "
+    f"{counts.max():.0f}, {counts.sum() / 2:.0f} in all, gap {gap}, mean {model.state['mean'][0]:g}"
+)
