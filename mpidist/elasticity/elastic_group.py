@@ -47,6 +47,9 @@ T = TypeVar("T")
 
 _STOPPED = Deadline()
 
+#: The group in whose loop this program is, if it is in one.
+working: list[Group] = []
+
 
 class ElasticStep(int):
     """The number of a step, and a context manager for the body of the step.
@@ -246,6 +249,7 @@ class Group:
         `encode` has made a text of less than 4,000 bytes. If the others end without a result, the
         spare exits with them.
         """
+        working.append(self)
         try:
             while True:
                 try:
@@ -264,6 +268,7 @@ class Group:
                 self._repair()
                 self.watch.end_steps()
         finally:
+            working.remove(self)
             self.watch.end_steps(OUTSIDE)
 
     def _repair(self) -> None:

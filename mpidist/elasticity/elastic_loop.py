@@ -23,7 +23,7 @@ from ..runtime.failure import is_whole_job
 from ..runtime.ulfm import is_death, rank_failure
 from . import peer_state
 from .deadline import Deadline, parse_deadline
-from .elastic_group import Group
+from .elastic_group import Group, working
 from .node_board import OUTSIDE
 
 T = TypeVar("T")
@@ -60,6 +60,8 @@ def check_possible(comm, min_ranks, spares=0) -> dict:
         raise ConfigError(f"spares={spares}: at least one of {comm.size} ranks must work")
     if not isinstance(min_ranks, int) or not 1 <= min_ranks <= comm.size - spares:
         raise ConfigError(f"min_ranks={shown(min_ranks)}; expected 1 to {comm.size - spares}")
+    if working:
+        raise ConfigError("md.elastic: this program is in an elastic loop already; use that one")
     if not is_whole_job(comm):
         raise ConfigError(f"comm has only {comm.size} ranks of this job; expected all")
     if comm.size > 1 and (text := why_not_elastic(MPI.Get_library_version())):
@@ -120,6 +122,7 @@ def elastic(
     ...             update(state, gradients)
     """
     group = _open(comm, state, min_ranks, deadline, restarts=False)
+    working.append(group)
     try:
         try:
             yield group
@@ -130,6 +133,7 @@ def elastic(
         while not group._all_here():
             group._repair()
     finally:
+        working.remove(group)
         group.watch.end_steps(OUTSIDE)
 
 

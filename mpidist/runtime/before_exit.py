@@ -1,7 +1,7 @@
-"""Clean-up by a process that is about to end without the clean-up of MPI or of Python.
+"""What a process does that is about to end without the clean-up of MPI or of Python.
 
-The process removes the names of its shared-memory files, waits until the launcher has read its
-output, and flushes its open files.
+It prints its error, removes the names of its shared-memory files, waits until the launcher has read
+its output, and flushes its open files.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import stat
 import sys
 import termios
 import time
+import traceback
 from pathlib import Path
 
 from mpi4py import MPI
@@ -74,6 +75,19 @@ def flush_files() -> None:
 
 #: The state of Open MPI after MPI_Finalize, in its `ompi_mpi_state`.
 _FINALIZED = 5
+
+
+def one_line(error: BaseException) -> str:
+    """Return the text of `error` in one line, with the line number in the user's program."""
+    where = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] == "mpidist":
+            # The user of an mpidist command has written a job file, not the line that called here.
+            where = "" if module.startswith("mpidist.cli") else where
+            break
+        where = f" ({Path(frame.f_code.co_filename).name}:{line})"
+    return f"mpidist: error: {' '.join(str(error).split())}{where}"
 
 
 def exit_status(status) -> int:

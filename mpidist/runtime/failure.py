@@ -30,10 +30,8 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +47,7 @@ from .before_exit import (
     end_process,
     exit_status,
     flush_streams,
+    one_line,
     unlink_segments,
     wait_for_the_reader,
 )
@@ -225,7 +224,14 @@ def _end_job(error: BaseException, show_traceback) -> None:
                 if elastic.end_job(code, error):
                     _show(error, show_traceback)
                 leave_with(code)
-        if world.size > 1 and _others_speak(world.rank, error):
+        silent = world.size > 1 and _others_speak(world.rank, error)
+        if has_ulfm() and getattr(error, "everywhere", False) and _exit_barrier != MPI.COMM_NULL:
+            # MPI_Abort would end only this rank; all ranks come here, and so keep their exit code.
+            if not silent:
+                _show(error, show_traceback)
+            survive(_exit_barrier)
+            leave_with(code)
+        if silent:
             time.sleep(READ_BY + 10 * HOLD_BACK)  # the launcher ends this process meanwhile
             _abort(code)
         if isinstance(error, MpidistError) and error.quiet:
@@ -290,19 +296,6 @@ def speaks_in_one_line(error: BaseException) -> bool:
     if events.VERBOSITY >= 2 or not isinstance(error, MpidistError):
         return False
     return error.everywhere or error.exit_code == ConfigError.exit_code
-
-
-def one_line(error: BaseException) -> str:
-    """Return the text of `error` in one line, with the line number in the user's program."""
-    where = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] == "mpidist":
-            # The user of an mpidist command has written a job file, not the line that called here.
-            where = "" if module.startswith("mpidist.cli") else where
-            break
-        where = f" ({Path(frame.f_code.co_filename).name}:{line})"
-    return f"mpidist: error: {' '.join(str(error).split())}{where}"
 
 
 def _others_speak(rank: int, error: BaseException) -> bool:

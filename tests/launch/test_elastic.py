@@ -177,6 +177,22 @@ def test_a_spare_leaves_with_the_others(tmp_path, code, deaths):
 
 
 @with_ulfm
+def test_an_elastic_loop_in_another(tmp_path):
+    """Refused on all ranks, which end with the exit code of a wrong setting."""
+    done, _ = elastic(2, "nested", tmp_path)
+    assert done.returncode == 2, done
+    assert done.stderr.count("this program is in an elastic loop already; use that one") == 1
+
+
+@with_ulfm
+def test_bad_settings_end_with_exit_code_2(tmp_path):
+    """Also with ULFM, under which MPI_Abort would not end the other ranks."""
+    done, _ = elastic(3, "many", tmp_path)
+    assert done.returncode == 2, done
+    assert done.stderr.count("min_ranks=9; expected 1 to 3") == 1
+
+
+@with_ulfm
 def test_a_step_that_is_not_done(tmp_path):
     done, _ = elastic(2, "forgotten", tmp_path)
     assert done.returncode == 1, done

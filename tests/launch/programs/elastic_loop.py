@@ -163,6 +163,10 @@ elif mode == "few":
     with md.elastic(comm, state, min_ranks=comm.size) as group:
         all_steps(group)
 
+elif mode == "many":
+    with md.elastic(comm, state, min_ranks=9) as group:
+        all_steps(group)
+
 elif mode == "raises":
     with md.elastic(comm, state) as group:
         for step in group.steps(0, STEPS):
@@ -222,6 +226,12 @@ elif mode == "spare":
                 sys.exit(n)
 
     md.run_elastic(comm, leaves, state, spares=1)
+
+elif mode == "nested":
+    with md.elastic(comm, state) as group:
+        for step in group.steps(0, STEPS):
+            with step:
+                md.run_elastic(group.comm, lambda _: None, state)
 
 elif mode == "lazy":
     # The rank that is ahead has a part of the state that the others have not made yet.
