@@ -58,7 +58,7 @@ class Progress:
         self.comm, self.model, self.exchange, self.store = comm, model, exchange, store
         self.sampler, self.quarantine = sampler, quarantine
         self.step, self.position = 0, Position(0, 0)
-        self.resizes, self.ranks_before = 0, comm.size
+        self.resizes, self.grown, self.ranks_before = 0, 0, comm.size
         self.first_step = 0
         self.settings, self.changed = resume_report.kept(words), list[str]()
         self.saved_step: int | None = None
@@ -174,6 +174,7 @@ class Progress:
             **self.quarantine.facts(),
             "ranks": self.comm.size,
             "resizes": self.resizes,
+            "grown": self.grown,
             "order": self.exchange.order(),
         }
 
@@ -349,7 +350,7 @@ class Progress:
             return
         like = self.state(saving=False)
         like.setdefault("run", {"step": 0, "epoch": 0, "offset": 0, "seed": 0, "selection": {}})
-        like["run"].update(ranks=self.comm.size, resizes=0)
+        like["run"].update(ranks=self.comm.size, resizes=0, grown=0)
         like["run"]["shuffle"] = "permutation"  # for checkpoints without this entry
         try:
             state, is_copy = handed_copy.restore_newest(
@@ -388,6 +389,7 @@ class Progress:
         self.stopping = self.quarantine.full
         self.ranks_before = facts["ranks"]
         self.resizes = facts["resizes"] + (self.ranks_before != self.comm.size)
+        self.grown = facts["grown"] + (self.ranks_before < self.comm.size)
         if not self.exchange.dedicated:
             self.exchange.arrange(facts.get("order", {}))
 

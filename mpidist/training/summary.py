@@ -43,6 +43,7 @@ class Summary:
     rank_hours: float
     restarts: int
     resizes: int
+    grown: int
     deaths: int
     evicted: int
     skipped_records: int
@@ -82,6 +83,7 @@ def gather_facts(run: Progress, test_data) -> dict:
         "samples_per_second": six_digits(run.samples / max(run.loop_seconds, 1e-9)),
         "restarts": heartbeat.attempt(),
         "resizes": run.resizes,
+        "grown": run.grown,
         "deaths": run.deaths,
         "evicted": run.evicted,
         "skipped_records": run.quarantine.skipped,

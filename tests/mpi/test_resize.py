@@ -40,6 +40,7 @@ def test_on_resize_is_told_the_ranks(comm, folder):
     two.Free()
     assert calls == [(3, 2, 5), (2, 3, 10)] if comm.rank < 2 else [(2, 3, 10)]
     assert (first.resizes, grown.resizes, last.resizes) == (0, 2, 2)
+    assert (first.grown, grown.grown, last.grown) == (0, 1, 1)
     assert last.steps == 24, "the global batch is what it was"
     assert last.restarts == 0
 
