@@ -73,18 +73,28 @@ def test_a_node_is_lost(openmpi, programs, tmp_path):
 
 @pytest.mark.network
 def test_a_network_falls_apart(openmpi, programs, tmp_path):
-    """TCP gives up, and each side takes the other one for dead: only the larger one may go on."""
+    """TCP gives up, and each side takes the other one for dead: only the larger one may go on.
+
+    When the link is back, Open MPI may tell the larger side whom the smaller side took for dead.
+    Then these ranks end, too: about one run in six. Three in a row are a defect.
+    """
     if reason := no_network():
         pytest.skip(f"no shaped network: {reason}")
-    with shaped_network(hosts=4) as net:
-        for host in range(1, 5):  # it gives up after 4 s in place of 15 minutes
-            words = ["sysctl", "-w", "net.ipv4.tcp_retries2=3"]
-            net.box.run(["ip", "netns", "exec", f"h{host}", *words]).check()
-        job = [programs / "network_away.py", "allreduce", tmp_path, "40"], ["--with-ft", "ulfm"]
-        done = link_away(net, openmpi, {tmp_path: job}, 5.0)[tmp_path].done
-    hashes = dict(re.findall(r"rank (\d) has (\w{64})", done.stdout))
+    for run in range(3):
+        folder = tmp_path / str(run)
+        folder.mkdir()
+        with shaped_network(hosts=4) as net:
+            for host in range(1, 5):  # it gives up after 4 s in place of 15 minutes
+                words = ["sysctl", "-w", "net.ipv4.tcp_retries2=3"]
+                net.box.run(["ip", "netns", "exec", f"h{host}", *words]).check()
+            job = [programs / "network_away.py", "allreduce", folder, "40"], ["--with-ft", "ulfm"]
+            done = link_away(net, openmpi, {folder: job}, 5.0)[folder].done
+        hashes = dict(re.findall(r"rank (\d) has (\w{64})", done.stdout))
+        assert {*hashes} <= {"0", "1", "3"}, done
+        assert len({*hashes.values()}) <= 1
+        if len(hashes) == 3:
+            break
     assert sorted(hashes) == ["0", "1", "3"], done
-    assert len(set(hashes.values())) == 1
     assert "3 ranks have died or cannot be reached" in done.stderr
 
 
