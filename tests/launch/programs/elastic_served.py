@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -99,7 +100,8 @@ class Counts:
         for rank, step, moment in deaths:
             if (me, int(step), moment) == (0, done, "waits"):
                 time.sleep(0.1)
-                os.kill(pids[int(rank)], signal.SIGKILL)
+                with suppress(ProcessLookupError):  # the step is repeated
+                    os.kill(pids[int(rank)], signal.SIGKILL)
         die("computed", done)
         return 1.0
 
