@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
+from .. import events
 from .deadline import EvictionLimits
 from .node_board import (
     COMPUTE,
@@ -121,6 +123,15 @@ def kill(one: Record) -> bool:
         if process is not None:
             os.close(process)
     return True
+
+
+def end_itself(line: str, why: str, **facts) -> None:
+    """Print `line`, unless it is empty, and end this process as an evicted rank. Never returns."""
+    events.emit("evicts_itself", why=why, **facts)
+    if line:
+        print(f"mpidist: {line}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def cause_in_words(why: int, amount: float) -> str:

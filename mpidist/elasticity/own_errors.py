@@ -14,9 +14,6 @@ It prints its traceback and ends itself by SIGKILL. The others go on as after an
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -25,10 +22,10 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
-from .. import events
 from ..errors import MpidistError
-from ..runtime.failure import HOLD_BACK, this_rank
+from ..runtime.failure import HOLD_BACK, send_notes, this_rank
 from ..runtime.ulfm import is_death
+from .evict import end_itself
 from .node_board import RAISED
 
 if TYPE_CHECKING:
@@ -64,7 +61,9 @@ class OwnErrors:
         if isinstance(error, MpidistError) or is_death(error) or self._must_pass(self.group, step):
             return
         board.note_fate(board.rank, RAISED, step)
-        _end_itself(step, error)
+        text = "".join(traceback.format_exception(error))
+        line = f"{this_rank()} failed and ends itself:\n{text}"
+        end_itself(line, f"{type(error).__name__}: {error}", step=step)
 
     @staticmethod
     def _must_pass(group: Group, step: int) -> bool:
@@ -79,9 +78,7 @@ def _count_notes(base: MPI.Intracomm) -> int:
     """Tell all ranks of `base` that this rank raises; return how many others do. Not collective."""
     found, until = 0, time.monotonic() + HOLD_BACK
     with suppress(MPI.Exception):  # of a death meanwhile
-        # MPI sends one byte at once, whether or not the receiver ever receives it.
-        others = (rank for rank in range(base.size) if rank != base.rank)
-        notes = [base.Isend([b"!", MPI.BYTE], rank, _RAISES) for rank in others]
+        notes = send_notes(base, _RAISES)
         while time.monotonic() < until:
             if base.Iprobe(MPI.ANY_SOURCE, _RAISES):
                 base.Recv([bytearray(1), MPI.BYTE], MPI.ANY_SOURCE, _RAISES)
@@ -90,11 +87,3 @@ def _count_notes(base: MPI.Intracomm) -> int:
                 time.sleep(0.001)
         MPI.Request.Testall(notes)
     return found
-
-
-def _end_itself(step: int, error: BaseException) -> None:
-    events.emit("evicts_itself", why=f"{type(error).__name__}: {error}", step=step)
-    text = "".join(traceback.format_exception(error))
-    print(f"mpidist: {this_rank()} failed and ends itself:\n{text}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os.kill(os.getpid(), signal.SIGKILL)

@@ -8,9 +8,6 @@ on as after any death. Nothing is lost, because all of them have done the step.
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +15,7 @@ import numpy as np
 from .. import events
 from ..fault_tolerance.stragglers import AGAIN, Stragglers, find_stragglers
 from ..runtime.failure import this_rank
+from .evict import end_itself
 from .node_board import SLOW, NodeBoard
 
 
@@ -109,9 +107,6 @@ def slowest(slow: dict[int, float], most: int) -> list[int]:
 
 def _leave(by: float) -> None:
     """Say why, and end this process at once: it must not run on beside the others."""
-    events.emit("evicts_itself", why=f"{by:.1f} times slower than the others", windows=AGAIN)
-    if events.VERBOSITY:
-        text = f"needs {by:.1f} times as long for a step as the others and ends itself"
-        print(f"mpidist: {this_rank()} {text}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
+    text = f"needs {by:.1f} times as long for a step as the others and ends itself"
+    line = f"{this_rank()} {text}" if events.VERBOSITY else ""
+    end_itself(line, f"{by:.1f} times slower than the others", windows=AGAIN)

@@ -78,11 +78,16 @@ def has_ulfm(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("OMPI_MCA_mpi_ft_enable") == "1"
 
 
+def may_have_ulfm(version: str) -> bool:
+    """Return whether the text with which a library or a launcher names itself is new enough."""
+    found = re.search(r"\bOpen MPI\)? v?(\d+)\.(\d+)\.(\d+)", version)
+    return found is not None and tuple(map(int, found.groups())) >= WITH_ULFM
+
+
 def why_not_elastic(library: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return why a job with this MPI library and environment cannot survive a death, or ""."""
     name = library.splitlines()[0].split(",")[0].strip()
-    found = re.match(r"Open MPI v?(\d+)\.(\d+)\.(\d+)", name)
-    if not found or tuple(map(int, found.groups())) < WITH_ULFM:
+    if not may_have_ulfm(name):
         needed = ".".join(map(str, WITH_ULFM))
         return f"md.elastic needs Open MPI {needed} or newer, and {name} is not: {_CURE}"
     claim = claimed_size(environ)

@@ -106,6 +106,12 @@ def sender_of(one: StageAction, p: int) -> tuple[int, StageAction]:
     return other % p, StageAction(kind, other, one.microbatch)
 
 
+def receiver_of(one: StageAction, p: int) -> tuple[int, StageAction]:
+    """Return the rank that receives what the send `one` gives, and its action."""
+    kind, other = (RECV_F, one.chunk + 1) if one.kind == SEND_F else (RECV_B, one.chunk - 1)
+    return other % p, StageAction(kind, other, one.microbatch)
+
+
 def _check_order_of_messages(lists, p: int) -> None:
     sent, received = defaultdict(list), defaultdict(list)
     for each in lists:
@@ -163,12 +169,7 @@ def _may_end(one, lists, p, chunks, begun, blocking, split) -> bool:
         made = StageAction(F if kind == SEND_F else I if chunk in split else B, chunk, i)
         if made not in begun:
             raise ConfigError(f"rank {chunk % p}: {one} comes before {made}")
-        other = (
-            StageAction(RECV_F, chunk + 1, i)
-            if kind == SEND_F
-            else StageAction(RECV_B, chunk - 1, i)
-        )
-        return not blocking or other in begun
+        return not blocking or receiver_of(one, p)[1] in begun
     for need in needed_before(one, chunks):
         if need not in begun:
             if need.kind in COMPUTE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..simulator.figure_file import check_figure_file, figure_and_patch, save_figure
 from .pipeline_schedules import B, F, I, W
 from .simulate_actions import SimulatedRun
 
@@ -45,11 +46,9 @@ def draw_actions(run: SimulatedRun, unit: float | None = None) -> str:
 
 def check_drawing(file: str | Path, ranks: int) -> None:
     """Raise ConfigError if `save_drawing` cannot draw `ranks` ranks into `file`."""
-    if Path(file).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"{file}: expected a name that ends in .png, .svg or .pdf")
+    check_figure_file(file)
     if ranks > MOST_RANKS:
         raise ConfigError(f"a picture shows {MOST_RANKS} ranks at most, given {ranks}")
-    _figure_and_patch()
 
 
 def save_drawing(run: SimulatedRun, file: str | Path, title: str = "") -> None:
@@ -59,7 +58,7 @@ def save_drawing(run: SimulatedRun, file: str | Path, title: str = "") -> None:
     """
     ranks = 1 + max((span.rank for span in run.spans), default=0)
     check_drawing(file, ranks)
-    figure_class, patch_class = _figure_and_patch()
+    figure_class, patch_class = figure_and_patch()
     figure = figure_class(figsize=(12, 1.6 + 0.42 * max(ranks, 3)), layout="constrained")
     axes = figure.add_subplot()
     scale, unit = (1e3, "ms") if run.seconds < 1 else (1.0, "s")
@@ -83,10 +82,7 @@ def save_drawing(run: SimulatedRun, file: str | Path, title: str = "") -> None:
     patches = [patch_class(facecolor=_COLORS[kind]) for kind in kinds]
     names = [_LABELS[kind] for kind in kinds]
     figure.legend(patches, names, loc="outside upper right", ncols=len(names), frameon=False)
-    try:
-        figure.savefig(file, dpi=130)
-    except OSError as error:
-        raise ConfigError(f"cannot write the picture {file}: {error.strerror}") from None
+    save_figure(figure, file)
 
 
 def _chunks(run: SimulatedRun) -> int:
@@ -96,15 +92,3 @@ def _chunks(run: SimulatedRun) -> int:
 def _label(action, ranks: int, several: bool) -> str:
     chunk = chr(ord("a") + action.chunk // ranks) if several else ""
     return f"{action.kind}{action.microbatch}{chunk}"
-
-
-def _figure_and_patch():
-    # Figure without pyplot: no window system, no global state.
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise ConfigError(
-            "a picture needs matplotlib, which is not installed: pip install 'mpidist[plot]'"
-        ) from None
-    return Figure, Patch

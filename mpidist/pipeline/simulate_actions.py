@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..simulator.network_model import NetworkModel
-from .check_actions import check_actions, needed_before, sender_of
+from .check_actions import check_actions, needed_before, receiver_of, sender_of
 from .pipeline_schedules import COMPUTE, RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, StageAction, W
 
 #: A network on which messages take no time.
@@ -103,10 +103,6 @@ def simulate_actions(
             leaves[source] = enters[rank] = start + size * network.gap
             arrived[receive] = leaves[source] + network.latency + network.overhead
 
-    def receiver_of(send: StageAction) -> tuple[int, StageAction]:
-        kind, chunk = (RECV_F, send.chunk + 1) if send.kind == SEND_F else (RECV_B, send.chunk - 1)
-        return chunk % p, StageAction(kind, chunk, send.microbatch)
-
     def next_time(rank: int) -> float | None:
         """Return when the next action of a rank may begin, or None if it is not known yet."""
         one, when = lists[rank][at[rank]], now[rank]
@@ -135,7 +131,7 @@ def simulate_actions(
             spans.append(Span(rank, one, when, now[rank]))
         elif one.kind in (SEND_F, SEND_B):
             now[rank] = begun[one] = when + network.overhead
-            other, receive = receiver_of(one)
+            other, receive = receiver_of(one, p)
             transfer(receive, other)
         else:
             begun[one] = when

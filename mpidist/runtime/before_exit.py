@@ -90,11 +90,6 @@ def one_line(error: BaseException) -> str:
     return f"mpidist: error: {' '.join(str(error).split())}{where}"
 
 
-def exit_status(status) -> int:
-    """Return the exit code for the argument of ``sys.exit``: text, which is printed, means 1."""
-    return 0 if status is None else status if isinstance(status, int) else 1
-
-
 def end_process(code: int, *, now: bool) -> None:
     """At exit, end this process without MPI_Finalize, which may never return after a death.
 

@@ -45,7 +45,6 @@ from .before_exit import (
     READ_BY,
     SEGMENTS,
     end_process,
-    exit_status,
     flush_streams,
     one_line,
     unlink_segments,
@@ -309,7 +308,7 @@ def _others_speak(rank: int, error: BaseException) -> bool:
     # ranks that report another rank's exception.
     speaks, failed = (2, 3) if secondary else (0, 1)
     try:
-        notes = _tell_all(failed)
+        notes = send_notes(_exit_barrier, failed)
         deadline = time.monotonic() + wait
         status = MPI.Status()
         while True:
@@ -320,16 +319,17 @@ def _others_speak(rank: int, error: BaseException) -> bool:
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.01)
-        MPI.Request.Testall([*notes, *_tell_all(speaks)])
+        MPI.Request.Testall([*notes, *send_notes(_exit_barrier, speaks)])
     except MPI.Exception:
         pass  # an MPI that cannot send notes any more may still be able to abort
     return False
 
 
-def _tell_all(tag: int) -> list[MPI.Request]:
+def send_notes(comm: MPI.Comm, tag: int) -> list[MPI.Request]:
+    """Send a note to all other ranks of `comm`, and return the requests. Not collective."""
     # MPI sends one byte at once, whether or not the receiver ever receives it.
-    others = (other for other in range(_exit_barrier.size) if other != _exit_barrier.rank)
-    return [_exit_barrier.Isend([b"!", MPI.BYTE], other, tag=tag) for other in others]
+    others = (other for other in range(comm.size) if other != comm.rank)
+    return [comm.Isend([b"!", MPI.BYTE], other, tag=tag) for other in others]
 
 
 def _leave_alone(code: int) -> None:
@@ -352,7 +352,8 @@ def _leave_alone(code: int) -> None:
 def _recording_exit(status=None):
     global _exit_code, _may_fail
     _may_fail = 0
-    _exit_code = exit_status(status)
+    # Python's own rule: None means 0, a number is the code, anything else is printed and means 1.
+    _exit_code = 0 if status is None else status if isinstance(status, int) else 1
     _original_exit(status)
 
 

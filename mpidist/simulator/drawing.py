@@ -8,6 +8,7 @@ from pathlib import Path
 from ..collectives.schedules.check import programs
 from ..collectives.schedules.schedule import SEND
 from ..errors import ConfigError
+from .figure_file import check_figure_file, figure_and_patch, save_figure
 from .network_model import Problem
 from .simulate import Reduced, Sent, simulate
 from .two_levels import builder, with_node_phases
@@ -39,9 +40,7 @@ def check_picture(file: str | Path, size: int) -> None:
     """Raise ConfigError if `picture` cannot draw `size` ranks into `file`."""
     if not 2 <= size <= MOST_RANKS:
         raise ConfigError(f"a picture shows 2 to {MOST_RANKS} ranks, given {size}")
-    if Path(file).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"{file}: expected a name that ends in .png, .svg or .pdf")
-    _matplotlib()
+    check_figure_file(file)
 
 
 def picture(file: str | Path, name: str, problem: Problem) -> None:
@@ -57,7 +56,7 @@ def picture(file: str | Path, name: str, problem: Problem) -> None:
     cost = simulate(builder(name, ranks_per_node), with_node_phases(name, problem), trace)
     seconds = cost.seconds * problem.repeats
     unit, scale = ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
-    figure_class, patch_class = _matplotlib()
+    figure_class, patch_class = figure_and_patch()
     figure = figure_class(figsize=(11, 1.6 + 0.42 * max(size, 4)), layout="constrained")
     axes = figure.add_subplot()
     sent = [event for event in trace if isinstance(event, Sent)]
@@ -84,20 +83,4 @@ def picture(file: str | Path, name: str, problem: Problem) -> None:
     patches = [patch_class(facecolor=color) for color in (_SEND, _REDUCE)]
     labels = ["a message leaves", "a sum is made"]
     figure.legend(patches, labels, loc="outside upper right", ncols=2, frameon=False)
-    try:
-        figure.savefig(file, dpi=130)
-    except OSError as error:
-        raise ConfigError(f"cannot write the picture {file}: {error.strerror}") from None
-
-
-def _matplotlib():
-    """Return matplotlib's Figure and Patch; raise ConfigError if matplotlib is missing."""
-    # Figure without pyplot: no window system, no global state.
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise ConfigError(
-            "a picture needs matplotlib, which is not installed: pip install 'mpidist[plot]'"
-        ) from None
-    return Figure, Patch
+    save_figure(figure, file)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..launch.claims import srun_mpi
-from ..launch.environment import WITH_ULFM
+from ..launch.environment import WITH_ULFM, may_have_ulfm
 from ..launch.launchers import (
     crowding,
     find_launcher,
@@ -89,10 +89,10 @@ def surviving(words: Sequence[str]) -> list[str]:
         The launcher has no such option.
     """
     name, kind = Path(words[0]).name, kind_of(words)
-    found = re.search(r"\(Open MPI\) (\d+)\.(\d+)\.(\d+)", printed_version(words[0]))
-    if kind != "openmpi" or not found or tuple(map(int, found.groups())) < WITH_ULFM:
+    version = printed_version(words[0])
+    if kind != "openmpi" or not may_have_ulfm(version):
         what = {"mpich": f"{name} of MPICH", "srun": "srun"}.get(kind, name)
-        if found:
+        if found := re.search(r"\(Open MPI\) \d+\.\d+\.\d+", version):
             what = f"{name} of {found[0].strip('()').replace(')', '')}"
         raise ConfigError(
             f"mpidist launch --elastic: {what} ends the job when a rank dies; it needs Open MPI "

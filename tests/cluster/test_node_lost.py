@@ -120,7 +120,9 @@ def test_a_node_is_stopped(own_cluster, openmpi, programs, tmp_path):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
     assert re.findall(r"rank \d of 6 has (\w{64})", output) == [result(200)] * 6, output
-    assert "rank 6 on n4, rank 7 on n4 gave no sign for 3 s" in output
+    # The one whose last sign is older may be seen to be late before the other.
+    late = "(rank 6 on n4|rank 7 on n4|rank 6 on n4, rank 7 on n4)"
+    assert re.search(rf"attempt 0 is ended: {late} gave no sign for 3 s", output), output
     assert "n4 does not answer and is left out" in output
     print(f"\nfrom the stop of a node to the next step: {next_step(tmp_path, 6, begin):.2f} s")
     wait_until(lambda: not ranks_on(own_cluster, "n4"), 10, otherwise="ranks go on")
