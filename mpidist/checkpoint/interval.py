@@ -101,7 +101,10 @@ class SaveInterval:
 
     def due(self, step: int) -> bool:
         """Return whether to save `step`; the answer is the same on all ranks."""
-        return step >= self.next if self.steps is None else step % self.steps == 0
+        if self.steps is None:
+            return step >= self.next
+        # After a death, workers that are behind pass over save points that others have reached.
+        return step > self._at and step % self.steps == 0
 
     def saved(self, comm, step: int, save_seconds: float) -> None:
         """Choose the next step to save, after a save of `step` that took `save_seconds`.

@@ -5,7 +5,7 @@ go on without that rank. A mistake in the program raises on all ranks, and a bad
 on the rank that gets it next; then the job must end. So a rank that raises tells the others, waits
 for a moment, and ends itself only if all of this holds:
 
-    at most half of the ranks raise      else the mistake is in the program
+    at most half of the workers raise    else the mistake is in the program
     no rank was evicted in this step     else the mistake is in the data
     `min_ranks` ranks are left           else nobody may go on
 
@@ -46,10 +46,12 @@ class OwnErrors:
     group : Group, optional
     step : function
         Returns the number of steps that this rank has done.
+    servers : int
+        The number of ranks of the group that do not run the code of the user.
     """
 
-    def __init__(self, group: Group | None = None, step: Callable[[], int] = int):
-        self.group, self.step = group, step
+    def __init__(self, group: Group | None = None, step: Callable[[], int] = int, servers: int = 0):
+        self.group, self.step, self.servers = group, step, servers
 
     def __enter__(self) -> None:
         pass
@@ -65,13 +67,12 @@ class OwnErrors:
         line = f"{this_rank()} failed and ends itself:\n{text}"
         end_itself(line, f"{type(error).__name__}: {error}", step=step)
 
-    @staticmethod
-    def _must_pass(group: Group, step: int) -> bool:
+    def _must_pass(self, group: Group, step: int) -> bool:
         if (RAISED, step) in group.watch.board.fates.values():
             return True
         raising = 1 + _count_notes(group._members.base)
         left = group.size + group.spares - raising
-        return 2 * raising > group.size or left < group.min_ranks
+        return 2 * raising > group.size - self.servers or left < group.min_ranks
 
 
 def _count_notes(base: MPI.Intracomm) -> int:

@@ -108,6 +108,7 @@ def _leave_out_finalize() -> bool:
         ctypes.c_int32.in_dll(ctypes.CDLL(MPI.__file__), "ompi_mpi_state").value = _FINALIZED
         # The C library calls _exit(code) before the exit functions of MPI's libraries.
         libc = ctypes.CDLL(None)
+        libc.fflush(None)  # what libraries in C have written
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
     except (OSError, ValueError, AttributeError):  # another MPI, or another C library
         return False

@@ -224,7 +224,9 @@ def _end_job(error: BaseException, show_traceback) -> None:
                     _show(error, show_traceback)
                 leave_with(code)
         silent = world.size > 1 and _others_speak(world.rank, error)
-        if has_ulfm() and getattr(error, "everywhere", False) and _exit_barrier != MPI.COMM_NULL:
+        # After a death, some ranks may wait in MPI for the dead one, and never come here.
+        together = getattr(error, "everywhere", False) and not isinstance(error, RankFailure)
+        if has_ulfm() and together and _exit_barrier != MPI.COMM_NULL:
             # MPI_Abort would end only this rank; all ranks come here, and so keep their exit code.
             if not silent:
                 _show(error, show_traceback)
@@ -358,8 +360,13 @@ def _recording_exit(status=None):
 
 
 def asked_exit_code() -> int:
-    """Return the code of the last ``sys.exit`` or `expect_failure` of this process, or 0."""
-    return _exit_code or _may_fail
+    """Return the code of the last ``sys.exit`` of this process, or 0."""
+    return _exit_code
+
+
+def likely_exit_code() -> int:
+    """Return the code with which this process, which is ending now, most likely ends."""
+    return (_exit_code or _may_fail) & 0xFF
 
 
 def expect_failure(code: int) -> None:
@@ -381,7 +388,7 @@ def _leave() -> None:
         os._exit(_exit_code & 0xFF)
     if _job_is_alive() and _exit_barrier != MPI.COMM_NULL:
         _meet_at_exit()
-    code = (_exit_code or _may_fail) & 0xFF
+    code = likely_exit_code()
     heartbeat.note_exit(code)
     if _survives:
         end_process(code, now=_ending)

@@ -27,6 +27,8 @@ from mpi4py import MPI
 from ..errors import RankFailure
 from ..launch.environment import has_ulfm
 from . import failure, polling
+from .agreement import agreed_bits
+from .agreement.agreed_bits import DONE, GO_ON, LEAVE, SPARE, WELL
 from .agreement.crossed_waits import open_contexts
 from .before_exit import READ_BY
 from .communicator import ElasticComm, elastic_comm, has_rank_of, shrunk
@@ -36,10 +38,6 @@ from .failure import leave_with, survive
 _TAG, _RESULT = 9, 10
 #: Seconds between two looks of a spare, which takes about 1 % of a core.
 _STAND_BY = 0.005
-#: The bits on which ranks agree: all are well, the job goes on, the work is done, all exit, all are
-#: spares. The exit code of the job is in the bits from _CODE on.
-_WELL, _GO_ON, _DONE, _LEAVE, _SPARE, _CODE = 1, 2, 4, 8, 16, 8
-_ANY_CODE = 0xFF << _CODE
 #: Objects that MPI may still use after a death; they are never freed.
 _GRAVE: list = []
 #: Seconds within which MPI reports a death that the kernel has shown already.
@@ -275,13 +273,12 @@ class Membership:
     ) -> Membership:
         """Return the membership of the living ranks, which is not open yet. Collective over them.
 
-        This membership must have ended on this rank. `agreed` says that this rank has just taken
-        part in the agreement with which ranks in `all_here` learn of the failure. `begin` is called
-        with the name of each phase, which may hang.
+        This membership must have ended on this rank. `agreed` says that this rank has just agreed
+        with ranks in `all_here`. `begin` is called with the name of each phase, which may hang.
         """
         if not agreed:
             begin("MEET")
-            self._agree(_GO_ON)
+            self._agree(GO_ON)
         begin("SHRINK")
         base = shrunk(self.base)
         here, there = base.Get_group(), self.base.Get_group()
@@ -311,7 +308,7 @@ class Membership:
         if all(self.active) and self.cross:
             living.cross = self.cross.without(before)
         self.cross = None
-        living._agree(_GO_ON)  # now all ranks have made `base`, and it may be revoked
+        living._agree(GO_ON)  # now all ranks have made `base`, and it may be revoked
         return living
 
     def all_here(self, meet: Callable[[], object], done: bool = False) -> bool:
@@ -327,8 +324,8 @@ class Membership:
         except Exception as error:
             if not is_death(error):
                 raise
-            return self._agree(_GO_ON)
-        return self._agree(_GO_ON | _WELL | (_DONE if done else 0))
+            return self._agree(GO_ON)
+        return self._agree(GO_ON | WELL | (DONE if done else 0))
 
     def give_result(self, result: bytes) -> None:
         """Send a short result to all spares, before they leave; called by one active rank."""
@@ -341,10 +338,10 @@ class Membership:
 
         If only some of them exit, and with a nonzero code, they wait for `LEAVE_TOGETHER` seconds.
         """
-        patience = failure.LEAVE_TOGETHER if (code := failure.asked_exit_code() & 0xFF) else None
+        patience = failure.LEAVE_TOGETHER if (code := failure.likely_exit_code()) else None
         if not (self._done or all(self.active) or self.comm == MPI.COMM_NULL):
             with suppress(TimeoutError):
-                self._obey(self._meet(_GO_ON | _LEAVE | code << _CODE, patience, _STAND_BY)[0])
+                self._obey(self._meet(agreed_bits.exiting(code), patience, _STAND_BY)[0])
 
     def stand_by(self) -> bytes | None:
         """Wait as a spare; return the result when the work is done, and None after a death.
@@ -352,7 +349,7 @@ class Membership:
         After None, call `end` and ``shrink(agreed=True)``. If the others exit, this rank exits too.
         """
         while True:
-            well = self._agree(_GO_ON | _WELL | _DONE | _LEAVE | _SPARE, _STAND_BY)
+            well = self._agree(GO_ON | WELL | DONE | LEAVE | SPARE, _STAND_BY)
             if self._leave is not None:
                 sys.exit(self._leave)
             if not well:
@@ -373,7 +370,7 @@ class Membership:
         the cause.
         """
         self.end("the job ends")
-        self._meet(code << _CODE, READ_BY)
+        self._meet(agreed_bits.ending(code), READ_BY)
         hearsay = getattr(error, "secondary", False)
         # An exception of MPI mostly means that another rank has ended the job.
         unnamed = isinstance(error, MPI.Exception | RankFailure) and not getattr(error, "ranks", ())
@@ -386,7 +383,7 @@ class Membership:
         this method does not return. If a rank has died, the lowest living rank gets the text that
         it must print, and the others get "".
         """
-        self._agree(_GO_ON)
+        self._agree(GO_ON)
         dead = self.dead()
         living = [rank for rank in range(self.base.size) if rank not in dead]
         return f"{self.failure()}, at the end" if self.base.rank == living[0] else ""
@@ -406,18 +403,18 @@ class Membership:
         If a rank ends the job by its own error, this function does not return. A rank that may wait
         for long sleeps for `pause` seconds between its looks.
         """
-        value, alive = self._meet(mine | _ANY_CODE, pause=pause)
+        value, alive = self._meet(mine | agreed_bits.NO_CODE, pause=pause)
         self._obey(value)
-        self._done = bool(value & _DONE)
-        self._leave = value >> _CODE if value & _LEAVE and not value & _SPARE else None
-        return alive and bool(value & _WELL)
+        self._done = bool(value & DONE)
+        self._leave = agreed_bits.leave_code(value)
+        return alive and bool(value & WELL)
 
     def _obey(self, value: int) -> None:
         """Leave the job if a rank ends it, according to the bits that `_meet` has returned."""
-        if not value & _GO_ON:
+        if (code := agreed_bits.end_code(value)) is not None:
             self.end("the job ends")
             self._last_meeting(3)
-            leave_with(value >> _CODE or 1)
+            leave_with(code)
 
     def _meet(
         self, mine: int, patience: float | None = None, pause: float = 0.0
@@ -441,6 +438,9 @@ class Membership:
                 late(time.monotonic() - began)
                 time.sleep(pause)
             polling.wait_until(request.Test, late)
+        except TimeoutError:
+            _GRAVE.append((request, value))
+            raise
         except MPI.Exception as error:
             alive = False
             if not is_death(error):

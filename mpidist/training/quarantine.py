@@ -71,6 +71,7 @@ class Quarantine:
         self.known: dict[int, str] = {}
         self.skipped = 0
         self.found: list[tuple[int, str]] = []
+        self.whole = 0  # how many of `found` belong to whole steps
         self._indices = np.empty(0, np.int64)
 
     def wanted(self, indices: np.ndarray) -> np.ndarray:
@@ -82,6 +83,10 @@ class Quarantine:
         for record in bad:
             self.found.append((record.index, record.reason))
             events.emit("bad_record", source=self.source, index=record.index, reason=record.reason)
+
+    def end_of_step(self) -> None:
+        """Record that the step of the records found so far is done, and will not be repeated."""
+        self.whole = len(self.found)
 
     @property
     def full(self) -> bool:
@@ -96,7 +101,7 @@ class Quarantine:
         everyone = run_on_all(self.comm, "md.train: bad records", lambda: mine, list)
         stops, starving, records = zip(*everyone, strict=True)
         found = sorted(itertools.chain(*records))
-        self.found = []
+        self.found, self.whole = [], 0
         if not any(starving):  # otherwise the step is repeated, and counts then
             self.skipped += len(found)
         new = {index: reason for index, reason in found if index not in self.known}

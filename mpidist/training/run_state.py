@@ -120,6 +120,7 @@ class Progress:
         records.
         """
         self.quarantine.skipped += samples - wanted
+        self.quarantine.end_of_step()
         self.step += 1
         heartbeat.note_steps(self.step)
         self.samples += wanted
@@ -423,11 +424,20 @@ class Progress:
                 )
             error.everywhere = True
             raise error
+        if stopping and self.deaths and not watcher.flag:
+            watcher.stop("a rank asked for it that may have died")
         if stopping and watcher.should_stop(self.step):
             if self.comm.rank == 0 and events.VERBOSITY:
                 say_last(f"mpidist: stopped at step {self.step}: {watcher.reason}; {saved}")
             watcher.state = None  # `checkpoint` has saved this step, and the servers have left
             watcher.leave(self.step)
+
+
+def without_losses(facts: Mapping) -> dict:
+    """Return `Progress.facts_to_carry` for a worker that has not taken part in these steps."""
+    new = {"_losses": [0.0, 0], "_losses_of": -1}
+    more = [new.get(*each) for each in zip(_CARRIED, facts["more"], strict=True)]
+    return {**facts, "more": more}
 
 
 def _print(text: str) -> None:

@@ -87,6 +87,57 @@ def test_asynchronous_workers_go_on_at_their_own_clocks(tmp_path, mode):
         assert {facts[8] for facts in found[1].values()} <= {"0", "1", "2"}, found[0]
 
 
+@with_ulfm
+@pytest.mark.parametrize("mode", ["bsp", "ssp"])
+def test_a_save_point_that_only_some_have_reached(tmp_path, mode):
+    """A worker dies in the pause for a save, while another worker is steps behind."""
+    slow = {"0": 0.02}
+    found = train(tmp_path, 5, "2:3:waits", servers=2, mode=mode, slow=slow, save=True)
+    _, _, total = check(tmp_path, found, [0, 1, 3, 4], 2)
+    assert total >= STEPS * BATCH - 8 * 3, found[0]
+
+
+#: Where a rank dies in a run that is asked to stop at step 5, and stops after step 8, or after 9 if
+#: a worker hears of it late: (deaths, who is asked).
+STOPS = {
+    "in the last step": ("1:7:pushed", 0),
+    "in the last step, twice": ("1:7:pushed,2:8:pushed", 0),
+    "the one that was asked": ("1:1:closing", 1),
+    "in the last save": ("2:8:saving,2:9:saving", 0),
+}
+
+
+@with_ulfm
+@pytest.mark.parametrize("moment", STOPS)
+def test_a_death_while_the_run_stops(tmp_path, moment):
+    """The run stops after a whole step, and what it has saved goes on without a lost sample."""
+    deaths, asked = STOPS[moment]
+    done, told = train(tmp_path, 5, deaths, servers=2, save=True, stop=[asked, 5])
+    assert done.returncode == 75, done
+    assert not told
+    assert re.search("stopped at step [89]: .* the state was saved as", done.stderr), done
+    done, told = train(tmp_path, 4, "", servers=2, save=True)
+    assert {tuple(facts[5:8]) for facts in told.values() if facts[4] == "used"} == {
+        tuple(map(str, ONCE))
+    }, done
+
+
+@with_ulfm
+def test_a_bad_record_of_a_repeated_step_counts_once(tmp_path):
+    done, _ = train(tmp_path, 5, "1:6:pushed", servers=2, rejects=[0, 6])
+    done.check()
+    assert re.findall(r"(\d+) skipped", done.stdout) == ["1"] * 4, done
+
+
+@with_ulfm
+def test_all_workers_raise(tmp_path):
+    """R46: the mistake is in the program, so nobody is evicted, however many servers there are."""
+    done, told = train(tmp_path, 5, "", servers=3, raises=6, on_exception="evict")
+    assert (done.returncode, told) == (1, {}), done
+    assert done.stderr.count("RuntimeError: no memory on rank") == 1
+    assert "ends itself" not in done.stderr, done
+
+
 #: Where servers die: (ranks, deaths, settings, living ranks, workers).
 SERVERS = {
     "after an update": (5, "4:8:applied", {"servers": 2}, [0, 1, 2, 3], 3),
@@ -121,6 +172,7 @@ def test_a_server_dies(tmp_path, moment):
         ("3:8:applied", {}, "died, and with it the partitions it served; give checkpoint="),
         ("3:3:applied", {"save": True}, "saved has no checkpoint yet"),
         ("0:5:done,1:5:done,2:5:done", {}, "all workers died; a run with parameter servers needs"),
+        ("0:5:done,1:5:done", {"spares": 1}, "and the spares do not have their state"),
     ],
 )
 def test_what_cannot_go_on_says_what_is_lost(tmp_path, deaths, settings, text):

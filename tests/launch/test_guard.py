@@ -39,7 +39,7 @@ def loop(run, ranks, steps=3000):
             state["w"][1] = np.nan if comm.rank == 1 else 1.0
         ranks.Allreduce(MPI.IN_PLACE, loss)
         run.check_loss(loss[0], step)
-        if what == "code" and step == 5 and comm.rank == 1:
+        if what in ("code", "caught") and step == 5 and comm.rank == 1:
             run.stop("enough")
         if what == "apart" and step == 4 and ranks.rank == 1:
             step += 1
@@ -73,7 +73,13 @@ try:
 except Stopped as stop:
     assert signal.getsignal(signal.SIGTERM) == before
     print(f"rank {comm.rank} stopped at {stop.step}: {stop.reason}", flush=True)
-    raise
+    if what != "caught":
+        raise
+    began = time.monotonic()
+    time.sleep(2 * comm.rank)
+    md.free(comm)
+    print(f"rank {comm.rank} has waited: {time.monotonic() - began > 1.8}")
+    sys.exit(0)
 assert run.exit_code == 0
 assert signal.getsignal(signal.SIGTERM) == before
 print(f"rank {comm.rank} finished", flush=True)
@@ -157,7 +163,8 @@ def test_servers_leave_with_the_workers(scene):
 
 #: What happens without a signal from outside, and the ranks of it.
 UNDISTURBED = {
-    "limit": 2, "code": 2, "finish": 3, "servers-finish": 3, "nan": 2, "poisoned": 2, "apart": 2,
+    "limit": 2, "code": 2, "caught": 2, "finish": 3, "servers-finish": 3, "nan": 2, "poisoned": 2,
+    "apart": 2,
 }  # fmt: skip
 
 #: What ends the job with an error.
@@ -185,6 +192,14 @@ def test_other_reasons_to_stop(ends, what, reason):
     step = saved(folder, 2)["step"]
     assert step == 5 or what == "limit"
     assert result.stdout.count(f"stopped at {step}: {reason}") == 2
+
+
+def test_a_program_that_catches_it_goes_on(ends):
+    """Its ranks wait for each other in `md.free`, as in a program without a guard."""
+    result, _ = ends["caught"]
+    assert sorted(re.findall(r"rank \d has waited: True", result.check().stdout)) == [
+        f"rank {rank} has waited: True" for rank in range(2)
+    ]
 
 
 @pytest.mark.parametrize("what", ["finish", "servers-finish"])

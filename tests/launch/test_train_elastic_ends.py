@@ -2,7 +2,7 @@
 
 import re
 
-from test_elastic import with_ulfm
+from test_elastic import launch_with_ulfm, with_ulfm
 from test_train_elastic import check, train
 
 
@@ -50,4 +50,33 @@ def test_an_error_of_one_rank_ends_the_job_with_spares(tmp_path):
     assert (done.returncode, told) == (1, {}), done
     assert done.stderr.count("RuntimeError: no memory on rank 1") == 1
     assert not (tmp_path / "rank-3").exists()
+    assert done.seconds < 30
+
+
+ALONE = """
+import os, signal, time
+import numpy as np
+from mpi4py import MPI
+import mpidist as md
+
+comm = MPI.COMM_WORLD
+md.allreduce(comm, np.zeros(3))
+if comm.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if comm.rank == 0:
+    time.sleep(1)
+    raise md.RankFailure("rank 1 of 4 has died")
+if comm.rank == 2:
+    comm.Recv(np.zeros(1), 3)
+time.sleep(60)
+"""
+
+
+@with_ulfm
+def test_a_rank_that_alone_learns_of_a_death_ends_the_job(tmp_path):
+    """Without a group nobody goes on, and others may wait in MPI for ever."""
+    (tmp_path / "program.py").write_text(ALONE)
+    done = launch_with_ulfm(4, tmp_path / "program.py")
+    assert done.returncode not in (0, None), done
+    assert done.stderr.count("rank 1 of 4 has died") == 1, done
     assert done.seconds < 30

@@ -57,6 +57,13 @@ def test_a_number_of_steps(clock):
     assert [step for step in range(1, 13) if pace.due(step)] == [4, 8, 12]
 
 
+def test_workers_that_are_behind_pass_over_save_points(clock):
+    """After a death, the fastest worker is at step 8; those that are behind must not save alone."""
+    pace = SaveInterval(4)
+    pace.begin(8)
+    assert [step for step in range(3, 13) if pace.due(step)] == [12]
+
+
 def test_a_time_becomes_steps_by_the_slowest_rank(clock):
     pace = SaveInterval("60s")
     pace.begin(100)

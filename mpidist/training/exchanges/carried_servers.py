@@ -25,11 +25,13 @@ from typing import Any
 
 from ... import events
 from ...elasticity.own_errors import OwnErrors
+from ...elasticity.peer_state import NOTHING
 from ...errors import NoCheckpoint, RankFailure
 from ...runtime.agreement.run_on_all import run_on_all
 from ...servers.layout.placement import choose_ranks, ranks_asked
 from ...servers.model_facts import KeptModel
 from ..elastic_run import Carried
+from ..run_state import without_losses
 from .server_exchange import MODEL, Kept, Pending
 
 
@@ -60,6 +62,7 @@ class CarriedServers(Carried):
         self._shares: Sequence[tuple[int, int, int]] = ()
         self._share: tuple[int, int] | None = None
         self._pending: Pending | None = None
+        self._whole = 0  # how many bad records this worker had found in whole steps
 
     # -- a run takes what is carried -----------------------------------------------------
 
@@ -71,6 +74,9 @@ class CarriedServers(Carried):
         self._numbers = ranks = self._ranks()
         servers = [ranks.index(rank) for rank in self._servers]
         kept = Kept(servers) if self._facts is None else self._kept._replace(servers=servers)
+        if not self._only_serves():  # noted now, for workers may do a step before all are here
+            workers = [k for k, rank in enumerate(ranks) if self._works(rank)]
+            self._shares, self._share = kept.shares, (len(workers), workers.index(comm.rank))
         self._exchange = strategy.open(comm, asked.model, asked.optimizer, kept=kept, **settings)
         return self._exchange
 
@@ -80,6 +86,9 @@ class CarriedServers(Carried):
         if continues:
             assert self._facts is not None
             run.quarantine.found = [tuple(each) for each in self._facts["found"]]
+            # The step in which this worker had learned when to stop may be repeated.
+            stop = self._kept.clock
+            run.stopping = stop is not None and self._clock >= stop
         return continues
 
     def restore(self, run, resume, retry_bad: bool, handed: str) -> None:
@@ -123,7 +132,8 @@ class CarriedServers(Carried):
         self._began, self._lost, self._newcomer, self._goes_back = True, [], False, False
         if not run.exchange.dedicated:
             if self.group.settings.on_exception == "evict":
-                self.own_errors = OwnErrors(self.group, lambda: run.step)
+                servers = sum(not self._works(rank) for rank in self._ranks())
+                self.own_errors = OwnErrors(self.group, lambda: run.step, servers)
             self.group.watch.begin_steps()
 
     # -- after a death -------------------------------------------------------------------
@@ -142,12 +152,10 @@ class CarriedServers(Carried):
         if exchange is not None and run is not None and not exchange.dedicated:
             self._facts = run.facts_to_carry([])
             self._facts["found"] = run.quarantine.found
+            self._whole = run.quarantine.whole
             self._clock = exchange.client.finished
             self._ahead = run.step - self._clock
             self._pending, self._stop = exchange.unfinished(), exchange.agreement.clock
-            workers = exchange.group.worker_ranks
-            self._shares = exchange.kept.shares
-            self._share = len(workers), workers.index(exchange.comm.rank)
             self._newest = run.step
         return self.step
 
@@ -168,8 +176,13 @@ class CarriedServers(Carried):
             raise RankFailure("all workers died; a run with parameter servers needs one")
 
     def bring_up_to_date(self, comm, step: int) -> int:
-        """Decide with the living ranks how the run goes on; return the newest step. Collective."""
+        """Decide with the living ranks how the run goes on; return the newest step. Collective.
+
+        If all workers have died, and spares step in, nobody knows how far the run is; then this
+        method returns `NOTHING`.
+        """
         mine = {
+            "idle": step == NOTHING or self._only_serves(),
             "lost": self._lost if self._began else [],
             "began": self._began,
             "facts": None if self._only_serves() else self._facts,
@@ -182,6 +195,8 @@ class CarriedServers(Carried):
         everyone = run_on_all(comm, "md.train: servers and workers", lambda: mine, list)
         begun = [one for one in everyone if one["facts"] is not None]
         lost = sorted({rank for one in everyone for rank in one["lost"]})
+        if not lost and all(one["idle"] for one in everyone):
+            return NOTHING
         if lost or not begun:
             # Nobody has trained yet, or all go back.
             self._goes_back = bool(lost) and (bool(begun) or any(one["began"] for one in everyone))
@@ -220,7 +235,9 @@ class CarriedServers(Carried):
             have = {one["index"] for one in served if one["clocks"].get(me, -1) > self._clock}
             self._pending = self._pending._replace(known=have | {*self._pending.known})
         if self._facts is None or self._only_serves():
-            self._facts = {**newest["facts"], "found": []}
+            self._facts = without_losses({**newest["facts"], "found": []})
+        elif self._pending is None:  # this worker repeats a step, and finds its bad records again
+            self._facts["found"] = self._facts["found"][: self._whole]
         self._ahead = ahead = newest["ahead"]
         self._newest = newest["facts"]["step"]
         shares = [*self._shares]

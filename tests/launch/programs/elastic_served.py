@@ -6,6 +6,10 @@ worker has the gradients of the next step), "pushed" (a worker has sent its push
 the first server only), "applied" (a server has just applied so many updates), "answered" (a server
 has written so many answers), "voted" (a server has voted for the clock), "waits" (rank 0 kills it
 while it waits for rank 0 in the clock), "saving", "saved", or "closing" (in the goodbye).
+
+Of the settings, "stop" is [worker, step], in whose callback the worker gets a SIGTERM; "raises" is
+the number of steps after which all workers raise; "rejects" is [worker, steps]: after so many
+steps, the worker's model rejects the first sample that it gets in each attempt.
 """
 
 import json
@@ -29,7 +33,7 @@ SAMPLES, BATCH = 120, 24
 folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
 comm, me = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
 deaths = [one.split(":") for one in os.environ["DEATHS"].split(",") if one]
-done, clients, groups, calls = 0, [], [], {}
+done, clients, groups, calls, rejected = 0, [], [], {}, {}
 pids = comm.allgather(os.getpid())
 
 
@@ -93,6 +97,12 @@ class Counts:
 
     def loss_and_gradients(self, batch, gradients, ready=None):
         self.state["mean"] += 1
+        if settings.get("raises") == done:
+            raise RuntimeError(f"no memory on rank {me}")
+        if settings.get("rejects") == [me, done]:
+            samples = batch[0].argmax(axis=1).tolist()
+            if rejected.setdefault(len(groups), samples[0]) in samples:
+                raise ValueError("a sample that this worker cannot use")
         for gradient in gradients.values():
             gradient[...] = batch[0].mean(axis=0)
         slow = settings.get("slow", {}).get(str(me), 0)
@@ -111,6 +121,8 @@ def log(report):
     done = report.step
     with (folder / f"rank-{me}").open("a") as file:
         file.write(f"{report.step}\n")
+    if [me, done] == settings.get("stop"):
+        os.kill(os.getpid(), signal.SIGTERM)
     die("done", report.step)
 
 
@@ -120,7 +132,12 @@ strategy = md.ParameterServer(
     settings.get("placement", "dedicated"),
 )  # fmt: skip
 saves = {"checkpoint": folder / "saved", "checkpoint_every": 5} if settings.get("save") else {}
-elastic = md.Elastic(deadline=settings.get("deadline", "stopped"), spares=settings.get("spares", 0))
+if "rejects" in settings:
+    saves["max_bad"] = 0.5
+elastic = md.Elastic(
+    deadline=settings.get("deadline", "stopped"), spares=settings.get("spares", 0),
+    on_exception=settings.get("on_exception", "end"),
+)  # fmt: skip
 model = Counts()
 summary = md.train(
     comm, model, (np.eye(SAMPLES), np.zeros(SAMPLES)), optimizer=md.optim.sgd(float(BATCH)),
@@ -130,8 +147,9 @@ summary = md.train(
 works = bool(groups) and groups[-1].is_worker
 counts = np.stack([0.0 - np.rint(x) for x in model.parameters.values()])
 gap = max((max(one.gaps, default=0) for one in clients), default=0)
+mean = f"mean {model.state['mean'][0]:g}, {summary.skipped_records} skipped"
 print(
     f"rank {me}: {summary.ranks} ranks, {summary.workers} workers, {summary.deaths} dead, "
     f"{summary.steps} steps, {'used' if works else 'server'} {counts.min():.0f} to "
-    f"{counts.max():.0f}, {counts.sum() / 2:.0f} in all, gap {gap}, mean {model.state['mean'][0]:g}"
+    f"{counts.max():.0f}, {counts.sum() / 2:.0f} in all, gap {gap}, {mean}"
 )
