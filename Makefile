@@ -85,10 +85,10 @@ fuzz: $(VENV)/.test
 	$(EXEC) 5 $(BIN)/python tests/mpi/fuzz.py 5000
 
 test-launch: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/launch $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/launch $(PYTEST_ARGS) $(AGAIN)
 
 test-cluster: $(VENV)/.test
-	$(BIN)/python -m pytest -q tests/cluster $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q tests/cluster $(PYTEST_ARGS) $(AGAIN)
 
 test-slurm: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/cluster -m slurm $(PYTEST_ARGS)
