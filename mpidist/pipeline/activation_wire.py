@@ -1,0 +1,57 @@
+"""What of an activation travels between stages: its memory as it lies, its shape and its strides.
+
+    buffer, shape, strides = to_wire(y)      # send buffer, which is one-dimensional, without a copy
+    y = from_wire(buffer, shape, strides)    # what arrived, without a copy
+
+BLAS may add in another order if a factor of a matrix product is transposed. So an activation must
+keep the order of its axes in memory, or the bits of a pipeline differ from those of one rank.
+`Features`, for example, returns a transposed view: sent as a C-contiguous array, it changes LeNet's
+gradients by 1e-7 with OpenBLAS's kernels for AVX-512, and not at all with those for AVX2. The
+strides travel, and not only the order of the axes, because NumPy may choose the routine of a
+product by the stride of an axis of length 1. The same holds for gradients on their way back.
+
+The shape and the strides are the same for all microbatches of one size, so they need to be sent
+only once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ..arrays import array_module
+from ..errors import ConfigError
+
+
+def to_wire(array) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
+    """Return (buffer, shape, strides) of `array`, for `from_wire`; `buffer` is one-dimensional.
+
+    The buffer shares the memory of `array`, if each byte of this memory belongs to one element, in
+    whatever order the axes lie. Else, as for a slice of another array, it is a copy that keeps the
+    order of the axes.
+    """
+    outer_first = sorted(
+        range(array.ndim), key=lambda axis: (-array.strides[axis], array.shape[axis] == 1)
+    )
+    dense = array.transpose(outer_first)
+    if not dense.flags.c_contiguous:
+        dense = array_module(array).ascontiguousarray(dense)
+        array = dense.transpose([outer_first.index(axis) for axis in range(array.ndim)])
+    return dense.reshape(-1), tuple(array.shape), tuple(array.strides)
+
+
+def from_wire(buffer, shape: Sequence[int], strides: Sequence[int]):
+    """Return a view of `buffer` with this shape and these strides, which `to_wire` has returned.
+
+    Raises ConfigError if the buffer has another size than the array, so no view leaves its memory.
+    """
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if buffer.size != math.prod(shape) or min(strides, default=0) < 0 or (
+        buffer.size and last >= buffer.nbytes
+    ):  # fmt: skip
+        raise ConfigError(
+            f"activation of shape {tuple(shape)} and strides {tuple(strides)} does not fit the "
+            f"{buffer.nbytes} bytes that arrived; both stages must have the same plan and model"
+        )
+    return array_module(buffer).lib.stride_tricks.as_strided(buffer, shape, strides)
