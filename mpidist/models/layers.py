@@ -1,12 +1,30 @@
 """The layers of a `Network`, each with a function for its outputs and one for its gradients.
 
     y, saved = layer.forward(parameters, x)
-    dx = layer.backward(parameters, saved, dy, gradients, ready, first)
+    dx = layer.backward(parameters, saved, dy, gradients, ready, first=False)
 
 A layer looks up its parameters by name at every call, so training code may replace them by views of
 another buffer. `forward` never changes x, so a saved x stays valid; `backward` may overwrite dy,
 the gradient with respect to y. `shapes` returns the names and shapes of the parameters in order;
 their gradients become ready in the reverse order.
+
+Several batches may be on the way: `forward` of a second batch may come before `backward` of the
+first one, and the passes may end in any order. All that a backward pass needs of its batch is in
+`saved` and in x, so the bits do not depend on the order. Whoever made x must leave it as it is
+until the backward pass of its batch.
+
+A layer may also offer the two halves of `backward`, which a schedule can call at different times:
+
+    dx = layer.backward_input(parameters, saved, dy)
+    layer.backward_weights(parameters, saved, dy, gradients, ready)
+
+In both orders the results have the bits of `backward`. In a layer with parameters, neither of them
+changes dy, and dx shares no memory with it, because the other half may come later. A layer without
+parameters may overwrite dy, or return a view of it.
+
+The axes of y and dx may lie in memory in any order: `Features` returns a transposed view. The next
+matrix product depends on that order in its last bits, so an array that is copied to another process
+must keep its strides; see `mpidist/pipeline/activation_wire.py`.
 
 The first axis of x, y and every gradient has one entry per piece, which is a batch that gets
 gradients of its own. All pieces have equal size; an ordinary batch is a single piece. NumPy's
@@ -27,7 +45,8 @@ of one product per sample.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from ..arrays import array_module
 
@@ -37,11 +56,20 @@ def _nothing(name: str) -> None:
 
 
 class _Fixed:
-    """The base class of layers without parameters."""
+    """The base class of layers without parameters; `backward_input` is their backward pass."""
+
+    backward_input: Callable[..., Any]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return an empty dict, because the layer has no parameters."""
         return {}
+
+    def backward(self, parameters, saved, dy, gradients, ready=_nothing, first=False):
+        """Return the gradient of x."""
+        return self.backward_input(parameters, saved, dy)
+
+    def backward_weights(self, parameters, saved, dy, gradients, ready=_nothing) -> None:
+        """Do nothing, because the layer has no parameters."""
 
 
 class Dense(NamedTuple):
@@ -66,13 +94,21 @@ class Dense(NamedTuple):
 
     def backward(self, parameters, x, dy, gradients, ready=_nothing, first=False):
         """Write the gradients of weight and bias; return that of x, or None for the first layer."""
+        self.backward_weights(parameters, x, dy, gradients, ready)
+        return None if first else self.backward_input(parameters, x, dy)
+
+    def backward_input(self, parameters, x, dy):
+        """Return the gradient of x."""
+        return dy @ parameters[f"{self.name}.weight"].T
+
+    def backward_weights(self, parameters, x, dy, gradients, ready=_nothing) -> None:
+        """Write the gradients of weight and bias."""
         xp = array_module(dy)
         # ready() after each: a final gradient may be sent while the next one is computed.
         xp.sum(dy, axis=1, out=gradients[f"{self.name}.bias"])
         ready(f"{self.name}.bias")
         xp.matmul(x.swapaxes(1, 2), dy, out=gradients[f"{self.name}.weight"])
         ready(f"{self.name}.weight")
-        return None if first else dy @ parameters[f"{self.name}.weight"].T
 
 
 class Convolution:
@@ -80,8 +116,10 @@ class Convolution:
 
     The stride is 1. A convolution copies every window of the image into a column of a matrix. All
     calls use one scratch array for this matrix, because allocating it anew would cause page faults,
-    which take half the time of a step. `backward` copies the windows again if another call of
-    `forward` has overwritten the matrix of windows.
+    which take half the time of a step. `backward` copies the windows again if another call has
+    overwritten the matrix of windows. With several batches on the way that is faster than a matrix
+    for each of them: the matrix is 25 times as large as the image for a 5 x 5 kernel, so it would
+    have left the cache, while the scratch array stays there.
     """
 
     def __init__(self, name: str, inputs: int, outputs: int, kernel: int, pad: int = 0):
@@ -109,9 +147,22 @@ class Convolution:
 
     def backward(self, parameters, x, dy, gradients, ready=_nothing, first=False):
         """Write the gradients of weight and bias; return that of x, or None for the first layer."""
-        xp = array_module(dy)
-        flat = dy.reshape(len(dy), self.outputs, -1)
-        xp.sum(flat, axis=2, out=gradients[f"{self.name}.bias"])
+        self.backward_weights(parameters, x, dy, gradients, ready)
+        return None if first else self.backward_input(parameters, x, dy)
+
+    def backward_input(self, parameters, x, dy):
+        """Return the gradient of x."""
+        # Its gradient overwrites the matrix of windows, whichever batch the windows are of.
+        self._held = None
+        k, (rows, cols) = self.kernel, self._size(x)
+        columns = self._room(x, (len(x), self.inputs * k * k, rows * cols * x.shape[4]))
+        flat = self._flat(dy)
+        return self._add_up(array_module(dy).matmul(self._matrix(parameters).T, flat, columns), x)
+
+    def backward_weights(self, parameters, x, dy, gradients, ready=_nothing) -> None:
+        """Write the gradients of weight and bias."""
+        flat = self._flat(dy)
+        array_module(dy).sum(flat, axis=2, out=gradients[f"{self.name}.bias"])
         ready(f"{self.name}.bias")
         held, self._held = self._held, None
         columns = held[1] if held is not None and held[0] is x else self._columns(x)
@@ -120,10 +171,9 @@ class Convolution:
         product = (columns @ flat.swapaxes(1, 2)).swapaxes(1, 2)
         weight[...] = product.reshape(weight.shape)
         ready(f"{self.name}.weight")
-        if first:
-            return None
-        # The copied windows (`columns`) are not needed any more: their gradient overwrites them.
-        return self._add_up(xp.matmul(self._matrix(parameters).T, flat, out=columns), x)
+
+    def _flat(self, dy):
+        return dy.reshape(len(dy), self.outputs, -1)
 
     def _matrix(self, parameters):
         return parameters[f"{self.name}.weight"].reshape(self.outputs, -1)
@@ -145,13 +195,17 @@ class Convolution:
         (pieces, channels, _, _, samples), (p, c, h, w, s) = x.shape, x.strides
         shape = (pieces, channels, k, k, rows, cols, samples)
         windows = xp.lib.stride_tricks.as_strided(x, shape, (p, c, h, w, h, w, s))
+        columns = self._room(x, shape)
+        columns[...] = windows
+        return columns.reshape(pieces, channels * k * k, rows * cols * samples)
+
+    def _room(self, x, shape):
+        """Return the scratch array in this shape; it keeps what the last call has left there."""
         count = math.prod(shape)
         scratch = self._scratch
         if type(scratch) is not type(x) or scratch.size < count or scratch.dtype != x.dtype:
-            scratch = self._scratch = xp.empty(count, x.dtype)
-        columns = scratch[:count].reshape(shape)
-        columns[...] = windows
-        return columns.reshape(pieces, channels * k * k, -1)
+            scratch = self._scratch = array_module(x).empty(count, x.dtype)
+        return scratch[:count].reshape(shape)
 
     def _add_up(self, columns, x):
         """Return the gradient of x: for each element, the sum of `columns` over its windows.
@@ -191,7 +245,7 @@ class MaxPool(_Fixed):
         left, right = xp.ascontiguousarray(pairs.transpose(4, 0, 1, 2, 3, 5))
         return xp.maximum(left, right), (x, (left, right))
 
-    def backward(self, parameters, saved, dy, gradients, ready=_nothing, first=False):
+    def backward_input(self, parameters, saved, dy):
         """Return the gradient of x: in each square, one largest value gets `dy`, others zero."""
         x, (left, right) = saved
         xp, (height, width) = array_module(dy), self._even(x)
@@ -217,7 +271,7 @@ class Relu(_Fixed):
         y = array_module(x).maximum(x, 0)
         return y, y
 
-    def backward(self, parameters, y, dy, gradients, ready=_nothing, first=False):
+    def backward_input(self, parameters, y, dy):
         """Return `dy` where y is positive, and zero elsewhere."""
         dy *= y > 0
         return dy
@@ -230,7 +284,7 @@ class Images(_Fixed):
         """Return (y, None): `backward` needs nothing."""
         return array_module(x).ascontiguousarray(x.transpose(0, 2, 3, 4, 1)), None
 
-    def backward(self, parameters, saved, dy, gradients, ready=_nothing, first=False):
+    def backward_input(self, parameters, saved, dy):
         """Return the gradient of x, a view of `dy`."""
         return dy.transpose(0, 4, 1, 2, 3)
 
@@ -242,7 +296,7 @@ class Features(_Fixed):
         """Return (y, shape of x); y is a transposed view, which a matrix product can use."""
         return x.reshape(len(x), math.prod(x.shape[1:4]), x.shape[4]).swapaxes(1, 2), x.shape
 
-    def backward(self, parameters, shape, dy, gradients, ready=_nothing, first=False):
+    def backward_input(self, parameters, shape, dy):
         """Return the gradient of x, a copy of `dy` with the samples as the last axis."""
         return array_module(dy).ascontiguousarray(dy.swapaxes(1, 2)).reshape(shape)
 
@@ -254,7 +308,7 @@ class Rows(_Fixed):
         """Return (y, shape of x): the output, and the values that `backward` needs."""
         return x.reshape(*x.shape[:2], math.prod(x.shape[2:])), x.shape
 
-    def backward(self, parameters, shape, dy, gradients, ready=_nothing, first=False):
+    def backward_input(self, parameters, shape, dy):
         """Return the gradient of x, a view of `dy`."""
         return dy.reshape(shape)
 
