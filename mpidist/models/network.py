@@ -4,6 +4,12 @@
     model.loss_and_gradients(batch, gradients, ready)
     model.predict(inputs)
 
+and what a stage of a pipeline uses, which computes some of the layers only:
+
+    model.layers                          as in `mpidist.models.layers`
+    model.initial_parameters(start, stop) of layers[start:stop]
+    model.loss(scores, labels)            losses, and the gradient that goes back
+
 A model does not communicate with other ranks. Training code may replace any array in `parameters`
 by another one of the same shape, because every method of the model looks up the arrays again.
 """
@@ -12,12 +18,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 
 from ..arrays import array_module
 from ..errors import ConfigError
 from .layers import softmax_cross_entropy
+
+#: Random numbers that are drawn at once, so that initial weights need little memory beside them.
+DRAWN = 1 << 16
 
 #: Samples per pass of `predict`, so that an evaluation needs no more memory than a training step.
 CHUNK = 128
@@ -39,7 +49,10 @@ class Network:
     Attributes
     ----------
     parameters : dict of str to array
-        float32, in forward order; gradients become ready in the reverse order.
+        float32, in forward order; gradients become ready in the reverse order. They are made when
+        they are first used, because a stage of a pipeline needs those of its own layers only.
+    classes : int
+        Number of scores per sample.
     state : dict of str to array
         Empty, because these models keep no statistics.
     """
@@ -48,9 +61,42 @@ class Network:
         self.layers = list(layers)
         self.sample_shape = tuple(sample_shape)
         self.state: dict = {}
-        self.parameters = _initial(self.layers, seed)
-        self.classes = list(self.parameters.values())[-1].size
-        self._first = next(i for i, layer in enumerate(self.layers) if layer.shapes())
+        self._seed = seed
+        sized = [i for i, layer in enumerate(self.layers) if layer.shapes()]
+        if not sized:
+            raise ConfigError(f"Network: none of the {len(self.layers)} layers has parameters")
+        self._first, self._last = sized[0], sized[-1]
+        self.classes = math.prod(list(self.layers[self._last].shapes().values())[-1])
+
+    @cached_property
+    def parameters(self) -> dict:
+        """The parameters of all layers, which training code may replace."""
+        return self.initial_parameters()
+
+    def initial_parameters(self, start: int = 0, stop: int | None = None) -> dict:
+        """Return new parameters for ``layers[start:stop]``, with the values of the whole model.
+
+        The weights of the layers before `start` are drawn and dropped in small parts, so a stage of
+        a pipeline needs no memory for them.
+        """
+        stop = len(self.layers) if stop is None else stop
+        if not 0 <= start <= stop <= len(self.layers):
+            raise ConfigError(
+                f"initial_parameters: layers {start} to {stop}, expected 0 <= start <= stop <= "
+                f"{len(self.layers)}, the number of layers"
+            )
+        rng = np.random.default_rng(self._seed)
+        parameters = {}
+        for i, layer in enumerate(self.layers[:stop]):
+            for name, shape in layer.shapes().items():
+                if i >= start:
+                    parameters[name] = np.zeros(shape, np.float32)
+                if len(shape) > 1:
+                    # Dense weights are (inputs, outputs), kernels (outputs, inputs, k, k).
+                    inputs = shape[0] if len(shape) == 2 else math.prod(shape[1:])
+                    spread = math.sqrt((1 if i == self._last else 2) / inputs)
+                    _draw(rng, math.prod(shape), spread, parameters.get(name))
+        return parameters
 
     def loss_and_gradients(
         self, batch, gradients, ready: Callable[[str], None] | None = None
@@ -67,7 +113,9 @@ class Network:
             raise ConfigError(f"batch: {len(inputs)} inputs but {len(labels)} labels")
         one = {name: array[None] for name, array in gradients.items()}
         x = checked_input(self, inputs)[None]
-        return float(self._losses(x, self._labels(labels)[None], one, ready)[0])
+        if not isinstance(labels, np.ndarray):
+            labels = array_module(x).asarray(labels)
+        return float(self._losses(x, labels[None], one, ready)[0])
 
     def piece_gradients(self, batch, gradients):
         """Write the gradients of several batches (pieces) of equal size; return their mean losses.
@@ -83,7 +131,7 @@ class Network:
                 f"{labels.shape}"
             )
         x = checked_input(self, inputs.reshape(-1, *inputs.shape[2:])).reshape(inputs.shape)
-        return self._losses(x, self._labels(labels), gradients)
+        return self._losses(x, labels, gradients)
 
     def _losses(self, x, labels, gradients, ready=None):
         """Run all layers forward and backward on several batches (pieces); return their losses."""
@@ -97,12 +145,37 @@ class Network:
         for layer in self.layers:
             x, saved = layer.forward(self.parameters, x)
             tape.append(saved)
-        losses, dy = softmax_cross_entropy(x, labels)
+        losses, dy = self.loss(x, labels)
         # Layers before the first one with parameters compute no gradient.
         for i in range(len(self.layers) - 1, self._first - 1, -1):
             first, back = i == self._first, self.layers[i].backward
             dy = back(self.parameters, tape.pop(), dy, gradients, ready, first=first)
         return losses
+
+    def loss(self, scores, labels):
+        """Return (mean loss of each piece (batch), gradient of the losses by the scores).
+
+        `scores` are the outputs of the last layer, of shape (pieces, samples, classes). `labels`
+        are integers from 0, of shape (pieces, samples). A piece without samples has loss 0.
+
+        Raises ConfigError for labels of another shape, or beyond the classes.
+        """
+        if labels.ndim != 2 or tuple(scores.shape) != (*labels.shape, self.classes):
+            raise ConfigError(
+                f"loss: scores of shape {scores.shape} and labels of shape {labels.shape}, "
+                f"expected (pieces, samples, {self.classes}) and (pieces, samples)"
+            )
+        if not labels.size:
+            return np.zeros(len(labels)), scores
+        # NumPy would count a negative label from the end.
+        if isinstance(labels, np.ndarray):
+            low, high = labels.min(), labels.max()
+            if not 0 <= low <= high < self.classes:
+                raise ConfigError(
+                    f"labels run from {low} to {high}, expected 0 to {self.classes - 1}: "
+                    f"the model has {self.classes} classes"
+                )
+        return softmax_cross_entropy(scores, array_module(scores).asarray(labels))
 
     def predict(self, inputs):
         """Return one row of scores per sample; the largest score marks the predicted class."""
@@ -116,43 +189,23 @@ class Network:
             x, _ = layer.forward(self.parameters, x)
         return x[0]
 
-    def _labels(self, labels):
-        # NumPy would count a negative label from the end.
-        if isinstance(labels, np.ndarray) and labels.size:
-            low, high = labels.min(), labels.max()
-            if not 0 <= low <= high < self.classes:
-                raise ConfigError(
-                    f"labels run from {low} to {high}, expected 0 to {self.classes - 1}: "
-                    f"the model has {self.classes} classes"
-                )
-        return array_module(_like(self)).asarray(labels)
 
+def checked_input(model, inputs, like=None):
+    """Return `inputs` with the dtype and on the device of `like`; check their shape.
 
-def checked_input(model, inputs):
-    """Return `inputs` with the dtype and on the device of the parameters; check their shape."""
+    `like` is one of the parameters if it is not given; a stage of a pipeline gives one of its own.
+    """
     if tuple(inputs.shape[1:]) != model.sample_shape:
         expected = ", ".join(map(str, ("n", *model.sample_shape)))
         raise ConfigError(f"model input has shape {inputs.shape}, expected ({expected})")
-    like = _like(model)
+    like = next(iter(model.parameters.values())) if like is None else like
     return array_module(like).asarray(inputs, dtype=like.dtype)
 
 
-def _like(model):
-    """Return one of the parameters; batches are converted to its dtype and device."""
-    return next(iter(model.parameters.values()))
-
-
-def _initial(layers: Sequence, seed: int) -> dict:
-    rng = np.random.default_rng(seed)
-    parameters = {}
-    last = [layer for layer in layers if layer.shapes()][-1]
-    for layer in layers:
-        for name, shape in layer.shapes().items():
-            if len(shape) == 1:
-                parameters[name] = np.zeros(shape, np.float32)
-                continue
-            # Dense weights are (inputs, outputs), kernels (outputs, inputs, k, k).
-            inputs = shape[0] if len(shape) == 2 else math.prod(shape[1:])
-            spread = math.sqrt((1 if layer is last else 2) / inputs)
-            parameters[name] = (rng.standard_normal(shape) * spread).astype(np.float32)
-    return parameters
+def _draw(rng, count: int, spread: float, array) -> None:
+    """Draw normal numbers into a new `array`, or, if it is None, only to advance `rng`."""
+    flat = None if array is None else array.reshape(-1)
+    for i in range(0, count, DRAWN):
+        drawn = rng.standard_normal(min(DRAWN, count - i))
+        if flat is not None:
+            flat[i : i + DRAWN] = drawn * spread
