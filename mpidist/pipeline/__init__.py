@@ -2,7 +2,8 @@
 
 All of this needs no MPI. `read_profile` reads the times and sizes of a model's layers, `cut`
 chooses the stages, `action_lists` returns what each rank does in a schedule, `check_actions` proves
-such lists, `simulate_actions` estimates their time, and `draw_actions` shows it.
+such lists, `simulate_actions` estimates their time, and `draw_actions` shows it. `why_no_stages`
+says whether a model can be cut.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from .draw_actions import draw_actions, save_drawing
 from .layer_profile import Layer, LayerProfile, chain, read_profile, write_profile
 from .pipeline_schedules import SCHEDULES, StageAction, action_lists
 from .simulate_actions import ChunkCost, SimulatedRun, simulate_actions
+from .stage_contract import why_no_stages
 from .stage_partition import COSTS, NoPartition, PipelinePlan, StagePlan, cut
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "read_profile",
     "save_drawing",
     "simulate_actions",
+    "why_no_stages",
     "write_profile",
 ]
 

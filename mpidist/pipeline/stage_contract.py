@@ -1,0 +1,37 @@
+"""What a model must have to be cut into stages: a chain of layers, and a loss apart from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_LAYER = ("shapes", "forward", "backward")
+
+
+def why_no_stages(model) -> str:
+    """Return why `model` cannot be cut into the stages of a pipeline, or "" if it can be.
+
+    A model needs ``layers``, a list of objects with the methods ``shapes``, ``forward`` and
+    ``backward`` of `mpidist.models.layers`, and a method ``loss(scores, labels)``. A name of a
+    parameter may stand in one layer only. The parameters are not looked at, so none are made.
+    """
+    name = type(model).__name__
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
+        return f"model {name} has no layers (a list of objects with {', '.join(_LAYER)})"
+    if not callable(getattr(model, "loss", None)):
+        return f"model {name} has no method loss(scores, labels)"
+    if getattr(model, "state", None):
+        return f"model {name} has a state, such as running means, which no stage can keep"
+    owners: dict[str, int] = {}
+    for i, layer in enumerate(layers):
+        what = f"layer {i} of model {name} ({type(layer).__name__})"
+        lacks = [method for method in _LAYER if not callable(getattr(layer, method, None))]
+        if isinstance(layer, type):
+            return f"layer {i} of model {name} is the class {layer.__name__}, not an object of it"
+        if lacks:
+            return f"{what} has no method {lacks[0]}"
+        for parameter in layer.shapes():
+            if parameter in owners:
+                return f"{what} has the parameter {parameter!r} of layer {owners[parameter]}, too"
+            owners[parameter] = i
+    return "" if owners else f"model {name} has no layer with parameters"
