@@ -32,8 +32,8 @@ from .history import (
     remove_control_folder,
 )
 from .hosts import (
-    AttemptPlace,
     LaunchedJob,
+    all_hosts,
     doubted,
     grown,
     print_line,
@@ -54,8 +54,7 @@ def run(job: LaunchedJob) -> int:
     attempts = read_history(job.folder)
     number = next_attempt(job.folder, len(attempts))
     job = with_todays_hosts(job)
-    place = AttemptPlace(job.hosts, tuple(job.hosts or ()), named=not job.slurm)
-    place = without_culprits(job, attempts, place)
+    place = without_culprits(job, attempts, all_hosts(job))
     ranks = min(job.ranks, room(job, place.hosts))
     # The signals are blocked, and `watch` waits for them, because a signal handler could run
     # between any two lines of this function.

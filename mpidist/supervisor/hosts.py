@@ -102,6 +102,11 @@ def with_todays_hosts(job: LaunchedJob) -> LaunchedJob:
     return job._replace(hosts=hosts)
 
 
+def all_hosts(job: LaunchedJob) -> AttemptPlace:
+    """Return all hosts of the job, of which none is tested."""
+    return AttemptPlace(job.hosts, tuple(job.hosts or ()), named=not job.slurm)
+
+
 def usable(job: LaunchedJob, before: AttemptPlace, unstarted: bool = False) -> AttemptPlace:
     """Return the hosts on which the next attempt can run.
 
@@ -115,7 +120,7 @@ def usable(job: LaunchedJob, before: AttemptPlace, unstarted: bool = False) -> A
         tested by the launcher itself, which may fail on a host on which Slurm does not.
     """
     if job.hosts is None or len(job.hosts) < 2:
-        return AttemptPlace(job.hosts)
+        return all_hosts(job)
     left, away = list(job.hosts), set[str]()
     if job.slurm:
         try:

@@ -139,6 +139,19 @@ def test_a_silent_host_is_left_out_and_used_again(cluster, tmp_path, capsys):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("slurm", [True, False])
+def test_the_only_host_is_named_again(cluster, tmp_path, slurm):
+    """It need not be the host of `mpidist launch`; and Slurm's variables stay as they are."""
+    only = {"n1": 4}
+    given = job(tmp_path, hosts=only, slurm=slurm)
+    place = usable(given, AttemptPlace(only, ("n1",), named=not slurm))
+    words = commands.command(4, given.words, place.hosts, restricted=place.named)
+    assert words == (["mpirun", "-n", "4"] if slurm else ["mpirun", "--host", "n1:4", "-n", "4"])
+    environ = {"SLURM_JOB_NODELIST": "n1", "SLURM_NNODES": "1"}
+    assert commands.slurm_environ(environ, list(only), place.left, 4) == {}
+    assert not cluster.tests
+
+
 def test_nodes_that_slurm_has_lost_are_not_tested(cluster, tmp_path, capsys):
     cluster.lost, cluster.away, cluster.silent = {"n1"}, {"n3"}, {"n4"}
     place = usable(job(tmp_path), EVERYWHERE)
