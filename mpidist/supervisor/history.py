@@ -15,6 +15,7 @@ from ..errors import ConfigError
 from ..launch import heartbeat
 from .hosts import print_line
 from .policy import Attempt
+from .requests import request_files
 
 
 def note_event(folder: Path, kind: str, facts: dict) -> None:
@@ -71,8 +72,8 @@ def remove_control_folder(folder: Path) -> None:
         if (attempt / heartbeat.LAUNCHER_FILE).exists():
             shutil.rmtree(attempt, ignore_errors=True)
     with contextlib.suppress(OSError):
-        ours = (*folder.glob("selection-*.json"), folder / "history.jsonl", folder / "memory")
-        for path in ours:
+        ours = [*folder.glob("selection-*.json"), *request_files(folder)]
+        for path in (*ours, folder / "history.jsonl", folder / "memory"):
             path.unlink(missing_ok=True)
         folder.rmdir()
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import subprocess
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..launch import heartbeat
+from ..launch.processes import Started
 
 #: Seconds between two runs of the command of a notice, and the longest run.
 EVERY, LONGEST = 5.0, 10.0
+#: Seconds between two looks whether the command has ended.
+_LOOK = 0.05
 #: The names of the files in the control folder that ask for more ranks.
 _GROW = "grow-"
 
@@ -35,6 +38,9 @@ class Requests:
     """The requests to a job; `notice` is the name of a file, or a command, or "" for none."""
 
     def __init__(self, control: Path, notice: str = ""):
+        with suppress(OSError):
+            for path in request_files(control):  # to an earlier launcher, which did not take them
+                path.unlink(missing_ok=True)
         self._control, self._notice = control, notice
         self._noticed = False  # a notice is heard once, until it has gone
         self._command: _Command | None = None
@@ -59,36 +65,49 @@ class Requests:
     def close(self) -> None:
         """End the thread that runs the command of a notice."""
         if self._command is not None:
-            self._command.end.set()
+            self._command.stop()
 
 
 class _Command:
     """Runs a command again and again in a thread; `said_so` is whether it has exited with 0."""
 
     def __init__(self, words: list[str]):
-        self.said_so, self.end, self._words = False, threading.Event(), words
-        threading.Thread(target=self._run, name="mpidist-notice", daemon=True).start()
+        self.said_so, self._end, self._words = False, threading.Event(), words
+        self._thread = threading.Thread(target=self._run, name="mpidist-notice", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, and the command if it runs."""
+        self._end.set()
+        self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            with suppress(OSError, subprocess.TimeoutExpired):
-                quiet = subprocess.DEVNULL
-                done = subprocess.run(
-                    self._words, stdin=quiet, stdout=quiet, stderr=quiet, timeout=LONGEST,
-                    check=False,
-                )  # fmt: skip
-                self.said_so = done.returncode == 0
-            if self.end.wait(EVERY):
-                return
+        while not self._end.is_set():
+            with suppress(OSError):
+                # Not `subprocess.run`: this process has blocked the signals by which commands such
+                # as `timeout` end what they have started, and a killed shell leaves that behind.
+                command, until = Started(self._words), time.monotonic() + LONGEST
+                while command.process.poll() is None and time.monotonic() < until:
+                    if self._end.wait(_LOOK):
+                        break
+                done = command.finish(0)
+                self.said_so = self.said_so if done.timed_out else done.returncode == 0
+            self._end.wait(EVERY)
+
+
+def request_files(control: Path) -> list[Path]:
+    """Return the files in a control folder that ask for more ranks, also those half written."""
+    return [*control.glob(f"{_GROW}*"), *control.glob(f".{_GROW}*")]
 
 
 def _taken(control: Path) -> int:
     """Return how many ranks more are asked for, and remove the requests."""
     more = 0
     for path in control.glob(f"{_GROW}*"):
-        with suppress(ValueError):
-            more += max(0, int(path.read_text(encoding="utf-8")))
-        path.unlink()
+        with suppress(OSError, ValueError):  # one that cannot be read does not lose the others
+            text = path.read_text(encoding="utf-8")
+            path.unlink()
+            more += max(0, int(text))
     return more
 
 
@@ -109,10 +128,11 @@ def request_growth(control: Path, more: int) -> None:
             f"mpidist grow: {control} is not the control folder of a running mpidist launch; it is "
             "that of --control, or .mpidist-launch-NAME where mpidist launch was started"
         )
-    newest = control / f"attempt-{attempts[-1]}"
     launcher = ""
-    with suppress(OSError):
-        launcher = (newest / heartbeat.LAUNCHER_FILE).read_text(encoding="utf-8")
+    while attempts and not launcher:  # the folder of the newest attempt may be empty still
+        with suppress(OSError):
+            file = control / f"attempt-{attempts.pop()}" / heartbeat.LAUNCHER_FILE
+            launcher = file.read_text(encoding="utf-8")
     if not heartbeat.is_at_work(launcher, elsewhere=bool(launcher)):
         raise ConfigError(f"mpidist grow: the mpidist launch of {control} does not run any more")
     # Under its own name it is whole: the launcher may look at any moment.

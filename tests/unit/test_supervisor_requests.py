@@ -1,7 +1,9 @@
 """What is asked of a running `mpidist launch` from outside: hosts, notices, more ranks."""
 
 import os
+import signal
 import sys
+import time
 
 import pytest
 from until import wait_until
@@ -9,7 +11,9 @@ from until import wait_until
 from mpidist.cli.main import main
 from mpidist.errors import ConfigError
 from mpidist.launch import heartbeat
-from mpidist.supervisor import requests
+from mpidist.launch.process_table import is_running
+from mpidist.supervisor import one_attempt, requests
+from mpidist.supervisor.history import remove_control_folder
 from mpidist.supervisor.hosts import LaunchedJob, grown, room, with_todays_hosts
 from mpidist.supervisor.policy import Attempt, Policy, decide
 from mpidist.supervisor.requests import JobRequest, Requests
@@ -36,6 +40,36 @@ def test_more_ranks(tmp_path, capsys):
     assert asked.look() == JobRequest("asked for 3 more ranks", 3)
     assert asked.look() is None
     assert not list(control.glob("*grow*"))
+
+
+def test_a_request_while_the_next_attempt_begins(tmp_path):
+    """Its folder does not say yet by which launcher."""
+    control = control_of(tmp_path)
+    (control / "attempt-2").mkdir()
+    assert main(["grow", str(control), "-n", "2"]) == 0
+    (control / "attempt-2" / heartbeat.LAUNCHER_FILE).touch()
+    assert main(["grow", str(control), "-n", "2"]) == 0
+
+
+def test_a_request_that_nobody_has_taken(tmp_path):
+    """It came when the job was about to end: the next job in this folder does not get it."""
+    control = control_of(tmp_path)
+    (control / "attempt-0" / heartbeat.LAUNCHER_FILE).touch()
+    (control / "grow-late").write_text("2")
+    (control / ".grow-torn").touch()
+    assert Requests(control).look() is None
+    (control / "grow-late").write_text("2")
+    (control / ".grow-torn").touch()
+    remove_control_folder(control)
+    assert not control.exists()
+
+
+def test_a_request_that_cannot_be_read_loses_no_other(tmp_path):
+    asked = Requests(tmp_path)
+    (tmp_path / "grow-1").write_text("2")
+    (tmp_path / "grow-2").mkdir()
+    (tmp_path / "grow-3").write_text("3")
+    assert asked.look() == JobRequest("asked for 5 more ranks", 5)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +115,25 @@ def test_a_notice_by_a_command(tmp_path, monkeypatch):
     wait_until(lambda: found.append(asked.look()) or found[-1], 60)
     assert found[-1] == JobRequest(f"notice by {command}")
     asked.close()
+
+
+@pytest.mark.parametrize("program", ["timeout 0.2 sh", "sh"])
+def test_a_notice_leaves_no_process(tmp_path, monkeypatch, program):
+    """Whether the command ends what it has started, or is ended together with it."""
+    monkeypatch.setattr(requests, "EVERY", 0.01)
+    monkeypatch.setattr(requests, "LONGEST", 0.5 if program == "sh" else 60.0)
+    file = tmp_path / "pids"
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, one_attempt.HEARD)
+    try:
+        asked = Requests(tmp_path, f"{program} -c 'sleep 500 & echo $! >>{file}; wait'")
+        wait_until(lambda: file.exists() and file.read_text().count("\n") > 2, 60)
+        began = time.monotonic()
+        asked.close()
+        assert time.monotonic() - began < 5
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    pids = file.read_text().split()
+    wait_until(lambda: not any(map(is_running, pids)), 5, otherwise=lambda: pids)
 
 
 def test_hosts_by_a_command(tmp_path, capsys):
