@@ -48,7 +48,8 @@ BEGUN = "begun"
 #: The file that contains the text which identifies the launcher of the attempt.
 LAUNCHER_FILE = "launcher"
 #: Files of a hand-over to another attempt (`fault_tolerance.hand_over`), in the folder of the first
-#: attempt: it can hand its run over, is asked to, has done so; and which attempt goes on.
+#: attempt: it can hand its run over, is asked to, has done so. The last is a symbolic link, whose
+#: target is the decision which attempt goes on.
 CAN, ASKED, HANDED, DECIDED = "can-hand-over", "hand-over", "handed-over", "decided"
 #: The file in the folder of the other attempt that says that all its ranks are ready.
 READY = "ready"
@@ -289,20 +290,21 @@ def tell_launcher(name: str, text: str = "") -> None:
 
 
 def make_decision(folder: Path, text: str) -> bool:
-    """Make the file DECIDED with `text`; return false if somebody has made it before."""
+    """Make the decision `text`; return whether it is the decision, or somebody has made another."""
     try:
-        with (folder / DECIDED).open("x", encoding="utf-8") as file:
-            file.write(text)
+        # A link is made together with its text. A file could stay empty, because its maker is
+        # killed or the disk is full, and then all would wait for ever.
+        (folder / DECIDED).symlink_to(text)
     except FileExistsError:
-        return False
+        return decision(folder) == text
     return True
 
 
 def decision(folder: Path) -> str:
-    """Return the text of the file DECIDED, or "" as long as there is none."""
+    """Return the decision, or "" as long as there is none."""
     with contextlib.suppress(OSError):
         if has(folder, DECIDED):
-            return (folder / DECIDED).read_text(encoding="utf-8")
+            return str((folder / DECIDED).readlink())
     return ""
 
 

@@ -104,7 +104,8 @@ class Growth(Generic[W]):
         if self.gone:
             return False
         if self.asked:
-            heartbeat.make_decision(self.folder, heartbeat.KEPT)
+            with suppress(OSError):  # then the old ranks make it, when they have waited in vain
+                heartbeat.make_decision(self.folder, heartbeat.KEPT)
         self.new.end()
         return True
 

@@ -1,5 +1,6 @@
 """The launcher's half of a hand-over to more ranks: who has the run, whatever happens when."""
 
+import resource
 import signal
 import time
 
@@ -87,6 +88,32 @@ def test_new_ranks_that_fail(growth, asked):
     assert growth.call_off()
     assert growth.new.ended
     assert heartbeat.decision(growth.folder) == (heartbeat.KEPT if asked else "")
+
+
+def test_a_decision_is_whole_or_none(tmp_path):
+    """A full disk, as if, and a maker that is killed before it has written, leave no empty file."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        assert heartbeat.make_decision(tmp_path, heartbeat.KEPT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert heartbeat.decision(tmp_path) == heartbeat.KEPT
+    assert not heartbeat.make_decision(tmp_path, heartbeat.IN_MEMORY)
+    # A network file system may repeat a request that was carried out.
+    assert heartbeat.make_decision(tmp_path, heartbeat.KEPT)
+
+
+def test_a_folder_that_cannot_be_written(growth, monkeypatch):
+    """The new ranks are ended in any case; old ranks that wait decide for themselves."""
+    ready(growth)
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(heartbeat, "make_decision", refuse)
+    assert growth.call_off()
+    assert growth.new.ended
 
 
 def test_old_ranks_that_kept_the_run(growth):
