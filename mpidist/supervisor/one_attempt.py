@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from ..errors import ConfigError
 from ..launch import heartbeat
 from ..launch.environment import ATTEMPT_BEFORE, MEMORY_FOLDER
 from ..launch.launchers import launch_environment
@@ -248,6 +249,13 @@ class RunningAttempt:
 
     def _begin_growth(self, request: JobRequest) -> None:
         """Start an attempt with more ranks, which waits until this one hands its run over."""
+        try:
+            self._start_more(request)
+        except (OSError, ConfigError, subprocess.SubprocessError) as error:
+            why = f"no attempt begins: {error}"
+            print_line(f"{request.text}, but {why}; {self.ranks} ranks go on")
+
+    def _start_more(self, request: JobRequest) -> None:
         job, shared = grown(with_todays_hosts(self.job), request.more), self._shared
         place = without_culprits(job, shared.attempts, usable(job, self.place))
         ranks = min(job.ranks, room(job, place.hosts))

@@ -6,11 +6,14 @@ import time
 
 import pytest
 
+from mpidist.errors import ConfigError
 from mpidist.launch import heartbeat
 from mpidist.launch.heartbeat import Sign
+from mpidist.supervisor import attempts, memory_folder, one_attempt
 from mpidist.supervisor.attempts import _with_ready_ranks
 from mpidist.supervisor.growth import Growth, place_of_state
 from mpidist.supervisor.history import free_number
+from mpidist.supervisor.hosts import LaunchedJob
 from mpidist.supervisor.policy import Action
 from mpidist.supervisor.requests import Requests
 
@@ -156,3 +159,41 @@ def test_a_request_for_more_can_wait(tmp_path):
     notice.touch()
     assert requests.look(growth=False).more == 0
     assert requests.look().more == 2
+
+
+LAUNCHER = """#!/bin/sh
+case "$*" in *--version*) echo "mpirun (Open MPI) 5.0.11"; exit;; esac
+while [ "$1" != -n ]; do shift; done
+shift 2
+while [ "$1" = -x ]; do shift 2; done
+exec "$@"
+"""
+
+#: It can hand its run over, is asked for more ranks, and goes on until a line says what follows.
+PROGRAM = """
+cd "$MPIDIST_ATTEMPT_FOLDER"
+touch can-hand-over; echo 1 >../grow-1
+while [ -e ../grow-1 ]; do sleep 0.05; done
+sleep 1
+"""
+
+
+@pytest.mark.parametrize("error", [OSError(11, "no process"), ConfigError("no launcher")])
+def test_an_attempt_that_cannot_begin(tmp_path, monkeypatch, capfd, error):
+    """A line says so, and the ranks go on."""
+    monkeypatch.setattr(memory_folder, "MEMORY", tmp_path)
+    launcher, begin = tmp_path / "mpirun", one_attempt.RunningAttempt.__init__
+    launcher.write_text(LAUNCHER)
+    launcher.chmod(0o755)
+
+    def refuse(self, job, number, *more, before=None):
+        if before is not None:
+            raise error
+        begin(self, job, number, *more)
+
+    monkeypatch.setattr(one_attempt.RunningAttempt, "__init__", refuse)
+    program = ("sh", "-c", PROGRAM)
+    job = LaunchedJob(program, 1, tmp_path / "control", (str(launcher),))
+    assert attempts.run(job) == 0
+    said = capfd.readouterr().err
+    assert f"but no attempt begins: {error}; 1 ranks go on" in said
