@@ -67,8 +67,13 @@ class Growth(Generic[W]):
             return ""
         if why := self.new.fault(now):
             return why
-        if not self.asked and heartbeat.has(self.new.folder, heartbeat.READY):
-            where = place_of_state(old, self.new.signs)
+        # Old ranks that have left their loop are about to end, and the signal that asks them would
+        # end whatever they still do.
+        ready = heartbeat.has(self.new.folder, heartbeat.READY)
+        if not self.asked and ready and heartbeat.has(self.folder, heartbeat.CAN):
+            where = heartbeat.IN_STORE
+            if len(self.new.signs) == self.new.ranks:  # some may not be seen here yet
+                where = place_of_state(old, self.new.signs)
             (self.folder / heartbeat.ASKED).write_text(where, encoding="utf-8")
             self.asked = True
         return ""

@@ -27,7 +27,7 @@ class Waiting:
 
     def __init__(self, folder):
         folder.mkdir()
-        self.folder, self.ranks = folder, 4
+        self.folder, self.ranks = folder, 2
         self.signs, self.why, self.ended = [sign(0), sign(1)], "", False
 
     def fault(self, now):
@@ -40,6 +40,7 @@ class Waiting:
 @pytest.fixture
 def growth(tmp_path):
     (tmp_path / "attempt-0").mkdir()
+    (tmp_path / "attempt-0" / heartbeat.CAN).touch()
     return Growth(tmp_path / "attempt-0", Waiting(tmp_path / "attempt-1"), 2)
 
 
@@ -76,6 +77,23 @@ def test_a_hand_over(growth):
     assert not growth.new.ended
     growth.new.why = "dead"
     assert growth.look([], 0.0) == ""
+
+
+def test_new_ranks_that_are_not_all_seen(growth):
+    """Those of another host may be seen later than the file of rank 0, which says all are ready."""
+    growth.new.signs.pop()
+    ready(growth)
+    assert (growth.folder / heartbeat.ASKED).read_text() == heartbeat.IN_STORE
+
+
+def test_old_ranks_that_have_left_their_loop(growth):
+    """They are not asked, because the signal would end what the program does after `md.train`."""
+    (growth.folder / heartbeat.CAN).unlink()
+    (growth.new.folder / heartbeat.READY).touch()
+    assert growth.look([sign(0)], 0.0) == ""
+    assert not growth.asked
+    (growth.folder / heartbeat.CAN).touch()  # the program trains once more
+    ready(growth)
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -129,17 +147,17 @@ def test_old_ranks_that_kept_the_run(growth):
 
 def test_what_follows_an_attempt_with_ready_ranks(growth):
     """They go on if the old ranks have died; if the job ends or waits, they do not."""
-    again = Action("relaunch", 0, "from the newest good step", 2)
+    again = Action("relaunch", 0, "from the newest good step", 1)
     for action in (Action("end", 0, "finished"), again._replace(pause=1.0)):
         assert _with_ready_ranks(growth, action) == action
         assert not growth.gone
     growth.new.why = "dead"
     assert _with_ready_ranks(growth, again) == again
     growth.new.why = ""
-    assert _with_ready_ranks(growth, again) == Action("relaunch", 0, "which were ready", 4)
+    assert _with_ready_ranks(growth, again) == Action("relaunch", 0, "which were ready", 2)
     assert heartbeat.decision(growth.folder) == heartbeat.IN_STORE
     # Whatever becomes of ranks that have handed their run over, the new ones have it.
-    assert _with_ready_ranks(growth, Action("end", 2, "bad input")).ranks == 4
+    assert _with_ready_ranks(growth, Action("end", 2, "bad input")).ranks == 2
 
 
 def test_numbers_of_attempts_that_were_given_up(tmp_path):
