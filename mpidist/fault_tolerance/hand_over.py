@@ -49,12 +49,14 @@ def wait_for_turn(comm) -> str:
     Returns `heartbeat.IN_MEMORY` or `heartbeat.IN_STORE`, where the state is. If this attempt does
     not wait for another one, or does not any more, the result is "".
     """
-    global _turn_has_come
     before = attempt_before()
-    if before is None or _turn_has_come:
+    if before is None:
         return ""
     heartbeat.join()
-    run_on_all(comm, "hand-over: ready", lambda: None)
+    # After a death, ranks come here again, and their turn may have come.
+    if run_on_all(comm, "hand-over: ready", lambda: _turn_has_come, any):
+        _begin_turn()
+        return ""
     if comm.rank == 0:
         heartbeat.tell_launcher(heartbeat.READY)
     looks, text = 0, ""
@@ -64,10 +66,15 @@ def wait_for_turn(comm) -> str:
         if polling.look is not None:
             polling.look()
         text = heartbeat.decision(before)
+    _begin_turn()
+    return text
+
+
+def _begin_turn() -> None:
+    global _turn_has_come
     _turn_has_come = True
     while at_turn:
         at_turn.pop(0)()
-    return text
 
 
 def announce(can: bool) -> None:
