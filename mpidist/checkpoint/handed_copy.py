@@ -1,7 +1,9 @@
 """The copy of a state that an attempt of a job leaves in memory for the next one.
 
 The copy is a checkpoint in a folder of /dev/shm, so any number of ranks of its host can restore
-from it. It is the newest state of the run until the next attempt has saved a step to its store.
+from it. It is the newest state of the run until the next attempt has saved a step to its store. The
+copy is for attempts of the same `mpidist launch`. If that is killed, nobody knows whether the next
+one is to go on with the same run.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..errors import NoCheckpoint, StorageError
-from ..launch.heartbeat import IN_MEMORY, IN_STORE
+from ..errors import CheckpointError, ConfigError, NoCheckpoint
+from ..launch.heartbeat import IN_MEMORY, launched_by
 from .control import by_rank_0, run_on_all
 from .memory_copies import fits_in_memory, make_private
 from .store import CheckpointStore
+from .tiered import report_no_copy
 
 
 def folder_of(memory: Path, path: str) -> Path:
@@ -23,20 +26,23 @@ def folder_of(memory: Path, path: str) -> Path:
 
     `path` is the shared folder of the run's store, by which copies of several runs differ.
     """
-    return memory / f"handed-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+    name = hashlib.sha256(f"{launched_by()} {path}".encode()).hexdigest()
+    return memory / f"handed-{name[:16]}"
 
 
 def save_copy(comm, memory: Path, path: str, step: int, state: Mapping) -> bool:
-    """Save `state` in memory; return false, with a line, if there is no room. Collective."""
+    """Save `state` in memory; return false, with a line, if that cannot be done. Collective."""
     folder = folder_of(memory, path)
-    run_on_all(comm, "hand-over: folder", lambda: make_private(memory))
-    by_rank_0(comm, "hand-over: folder", lambda: remove_copy(memory, path))
     try:
+        run_on_all(comm, "hand-over: folder", lambda: make_private(memory))
+        by_rank_0(comm, "hand-over: folder", lambda: remove_copy(memory, path))
         if not fits_in_memory(comm, folder, state, copies=1):
             return False
         with CheckpointStore(comm, folder, keep=1, direct=False) as store:
             store.save(step, state)
-    except StorageError:  # on all ranks
+    except (CheckpointError, ConfigError) as error:  # on all ranks
+        if comm.rank == 0:
+            report_no_copy(f"copy in memory for the next attempt: {error}")
         return False
     return True
 
@@ -46,7 +52,7 @@ def restore_newest(comm, memory: Path | None, store, like: dict, handed: str) ->
 
     `handed` is the result of `hand_over.wait_for_turn`. Raises NoCheckpoint if there is no state.
     """
-    if memory is None or not hasattr(store, "let_go") or handed == IN_STORE:
+    if memory is None or not hasattr(store, "let_go"):
         return store.restore(like)[1], False
     step = state = missing = None
     if handed != IN_MEMORY:
@@ -76,6 +82,7 @@ def restore_copy(comm, memory: Path, path: str, like: Mapping, newer_than: int |
     with CheckpointStore(comm, folder) as store:
         newest = store.latest_step()
         if newest is None or (newer_than is not None and newest <= newer_than):
+            remove_copy(memory, path)
             return None
         try:
             return store.restore(like)
@@ -84,5 +91,5 @@ def restore_copy(comm, memory: Path, path: str, like: Mapping, newer_than: int |
 
 
 def remove_copy(memory: Path, path: str) -> None:
-    """Remove the copy; one rank of its host does that."""
+    """Remove the copy; one rank of its host or several do that."""
     shutil.rmtree(folder_of(memory, path), ignore_errors=True)

@@ -308,10 +308,14 @@ def decision(folder: Path) -> str:
     return ""
 
 
-def is_launched(environ: Mapping[str, str] | None = None) -> bool:
+def launched_by(environ: Mapping[str, str] | None = None) -> str:
+    """Return the `launcher_id` of the `mpidist launch` of this process, or "" if there is none."""
+    return (os.environ if environ is None else environ).get(LAUNCHER, "")
+
+
+def is_launched() -> bool:
     """Return whether the `mpidist launch` of this process still runs, as far as can be seen."""
-    launcher = (os.environ if environ is None else environ).get(LAUNCHER, "")
-    return is_at_work(launcher, elsewhere=True)
+    return is_at_work(launched_by(), elsewhere=True)
 
 
 def attempt(environ: Mapping[str, str] | None = None) -> int:

@@ -1,10 +1,24 @@
 """The ranks' half of a hand-over: whose turn it is, and which state is the newest."""
 
+import numpy as np
 import pytest
 
+from mpidist.checkpoint.handed_copy import folder_of, restore_newest, save_copy
+from mpidist.checkpoint.store import CheckpointStore
+from mpidist.errors import NoCheckpoint
 from mpidist.fault_tolerance import hand_over
 from mpidist.launch import heartbeat
 from mpidist.launch.environment import ATTEMPT_BEFORE
+
+
+def state(step):
+    return {"w": np.arange(3000.0) * step, "step": step}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Say by which `mpidist launch` this process was started; "" is none."""
+    return lambda name: monkeypatch.setenv(heartbeat.LAUNCHER, name)
 
 
 @pytest.mark.ranks(2, 3)
@@ -22,3 +36,57 @@ def test_a_death_when_the_turn_has_come(comm, folder, monkeypatch):
     assert len(set(comm.allgather(*texts))) == 1
     assert not hand_over.is_waiting()
     assert called == [1] * (comm.rank > 0)
+
+
+@pytest.mark.ranks(1, 2)
+def test_the_newest_state(comm, folder, launched):
+    """A copy that is newer than the store; not one that is older, or of an earlier launch."""
+    launched("host 1 1")
+    memory, path = folder / "memory", str(folder / "shared")
+    with CheckpointStore(comm, path) as store:
+        store.save(3, state(3))
+        assert save_copy(comm, memory, path, 5, state(5))
+    for handed in (heartbeat.IN_MEMORY, heartbeat.IN_STORE, ""):
+        with CheckpointStore(comm, path) as store:
+            found, is_copy = restore_newest(comm, memory, store, state(0), handed)
+            assert (found["step"], is_copy) == (5, True)
+    launched("host 2 2")
+    with CheckpointStore(comm, path) as store:
+        assert restore_newest(comm, memory, store, state(0), "")[0]["step"] == 3
+    launched("host 1 1")
+    with CheckpointStore(comm, path) as store:
+        store.restore(state(0))
+        store.save(7, state(7))
+    with CheckpointStore(comm, path) as store:
+        found, is_copy = restore_newest(comm, memory, store, state(0), "")
+        assert (found["step"], is_copy) == (7, False)
+    comm.Barrier()
+    assert not folder_of(memory, path).exists(), "it needs memory, and nobody needs it any more"
+
+
+@pytest.mark.ranks(2)
+def test_a_fresh_run_finds_no_old_copy(comm, folder, launched):
+    """That of a job whose `mpidist launch` was killed is still there."""
+    launched("host 1 1")
+    memory, path = folder / "memory", str(folder / "shared")
+    assert save_copy(comm, memory, path, 5, state(5))
+    launched("host 2 2")
+    with CheckpointStore(comm, path, fresh="host 2 2") as store, pytest.raises(NoCheckpoint):
+        restore_newest(comm, memory, store, state(0), "")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("why", ["another user", "no folder"])
+def test_a_copy_that_cannot_be_made(comm, folder, launched, capfd, why):
+    """The state is saved to the store instead, and a line says why."""
+    launched("host 1 1")
+    memory = folder / "memory" if why == "another user" else folder / "none" / "memory"
+    if comm.rank == 0 and why == "another user":
+        memory.mkdir()
+        memory.chmod(0o755)
+    comm.Barrier()
+    assert not save_copy(comm, memory, str(folder / "shared"), 5, state(5))
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("mpidist: no ")]
+    assert len(said) == (comm.rank == 0)
+    for line in said:
+        assert ("private folder" if why == "another user" else "No such file") in line
