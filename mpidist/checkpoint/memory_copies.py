@@ -62,6 +62,13 @@ class _CopiesStore(TieredStore):
         with suppress(OSError):
             self.folder.rmdir()
 
+    def _open(self, make: bool) -> None:
+        if make and self._local is None:
+            # The attempt before may have removed the folder when it ended, while this one was
+            # getting ready (`fault_tolerance.hand_over`).
+            run_on_all(self._comm, "copies in memory", lambda: make_private(self.folder))
+        super()._open(make)
+
 
 def make_private(folder: Path) -> None:
     """Make a folder that no other user of the node can read or replace.

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mpidist.checkpoint.handed_copy import folder_of, restore_newest, save_copy
+from mpidist.checkpoint.memory_copies import open_with_copies
 from mpidist.checkpoint.store import CheckpointStore
 from mpidist.errors import NoCheckpoint
 from mpidist.fault_tolerance import hand_over
@@ -90,3 +91,17 @@ def test_a_copy_that_cannot_be_made(comm, folder, launched, capfd, why):
     assert len(said) == (comm.rank == 0)
     for line in said:
         assert ("private folder" if why == "another user" else "No such file") in line
+
+
+@pytest.mark.ranks(1, 2)
+def test_the_ranks_before_leave_while_these_are_ready(comm, folder):
+    """They remove the folder of the copies when it is empty: the next copy makes it, private."""
+    with open_with_copies(comm, folder / "shared", folder / "node") as new:
+        with open_with_copies(comm, folder / "shared", folder / "node") as old:
+            old.save(1, state(1))
+        comm.Barrier()
+        assert not (folder / "node").exists()
+        new.restore(state(0))
+        assert new.hold(2, state(2))
+        assert (folder / "node").stat().st_mode & 0o777 == 0o700
+        comm.Barrier()
