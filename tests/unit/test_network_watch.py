@@ -198,6 +198,25 @@ def test_a_host_without_a_name(watched, printed, monkeypatch):
     watched.at(4.0)
 
 
+def test_the_watch_goes_on_when_no_file_is_left(watched, monkeypatch):
+    """Else it would end, perhaps while a host is away, and nobody would learn of its return."""
+    looks, naps = [], iter([None, None])
+
+    def look(waits):
+        looks.append(waits)
+        if len(looks) == 1:
+            raise OSError(24, "Too many open files")
+        return []
+
+    watched.connections.look = look
+    monkeypatch.setattr(network_watch.time, "sleep", lambda _: next(naps))
+    polling.unreachable = True
+    with pytest.raises(StopIteration):
+        watched.run()
+    assert len(looks) == 2
+    assert not polling.unreachable
+
+
 def test_what_the_main_thread_does():
     line = f"{Path(__file__).name}:{sys._getframe().f_lineno + 1}"
     assert public_call(sys._getframe()) == f", in {line}"

@@ -159,6 +159,20 @@ def test_addresses(pair, monkeypatch):
 
     monkeypatch.setattr(socket.socket, "getpeername", unknown, raising=False)
     assert tcp_backoff._addresses(near, inode) == ("127.0.0.1", "127.0.0.1")  # from the table
+    with pytest.raises(OSError, match="has ended"):  # since the look at its state
+        tcp_backoff._addresses(near, 1)
+
+
+def test_a_question_after_hours(pair, monkeypatch):
+    """Linux allows no pause of more than nine hours."""
+    near, _ = pair
+    kernel(monkeypatch, probes=255)
+    assert near.fileno() in [one.fd for one in Connections().look(waits=True)]
+    assert settings(near)[PAUSE] == 1 << 14
+
+
+def test_an_address_of_a_link_does_not_say_which_link():
+    assert tcp_backoff.has_route("fe80::1")
 
 
 def test_what_the_user_has_set_stays(pair, monkeypatch):

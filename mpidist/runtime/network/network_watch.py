@@ -67,7 +67,8 @@ class NetworkWatch:
         while True:
             time.sleep(pause)
             start = time.thread_time()
-            self.look(time.monotonic())
+            with contextlib.suppress(OSError, RuntimeError):  # such as no file left: look later
+                self.look(time.monotonic())
             spent = time.thread_time() - start
             pause = max(_SOON if self._away else _LOOK, spent / _SHARE)
 

@@ -178,11 +178,14 @@ def _asking(probes: int) -> Values:
     It asks every second, but more and more seldom without an answer: if more than 15 questions had
     no answer, Linux would give up as soon as there is something to send that cannot leave the host.
     """
-    return {_COUNT: 127, _PAUSE: 1 << max(probes - 3, 0), _FIRST: 1, _ASK: 1}
+    pause = 1 << min(max(probes - 3, 0), 14)  # Linux allows no longer one than 32,767 s
+    return {_COUNT: 127, _PAUSE: pause, _FIRST: 1, _ASK: 1}
 
 
 def has_route(host: str) -> bool:
     """Return whether this host knows a way to `host`; it has none if its own link is down."""
+    if ipaddress.ip_address(host).is_link_local and ":" in host:
+        return True  # the address does not say on which of this host's links
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as asking:
         try:
@@ -215,7 +218,9 @@ def _addresses(connection: socket.socket, inode: int) -> tuple[str, str]:
         # The kernel does not tell the other end of a connection that is not made yet, but here.
         table = Path(_TABLE + "6" * (known.family == socket.AF_INET6))
         lines = map(str.split, table.read_text().splitlines())
-        theirs = next(line[2] for line in lines if line[9] == str(inode)).partition(":")[0]
+        theirs = next((line[2] for line in lines if line[9] == str(inode)), "").partition(":")[0]
+        if not theirs:
+            raise OSError(f"the connection {inode} has ended")
         words = [int(theirs[k : k + 8], 16) for k in range(0, len(theirs), 8)]
         return mine, socket.inet_ntop(known.family, struct.pack(f"={len(words)}I", *words))
 
