@@ -144,17 +144,26 @@ def chain(layers: Sequence[Layer]) -> LayerProfile:
 
 
 def write_profile(profile: LayerProfile, path: str | Path) -> None:
-    """Write a profile in the form that `read_profile` reads."""
+    """Write a profile in the form that `read_profile` reads.
+
+    Raises
+    ------
+    ConfigError
+        The profile cannot be read in this form, for example because a name has a blank.
+    """
     lines = []
     for layer in profile.layers:
         values = [layer.forward * 1e3, layer.backward * 1e3]
         values += [layer.output_bytes, layer.parameter_bytes]
-        facts = ", ".join(f"{key}={value!r}" for key, value in zip(_KEYS, values, strict=True))
+        # `float`, because NumPy writes its numbers as np.float64(1.0).
+        facts = ", ".join(f"{key}={float(v)!r}" for key, v in zip(_KEYS, values, strict=True))
         stage = "" if layer.stage is None else f" -- stage_id={layer.stage}"
         lines.append(f"{layer.name} -- {layer.text} -- {facts}{stage}")
     names = [layer.name for layer in profile.layers]
     lines += [f"\t{names[a]} -- {names[b]}" for a, b in profile.edges]
-    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    text = "\n".join(lines) + "\n"
+    parse_profile(text, str(path))
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def _layer(node: re.Match, where: str) -> Layer:
@@ -167,9 +176,9 @@ def _layer(node: re.Match, where: str) -> Layer:
             numbers = [float(part) for part in parts]
         except ValueError:
             raise ConfigError(f"{where}: {key}={shown(node[key])}; expected a number") from None
-        if not all(0 <= number < math.inf for number in numbers):
+        values.append(sum(numbers))
+        if not all(0 <= number < math.inf for number in (*numbers, values[-1])):
             raise ConfigError(f"{where}: {key}={node[key]}; expected a finite number >= 0")
-        values.append(math.fsum(numbers))
     stage = node["stage"]
     if stage is not None and not stage.isdecimal():
         raise ConfigError(f"{where}: stage_id={shown(stage)}; expected a whole number >= 0")

@@ -1,9 +1,12 @@
 """Profiles of layers: what is read, what is left out, and what is refused (R61, R84)."""
 
+import math
+
+import numpy as np
 import pytest
 
 from mpidist.errors import ConfigError
-from mpidist.pipeline import chain, read_profile, write_profile
+from mpidist.pipeline import Layer, chain, read_profile, write_profile
 from mpidist.pipeline.layer_profile import parse_profile
 
 COSTS = "forward_compute_time=1.5, backward_compute_time=2.0, activation_size={}, parameter_size=8"
@@ -57,6 +60,19 @@ def test_what_is_written_is_read_again(tmp_path):
     assert chain(first.layers) == first
 
 
+def test_measured_times_are_written_as_numbers(tmp_path):
+    layer = Layer("a", "x", np.float64(1e-3), np.float32(0.5), 1, np.int64(8))
+    write_profile(chain([layer]), tmp_path / "p.txt")
+    assert read_profile(tmp_path / "p.txt").layers == (layer,)
+
+
+@pytest.mark.parametrize("layer", [("a b", "x", 1.0), ("a", "x\ny", 1.0), ("a", "x", math.nan)])
+def test_what_could_not_be_read_is_not_written(tmp_path, layer):
+    with pytest.raises(ConfigError, match=r"p\.txt, line 1"):
+        write_profile(chain([Layer(*layer, 1.0, 1.0, 1.0)]), tmp_path / "p.txt")
+    assert not (tmp_path / "p.txt").exists()
+
+
 WRONG = {
     "": "no nodes",
     node("i", "Input0"): "no nodes but inputs",
@@ -68,6 +84,7 @@ WRONG = {
     node("a", size="-1"): r"line 1: activation_size=-1; expected a finite number >= 0",
     node("a", size="nan"): "finite",
     node("a", size="inf"): "finite",
+    node("a", size="[1e308; 1e308]"): "finite",
     node("a", size="[1; x]"): r"activation_size='\[1; x\]'; expected a number",
     node("a", more=" -- stage_id=-1"): "stage_id='-1'; expected a whole number",
     node("a").replace("parameter_size=8", "parameter_size=[8; 9]"): "expected one number",
