@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ..errors import ConfigError
 from .pipeline_schedules import (
     COMPUTE,
+    KINDS,
     RECV_B,
     RECV_F,
     SEND_B,
@@ -87,6 +88,9 @@ def _check_complete(lists, p: int, chunks: int) -> None:
     for rank, each in enumerate(lists):
         counts = Counter(each)
         for one, times in counts.items():
+            if one.kind not in KINDS or one.microbatch < 0:
+                raise ConfigError(f"rank {rank}: {one}; expected one of {', '.join(KINDS)}, and a "
+                                  "microbatch from 0 on")  # fmt: skip
             if times > 1:
                 raise ConfigError(f"rank {rank}: {one} is there {times} times")
             if one.chunk % p != rank or not 0 <= one.chunk < chunks:
@@ -143,7 +147,7 @@ def needed_before(one: StageAction, chunks: int) -> list[StageAction]:
 def _play(lists, p: int, chunks: int, blocking: bool) -> None:
     """Let each rank go on as far as it can, until all are done or nobody can."""
     at, begun, moved = [0] * p, set(), True
-    split = {one.chunk for each in lists for one in each if one.kind == I}
+    split = {one[1:] for each in lists for one in each if one.kind == I}
     while moved:
         moved = False
         for rank, each in enumerate(lists):
@@ -166,7 +170,7 @@ def _may_end(one, lists, p, chunks, begun, blocking, split) -> bool:
     if kind in (RECV_F, RECV_B):
         return not blocking or sender_of(one, p)[1] in begun
     if kind in (SEND_F, SEND_B):
-        made = StageAction(F if kind == SEND_F else I if chunk in split else B, chunk, i)
+        made = StageAction(F if kind == SEND_F else I if (chunk, i) in split else B, chunk, i)
         if made not in begun:
             raise ConfigError(f"rank {chunk % p}: {one} comes before {made}")
         return not blocking or receiver_of(one, p)[1] in begun

@@ -36,6 +36,7 @@ from ..registry import checked_whole, look_up
 F, B, I, W = "F", "B", "I", "W"  # noqa: E741 - the names in the papers
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
 COMPUTE = (F, B, I, W)
+KINDS = (*COMPUTE, SEND_F, RECV_F, SEND_B, RECV_B)
 
 #: So many computations before the one that needs its data, a receive begins: buffers are few, and
 #: in 1f1b the next forward and the next backward pass have one each.

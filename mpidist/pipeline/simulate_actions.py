@@ -8,6 +8,7 @@ receiver has received them; links are full duplex. The costs are those of `Netwo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -85,8 +86,9 @@ def simulate_actions(
         Each rank is on a node of its own.
     """
     facts = check_actions(lists, chunks=len(costs))
-    if any(cost.forward < 0 or cost.backward < 0 or cost.output_bytes < 0 for cost in costs):
-        raise ConfigError("costs: expected no negative time or size")
+    for cost in costs:
+        if not (all(0 <= value < math.inf for value in cost) and cost.input_share <= 1):
+            raise ConfigError(f"{cost}: expected finite numbers >= 0, and an input_share up to 1")
     p = len(lists)
     at, now = [0] * p, [0.0] * p
     begun: dict[StageAction, float] = {}  # when a rank has come to a send or a receive

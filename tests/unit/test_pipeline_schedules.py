@@ -107,6 +107,14 @@ def test_a_link_sends_one_message_at_a_time():
     assert simulate_actions(action_lists("gpipe", 2, 4), costs, network).seconds >= 4
 
 
+@pytest.mark.parametrize(
+    "cost", [ChunkCost(-1.0, 1.0), ChunkCost(1.0, float("nan")), ChunkCost(1.0, 1.0, 0.0, 1.5)]
+)
+def test_costs_that_cannot_be(cost):
+    with pytest.raises(ConfigError, match="expected finite numbers >= 0"):
+        simulate_actions(action_lists("1f1b", 1, 1), [cost])
+
+
 def lists():
     return action_lists("1f1b", 3, 4)
 
@@ -129,6 +137,22 @@ def test_a_doubled_and_a_foreign_action():
     broken[1][0] = StageAction("F", 2, 0)
     with pytest.raises(ConfigError, match="does not have the chunk"):
         check_actions(broken)
+
+
+@pytest.mark.parametrize("one", [StageAction("X", 0, 0), StageAction("F", 0, -1)])
+def test_what_is_no_action(one):
+    with pytest.raises(ConfigError, match=rf"rank 0: {one}; expected one of F, B, I, W, SEND_F"):
+        check_actions([[StageAction("F", 0, 0), one, StageAction("B", 0, 0)]])
+
+
+def test_backward_passes_of_both_kinds():
+    """A rank may cut only some of the backward passes of a chunk in two."""
+    mixed = action_lists("1f1b", 2, 3)
+    last = mixed[1]
+    at = last.index(StageAction("B", 1, 1))
+    last[at : at + 2] = [StageAction("I", 1, 1), last[at + 1], StageAction("W", 1, 1)]
+    assert last[at + 1] == StageAction("SEND_B", 1, 1)
+    assert check_actions(mixed).stash == [2, 1]
 
 
 def test_actions_in_a_wrong_order():
