@@ -30,9 +30,10 @@ def draw_actions(run: SimulatedRun, unit: float | None = None) -> str:
         return ""
     lengths = [span.end - span.begin for span in run.spans if span.end > span.begin]
     unit = unit or min(lengths, default=1.0)
+    if run.seconds / unit > MOST_COLUMNS:
+        many = f"{run.seconds / unit:.0f}"
+        raise ConfigError(f"a text of {many} columns; expected {MOST_COLUMNS} at most")
     columns = round(run.seconds / unit)
-    if columns > MOST_COLUMNS:
-        raise ConfigError(f"a text of {columns} columns; expected {MOST_COLUMNS} at most")
     ranks = 1 + max(span.rank for span in run.spans)
     labels = {span.action: _label(span.action, ranks, _chunks(run) > ranks) for span in run.spans}
     width = max(map(len, labels.values()))
@@ -71,10 +72,12 @@ def save_drawing(run: SimulatedRun, file: str | Path, title: str = "") -> None:
             facecolor=_COLORS[action.kind], edgecolor="white", linewidth=0.5,
         )  # fmt: skip
         label = _label(action, ranks, several)[1:]
-        if (end - begin) / run.seconds * 110 > len(label):
+        if (end - begin) * 110 > len(label) * run.seconds:
             middle = (begin + end) / 2 * scale
             axes.text(middle, rank, label, ha="center", va="center", color="white", fontsize=7)
-    axes.set(xlim=(0, run.seconds * scale * 1.005), ylim=(ranks - 0.4, -0.6), yticks=range(ranks))
+    axes.set(
+        xlim=(0, run.seconds * scale * 1.005 or 1.0), ylim=(ranks - 0.4, -0.6), yticks=range(ranks)
+    )
     axes.set(xlabel=f"simulated time, {unit}", ylabel="rank")
     axes.set_title(title, loc="left")
     axes.spines[["top", "right"]].set_visible(False)

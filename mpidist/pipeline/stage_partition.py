@@ -19,11 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from numbers import Real
 
 import numpy as np
 
-from ..errors import ConfigError, MpidistError, nearest, shown
-from ..registry import checked_whole
+from ..errors import ConfigError, MpidistError, shown
+from ..registry import checked_whole, look_up
 from .cut_sets import crossing_bytes, cut_sets
 from .layer_profile import LayerProfile
 
@@ -174,12 +175,9 @@ class _Asked:
             checked_whole("stages", self.stages, 1)
         for name in ("bandwidth", "memory"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
+            if value is not None and not (isinstance(value, Real) and 0 < value < math.inf):
                 raise ConfigError(f"{name}={shown(value)}; expected a finite number > 0")
-        if self.cost not in COSTS:
-            known = ", ".join(COSTS)
-            text = f"cost={shown(self.cost)}; expected one of {known}"
-            raise ConfigError(text + nearest(self.cost, COSTS))
+        look_up(COSTS, self.cost, "cost")
 
 
 class _Search:

@@ -78,6 +78,21 @@ def test_show(capsys, tmp_path):
     assert "no drawing" in capsys.readouterr().err
 
 
+def test_a_picture_of_no_time(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "p.png"
+    words = ["pipeline", "show", "1f1b", "--forward", "0", "--backward", "0"]
+    assert main([*words, "--picture", str(file)]) == 0
+    assert file.exists()
+    assert "0.000 ms, idle 0.0%" in capsys.readouterr().out
+
+
+def test_a_time_that_is_shorter_by_far(capsys):
+    words = ["pipeline", "show", "1f1b", "--forward", "1e-310", "--backward", "1e10"]
+    assert main(words) == 0
+    assert "no drawing: a text of inf columns" in capsys.readouterr().err
+
+
 def test_a_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file = tmp_path / "p.png"

@@ -215,6 +215,7 @@ def test_what_a_plan_says():
         ({"workers": 2, "bandwidth": 0.0}, "bandwidth=0.0"),
         ({"workers": 2, "bandwidth": float("nan")}, "bandwidth=nan"),
         ({"workers": 2, "memory": -1.0}, "memory=-1.0"),
+        ({"workers": 2, "bandwidth": "1e9"}, "bandwidth='1e9'"),
         ({"workers": 2, "stages": 0}, "stages is 0"),
         ({"workers": 2, "cost": "overlapp"}, "did you mean|overlap"),
     ],
