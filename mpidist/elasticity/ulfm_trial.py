@@ -28,8 +28,10 @@ from mpi4py import MPI
 comm = MPI.COMM_WORLD.Dup()
 comm.Barrier()
 if comm.rank == 1:
+    comm.recv()  # else the launcher might end rank 0 before it has printed
     os.kill(os.getpid(), signal.SIGKILL)
 print("{_BEGUN}", flush=True)
+comm.send(None, 1)
 try:
     while True:
         comm.Iprobe(MPI.ANY_SOURCE, 1)

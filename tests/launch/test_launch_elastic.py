@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from supervised_jobs import finish, supervised
 
+from mpidist.elasticity import ulfm_trial
+from mpidist.errors import ConfigError
 from mpidist.launch.launchers import (
     find_launcher,
     launch_environment,
@@ -37,6 +39,17 @@ def test_a_death_is_no_failed_attempt(tmp_path):
     assert "exit code 0 at step 10, 1 rank died on the way" in line
     assert line.endswith("finished")
     assert not list(tmp_path.glob(".mpidist-launch-*"))
+
+
+def test_a_trial_with_a_launcher_that_ends_the_job(tmp_path, monkeypatch):
+    """It is found also if one rank is killed long before the other one has come further."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said = f'print("{ulfm_trial._BEGUN}"'
+    slow = ulfm_trial._PROGRAM.replace(said, f"time.sleep(1); {said}")
+    assert slow != ulfm_trial._PROGRAM
+    monkeypatch.setattr(ulfm_trial, "_PROGRAM", slow)
+    with pytest.raises(ConfigError, match="the other one did not go on"):
+        ulfm_trial.check_survival(launcher_command(2), "5")
 
 
 CASES = {
