@@ -1,15 +1,16 @@
-"""The ranks' half of a hand-over: an attempt with more ranks goes on with the run of this one.
+"""The ranks' part in a hand-over, in which an attempt with more ranks continues the run of another.
 
     launch     mpidist grow               asks        decides
     2 ranks    steps ...................... last step, state .. | leave
     4 ranks    import, MPI_Init, data, wait . . . . . . . . . . | restore, steps
 
-`mpidist launch` starts the second attempt while the first one trains. The new ranks prepare all
-that needs no state, and wait. The two attempts speak with `mpidist launch` by files in the folder
-of the first attempt: CAN, ASKED, HANDED and DECIDED (`launch.heartbeat`). Only one of the two
-attempts may write to the run. So the file DECIDED can be made once only, and says who that is:
-`mpidist launch` makes it for the new ranks, and old ranks that have waited for it in vain make it
-for themselves.
+`mpidist launch` starts the second attempt while the first one trains. The new ranks import modules,
+initialise MPI and open the data, and then wait for the state of the run. The two attempts speak
+with `mpidist launch` by files in the folder of the first attempt: CAN, ASKED, HANDED and DECIDED
+(`launch.heartbeat`). The new ranks write READY to the folder of their own attempt. Only one of the
+two attempts may write to the run, and the file DECIDED says which one. This file can be made only
+once: by `mpidist launch` in favour of the new ranks, or by the old ranks in their own favour, if
+they have waited too long.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def is_waiting() -> bool:
 def wait_for_turn(comm) -> str:
     """Wait until the attempt before hands the run over. Collective over `comm`.
 
-    Returns `heartbeat.IN_MEMORY` or `heartbeat.IN_STORE`, where the state is. If this attempt does
-    not wait for another one, or does not any more, the result is "".
+    Returns where the state is: `heartbeat.IN_MEMORY` or `heartbeat.IN_STORE`. Returns "" if this
+    attempt need not wait, or has waited already.
     """
     before = attempt_before()
     if before is None:
@@ -78,7 +79,7 @@ def _begin_turn() -> None:
 
 
 def announce(can: bool) -> None:
-    """Tell the launcher that this run can be handed over, or that it cannot. One rank calls it."""
+    """Tell `mpidist launch` whether this run can be handed over. Only one rank calls this."""
     folder = attempt_folder()
     if folder is None:
         return
@@ -90,7 +91,7 @@ def announce(can: bool) -> None:
 
 
 def asked(comm) -> str:
-    """Return where to leave the state for the next attempt, or "". Collective over `comm`."""
+    """Return where the next attempt wants the state, or "" if none has asked. Collective."""
     if attempt_folder() is None:
         return ""
     look = _asked if comm.rank == 0 else lambda: ""
@@ -108,7 +109,10 @@ def _asked() -> str:
 
 
 def offer(comm, where: str) -> bool:
-    """Say that the state is there; return whether the next attempt goes on. Collective."""
+    """Offer the state to the next attempt; return whether that attempt goes on. Collective.
+
+    `where` says where the state is: `heartbeat.IN_MEMORY` or `heartbeat.IN_STORE`.
+    """
     global handed
 
     def decide(_) -> bool:
@@ -130,7 +134,7 @@ def offer(comm, where: str) -> bool:
 
 @contextmanager
 def leaving(comm) -> Iterator[None]:
-    """Say that the state is in the store, if the run has stopped in the block for a hand-over."""
+    """Offer the state in the store to the next attempt, if the block stops for a hand-over."""
     try:
         yield
     except Stopped:
@@ -145,7 +149,7 @@ def leaving(comm) -> Iterator[None]:
 
 
 def _give_way() -> None:
-    """Write no events any more, and leave the cores to the ranks that go on."""
+    """Close the event log, and lower this process's priority in favour of the ranks that go on."""
     events.close_log()
     with suppress(OSError):
         os.nice(19)

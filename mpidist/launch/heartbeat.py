@@ -14,8 +14,8 @@ whether the launcher still runs. Examples of files:
 The exit code of ``mpiexec`` alone proves nothing: the ``mpiexec`` of Open MPI, run with fault
 tolerance, returns 0 even after a rank was killed. A rank that ends by itself writes "left" to its
 file, and a rank that is killed cannot write it. When all living ranks have met for the last time,
-each of them writes its exit code, too. Of a job that goes on when ranks die, only these exit codes
-say that it is done.
+each of them writes its exit code, too. If a job goes on when ranks die, only these exit codes show
+that it has succeeded.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Sign(NamedTuple):
     together identify the process on its host, unless a container has a pid namespace of its own.
 
     `code` is the exit code of a rank that has left together with all living ranks, else -1.
-    `deaths` is how many deaths of other ranks this rank has survived. A silent rank that has
-    survived fewer than the others is one of the dead. `gave_up` is 1 if this rank could not go
-    on after a death, so that the attempt must end.
+    `deaths` is how many deaths of other ranks this rank has survived. If a rank without new
+    heartbeats has survived fewer deaths than the others, it is dead itself. `gave_up` is 1 if this
+    rank could not go on after a death, so that the attempt must end.
     """
 
     rank: int
@@ -228,8 +228,8 @@ def note_steps(step: int) -> None:
 def longest_step() -> float | None:
     """Return the longest time in seconds from one step to the next, saves included.
 
-    Returns None as long as it is unknown. The step that goes on is not counted, for a rank calls
-    this function when a death has broken that step off.
+    Returns None as long as it is unknown. The current step is not counted, because a rank calls
+    this function when a death has interrupted that step.
     """
     global _step_ended
     _step_ended = None
@@ -283,7 +283,7 @@ def give_up() -> bool:
 
 
 def tell_launcher(name: str, text: str = "") -> None:
-    """Make a file in the folder of this attempt, for `mpidist launch`."""
+    """Give `mpidist launch` a message: write the file `name` to the folder of this attempt."""
     folder = attempt_folder()
     if folder is not None:
         (folder / name).write_text(text, encoding="utf-8")
@@ -314,7 +314,10 @@ def launched_by(environ: Mapping[str, str] | None = None) -> str:
 
 
 def is_launched() -> bool:
-    """Return whether the `mpidist launch` of this process still runs, as far as can be seen."""
+    """Return whether the `mpidist launch` that started this process still runs.
+
+    Returns true if this cannot be seen: the launcher is on another host, or there is none.
+    """
     return is_at_work(launched_by(), elsewhere=True)
 
 

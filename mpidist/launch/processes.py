@@ -1,9 +1,9 @@
 """Run child processes with a deadline and output to files, and leave none of their children alive.
 
 An MPI launcher is the root of a tree of processes. The leaves of the tree, the ranks, make their
-own process groups and outlive a killed launcher. To find such processes, every process that is
-started here inherits a random mark in its environment. When the launcher has ended, all processes
-that have inherited its mark are ended, too. No process of another program has this random mark.
+own process groups and outlive a killed launcher. To find them, `Started` puts a random mark into
+the environment of the launcher, and all processes of its tree inherit this mark. When the launcher
+has ended, `Started.finish` kills all processes that have the mark. No other process has it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Started:
     cwd : path, optional
         The working directory of the command.
     sweep : bool
-        Mark all descendants, and when the command has ended, end all descendants that still run.
+        Mark all descendants. When the command has ended, kill all descendants that still run.
         `sweep` must be false for ``sbatch``, whose jobs inherit its environment and outlive it.
     session : bool
         Call `remove_session` with the pid of the command. `session` must be false in a private

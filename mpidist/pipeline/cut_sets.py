@@ -18,13 +18,14 @@ MOST_SETS = 20_000
 
 
 def cut_sets(profile: LayerProfile, most: int = MOST_SETS) -> tuple[np.ndarray, bool]:
-    """Return downward closed sets of layers, and whether these are all such sets.
+    """Return the downward closed sets of layers, or some of them if there are more than `most`.
 
     Returns
     -------
     sets : array (sets, layers) of bool
         In order of size, from the empty set to all layers.
     exact : bool
+        Whether `sets` has all downward closed sets of the model.
     """
     n = len(profile.layers)
     needs = [0] * n
@@ -46,16 +47,16 @@ def cut_sets(profile: LayerProfile, most: int = MOST_SETS) -> tuple[np.ndarray, 
 
 
 def bit_rows(masks: Sequence[int], n: int) -> np.ndarray:
-    """Return an array (masks, n) of bool with the bits of whole numbers."""
+    """Return an array (masks, n) of bool: the lowest n bits of each mask, bit 0 first."""
     packed = b"".join(mask.to_bytes(-(-n // 8), "little") for mask in masks)
     bits = np.frombuffer(packed, np.uint8).reshape(len(masks), -1)
     return np.unpackbits(bits, axis=1, count=n, bitorder="little").astype(bool)
 
 
 def crossing_bytes(profile: LayerProfile, sets: np.ndarray) -> np.ndarray:
-    """Return for each set the bytes of all outputs that layers outside of the set need.
+    """Return, for each set of layers, the number of bytes that its outputs send out of the set.
 
-    An output crosses a cut once, however many layers behind the cut use it.
+    An output counts once, even if several layers outside the set use it.
     """
     last = np.zeros(sets.shape, bool)
     for a, b in profile.edges:

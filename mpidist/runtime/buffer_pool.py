@@ -60,7 +60,7 @@ class BufferPool:
         return raw[:nbytes].view(dtype)
 
     def give(self, vector: np.ndarray, like=None) -> None:
-        """Return to the pool an array that `take` has returned for the same `like`."""
+        """Put an array from `take` back into the pool; `like` must be the same as it was there."""
         raw = vector.base
         assert isinstance(raw, np.ndarray)  # `take` returns a view
         if raw.size > self.limit:

@@ -153,7 +153,10 @@ class ServerGroup:
         consistency: Consistency,
         global_batch: int | None = None,
     ) -> Client | None:
-        """Add a model that the living ranks have kept after a death. Collective, as `add`."""
+        """Add a model to the new group after a death, with the values that the ranks have kept.
+
+        Collective over the group's `comm`, like `add`. `kept` says what this rank has of the model.
+        """
         client = self._host(Request(name, model, optimizer, consistency, 0, global_batch, kept))
         if self._server is not None:
             hosted = self._hosted(name)
@@ -183,7 +186,7 @@ class ServerGroup:
         return client
 
     def vote(self) -> None:
-        """Let servers apply the pushes of a clock only when all servers have them; see `votes`.
+        """Make all servers apply the pushes of a clock, or none of them; see `votes`.
 
         All servers call this method, before the first client is used.
         """
@@ -192,7 +195,10 @@ class ServerGroup:
             self._server.votes = Votes(self.link, others)
 
     def hosted(self, name: str) -> tuple[Server, Hosted] | None:
-        """Return what this rank serves of a model, or None; also after the group has ended."""
+        """Return this rank's server and its part of a model, or None if this rank is no server.
+
+        Works also after the group has ended.
+        """
         if self._server is None:
             return None
         return self._server, next(each for each in self._server.models if each.name == name)

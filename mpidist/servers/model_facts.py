@@ -15,11 +15,12 @@ from .shards import parse_init
 
 
 class KeptModel(NamedTuple):
-    """What the ranks have of a model after a death, when they add it to a new group.
+    """What this rank has of a model after a death, when the ranks add it to a new group.
 
-    The tensors are divided in the same way, because there are as many servers as before. `shard` is
-    None on a rank that is no server. `clocks` are those of the workers, in the new order. The
-    pushes of all clocks before `applied` are applied, in modes that hold pushes.
+    The tensors are divided as before, because there are as many servers as before. `shard` is this
+    server's part, or None on a rank that is no server. `clocks` has a clock for each worker, in the
+    new order. `applied` matters only in modes that hold pushes back: the pushes of all clocks
+    before it have been applied.
     """
 
     shard: Any

@@ -68,16 +68,19 @@ class Carried:
     # -- a run takes what is carried -----------------------------------------------------
 
     def fresh(self, resume: bool | str) -> bool | str:
-        """Return the argument `fresh` of the store: a text in a run that opens it several times."""
+        """Return the argument `fresh` of the store, for the argument `resume` of `md.train`.
+
+        An elastic run may open the store several times, and passes its name to be recognised.
+        """
         return resume == "fresh" and (self.name or True)
 
     @property
     def memory(self) -> Path | None:
-        """The folder in which each node keeps copies of the state, if it does."""
+        """The folder for the copies of the state in a node's memory; None if none are wanted."""
         return memory_folder() if self.group and self.group.settings.every else None
 
     def copies(self, store, step: int) -> MemoryCopies | None:
-        """Return what keeps copies of the state in memory from `step` on, if `store` can."""
+        """Return an object that copies the state to memory after `step`, or None for no copies."""
         every, memory = self.group and self.group.settings.every, self.memory
         if not every or memory is None or getattr(store, "folder", None) != memory:
             return None
@@ -86,7 +89,7 @@ class Carried:
         return copies
 
     def open(self, strategy, comm, asked, settings: Mapping):
-        """Open the exchange, with the state of the optimizer that is carried. Collective."""
+        """Open the exchange, with the optimizer state from before a death, if any. Collective."""
         if self._facts is None:
             return strategy.open(comm, asked.model, asked.optimizer, **settings)
         state = self._optimizer_state
@@ -150,14 +153,14 @@ class Carried:
                 self._slow.end_of_step()
 
     def end_steps(self) -> None:
-        """Show that this rank does no more steps, so nobody waits for it in vain."""
+        """Show that this rank does no more steps, so that it is not evicted as late."""
         if self.group is not None:
             self.group.watch.end_steps()
 
     # -- after a death -------------------------------------------------------------------
 
     def note_state(self) -> int:
-        """Note the state of the run that a death has broken off; return its step, or -1."""
+        """Keep the state of the run that a death has interrupted; return its step, or -1."""
         run, self._run = self._run, None
         if run is not None and self._guard is not None:
             self._facts = run.facts_to_carry(self._guard.losses())
@@ -167,11 +170,11 @@ class Carried:
 
     @property
     def step(self) -> int:
-        """How many steps the noted state has done; -1 if this rank had not begun its steps."""
+        """The number of steps done in the kept state; -1 if this rank had not begun its steps."""
         return -1 if self._facts is None else self._facts["step"]
 
     def state(self) -> dict:
-        """Return the noted state, for `peer_state`: nested dicts of arrays, and one text."""
+        """Return the kept state, for `peer_state`: nested dicts of arrays, and one text."""
         model, optimizer = self.given["model"], self.given["optimizer"]
         if self._optimizer_state is None:
             self._optimizer = optimizer
@@ -185,9 +188,9 @@ class Carried:
         return self._sent
 
     def bring_up_to_date(self, comm, step: int) -> int:
-        """Give all ranks of `comm` the state of the newest; return its step. Collective.
+        """Give all ranks of `comm` the newest state of a rank; return its step. Collective.
 
-        `step` is that of this rank, or `peer_state.NOTHING`.
+        `step` is the step of this rank, or `peer_state.NOTHING`.
         """
         before = self.step
         newest = peer_state.bring_up_to_date(comm, self.state(), step)
@@ -197,9 +200,9 @@ class Carried:
         return newest
 
     def check_living(self, ranks: Sequence[int]) -> None:
-        """Raise RankFailure on all ranks if the run cannot go on with these `ranks`.
+        """Raise RankFailure on all ranks if the run cannot go on with only these `ranks`.
 
-        They are ranks of the first communicator.
+        `ranks` are numbers in the communicator with which the run began.
         """
 
 
@@ -214,7 +217,7 @@ class TrainingGroup(Group):
         carried.group = self
 
     def note_step(self) -> None:
-        """Note the state of the run that a death has broken off."""
+        """Keep the state of the run that a death has interrupted."""
         self.step = self._carried.note_state()
 
     def _state_bytes(self) -> int:
@@ -228,7 +231,10 @@ class TrainingGroup(Group):
         self._carried.check_living(ranks)
 
     def name_of(self, rank: int) -> str:
-        """Return what texts call a rank of the first communicator, such as rank 3 of 8 on n2."""
+        """Return the name of a rank for messages, such as ``rank 3 of 8 on n2``.
+
+        `rank` is a number in the communicator with which the run began.
+        """
         return next(name for name, number in self._number.items() if number == rank)
 
 

@@ -61,7 +61,7 @@ def joined(tables: Sequence[np.ndarray], dims: int = 1) -> np.ndarray:
 def of_regions(regions: Sequence[tuple[int, Region]], file: int = 0) -> np.ndarray:
     """Return a table with a row for each (tensor number, region) pair.
 
-    Every row has the number `file` as its file, and 0 as its offset.
+    In every row the column "file" is `file`, and the column "offset" is 0.
     """
     dims = max((len(r.start) for _, r in regions if isinstance(r, Box)), default=0) or 1
     zeros, ones = (0,) * dims, (1,) * dims
@@ -181,7 +181,7 @@ def untiled_tensor(shapes: Sequence[Shape], rows: np.ndarray) -> tuple[int, str]
 
 
 def _unproved(grid: Grid, rows: np.ndarray) -> list[int]:
-    """Return the tensors for which two quick tests cannot prove that the pieces tile them.
+    """Return the tensors for which the two quick tests do not prove that their pieces tile them.
 
     Pieces tile a tensor if they cover it without an overlap or a hole.
     """
@@ -238,10 +238,10 @@ def _unseparated(it: Geometry, which: np.ndarray) -> np.ndarray:
 
 
 def distinct(grid: Grid, rows: np.ndarray) -> np.ndarray:
-    """Return `rows` without empty pieces, and without pieces whose region an earlier row has.
+    """Return the rows that are left when empty pieces and repeated regions are removed.
 
-    All pieces must lie inside their tensors. If several rows have the same region, only the first
-    of them is returned.
+    Of several rows with the same region, the first one is left. All pieces must lie inside their
+    tensors.
     """
     filled = sizes(rows) > 0
     low = Geometry(grid, rows).low

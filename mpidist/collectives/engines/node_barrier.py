@@ -252,7 +252,10 @@ class NodeProgram(Engine):
         self.gate = gate
 
     def prepare(self, x: np.ndarray) -> None:
-        """Give other ranks `x`'s address if they need it; called before the first barrier."""
+        """Tell the other ranks where `x` is, if they read or write `x` themselves.
+
+        Called before the first barrier of each operation.
+        """
 
 
 class SharedProgram(NodeProgram):
