@@ -23,7 +23,7 @@ FIRST = 10
 
 
 class EvictionLimits(NamedTuple):
-    """Seconds after which a rank is evicted that is stopped, silent or late; `inf` for never."""
+    """The seconds after which a stopped, silent or late rank is evicted; `inf` for never."""
 
     stopped: float
     silent: float
@@ -31,7 +31,7 @@ class EvictionLimits(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """Seconds between two looks after which nobody knows what happened meanwhile."""
+        """If more seconds lie between two looks, a stopped process may have run in between."""
         return max(0.1, min(1.0, self.stopped / 2))
 
     @property

@@ -153,8 +153,8 @@ class Group:
     def done(self, step: int) -> None:
         """Say that this rank has done `step` and has changed its state; local and cheap.
 
-        Call this function as soon as the state has the result of the step. If a rank dies later in
-        the same step, the step is not repeated.
+        Call this function as soon as the state has the result of the step. If a rank dies after
+        this call, the step is not repeated.
         """
         if step != self.step:
             raise ProtocolError(f"done({shown(step)}): step {self.step} is the next one")

@@ -1,7 +1,7 @@
 """``md.elastic`` and ``md.run_elastic``: loops of the user's own that go on after a death.
 
     with md.elastic(comm, state)       the body of a step is a ``with`` block, which is repeated
-    md.run_elastic(comm, f, state)     the function begins again, and leaves out what is done
+    md.run_elastic(comm, f, state)     the function is called again, and leaves out finished steps
 
 Both check on all ranks whether the job can survive a death, and then make an `elastic_group.Group`.
 """
@@ -89,15 +89,15 @@ def elastic(
     state : dict, or a function that returns a dict
         All that the steps change: arrays of any shape and dtype, and numbers, in nested dicts. A
         function may give arrays only. After a death, ranks that are behind get the state of the
-        newest living rank, in place. A step must change the state only when it has communicated
-        for the last time, and then be done.
+        newest living rank, in place. A step must change the state after its last communication,
+        and end directly after the change.
     min_ranks : int
         With fewer living ranks the program ends by RankFailure.
     deadline : str or float
-        When the other ranks of its node kill a rank, after which they go on as after a death.
+        When a rank is evicted: the other ranks of its node kill it, and go on as after a death.
         "stopped": the rank has been stopped (SIGSTOP) for 5 s, or its threads have not run for 5 s.
-        A number: it has been stopped, or has computed while others waited, for so many seconds.
-        "auto": so for 20 median steps, but at least 1 s. Ranks in a ``group.phase`` are not late.
+        A number of seconds: it has been stopped, or has computed while others waited, for this
+        time. "auto": the time is 20 median steps, but at least 1 s. See docs/elastic.md.
 
     Returns
     -------

@@ -18,22 +18,21 @@ class Elastic:
     min_ranks : int
         With fewer living ranks the run ends by RankFailure.
     spares : int
-        So many of the last ranks wait, and do not train. After a death, a spare steps in, so the
-        number of ranks that train stays the same.
+        The number of ranks, from the last one, that wait and do not train. After a death, a spare
+        steps in, so the number of ranks that train stays the same.
     deadline : "stopped", "auto" or float
-        When a rank that does not come is evicted (killed by the ranks of its node): after it has
-        been stopped for 5 seconds, or by a number of seconds, or by 20 times the median time of a
-        step.
+        When the ranks of a node evict (kill) one of them: after it has been stopped for 5 seconds,
+        or after it has been late for this number of seconds, or for 20 median steps ("auto").
     slow : float
-        A rank that computes this many times slower than the median of the others, in two windows
-        of ten steps, is evicted at the end of a step; 0 is never.
+        A rank that needs this many times as long for a step as the median of the others, in two
+        windows of ten steps, is evicted at the end of a step; 0 switches this off.
     copies : "memory", "none" or int
-        Under ``mpidist launch --elastic``, each node keeps a copy of the state in its memory, from
-        which the job begins again if it cannot go on. A number is the steps between two copies;
-        "memory" chooses it so that copies take at most 3 % of the time.
+        Under ``mpidist launch --elastic``, each node keeps a copy of the state in its memory. If
+        the ranks cannot go on after a death, the next attempt begins from this copy. A number is
+        the steps between two copies; with "memory", copies take at most 3 % of the time.
     on_exception : "end" or "evict"
         What happens if the model, the reading of data or a callback raises an exception on one
-        rank: the job ends, or this rank is evicted. Also with "evict" the job ends if more than
+        rank: the job ends, or this rank is evicted. Even with "evict", the job ends if more than
         half of the ranks raise, or if another rank raises when the others repeat the step.
     """
 

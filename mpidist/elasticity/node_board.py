@@ -5,10 +5,10 @@
     rank 2   pid 4713   beat 12.0 s   compute   since 11.9 s   step 812      stopped?
     rank 3   pid 4714   beat 12.3 s   save      since  7.0 s   step 812      is left alone
 
-Each rank has a page for its own record, in a file in /dev/shm that has no name any more. All times
-are those of CLOCK_MONOTONIC, which is one clock for all processes of a host and stands still while
-the machine is suspended. A record outlives its process, so the living ranks of a node can read why
-a rank was evicted. The board is made once, and stays the same when ranks die.
+Each rank has a page for its own record, in a file in /dev/shm whose name has been removed. All
+times are read from CLOCK_MONOTONIC. This clock is the same for all processes of a host, and stands
+still while the machine is suspended. A record outlives its process, so the living ranks of a node
+can read why a rank was evicted. The board is made once, and stays the same when ranks die.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SEEN, _LAST, _WHY, _AMOUNT, _FIELDS = range(8, 13)
 
 
 class Record(NamedTuple):
-    """What one rank of the node shows. Times are in seconds of CLOCK_MONOTONIC.
+    """The record of one rank of the node. Times are in seconds of CLOCK_MONOTONIC.
 
     `rank` is the rank in the communicator with which the board was made. `since` is the time at
     which the phase began, or at which the rank did a step in it. `seen` and `last` are the first
@@ -65,9 +65,9 @@ class NodeBoard:
     size, ranks : int
         The number of ranks of this node, and of `comm`.
     rank : int
-        The rank of this process in `comm`. It stays the name of this rank when others die.
+        The rank of this process in `comm`. This number stays the same when other ranks die.
     fates : dict of int -> (int, float)
-        For each rank of which this process knows that it is evicted: the cause and its amount.
+        For each rank that was evicted, as far as this process knows: the cause and its amount.
     """
 
     def __init__(self, comm: MPI.Intracomm):
@@ -142,7 +142,7 @@ class NodeBoard:
         view[_SEEN], view[_LAST] = one.seen, one.last
 
     def note_fate(self, rank: int, why: int, amount: float) -> None:
-        """Write why a rank is evicted: the cause, and its seconds, factor or step; 0 for not."""
+        """Write why a rank is evicted: the cause (0 for none), and its seconds, factor or step."""
         self.fates[rank] = why, amount
         if (view := self._view(rank)) is not None:
             view[_AMOUNT] = amount
@@ -175,7 +175,7 @@ class NodeBoard:
         return next((one for one in self._records if one[_PID] and one[_RANK] == rank), None)
 
     def withdraw(self) -> None:
-        """Take the record of this rank off the board: no rank judges this process any more."""
+        """Remove the record of this rank, so that no other rank watches this process."""
         self._mine[_PID] = 0
 
 

@@ -4,8 +4,8 @@
     thread        beats; looks, too, if it is in the lowest rank that runs. It uses no MPI, so it
                   works while the main threads of all ranks are inside a call of MPI, such as Shrink
 
-Each node watches itself, so nobody sends a message. All that a rank does in a step without a long
-wait is to write into its own record on the node's board (`node_board`).
+The ranks of a node watch only each other, so no messages are sent. In a step without a long wait, a
+rank only writes to its own record on the node's board (`node_board`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class NodeWatch:
         self.board.show(phase, time.monotonic())
 
     def close(self) -> None:
-        """End the watch: no rank judges this rank any more, and this rank judges nobody."""
+        """End the watch: other ranks no longer watch this rank, and it does not watch them."""
         if polling.board is self:
             polling.board = None
         self._stop.set()
@@ -100,7 +100,7 @@ class NodeWatch:
             self._looking.release()
 
     def _is_watcher(self, now: float, main: bool) -> bool:
-        """Return whether no lower rank of the node can look in place of this rank."""
+        """Return whether this rank must look, because no lower rank of the node can."""
         for one in self.board.read(known=()):
             if one.rank >= self.board.rank:
                 break
@@ -148,7 +148,7 @@ class NodeWatch:
 
 
 def _forget() -> None:
-    """In a forked process, which is not a rank: show nothing, and judge nobody."""
+    """End the watch in a forked process, because this process is not a rank."""
     polling.board = None
 
 

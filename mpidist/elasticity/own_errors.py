@@ -5,9 +5,9 @@ go on without that rank. A mistake in the program raises on all ranks, and a bad
 on the rank that gets it next; then the job must end. So a rank that raises tells the others, waits
 for a moment, and ends itself only if all of this holds:
 
-    at most half of the workers raise    else the mistake is in the program
-    no rank was evicted in this step     else the mistake is in the data
-    `min_ranks` ranks are left           else nobody may go on
+    at most half of the workers raise    otherwise the mistake is in the program
+    no rank was evicted in this step     otherwise the mistake is in the data
+    `min_ranks` ranks are left           otherwise the others may not go on
 
 It prints its traceback and ends itself by SIGKILL. The others go on as after any death.
 """
@@ -36,10 +36,10 @@ _RAISES = 11
 
 
 class OwnErrors:
-    """A ``with`` block for code of the user, which a rank that is evicted does not leave.
+    """A ``with`` block for code of the user; a rank that raises in it may be evicted.
 
-    Other exceptions pass, among them those of mpidist, of which other ranks know. Without a group,
-    all exceptions pass. The block can be used many times.
+    An evicted rank does not leave the block. Exceptions of mpidist pass, because the other ranks
+    know of them. Without a group, all exceptions pass. The block can be used many times.
 
     Parameters
     ----------

@@ -5,11 +5,11 @@
     rank 2   step 813   has the same state already, and does nothing
     rank 3   step 812   behind: receives from rank 0
 
-No communicator is made for the ranks that take part, because Open MPI 5.0.11 may crash a rank in
-whose making of a communicator another rank dies.
+The ranks that take part do not make a communicator: with Open MPI 5.0.11, a rank may crash if
+another rank dies while they make one.
 
-A rank that receives copies nothing into its state before it has received everything. If the sender
-dies meanwhile, each rank still has a whole state, the newest of which the next attempt uses.
+A rank changes its state only when it has received everything. So if the sender dies before, each
+rank still has a whole state, and the next repair uses the newest of these states.
 """
 
 from __future__ import annotations

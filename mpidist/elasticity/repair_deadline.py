@@ -33,12 +33,12 @@ UNKNOWN_STEP, STATE_RATE = 20.0, 100e6
 
 
 class RepairDeadline:
-    """Ends this process if a phase of a repair takes too long; a context manager for a repair.
+    """A context manager for a repair, which ends this process if a phase takes too long.
 
     Parameters
     ----------
     who : str
-        What the last line of this process calls it, such as ``rank 3 of 8 on n2``.
+        The name of this process in its last line, such as ``rank 3 of 8 on n2``.
     state_bytes : int
         How many bytes a rank may have to send to another one.
     """
@@ -59,7 +59,7 @@ class RepairDeadline:
         self.begin("end")
 
     def begin(self, phase: str) -> None:
-        """Begin a phase, which ends the one before. Phases without a name may take any time."""
+        """Begin a phase, and end the phase before. The phase "" may take any time."""
         more = {"MEET": 3 * self._step_seconds, "REBUILD": self._state_seconds}.get(phase, 0.0)
         with self._changed:
             self._phase = phase

@@ -29,17 +29,17 @@ from .pipeline_schedules import (
 
 
 class ActionFacts(NamedTuple):
-    """What the check has found.
+    """The facts that `check_actions` finds.
 
     Attributes
     ----------
     stash : list of int
-        For each rank the most microbatches, times chunks, that it keeps at a time.
+        For each rank, the most pairs of a chunk and a microbatch that it keeps at a time.
     versions : dict of (chunk, microbatch) -> int
-        How many microbatches the rank had updated the weights by, if each backward pass is an
-        update, when the forward pass began. The backward pass must use these weights.
+        The version of the weights in the forward pass, if each backward pass is an update: the
+        number of updates before. The backward pass must use the same version.
     versions_kept : list of int
-        For each rank the most versions of its weights that it needs at a time, with the newest.
+        For each rank, the most versions of its weights that it needs at a time.
     """
 
     stash: list[int]
@@ -50,7 +50,7 @@ class ActionFacts(NamedTuple):
 def check_actions(
     lists: Sequence[Sequence[StageAction]], *, chunks: int | None = None, blocking: bool = False
 ) -> ActionFacts:
-    """Check action lists; return what they need.
+    """Check action lists; return how many microbatches and versions of weights they need.
 
     Every microbatch goes through every chunk once, forward and backward; each message has a sender
     and a receiver, in the same order; and the ranks do not wait for each other for ever.
@@ -62,8 +62,8 @@ def check_actions(
     chunks : int, optional
         The number of chunks of the model; by default those in the lists.
     blocking : bool
-        Whether a send or a receive holds its rank up until the message has arrived. So blocking
-        calls would do, under which all schedules but "gpipe" fail.
+        Whether a send or a receive stops its rank until the message has arrived, as blocking calls
+        of MPI do. With blocking calls, all schedules but "gpipe" fail.
 
     Raises
     ------
@@ -105,13 +105,13 @@ def _check_complete(lists, p: int, chunks: int) -> None:
 
 
 def sender_of(one: StageAction, p: int) -> tuple[int, StageAction]:
-    """Return the rank that sends what the receive `one` gets, and its action."""
+    """Return the send that belongs to the receive `one`: its rank, and its action."""
     kind, other = (SEND_F, one.chunk - 1) if one.kind == RECV_F else (SEND_B, one.chunk + 1)
     return other % p, StageAction(kind, other, one.microbatch)
 
 
 def receiver_of(one: StageAction, p: int) -> tuple[int, StageAction]:
-    """Return the rank that receives what the send `one` gives, and its action."""
+    """Return the receive that belongs to the send `one`: its rank, and its action."""
     kind, other = (RECV_F, one.chunk + 1) if one.kind == SEND_F else (RECV_B, one.chunk - 1)
     return other % p, StageAction(kind, other, one.microbatch)
 
@@ -145,7 +145,7 @@ def needed_before(one: StageAction, chunks: int) -> list[StageAction]:
 
 
 def _play(lists, p: int, chunks: int, blocking: bool) -> None:
-    """Let each rank go on as far as it can, until all are done or nobody can."""
+    """Let each rank go on as far as it can, until all are done or no rank can go on."""
     at, begun, moved = [0] * p, set(), True
     split = {one[1:] for each in lists for one in each if one.kind == I}
     while moved:

@@ -8,9 +8,9 @@ that begins with a tab. Times are in milliseconds, sizes in bytes:
     node5 -- LSTM -- forward_compute_time=3.2, ..., activation_size=[6291456.0; 131072.0], ...
         node2 -- node5
 
-The size of several outputs is a list, whose sum counts. ``-- stage_id=2`` may follow, for a model
-that is cut already. Nodes whose text begins with ``Input`` cost nothing. Nodes whose text begins
-with ``__getitem__`` and which feed no other node are left out.
+If a node has several outputs, their sizes are a list, and their sum is used. In a model that is cut
+already, ``-- stage_id=2`` may follow. Nodes whose text begins with ``Input`` cost nothing. Nodes
+whose text begins with ``__getitem__`` and which feed no other node are left out.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """A model as layers in an order in which each one comes after those that feed it.
+    """A model as a list of layers, in which each layer comes after the layers that feed it.
 
     Attributes
     ----------
     layers : tuple of Layer
-        All layers that cost something: without inputs, and without outputs that nobody uses.
+        The layers that cost time: no inputs, and no ``__getitem__`` nodes that feed no other node.
     edges : tuple of (int, int)
         Pairs of indices into `layers`: the first feeds the second.
     inputs : tuple of str
@@ -77,8 +77,8 @@ def read_profile(path: str | Path) -> LayerProfile:
     Raises
     ------
     ConfigError
-        The file cannot be read, or a line is wrong (the text has its number), names an unknown or
-        doubled node or has a number that is negative or not finite; or the nodes form a cycle.
+        The file cannot be read, the nodes form a cycle, or a line is wrong, names an unknown or a
+        doubled node, or has a negative or infinite number. The error text has the line's number.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -118,7 +118,7 @@ def parse_profile(text: str, source: str = "profile") -> LayerProfile:
 def profile_of(
     layers: Iterable[Layer], edges: Iterable[tuple[str, str]], source: str = "profile"
 ) -> LayerProfile:
-    """Return the profile of layers and of pairs of names; the first of a pair feeds the second."""
+    """Return the profile of `layers`, in which the first layer of each pair feeds the second."""
     kept = {layer.name: layer for layer in layers}
     pairs = [*dict.fromkeys(edges)]
     order = _in_order(list(kept), pairs, source)
@@ -139,7 +139,7 @@ def profile_of(
 
 
 def chain(layers: Sequence[Layer]) -> LayerProfile:
-    """Return the profile of layers each of which feeds the next one."""
+    """Return the profile of a chain, in which each layer feeds the next one."""
     return LayerProfile(tuple(layers), tuple((k, k + 1) for k in range(len(layers) - 1)))
 
 
@@ -190,7 +190,10 @@ def _layer(node: re.Match, where: str) -> Layer:
 
 
 def _in_order(names: list[str], pairs: list[tuple[str, str]], source: str) -> list[str]:
-    """Return the names so that each comes after those that feed it; of several, as in the file."""
+    """Return the names in an order in which each comes after those that feed it.
+
+    If several orders are possible, the order of the file decides.
+    """
     feeders = dict.fromkeys(names, 0)
     fed: dict[str, list[str]] = {name: [] for name in names}
     for a, b in pairs:

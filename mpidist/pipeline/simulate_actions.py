@@ -1,8 +1,8 @@
 """Estimate the time of a pipeline's action lists on a modelled network, without MPI.
 
-A rank computes one action at a time, in the order of its list. A message leaves when the send and
-the receive have begun, the link of its sender has sent the messages before, and the link of its
-receiver has received them; links are full duplex. The costs are those of `NetworkModel`: an
+A rank computes one action at a time, in the order of its list. A message leaves when its send and
+its receive have begun, and when all earlier messages have passed the sender's link and the
+receiver's link. Links are full duplex. The costs are those of `NetworkModel`: an
 `overhead` on the core at both ends, then `latency` and `gap` for each byte on the wire.
 """
 
@@ -24,8 +24,9 @@ NO_TIME = NetworkModel(latency=0.0, gap=0.0)
 class ChunkCost(NamedTuple):
     """Seconds and bytes of one microbatch in one chunk.
 
-    `backward` is the whole backward pass, of which `input_share` is for the gradient of the input.
-    `output_bytes` go to the next chunk, and as many come back as its gradient.
+    `backward` is the whole backward pass. `input_share` is the part of it that computes the
+    gradient of the input, as a fraction. `output_bytes` go to the next chunk, and the same number
+    of bytes come back as the gradient.
     """
 
     forward: float
@@ -56,9 +57,9 @@ class SimulatedRun(NamedTuple):
     seconds : float
         From the beginning to the end of the last computation.
     bubble : float
-        The share of this time in which the ranks do not compute, over all ranks.
+        The share of this time in which ranks are idle, as the mean over all ranks.
     stash : list of int
-        The most microbatches, times chunks, that each rank keeps at a time.
+        For each rank, the most pairs of a chunk and a microbatch that it keeps at a time.
     spans : list of Span
         All computations, by rank and time.
     """

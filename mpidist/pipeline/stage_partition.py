@@ -4,12 +4,12 @@ Each of the r replicas of a stage takes every r-th microbatch. So with C seconds
 bytes over its two cuts, W bytes of parameters and B bytes per second, a stage takes for one
 microbatch
 
-    overlap     max(C, (a + 2 (r - 1) / r W) / B) / r     messages hide behind the computation
-    serial      (C + (a + 2 (r - 1) / r W) / B) / r       no message hides
-    pipedream   (C + 4 (r - 1) / r W / B) / r             as PipeDream's program counts
+    overlap     max(C, (a + 2 (r - 1) / r W) / B) / r     messages travel while the stage computes
+    serial      (C + (a + 2 (r - 1) / r W) / B) / r       no message does
+    pipedream   (C + 4 (r - 1) / r W / B) / r             the formula of PipeDream's program
 
-The throughput is that of the slowest stage, so this stage is made as fast as possible. Of equal
-plans, the one with the fewest workers is taken, and then the one with the fewest stages. The search
+The slowest stage limits the throughput, so this stage is made as fast as possible. Of equal plans,
+the one with the fewest workers is taken, and then the one with the fewest stages. The search
 is a dynamic programme over downward closed sets of layers (`cut_sets`) and numbers of workers, as
 in PipeDream (Narayanan et al., SOSP 2019).
 """
@@ -42,7 +42,7 @@ COSTS: dict[str, Callable] = {
 
 
 class NoPartition(MpidistError):
-    """No cut of the model has the wanted number of stages and fits into the memory."""
+    """The model cannot be cut into the wanted number of stages that fit into the memory."""
 
     exit_code = 1
 
@@ -51,9 +51,9 @@ class NoPartition(MpidistError):
 class StagePlan:
     """One stage. Times are in seconds for one microbatch, sizes in bytes.
 
-    `nodes` are names of layers. `seconds` is the time by which the stage delays the pipeline,
-    `compute_seconds` that of a forward and a backward pass. `input_bytes` and `output_bytes` cross
-    its two cuts. `in_flight` microbatches are kept at a time, which needs `memory_bytes`.
+    `nodes` are names of layers. `seconds` is the time from one microbatch to the next.
+    `compute_seconds` is the time of a forward and a backward pass. `input_bytes` and `output_bytes`
+    cross its two cuts. A worker keeps `in_flight` microbatches at a time, in `memory_bytes`.
     """
 
     nodes: tuple[str, ...]
@@ -71,9 +71,9 @@ class StagePlan:
 class PipelinePlan:
     """A model cut into stages.
 
-    `single_seconds` is the time of a microbatch on one worker, `data_parallel_seconds` that of one
-    stage on all the workers that were asked for. `exact` is false if the model has so many cuts
-    that only some of them were tried.
+    `single_seconds` is the time of a microbatch on one worker, and `data_parallel_seconds` its time
+    if the whole model is one stage on all workers that were asked for. `exact` is false if the
+    model has so many cuts that only some of them were tried.
     """
 
     bottleneck_seconds: float

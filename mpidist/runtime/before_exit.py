@@ -1,7 +1,7 @@
-"""What a process does that is about to end without the clean-up of MPI or of Python.
+"""The last actions of a process that ends without the clean-up of MPI or of Python.
 
-It prints its error, removes the names of its shared-memory files, waits until the launcher has read
-its output, and flushes its open files.
+The process prints its error, removes the names of its shared-memory files, waits until the launcher
+has read its output, and flushes its open files.
 """
 
 from __future__ import annotations

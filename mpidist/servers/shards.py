@@ -101,7 +101,7 @@ class ServerShard:
         self.use(optimizer)
 
     def use(self, optimizer) -> None:
-        """From now on, update by `optimizer`, whose state has the same form as that of before."""
+        """Use `optimizer` from now on; its state must have the form of the present state."""
         self.optimizer = optimizer
         # If the optimizer has an argument for the weight of an update, the weight is a factor of
         # the learning rate. (Adam needs this, because the size of its step does not depend on the

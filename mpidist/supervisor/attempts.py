@@ -111,7 +111,7 @@ def run(job: LaunchedJob) -> int:
 
 
 def _with_ready_ranks(growth: Growth, action: Action) -> Action:
-    """Return the action that follows if the ranks which got ready go on, if they do."""
+    """Return the action to take; it differs from `action` if an attempt is ready to take over."""
     if not growth.gone and action.what == "relaunch" and not action.pause:
         growth.take_over(heartbeat.IN_STORE)  # the old ranks have ended before they were asked
     if not growth.gone:

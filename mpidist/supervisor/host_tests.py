@@ -1,7 +1,7 @@
 """Test which hosts can start a program now, without waiting long for those that cannot.
 
-A host that is switched off, or whose daemon has died, lets a launcher wait, often for minutes. Such
-a host cannot be told from one that is slow, but the other hosts can serve as a measure:
+If a host is switched off, or its daemon has died, a launcher waits for it, often for minutes. Such
+a host looks like a slow one. So the time of the other hosts limits how long each host gets:
 
     n1  0.2 s   ends well
     n2  0.3 s   ends well
@@ -33,7 +33,7 @@ _CONNECT = 0.5
 
 
 class _Patience:
-    """The seconds that a host has for its test, which follow from the tests of the other hosts."""
+    """The time limit for the test of a host, computed from the tests that have ended well."""
 
     def __init__(self, hosts: int):
         self._half, self._took = (min(hosts, _WIDTH) + 1) // 2, list[float]()
@@ -92,7 +92,7 @@ def silent_hosts(
 
 
 def refuses(address: str, port: int) -> bool:
-    """Return whether a host answers that nobody listens on a port. Blocks for `_CONNECT` s."""
+    """Return whether a host refuses connections to a port. Blocks for at most `_CONNECT` s."""
     try:
         socket.create_connection((address, port), _CONNECT).close()
     except ConnectionRefusedError:

@@ -182,8 +182,8 @@ def run_on_hosts(
 def doubted(job: LaunchedJob, attempt: Attempt, place: AttemptPlace) -> Attempt:
     """Return an attempt that has seemingly finished, as failed if one of its hosts is silent.
 
-    Open MPI's launcher ends with exit code 0 if a host is lost. So it proves nothing, if the ranks
-    write no heartbeats, which would say that they have ended by themselves.
+    Open MPI's launcher ends with exit code 0 if a host is lost, so this code proves nothing.
+    Heartbeats would show that the ranks have ended by themselves, but this program writes none.
     """
     hosts = list(place.hosts or ())
     if not attempt.finished or attempt.told or len(hosts) < 2:

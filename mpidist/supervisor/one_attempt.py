@@ -1,4 +1,4 @@
-"""One attempt of `mpidist launch`: its launcher, what is asked of it meanwhile, and its end."""
+"""One attempt of `mpidist launch`: start the launcher, handle requests, and end all processes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ HEARD = (*ASK, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 class SharedFacts(NamedTuple):
-    """What all attempts of a job share: the earlier ones, the folder in memory, the requests."""
+    """Data of a job for all its attempts: earlier attempts, the memory folder, and requests."""
 
     attempts: list[Attempt]
     memory: Path | None
@@ -185,7 +185,7 @@ class RunningAttempt:
         return self.vigil.signs
 
     def fault(self, now: float) -> str:
-        """Return the reason for which this attempt, which waits, cannot go on; or ""."""
+        """Return why this attempt, which still waits for the run, must be given up; "" if not."""
         if self.process.poll() is not None:
             return f"its launcher has ended with exit code {self.process.returncode}"
         with contextlib.suppress(OSError):
@@ -200,7 +200,7 @@ class RunningAttempt:
         return ""
 
     def _passed_on(self, number: int) -> bool:
-        """Return whether the request to stop is one to the next attempt, which has the run now."""
+        """Return whether the next attempt must handle this request to stop, as it has the run."""
         if self.growth is None:
             return False
         if self.growth.call_off():
@@ -211,7 +211,7 @@ class RunningAttempt:
         return True
 
     def _look_at_requests(self, now: float) -> float:
-        """Begin with what is asked for; return the time by which the ranks must have left."""
+        """Begin what a new request asks for; return the time by which the ranks must have left."""
         if self.growth is not None:
             return self._look_at_growth(self.growth, now)
         request = self.requests.look() if self.request is None and self._listens() else None

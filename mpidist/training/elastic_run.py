@@ -44,7 +44,7 @@ _REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Carried:
-    """What a run of `md.train` carries from one communicator to the next; empty at its beginning.
+    """The state that a run of `md.train` keeps when its communicator changes; empty at first.
 
     `name` is the name of an elastic run, equal on all ranks, and "" for any other run.
     """
@@ -96,7 +96,7 @@ class Carried:
         return strategy.open(comm, asked.model, self._optimizer, optimizer_state=state, **settings)
 
     def continue_run(self, run: Progress) -> bool:
-        """Let `run` continue from what is carried, if there is something. Collective."""
+        """Let `run` continue from the kept state; return whether there is one. Collective."""
         if self.group is not None and self.group.deaths:
             run.deaths, run.evicted = self.group.deaths, self.group.evicted
             run.ranks_before = self.group.ranks_at_first
@@ -246,7 +246,7 @@ def train_elastic(
 ) -> Summary:
     """Call ``train(comm, carried)``, again after each death. Collective over `comm`.
 
-    ``carry(name, ranks)`` makes what is carried by a run of this name on so many ranks.
+    ``carry(name, ranks)`` makes the `Carried` of a run with this name and this number of ranks.
     """
     check = partial(check_possible, comm, settings.min_ranks, settings.spares)
     same_on_all(comm, "md.train: elastic", check)

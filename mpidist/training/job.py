@@ -254,7 +254,7 @@ class Parts(NamedTuple):
 def build_run(job: Job, ranks: int | None) -> Parts:
     """Make the data, model, optimizer and strategy of a job.
 
-    If the number of ranks is known, check that the job can run on so many ranks.
+    If `ranks` is not None, check that the job can run on this number of ranks.
     """
     from .. import data, models, optim
     from . import strategies

@@ -40,8 +40,8 @@ _started = threading.Lock()
 def watch_network(name: str) -> None:
     """Watch the network of this rank from now on; a second call does nothing.
 
-    `name` is what lines call this rank. Does nothing if all ranks are on one host, and where there
-    is no /proc.
+    `name` is the name of this rank in messages. Does nothing if all ranks are on one host, or if
+    there is no /proc.
     """
     if not is_on_one_host() and os.path.isdir("/proc/self/fd") and _started.acquire(False):  # noqa: PTH112
         watch = NetworkWatch(name, Connections())
@@ -103,7 +103,7 @@ class NetworkWatch:
             self._since, self._told, self._lost = None, None, False
 
     def _waits(self, now: float) -> bool:
-        """Return whether the rank polls, or seems to be in one call of MPI, for a second."""
+        """Return whether the rank waits: it polls, or has not moved for a second."""
         frame = _main_frame()
         place = id(frame), frame and frame.f_lasti
         if place != self._place:
@@ -121,9 +121,9 @@ class NetworkWatch:
 
 
 class _Telling:
-    """What one process tells of one time in which it got no answer from hosts.
+    """The reports of one process about one interruption, in which some hosts did not answer.
 
-    Of the ranks of a node, which one daemon has started, one prints.
+    Only one rank of each node prints them. Ranks are on one node if one daemon has started them.
     """
 
     def __init__(self, name: str, hosts: list[str], route: bool):
@@ -138,7 +138,7 @@ class _Telling:
             self._speaks = False
 
     def begin(self, seconds: float) -> None:
-        """Tell that hosts do not answer."""
+        """Report that hosts do not answer."""
         self._emit("network_away", seconds)
         # Without a route, a line would not reach the launcher, but would make the launcher's daemon
         # send in vain, so that it would be late when the network is back.
@@ -147,7 +147,7 @@ class _Telling:
                       "is a host or the network down?")  # fmt: skip
 
     def end(self, seconds: float, lost: bool) -> None:
-        """Tell that the hosts answer again, or, if `lost`, only note that connections are lost."""
+        """Report that the hosts answer again; if `lost`, only log that connections are lost."""
         self._first.close()
         self._emit("network_lost" if lost else "network_back", seconds)
         if lost:

@@ -157,10 +157,10 @@ class Connections:
 def _short(state: int, old: Values, round_trip: int) -> Values:
     """Return the settings with which TCP sends again every second; {} before Linux 6.15.
 
-    Linux counts tries: with short pauses it would give up after 14 s and not after 15 minutes, as
-    without them. With a time to give up, it would also end a connection whose other side reads
-    nothing for so long, and may only be busy; so this is set only while there is no answer. A new
-    connection is tried for 127 s, as Linux does.
+    By default Linux gives up after a number of tries. With short pauses, this would be after 14 s
+    instead of 15 minutes. So a time to give up (TCP_USER_TIMEOUT) is set as well. It would also end
+    a connection whose other side is only busy and reads nothing, and is therefore set only while
+    there is no answer. A new connection is tried for 127 s, as Linux does.
     """
     # TCP must not send again before an answer can be here: a far host may need seconds.
     pause = max(PAUSE, 4 * round_trip)
@@ -175,8 +175,8 @@ def _short(state: int, old: Values, round_trip: int) -> Values:
 def _asking(probes: int) -> Values:
     """Return the settings with which TCP asks an idle other side, and never gives up for that.
 
-    It asks every second, but more and more seldom without an answer: if more than 15 questions had
-    no answer, Linux would give up as soon as there is something to send that cannot leave the host.
+    TCP asks every second, and less often as long as there is no answer. After more than 15
+    questions without an answer, Linux would give up at the next send that cannot leave the host.
     """
     pause = 1 << min(max(probes - 3, 0), 14)  # Linux allows no longer one than 32,767 s
     return {_COUNT: 127, _PAUSE: pause, _FIRST: 1, _ASK: 1}
@@ -228,7 +228,7 @@ def _addresses(connection: socket.socket, inode: int) -> tuple[str, str]:
 class _TcpState(NamedTuple):
     """The state of a connection, and how often TCP has tried, sent again, and asked in vain.
 
-    `backoff` says how often TCP has doubled its pauses. It may stay after the first answer.
+    `backoff` says how often TCP has doubled its pauses. It may be above 0 even after an answer.
     """
 
     state: int

@@ -1,18 +1,18 @@
-"""What a run with parameter servers carries over a death: shards, clocks, and unanswered pushes.
+"""Keep shards, clocks and unanswered pushes of a run with parameter servers when a rank dies.
 
     server   keeps its shard, and knows which pushes of each worker it has applied
     worker   keeps its step and position; a push that is not answered by all servers is `Pending`
     all      exchange these facts, decide the same, and open a new group of servers and workers
 
-Under BSP and SSP(0), servers vote before they apply a clock (`servers.votes`). So all servers have
-applied the same clocks, as soon as those with open votes that were won have applied theirs. The
-newest such clock is the common step: a push of an earlier clock is in the parameters, and all later
-steps are repeated by the living workers, which divide the batches anew.
+Under BSP and SSP(0), servers vote before they apply a clock (`servers.votes`). A death may come
+when some servers know that a vote was won and others do not. When the others have applied this
+clock, too, all servers have applied the same clocks. The newest of them is the common step. The
+living workers divide the batches anew, and repeat all later steps.
 
-Under ASP and SSP(s) each worker goes on at its own clock. It sends a broken off push again to the
-servers that do not have it. Batches in which the fastest worker has taken its old share are still
-divided in the old way, so no sample is used twice; the shares of the dead worker in these batches
-are lost.
+Under ASP and SSP(s) each worker goes on at its own clock. If its push was interrupted, it repeats
+the push to the servers that do not have it. If the fastest worker has already taken its share of a
+batch, all workers divide this batch in the old way, so no sample is used twice. The shares of the
+dead worker in these batches are lost.
 
 No other rank has the shard of a dead server. Then all ranks go back to the newest checkpoint.
 """
@@ -36,7 +36,7 @@ from .server_exchange import MODEL, Kept, Pending
 
 
 class CarriedServers(Carried):
-    """What an elastic run with parameter servers carries from one communicator to the next.
+    """The state that an elastic run with parameter servers keeps when the communicator changes.
 
     Servers and workers are numbered by their ranks in the first communicator, which never change.
     """
@@ -81,7 +81,7 @@ class CarriedServers(Carried):
         return self._exchange
 
     def continue_run(self, run) -> bool:
-        """Let `run` continue from what is carried, if there is something. Collective."""
+        """Let `run` continue from the kept state; return whether there is one. Collective."""
         continues = super().continue_run(run)
         if continues:
             assert self._facts is not None

@@ -51,7 +51,7 @@ class Pending(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What this rank knows at the beginning of an elastic run, or at its continuation.
+    """The facts with which this rank begins an elastic run, or continues it after a death.
 
     Attributes
     ----------
@@ -62,14 +62,14 @@ class Kept(NamedTuple):
     pending : Pending or None
         The step that this worker completes first.
     shares : sequence of (step, workers, worker)
-        Before `step`, this worker takes its share as `worker` of so many workers, in this order.
-        Of 0 workers it takes nothing.
+        Until `step`, the batches are divided among `workers` workers, and this rank is number
+        `worker`. Entries are in the order of their steps. With 0 workers this rank takes nothing.
     ahead : int
         How many steps the run had done when the clocks were 0.
     clock : int or None
         The clock after which all workers stop, if they have agreed on one.
     newcomer : bool
-        Whether this worker has not worked before, while others have.
+        Whether this worker begins in a run in which others have worked before.
     """
 
     servers: Sequence[int]
@@ -244,7 +244,7 @@ class Served:
         self.sent = False
 
     def unfinished(self) -> Pending | None:
-        """Return the step of which this worker has sent, but not finished the push, or None."""
+        """Return the step whose push this worker has begun but not finished, or None."""
         if self.pending is not None or not self.sent:
             return self.pending
         gradients = {name: gradient.copy() for name, gradient in self.gradients.items()}
