@@ -245,9 +245,9 @@ class Group:
         """Call `function`, again after each death, and return its result. Collective.
 
         `broken` is called after a death, before the repair. A spare waits until it steps in, and
-        then calls `function` too. If it does not step in, it returns the result of rank 0, which
-        `encode` has made a text of less than 4,000 bytes. If the others end without a result, the
-        spare exits with them.
+        then calls `function` too. If a spare is not needed, it returns the result of rank 0, which
+        `encode` turns into a text of less than 4,000 bytes for the spares. If the others end
+        without a result, the spare exits with them.
         """
         working.append(self)
         try:

@@ -47,8 +47,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 def check_survival(words: Sequence[str], version: str) -> None:
     """Raise ConfigError if two ranks that `words` starts do not survive the death of one of them.
 
-    A trial that does not begin, for example because all slots are in use, says nothing, and is
-    tried again next time.
+    If a trial cannot begin, for example because all slots are in use, it proves nothing, and is
+    repeated next time.
 
     Parameters
     ----------

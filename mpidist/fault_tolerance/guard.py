@@ -103,9 +103,9 @@ def guard(
         The signals that stop the loop. The end of the ``with`` block restores the former handlers
         of these signals.
     time_limit : float or "auto", optional
-        The loop stops so many seconds after the guard was entered, as if by a signal. With "auto",
-        the loop stops before the end of a Slurm allocation, so early that a step and a save still
-        fit in.
+        The loop stops this number of seconds after the guard was entered, as after a signal. With
+        "auto", the loop stops before the end of a Slurm allocation, so early that a step and a save
+        still fit in.
     patience : int, optional
         The number of steps in each block over which `check_loss` computes a mean loss. `check_loss`
         stops the run if the mean of a block is not less than the means of all earlier blocks.

@@ -72,8 +72,8 @@ def watch(
     ----------
     comm : MPI.Intracomm
     seconds : float
-        A job in which nothing happens for so many seconds is taken to hang. All ranks pass the same
-        `seconds`.
+        If nothing happens in a job for this number of seconds, the job counts as hung. All ranks
+        pass the same `seconds`.
     directory : path, optional
         A folder that ranks on several hosts share; by default the current folder. Either all ranks
         or none pass a folder, and the folder of rank 0 is used.

@@ -101,10 +101,11 @@ def wait_until(
 
 
 class ElasticWait:
-    """What a wait with its own loop does in an elastic program: it notices deaths and stops.
+    """The duties of a wait that has its own loop, in an elastic program.
 
-    A wait of less than a millisecond does nothing of this. While a server answers requests in a
-    wait, the other ranks of its node still see it waiting, so they do not evict it as late.
+    Such a wait must notice deaths, and show the other ranks of its node that this rank waits. A
+    wait of less than a millisecond need not do this. A server that answers requests in a wait still
+    shows that it waits, so the other ranks do not evict it as late.
     """
 
     _EVERY = 0.001  # seconds between two looks
@@ -115,7 +116,7 @@ class ElasticWait:
         self._before: int | None = None  # what the board has shown before the wait
 
     def look(self, now: float) -> None:
-        """Raise RankFailure if a rank has died; show the node's ranks that this rank waits."""
+        """Raise RankFailure if a rank has died; show the other ranks that this rank waits."""
         self.next = now + self._EVERY
         if look is not None:
             look()
@@ -132,7 +133,7 @@ class ElasticWait:
 
 
 def elastic_wait(start: float) -> ElasticWait | None:
-    """Return what a wait that begins at `start` must call, or None if no module has set `look`."""
+    """Return the `ElasticWait` of a wait that begins at `start`, or None if `look` is not set."""
     return None if look is None else ElasticWait(start)
 
 

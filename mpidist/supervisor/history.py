@@ -60,7 +60,7 @@ def next_attempt(folder: Path, known: int) -> int:
 
 
 def free_number(folder: Path, number: int) -> int:
-    """Return the first number after `number` that no attempt has in its folder's name."""
+    """Return the smallest number above `number` for which `folder` has no attempt yet."""
     while (folder / f"attempt-{(number := number + 1)}").exists():
         pass
     return number

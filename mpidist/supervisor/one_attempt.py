@@ -73,8 +73,9 @@ class RunningAttempt:
 
     `number` is in the name of the attempt's folder, and no later attempt gets the same number.
     `known_as` is the attempt's number that the program and the user see, which does not count
-    earlier attempts in which the launcher has started no process. `before` is the attempt whose run
-    this one goes on with; until then, this attempt waits. `pending`: a signal that has come then.
+    earlier attempts in which the launcher has started no process. `before`: an attempt that still
+    trains; this attempt waits until it gets the run of `before`. `pending`: a signal that came
+    while this attempt waited.
     """
 
     def __init__(

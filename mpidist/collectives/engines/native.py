@@ -51,7 +51,7 @@ _MANTISSA = {"f4": 24, "f8": 53, "i4": 31, "i8": 62, "u4": 31, "u8": 62}
 def header_values(key: int, code: str, size: int) -> np.ndarray | None:
     """Encode the number `key` as array elements (8 bytes), whose sum over `size` ranks is exact.
 
-    Returns None if elements of type `code` are too small for an exact sum over so many ranks.
+    Returns None if elements of type `code` are too small for an exact sum over `size` ranks.
     """
     bits = _MANTISSA[code] - size.bit_length()
     if bits < 8:
@@ -121,7 +121,7 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 
 def _hot_paths(context: Context, signature: Signature, reduction: Reduction, shape):
-    """Return the MPI request of a `Staged` object, and its methods ``run``, ``bind`` and ``calls``.
+    """Return what a `Staged` object needs: the MPI request, ``run``, ``bind`` and ``calls``.
 
     ``run`` reduces the array `x` in place. Collective. ``bind`` returns a function without
     arguments that reduces one array. ``calls`` returns how many reductions have been made by

@@ -81,7 +81,7 @@ def is_other_host(mine: str, theirs: str) -> bool:
 
 
 def patience(retries: int, longest: int) -> int:
-    """Return the milliseconds after which Linux gives up a connection after so many retries.
+    """Return after how many milliseconds Linux has made all `retries` and gives up a connection.
 
     The pauses begin with 200 ms and double up to `longest` milliseconds.
     """
