@@ -6,8 +6,8 @@
                                                begins with step 120, and not with step 100
 
 The copies are those of a `TieredStore`, in a folder of /dev/shm that `mpidist launch` names, and
-removes at the end of the job. Another node of the same job has its own copy, so a lost node means
-that the job goes on from the shared folder.
+removes at the end of the job. Each node has a whole copy of all arrays but the shards. So if a node
+is lost, and no rank has shards, the next attempt goes on from the copies of the other nodes.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def make_private(folder: Path) -> None:
 
 
 class MemoryCopies:
-    """Chooses the steps of a loop that nodes keep in memory, and keeps them.
+    """Choose steps of a loop, and keep a copy of the state in the memory of the nodes for each.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ class MemoryCopies:
         self._interval.begin(step)
 
     def keep(self, comm, step: int, state: Callable[[], Mapping]) -> None:
-        """Keep ``state()`` if a copy of `step` is due. Collective over `comm`, that of the store.
+        """Keep ``state()`` if a copy is due at `step`. Collective over the store's `comm`.
 
         If the nodes have too little memory, this method says so once, and no copies are made.
         """

@@ -5,11 +5,12 @@
           PATH/step-...                 the shared folder, as `CheckpointStore` writes it
 
 A tiered store uses two `CheckpointStore` objects: one for the ranks of a node, in a folder of that
-node, and one for all ranks, in the shared folder. A job that is restarted on the same nodes goes on
-from the newest step that all nodes hold, which may be newer than any step in the shared folder. If
-a node is lost, a copy is damaged, or the number of ranks or the arrays of a rank have changed, the
-job goes on from the shared folder. When a job goes on from the shared folder, its next steps are
-not computed from the copies on the nodes, so its first save removes these copies.
+node, and one for all ranks, in the shared folder. A restarted job goes on from the newest step that
+all its nodes hold, which may be newer than any step in the shared folder. If no rank has shards,
+the number of ranks may differ, and nodes may be missing. Otherwise the ranks and their shards must
+be the same as before. If there is a new node, or a copy is damaged, the job may have to go on from
+the shared folder. Its next steps are then not computed from the copies on the nodes, so its first
+save removes these copies.
 """
 
 from __future__ import annotations

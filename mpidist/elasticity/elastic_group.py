@@ -4,7 +4,7 @@
     BROKEN   that rank revokes all communicators of the group, so all ranks leave their calls
     SHRINK   the living ranks make a smaller communicator
     SYNC     ranks that are behind get the state of the newest living rank (`peer_state`)
-    RUN      the ranks repeat the step that was broken off
+    RUN      the ranks repeat the interrupted step
 
 A death at any place leads to BROKEN again. A step is done on a rank when this rank has changed its
 state (`Group.done`). Steps that one living rank has done are not repeated, so no step is lost, and

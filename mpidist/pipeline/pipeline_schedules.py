@@ -2,9 +2,10 @@
 
 A model is cut into chunks. Chunk c is on rank c mod p, so with one chunk per rank, chunk and rank
 are the same number. ``F`` is the forward pass of a microbatch through a chunk, ``B`` its backward
-pass. ``zero_bubble`` cuts a backward pass into ``I``, which gives the gradient of the input and is
-awaited by the rank before, and ``W``, which gives the gradients of the weights and may come later.
-With a backward pass twice as long as a forward pass, 4 ranks and 5 microbatches:
+pass. ``zero_bubble`` cuts a backward pass into two parts. ``I`` computes the gradient of the input,
+for which the rank before waits. ``W`` computes the gradients of the weights, and may come later. An
+example with 4 ranks and 5 microbatches, in which a backward pass takes twice as long as a forward
+pass:
 
     1f1b     F0 F1 F2 F3 .. .. .. .. .. .. B0 B0 F4 B1 B1 .. B2 B2 .. B3 B3 .. B4 B4
              .. F0 F1 F2 .. .. .. .. B0 B0 F3 B1 B1 F4 B2 B2 .. B3 B3 .. B4 B4 .. ..
@@ -70,7 +71,7 @@ def action_lists(
     chunks : int
         The number of chunks of each rank; 1 for all schedules but "interleaved".
     ahead : int
-        A receive begins so many computations before the one that needs its data.
+        A receive begins this number of computations before the one that needs its data.
 
     Raises
     ------
@@ -129,7 +130,7 @@ def _interleaved(p: int, m: int, chunks: int) -> list[list[StageAction]]:
 
 
 def _zero_bubble(p: int, m: int, chunks: int) -> list[list[StageAction]]:
-    """1f1b in which W comes s microbatches after I on rank s, so all ranks keep p microbatches."""
+    """Return 1f1b with W delayed by s microbatches on rank s: all ranks keep p microbatches."""
     lists = []
     for s in range(p):
         ahead = min(p - s, m)
@@ -153,7 +154,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], list[list[StageAction]]]] = {
 
 
 def _with_messages(order: list[StageAction], chunks: int, ahead: int) -> list[StageAction]:
-    """Put a send behind each computation, and a receive `ahead` computations before its use."""
+    """Add a send after each computation, and a receive `ahead` computations before its use."""
     needs = {F: (RECV_F, 0), B: (RECV_B, chunks - 1), I: (RECV_B, chunks - 1)}
     gives = {F: (SEND_F, chunks - 1), B: (SEND_B, 0), I: (SEND_B, 0)}
 

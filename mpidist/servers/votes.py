@@ -1,15 +1,15 @@
-"""In an elastic run, servers apply the updates of a clock only if all of them can.
+"""In an elastic run, the servers vote before they apply a clock: all of them apply it, or none.
 
     server 0   has all pushes of clock 7 | vote -> | ............ apply clock 7 -> answers
     server 1   ............................ has all pushes of clock 7 | vote -> | apply clock 7
 
 Under BSP and SSP(0) a step is done when all servers have applied its pushes. A worker that dies may
-have sent its push to some servers only. Those would apply the step and the others could not, and
-the parameters would be those of two different steps. Therefore a server tells the others when it
-has all pushes of a clock, and applies them when it has heard the same of all others. If one server
-has applied a clock before a death, the others have all pushes and apply them, too (`settle`);
-else nobody has, and the living workers repeat the step. A vote is one message of 16 bytes from each
-server to each other one.
+have sent its push to some servers only. Only these could apply the step, and the parameters would
+be a mixture of two steps. Therefore each server tells the others when it has all pushes of a clock,
+and applies them when all others have told the same. If one server has applied a clock before a
+death, then the others have all pushes and apply them, too (`settle`). If no server has applied it,
+the living workers repeat the step. A vote is a message of 16 bytes from each server to each other
+server.
 """
 
 from __future__ import annotations

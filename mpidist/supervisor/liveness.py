@@ -69,7 +69,7 @@ class Vigil:
     If `dead_ends` is false, the living ranks go on. The attempt ends if none is left, if a rank
     gives the attempt up, or if a rank has ended alone by an error. `stuck`: silent ranks on this
     host that must be killed, so that the others can go on. `over`: whether all living ranks have
-    said that they end, and have had time for it.
+    written that they end, and have had time to end.
     """
 
     def __init__(

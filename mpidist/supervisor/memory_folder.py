@@ -1,11 +1,11 @@
-"""The folder in /dev/shm in which the ranks of a job keep copies of their state, and its end.
+"""Make and remove the folder in /dev/shm in which the ranks of a job keep copies of their state.
 
-The folder has the same name on all hosts, and a random one, because everybody may write to
-/dev/shm. Its name is kept in the control folder, so that all attempts of a job use the same one.
-`mpidist launch` makes the folder on its own host, and the ranks make it on others. A run that ends
-well removes its copies itself. At the end of the job, however that comes about, `mpidist launch`
-removes the folder on all hosts. If `mpidist launch` is killed, the next one on its host does it; on
-other hosts, the next job of the user does it, when no rank has touched the folder for an hour.
+The folder has the same name on all hosts. The name is random, because everybody may write to
+/dev/shm. It is kept in the control folder, so that all attempts of a job use the same folder.
+`mpidist launch` makes the folder on its own host, and the ranks make it on other hosts. A run that
+ends well removes its copies itself. Whatever ends the job, `mpidist launch` then removes the folder
+on all hosts. If `mpidist launch` is killed, the next `mpidist launch` on its host removes the
+folder. On other hosts, the next job of the user removes it, if no rank has used it for an hour.
 """
 
 from __future__ import annotations

@@ -41,10 +41,10 @@ def watched(comm, seconds: float):
 
 
 def open_store(comm, checkpoint, fresh: bool | str, memory: Path | None):
-    """Return a context manager of the checkpoint store, which is None for none. Collective.
+    """Return a context manager that gives the checkpoint store, or None for no store. Collective.
 
-    `checkpoint` is that of `md.train`. A store that the caller has opened stays open. `memory` is
-    the folder in which nodes keep copies of the state, if they do.
+    `checkpoint` is the argument of `md.train`. A store that the caller has opened stays open.
+    `memory` is the folder for copies of the state in the memory of the nodes, or None.
     """
     if checkpoint is None or hasattr(checkpoint, "restore"):
         return nullcontext(checkpoint)

@@ -37,10 +37,10 @@ MODEL = "model"
 
 
 class Pending(NamedTuple):
-    """A step whose push a death has broken off, on the worker that has sent it.
+    """A step of this worker whose push was interrupted by a death.
 
     `known` has the numbers of the servers that have the push. `state` is the model's state after
-    the step, such as running means. A rank that must pass over a step has no gradients.
+    the step, such as running means. A worker without a share in the step has no gradients.
     """
 
     loss: float
@@ -166,8 +166,8 @@ class Served:
     def part(self, count: int, step: int) -> tuple[int, int]:
         """Return (start, stop) of this worker's samples in a global batch of `count` samples.
 
-        `step` is the number of the steps before. After a death, a worker that is behind the fastest
-        one still takes its old share of the batches in which the fastest has taken its old share.
+        `step` is the number of steps before this one. After a death, all workers keep their old
+        shares of those batches of which the fastest worker has taken its old share already.
         """
         for until, workers, worker in self.kept.shares:
             if step < until:
@@ -198,7 +198,7 @@ class Served:
         return loss, samples
 
     def _take_up(self, pending: Pending) -> tuple[float, int]:
-        """Put back what the worker had computed in a step that a death has broken off."""
+        """Restore the worker's gradients of a step that was interrupted by a death."""
         for name, gradient in self.gradients.items():
             gradient[...] = pending.gradients.get(name, 0)
         for name, array in pending.state.items():
