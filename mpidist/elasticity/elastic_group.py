@@ -204,7 +204,7 @@ class Group:
     # -- a death -------------------------------------------------------------------------
 
     def _end_of_body(self, step: int, error: BaseException | None) -> bool:
-        """Return whether `error`, raised in the body of `step`, ends here."""
+        """Note the end of a step's body; return whether to suppress `error`, as after a death."""
         if error is None:
             if self.step == step:
                 self.done(step)

@@ -151,7 +151,7 @@ def first_of_job(comm: MPI.Comm) -> int:
 
 
 def set_exit_barrier(comm: MPI.Comm) -> None:
-    """Use `comm`, which has all ranks, for the barrier with which they leave the job together."""
+    """Use `comm`, which has all ranks of the job, for the barrier at exit."""
     global _exit_barrier
     _unclaimed.clear()
     _exit_barrier = comm
