@@ -95,6 +95,7 @@ class RunningAttempt:
         self.growth: Growth[RunningAttempt] | None = None
         self.grown_job = job
         self.pending: int | None = None
+        self._signalled = False
         self.folder = job.folder / f"attempt-{number}"
         self.folder.mkdir(mode=0o700)
         (self.folder / heartbeat.LAUNCHER_FILE).write_text(
@@ -272,8 +273,10 @@ class RunningAttempt:
     def _ask(self, why: str, now: float) -> float:
         """Ask the ranks to save and leave; return the time by which they must have left."""
         print_line(f"{why}: the ranks are asked to save and exit")
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGUSR1)
+        if not self._signalled:  # a second signal would end ranks that have left their loop
+            self._signalled = True
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGUSR1)
         return now + self.job.limits.grace
 
     def _listens(self) -> bool:

@@ -3,6 +3,7 @@
 import resource
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -177,6 +178,21 @@ def test_a_request_for_more_can_wait(tmp_path):
     notice.touch()
     assert requests.look(growth=False).more == 0
     assert requests.look().more == 2
+
+
+def test_ranks_are_asked_by_one_signal(tmp_path, capsys):
+    """A stop that follows a hand-over would end ranks that have left their loop already."""
+    sent = []
+    one = object.__new__(one_attempt.RunningAttempt)
+    one.__dict__.update(
+        job=LaunchedJob(("x",), 1, tmp_path),
+        process=SimpleNamespace(send_signal=sent.append),
+        _signalled=False,
+    )
+    for why in ("3 ranks are ready", "SIGTERM"):
+        assert one._ask(why, 1.0) == 1.0 + one.job.limits.grace
+    assert sent == [signal.SIGUSR1]
+    assert capsys.readouterr().err.count("asked to save and exit") == 2
 
 
 LAUNCHER = """#!/bin/sh
