@@ -181,7 +181,7 @@ def parse_hosts(text: str) -> dict[str, int]:
     hosts: dict[str, int] = {}
     for word in text.split(","):
         name, found, count = word.strip().partition(":")
-        if not name or name in hosts or (found and not (count.isdigit() and int(count))):
+        if not name or name in hosts or (found and not (count.isdecimal() and int(count))):
             raise ConfigError(f"--hosts {text!r}: expected HOST[:RANKS][,HOST[:RANKS]...]")
         hosts[name] = int(count) if found else 1
     return hosts

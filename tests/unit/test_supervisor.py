@@ -283,7 +283,7 @@ def test_hosts_by_the_names_that_they_give_themselves():
 
 def test_hosts_of_the_user_and_of_slurm(tmp_path, monkeypatch):
     assert commands.parse_hosts("a:2,b,c:10") == {"a": 2, "b": 1, "c": 10}
-    for wrong in ("", "a:", "a:x", "a:0", "a,a", ":2"):
+    for wrong in ("", "a:", "a:x", "a:0", "a:²", "a,a", ":2"):
         with pytest.raises(ConfigError, match="--hosts"):
             commands.parse_hosts(wrong)
     assert commands.expand_counts("2(x3),1") == [2, 2, 2, 1]
