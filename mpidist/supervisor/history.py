@@ -44,17 +44,21 @@ def next_attempt(folder: Path, known: int) -> int:
     ConfigError
         Another `mpidist launch`, which uses the same folder, still runs on this host.
     """
+    for attempt in folder.glob("attempt-*"):
+        name = ""
+        with contextlib.suppress(OSError):
+            name = (attempt / heartbeat.LAUNCHER_FILE).read_text(encoding="utf-8")
+        # If the attempt is over, its launcher may wait before it begins the next one.
+        ended = name == heartbeat.launcher_id() and (attempt / heartbeat.OVER).exists()
+        if heartbeat.is_at_work(name, elsewhere=False) and not ended:
+            raise ConfigError(
+                f"{folder} is in use by another mpidist launch; wait for it or stop it, or give "
+                "another folder with --control DIR"
+            )
     number = known
     while (attempt := folder / f"attempt-{number}").exists():
-        if not (attempt / heartbeat.OVER).exists():
-            with contextlib.suppress(FileNotFoundError):
-                name = (attempt / heartbeat.LAUNCHER_FILE).read_text(encoding="utf-8")
-                if heartbeat.is_at_work(name, elsewhere=False):
-                    raise ConfigError(
-                        f"{folder} is in use by another mpidist launch; wait for it or stop it, "
-                        "or give another folder with --control DIR"
-                    )
-                (attempt / heartbeat.OVER).touch()
+        if (attempt / heartbeat.LAUNCHER_FILE).exists():
+            (attempt / heartbeat.OVER).touch()
         number += 1
     return number
 

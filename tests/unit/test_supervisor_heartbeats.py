@@ -4,13 +4,14 @@ import itertools
 import json
 import os
 import socket
+import subprocess
 import time
 
 import pytest
 from test_supervisor import HOSTS, attempt
 
 from mpidist.errors import ConfigError
-from mpidist.launch import heartbeat
+from mpidist.launch import heartbeat, process_table
 from mpidist.supervisor import attempts as supervise
 from mpidist.supervisor import hosts as places
 from mpidist.supervisor.history import next_attempt, note_event, read_history
@@ -151,6 +152,22 @@ def test_a_launcher_that_was_killed_keeps_nobody_out(tmp_path):
     with pytest.raises(ConfigError, match="in use by another mpidist launch"):
         next_attempt(tmp_path, 0)
     assert not (tmp_path / "attempt-2" / heartbeat.OVER).exists()
+
+
+def test_a_launcher_that_waits_keeps_others_out(tmp_path):
+    """It waits up to a minute before it begins the next attempt."""
+    with subprocess.Popen(["sleep", "60"]) as other:
+        attempt = tmp_path / "attempt-0"
+        attempt.mkdir()
+        name = f"{socket.gethostname()} {other.pid} {process_table.born(other.pid)}"
+        (attempt / heartbeat.LAUNCHER_FILE).write_text(name)
+        (attempt / heartbeat.OVER).touch()
+        with pytest.raises(ConfigError, match="in use by another mpidist launch"):
+            next_attempt(tmp_path, 1)
+        other.kill()
+    assert next_attempt(tmp_path, 1) == 1
+    (attempt / heartbeat.LAUNCHER_FILE).write_text(heartbeat.launcher_id())
+    assert next_attempt(tmp_path, 1) == 1, "a program may run one job after another there"
 
 
 def test_room_on_hosts():
