@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -65,8 +66,9 @@ def remove_memory_folder(
         return
     shutil.rmtree(folder, ignore_errors=True)
     (job.folder / _NAME).unlink(missing_ok=True)
-    hosts = list(job.hosts or ())
-    if len(hosts) < 2 or (well and set(hosts) <= set(used or hosts)):
+    here = "localhost", socket.gethostname().partition(".")[0]
+    hosts = [host for host in job.hosts or () if host.partition(".")[0] not in here]
+    if not hosts or (well and set(hosts) <= set(used or hosts)):
         return
 
     def remove(host: str) -> list[str]:

@@ -4,6 +4,7 @@ import json
 import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -188,3 +189,16 @@ def test_the_folder_for_copies_in_memory(tmp_path, launcher, monkeypatch, capfd)
     job = job._replace(program=("sh", "-c", 'echo "${MPIDIST_MEMORY_FOLDER-none}"'))
     assert attempts.run(job) == 0
     assert capfd.readouterr().out == "none\n"
+
+
+@pytest.mark.parametrize("host", ["n1", "localhost", socket.gethostname()])
+def test_the_copies_on_the_only_host_are_removed(tmp_path, monkeypatch, host):
+    """It need not be this one; on this one, nothing is started for that."""
+    asked = []
+    monkeypatch.setattr(memory_folder, "run_on_hosts", lambda _, hosts, words: asked.extend(hosts))
+    job = attempts.LaunchedJob(("x",), 2, tmp_path, ("mpirun",), {host: 2})
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    memory_folder.remove_memory_folder(job, copies, False, [host])
+    assert not copies.exists()
+    assert asked == ["n1"] * (host == "n1")
