@@ -56,6 +56,7 @@ def flat_views(parameters: Mapping, rows: tuple[int, ...] = ()) -> tuple[dict, l
     With ``rows=(k,)`` each vector has the shape (k, n), as in `allocate`.
     """
     shapes = {name: (array.shape, array.dtype) for name, array in parameters.items()}
-    xp = array_module(next(iter(parameters.values())))
+    # A stage of a pipeline may have no parameters, and still a loss.
+    xp = array_module(next(iter(parameters.values()))) if parameters else np
     views, vectors = allocate(with_extras(shapes), xp, rows)
     return {name: views[name] for name in parameters}, vectors

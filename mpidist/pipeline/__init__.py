@@ -1,9 +1,10 @@
 """Pipelines: a model cut into stages, with several microbatches on the way at the same time.
 
-All of this needs no MPI. `read_profile` reads the times and sizes of a model's layers, `cut`
-chooses the stages, `action_lists` returns what each rank does in a schedule, `check_actions` proves
-such lists, `simulate_actions` estimates their time, and `draw_actions` shows it. `why_no_stages`
-says whether a model can be cut.
+`md.Stage` runs a pipeline on the ranks of a communicator, and nothing else here needs MPI.
+`read_profile` reads the times and sizes of a model's layers, `cut` chooses the stages,
+`action_lists` returns what each rank does in a schedule, `check_actions` proves such lists,
+`simulate_actions` estimates their time, and `draw_actions` shows it. `plan_stages` tells which rank
+has which layers, and what it does, and `why_no_stages` whether a model can be cut.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from .pipeline_schedules import SCHEDULES, StageAction, action_lists
 from .simulate_actions import ChunkCost, SimulatedRun, simulate_actions
 from .stage_contract import why_no_stages
 from .stage_partition import COSTS, NoPartition, PipelinePlan, StagePlan, cut
+from .stage_plan import PipelineGrid, plan_stages
 
 __all__ = [
     "COSTS",
@@ -24,6 +26,7 @@ __all__ = [
     "Layer",
     "LayerProfile",
     "NoPartition",
+    "PipelineGrid",
     "PipelinePlan",
     "SimulatedRun",
     "StageAction",
@@ -33,6 +36,7 @@ __all__ = [
     "check_actions",
     "cut",
     "draw_actions",
+    "plan_stages",
     "read_profile",
     "save_drawing",
     "simulate_actions",

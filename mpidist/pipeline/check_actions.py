@@ -75,7 +75,7 @@ def check_actions(
     chunks = count if chunks is None else chunks
     _check_complete(lists, p, chunks)
     _check_order_of_messages(lists, p)
-    _play(lists, p, chunks, blocking)
+    play_actions(lists, p, chunks, blocking)
     return ActionFacts(
         [_stash(each) for each in lists],
         {key: version for each in lists for key, version in _versions(each).items()},
@@ -144,9 +144,12 @@ def needed_before(one: StageAction, chunks: int) -> list[StageAction]:
     return {W: [StageAction(I, chunk, i)], SEND_F: [StageAction(F, chunk, i)]}.get(kind, [])
 
 
-def _play(lists, p: int, chunks: int, blocking: bool) -> None:
-    """Let each rank go on as far as it can, until all are done or no rank can go on."""
-    at, begun, moved = [0] * p, set(), True
+def play_actions(lists, p: int, chunks: int, blocking: bool = False) -> None:
+    """Let each rank go on as far as it can, until all are done or no rank can go on.
+
+    The model is cut for p stages. There may be more lists than stages, if stages have replicas.
+    """
+    at, begun, moved = [0] * len(lists), set(), True
     split = {one[1:] for each in lists for one in each if one.kind == I}
     while moved:
         moved = False

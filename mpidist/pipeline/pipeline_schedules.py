@@ -86,7 +86,7 @@ def action_lists(
     if chunks > 1 and build is not _interleaved:
         raise ConfigError(f"chunks={chunks}: schedule {name!r} has one chunk for each rank")
     lists = build(stages, microbatches, chunks)
-    return [_with_messages(computations, stages * chunks, ahead) for computations in lists]
+    return [with_messages(computations, stages * chunks, ahead) for computations in lists]
 
 
 def _gpipe(p: int, m: int, chunks: int) -> list[list[StageAction]]:
@@ -153,7 +153,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], list[list[StageAction]]]] = {
 }
 
 
-def _with_messages(order: list[StageAction], chunks: int, ahead: int) -> list[StageAction]:
+def with_messages(order: list[StageAction], chunks: int, ahead: int = AHEAD) -> list[StageAction]:
     """Add a send after each computation, and a receive `ahead` computations before its use."""
     needs = {F: (RECV_F, 0), B: (RECV_B, chunks - 1), I: (RECV_B, chunks - 1)}
     gives = {F: (SEND_F, chunks - 1), B: (SEND_B, 0), I: (SEND_B, 0)}

@@ -151,6 +151,15 @@ class PieceSum:
             self.rows[len(self._stack)] = node[0]
             self._join((start, stop))
 
+    def add_node(self, node: tuple[int, int], vector) -> None:
+        """Add the sum of a tree node, in place of its pieces ``node[0]`` up to ``node[1]``.
+
+        These must be the next pieces of this rank. The caller may change `vector` after the call.
+        """
+        self._take(node[1] - node[0])
+        copy_into(self.rows[len(self._stack)], vector)
+        self._join(node)
+
     def _take(self, count: int) -> None:
         if self._next + count > self.mine.stop:
             given = self._next - self.mine.start

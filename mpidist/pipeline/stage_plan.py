@@ -1,0 +1,284 @@
+"""Which rank holds which layers, and which microbatches it computes, in which order.
+
+    12 layers, cuts [4, 8], replicas [2, 1, 1]     ranks 0, 1 | 2 | 3
+                                                   layers 1-4 | 5-8 | 9-12
+
+The ranks are numbered stage by stage. A replica of a stage has a contiguous block of the
+microbatches, as `fixed_tree.cuts` deals them, because the sum over the replicas is made in a fixed
+tree. If all stages have the same number of replicas, there are so many pipelines beside each other,
+and each of them runs the schedule with the microbatches of its block. Otherwise the microbatches
+enter in an order that takes one of each block of the stage with the most replicas in turn, so that
+all of its replicas work at the same time:
+
+    8 microbatches, replicas [2, 1]     rank 0 has 0 1 2 3, rank 1 has 4 5 6 7; they enter as
+                                        0 4 1 5 2 6 3 7, and this is the order of rank 2
+
+Each rank does its own microbatches in this order. This module needs no MPI.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..collectives.schedules import fixed_tree
+from ..errors import ConfigError, shown
+from ..registry import checked_whole, look_up
+from .check_actions import play_actions
+from .pipeline_schedules import (
+    SCHEDULES,
+    B,
+    F,
+    StageAction,
+    action_lists,
+    with_messages,
+)
+
+#: The schedules in which the stages may have different numbers of replicas.
+UNEVEN = ("gpipe", "1f1b")
+
+
+@dataclass(frozen=True)
+class PipelineGrid:
+    """The ranks of a pipeline: stages times replicas. `plan_stages` makes and checks it.
+
+    Attributes
+    ----------
+    layers : int
+        The number of layers of the model.
+    cuts : tuple of int
+        The number of layers before each cut. There are stages times `chunks` parts, and part c
+        (chunk c) is on stage c mod stages.
+    replicas : tuple of int
+        For each stage, the number of its ranks.
+    microbatches : int
+    schedule : str
+    chunks : int
+        The number of chunks of each stage.
+    """
+
+    layers: int
+    cuts: tuple[int, ...]
+    replicas: tuple[int, ...]
+    microbatches: int
+    schedule: str = "1f1b"
+    chunks: int = 1
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.replicas)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return sum(self.replicas)
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Return the stage of a rank, and the number of its replica."""
+        stage = 0
+        while rank >= self.replicas[stage]:
+            rank -= self.replicas[stage]
+            stage += 1
+        return stage, rank
+
+    def ranks_of(self, stage: int) -> range:
+        """Return the ranks of a stage."""
+        first = sum(self.replicas[:stage])
+        return range(first, first + self.replicas[stage])
+
+    def chunks_of(self, stage: int) -> range:
+        """Return the chunks of a stage."""
+        return range(stage, self.stages * self.chunks, self.stages)
+
+    def layers_of(self, chunk: int) -> range:
+        """Return the layers of a chunk, counted from 0."""
+        bounds = (0, *self.cuts, self.layers)
+        return range(bounds[chunk], bounds[chunk + 1])
+
+    def pieces(self, rank: int) -> range:
+        """Return the microbatches of a rank."""
+        stage, replica = self.place(rank)
+        start, stop = self._blocks[stage][replica : replica + 2]
+        return range(start, stop)
+
+    def holder(self, chunk: int, microbatch: int) -> int:
+        """Return the rank that computes a microbatch in a chunk."""
+        stage = chunk % self.stages
+        ends = self._blocks[stage][1:]
+        return self.ranks_of(stage)[next(k for k, end in enumerate(ends) if microbatch < end)]
+
+    def actions(self, rank: int) -> list[StageAction]:
+        """Return what a rank does in a step, in order."""
+        return self._lists[rank]
+
+    @cached_property
+    def _blocks(self) -> list[list[int]]:
+        return [fixed_tree.cuts(self.microbatches, r) for r in self.replicas]
+
+    @cached_property
+    def _lists(self) -> list[list[StageAction]]:
+        return _side_by_side(self) if len(set(self.replicas)) == 1 else _uneven(self)
+
+
+def plan_stages(
+    layers: int,
+    *,
+    cuts: Sequence[int],
+    ranks: int,
+    microbatches: int | None,
+    replicas: Sequence[int] | None = None,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+) -> PipelineGrid:
+    """Return what each of so many `ranks` does; raise ConfigError if it cannot be done.
+
+    Parameters
+    ----------
+    layers : int
+        The number of layers of the model.
+    cuts : sequence of int
+        Rising numbers: how many layers are before each cut.
+    ranks : int
+    microbatches : int
+    replicas : sequence of int, optional
+        The number of ranks of each stage; by default `ranks` divided by the stages.
+    schedule : str
+        One of `SCHEDULES`.
+    chunks : int
+        The number of chunks of each stage, for "interleaved".
+    """
+    look_up(SCHEDULES, schedule, "schedule")
+    checked_whole("chunks", chunks, 1)
+    if chunks > 1 and schedule != "interleaved":
+        raise ConfigError(f"chunks={chunks}: schedule {schedule!r} has one chunk for each rank")
+    bounds = _checked_cuts(cuts, layers)
+    parts = len(bounds) + 1
+    if parts % chunks:
+        raise ConfigError(
+            f"cuts={list(bounds)}: {parts} parts are no multiple of chunks={chunks}; give a number "
+            "of cuts that makes stages times chunks parts"
+        )
+    several = _checked_replicas(replicas, parts // chunks, ranks)
+    if microbatches is None:
+        raise ConfigError(
+            "a pipeline needs microbatches, the number of parts of a global batch that are on "
+            "their way through the stages: give microbatches, for instance 4 times the stages"
+        )
+    checked_whole("microbatches", microbatches, 1)
+    grid = PipelineGrid(layers, bounds, several, microbatches, schedule, chunks)
+    if len(set(several)) > 1 and schedule not in UNEVEN:
+        raise ConfigError(
+            f"replicas={list(several)}: the schedule {schedule!r} needs as many replicas of each "
+            f"stage; give equal numbers, or use {' or '.join(map(repr, UNEVEN))}"
+        )
+    if schedule == "interleaved":
+        _check_interleaved(grid)
+    return grid
+
+
+def _checked_cuts(cuts, layers: int) -> tuple[int, ...]:
+    listed = isinstance(cuts, Sequence) and not isinstance(cuts, str)
+    if not listed or not all(type(one) is int for one in cuts):
+        raise ConfigError(f"cuts={shown(cuts)}; expected whole numbers, such as [4, 8]")
+    bounds = (0, *cuts)
+    if any(b <= a for a, b in itertools.pairwise(bounds)):
+        raise ConfigError(f"cuts={list(cuts)}; expected rising numbers from 1 on")
+    if bounds[-1] >= layers:
+        what = f"cuts={list(cuts)}: the model has {layers} layers"
+        raise ConfigError(f"{what}, so the last cut is {layers - 1} at most")
+    return tuple(cuts)
+
+
+def _checked_replicas(replicas, stages: int, ranks: int) -> tuple[int, ...]:
+    if replicas is None:
+        if ranks % stages:
+            raise ConfigError(
+                f"{ranks} ranks are no multiple of the {stages} stages; start a multiple, or give "
+                "replicas, the number of ranks of each stage"
+            )
+        return (ranks // stages,) * stages
+    listed = isinstance(replicas, Sequence) and not isinstance(replicas, str)
+    if not listed or not all(type(one) is int and one > 0 for one in replicas):
+        raise ConfigError(f"replicas={shown(replicas)}; expected whole numbers, such as [3, 1]")
+    if len(replicas) != stages:
+        raise ConfigError(
+            f"replicas={list(replicas)}: {len(replicas)} numbers for {stages} stages; give one for "
+            "each stage"
+        )
+    if sum(replicas) != ranks:
+        raise ConfigError(
+            f"replicas={list(replicas)} are {sum(replicas)} ranks, and the job has {ranks}; start "
+            f"{sum(replicas)} ranks, or give other replicas"
+        )
+    return tuple(replicas)
+
+
+def _check_interleaved(grid: PipelineGrid) -> None:
+    """Raise ConfigError unless each pipeline has a multiple of the stages as microbatches."""
+    p, r, m = grid.stages, grid.replicas[0], grid.microbatches
+
+    def fits(number: int) -> bool:
+        return not any((b - a) % p for a, b in itertools.pairwise(fixed_tree.cuts(number, r)))
+
+    if not fits(m):
+        more = next(number for number in itertools.count(m) if fits(number))
+        each = f" for each of the {r} replicas" if r > 1 else ""
+        raise ConfigError(
+            f"microbatches={m}: the schedule 'interleaved' needs a multiple of the {p} stages"
+            f"{each}; the next one is {more}"
+        )
+
+
+def _side_by_side(grid: PipelineGrid) -> list[list[StageAction]]:
+    """Return the actions of pipelines beside each other, by rank."""
+    lists: list[list[StageAction]] = [[] for _ in range(grid.ranks)]
+    for k, (start, stop) in enumerate(itertools.pairwise(fixed_tree.cuts(
+        grid.microbatches, grid.replicas[0]
+    ))):  # fmt: skip
+        if start == stop:
+            continue  # more replicas than microbatches
+        found = action_lists(grid.schedule, grid.stages, stop - start, grid.chunks)
+        for stage, actions in enumerate(found):
+            lists[grid.ranks_of(stage)[k]] = [
+                one._replace(microbatch=start + one.microbatch) for one in actions
+            ]
+    return lists
+
+
+def _uneven(grid: PipelineGrid) -> list[list[StageAction]]:
+    """Return the actions of stages with different numbers of replicas, by rank.
+
+    A stage has so many microbatches under way as the ranks from it to the end can work at, as in
+    PipeDream. If the ranks would wait for each other for ever, each may have one more.
+    """
+    order, more = _order(grid), 0
+    while True:
+        lists = []
+        for rank in range(grid.ranks):
+            stage, _ = grid.place(rank)
+            mine = [i for i in order if i in grid.pieces(rank)]
+            behind = -(-sum(grid.replicas[stage:]) // grid.replicas[stage])
+            ahead = len(mine) if grid.schedule == "gpipe" else min(behind - 1 + more, len(mine))
+            computations = [StageAction(F, stage, i) for i in mine[:ahead]]
+            for k, i in enumerate(mine):
+                if k + ahead < len(mine):
+                    computations.append(StageAction(F, stage, mine[k + ahead]))
+                computations.append(StageAction(B, stage, i))
+            lists.append(with_messages(computations, grid.stages))
+        try:
+            play_actions(lists, grid.stages, grid.stages)
+        except ConfigError:
+            # With all forward passes first, in one order on all ranks, nobody waits for ever.
+            more += 1
+        else:
+            return lists
+
+
+def _order(grid: PipelineGrid) -> list[int]:
+    """Return the microbatches in the order in which they enter a grid of uneven replicas."""
+    widest = max(range(grid.stages), key=grid.replicas.__getitem__)
+    blocks = [grid.pieces(rank) for rank in grid.ranks_of(widest)]
+    return [i for row in itertools.zip_longest(*blocks) for i in row if i is not None]

@@ -1,0 +1,66 @@
+"""Add pieces to a `PieceSum` that come in another order than that of their numbers.
+
+A rank of a grid with uneven replicas gets the pieces of several blocks in turn. The sum of a node
+of the tree is made as soon as both of its halves are there, so the bits are those of any other
+order, and about as many times log2 V vectors are kept as there are blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...arrays import array_module
+from ...collectives.engines.piecewise import PieceSum
+from ...collectives.schedules import fixed_tree
+
+
+class AnyOrderSum:
+    """The pieces of one rank, in any order; `sums` gets the sums of whole nodes in its order."""
+
+    def __init__(self, sums: PieceSum):
+        self.sums = sums
+        mine = sums.mine
+        self._nodes = fixed_tree.partials(mine.start, mine.stop, sums.pieces)
+        self._held: dict[tuple[int, int], Any] = {}  # (level, index) of a node -> its sum
+        self._done: dict[tuple[int, int], Any] = {}
+        self._free: list = []
+        self._next = 0
+
+    def add(self, piece: int, vector, weight: float = 1.0) -> None:
+        """Add ``weight * vector`` as the piece of this number; `vector` None stands for zeros."""
+        dtype, row = self.sums.dtype, self.sums.rows[0]
+        total = self._free.pop() if self._free else array_module(row).empty(row.shape, dtype)
+        if vector is None:
+            total[...] = 0
+        else:
+            array_module(row).multiply(vector, dtype.type(weight), out=total, dtype=dtype)
+        level, index, pieces = 0, piece, self.sums.pieces
+        while True:
+            node = index << level, min((index + 1) << level, pieces)
+            if node in self._nodes:
+                self._done[node] = total
+                break
+            if (index ^ 1) << level < pieces:  # otherwise the node has no second half
+                other = self._held.pop((level, index ^ 1), None)
+                if other is None:
+                    self._held[level, index] = total
+                    break
+                left, right = (other, total) if index & 1 else (total, other)
+                left += right
+                total = left
+                self._free.append(right)
+            level, index = level + 1, index >> 1
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        while self._next < len(self._nodes) and self._nodes[self._next] in self._done:
+            node = self._nodes[self._next]
+            total = self._done.pop(node)
+            self.sums.add_node(node, total)
+            self._free.append(total)
+            self._next += 1
+
+    def finish(self, out) -> None:
+        """Write the sum over all pieces of all ranks into `out`, as `PieceSum.finish` does."""
+        self.sums.finish(out)
+        self._next = 0

@@ -1,0 +1,328 @@
+"""``md.Stage``: the layers of one rank of a pipeline, and the runtime of its schedule.
+
+    stage = md.Stage(comm, model, grid)        # grid = md.pipeline.plan_stages(...)
+    loss = stage.step((inputs, labels))        # the mean loss; the gradients are in the stage
+    optimizer.update(stage.gradients, state, stage.parameters)
+    scores = stage.predict(inputs)
+
+A rank does the actions of its list (`stage_plan`) one after the other. It computes with the same
+arrays, in the same memory layout, as one rank that has the whole model, and adds the gradients of
+the microbatches in the tree of `PieceSum`. So the parameters have the same bits on any grid.
+
+A step is one operation of the communicator's context. All waits poll, so a rank that waits in vain
+learns of an exception of another rank, and an event with stage, microbatch and action stands in the
+report of a hang (`md.watch`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+
+from ... import events
+from ...arrays import array_module
+from ...collectives.allgather import allgather
+from ...collectives.allreduce import allreduce
+from ...errors import ClosedError, ConfigError
+from ...gradients.flat_views import flat_views
+from ...partition import BlockPartition
+from ...runtime import polling
+from ...runtime.agreement.mismatch import Signature
+from ...runtime.agreement.run_on_all import run_on_all, same_on_all
+from ...runtime.context import free, of
+from ...tensors import dtype_of
+from ..pipeline_schedules import RECV_F, SEND_F, B, F
+from ..stage_plan import PipelineGrid
+from .stage_chunk import Chunk
+from .stage_messages import StageMessages
+from .stage_pass import StagePass
+
+#: The schedules that `Stage` runs.
+RUNS = ("gpipe", "1f1b", "interleaved")
+
+
+class Stage:
+    """The stage of a pipeline on this rank. Collective over `comm`, and so are all methods.
+
+    Parameters
+    ----------
+    comm : MPI.Comm
+    model : object
+        A model with ``layers`` and ``loss``, such as `mpidist.models.Network`; the same parameters
+        on all replicas of a stage.
+    grid : PipelineGrid
+        From `pipeline.plan_stages`.
+
+    Attributes
+    ----------
+    stage, replica : int
+    parameters : dict of str to array
+        The parameters of this stage: the arrays of the model, not copies.
+    gradients : dict of str to array
+        After `step`, the gradients of the mean loss over the global batch.
+    replicas : MPI.Comm
+        The ranks of this stage.
+    seconds, computing : float
+        The time of all steps so far, and the part in which this rank has computed.
+    kept : int
+        The most microbatches, times chunks, that this rank has kept at a time.
+
+    Raises
+    ------
+    ConfigError
+        The model cannot be cut, or does not fit the grid.
+    MismatchError
+        The arguments differ between ranks.
+    """
+
+    def __init__(self, comm, model, grid: PipelineGrid):
+        same_on_all(comm, "md.Stage", lambda: _facts(comm, model, grid))
+        self.comm, self.model, self.grid = comm, model, grid
+        self.rank = comm.rank
+        self.stage, self.replica = grid.place(comm.rank)
+        self.pieces = grid.pieces(comm.rank)
+        self.context = of(comm)
+        arrays = {number: self._arrays(number) for number in grid.chunks_of(self.stage)}
+        like = next(iter(_joined(arrays.values()).values()), None)
+        self.xp = np if like is None else array_module(like)
+        # A stage without parameters computes with the dtype of the others.
+        told = None if like is None else like.dtype.name
+        self.dtype = dtype_of(run_on_all(comm, "md.Stage", lambda: told, _first_known))
+        self.replicas = comm.Split(self.stage, comm.rank)
+        self.messages = StageMessages(comm.Dup(), self.xp)
+        self.chunks = {number: self._chunk(number, own) for number, own in arrays.items()}
+        self.parameters = _joined(one.parameters for one in self.chunks.values())
+        self.gradients = _joined(one.gradients for one in self.chunks.values())
+        self.seconds = self.computing = 0.0
+        self.kept = 0
+        self.last_chunk = grid.stages * grid.chunks - 1
+        order = [one.microbatch for one in grid.actions(comm.rank) if one.kind == B]
+        for chunk in self.chunks.values():
+            chunk.open_sums(self.replicas, grid.microbatches, in_order=order == sorted(order))
+        self._closed = False
+
+    def _arrays(self, number: int) -> dict:
+        """Return the parameters of a chunk; the model need not have made the others."""
+        model, mine = self.model, self.grid.layers_of(number)
+        if "parameters" not in vars(model) and hasattr(model, "initial_parameters"):
+            return model.initial_parameters(mine.start, mine.stop)
+        names = [name for k in mine for name in model.layers[k].shapes()]
+        return {name: model.parameters[name] for name in names}
+
+    def _chunk(self, number: int, parameters: dict) -> Chunk:
+        all_layers, mine = self.model.layers, self.grid.layers_of(number)
+        layers = [all_layers[k] for k in mine]
+        last = mine.stop == len(all_layers)
+        views, vectors = flat_views(parameters) if parameters or last else ({}, [])
+        # No layer before `first` has parameters, so the backward pass ends there.
+        first = next(k for k, layer in enumerate(all_layers) if layer.shapes())
+        ends = None if first < mine.start else min(first, mine.stop) - mine.start
+        return Chunk(number, layers, parameters, ends, views, vectors)
+
+    @property
+    def reads_inputs(self) -> bool:
+        """Whether this rank has the first layers."""
+        return 0 in self.chunks
+
+    @property
+    def reads_labels(self) -> bool:
+        """Whether this rank has the last layers, and computes the loss."""
+        return self.last_chunk in self.chunks
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes that this rank has sent to other stages."""
+        return self.messages.bytes_sent
+
+    def bounds(self, count: int) -> list[int]:
+        """Return the first sample of each microbatch of this rank, and the end of the last one."""
+        bounds = BlockPartition(count, self.grid.microbatches).bounds()
+        return bounds[self.pieces.start : self.pieces.stop + 1]
+
+    def part(self, count: int) -> tuple[int, int]:
+        """Return (start, stop) of this rank's samples in a global batch of `count` samples."""
+        bounds = self.bounds(count)
+        return bounds[0], bounds[-1]
+
+    # -- whole batches -----------------------------------------------------------------
+
+    def step(self, batch) -> float:
+        """Compute the gradients of a global batch; return its mean loss.
+
+        `batch` is (inputs, labels). Only the ranks of the first stage read the inputs, and those of
+        the last stage the labels; the others need arrays of the same length.
+        """
+        inputs, labels = batch
+        if len(inputs) != len(labels):
+            raise ConfigError(f"batch: {len(inputs)} inputs but {len(labels)} labels")
+        start, stop = self.part(len(inputs))
+        sizes = BlockPartition(len(inputs), self.grid.microbatches).counts()
+        self.run(inputs[start:stop], labels[start:stop], sizes, len(inputs))
+        loss = np.array([self.loss_share()], np.float64)
+        allreduce(self.comm, loss, algorithm="native")
+        return float(loss[0])
+
+    def predict(self, inputs):
+        """Return one row of scores per sample, on all ranks."""
+        start, stop = self.part(len(inputs))
+        sizes = BlockPartition(len(inputs), self.grid.microbatches).counts()
+        found = self.forward(inputs[start:stop], sizes)
+        # Without samples, nobody knows the number of scores.
+        mine = np.concatenate(found) if found else None if len(inputs) else np.empty((0, 0), "f4")
+
+        def form() -> tuple | None:
+            return None if mine is None else (mine.shape[1:], mine.dtype.name)
+
+        shape, dtype = run_on_all(self.comm, "md.Stage.predict", form, _first_known)
+        block = np.empty((0, *shape), dtype) if mine is None else mine
+        return allgather(self.comm, block)
+
+    # -- one pass of the schedule --------------------------------------------------------
+
+    def run(self, inputs, labels, sizes: Sequence[int], total: int) -> None:
+        """Do all actions of a step, and sum the gradients over the microbatches.
+
+        Parameters
+        ----------
+        inputs, labels : arrays
+            The samples of this rank's microbatches, one after the other. Read only where
+            `reads_inputs` or `reads_labels`.
+        sizes : sequence of int
+            The number of samples of each microbatch of all ranks; it may be 0.
+        total : int
+            The number of samples whose mean is computed: the gradients of a microbatch count as
+            much as its samples, divided by `total`.
+        """
+        began = time.perf_counter()
+        with self._operation("md.Stage.step", sizes):
+            x, y = self._cut(inputs, labels, sizes)
+            one_pass = StagePass(self, sizes, x, y, total)
+            for action in self.grid.actions(self.rank):
+                one_pass.do(action)
+            self.wait(self.messages.progress, "the end of the sends")
+            self._losses = {number: chunk.finish() for number, chunk in self.chunks.items()}
+        self.seconds += time.perf_counter() - began
+
+    def forward(self, inputs, sizes: Sequence[int]) -> list:
+        """Return the scores of this rank's microbatches; empty but on the last stage."""
+        with self._operation("md.Stage.predict", sizes):
+            x, _ = self._cut(inputs, None, sizes)
+            one_pass = StagePass(self, sizes, x, None, None)
+            for action in self.grid.actions(self.rank):
+                if action.kind in (F, SEND_F, RECV_F):
+                    one_pass.do(action)
+            self.wait(self.messages.progress, "the end of the sends")
+        return [scores for _, scores in sorted(one_pass.scores.items())]
+
+    def loss_share(self) -> float:
+        """Return the mean loss of the step on one rank, and 0 on the others, for a sum."""
+        return self._losses[self.last_chunk] if self.reads_labels and self.replica == 0 else 0.0
+
+    def _operation(self, name: str, sizes: Sequence[int]) -> ExitStack:
+        """Begin an operation, which an exception of any rank ends on all ranks of the pipeline."""
+        if self._closed:
+            raise ClosedError("this stage is closed")
+        told = Signature(name, "", f"({sum(sizes)})", extra=f"microbatches of {list(sizes)}")
+        with ExitStack() as stack:
+            # A replica may wait for this rank in the sum already, so it is told there, too.
+            stack.enter_context(of(self.replicas).call(name))
+            stack.enter_context(self.context.call(name))
+            self.context.begin(told)
+            return stack.pop_all()
+
+    def _cut(self, inputs, labels, sizes) -> tuple[dict, dict]:
+        """Return the inputs and the labels of each microbatch of this rank, checked."""
+        mine = [sizes[i] for i in self.pieces]
+        x, y = {}, {}
+        stop = 0
+        for i, size in zip(self.pieces, mine, strict=True):
+            start, stop = stop, stop + size
+            if self.reads_inputs:
+                x[i] = self.xp.asarray(inputs[start:stop], dtype=self.dtype)[None]
+            if self.reads_labels and labels is not None:
+                y[i] = self.xp.asarray(labels[start:stop])[None]
+        return x, y
+
+    def wait(self, test: Callable[[], bool], what: str) -> None:
+        """Wait until `test` is true; after a moment, an event tells `what` this rank waits for."""
+        if test():
+            return
+        late: float | None = time.monotonic() + polling.PATIENCE + 0.2
+
+        def patient() -> bool:
+            nonlocal late
+            if test():
+                return True
+            self.messages.progress()
+            if late is not None and time.monotonic() > late:
+                late = None
+                events.emit("pipeline_wait", stage=self.stage, replica=self.replica, action=what)
+            return False
+
+        self.context.wait(patient)
+
+    def close(self) -> None:
+        """Free what the stage has made. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for chunk in self.chunks.values():
+            chunk.close()
+        if self.context.failed or of(self.replicas).failed:
+            return  # messages may be on their way
+        free(self.replicas)
+        self.replicas.Free()
+        self.messages.comm.Free()
+
+
+def _facts(comm, model, grid: PipelineGrid) -> dict:
+    """Check the arguments of `Stage`; return those that must be equal on all ranks."""
+    if not isinstance(grid, PipelineGrid):
+        raise ConfigError(f"grid is {type(grid).__name__}; expected md.pipeline.plan_stages(...)")
+    layers = check_layers(model)
+    if grid.schedule not in RUNS:
+        names = ", ".join(map(repr, RUNS))
+        raise ConfigError(
+            f"ranks do not run the schedule {grid.schedule!r} yet; use one of {names}"
+        )
+    if grid.ranks != comm.size:
+        raise ConfigError(f"the grid has {grid.ranks} ranks, the communicator {comm.size}")
+    if grid.layers != len(layers):
+        raise ConfigError(f"the grid has {grid.layers} layers, the model {len(layers)}")
+    shapes = {name: shape for layer in layers for name, shape in layer.shapes().items()}
+    return {"grid": grid, "layers": shapes}
+
+
+def check_layers(model) -> list:
+    """Return the layers of a model; raise ConfigError for a model that cannot be cut."""
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, Sequence) or not callable(getattr(model, "loss", None)):
+        what = "layers (a list)" if not isinstance(layers, Sequence) else "loss(scores, labels)"
+        raise ConfigError(
+            f"model {type(model).__name__} has no {what}, so it cannot be cut into stages; use a "
+            "chain of layers such as md.models.Network, or md.AllReduce()"
+        )
+    for layer in layers:
+        for name in ("shapes", "forward", "backward"):
+            if not callable(getattr(layer, name, None)):
+                raise ConfigError(f"layer {type(layer).__name__} has no method {name}")
+    if not any(layer.shapes() for layer in layers):
+        raise ConfigError("no layer of the model has parameters")
+    if getattr(model, "state", None):
+        raise ConfigError(
+            f"model {type(model).__name__} has a state, such as running means, which a pipeline "
+            "cannot keep; use md.AllReduce()"
+        )
+    return list(layers)
+
+
+def _first_known(values: list):
+    """Return the first of all ranks' values that is not None."""
+    return next(value for value in values if value is not None)
+
+
+def _joined(dicts) -> dict:
+    return {name: value for one in dicts for name, value in one.items()}

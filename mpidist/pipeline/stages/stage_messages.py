@@ -1,0 +1,191 @@
+"""The messages between stages: arrays that arrive with the same memory layout.
+
+An array is sent in the order of its memory, and the receiver makes an array with the same strides
+(`activation_wire`). The layout is not computed beforehand: with the first array for a number of
+samples, the sender sends its layout in a short message ahead. Until that has come, a receive is
+only noted. From then on, receives begin when they are asked for, before the data are needed:
+
+    sender      layout | data 0 | data 1 | ...
+    receiver    waits for the layout, then receives 0; receives of 1, 2, ... begin ahead
+
+All messages between two ranks that have the same channel (a direction of a chunk) come in one
+order. The buffers of receives are used again when their owner gives them back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from ... import events
+from ...errors import ProtocolError
+from ...partition import pieces
+from ...runtime.ulfm import test_all
+from ...tensors import dtype_of
+from ..activation_wire import from_wire, to_wire
+
+#: Bytes of the message with a layout, and the most bytes of one message of data.
+_LAYOUT_BYTES, _MOST = 1024, 1 << 30
+#: Bytes to which a buffer is aligned.
+_ALIGN = 64
+
+
+class ArrayLayout(NamedTuple):
+    """The dtype of an array, and what `from_wire` needs."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def encode(self, samples: int) -> np.ndarray:
+        """Return the message that tells this layout for a number of samples."""
+        text = json.dumps([samples, self.dtype, self.shape, self.strides]).encode()
+        return np.frombuffer(text.ljust(_LAYOUT_BYTES), np.uint8)
+
+    @classmethod
+    def decode(cls, data: np.ndarray) -> tuple[int, ArrayLayout]:
+        """Return the number of samples and the layout of a message that `encode` has made."""
+        samples, dtype, shape, strides = json.loads(data.tobytes())
+        return samples, cls(dtype, tuple(shape), tuple(strides))
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the array."""
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+
+class Arrival:
+    """One array that is received."""
+
+    def __init__(self, messages: StageMessages, source: int, channel: int, samples: int):
+        self.messages, self.source, self.channel = messages, source, channel
+        self.samples = samples
+        self.requests: list[MPI.Request] | None = None
+        self.layout: ArrayLayout | None = None
+        self.buffer: Any = None
+        self._here = False
+
+    def test(self) -> bool:
+        """Return whether the array is here."""
+        if self.requests is None:
+            self.messages.begin_receives(self.source, self.channel)
+        if not self._here and self.requests is not None:
+            self._here = test_all(self.requests)
+        return self._here
+
+    def array(self):
+        """Return the array, after `test` has been true. It is valid until `give_back`."""
+        assert self.layout is not None  # `test` was true
+        events.total.messages_received += 1
+        events.total.bytes_received += self.layout.nbytes
+        xp = self.messages.xp
+        memory = (self.buffer if xp is np else xp.asarray(self.buffer)).view(
+            dtype_of(self.layout.dtype)
+        )
+        return from_wire(memory, self.layout.shape, self.layout.strides)
+
+
+class StageMessages:
+    """The sends and receives of one rank.
+
+    Parameters
+    ----------
+    comm : MPI.Comm
+        A communicator that nobody else uses.
+    xp : module
+        The array module of the received arrays.
+    """
+
+    def __init__(self, comm, xp):
+        self.comm, self.xp = comm, xp
+        self.bytes_sent = 0
+        self._known: dict[tuple[int, int, int], ArrayLayout] = {}
+        self._told: dict[tuple[int, int, int], ArrayLayout] = {}
+        self._noted: dict[tuple[int, int], deque[Arrival]] = defaultdict(deque)
+        self._sending: list[tuple[list[MPI.Request], Any, Sequence[Arrival]]] = []
+        self._free: dict[int, list[np.ndarray]] = defaultdict(list)
+
+    def send(self, array, dest: int, channel: int, samples: int, then: Sequence = ()) -> None:
+        """Begin to send an array, which nobody may change until it is sent.
+
+        When it is sent, the buffers of the received arrays in `then` are given back.
+        """
+        buffer, shape, strides = to_wire(array)
+        layout, memory = ArrayLayout(buffer.dtype.name, shape, strides), buffer.view(np.uint8)
+        key, requests = (dest, channel, samples), list[MPI.Request]()
+        # Kept before the first send, so that the memory outlives an exception.
+        self._sending.append((requests, memory, then))
+        if self._told.get(key) != layout:
+            if key in self._told:
+                raise ProtocolError(
+                    f"a layer gave an array of {layout}, and before, for as many samples, one of "
+                    f"{self._told[key]}; the layout may depend on the number of samples only"
+                )
+            self._told[key] = layout
+            header = layout.encode(samples)
+            self._sending.append(([self.comm.Isend(header, dest, 2 * channel)], header, ()))
+        if self.xp is not np:
+            memory = memory.get()
+            self._sending[-1] = (requests, memory, then)
+        for start, stop in pieces(0, len(memory), _MOST):
+            requests.append(self.comm.Isend(memory[start:stop], dest, 2 * channel + 1))
+        self.bytes_sent += len(memory)
+        events.total.messages_sent += len(requests)
+        events.total.bytes_sent += len(memory)
+
+    def receive(self, source: int, channel: int, samples: int) -> Arrival:
+        """Begin to receive an array, if its layout is known; otherwise note that it will come."""
+        one = Arrival(self, source, channel, samples)
+        self._noted[source, channel].append(one)
+        self.begin_receives(source, channel)
+        return one
+
+    def begin_receives(self, source: int, channel: int) -> None:
+        """Begin the receives that are noted, in their order, as far as their layouts are known."""
+        noted = self._noted[source, channel]
+        while noted:
+            one = noted[0]
+            layout = self._known.get((source, channel, one.samples))
+            if layout is None:
+                if not self.comm.Iprobe(source, 2 * channel):
+                    return
+                data = np.empty(_LAYOUT_BYTES, np.uint8)
+                self.comm.Recv(data, source, 2 * channel)
+                samples, layout = ArrayLayout.decode(data)
+                self._known[source, channel, samples] = layout
+                continue
+            noted.popleft()
+            one.layout, one.buffer = layout, self._take(layout.nbytes)
+            one.requests = []
+            for start, stop in pieces(0, layout.nbytes, _MOST):
+                view = one.buffer[start:stop]
+                one.requests.append(self.comm.Irecv(view, source, 2 * channel + 1))
+
+    def _take(self, nbytes: int) -> np.ndarray:
+        if self._free[nbytes]:
+            return self._free[nbytes].pop()
+        memory = np.empty(nbytes + _ALIGN, np.uint8)
+        start = -memory.ctypes.data % _ALIGN
+        return memory[start : start + nbytes]
+
+    def give_back(self, arrived: Sequence[Arrival]) -> None:
+        """Use the buffers of received arrays again; nobody uses the arrays any more."""
+        for one in arrived:
+            self._free[len(one.buffer)].append(one.buffer)
+
+    def progress(self) -> bool:
+        """Let go of what is sent; return whether all is sent."""
+        still = []
+        for one in self._sending:
+            if test_all(one[0]):
+                self.give_back(one[2])
+            else:
+                still.append(one)
+        self._sending = still
+        return not still

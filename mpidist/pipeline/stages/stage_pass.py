@@ -1,0 +1,112 @@
+"""One pass of a schedule on a rank: what each action does with the microbatches on their way."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from ...launch.fault_points import fault_point
+from ..pipeline_schedules import RECV_B, RECV_F, SEND_B, SEND_F, B, F, StageAction
+from .stage_messages import Arrival
+
+
+class StagePass:
+    """The microbatches of one step on their way through this rank."""
+
+    def __init__(self, stage, sizes, inputs: dict, labels: dict | None, total: int | None):
+        self.stage, self.sizes, self.total = stage, sizes, total
+        self.inputs, self.labels = inputs, labels
+        self.scores: dict[int, Any] = {}
+        self._losses: dict[int, float] = {}
+        self._arriving: dict[StageAction, Arrival] = {}
+        self._held: dict[tuple[int, int], list[Arrival]] = {}  # by chunk and microbatch
+        self._made: dict[StageAction, Any] = {}  # what the next send sends
+
+    def do(self, action: StageAction) -> None:
+        """Do one action, unless the microbatch is empty."""
+        kind, chunk, i = action
+        fault_point("action")
+        if not self.sizes[i]:
+            if kind == B:
+                self.stage.chunks[chunk].add(i, None)
+            return
+        _DOES[kind](self, chunk, i)
+        self.stage.messages.progress()
+
+    def _forward(self, c: int, i: int) -> None:
+        stage = self.stage
+        x = self._arrived(F, RECV_F, c, i) if c else self.inputs.pop(i)
+        began = time.perf_counter()
+        chunk = stage.chunks[c]
+        y = chunk.forward(i, x, keep=self.total is not None)
+        if c < stage.last_chunk:
+            self._made[StageAction(SEND_F, c, i)] = y
+        elif self.labels is None:
+            self.scores[i] = y[0] if stage.xp is np else y[0].get()
+        else:
+            losses, dy = stage.model.loss(y, self.labels.pop(i))
+            self._losses[i] = float(losses[0])
+            self._made[StageAction(B, c, i)] = dy
+        stage.computing += time.perf_counter() - began
+        stage.kept = max(stage.kept, sum(one.kept for one in stage.chunks.values()))
+
+    def _backward(self, c: int, i: int) -> None:
+        stage = self.stage
+        chunk = stage.chunks[c]
+        if c == stage.last_chunk:
+            dy = self._made.pop(StageAction(B, c, i))
+        else:
+            dy = self._arrived(B, RECV_B, c, i) if chunk.learns else None
+        began = time.perf_counter()
+        dx = chunk.backward(i, dy)
+        chunk.add(i, self.sizes[i] / self.total, self._losses.pop(i, 0.0))
+        stage.computing += time.perf_counter() - began
+        if dx is not None:
+            self._made[StageAction(SEND_B, c, i)] = dx
+        else:
+            stage.messages.give_back(self._held.pop((c, i), ()))
+
+    def _arrived(self, kind: str, receive: str, c: int, i: int):
+        """Return the array that an action of `kind` needs, as soon as it is here."""
+        one = self._arriving.pop(StageAction(receive, c, i))
+        self.stage.wait(one.test, f"{kind} of microbatch {i} in chunk {c}")
+        if self.total is not None:
+            self._held.setdefault((c, i), []).append(one)
+        return one.array()
+
+    def _receive_forward(self, c: int, i: int) -> None:
+        self._receive(RECV_F, c, i, c - 1, 2 * c)
+
+    def _receive_backward(self, c: int, i: int) -> None:
+        if self.stage.chunks[c].learns:
+            self._receive(RECV_B, c, i, c + 1, 2 * c + 1)
+
+    def _receive(self, kind: str, c: int, i: int, other: int, channel: int) -> None:
+        source = self.stage.grid.holder(other, i)
+        one = self.stage.messages.receive(source, channel, self.sizes[i])
+        self._arriving[StageAction(kind, c, i)] = one
+
+    def _send_forward(self, c: int, i: int) -> None:
+        y = self._made.pop(StageAction(SEND_F, c, i))
+        self.stage.messages.send(y, self.stage.grid.holder(c + 1, i), 2 * c + 2, self.sizes[i])
+
+    def _send_backward(self, c: int, i: int) -> None:
+        dx = self._made.pop(StageAction(SEND_B, c, i), None)
+        if dx is not None:
+            # The gradient may lie in the memory in which another one has arrived.
+            held = self._held.pop((c, i), ())
+            dest = self.stage.grid.holder(c - 1, i)
+            self.stage.messages.send(dx, dest, 2 * c - 1, self.sizes[i], held)
+
+
+#: What a rank does for each kind of action.
+_DOES = {
+    F: StagePass._forward,
+    B: StagePass._backward,
+    RECV_F: StagePass._receive_forward,
+    RECV_B: StagePass._receive_backward,
+    SEND_F: StagePass._send_forward,
+    SEND_B: StagePass._send_backward,
+}

@@ -1,0 +1,212 @@
+"""``md.Stage``: the bits of one rank on any grid, and no hang (R60, R62, R63, R88)."""
+
+import itertools
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpidist as md
+from mpidist import models, optim
+from mpidist.collectives.engines.piecewise import PieceSum
+from mpidist.collectives.schedules import fixed_tree
+from mpidist.errors import ClosedError, ConfigError, MismatchError, MpidistError
+from mpidist.gradients.flat_views import flat_views
+from mpidist.models.layers import Dense, Relu
+from mpidist.partition import BlockPartition
+from mpidist.pipeline import plan_stages
+from mpidist.pipeline.stages.piece_order import AnyOrderSum
+
+#: Samples of the batches: fewer than microbatches, and microbatches of two sizes.
+SAMPLES = (24, 24, 3, 21)
+
+
+def network(kind):
+    if kind == "mlp":
+        return models.mlp([12, 16, 16, 16, 3], seed=7)
+    return models.lenet([1, 8, 8], classes=3, seed=3, channels=(4, 8), hidden=(12, 9))
+
+
+def batches(kind):
+    rng = np.random.default_rng(0)
+    shape = network(kind).sample_shape
+    return [
+        (rng.standard_normal((n, *shape)).astype(np.float32), rng.integers(0, 3, n))
+        for n in SAMPLES
+    ]
+
+
+def tree(vectors):
+    """The sum in the order that is promised, by its definition."""
+    if len(vectors) == 1:
+        return vectors[0]
+    middle = 1 << ((len(vectors) - 1).bit_length() - 1)
+    return tree(vectors[:middle]) + tree(vectors[middle:])
+
+
+def serial(kind, pieces):
+    """The parameters and losses of one rank, in plain NumPy."""
+    model, optimizer, losses = network(kind), optim.momentum(0.05), []
+    state = optimizer.init(model.parameters)
+    gradients, [flat] = flat_views(model.parameters)
+    for inputs, labels in batches(kind):
+        vectors = []
+        for piece in range(pieces):
+            mine = slice(*BlockPartition(len(inputs), pieces).range(piece))
+            loss = model.loss_and_gradients((inputs[mine], labels[mine]), gradients)
+            flat[-2] = loss
+            vectors.append(flat * np.float32((mine.stop - mine.start) / len(inputs)))
+        flat[...] = tree(vectors)
+        losses.append(float(flat[-2]))
+        optimizer.update(gradients, state, model.parameters)
+    return model, losses
+
+
+def run(comm, kind, **plan):
+    """Train on a grid; check bits and losses against one rank, and the scores of `predict`."""
+    model = network(kind)
+    expected, losses = serial(kind, plan["microbatches"])
+    stage = md.Stage(comm, model, plan_stages(len(model.layers), ranks=comm.size, **plan))
+    optimizer, found = optim.momentum(0.05), []
+    state = optimizer.init(stage.parameters)
+    for batch in batches(kind):
+        found.append(stage.step(batch))
+        optimizer.update(stage.gradients, state, stage.parameters)
+    assert found == losses, plan
+    for name, array in stage.parameters.items():
+        assert array.tobytes() == expected.parameters[name].tobytes(), (plan, name)
+    inputs = batches(kind)[0][0]
+    np.testing.assert_allclose(stage.predict(inputs), expected.predict(inputs), atol=1e-6)
+    stage.close()
+    return stage
+
+
+def even_cuts(kind, parts):
+    layers = len(network(kind).layers)
+    return [round(layers * k / parts) for k in range(1, parts)]
+
+
+@pytest.mark.ranks(1, 2, 3, 4, 5)
+@pytest.mark.parametrize("kind", ["mlp", "lenet"])
+def test_synchronous_schedules_have_the_bits_of_one_rank(comm, kind):
+    """Fewer microbatches than stages, also one; numbers of ranks that the stages do not divide."""
+    for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
+        for stages, pieces in itertools.product(range(1, comm.size + 1), (1, 2, 5, 8)):
+            replicas = None
+            if comm.size % stages:
+                replicas = [comm.size - stages + 1] + [1] * (stages - 1)
+            cuts = even_cuts(kind, stages * chunks)
+            plan = {"microbatches": pieces, "replicas": replicas, "schedule": name}
+            if name == "interleaved":
+                blocks = itertools.pairwise(fixed_tree.cuts(pieces, comm.size // stages))
+                uneven = replicas is not None or any((b - a) % stages for a, b in blocks)
+                if uneven or len(set(cuts)) < len(cuts) or 0 in cuts:
+                    continue
+            run(comm, kind, cuts=cuts, chunks=chunks, **plan)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("cut", range(1, 13))
+def test_each_cut_of_lenet(comm, cut):
+    """Also behind the transposed view of `Features`, and before the first layer with parameters."""
+    run(comm, "lenet", cuts=[cut], microbatches=4)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("replicas", [[3, 1], [1, 3], [2, 2], [1, 2, 1], [4]])
+def test_grids(comm, replicas):
+    cuts = even_cuts("lenet", len(replicas))
+    stage = run(comm, "lenet", cuts=cuts, microbatches=16, replicas=replicas)
+    assert stage.replicas == MPI.COMM_NULL
+
+
+@pytest.mark.ranks(2)
+def test_what_a_stage_keeps(comm):
+    """1f1b: at most p - s microbatches at a time."""
+    stage = run(comm, "mlp", cuts=[4], microbatches=8)
+    assert stage.kept == 2 - comm.rank
+    stage = run(comm, "mlp", cuts=[4], microbatches=8, schedule="gpipe")
+    assert stage.kept == 8
+
+
+class Fails(Relu):
+    """A layer that raises on one rank, in the third of its calls."""
+
+    calls = 0
+
+    def forward(self, parameters, x):
+        Fails.calls += 1
+        if Fails.calls == 3:
+            raise ZeroDivisionError("the layer failed")
+        return super().forward(parameters, x)
+
+
+@pytest.mark.ranks(3, 4)
+def test_a_layer_that_raises_ends_the_step_on_all_ranks(comm):
+    """Also on ranks that wait for their replica in the sum already."""
+    Fails.calls = 0
+    layers = [Dense("a", 12, 8), Relu(), Dense("b", 8, 8), Fails(), Dense("c", 8, 3)]
+    model = models.Network(layers, (12,), 0)
+    replicas = {3: [1, 1, 1], 4: [1, 2, 1]}[comm.size]
+    grid = plan_stages(
+        5, cuts=[2, 4], ranks=comm.size, microbatches=8, replicas=replicas
+    )  # fmt: skip
+    stage = md.Stage(comm, model, grid)
+    with pytest.raises((ZeroDivisionError, MpidistError), match="the layer failed"):
+        stage.step((np.zeros((16, 12), np.float32), np.zeros(16, np.int64)))
+    stage.close()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_pass_batches_of_different_sizes_get_an_error(comm):
+    model = network("mlp")
+    stage = md.Stage(comm, model, plan_stages(8, cuts=[3], ranks=2, microbatches=4))
+    n = 8 + comm.rank
+    with pytest.raises(MismatchError, match=r"md\.Stage\.step"):
+        stage.step((np.zeros((n, 12), np.float32), np.zeros(n, np.int64)))
+    stage.close()
+
+
+@pytest.mark.ranks(2)
+def test_wrong_arguments_are_an_error_on_all_ranks(comm):
+    grid = plan_stages(8, cuts=[3], ranks=2, microbatches=4)
+    tagger = models.tagger(4, 3)
+    stateful = network("mlp")
+    stateful.state = {"mean": np.zeros(3)}
+    for model, given, told in (
+        (tagger, grid, "model Tagger has no layers"),
+        (stateful, grid, "has a state"),
+        (network("mlp"), 3, "grid is int"),
+        (network("lenet"), grid, "the grid has 8 layers, the model 13"),
+        (network("mlp"), plan_stages(8, cuts=[3], ranks=4, microbatches=4), "the grid has 4 ranks"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            md.Stage(comm, model, given)
+    other = plan_stages(8, cuts=[3 + comm.rank], ranks=2, microbatches=4)
+    with pytest.raises(MismatchError, match="grid differs"):
+        md.Stage(comm, network("mlp"), other)
+    stage = md.Stage(comm, network("mlp"), grid)
+    stage.close()
+    stage.close()
+    with pytest.raises(ClosedError, match="this stage is closed"):
+        stage.predict(np.zeros((4, 12), np.float32))
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_pieces_in_any_order_have_the_same_sum(comm):
+    """All orders of a few pieces, and some of many, twice with the same object."""
+    rng, orders = np.random.default_rng(1), np.random.default_rng(comm.rank)
+    for pieces in (1, 3, 5, 12, 29):
+        vectors = [rng.standard_normal(20).astype(np.float32) for _ in range(pieces)]
+        vectors[0] = None
+        sums = PieceSum(comm, 20, np.float32, pieces)
+        adding = AnyOrderSum(sums)
+        zeros = np.zeros(20, np.float32)
+        expected = tree([zeros if v is None else v * np.float32(0.3) for v in vectors])
+        for _ in range(5):
+            for piece in orders.permutation(sums.mine):
+                adding.add(int(piece), vectors[piece], 0.3)
+            out = np.empty(20, np.float32)
+            adding.finish(out)
+            assert out.tobytes() == expected.tobytes()
+        sums.close()
