@@ -47,6 +47,7 @@ _HOME = {
     "attach": "gradients.torch_module",
     "AllReduce": "training.strategies",
     "ParameterServer": "training.strategies",
+    "Pipeline": "training.strategies",
     "Stage": "pipeline.stages.stage",
     "BSP": "servers.consistency",
     "ASP": "servers.consistency",

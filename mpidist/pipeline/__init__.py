@@ -12,6 +12,7 @@ from __future__ import annotations
 from .check_actions import ActionFacts, check_actions
 from .draw_actions import draw_actions, save_drawing
 from .layer_profile import Layer, LayerProfile, chain, read_profile, write_profile
+from .measure_layers import measure
 from .pipeline_schedules import SCHEDULES, StageAction, action_lists
 from .simulate_actions import ChunkCost, SimulatedRun, simulate_actions
 from .stage_contract import why_no_stages
@@ -36,6 +37,7 @@ __all__ = [
     "check_actions",
     "cut",
     "draw_actions",
+    "measure",
     "plan_stages",
     "read_profile",
     "save_drawing",

@@ -38,6 +38,8 @@ from .pipeline_schedules import (
 
 #: The schedules in which the stages may have different numbers of replicas.
 UNEVEN = ("gpipe", "1f1b")
+#: The schedules that ranks run.
+RUNS = ("gpipe", "1f1b", "interleaved")
 
 
 @dataclass(frozen=True)
@@ -282,3 +284,34 @@ def _order(grid: PipelineGrid) -> list[int]:
     widest = max(range(grid.stages), key=grid.replicas.__getitem__)
     blocks = [grid.pieces(rank) for rank in grid.ranks_of(widest)]
     return [i for row in itertools.zip_longest(*blocks) for i in row if i is not None]
+
+
+def check_layers(model) -> list:
+    """Return the layers of a model; raise ConfigError for a model that cannot be cut."""
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, Sequence) or not callable(getattr(model, "loss", None)):
+        what = "layers (a list)" if not isinstance(layers, Sequence) else "loss(scores, labels)"
+        raise ConfigError(
+            f"model {type(model).__name__} has no {what}, so it cannot be cut into stages; use a "
+            "chain of layers such as md.models.Network, or md.AllReduce()"
+        )
+    for layer in layers:
+        for name in ("shapes", "forward", "backward"):
+            if not callable(getattr(layer, name, None)):
+                raise ConfigError(f"layer {type(layer).__name__} has no method {name}")
+    if not any(layer.shapes() for layer in layers):
+        raise ConfigError("no layer of the model has parameters")
+    if getattr(model, "state", None):
+        raise ConfigError(
+            f"model {type(model).__name__} has a state, such as running means, which a pipeline "
+            "cannot keep; use md.AllReduce()"
+        )
+    return list(layers)
+
+
+def check_runs(schedule: str) -> None:
+    """Raise ConfigError for a schedule that ranks do not run."""
+    look_up(SCHEDULES, schedule, "schedule")
+    if schedule not in RUNS:
+        names = ", ".join(map(repr, RUNS))
+        raise ConfigError(f"ranks do not run the schedule {schedule!r} yet; use one of {names}")

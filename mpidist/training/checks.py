@@ -151,8 +151,8 @@ def check_microbatches(microbatches: int | None, global_batch: int, strategy) ->
         )
     if not getattr(strategy, "takes_microbatches", False):
         raise ConfigError(
-            f"microbatches={microbatches} needs the allreduce strategy: servers add what comes in "
-            "the order of arrival; leave microbatches out, or use md.AllReduce()"
+            f"microbatches={microbatches} needs the allreduce strategy or a pipeline: servers add "
+            "what comes in the order of arrival; leave microbatches out, or use md.AllReduce()"
         )
     if getattr(strategy, "accumulate", 1) > 1:
         raise ConfigError(
@@ -230,8 +230,8 @@ def check_elastic(elastic, strategy, checkpoint) -> Elastic | None:
     settings = as_elastic(elastic)
     if not getattr(strategy, "survives", False):
         raise ConfigError(
-            "elastic: this strategy cannot go on after a death; use AllReduce or ParameterServer, "
-            "or leave elastic out and start the job by mpidist launch"
+            f"elastic: {type(strategy).__name__} cannot go on after a death; use AllReduce or "
+            "ParameterServer, or leave elastic out and start the job by mpidist launch"
         )
     if settings.slow and not getattr(strategy, "has_replicas", False):
         raise ConfigError(

@@ -24,7 +24,8 @@ REJECTIONS = (ValueError, ArithmeticError, IndexError)
 
 def beside(batch: tuple, model) -> tuple:
     """Copy a batch of host arrays to the device on which the model's parameters are; return it."""
-    xp = array_module(next(iter(model.parameters.values())))
+    like = next(iter(model.parameters.values()), None)
+    xp = np if like is None else array_module(like)
     return batch if xp is np else tuple(xp.asarray(array) for array in batch)
 
 

@@ -7,6 +7,7 @@
     [model]     name = "lenet"            image_shape = [1, 8, 8]
     [optimizer] name = "momentum"         lr = 0.05
     [strategy]  name = "parameter_server" servers = 2   consistency = "ssp"   staleness = 4
+    # or        name = "pipeline"         cuts = [4, 8]
     [elastic]   min_ranks = 2    # optional: go on with the living ranks after a death
 
 The key ``name`` of a table selects, for example, a model, and the other keys are the settings of
@@ -263,7 +264,7 @@ def build_run(job: Job, ranks: int | None) -> Parts:
     checks.check_elastic(elastic_of(job), strategy, None)
     checks.check_microbatches(job.microbatches, job.global_batch, strategy)
     checks.check_replicated(strategy, check_replicas=job.check_replicas)
-    if ranks is not None and job.microbatches is None:
+    if ranks is not None and job.microbatches is None and not hasattr(strategy, "check_run"):
         checks.check_batch(job.global_batch, strategy.workers(ranks))
     model = models.from_settings(*_split({"seed": job.seed, **job.model}))
     train, test = data.from_settings(*_split(job.data))
@@ -276,6 +277,8 @@ def build_run(job: Job, ranks: int | None) -> Parts:
         sampler = data.Sampler(len(train), job.global_batch)
         settings["lr"] = {"steps": checks.last_step(job.epochs, job.steps, sampler), **rate}
     optimizer = optim.from_settings(name, settings)
+    if hasattr(strategy, "check_run"):
+        strategy.check_run(ranks, model, optimizer, job.microbatches)
     loading = build({"loading": data.Loading}, "loading", job.loading, "data setting")
     return Parts(train, test, model, optimizer, strategy, loading)
 

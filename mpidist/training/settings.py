@@ -150,7 +150,9 @@ def checked(
     checks.check_whole(stop_after=stop_after)
     pace = SaveInterval(sampler.steps_per_epoch if checkpoint_every is None else checkpoint_every)
     checks.check_microbatches(microbatches, sampler.global_batch, strategy)
-    if microbatches is None:
+    if hasattr(strategy, "check_run"):
+        strategy.check_run(size, model, optimizer, microbatches)
+    elif microbatches is None:
         checks.check_batch(sampler.global_batch, strategy.workers(size))
     checks.check_replicated(strategy, check_replicas=check_replicas, patience=patience)
     checks.check_time_limit(time_limit)

@@ -3,8 +3,8 @@
 A strategy contains only settings. The method `open` of a strategy makes an exchange, which is the
 object that combines the gradients. To add a strategy, write a dataclass here, a line in
 `STRATEGIES`, and an exchange: an object with ``workers, begin, compute, reduce, update, state,
-check, save_point, finish, close, abandon`` (and ``stragglers`` and a few attributes: see
-``allreduce_exchange.py``).
+check, save_point, finish, evaluate, digest, close, abandon`` (and ``stragglers`` and a few
+attributes: see ``allreduce_exchange.py``). A strategy may have a method `check_run`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import ClassVar
 from ..collectives.schedules.algorithms import chosen
 from ..errors import ConfigError, shown
 from ..gradients.gradient_buckets import bucket_bytes
+from ..pipeline.stage_plan import check_layers, check_runs, plan_stages
 from ..registry import build, look_up
 from ..servers.consistency import ASP, BSP, SSP, Consistency
 from ..servers.layout.placement import choose_ranks, ranks_asked
@@ -123,6 +124,113 @@ class ParameterServer:
         return Served(comm, model, optimizer, self, kept, global_batch=global_batch, seed=seed)
 
 
+@dataclass(frozen=True)
+class Pipeline:
+    """Each rank has some layers of the model; `microbatches` of `md.train` pass through the ranks.
+
+    The model is a chain of layers, such as `mpidist.models.Network`. The parameters have the bits
+    of `AllReduce` with the same number of microbatches.
+
+    Parameters
+    ----------
+    stages : int, optional
+        The number of parts in a row; by default as many as `cuts` or `replicas` say, or the ranks.
+    cuts : sequence of int or "auto"
+        How many layers are before each cut: ``[4, 8]`` cuts 12 layers into 1-4, 5-8 and 9-12. With
+        "auto", rank 0 measures the layers, and the slowest stage is made as fast as possible.
+    replicas : sequence of int, optional
+        The number of ranks of each stage, such as ``[3, 1]``; by default the ranks divided by the
+        stages.
+    schedule : str
+        "1f1b", "gpipe" or "interleaved", see docs/pipelines.md.
+    chunks : int
+        The number of parts of each stage, for "interleaved".
+    """
+
+    stages: int | None = None
+    cuts: Sequence[int] | str = "auto"
+    replicas: Sequence[int] | None = None
+    schedule: str = "1f1b"
+    chunks: int = 1
+    takes_microbatches: ClassVar[bool] = True
+    has_replicas: ClassVar[bool] = True
+
+    def __post_init__(self):
+        check_runs(self.schedule)
+        whole = self.stages is None or (is_whole_number(self.stages) and self.stages >= 1)
+        expect(whole, "stages", self.stages, "a whole number of 1 or more")
+        many = is_whole_number(self.chunks) and self.chunks >= 1
+        expect(many, "chunks", self.chunks, "a whole number of 1 or more")
+        for name in ("cuts", "replicas"):
+            value = getattr(self, name)
+            listed = isinstance(value, Sequence) and not isinstance(value, str)
+            absent = value == "auto" if name == "cuts" else value is None
+            example = "[4, 8], or 'auto'" if name == "cuts" else "[3, 1]"
+            expect(listed or absent, name, value, f"a list of whole numbers, such as {example}")
+        told = {"stages": self.stages}
+        if self.replicas is not None:
+            told["replicas"] = len(self.replicas)
+        if self.cuts != "auto":
+            told["cuts"] = (len(self.cuts) + 1) / self.chunks
+        numbers = {number for number in told.values() if number is not None}
+        if len(numbers) > 1:
+            each = ", ".join(f"{name}={getattr(self, name)}" for name in told)
+            raise ConfigError(f"{each}: they say different numbers of stages; let them agree")
+
+    def workers(self, size: int) -> int:
+        """Return how many of `size` ranks are workers."""
+        return size
+
+    def _parts(self, size: int) -> int:
+        """Return the number of parts of the model on `size` ranks."""
+        if self.cuts != "auto":
+            return len(self.cuts) + 1
+        several = len(self.replicas) if self.replicas is not None else size
+        return (self.stages or several) * self.chunks
+
+    def check_run(self, size: int | None, model, optimizer, microbatches: int | None) -> None:
+        """Raise ConfigError if a run on `size` ranks is not possible; None if it is not known."""
+        layers, cuts = len(check_layers(model)), self.cuts
+        if size is None:
+            several = sum(self.replicas) if self.replicas is not None else None
+            size = several or self.stages or self._parts(1) // self.chunks
+        parts = self._parts(size)
+        if parts > layers:
+            raise ConfigError(
+                f"{parts} parts for the {layers} layers of the model: give fewer stages or chunks"
+            )
+        if cuts == "auto":
+            cuts = list(range(1, parts))
+            if not hasattr(model, "sample_shape"):
+                raise ConfigError(
+                    f"cuts='auto' measures the layers, and {type(model).__name__} has no "
+                    "sample_shape; give the cuts"
+                )
+        self._grid(layers, cuts, size, microbatches)
+        if "clip_norm" in (getattr(optimizer, "settings", None) or {}):
+            raise ConfigError(
+                "clip_norm is a norm over all layers, and each stage has only some; leave it out, "
+                "or use md.AllReduce()"
+            )
+
+    def _grid(self, layers: int, cuts, size: int, microbatches: int | None):
+        return plan_stages(
+            layers, cuts=cuts, ranks=size, microbatches=microbatches, replicas=self.replicas,
+            schedule=self.schedule, chunks=self.chunks,
+        )  # fmt: skip
+
+    def open(self, comm, model, optimizer, *, global_batch: int, seed: int, microbatches=None):
+        """Return the object that trains the stages in one run. Collective over `comm`."""
+        from .exchanges.pipeline_exchange import Stages, measured_cuts
+
+        cuts = self.cuts
+        if cuts == "auto":
+            samples = -(-global_batch // microbatches)
+            cuts = measured_cuts(comm, model, self._parts(comm.size), samples)
+        grid = self._grid(len(model.layers), cuts, comm.size, microbatches)
+        return Stages(comm, model, optimizer, grid)
+
+
 CONSISTENCIES = {"bsp": BSP, "asp": ASP, "ssp": SSP}
 
 
@@ -142,7 +250,11 @@ def _parameter_server(
     return ParameterServer(servers, mode, placement)
 
 
-STRATEGIES: dict[str, Callable] = {"allreduce": AllReduce, "parameter_server": _parameter_server}
+STRATEGIES: dict[str, Callable] = {
+    "allreduce": AllReduce,
+    "parameter_server": _parameter_server,
+    "pipeline": Pipeline,
+}
 
 
 def from_settings(name: str, settings: Mapping):
@@ -163,6 +275,6 @@ def as_strategy(given):
     if not has_methods(given, "open", "workers"):
         kind = f"the class {given.__name__}" if isinstance(given, type) else shown(given, 60)
         names = ", ".join(map(repr, STRATEGIES))
-        known = f"md.AllReduce(...), md.ParameterServer(...), or one of {names}"
+        known = f"md.AllReduce(...), md.ParameterServer(...), md.Pipeline(...), or {names}"
         raise ConfigError(f"strategy is {kind}; expected {known}")
     return given

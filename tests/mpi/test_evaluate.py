@@ -5,7 +5,7 @@ import pytest
 
 import mpidist as md
 from mpidist.errors import BadRecord
-from mpidist.training.summary import evaluate
+from mpidist.training.exchanges.evaluation import evaluate
 
 RNG = np.random.default_rng(8)
 INPUTS = RNG.standard_normal((1543, 12)).astype(np.float32)

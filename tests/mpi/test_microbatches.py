@@ -11,7 +11,7 @@ from mpidist.collectives.engines.piecewise import PieceSum
 from mpidist.errors import ConfigError, MpidistError
 from mpidist.gradients.flat_views import flat_views
 from mpidist.partition import BlockPartition
-from mpidist.training.summary import parameters_digest
+from mpidist.training.exchanges.evaluation import parameters_digest
 
 
 @pytest.fixture

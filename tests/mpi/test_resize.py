@@ -5,7 +5,7 @@ import pytest
 
 import mpidist as md
 from mpidist import models, optim
-from mpidist.training.summary import parameters_digest
+from mpidist.training.exchanges.evaluation import parameters_digest
 
 RNG = np.random.default_rng(3)
 INPUTS = RNG.standard_normal((150, 12)).astype(np.float32)

@@ -7,7 +7,7 @@ import mpidist as md
 from mpidist import data, models, optim
 from mpidist.errors import CheckpointError, ConfigError, MpidistError, NoCheckpoint
 from mpidist.runtime.context import of
-from mpidist.training.summary import parameters_digest
+from mpidist.training.exchanges.evaluation import parameters_digest
 
 RNG = np.random.default_rng(3)
 INPUTS = RNG.standard_normal((210, 12)).astype(np.float32)

@@ -14,7 +14,7 @@ from mpidist import models, optim
 from mpidist.checkpoint.interval import FIRST
 from mpidist.errors import ConfigError
 from mpidist.gradients.flat_views import flat_views
-from mpidist.training.summary import parameters_digest
+from mpidist.training.exchanges.evaluation import parameters_digest
 
 
 @pytest.fixture

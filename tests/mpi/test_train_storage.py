@@ -14,7 +14,7 @@ from mpidist import events
 from mpidist.checkpoint import histories
 from mpidist.checkpoint.write import shard_writer
 from mpidist.errors import MpidistError, ProtocolError, StorageError
-from mpidist.training.summary import parameters_digest
+from mpidist.training.exchanges.evaluation import parameters_digest
 
 AWAY = ".away"
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 
@@ -35,13 +36,10 @@ from ...runtime.agreement.run_on_all import run_on_all, same_on_all
 from ...runtime.context import free, of
 from ...tensors import dtype_of
 from ..pipeline_schedules import RECV_F, SEND_F, B, F
-from ..stage_plan import PipelineGrid
+from ..stage_plan import PipelineGrid, check_layers, check_runs
 from .stage_chunk import Chunk
 from .stage_messages import StageMessages
 from .stage_pass import StagePass
-
-#: The schedules that `Stage` runs.
-RUNS = ("gpipe", "1f1b", "interleaved")
 
 
 class Stage:
@@ -217,6 +215,28 @@ class Stage:
             self.wait(self.messages.progress, "the end of the sends")
         return [scores for _, scores in sorted(one_pass.scores.items())]
 
+    def visit(self, arrays: dict, function: Callable[[str, Any], None]) -> None:
+        """Call ``function(name, array)`` on rank 0 for the arrays of all stages.
+
+        They come in the order of their names, and one at a time is sent to rank 0.
+        """
+        mine = {} if self.replica else dict.fromkeys(arrays, self.rank)
+        owners = run_on_all(self.comm, "md.Stage: names", lambda: mine, _joined)
+        channel = self.last_chunk + 1
+        with self._operation("md.Stage.visit", ()):
+            for number, name in enumerate(sorted(owners)):
+                owner = owners[name]
+                if self.rank == owner == 0:
+                    function(name, arrays[name])
+                elif self.rank == owner:
+                    self.messages.send(arrays[name], 0, 2 * channel, number)
+                    self.wait(self.messages.progress, f"the send of {name!r}")
+                elif self.rank == 0:
+                    one = self.messages.receive(owner, 2 * channel, number)
+                    self.wait(one.test, f"{name!r} of rank {owner}")
+                    function(name, one.array())
+                    self.messages.drop(one)
+
     def loss_share(self) -> float:
         """Return the mean loss of the step on one rank, and 0 on the others, for a sum."""
         return self._losses[self.last_chunk] if self.reads_labels and self.replica == 0 else 0.0
@@ -236,6 +256,10 @@ class Stage:
     def _cut(self, inputs, labels, sizes) -> tuple[dict, dict]:
         """Return the inputs and the labels of each microbatch of this rank, checked."""
         mine = [sizes[i] for i in self.pieces]
+        expected = getattr(self.model, "sample_shape", None)
+        if self.reads_inputs and expected not in (None, tuple(inputs.shape[1:])):
+            wanted = ", ".join(map(str, ("n", *expected)))
+            raise ConfigError(f"model input has shape {inputs.shape}, expected ({wanted})")
         x, y = {}, {}
         stop = 0
         for i, size in zip(self.pieces, mine, strict=True):
@@ -283,40 +307,13 @@ def _facts(comm, model, grid: PipelineGrid) -> dict:
     if not isinstance(grid, PipelineGrid):
         raise ConfigError(f"grid is {type(grid).__name__}; expected md.pipeline.plan_stages(...)")
     layers = check_layers(model)
-    if grid.schedule not in RUNS:
-        names = ", ".join(map(repr, RUNS))
-        raise ConfigError(
-            f"ranks do not run the schedule {grid.schedule!r} yet; use one of {names}"
-        )
+    check_runs(grid.schedule)
     if grid.ranks != comm.size:
         raise ConfigError(f"the grid has {grid.ranks} ranks, the communicator {comm.size}")
     if grid.layers != len(layers):
         raise ConfigError(f"the grid has {grid.layers} layers, the model {len(layers)}")
     shapes = {name: shape for layer in layers for name, shape in layer.shapes().items()}
     return {"grid": grid, "layers": shapes}
-
-
-def check_layers(model) -> list:
-    """Return the layers of a model; raise ConfigError for a model that cannot be cut."""
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, Sequence) or not callable(getattr(model, "loss", None)):
-        what = "layers (a list)" if not isinstance(layers, Sequence) else "loss(scores, labels)"
-        raise ConfigError(
-            f"model {type(model).__name__} has no {what}, so it cannot be cut into stages; use a "
-            "chain of layers such as md.models.Network, or md.AllReduce()"
-        )
-    for layer in layers:
-        for name in ("shapes", "forward", "backward"):
-            if not callable(getattr(layer, name, None)):
-                raise ConfigError(f"layer {type(layer).__name__} has no method {name}")
-    if not any(layer.shapes() for layer in layers):
-        raise ConfigError("no layer of the model has parameters")
-    if getattr(model, "state", None):
-        raise ConfigError(
-            f"model {type(model).__name__} has a state, such as running means, which a pipeline "
-            "cannot keep; use md.AllReduce()"
-        )
-    return list(layers)
 
 
 def _first_known(values: list):

@@ -179,6 +179,10 @@ class StageMessages:
         for one in arrived:
             self._free[len(one.buffer)].append(one.buffer)
 
+    def drop(self, arrived: Arrival) -> None:
+        """Forget an array that does not come again, and its layout."""
+        del self._known[arrived.source, arrived.channel, arrived.samples]
+
     def progress(self) -> bool:
         """Let go of what is sent; return whether all is sent."""
         still = []

@@ -25,9 +25,10 @@ from ...runtime.context import of
 from ...runtime.polling import wait_until
 from ..checks import check_loss
 from ..feed import REJECTIONS, beside
+from .evaluation import WholeModel
 
 
-class Replicas:
+class Replicas(WholeModel):
     """Average the gradients over all ranks; each rank updates its own copy of the model.
 
     Collective over `comm`.

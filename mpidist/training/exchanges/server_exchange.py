@@ -31,6 +31,7 @@ from ...servers.model_facts import KeptModel
 from ..checks import check_loss
 from ..feed import beside
 from .allreduce_exchange import check_in_place
+from .evaluation import WholeModel
 from .worker_times import OwnTimes, Times
 
 MODEL = "model"
@@ -81,7 +82,7 @@ class Kept(NamedTuple):
     newcomer: bool = False
 
 
-class Served:
+class Served(WholeModel):
     """Exchange the gradients of one model with a group of servers. Collective over `comm`."""
 
     synchronous = False

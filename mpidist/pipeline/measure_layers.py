@@ -1,0 +1,68 @@
+"""Measure the layers of a model: seconds and bytes, for the choice of the cuts. Without MPI."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..arrays import array_module, synchronize
+from .layer_profile import Layer, LayerProfile, chain
+from .stage_plan import check_layers
+
+#: How often each pass is measured; the shortest time counts.
+REPEATS = 5
+
+
+def measure(model, batch, repeats: int = REPEATS) -> LayerProfile:
+    """Return the profile of a model's layers for one microbatch, a tuple (inputs, labels).
+
+    Only one layer has parameters at a time, if the model makes them when they are needed.
+    """
+    layers = check_layers(model)
+    inputs, labels = batch
+    kept = getattr(model, "initial_parameters", None) if "parameters" not in vars(model) else None
+    first = next(k for k, layer in enumerate(layers) if layer.shapes())
+
+    def parameters(k: int) -> dict:
+        return model.parameters if kept is None else kept(k, k + 1)
+
+    dtype = next(iter(parameters(first).values())).dtype
+    x: Any = array_module(next(iter(parameters(first).values()))).asarray(inputs, dtype=dtype)[None]
+    forward, sizes, tape = [], [], []
+    for k, layer in enumerate(layers):
+        own = parameters(k)
+        seconds, (y, saved) = _shortest(partial(layer.forward, own, x), repeats)
+        forward.append(seconds)
+        nbytes = sum(own[name].nbytes for name in layer.shapes())
+        sizes.append((float(y.nbytes), float(nbytes)))
+        tape.append(saved)
+        x = y
+    _, dy = model.loss(x, array_module(x).asarray(labels)[None])
+    backward = [0.0] * len(layers)
+    for k in range(len(layers) - 1, first - 1, -1):
+        layer, own = layers[k], parameters(k)
+        gradients = {name: np.empty_like(own[name])[None] for name in layer.shapes()}
+
+        # A layer may write into the gradient that it gets, so each pass has a copy.
+        def one_pass(layer=layer, own=own, saved=tape[k], dy=dy, gradients=gradients, k=k):
+            return layer.backward(own, saved, dy.copy(order="K"), gradients, first=k == first)
+
+        backward[k], dy = _shortest(one_pass, repeats)
+    return chain([
+        Layer(f"layer{k}", type(layer).__name__, forward[k], backward[k], *sizes[k])
+        for k, layer in enumerate(layers)
+    ])  # fmt: skip
+
+
+def _shortest(call: Callable[[], Any], repeats: int) -> tuple[float, Any]:
+    best = float("inf")
+    for _ in range(repeats):
+        began = time.perf_counter()
+        result = call()
+        synchronize(result[0] if isinstance(result, tuple) else result)
+        best = min(best, time.perf_counter() - began)
+    return best, result

@@ -1,0 +1,263 @@
+"""How `Pipeline` trains: each rank has some layers, and the microbatches pass through the ranks.
+
+    records      read by the ranks with the first layers (inputs) and the last ones (labels)
+    agreement    one small allreduce: has a rank a bad record, or no records yet?
+    passes       the schedule of `Stage`, which also adds the gradients over the replicas of a stage
+    loss, stop   one small allreduce
+    update       each rank updates its own parameters
+
+A bad record is left out before its microbatch enters the pipeline. The gradients of the pieces are
+added in the tree of ``microbatches`` under `AllReduce`, so the parameters have the bits of such a
+run. A checkpoint has the same arrays, each from the ranks of its stage, so it restarts on any grid
+and with `AllReduce`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+
+import numpy as np
+
+from ... import events
+from ...collectives.allreduce import allreduce
+from ...collectives.broadcast_parameters import broadcast_parameters
+from ...data import BadRecordFilter, as_source
+from ...errors import BadRecord
+from ...fault_tolerance.check_replicas import check_replicas
+from ...partition import BlockPartition
+from ...pipeline import PipelineGrid, cut, measure
+from ...pipeline.stages.stage import Stage
+from ...runtime.agreement.run_on_all import run_on_all
+from ...runtime.context import of
+from ...runtime.polling import phase, wait_until
+from .evaluation import add_to_digest, count_hits, shared_accuracy
+
+#: Samples of a microbatch of test data.
+_CHUNK = 128
+
+
+class Untimed:
+    """Takes the times of steps, and compares nothing: stages may need different times."""
+
+    def note(self, *seconds: float) -> None:
+        """Do nothing."""
+
+
+class Stages:
+    """Train a model in stages. Collective over `comm`."""
+
+    dedicated = False
+    synchronous = True
+    equal_state = True
+    price: dict | None = None
+    wait = staticmethod(wait_until)
+
+    def __init__(self, comm, model, optimizer, grid: PipelineGrid):
+        self.comm = self.workers = comm
+        self.model, self.optimizer = model, optimizer
+        self.stage = Stage(comm, model, grid)
+        # The other layers would keep their first values, so this rank has no parameters of them.
+        model.parameters = self.parameters = self.stage.parameters
+        if self.parameters:
+            broadcast_parameters(self.stage.replicas, self.parameters)
+        self.optimizer_state = run_on_all(
+            comm, "md.train: optimizer", lambda: optimizer.init(self.parameters)
+        )
+        self.stragglers = Untimed()
+        self._skipped = False
+
+    # -- a step ------------------------------------------------------------------------
+
+    def part(self, count: int, step: int = 0) -> tuple[int, int]:
+        """Return (start, stop) of the samples in a global batch that this rank reads."""
+        reads = self.stage.reads_inputs or self.stage.reads_labels
+        return self.stage.part(count) if reads else (0, 0)
+
+    def compute(self, feed, indices) -> tuple[float, int]:
+        """Compute the gradients of this step; return (0.0, the samples that this rank has read).
+
+        Collective. `reduce` returns the loss.
+        """
+        start, stop = self.part(len(indices))
+        mine = indices[start:stop]
+        taken = feed.take(mine)
+        if taken is not None:
+            self._reject(feed, taken, mine)
+        quarantine = feed.quarantine
+        found = {index for index, _ in quarantine.found}
+        missing, starved = self._agree_on_missing(sorted(found), taken is None)
+        # Each bad record is counted by one rank.
+        quarantine.found = [
+            one for one in quarantine.found if missing.get(one[0]) == self.comm.rank
+        ]
+        self._skipped = starved
+        if starved or taken is None:
+            return 0.0, 0
+        batch, sizes = self._without(missing, indices, mine, taken)
+        *inputs, labels = batch
+        self.stage.run(inputs[0], labels, sizes, len(indices))
+        return 0.0, len(labels)
+
+    def _reject(self, feed, taken, mine) -> None:
+        """Note the records whose labels the model would reject."""
+        classes = getattr(self.model, "classes", None)
+        labels = taken.batch[-1]
+        if classes is None or not self.stage.reads_labels or labels.ndim != 1:
+            return
+        wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+        told = f"the model says ConfigError: expected labels from 0 to {classes - 1}"
+        feed.quarantine.note(
+            BadRecord(int(mine[taken.kept[k]]), f"{told}, got {labels[k]}") for k in wrong
+        )
+
+    def _agree_on_missing(self, bad: list[int], starved: bool) -> tuple[dict[int, int], bool]:
+        """Return the bad records of all ranks, each with the lowest rank that has found it.
+
+        Collective. Also returns whether a rank has no records yet.
+        """
+        counts = np.array([len(bad), starved], np.int64)
+        allreduce(self.comm, counts, algorithm="native")
+        missing: dict[int, int] = {}
+        if counts[0]:
+            everyone = run_on_all(self.comm, "md.train: bad records", lambda: bad, list)
+            for rank, records in enumerate(everyone):
+                for index in records:
+                    missing.setdefault(index, rank)
+        return missing, bool(counts[1])
+
+    def _without(self, missing: dict[int, int], indices, mine, taken):
+        """Return this rank's samples without the missing ones, and the sizes of all microbatches.
+
+        `indices` are those of the whole batch, `mine` those that this rank has `taken`.
+        """
+        bounds = BlockPartition(len(indices), self.stage.grid.microbatches).bounds()
+        if not missing:
+            return taken.batch, np.diff(bounds).tolist()
+        gone = np.array(sorted(missing), np.int64)
+        good = ~np.isin(indices, gone)
+        sizes = [int(good[a:b].sum()) for a, b in itertools.pairwise(bounds)]
+        kept = ~np.isin(mine[taken.kept], gone)
+        return tuple(array[kept] for array in taken.batch), sizes
+
+    def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
+        """Return (mean loss of the global batch, whether `stop` is true on a rank). Collective."""
+        values = np.array([0.0 if self._skipped else self.stage.loss_share(), bool(stop)])
+        allreduce(self.comm, values, algorithm="native")
+        return float(values[0]), bool(values[1] > 0)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the gradients by a factor, which corrects the mean for missing samples."""
+        for gradient in self.stage.gradients.values():
+            gradient *= factor
+
+    def update(self) -> None:
+        """Update the parameters of this stage."""
+        self.optimizer.update(self.stage.gradients, self.optimizer_state, self.parameters)
+
+    def order(self) -> dict[str, int]:
+        """Return an empty order: no order of the gradients in memory changes the sum."""
+        return {}
+
+    def arrange(self, order: dict[str, int]) -> None:
+        """Do nothing: no order of the gradients in memory changes the sum."""
+
+    def hidden(self) -> None:
+        """Return None, because the sums over replicas do not overlap with computing."""
+
+    def begin(self) -> None:
+        """Do nothing: the first step needs no preparation."""
+
+    # -- the state -----------------------------------------------------------------------
+
+    def state(self, saving: bool) -> dict:
+        """Return the arrays of this stage, without a copy: parameters and optimizer."""
+        state = {"parameters": dict(self.parameters), "optimizer": self.optimizer_state}
+        # An empty dict would be saved as an entry, which other stages do not have.
+        state["optimizer"] = {key: one for key, one in state["optimizer"].items() if one != {}}
+        return {key: one for key, one in state.items() if one}
+
+    def check(self, step: int) -> None:
+        """Raise ReplicaError on all ranks unless the replicas of each stage are equal.
+
+        Collective.
+        """
+        run_on_all(
+            self.comm, "md.train",
+            lambda: check_replicas(self.stage.replicas, self.parameters, step=step),
+        )  # fmt: skip
+
+    def save_point(self, step: int) -> None:
+        """Check that the replicas of each stage are equal, before they are saved. Collective."""
+        self.check(step)
+
+    def finish(self) -> None:
+        """Do nothing: every stage has its final parameters already."""
+
+    def evaluate(self, data) -> float:
+        """Return the share of samples that the model classifies correctly. Collective."""
+        source, stage = as_source(data), self.stage
+        careful = BadRecordFilter(source)
+        hits = used = 0
+        count = stage.grid.microbatches * _CHUNK
+        for first in range(0, len(source), count):
+            indices = np.arange(first, min(first + count, len(source)))
+            start, stop = self.part(len(indices))
+            mine = indices[start:stop]
+            taken = careful.take(mine)
+            for one in taken.bad:
+                events.emit("bad_record", source="test data", index=one.index, reason=one.reason)
+            missing, _ = self._agree_on_missing([one.index for one in taken.bad], False)
+            batch, sizes = self._without(missing, indices, mine, taken)
+            *inputs, labels = batch
+            scores = stage.forward(inputs[0], sizes)
+            if scores:
+                used += len(labels)
+                hits += count_hits(np.concatenate(scores), labels)
+        return shared_accuracy(self.comm, hits, used)
+
+    def digest(self) -> str:
+        """Return the SHA-256 digest of all parameters. Collective.
+
+        One array at a time is sent to rank 0.
+        """
+        total = hashlib.sha256()
+        self.stage.visit(self.parameters, lambda *named: add_to_digest(total, *named))
+        return run_on_all(
+            self.comm, "md.train: digest", total.hexdigest, lambda everyone: everyone[0]
+        )
+
+    # -- the end -------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the stage. Collective."""
+        self.stage.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """Send the other ranks the error that has ended the run on this rank."""
+        for comm in (self.stage.replicas, self.comm):
+            context = of(comm)
+            if context.size > 1:
+                context.escaped(error)
+
+    def lost(self, error: BaseException) -> None:
+        """Do nothing after a death: nothing of a pipeline outlives its communicator."""
+
+
+def measured_cuts(comm, model, parts: int, samples: int) -> list[int]:
+    """Return where to cut a model for `parts` parts, as rank 0 measures it. Collective."""
+
+    def local() -> list[int] | None:
+        if comm.rank or parts == 1:
+            return []
+        rng = np.random.default_rng(0)
+        inputs = rng.standard_normal((samples, *model.sample_shape), np.float32)
+        profile = measure(model, (inputs, np.zeros(samples, np.int64)))
+        plan = cut(profile, workers=parts, stages=parts, replication=False)
+        ends = np.cumsum([len(stage.nodes) for stage in plan.stages])
+        return ends[:-1].tolist()
+
+    with phase("plan"):
+        cuts = run_on_all(comm, "md.train: cuts", local, lambda everyone: everyone[0])
+    events.emit("cuts", cuts=cuts)
+    return cuts

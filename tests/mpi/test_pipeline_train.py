@@ -1,0 +1,243 @@
+"""``md.Pipeline`` in `md.train`: allreduce's bits on any grid, through restarts (R60, R88)."""
+
+import itertools
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from test_bad_records import Source, X, Y
+from test_bad_records import fit as fit_records
+from test_train import TEST, TRAIN
+
+import mpidist as md
+from mpidist import models, optim
+from mpidist.data import Loading, Sampler
+from mpidist.errors import ConfigError, MismatchError, MpidistError, ReplicaError
+from mpidist.models.layers import Relu
+
+PIECES = 6
+
+
+def fit(comm, strategy=None, optimizer=None, **settings):
+    model = models.mlp([12, 16, 16, 16, 3], seed=7)
+    settings.setdefault("epochs", 3)
+    settings.setdefault("microbatches", PIECES)
+    result = md.train(
+        comm, model, TRAIN, optimizer=optimizer or optim.momentum(0.05), global_batch=20,
+        seed=1, test_data=TEST, strategy=strategy, **settings,
+    )  # fmt: skip
+    return model, result
+
+
+def alone(**settings):
+    """The same run with allreduce on one rank."""
+    try:
+        return fit(MPI.COMM_SELF, **settings)[1]
+    finally:
+        md.free(MPI.COMM_SELF)
+
+
+def same(result, expected):
+    facts = ("parameters_sha256", "train_loss", "test_accuracy", "steps", "skipped_records")
+    for name in facts:
+        assert getattr(result, name) == getattr(expected, name), name
+
+
+GRIDS = {
+    1: [md.Pipeline(), md.Pipeline(cuts=[3], chunks=2, schedule="interleaved")],
+    2: [md.Pipeline(cuts=[5]), md.Pipeline(schedule="gpipe"), md.Pipeline(stages=1)],
+    3: [md.Pipeline(cuts=[1, 7]), md.Pipeline(cuts=[4], replicas=[2, 1])],
+    4: [
+        md.Pipeline(cuts=[2, 4, 6]), md.Pipeline(stages=2), md.Pipeline(cuts=[5], replicas=[3, 1]),
+        md.Pipeline(cuts=[1, 3], replicas=[1, 2, 1], schedule="gpipe"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_any_grid_has_the_bits_of_allreduce(comm):
+    """Also with adam, whose state has arrays and scalars; every rank gets the same summary."""
+    for strategy, optimizer in itertools.product(
+        GRIDS[comm.size], (optim.momentum(0.05), optim.adam(0.01))
+    ):
+        model, result = fit(comm, strategy, optimizer)
+        same(result, alone(optimizer=optimizer))
+        assert comm.allgather(result) == [result] * comm.size
+        names = comm.allgather(sorted(model.parameters))
+        assert len({name for each in names for name in each}) == 8, "the ranks have all together"
+
+
+@pytest.mark.ranks(4)
+def test_a_checkpoint_restarts_on_any_other_grid(comm, folder):
+    """Pipelines of 4, 3 and 2 ranks, allreduce on 2, one rank: all in the middle of epochs."""
+    optimizer, expected = optim.adam(0.01), alone(optimizer=optim.adam(0.01))
+    starts = (
+        (4, md.Pipeline(stages=2)),
+        (4, md.Pipeline(cuts=[4], replicas=[3, 1])),
+        (3, md.Pipeline(cuts=[1, 5])),
+        (2, md.AllReduce()),
+        (2, md.Pipeline(cuts=[3])),
+        (4, md.Pipeline(cuts=[1, 2, 7])),
+        (1, md.AllReduce()),
+    )
+    seen = []
+    for k, (ranks, strategy) in enumerate(starts):
+        part = comm.Split(int(comm.rank >= ranks))
+        if comm.rank < ranks:
+            settings = {} if k == len(starts) - 1 else {"stop_after": 3 * k + 2}
+            _, result = fit(
+                part, strategy, optimizer, checkpoint=folder, resume="auto" if not k else True,
+                on_resize=lambda *ranks: seen.append(ranks[:2]), **settings,
+            )  # fmt: skip
+            md.free(part)
+        comm.Barrier()
+        part.Free()
+    if comm.rank == 0:
+        assert result.parameters_sha256 == expected.parameters_sha256
+        assert result.test_accuracy == expected.test_accuracy
+        assert (result.resumed_at, result.steps) == (17, 24)
+        assert seen == [(4, 3), (3, 2), (2, 4), (4, 1)]
+        saved = md.load(folder, 17)
+        assert sorted(saved["parameters"]) == sorted(saved["optimizer"]["mean"])
+        assert saved["parameters"]["dense1.weight"].shape == (12, 16)
+    comm.Barrier()
+
+
+@pytest.mark.ranks(2, 4)
+def test_bad_records_are_agreed_before_their_microbatch_enters(comm):
+    """Found by those who read inputs and by those who read labels; whole batches, too."""
+    order = Sampler(len(X), 8).order(0)
+    labels = Y.copy()
+    labels[[11, 57]] = 9
+    for source in (
+        lambda: Source({7, 33, 80}), lambda: Source({int(i) for i in order[16:32]}),
+        lambda: Source({3}, y=labels),
+    ):  # fmt: skip
+        settings = {"microbatches": 3, "max_bad": 0.5}
+        _, expected = fit_records(MPI.COMM_SELF, source(), **settings)
+        md.free(MPI.COMM_SELF)
+        for strategy in (md.Pipeline(stages=2), md.Pipeline(cuts=[2], replicas=None)):
+            _, result = fit_records(comm, source(), strategy=strategy, **settings)
+            assert result.skipped_records == expected.skipped_records > 0
+            assert result.parameters_sha256 == expected.parameters_sha256
+    with pytest.raises((ConfigError, MismatchError), match="model input has shape"):
+        fit_records(comm, (X[:, :4], Y), strategy=md.Pipeline(cuts=[2]), **settings)
+
+
+class Late(Source):
+    """The third read on a rank takes longer than the run waits for it."""
+
+    reads = True
+
+    def __init__(self, late):
+        super().__init__()
+        self.late, self.calls = late, 0
+
+    def take(self, indices):
+        import time
+
+        self.calls += 1
+        if self.late and self.calls == 3:
+            time.sleep(0.5)
+        return super().take(indices)
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_without_its_records_lets_all_wait(comm, folder):
+    _, expected = fit_records(MPI.COMM_SELF, Source(), microbatches=3)
+    md.free(MPI.COMM_SELF)
+    for late in (0, 2):
+        _, result = fit_records(
+            comm, Late(comm.rank == late), microbatches=3, strategy=md.Pipeline(cuts=[1, 2]),
+            loading=Loading(prefetch=1, starved_after=0.1), checkpoint=folder / str(late),
+        )  # fmt: skip
+        assert result.parameters_sha256 == expected.parameters_sha256
+
+
+@pytest.mark.ranks(4)
+def test_replicas_of_a_stage_are_compared(comm):
+    """A bit that flips in one replica is found, and is an error on all ranks."""
+    model = models.mlp([12, 16, 3], seed=7)
+
+    def flip(step):
+        if step.step == 3 and comm.rank == 3:
+            model.parameters["dense2.bias"][0] += 1
+
+    with pytest.raises(ReplicaError, match=r"'dense2\.bias'"):
+        md.train(
+            comm, model, TRAIN, optimizer=optim.sgd(0.1), global_batch=20, steps=6,
+            microbatches=4, strategy=md.Pipeline(cuts=[2]), callbacks=[flip], check_replicas=2,
+        )  # fmt: skip
+
+
+class Fails(Relu):
+    """Raises in its tenth call."""
+
+    calls = 0
+
+    def forward(self, parameters, x):
+        Fails.calls += 1
+        if Fails.calls == 10:
+            raise ZeroDivisionError("the layer failed")
+        return super().forward(parameters, x)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_layer_that_raises_ends_the_run_on_all_ranks(comm):
+    Fails.calls = 0
+    model = models.mlp([12, 16, 16, 3], seed=7)
+    model.layers[4] = Fails()
+    strategy = md.Pipeline(cuts=list(range(3, 2 + comm.size)))
+    with pytest.raises((ZeroDivisionError, MpidistError), match="the layer failed"):
+        md.train(
+            comm, model, TRAIN, optimizer=optim.sgd(0.1), global_batch=20, steps=6,
+            microbatches=4, strategy=strategy,
+        )  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+def test_a_bad_loss_and_patience_stop_all_ranks(comm, folder):
+    with (
+        np.errstate(all="ignore"),
+        pytest.raises(MpidistError, match=r"not a number|loss is nan"),
+    ):
+        fit(comm, md.Pipeline(), optim.sgd(1e30), checkpoint=folder)
+    with pytest.raises(MpidistError, match="the mean loss of 3 steps"):
+        fit(comm, md.Pipeline(), optim.sgd(0.0), patience=3)
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_run_is_refused_in_one_line(comm):
+    clipped = optim.clipped(optim.sgd(0.1), 1.0)
+    for strategy, settings, told in (
+        (md.Pipeline(), {"microbatches": None}, "a pipeline needs microbatches"),
+        (md.Pipeline(cuts=[9]), {}, "the model has 8 layers, so the last cut is 7"),
+        (md.Pipeline(stages=9), {}, "9 parts for the 8 layers"),
+        (md.Pipeline(cuts=[2, 4]), {}, "2 ranks are no multiple of the 3 stages"),
+        (md.Pipeline(replicas=[3, 1]), {}, "are 4 ranks, and the job has 2"),
+        (md.Pipeline(), {"elastic": True}, "Pipeline cannot go on after a death"),
+        (md.Pipeline(), {"optimizer": clipped}, "clip_norm is a norm over all layers"),
+        (
+            md.Pipeline(schedule="interleaved", chunks=2), {"microbatches": 5},
+            "needs a multiple of the 2 stages; the next one is 6",
+        ),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=told) as caught:
+            fit(comm, strategy, **settings)
+        assert "\n" not in str(caught.value)
+    for wrong, told in (
+        ({"schedule": "fast"}, "unknown schedule 'fast'"),
+        ({"schedule": "zero_bubble"}, "ranks do not run the schedule 'zero_bubble' yet"),
+        ({"stages": 0}, "stages=0: expected a whole number of 1 or more"),
+        ({"cuts": "even"}, "cuts='even': expected a list of whole numbers"),
+        ({"replicas": 2}, "replicas=2: expected a list of whole numbers"),
+        ({"stages": 2, "replicas": [1]}, "they say different numbers of stages"),
+        ({"stages": 2, "cuts": [1, 2]}, "they say different numbers of stages"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            md.Pipeline(**wrong)
+    with pytest.raises(ConfigError, match="model Tagger has no layers"):
+        md.train(
+            comm, models.tagger(4, 3), TRAIN, optimizer=optim.sgd(0.1), global_batch=20, steps=1,
+            microbatches=2, strategy="pipeline",
+        )  # fmt: skip
