@@ -35,6 +35,7 @@ from .pipeline_schedules import (
     action_lists,
     with_messages,
 )
+from .stage_contract import why_no_stages
 
 #: The schedules in which the stages may have different numbers of replicas.
 UNEVEN = ("gpipe", "1f1b")
@@ -288,25 +289,12 @@ def _order(grid: PipelineGrid) -> list[int]:
 
 def check_layers(model) -> list:
     """Return the layers of a model; raise ConfigError for a model that cannot be cut."""
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, Sequence) or not callable(getattr(model, "loss", None)):
-        what = "layers (a list)" if not isinstance(layers, Sequence) else "loss(scores, labels)"
+    if reason := why_no_stages(model):
         raise ConfigError(
-            f"model {type(model).__name__} has no {what}, so it cannot be cut into stages; use a "
-            "chain of layers such as md.models.Network, or md.AllReduce()"
+            f"{reason}, so it cannot be cut into stages; use a chain of layers such as "
+            "md.models.Network, or md.AllReduce()"
         )
-    for layer in layers:
-        for name in ("shapes", "forward", "backward"):
-            if not callable(getattr(layer, name, None)):
-                raise ConfigError(f"layer {type(layer).__name__} has no method {name}")
-    if not any(layer.shapes() for layer in layers):
-        raise ConfigError("no layer of the model has parameters")
-    if getattr(model, "state", None):
-        raise ConfigError(
-            f"model {type(model).__name__} has a state, such as running means, which a pipeline "
-            "cannot keep; use md.AllReduce()"
-        )
-    return list(layers)
+    return list(model.layers)
 
 
 def check_runs(schedule: str) -> None:
