@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import signal
@@ -138,7 +139,7 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
                 "--set out=DIR"
             ) from None
     with Topology(comm) as topology:
-        nbytes = sum(array.nbytes for array in parts.model.parameters.values())
+        nbytes = _model_bytes(parts)
         facts = (f"data {job.data['name']}", f"model {job.model['name']} {nbytes / 1e6:.2f} MB")
         line = start_report.startup_line(comm, topology, os.environ, *facts)
         if job.device == "gpu":
@@ -189,6 +190,14 @@ def _train(comm, job, parts, args, store_path: Path, fresh: bool | str) -> None:
             raise
     if reporter.speaks:
         _report(job, summary, _again(args, comm.size, crowded))
+
+
+def _model_bytes(parts) -> int:
+    """Return the size of the model; a pipeline makes no parameters of the whole model."""
+    if getattr(parts.strategy, "in_parts", False):
+        shapes = (shape for layer in parts.model.layers for shape in layer.shapes().values())
+        return 4 * sum(math.prod(shape) for shape in shapes)
+    return sum(array.nbytes for array in parts.model.parameters.values())
 
 
 def _to_device(model, local_rank: int) -> None:

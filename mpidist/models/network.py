@@ -195,11 +195,16 @@ def checked_input(model, inputs, like=None):
 
     `like` is one of the parameters if it is not given; a stage of a pipeline gives one of its own.
     """
+    check_input_shape(model, inputs)
+    like = next(iter(model.parameters.values())) if like is None else like
+    return array_module(like).asarray(inputs, dtype=like.dtype)
+
+
+def check_input_shape(model, inputs) -> None:
+    """Raise ConfigError unless `inputs` are samples of the shape that the model takes."""
     if tuple(inputs.shape[1:]) != model.sample_shape:
         expected = ", ".join(map(str, ("n", *model.sample_shape)))
         raise ConfigError(f"model input has shape {inputs.shape}, expected ({expected})")
-    like = next(iter(model.parameters.values())) if like is None else like
-    return array_module(like).asarray(inputs, dtype=like.dtype)
 
 
 def _draw(rng, count: int, spread: float, array) -> None:

@@ -258,6 +258,7 @@ def build_run(job: Job, ranks: int | None) -> Parts:
     If `ranks` is not None, check that the job can run on this number of ranks.
     """
     from .. import data, models, optim
+    from ..models.network import check_input_shape
     from . import strategies
 
     strategy = strategies.from_settings(*_split(job.strategy))
@@ -269,7 +270,11 @@ def build_run(job: Job, ranks: int | None) -> Parts:
     model = models.from_settings(*_split({"seed": job.seed, **job.model}))
     train, test = data.from_settings(*_split(job.data))
     # One sample shows whether model and data fit, before any rank waits for another.
-    model.predict(*_first_good(train)[:-1])
+    sample = _first_good(train)[:-1]
+    if not getattr(strategy, "in_parts", False):
+        model.predict(*sample)
+    elif hasattr(model, "sample_shape"):
+        check_input_shape(model, sample[0])
     name, settings = _split(job.optimizer)
     rate = settings.get("lr")
     if isinstance(rate, dict) and rate.get("schedule") == "cosine":

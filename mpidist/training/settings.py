@@ -136,7 +136,8 @@ def checked(
     if threading.current_thread() is not threading.main_thread():
         raise ProtocolError("md.train: call it in the main thread; Python delivers signals there")
     strategy = as_strategy(strategy)
-    checks.check_model(model, test_data is not None)
+    if not getattr(strategy, "in_parts", False):  # `check_run` looks at the layers
+        checks.check_model(model, test_data is not None)
     source = as_source(data)
     checks.check_optimizer(optimizer)
     sampler = Sampler(len(source), global_batch, seed, shuffle)
@@ -176,7 +177,7 @@ def settings_in_words(found: TrainSettings, given: Mapping[str, Any]) -> dict[st
         elif name not in (*MAY_DIFFER, *_SPECIAL):
             words.update(_words(name, value))
     words["len(data)"] = str(len(found.source))
-    words.update(_model(given["model"]))
+    words.update(_model(given["model"], getattr(found.strategy, "in_parts", False)))
     words.update(_words("strategy", found.strategy))
     words.update(_words("optimizer", given["optimizer"]))
     words.update(_rates(given["optimizer"]))
@@ -243,8 +244,12 @@ def _parts(value) -> Iterable[tuple[str, Any]]:
     ]
 
 
-def _model(model) -> Iterator[tuple[str, str]]:
+def _model(model, in_parts: bool) -> Iterator[tuple[str, str]]:
     yield "model", type(model).__qualname__
+    if in_parts:  # no rank makes the parameters of the whole model
+        for k, layer in enumerate(model.layers):
+            yield f"model.layer {k}", f"{type(layer).__qualname__} {layer.shapes()}"
+        return
     for name, array in named_arrays(model)[0]:
         yield f"model.{name}", f"{tuple(array.shape)} {array.dtype}"
     yield "order of model.parameters", ", ".join(map(str, model.parameters))

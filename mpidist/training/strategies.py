@@ -152,6 +152,7 @@ class Pipeline:
     replicas: Sequence[int] | None = None
     schedule: str = "1f1b"
     chunks: int = 1
+    in_parts: ClassVar[bool] = True  # no rank makes the parameters of the whole model
     takes_microbatches: ClassVar[bool] = True
     has_replicas: ClassVar[bool] = True
 

@@ -40,6 +40,7 @@ class Summary:
     parameters_sha256: str
     ordered_sum_overhead: dict | None = None
     overlap_fraction: float | None = None
+    pipeline: dict | None = None
 
     def as_dict(self) -> dict:
         """Return plain numbers and strings for ``summary.json``.
@@ -80,6 +81,7 @@ def gather_facts(run: Progress, test_data) -> dict:
         "parameters_sha256": run.exchange.digest(),
         "ordered_sum_overhead": run.exchange.price,
         "overlap_fraction": run.exchange.hidden(),
+        "pipeline": run.exchange.layout(),
     }
 
 

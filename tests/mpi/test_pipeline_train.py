@@ -124,6 +124,37 @@ def test_bad_records_are_agreed_before_their_microbatch_enters(comm):
         fit_records(comm, (X[:, :4], Y), strategy=md.Pipeline(cuts=[2]), **settings)
 
 
+class Counted(models.Network):
+    """Notes which layers parameters were made for."""
+
+    made = ()
+
+    def initial_parameters(self, start=0, stop=None):
+        self.made = (*self.made, (start, stop))
+        return super().initial_parameters(start, stop)
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_makes_the_parameters_of_its_layers_only(comm):
+    """Also to measure the layers: one after the other."""
+    layers = models.mlp([12, 16, 16, 16, 3]).layers
+    for cuts in ([1, 4], "auto"):
+        model = Counted(layers, (12,), seed=7)
+        result = md.train(
+            comm, model, TRAIN, optimizer=optim.sgd(0.1), global_batch=20, steps=4,
+            microbatches=4, test_data=TEST, strategy=md.Pipeline(stages=3, cuts=cuts),
+        )  # fmt: skip
+        assert all(stop is not None and stop - start < 8 for start, stop in model.made)
+        grid = result.pipeline
+        mine = (0, *grid["cuts"], 8)[comm.rank : comm.rank + 2]
+        assert model.made[-1] == mine
+        names = {name for layer in layers[slice(*mine)] for name in layer.shapes()}
+        assert set(model.parameters) == names
+        assert (grid["replicas"], grid["schedule"], grid["kept"]) == ([1, 1, 1], "1f1b", [3, 2, 1])
+        assert all(0 <= idle < 1 for idle in grid["idle"])
+        assert grid["bytes_sent"][0] > 0
+
+
 class Late(Source):
     """The third read on a rank takes longer than the run waits for it."""
 

@@ -159,12 +159,14 @@ def test_a_layer_that_raises_ends_the_step_on_all_ranks(comm):
 
 @pytest.mark.ranks(2)
 def test_ranks_that_pass_batches_of_different_sizes_get_an_error(comm):
-    model = network("mlp")
-    stage = md.Stage(comm, model, plan_stages(8, cuts=[3], ranks=2, microbatches=4))
     n = 8 + comm.rank
-    with pytest.raises(MismatchError, match=r"md\.Stage\.step"):
-        stage.step((np.zeros((n, 12), np.float32), np.zeros(n, np.int64)))
-    stage.close()
+    inputs = np.zeros((n, 12), np.float32)
+    for name in ("step", "predict"):
+        group = comm.Dup()  # nothing else is possible on a communicator that has failed
+        stage = md.Stage(group, network("mlp"), plan_stages(8, cuts=[3], ranks=2, microbatches=4))
+        with pytest.raises(MismatchError, match=rf"md\.Stage\.{name}"):
+            stage.predict(inputs) if name == "predict" else stage.step((inputs, np.zeros(n, int)))
+        stage.close()
 
 
 @pytest.mark.ranks(2)

@@ -64,6 +64,9 @@ TESTS = {
     "Guard.leave": f"{METHODS}::test_should_stop_and_leave_at_another_step",
     "watch": f"{SETTINGS}::test_watch",
     "check_replicas": f"{SETTINGS}::test_check_replicas",
+    "Stage": "test_stage.py::test_wrong_arguments_are_an_error_on_all_ranks",
+    "Stage.step": "test_stage.py::test_ranks_that_pass_batches_of_different_sizes_get_an_error",
+    "Stage.predict": "test_stage.py::test_ranks_that_pass_batches_of_different_sizes_get_an_error",
     **{
         f"models.{name}": f"{METHODS}::test_a_batch_of_another_shape_in_batch_normalisation"
         for name in ("sync_moments", "sync_batch_norm", "sync_batch_norm_backward")
@@ -73,13 +76,14 @@ TESTS = {
 #: Collective entries that take nothing which could differ, and why.
 WITHOUT_ARGUMENTS = {
     "free", "Plan", "Handle.wait", "Topology.inter_comm", "Topology.close", "Gradients.close",
-    "ServerGroup.barrier", "ServerGroup.close",
+    "ServerGroup.barrier", "ServerGroup.close", "Stage.close",
     *(f"{store}.{name}" for store in ("CheckpointStore", "TieredStore")
       for name in ("latest_step", "continue_newest", "wait", "let_go", "close")),
     "TieredStore.stop_holding",
     "Guard.fits",  # a communicator and how to wait: for the trainers, which give neither by hand
     "Guard.check_loss",  # takes the reduced loss, which has the same bits on all ranks
-    "AllReduce.open", "ParameterServer.open",  # `md.train` calls them, with what it has compared
+    # `md.train` calls them, with what it has compared
+    "AllReduce.open", "ParameterServer.open", "Pipeline.open",
     "ServerGroup.add_again",  # `md.train` calls it, with what the living ranks have compared
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Stages and replicas on ranks, and what each rank does (R60, R62, R63, R88)."""
+"""Stages and replicas on ranks, and what each rank does (R60, R62, R63, R88, R89)."""
 
 import itertools
 

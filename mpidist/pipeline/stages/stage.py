@@ -29,6 +29,7 @@ from ...collectives.allgather import allgather
 from ...collectives.allreduce import allreduce
 from ...errors import ClosedError, ConfigError
 from ...gradients.flat_views import flat_views
+from ...models.network import check_input_shape
 from ...partition import BlockPartition
 from ...runtime import polling
 from ...runtime.agreement.mismatch import Signature
@@ -63,8 +64,9 @@ class Stage:
         After `step`, the gradients of the mean loss over the global batch.
     replicas : MPI.Comm
         The ranks of this stage.
+    steps : int
     seconds, computing : float
-        The time of all steps so far, and the part in which this rank has computed.
+        The steps so far, their time, and the part in which this rank has computed.
     kept : int
         The most microbatches, times chunks, that this rank has kept at a time.
 
@@ -95,7 +97,7 @@ class Stage:
         self.parameters = _joined(one.parameters for one in self.chunks.values())
         self.gradients = _joined(one.gradients for one in self.chunks.values())
         self.seconds = self.computing = 0.0
-        self.kept = 0
+        self.kept = self.steps = 0
         self.last_chunk = grid.stages * grid.chunks - 1
         order = [one.microbatch for one in grid.actions(comm.rank) if one.kind == B]
         for chunk in self.chunks.values():
@@ -148,7 +150,7 @@ class Stage:
     # -- whole batches -----------------------------------------------------------------
 
     def step(self, batch) -> float:
-        """Compute the gradients of a global batch; return its mean loss.
+        """Compute the gradients of a global batch; return its mean loss. Collective.
 
         `batch` is (inputs, labels). Only the ranks of the first stage read the inputs, and those of
         the last stage the labels; the others need arrays of the same length.
@@ -164,7 +166,7 @@ class Stage:
         return float(loss[0])
 
     def predict(self, inputs):
-        """Return one row of scores per sample, on all ranks."""
+        """Return one row of scores per sample, on all ranks. Collective."""
         start, stop = self.part(len(inputs))
         sizes = BlockPartition(len(inputs), self.grid.microbatches).counts()
         found = self.forward(inputs[start:stop], sizes)
@@ -203,6 +205,7 @@ class Stage:
             self.wait(self.messages.progress, "the end of the sends")
             self._losses = {number: chunk.finish() for number, chunk in self.chunks.items()}
         self.seconds += time.perf_counter() - began
+        self.steps += 1
 
     def forward(self, inputs, sizes: Sequence[int]) -> list:
         """Return the scores of this rank's microbatches; empty but on the last stage."""
@@ -256,10 +259,8 @@ class Stage:
     def _cut(self, inputs, labels, sizes) -> tuple[dict, dict]:
         """Return the inputs and the labels of each microbatch of this rank, checked."""
         mine = [sizes[i] for i in self.pieces]
-        expected = getattr(self.model, "sample_shape", None)
-        if self.reads_inputs and expected not in (None, tuple(inputs.shape[1:])):
-            wanted = ", ".join(map(str, ("n", *expected)))
-            raise ConfigError(f"model input has shape {inputs.shape}, expected ({wanted})")
+        if self.reads_inputs and hasattr(self.model, "sample_shape"):
+            check_input_shape(self.model, inputs)
         x, y = {}, {}
         stop = 0
         for i, size in zip(self.pieces, mine, strict=True):
@@ -289,7 +290,7 @@ class Stage:
         self.context.wait(patient)
 
     def close(self) -> None:
-        """Free what the stage has made. A second call does nothing."""
+        """Free what the stage has made. Collective; a second call does nothing."""
         if self._closed:
             return
         self._closed = True

@@ -32,6 +32,10 @@ class WholeModel:
         """Return the share of samples that the model classifies correctly. Collective."""
         return evaluate(self.workers, self.model, data)
 
+    def layout(self) -> dict | None:
+        """Return where the parts of the model are: None, because each worker has the whole."""
+        return None
+
     def digest(self) -> str:
         """Return the SHA-256 digest of the parameters."""
         return parameters_digest(self.model.parameters)

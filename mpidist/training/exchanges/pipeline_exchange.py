@@ -216,6 +216,27 @@ class Stages:
                 hits += count_hits(np.concatenate(scores), labels)
         return shared_accuracy(self.comm, hits, used)
 
+    def layout(self) -> dict:
+        """Return the grid, and what each rank has measured. Collective.
+
+        `idle` is the share of the time of the steps in which a rank did not compute, `kept` the
+        most microbatches, times chunks, that it kept at a time, and `bytes_sent` what it has sent
+        to other stages in a step.
+        """
+        stage, grid = self.stage, self.stage.grid
+        idle = 1 - stage.computing / stage.seconds if stage.seconds else 0.0
+        mine = round(idle, 4), stage.kept, stage.bytes_sent // max(stage.steps, 1)
+
+        def together(everyone: list) -> dict:
+            names = "idle", "kept", "bytes_sent"
+            return dict(zip(names, map(list, zip(*everyone, strict=True)), strict=True))
+
+        return {
+            "cuts": list(grid.cuts), "replicas": list(grid.replicas), "schedule": grid.schedule,
+            "chunks": grid.chunks, "microbatches": grid.microbatches,
+            **run_on_all(self.comm, "md.train: layout", lambda: mine, together),
+        }  # fmt: skip
+
     def digest(self) -> str:
         """Return the SHA-256 digest of all parameters. Collective.
 
