@@ -20,13 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ClosedError, ConfigError, ProtocolError, shown
+from ..errors import ClosedError, ConfigError, MpidistError, ProtocolError, shown
 from ..events import OPEN
 from . import protocol
 from .layout.placement import ServerLayout
 from .layout.routing import ShardPart, data_bytes, encode_parts, owned, route, views, whole_parts
 from .layout.row_selection import Selection
 from .link import GroupCall
+from .model_facts import Request
 from .protocol import CLOCK, HEADER_BYTES, PULL, PUSH, Header
 
 _NOTHING = np.empty(0, np.int64)
@@ -52,10 +53,9 @@ class Client:
         zero, which means that there is nothing to carry.
     """
 
-    def __init__(
-        self, group, name: str, layout: ServerLayout, model: int, global_batch: int | None
-    ):
-        self.name, self.layout, self.group = name, layout, group
+    def __init__(self, group, asked: Request, layout: ServerLayout, model: int):
+        self.name, self.layout, self.group = asked.name, layout, group
+        name = asked.name
         self._link, self._servers, self._model = group.link, group.server_ranks, model
         calls = ("pull", "push", "clock of", "push_pull")
         self._pulling, self._pushing, self._ticking, self._fused = (
@@ -65,7 +65,8 @@ class Client:
         self.finished, self.note = 0, (0, 0)
         self.gaps: Counter[int] = Counter()
         self.closed = self.started = False
-        self._batch = global_batch
+        self._batch, self._drops = asked.global_batch, asked.nonfinite == "drop"
+        self._nonfinite = 0
         self._names = Selection(name, layout)
         self._whole = [whole_parts(layout, server) for server in range(len(self._servers))]
         self._entered = self._pushed = -1
@@ -121,8 +122,7 @@ class Client:
         """
         self._open()
         with self._pushing:
-            samples = self._check_push(samples)
-            pushes = self._names.split(gradients)
+            pushes, samples = self._checked(gradients, samples)
             self._enter()
             for server in range(len(self._servers)):
                 self._post(server, PUSH, pushes=pushes, samples=samples)
@@ -148,9 +148,8 @@ class Client:
         """
         self._open()
         with self._fused:
-            samples = self._check_push(samples)
             wanted, results = self._names.wanted(None, out)
-            pushes = self._names.split(gradients)
+            pushes, samples = self._checked(gradients, samples)
             self._enter()
             self._ask(PUSH | CLOCK | PULL, wanted, results, pushes, samples)
         return results
@@ -194,8 +193,9 @@ class Client:
         ``waits`` has the seconds spent waiting for servers to serve ("server") and for slower
         workers to catch up ("worker"). ``gaps`` (steps ahead of the slowest worker), ``staleness``
         (updates by other workers between this worker's pull and push) and ``queue`` (how many
-        workers waited for a server at the same time) are histograms. The counts of messages and
-        bytes are sums over all clients of this rank.
+        workers waited for a server at the same time) are histograms. ``nonfinite`` counts the
+        pushes that were left out because of a NaN or an infinity. The counts of messages and bytes
+        are sums over all clients of this rank.
         """
         return {
             "clocks": self.finished,
@@ -205,6 +205,7 @@ class Client:
             "queue": dict(self._queue),
             "waits": dict(self._waits),
             "imbalance": self.layout.imbalance,
+            "nonfinite": self._nonfinite,
             **self._link.counters.snapshot(),
         }
 
@@ -219,6 +220,24 @@ class Client:
         if self._entered < self.finished and self.finished > 0:
             self._ask(PULL, {}, {})
 
+    def _checked(self, gradients: Mapping, samples) -> tuple[dict, int | None]:
+        """Return what a push sends and its samples, after all checks; nothing is sent before."""
+        samples = self._check_push(samples)
+        pushes = self._names.split(gradients)
+        wrong = next((name for name, (_, flat) in pushes.items() if not _is_finite(flat)), None)
+        if wrong is None:
+            return pushes, samples
+        if not self._drops:
+            flat = pushes[wrong][1]
+            bad = np.flatnonzero(~np.isfinite(flat))
+            raise MpidistError(
+                f"push to {self.name!r}: gradient {wrong!r} has {bad.size} of {flat.size} values "
+                f"that are not finite, the first at index {bad[0]}; nothing was sent; lower the "
+                "learning rate, or leave such pushes out by nonfinite='drop'"
+            )
+        self._nonfinite += 1
+        return {}, 0
+
     def _check_push(self, samples) -> int | None:
         if self._pushed == self.finished:
             raise ProtocolError(
@@ -229,12 +248,14 @@ class Client:
                 return None
             raise ConfigError(f"push to {self.name!r}: give samples=, the model has a global batch")
         try:
-            number = operator.index(samples)
+            number = -1 if isinstance(samples, bool) else operator.index(samples)
         except TypeError:
             number = -1
         if not 0 <= number < _MANY:
             got = shown(samples)
-            raise ConfigError(f"push to {self.name!r}: samples is {got}; expected 0 or more")
+            raise ConfigError(
+                f"push to {self.name!r}: samples is {got}; expected a whole number, 0 or more"
+            )
         return number
 
     def _route(self, server: int, wanted: Mapping) -> tuple[list[ShardPart], np.ndarray | None]:
@@ -352,3 +373,13 @@ class Client:
             if oldest >= 0 and self._pushed == self.finished - 1:
                 self._staleness[oldest] += 1
         finish()
+
+
+def _is_finite(flat: np.ndarray) -> bool:
+    """Whether all values are finite. A sum finds most arrays finite without a temporary array."""
+    if flat.dtype.kind in "iub":
+        return True
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(flat.sum()):  # a NaN or an infinity never leaves a sum again
+            return True
+        return bool(np.isfinite(flat).all())

@@ -160,6 +160,17 @@ class ConsistencyGate:
         """Return how many clocks the live `worker` is ahead of the slowest live worker."""
         return self.clocks[worker] - self.slowest()
 
+    def blockers(self, worker: int) -> tuple[list[int], int]:
+        """Return the workers for which the pull of `worker` waits, and how many of them must move.
+
+        The pull can be answered only after so many of these workers have sent a further message.
+        """
+        bound = self.consistency.bound
+        lowest = self.clocks[worker] - (sys.maxsize if bound is None else bound)
+        clocks = enumerate(self.clocks)
+        behind = [other for other, clock in clocks if self.live[other] and clock < lowest]
+        return behind, len(behind)
+
     def push(self, worker: int, item: Any = None) -> list[Apply | Answer]:
         """Record one push of `worker` in its present step."""
         clock = self._present(worker, "push")

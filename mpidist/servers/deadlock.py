@@ -7,11 +7,14 @@ The calls of a server group have no operation numbers, so numbers do not show th
 and a rank in an allreduce disagree. However, the rank in the allreduce has sent a status message
 (see `Statuses`), which names the allreduce. The rank in the pull has not begun that allreduce, and
 cannot begin it while it waits for the other rank.
+
+Workers can also wait for each other in calls of one group, as in pulls of two models in opposite
+order. A server sees that, because a worker that waits sends no further message: see `stalled`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..events import Trail
 from ..runtime.agreement.mismatch import LEFT, WAITING, Status, decode_signature, raised
@@ -37,6 +40,18 @@ def check_stuck(
         status = context.statuses.known(rank)
         if status is not None and _cannot_come(status, context.sequence) and not test():
             context.statuses.fail(_text(context, trail, status))
+
+
+def stalled(waits: Mapping[int, tuple[Collection[int], int]]) -> list[int]:
+    """Return the workers that can never go on, because they wait for each other.
+
+    ``waits[worker]`` has the workers for which a worker waits, and how many of these must go on
+    before it can. A worker that does not wait may always go on.
+    """
+    stuck = set(waits)
+    while free := {w for w in stuck if len(set(waits[w][0]) - stuck) >= waits[w][1]}:
+        stuck -= free
+    return sorted(stuck)
 
 
 def _cannot_come(status: Status, sequence: int) -> bool:

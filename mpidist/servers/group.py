@@ -29,7 +29,7 @@ from .consistency import BSP, Consistency
 from .layout.placement import ServerLayout, choose_ranks, ranks_asked
 from .link import GroupCall, Link, nothing
 from .model_facts import KeptModel, Request
-from .protocol import BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
+from .protocol import BARRIER, BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
 from .server import Hosted, Server
 from .votes import Votes
 
@@ -104,6 +104,7 @@ class ServerGroup:
         consistency: Consistency | None = None,
         seed: int = 0,
         global_batch: int | None = None,
+        nonfinite: str = "raise",
     ) -> Client | None:
         """Add a model to the servers; return the model's client, or None on a dedicated server.
 
@@ -128,6 +129,10 @@ class ServerGroup:
             With ASP and SSP a push is an update with the weight ``samples / global_batch``. Without
             a `global_batch`, a push with 0 samples has weight 0, and any other push has weight 1 /
             (number of workers).
+        nonfinite : "raise" or "drop"
+            What happens to a push with a NaN or an infinity: the worker raises an error before it
+            sends anything, or it sends a push of 0 samples instead, and counts that in
+            ``client.stats``.
 
         Raises
         ------
@@ -141,7 +146,8 @@ class ServerGroup:
         # The name becomes a plain str, because `close` sends names as Python literals, and a
         # subclass of str may have another ``repr``.
         name = str.__str__(name) if isinstance(name, str) else name
-        return self._host(Request(name, model, optimizer, mode, seed, global_batch))
+        asked = Request(name, model, optimizer, mode, seed, global_batch, nonfinite=nonfinite)
+        return self._host(asked)
 
     def add_again(
         self,
@@ -152,12 +158,15 @@ class ServerGroup:
         optimizer,
         consistency: Consistency,
         global_batch: int | None = None,
+        nonfinite: str = "raise",
     ) -> Client | None:
         """Add a model to the new group after a death, with the values that the ranks have kept.
 
         Collective over the group's `comm`, like `add`. `kept` says what this rank has of the model.
         """
-        client = self._host(Request(name, model, optimizer, consistency, 0, global_batch, kept))
+        client = self._host(
+            Request(name, model, optimizer, consistency, 0, global_batch, kept, nonfinite)
+        )
         if self._server is not None:
             hosted = self._hosted(name)
             hosted.gate.begin_at(kept.clocks)
@@ -181,7 +190,7 @@ class ServerGroup:
         self._layouts[name] = layout
         if not self.is_worker:
             return None
-        client = Client(self, name, layout, len(self._layouts) - 1, asked.global_batch)
+        client = Client(self, asked, layout, len(self._layouts) - 1)
         self._clients.append(client)
         return client
 
@@ -264,7 +273,8 @@ class ServerGroup:
         """
         workers = self._workers("barrier")
         with GroupCall(self.link, "barrier"), self.link.doing("barrier"):
-            self.link.touched = True
+            # The first server finds workers that wait for each other, some of them in a barrier.
+            self.link.tell(BARRIER, self.server_ranks[0], TO_SERVER)
             self.link.wait(workers.Ibarrier().Test, peers="worker")
 
     # -- shards ------------------------------------------------------------------------

@@ -13,6 +13,9 @@ from .consistency import Consistency
 from .layout.row_selection import checked_array
 from .shards import parse_init
 
+#: What a client may do with a push that has a NaN or an infinity.
+NONFINITE = ("raise", "drop")
+
 
 class KeptModel(NamedTuple):
     """What this rank has of a model after a death, when the ranks add it to a new group.
@@ -38,6 +41,7 @@ class Request(NamedTuple):
     seed: int = 0
     global_batch: int | None = None
     kept: KeptModel | None = None
+    nonfinite: str = "raise"
 
 
 def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, float]] | None]:
@@ -56,7 +60,8 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
         For names that are not strings, dtypes that are not floating-point, and a mixture of arrays
         and tuples.
     """
-    name, model, _, consistency, seed, global_batch, _ = asked
+    name, model, consistency = asked.name, asked.model, asked.consistency
+    seed, global_batch = asked.seed, asked.global_batch
     if not isinstance(name, str):
         raise ConfigError(f"add: name={shown(name)}; expected a string")
     if isinstance(seed, bool) or not isinstance(seed, int) or not abs(seed) < 1 << 63:
@@ -73,6 +78,7 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
     if global_batch is not None and not (whole and 1 <= global_batch < 1 << 63):
         got = shown(global_batch)
         raise ConfigError(f"model {name!r}: global_batch is {got}; give an integer >= 1")
+    check_nonfinite(asked.nonfinite, f"model {name!r}: ")
     forms = {isinstance(value, tuple | list): key for key, value in model.items()}
     if len(forms) == 2:
         raise ConfigError(
@@ -98,8 +104,16 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
         "consistency": repr(consistency),
         "global_batch": global_batch,
         "seed": seed,
+        "nonfinite": asked.nonfinite,
     }
     return facts, inits
+
+
+def check_nonfinite(nonfinite, where: str = "") -> None:
+    """Raise ConfigError if `nonfinite` is neither "raise" nor "drop"."""
+    if not isinstance(nonfinite, str) or nonfinite not in NONFINITE:
+        names = " or ".join(map(repr, NONFINITE))
+        raise ConfigError(f"{where}nonfinite is {shown(nonfinite)}; give {names}")
 
 
 def _described(model: str, name: str, value) -> tuple[tuple[int, ...], np.dtype]:

@@ -24,6 +24,7 @@ def parameter_server(
     placement: str = "dedicated",
     seed: int = 0,
     global_batch: int | None = None,
+    nonfinite: str = "raise",
     on_pause: Callable[[Any], None] | None = None,
 ) -> Iterator[Client | None]:
     """Put one model on parameter servers for a ``with`` block. Collective over `comm`.
@@ -42,6 +43,7 @@ def parameter_server(
             consistency=consistency,
             seed=seed,
             global_batch=global_batch,
+            nonfinite=nonfinite,
         )
         if client is None:
             group.serve(on_pause)

@@ -25,6 +25,7 @@ from ..errors import ProtocolError
 from ..events import OPEN
 from . import protocol
 from .consistency import Answer, Apply, ConsistencyGate
+from .deadlock import stalled
 from .layout.capacity import ROOM_BYTES
 from .layout.routing import ShardPart, data_bytes, decode_parts, views, whole_parts
 from .link import Link
@@ -32,6 +33,8 @@ from .model_facts import Request
 from .protocol import HEADER_BYTES, TO_SERVER, TO_WORKER, Header, Incoming
 from .shards import ServerShard
 from .votes import Votes
+
+_LOOK_SECONDS = 0.25
 
 
 class Push(NamedTuple):
@@ -74,6 +77,7 @@ class Hosted:
         """Make one update of the parameters, and count how stale the gradients were."""
         version = self.shard.version
         if self.gate.consistency.merges:
+            self._check_samples(action)
             counted = [(1 if p.samples < 0 else p.samples, p.parts) for _, p in action.pushes]
             total = sum(samples for samples, _ in counted) or 1
             self.shard.apply([(samples / total, parts) for samples, parts in counted])
@@ -84,6 +88,16 @@ class Hosted:
         for worker, push in action.pushes:
             self.newest[worker] = version - push.seen
             self.staleness[version - push.seen] += 1
+
+    def _check_samples(self, action: Apply) -> None:
+        """Raise ProtocolError if some pushes of a clock name their samples and others do not."""
+        named = {worker: push.samples for worker, push in action.pushes if push.samples}
+        if len({samples < 0 for samples in named.values()}) == 2:
+            without = [worker for worker, samples in named.items() if samples < 0]
+            raise ProtocolError(
+                f"push to {self.name!r} in clock {action.clock}: workers {without} gave no "
+                f"samples=, the others did; give samples= on all workers or on none"
+            )
 
     def facts(self) -> dict:
         """Return this model's counts for the report, such as updates and steps of each worker."""
@@ -116,6 +130,8 @@ class Server:
         self.votes: Votes | None = None
         self._present = set(range(len(workers)))  # the workers that have not left
         self._paused: dict[int, Any] = {}
+        self._barriers: Counter[int] = Counter()  # how many barriers each worker has entered
+        self._look_at = 0.0  # when to look again for workers that wait for each other
         self._arriving: dict[int, Incoming] = {}
         self._answers: deque[tuple[Hosted, int, Pull, int, int]] = deque()
         self._turn = 0
@@ -147,6 +163,9 @@ class Server:
             acted = True
         if acted:
             self.busy_seconds += time.perf_counter() - start
+        if start >= self._look_at:
+            self._look_at = start + _LOOK_SECONDS
+            self._check_stalled()
         return acted
 
     # -- receiving ---------------------------------------------------------------------
@@ -195,8 +214,11 @@ class Server:
                 "serves; all ranks call add, in the same order, before a server serves"
             )
         kind, rank = protocol.SERVED[header.flags], self.workers[worker]
-        if header.flags & (protocol.BYE | protocol.PAUSE):
+        if header.flags & (protocol.BYE | protocol.PAUSE | protocol.BARRIER):
             self.link.trail.begin(kind, rank, open=False)
+            if header.flags & protocol.BARRIER:
+                self._barriers[worker] += 1
+                return False
             if header.flags & protocol.BYE:
                 self._present.discard(worker)
             else:
@@ -293,6 +315,45 @@ class Server:
         model.pulled[worker] = shard.version
         pull.operation[OPEN] = False
         return buffer, total, self.workers[worker]
+
+    # -- workers that wait for each other --------------------------------------------------
+
+    def _check_stalled(self) -> None:
+        """Raise ProtocolError on all ranks if workers wait for each other in calls of this group.
+
+        A worker in a wait sends nothing more, and its messages arrive in order. So what this server
+        knows of a waiting worker is true until the server itself answers, or all workers have come
+        to the barrier.
+        """
+        waits: dict[int, tuple[list[int], int]] = {}
+        calls: dict[int, str] = {}
+        present = sorted(self._present)
+        for worker in range(len(self.workers)):
+            entered = self._barriers[worker]
+            late = [w for w in range(len(self.workers)) if self._barriers[w] < entered]
+            if worker not in self._present:
+                waits[worker], calls[worker] = ([worker], 1), "has left the group"
+            elif worker in self._paused:
+                away = [other for other in present if other not in self._paused]
+                waits[worker], calls[worker] = (away, len(away)), "waits in pause"
+            elif late:
+                waits[worker], calls[worker] = (late, len(late)), "waits in barrier"
+        for model in self.models:
+            for worker in model.gate.waiting:
+                waits[worker] = model.gate.blockers(worker)
+                calls[worker] = f"waits in a pull of {model.name!r}"
+        stuck = [worker for worker in stalled(waits) if worker in self._present]
+        if stuck:
+            told = [self._told(worker, calls[worker], waits[worker][0]) for worker in stuck[:4]]
+            raise ProtocolError(
+                f"parameter server {self.index}: workers wait for each other: {'; '.join(told)}; "
+                "all workers must make the same calls of clients and of the group in one order"
+            )
+
+    def _told(self, worker: int, call: str, others: Sequence[int]) -> str:
+        ranks = ", ".join(str(self.workers[other]) for other in others)
+        gone = "" if set(others) & self._present else ", which has left the group"
+        return f"rank {self.workers[worker]} {call} for rank {ranks}{gone}"
 
     # -- pauses ------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from ..pipeline.stage_plan import check_layers, check_runs, plan_stages
 from ..registry import build, look_up
 from ..servers.consistency import ASP, BSP, SSP, Consistency
 from ..servers.layout.placement import choose_ranks, ranks_asked
+from ..servers.model_facts import check_nonfinite
 from .checks import expect, has_methods, is_whole_number
 
 
@@ -103,16 +104,22 @@ class ParameterServer:
     placement : str
         "dedicated": a rank is either a server or a worker. "colocated": a server is a worker as
         well.
+    nonfinite : "raise" or "drop"
+        What happens to a push with a NaN or an infinity, see `ServerGroup.add`.
     """
 
     servers: int | Sequence[int] = 1
     consistency: Consistency = field(default_factory=BSP)
     placement: str = "dedicated"
+    nonfinite: str = "raise"
     survives: ClassVar[bool] = True
+
+    def __post_init__(self):
+        check_nonfinite(self.nonfinite)
 
     def workers(self, size: int) -> int:
         """Return how many of `size` ranks are workers; raise ConfigError if there is no worker."""
-        return len(choose_ranks(size, self.servers, self.placement)[1])
+        return len(choose_ranks(size, ranks_asked(self.servers), self.placement)[1])
 
     def open(self, comm, model, optimizer, *, global_batch: int, seed: int, kept=None):
         """Return the object that exchanges the gradients in one run. Collective over `comm`.
@@ -236,7 +243,11 @@ CONSISTENCIES = {"bsp": BSP, "asp": ASP, "ssp": SSP}
 
 
 def _parameter_server(
-    servers=1, consistency: str = "bsp", staleness: int | None = None, placement="dedicated"
+    servers=1,
+    consistency: str = "bsp",
+    staleness: int | None = None,
+    placement="dedicated",
+    nonfinite="raise",
 ) -> ParameterServer:
     settings = {} if staleness is None else {"staleness": staleness}
     if settings and consistency != "ssp":
@@ -248,7 +259,7 @@ def _parameter_server(
         raise ConfigError(f"servers={shown(servers)}: expected how many, or distinct ranks")
     # The number of ranks may be unknown yet. Two are enough to refuse 0 servers or a bad placement.
     choose_ranks(2, min(servers, 1) if isinstance(servers, int) else 1, placement)
-    return ParameterServer(servers, mode, placement)
+    return ParameterServer(servers, mode, placement, nonfinite)
 
 
 STRATEGIES: dict[str, Callable] = {

@@ -81,10 +81,11 @@ def test_subgradient_descent_on_agaricus(comm, data_dir, mode):
         weights = client.pull()["w"]
         if comm.size == 2:
             # What travels is what the minibatch touches: per step three headers, and for each row
-            # its number to pull, its number and its gradient to push. Then one pull of it all.
+            # its number to pull, its number and its gradient to push. Then a barrier, and a pull of
+            # it all.
             words = 3 * moved + 2 * 2 * steps
             sent = client.stats["bytes_sent"] - before
-            assert sent == 8 * words + (3 * steps + 1) * HEADER_BYTES
+            assert sent == 8 * words + (3 * steps + 2) * HEADER_BYTES
     if mode.merges:
         np.testing.assert_allclose(weights, serial(labels, records, steps), atol=1e-9)
     labels, records = read_libsvm(data_dir / "agaricus" / "agaricus.txt.test")

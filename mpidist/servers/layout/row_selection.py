@@ -75,6 +75,11 @@ class Selection:
         if given is None:
             return np.empty(shape, tensor.dtype)
         array = checked_array(f"pull {name!r}: out", given)
+        if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+            raise ConfigError(
+                f"pull {name!r}: out is {array.dtype}, which cannot hold the values of "
+                f"{tensor.dtype}; give a floating-point array"
+            )
         if array.shape != shape or not is_writable(array):
             lock = "" if is_writable(array) else " (read-only)"
             raise ConfigError(

@@ -89,7 +89,7 @@ class Served(WholeModel):
     equal_state = False
     price = None
 
-    def __init__(self, comm, model, optimizer, strategy, kept: Kept | None = None, **settings: int):
+    def __init__(self, comm, model, optimizer, strategy, kept: Kept | None = None, **settings: Any):
         self.comm, self.model = comm, model
         self.kept = Kept(strategy.servers) if kept is None else kept
         self.group = ServerGroup(comm, servers=self.kept.servers, placement=strategy.placement)
@@ -99,6 +99,7 @@ class Served(WholeModel):
         self.dedicated = not self.group.is_worker
         self.agreement: Any = None
         try:
+            settings = {**settings, "nonfinite": strategy.nonfinite}
             self._open(optimizer, strategy.consistency, settings)
         except BaseException as error:
             if is_death(error):
