@@ -26,7 +26,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
 .PHONY: help run test test-unit test-mpi test-launch test-cluster test-slurm test-net test-gpu \
-        test-floor test-hdf5 fuzz lint bench bench-simulate bench-net bench-relaunch bench-elastic bench-counters soak soak-threads \
+        test-floor test-hdf5 fuzz lint bench bench-simulate bench-net bench-relaunch bench-elastic bench-counters bench-staleness soak soak-threads \
         soak-recovery soak-elastic soak-links soak-histories soak-readers docs clean size
 
 help:
@@ -148,6 +148,9 @@ bench-relaunch: $(VENV)/.run
 # torch may have an environment of its own: BENCH_ARGS="torch --torch-python PYTHON"
 bench-elastic: $(VENV)/.run
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m benchmarks.elastic $(BENCH_ARGS)
+
+bench-staleness: $(VENV)/.run
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.staleness $(BENCH_ARGS)
 
 bench-counters: $(VENV)/.run
 	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.counters $(BENCH_ARGS)

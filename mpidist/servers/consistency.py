@@ -37,8 +37,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple
@@ -63,6 +64,12 @@ class Consistency:
     bound: ClassVar[int | None] = None
     holds: ClassVar[bool] = False
     merges: ClassVar[bool] = False
+
+    def gate(
+        self, workers: int, server: int = 0, now: Callable[[], float] = time.monotonic
+    ) -> ConsistencyGate:
+        """Return a new gate for server number `server`, which measures times by `now`."""
+        return ConsistencyGate(self, workers)
 
 
 @dataclass(frozen=True)
@@ -152,7 +159,7 @@ class ConsistencyGate:
         return min(itertools.compress(self.clocks, self.live), default=sys.maxsize)
 
     def is_open(self, worker: int) -> bool:
-        """Whether `worker` may work on its present step; remains true until this step ends."""
+        """Whether a pull of `worker` in its present step is answered now."""
         bound = self.consistency.bound
         return bound is None or self.ahead(worker) <= bound
 
@@ -176,7 +183,7 @@ class ConsistencyGate:
         clock = self._present(worker, "push")
         if self.pushed[worker] == clock:
             raise _refused(worker, f"second push in clock {clock}; call clock() first")
-        if not self.is_open(worker):
+        if self.entered[worker] != clock and not self.is_open(worker):
             raise _refused(worker, f"push in clock {clock} before it was let in; pull first")
         self.pushed[worker] = clock
         if not self.consistency.holds:
@@ -236,10 +243,21 @@ def _refused(worker: int, why: str) -> ProtocolError:
 
 
 class Simulation(NamedTuple):
-    """The result of `simulate`: the seconds of the run, and the seconds that each worker waited."""
+    """The result of `simulate`.
+
+    Attributes
+    ----------
+    seconds : float
+        The seconds of the run.
+    waited : tuple of float
+        The seconds that each worker waited.
+    gap : float
+        The mean number of steps that workers were ahead of the slowest one when they began a step.
+    """
 
     seconds: float
     waited: tuple[float, ...]
+    gap: float = 0.0
 
 
 def simulate(
@@ -258,12 +276,12 @@ def simulate(
         Seconds from a worker's push to the answer of its next pull, if the pull need not wait for
         other workers.
     """
-    gate = ConsistencyGate(consistency, len(delays))
+    now = 0.0
+    gate = consistency.gate(len(delays), now=lambda: now)
     done = [0] * len(delays)
     asked = [0.0] * len(delays)
     waited = [0.0] * len(delays)
     finished = [(0.0, worker) for worker in range(len(delays))]  # a heap of (time, worker)
-    now = 0.0
     while finished:
         now, worker = heapq.heappop(finished)
         asked[worker] = now
@@ -275,4 +293,6 @@ def simulate(
                 waited[free] += now - asked[free]
                 heapq.heappush(finished, (now + trip + delays[free][done[free]], free))
                 done[free] += 1
-    return Simulation(now, tuple(waited))
+    begun = sum(gate.gaps.values()) or 1
+    gap = sum(gap * times for gap, times in gate.gaps.items()) / begun
+    return Simulation(now, tuple(waited), gap)

@@ -24,7 +24,7 @@ from mpi4py import MPI
 from ..errors import ProtocolError
 from ..events import OPEN
 from . import protocol
-from .consistency import Answer, Apply, ConsistencyGate
+from .consistency import Answer, Apply
 from .deadlock import stalled
 from .layout.capacity import ROOM_BYTES
 from .layout.routing import ShardPart, data_bytes, decode_parts, views, whole_parts
@@ -60,7 +60,7 @@ class Hosted:
 
     def __init__(self, asked: Request, shard: ServerShard, workers: int):
         self.name, self.shard = asked.name, shard
-        self.gate = ConsistencyGate(asked.consistency, workers)
+        self.gate = asked.consistency.gate(workers, shard.server)
         self.global_batch: Any = asked.global_batch
         self.pulled = [0] * workers  # the shard's version at each worker's newest pull
         self.newest = [-1] * workers  # staleness of each worker's newest applied push

@@ -9,6 +9,7 @@ attributes: see ``allreduce_exchange.py``). A strategy may have a method `check_
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -21,6 +22,7 @@ from ..registry import build, look_up
 from ..servers.consistency import ASP, BSP, SSP, Consistency
 from ..servers.layout.placement import choose_ranks, ranks_asked
 from ..servers.model_facts import check_nonfinite
+from ..servers.modes.dynamic_bound import DSSP
 from .checks import expect, has_methods, is_whole_number
 
 
@@ -239,19 +241,28 @@ class Pipeline:
         return Stages(comm, model, optimizer, grid)
 
 
-CONSISTENCIES = {"bsp": BSP, "asp": ASP, "ssp": SSP}
+CONSISTENCIES = {"bsp": BSP, "asp": ASP, "ssp": SSP, "dssp": DSSP}
 
 
 def _parameter_server(
     servers=1,
     consistency: str = "bsp",
     staleness: int | None = None,
+    low: int | None = None,
+    high: int | None = None,
+    rule: str | None = None,
     placement="dedicated",
     nonfinite="raise",
 ) -> ParameterServer:
-    settings = {} if staleness is None else {"staleness": staleness}
-    if settings and consistency != "ssp":
-        raise ConfigError(f"staleness={staleness} needs consistency='ssp', got {consistency!r}")
+    given = {"staleness": staleness, "low": low, "high": high, "rule": rule}
+    settings = {name: value for name, value in given.items() if value is not None}
+    accepted = inspect.signature(look_up(CONSISTENCIES, consistency, "consistency")).parameters
+    if wrong := [name for name in settings if name not in accepted]:
+        users = [mode for mode, kind in CONSISTENCIES.items()
+                 if wrong[0] in inspect.signature(kind).parameters]  # fmt: skip
+        needed = " or ".join(map(repr, users))
+        setting = f"{wrong[0]}={shown(settings[wrong[0]])}"
+        raise ConfigError(f"{setting} needs consistency={needed}, got {consistency!r}")
     mode = build(CONSISTENCIES, consistency, settings, "consistency")
     asked = ranks_asked(servers)
     ranks = asked if isinstance(asked, list) else [asked]

@@ -99,7 +99,9 @@ def test_ssp_without_staleness_equals_bsp(comm, global_batch):
 
 
 @pytest.mark.ranks(2, 4, 7)
-@pytest.mark.parametrize("mode", [md.BSP(), md.SSP(0), md.SSP(2), md.ASP()], ids=str)
+@pytest.mark.parametrize(
+    "mode", [md.BSP(), md.SSP(0), md.SSP(2), md.ASP(), md.DSSP(1, 3), md.DSSP(0, 0)], ids=str
+)
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
 def test_every_push_counts_once(comm, mode, placement):
     """R66, R67, R68: exact sums whatever the order; the bound holds; uneven epochs end."""
@@ -134,7 +136,7 @@ def test_every_push_counts_once(comm, mode, placement):
 
 
 @pytest.mark.ranks(3, 6)
-@pytest.mark.parametrize("mode", [md.SSP(2), md.ASP()], ids=str)
+@pytest.mark.parametrize("mode", [md.SSP(2), md.ASP(), md.DSSP(0, 2, "paper")], ids=str)
 def test_sum_after_the_last_clock(comm, mode):
     """No push is lost: after all have finished, the parameters are the sum of all of them."""
     with md.parameter_server(

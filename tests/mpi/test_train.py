@@ -95,7 +95,7 @@ def test_colocated_servers(comm):
 @pytest.mark.ranks(4)
 def test_asynchronous_servers_learn(comm):
     """SSP(0) is BSP for plain SGD; a push weighs samples / global batch, so batches are full."""
-    for consistency in (md.ASP(), md.SSP(2), md.SSP(0)):
+    for consistency in (md.ASP(), md.SSP(2), md.SSP(0), md.DSSP(0, 2)):
         strategy = md.ParameterServer(1, consistency)
         parameters, result = fit(comm, optim.sgd(0.1), epochs=6, strategy=strategy, batch=25)
         assert result.test_accuracy > 0.55
@@ -164,6 +164,19 @@ def test_periodic_checkpoints_are_readable(comm, folder):
         np.testing.assert_array_equal(state["parameters"][name], array)
     assert set(state["optimizer"]) == {"velocity", "step", "progress"}
     comm.Barrier()
+
+
+@pytest.mark.ranks(4, 5)
+@pytest.mark.parametrize("placement", ["dedicated", "colocated"])
+def test_saves_and_stops_with_a_bound_that_moves(comm, folder, placement):
+    """R69: under DSSP, too, all workers come to a save and to a planned stop, and go on."""
+    strategy = md.ParameterServer(2, md.DSSP(0, 3), placement)
+    settings = {"strategy": strategy, "checkpoint": folder, "checkpoint_every": 4, "epochs": 6}
+    _, half = fit(comm, optim.sgd(0.1), batch=25, stop_after=11, **settings)
+    assert (half.steps, half.finished) == (11, False)
+    _, result = fit(comm, optim.sgd(0.1), batch=25, **settings)
+    assert (result.resumed_at, result.steps, result.finished) == (11, 36, True)
+    assert result.test_accuracy > 0.55
 
 
 class Poisoned:

@@ -60,7 +60,7 @@ def test_kinds_are_those_of_the_names():
     for name, kind in documented():
         last = name.rpartition(".")[2]
         assert (kind in ("class", "exception")) == (last[0].isupper() and not last.isupper()) or (
-            last in ("BSP", "ASP", "SSP", "HDF5") and kind == "class"
+            last in ("BSP", "ASP", "SSP", "DSSP", "HDF5") and kind == "class"
         ), name
 
 

@@ -25,7 +25,6 @@ from ...partition import BlockPartition
 from ...runtime.agreement.run_on_all import run_on_all
 from ...runtime.polling import wait_until
 from ...runtime.ulfm import is_death, keep_alive, tester
-from ...servers.consistency import SSP
 from ...servers.group import ServerGroup
 from ...servers.model_facts import KeptModel
 from ..checks import check_loss
@@ -132,7 +131,7 @@ class Served(WholeModel):
         self.stragglers = OwnTimes(self.client)
         self.gradients, _ = flat_views(model.parameters)
         self._views = dict(self.gradients)
-        slack = mode.staleness if isinstance(mode, SSP) else 0
+        slack = mode.bound or 0
         assert self.workers is not None  # this rank is a worker
         self.agreement = Agreement(
             self.workers, slack + 2, self.group.progress, self.client.finished, self.kept.clock

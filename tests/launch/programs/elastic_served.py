@@ -127,6 +127,7 @@ def log(report):
 
 
 modes = {"bsp": md.BSP(), "asp": md.ASP(), "ssp": md.SSP(2), "ssp0": md.SSP(0)}
+modes["dssp"] = md.DSSP(1, 2)
 strategy = md.ParameterServer(
     settings.get("servers", 1), modes[settings.get("mode", "bsp")],
     settings.get("placement", "dedicated"),

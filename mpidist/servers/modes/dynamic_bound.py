@@ -1,0 +1,204 @@
+"""DSSP: bounded staleness with a bound that follows the speed of the workers. Uses no MPI.
+
+Under SSP(s) a fast worker waits if it is more than s steps ahead. A large s hides the pauses of a
+worker that is otherwise as fast as the others. It hides nothing if one worker is always slow: the
+fast ones run into the bound all the same, and on the way they work with old parameters. DSSP lets a
+worker go up to `high` steps ahead where that saves a wait, and else up to `low` steps.
+
+    low = 1, high = 3     a worker pauses once       others go on, up to 3 steps ahead
+                          a worker is always slow    others keep to 1 step, with newer parameters
+
+A worker that is at most `low` steps ahead never waits, whatever the measurements say, and no worker
+is ever more than `high` steps ahead. Between the two a rule decides, from `RULES`:
+
+median   A worker may pass `low` if the slowest worker usually is as fast as it is itself: if the
+         median of its last 31 work times is at most 1.25 times that of the worker. Its lag is then
+         a pause, which ends. A worker with fewer than 16 work times is not known to be slow. The
+         rule is asked again whenever a worker finishes a step.
+paper    The rule of Zhao et al.: when the fastest worker gets to `low`, the server predicts the
+         next times of pushes of this worker and of the slowest one, from their two newest pushes.
+         It grants as many steps, up to ``high - low``, as bring the two nearest to each other.
+
+Several servers: a worker may begin a step only when all servers have answered, and measurements
+differ between servers. Therefore the first server alone has the rule, and the others keep the bound
+`high`. Nobody waits in a circle, whatever the measurements are: a worker waits only for workers
+with a smaller clock, and a worker with the smallest clock does not wait on any server.
+
+Zhao, An, Liu, Chen, "Dynamic stale synchronous parallel distributed training for deep learning",
+ICDCS 2019, arXiv 1908.11848.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...errors import ConfigError
+from ...registry import checked_whole, look_up
+from ..consistency import Answer, Apply, Consistency, ConsistencyGate
+
+_TIMES, _ALIKE = 31, 1.25
+
+
+@dataclass(frozen=True)
+class DSSP(Consistency):
+    """Dynamic stale-synchronous: as SSP, with a bound between `low` and `high` that follows speeds.
+
+    A worker may be up to `high` steps ahead of the slowest one if that one is usually as fast, and
+    else up to `low` steps. Short pauses of a worker then delay nobody, and a worker that is always
+    slow does not make the others work with old parameters. With ``low == high`` this is SSP.
+
+    Zhao et al., "Dynamic stale synchronous parallel distributed training for deep learning", ICDCS
+    2019, arXiv 1908.11848, of which ``rule="paper"`` is the rule.
+
+    Parameters
+    ----------
+    low, high : int
+        The bound where waiting cannot be avoided, and the largest bound.
+    rule : "median" or "paper"
+        How the server chooses: from the median of each worker's last 31 work times, or by the
+        prediction of the next pushes from the two newest ones, as in the paper.
+
+    Raises
+    ------
+    ConfigError
+        `low` or `high` is negative or no whole number, `low` is above `high`, or the rule is
+        unknown.
+    """
+
+    low: int = 2
+    high: int = 8
+    rule: str = "median"
+
+    def __post_init__(self):
+        for name in ("low", "high"):
+            whole = checked_whole(f"DSSP: {name}", getattr(self, name), 0)
+            object.__setattr__(self, name, whole)  # the dataclass is frozen
+        if self.low > self.high:
+            raise ConfigError(f"DSSP: low={self.low} is above high={self.high}; give low <= high")
+        look_up(RULES, self.rule, "rule of DSSP")
+        object.__setattr__(self, "bound", self.high)
+        object.__setattr__(self, "holds", self.high == 0)
+
+    def gate(
+        self, workers: int, server: int = 0, now: Callable[[], float] = time.monotonic
+    ) -> ConsistencyGate:
+        """Return the gate of server number `server`: only the first one moves the bound."""
+        return ConsistencyGate(self, workers) if server else DynamicGate(self, workers, now)
+
+
+class Rule(Protocol):
+    """Whether a worker may go on that is more than `low` and at most `high` steps ahead."""
+
+    def may_pass(self, gate: DynamicGate, worker: int) -> bool:
+        """Decide for the waiting pull of `worker`, when it comes and after each further event."""
+
+
+class DynamicGate(ConsistencyGate):
+    """The gate of `DSSP` on the first server: it measures the workers, and asks the rule.
+
+    Attributes
+    ----------
+    work : list of deque of float
+        The last work times of each worker, in seconds: from the answer of its pull to its tick.
+    ticks : list of deque of float
+        When the two newest steps of each worker were finished.
+    """
+
+    def __init__(self, consistency: DSSP, workers: int, now: Callable[[], float]):
+        super().__init__(consistency, workers)
+        self.low, self.high = consistency.low, consistency.high
+        self.work: list[deque[float]] = [deque(maxlen=_TIMES) for _ in range(workers)]
+        self.ticks: list[deque[float]] = [deque(maxlen=2) for _ in range(workers)]
+        self._rule: Rule = RULES[consistency.rule](workers)
+        self._now = now
+        self._began: list[float | None] = [None] * workers
+
+    def is_open(self, worker: int) -> bool:
+        """Whether a pull of `worker` is answered now."""
+        ahead = self.ahead(worker)
+        if ahead <= self.low or self.entered[worker] == self.clocks[worker]:
+            return True
+        return ahead <= self.high and self._rule.may_pass(self, worker)
+
+    def blockers(self, worker: int) -> tuple[list[int], int]:
+        """Return the workers for which the pull of `worker` waits, and how many of them."""
+        lowest = self.clocks[worker] - self.low
+        behind = [w for w, c in enumerate(self.clocks) if self.live[w] and c < lowest]
+        return behind, len(behind)
+
+    def tick(self, worker: int) -> list[Apply | Answer]:
+        """Record that `worker` has finished its present step, and how long it worked."""
+        now, began = self._now(), self._began[worker]
+        if worker not in self.waiting and began is not None:
+            self.work[worker].append(now - began)
+        self._began[worker] = None
+        self.ticks[worker].append(now)
+        return super().tick(worker)
+
+    def _enter(self, worker: int, item: Any) -> Answer:
+        if self.entered[worker] != self.clocks[worker]:
+            self._began[worker] = self._now()
+        return super()._enter(worker, item)
+
+    def last(self) -> list[int]:
+        """Return the live workers with the smallest clock."""
+        slowest = self.slowest()
+        live = itertools.compress(range(len(self.clocks)), self.live)
+        return [worker for worker in live if self.clocks[worker] == slowest]
+
+
+class MedianRule:
+    """Go on while the slowest worker usually is as fast; see the module's text."""
+
+    def __init__(self, workers: int):
+        pass
+
+    def may_pass(self, gate: DynamicGate, worker: int) -> bool:
+        """Compare medians; a worker that has done only a few steps is not known to be slow."""
+        mine = statistics.median(gate.work[worker]) if gate.work[worker] else 0.0
+        known = [gate.work[other] for other in gate.last() if len(gate.work[other]) > _TIMES // 2]
+        return all(statistics.median(others) <= _ALIKE * mine for others in known)
+
+
+class PaperRule:
+    """The rule of Zhao et al.: steps are granted to the fastest worker; see the module's text."""
+
+    def __init__(self, workers: int):
+        self.granted = [0] * workers
+        self._refused = [-1] * workers  # the clock in which a worker was refused
+
+    def may_pass(self, gate: DynamicGate, worker: int) -> bool:
+        """Use up a granted step, or ask for steps if `worker` is the fastest one."""
+        clock = gate.clocks[worker]
+        if self._refused[worker] == clock:
+            return False  # it waits until it is at most `low` steps ahead
+        live = itertools.compress(gate.clocks, gate.live)
+        if not self.granted[worker] and clock == max(live):
+            self.granted[worker] = self._steps(gate, worker)
+        if not self.granted[worker]:
+            self._refused[worker] = clock
+            return False
+        self.granted[worker] -= 1
+        return True
+
+    @staticmethod
+    def _steps(gate: DynamicGate, worker: int) -> int:
+        """Return after how many further steps the worker would wait least for the slowest one."""
+        mine, others = gate.ticks[worker], gate.ticks[gate.last()[0]]
+        if len(mine) < 2 or len(others) < 2:
+            return 0
+        most = gate.high - gate.low
+        pushes = [mine[1] + steps * (mine[1] - mine[0]) for steps in range(most + 1)]
+        arrivals = [others[1] + steps * (others[1] - others[0]) for steps in range(1, most + 2)]
+        nearest = [min(abs(push - arrival) for arrival in arrivals) for push in pushes]
+        return nearest.index(min(nearest))
+
+
+#: How DSSP chooses between its two bounds. A new rule is a class with `Rule.may_pass`.
+RULES: dict[str, Callable[[int], Rule]] = {"median": MedianRule, "paper": PaperRule}

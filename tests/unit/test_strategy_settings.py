@@ -1,0 +1,36 @@
+"""Settings of parameter servers in a job file: each belongs to a mode."""
+
+import pytest
+
+import mpidist as md
+from mpidist.errors import ConfigError
+from mpidist.training.strategies import from_settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [
+        ({}, md.BSP()),
+        ({"consistency": "ssp", "staleness": 2}, md.SSP(2)),
+        ({"consistency": "dssp"}, md.DSSP()),
+        ({"consistency": "dssp", "low": 1, "high": 4, "rule": "paper"}, md.DSSP(1, 4, "paper")),
+    ],
+)
+def test_a_mode_and_its_settings(settings, mode):
+    assert from_settings("parameter_server", settings).consistency == mode
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"staleness": 2}, "staleness=2 needs consistency='ssp', got 'bsp'"),
+        ({"consistency": "ssp", "low": 2}, "low=2 needs consistency='dssp', got 'ssp'"),
+        ({"consistency": "dssp", "low": 5, "high": 2}, "low=5 is above high=2"),
+        ({"consistency": "dssp", "low": "1"}, "DSSP: low is '1'"),
+        ({"consistency": "dsp"}, "unknown consistency 'dsp'.*did you mean"),
+        ({"nonfinite": "keep"}, "nonfinite is 'keep'; give 'raise' or 'drop'"),
+    ],
+)
+def test_bad_settings(settings, text):
+    with pytest.raises(ConfigError, match=text):
+        from_settings("parameter_server", settings)
