@@ -52,6 +52,7 @@ _HOME = {
     "BSP": "servers.consistency",
     "ASP": "servers.consistency",
     "SSP": "servers.consistency",
+    "BackupWorkers": "servers.modes.backup_workers",
     "DSSP": "servers.modes.dynamic_bound",
     "ServerGroup": "servers.group",
     "Client": "servers.client",

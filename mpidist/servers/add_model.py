@@ -32,6 +32,7 @@ def host_model(group, server: Server | None, taken: Container, asked: Request) -
         if isinstance(asked.name, str) and asked.name in taken:
             raise ConfigError(f"{doing}: this group has a model of that name")
         facts, inits = parse_model(asked)
+        asked.consistency.check(len(workers))
         check_server_optimizer(asked.name, asked.optimizer)
         return {
             "facts": {**facts, "optimizer": optimizer_facts(asked.optimizer)},

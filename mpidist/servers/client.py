@@ -42,7 +42,10 @@ class Client:
     versions : list of int
         The number of updates in each server's shard at this worker's newest pull from the server.
     finished : int
-        The number of clocks (steps) that this worker has finished.
+        The number of clocks (steps) that this worker has finished, or passed over because it was
+        late (`BackupWorkers`).
+    dropped : int
+        How many pushes of this worker the servers have not applied, as its newest pull told.
     gaps : Counter
         For each number n, how many clocks (steps) this worker began when it was n clocks ahead of
         the slowest worker.
@@ -66,7 +69,7 @@ class Client:
         self.gaps: Counter[int] = Counter()
         self.closed = self.started = False
         self._batch, self._drops = asked.global_batch, asked.nonfinite == "drop"
-        self._nonfinite = 0
+        self._nonfinite = self.dropped = self.skipped = 0
         self._names = Selection(name, layout)
         self._whole = [whole_parts(layout, server) for server in range(len(self._servers))]
         self._entered = self._pushed = -1
@@ -79,7 +82,7 @@ class Client:
     def pull(self, what=None, *, out: Mapping | None = None) -> dict:
         """Fetch parameters with all updates that the consistency mode guarantees in this step.
 
-        The call waits for slower workers if the model's consistency mode (BSP, ASP or SSP) requires
+        The call waits for slower workers if the model's consistency mode (as BSP or SSP) requires
         it. A server never answers a pull while it is in the middle of an update. After the call,
         `versions` has the number of updates that the values of each server include.
 
@@ -194,8 +197,10 @@ class Client:
         workers to catch up ("worker"). ``gaps`` (steps ahead of the slowest worker), ``staleness``
         (updates by other workers between this worker's pull and push) and ``queue`` (how many
         workers waited for a server at the same time) are histograms. ``nonfinite`` counts the
-        pushes that were left out because of a NaN or an infinity. The counts of messages and bytes
-        are sums over all clients of this rank.
+        pushes that were left out because of a NaN or an infinity. ``dropped`` counts the pushes
+        that servers did not apply, and ``skipped`` the clocks that this worker passed over, as far
+        as its newest pull told. The counts of messages and bytes are sums over all clients of this
+        rank.
         """
         return {
             "clocks": self.finished,
@@ -206,6 +211,8 @@ class Client:
             "waits": dict(self._waits),
             "imbalance": self.layout.imbalance,
             "nonfinite": self._nonfinite,
+            "dropped": self.dropped,
+            "skipped": self.skipped,
             **self._link.counters.snapshot(),
         }
 
@@ -367,11 +374,14 @@ class Client:
         if flags & CLOCK:
             self.finished += 1
         if entering:
-            self._entered = self.finished
             self.gaps[max(header.gap for header in headers)] += 1
             oldest = max(header.staleness for header in headers)
-            if oldest >= 0 and self._pushed == self.finished - 1:
+            before, self.dropped = self.dropped, max(header.note0 for header in headers)
+            if oldest >= 0 and self._pushed == self.finished - 1 and self.dropped == before:
                 self._staleness[oldest] += 1
+            # With backup workers, a late worker goes on at the clock of the others.
+            self.skipped += headers[0].clock - self.finished
+            self.finished = self._entered = headers[0].clock
         finish()
 
 

@@ -59,11 +59,17 @@ class Consistency:
         Whether the server holds each push until every live worker has finished the push's clock.
     merges : bool
         Whether all pushes of one clock make one update.
+    survives : bool
+        Whether an elastic run can go on in this mode after a death.
     """
 
     bound: ClassVar[int | None] = None
     holds: ClassVar[bool] = False
     merges: ClassVar[bool] = False
+    survives: ClassVar[bool] = True
+
+    def check(self, workers: int) -> None:
+        """Raise ConfigError if the mode does not suit this number of workers."""
 
     def gate(
         self, workers: int, server: int = 0, now: Callable[[], float] = time.monotonic
@@ -117,12 +123,22 @@ class Apply(NamedTuple):
     pushes: tuple[tuple[int, Any], ...]
 
 
+class Drop(NamedTuple):
+    """The action to throw away `pushes`, a list of (worker, push) of one clock, and count them."""
+
+    clock: int
+    pushes: tuple[tuple[int, Any], ...]
+
+
 class Answer(NamedTuple):
     """The action to answer a pull of `worker`, which is `gap` steps ahead of the slowest worker."""
 
     worker: int
     gap: int
     item: Any
+
+
+Action = Apply | Answer | Drop
 
 
 class ConsistencyGate:
@@ -149,6 +165,10 @@ class ConsistencyGate:
         self.held: dict[int, dict[int, Any]] = {}  # clock -> worker -> item
         self.waiting: dict[int, Any] = {}  # worker -> item, in order of arrival
         self.gaps: Counter[int] = Counter()
+        #: What the other servers must be told, in modes in which the first server decides alone.
+        self.decisions: list = []
+        #: Whether all pushes are applied or dropped once every worker has left.
+        self.settled = True
 
     def begin_at(self, clocks: Sequence[int]) -> None:
         """Let the workers begin at these clocks, before the first event."""
@@ -178,54 +198,58 @@ class ConsistencyGate:
         behind = [other for other, clock in clocks if self.live[other] and clock < lowest]
         return behind, len(behind)
 
-    def push(self, worker: int, item: Any = None) -> list[Apply | Answer]:
+    def push(self, worker: int, item: Any = None) -> list[Action]:
         """Record one push of `worker` in its present step."""
         clock = self._present(worker, "push")
         if self.pushed[worker] == clock:
-            raise _refused(worker, f"second push in clock {clock}; call clock() first")
+            raise refused(worker, f"second push in clock {clock}; call clock() first")
         if self.entered[worker] != clock and not self.is_open(worker):
-            raise _refused(worker, f"push in clock {clock} before it was let in; pull first")
+            raise refused(worker, f"push in clock {clock} before it was let in; pull first")
         self.pushed[worker] = clock
         if not self.consistency.holds:
             return [Apply(clock, ((worker, item),))]
         self.held.setdefault(clock, {})[worker] = item
         return []
 
-    def tick(self, worker: int) -> list[Apply | Answer]:
+    def tick(self, worker: int) -> list[Action]:
         """Record that `worker` has finished its present step."""
         self._present(worker, "clock")
         self.clocks[worker] += 1
         return self._released()
 
-    def pull(self, worker: int, item: Any = None) -> list[Apply | Answer]:
+    def pull(self, worker: int, item: Any = None) -> list[Action]:
         """Record that `worker` asks for the parameters in its present step."""
         self._present(worker, "pull")
         self.waiting[worker] = item
         return self._answers()
 
-    def leave(self, worker: int) -> list[Apply | Answer]:
+    def leave(self, worker: int) -> list[Action]:
         """Record that `worker` has finished or died; other workers no longer wait for `worker`."""
         self._present(worker, "leave")
         self.live[worker] = False
         return self._released()
 
+    def follow(self, decision: Any) -> list[Action]:
+        """Record a decision of the first server, in modes in which it decides for all servers."""
+        raise ProtocolError(f"{self.consistency}: no server decides for the others: {decision}")
+
     def _present(self, worker: int, event: str) -> int:
         if not self.live[worker]:
-            raise _refused(worker, f"{event} after it has left")
+            raise refused(worker, f"{event} after it has left")
         if worker in self.waiting:
-            raise _refused(worker, f"{event} while its pull waits")
+            raise refused(worker, f"{event} while its pull waits")
         return self.clocks[worker]
 
-    def _released(self) -> list[Apply | Answer]:
+    def _released(self) -> list[Action]:
         slowest = self.slowest()
-        actions: list[Apply | Answer] = []
+        actions: list[Action] = []
         for clock in sorted(clock for clock in self.held if clock < slowest):
             pushes = tuple(sorted(self.held.pop(clock).items(), key=itemgetter(0)))
             updates = [pushes] if self.consistency.merges else [(push,) for push in pushes]
             actions += [Apply(clock, update) for update in updates]
         return actions + self._answers()
 
-    def _answers(self) -> list[Apply | Answer]:
+    def _answers(self) -> list[Action]:
         free = [worker for worker in self.waiting if self.is_open(worker)]
         return [self._enter(worker, self.waiting.pop(worker)) for worker in free]
 
@@ -238,7 +262,8 @@ class ConsistencyGate:
         return Answer(worker, gap, item)
 
 
-def _refused(worker: int, why: str) -> ProtocolError:
+def refused(worker: int, why: str) -> ProtocolError:
+    """Return the error for an event of `worker` that is not allowed."""
     return ProtocolError(f"worker {worker}: {why}")
 
 

@@ -88,7 +88,9 @@ class ServerGroup:
         self.workers = None if split == MPI.COMM_NULL else split
         atexit.register(self._left_open)
         if self.is_server:
-            self._server = Server(self.link, self.server_ranks.index(comm.rank), self.worker_ranks)
+            self._server = Server(
+                self.link, self.server_ranks.index(comm.rank), self.worker_ranks, self.server_ranks
+            )
             if self.is_worker:
                 self.link.background = self._server.poll
                 self._server.on_pause = lambda tag: None  # the rank's worker does the server's part
@@ -121,7 +123,7 @@ class ServerGroup:
             other ranks shapes.
         optimizer : object with init and update
             The servers apply it elementwise: see ``mpidist.optim``.
-        consistency : BSP, ASP or SSP
+        consistency : BSP, SSP, DSSP, ASP or BackupWorkers
             BSP by default.
         seed : int
             Seed of the initial values, which depend on seed, name and position only.

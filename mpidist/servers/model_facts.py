@@ -73,7 +73,9 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
         )
     if not isinstance(consistency, Consistency):
         got = shown(consistency)
-        raise ConfigError(f"model {name!r}: consistency is {got}; give BSP, ASP or SSP")
+        raise ConfigError(
+            f"model {name!r}: consistency is {got}; give BSP, SSP, DSSP, ASP or BackupWorkers"
+        )
     whole = isinstance(global_batch, int) and not isinstance(global_batch, bool)
     if global_batch is not None and not (whole and 1 <= global_batch < 1 << 63):
         got = shown(global_batch)

@@ -48,7 +48,7 @@ ALL = -1  # a selection of this length means all that the server holds
 
 # Messages to servers and to workers have different tags, because a rank that is both worker and
 # server sends messages to itself.
-TO_SERVER, TO_WORKER, NOTICE, VALUES, UP, DOWN, VOTE = 1, 2, 3, 4, 5, 6, 7
+DECISION, TO_SERVER, TO_WORKER, NOTICE, VALUES, UP, DOWN, VOTE = 0, 1, 2, 3, 4, 5, 6, 7
 
 # Groups share the control communicator of their context, and each group has its own tags there.
 # MPI guarantees tags up to 32,767 only, so tags are used again after `GROUPS` groups.
@@ -73,7 +73,9 @@ class Header(NamedTuple):
     held_ns: int = 0  # reply: how long the pull waited for slower workers
     staleness: int = -1  # reply: staleness of the worker's newest applied push; -1 without a push
     queue: int = 0  # reply: workers whose messages waited when the server received this request
-    note0: int = 0  # request: two numbers for the first server, see `Link.on_note`
+    #: Request: two numbers for the first server, see `Link.on_note`. Reply: how many pushes of the
+    #: worker were dropped.
+    note0: int = 0
     note1: int = 0
 
     def write(self, buffer: np.ndarray) -> None:

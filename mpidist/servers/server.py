@@ -24,8 +24,9 @@ from mpi4py import MPI
 from ..errors import ProtocolError
 from ..events import OPEN
 from . import protocol
-from .consistency import Answer, Apply
+from .consistency import Action, Apply, Drop
 from .deadlock import stalled
+from .decisions import Decisions
 from .layout.capacity import ROOM_BYTES
 from .layout.routing import ShardPart, data_bytes, decode_parts, views, whole_parts
 from .link import Link
@@ -66,6 +67,7 @@ class Hosted:
         self.newest = [-1] * workers  # staleness of each worker's newest applied push
         self.applied = 0  # the pushes of all clocks before are applied, in modes that hold pushes
         self.staleness: Counter[int] = Counter()
+        self.dropped = [0] * workers  # pushes of each worker that were not applied
 
     def weight(self, push: Push) -> float:
         """Return the weight of a push applied alone: a factor of learning rate or gradients."""
@@ -106,6 +108,7 @@ class Hosted:
             "clocks": self.gate.clocks,
             "staleness": dict(self.staleness),
             "gaps": dict(self.gate.gaps),
+            "dropped": list(self.dropped),
         }
 
 
@@ -119,10 +122,13 @@ class Server:
         The number of this server among the servers of the group.
     workers : sequence of int
         Ranks of the workers on the link's communicator.
+    servers : sequence of int
+        Ranks of all servers.
     """
 
-    def __init__(self, link: Link, index: int, workers: Sequence[int]):
+    def __init__(self, link: Link, index: int, workers: Sequence[int], servers: Sequence[int]):
         self.link, self.index, self.workers = link, index, list(workers)
+        self.decisions = Decisions(link, servers)
         self.models: list[Hosted] = []
         self.on_pause: Callable[[Any], None] | None = None
         self.queue: Counter[int] = Counter()
@@ -144,8 +150,9 @@ class Server:
     @property
     def done(self) -> bool:
         """Whether every worker has left and every answer has been sent."""
-        voting = self.votes is not None and self.votes.pending
-        return not self._present and not self._answers and not voting
+        if self._present or self._answers or (self.votes is not None and self.votes.pending):
+            return False
+        return all(model.gate.settled for model in self.models)
 
     def poll(self) -> bool:
         """Receive requests, apply pushes and send answers, as far as possible without waiting.
@@ -157,6 +164,10 @@ class Server:
         if self.votes is not None:
             for model, actions in self.votes.listen():
                 self._carry_out(self.models[model], actions)
+        if self.index:
+            for number, decision in self.decisions.heard():
+                self._run(self.models[number], self.models[number].gate.follow(decision))
+                self._check_pause()
         self.link.reap()
         while self._answers and self.link.bytes_in_flight < ROOM_BYTES:
             self.link.send(*self._next_answer(), TO_WORKER)
@@ -264,7 +275,9 @@ class Server:
 
     # -- updates and answers ---------------------------------------------------------------
 
-    def _run(self, model: Hosted, actions: Sequence[Apply | Answer]) -> None:
+    def _run(self, model: Hosted, actions: Sequence[Action]) -> None:
+        if model.gate.decisions:
+            self.decisions.tell(self.models.index(model), model.gate)
         if self.votes is not None and model.gate.consistency.holds:
             actions = self.votes.released(self.models.index(model), actions)
         self._carry_out(model, actions)
@@ -275,9 +288,13 @@ class Server:
         if self.votes is not None:
             self._carry_out(self.models[number], self.votes.settle(number, clocks))
 
-    def _carry_out(self, model: Hosted, actions: Sequence[Apply | Answer]) -> None:
+    def _carry_out(self, model: Hosted, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Apply):
+            if isinstance(action, Drop):
+                for worker, push in action.pushes:
+                    model.dropped[worker] += 1
+                    self.link.pool.give(push.buffer)
+            elif isinstance(action, Apply):
                 if model.gate.consistency.holds:  # else part of "serve push"
                     self.link.trail.begin("apply", None, model.name, action.clock, False)
                 model.apply(action)
@@ -309,6 +326,7 @@ class Server:
             held_ns=held,
             staleness=model.newest[worker],
             queue=pull.queue,
+            note0=model.dropped[worker],
         )
         header.write(buffer)
         shard.read(pull.parts, buffer, HEADER_BYTES)
@@ -368,6 +386,8 @@ class Server:
             raise ProtocolError(f"parameter server {self.index}: pause: {why}")
         if len(tags) < len(self.workers):
             return
+        if self.index and any(model.gate.held and not model.gate.settled for model in self.models):
+            return  # the first server's decision on these pushes is on its way
         if held := [model.name for model in self.models if model.gate.held]:
             raise ProtocolError(
                 f"parameter server {self.index}: pause: workers stand at different clocks of "

@@ -20,11 +20,11 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
-from .consistency import Answer, Apply
+from .consistency import Action, Apply
 from .link import Link
 from .protocol import VOTE
 
-Actions = list[Apply | Answer]
+Actions = list[Action]
 
 
 class Votes:
@@ -39,7 +39,7 @@ class Votes:
 
     def __init__(self, link: Link, others: Sequence[int]):
         self._link, self._others = link, list(others)
-        self._due: dict[int, deque[Apply | Answer]] = defaultdict(deque)
+        self._due: dict[int, deque[Action]] = defaultdict(deque)
         self._heard: Counter[tuple[int, int]] = Counter()
 
     @property
@@ -47,7 +47,7 @@ class Votes:
         """Whether updates wait for votes."""
         return any(self._due.values())
 
-    def released(self, model: int, actions: Sequence[Apply | Answer]) -> Actions:
+    def released(self, model: int, actions: Sequence[Action]) -> Actions:
         """Vote for the clocks that `actions` apply; return the actions to carry out now."""
         for clock in dict.fromkeys(each.clock for each in actions if isinstance(each, Apply)):
             for rank in self._others:

@@ -233,6 +233,12 @@ def check_elastic(elastic, strategy, checkpoint) -> Elastic | None:
             f"elastic: {type(strategy).__name__} cannot go on after a death; use AllReduce or "
             "ParameterServer, or leave elastic out and start the job by mpidist launch"
         )
+    mode = getattr(strategy, "consistency", None)
+    if not getattr(mode, "survives", True):
+        raise ConfigError(
+            f"elastic: a run with {mode} cannot go on after a death; use BSP, SSP, DSSP or ASP, or "
+            "leave elastic out and start the job by mpidist launch"
+        )
     if settings.slow and not getattr(strategy, "has_replicas", False):
         raise ConfigError(
             f"elastic: slow={settings.slow} needs strategy AllReduce; workers of parameter servers "

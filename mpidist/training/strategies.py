@@ -22,6 +22,7 @@ from ..registry import build, look_up
 from ..servers.consistency import ASP, BSP, SSP, Consistency
 from ..servers.layout.placement import choose_ranks, ranks_asked
 from ..servers.model_facts import check_nonfinite
+from ..servers.modes.backup_workers import BackupWorkers
 from ..servers.modes.dynamic_bound import DSSP
 from .checks import expect, has_methods, is_whole_number
 
@@ -101,7 +102,7 @@ class ParameterServer:
     ----------
     servers : int or sequence of int
         The number of servers, which are the last ranks; or the list of the ranks that are servers.
-    consistency : BSP, ASP or SSP
+    consistency : BSP, SSP, DSSP, ASP or BackupWorkers
         How many steps one worker may be ahead of another.
     placement : str
         "dedicated": a rank is either a server or a worker. "colocated": a server is a worker as
@@ -241,7 +242,7 @@ class Pipeline:
         return Stages(comm, model, optimizer, grid)
 
 
-CONSISTENCIES = {"bsp": BSP, "asp": ASP, "ssp": SSP, "dssp": DSSP}
+CONSISTENCIES = {"bsp": BSP, "asp": ASP, "ssp": SSP, "dssp": DSSP, "backup_workers": BackupWorkers}
 
 
 def _parameter_server(
@@ -251,10 +252,11 @@ def _parameter_server(
     low: int | None = None,
     high: int | None = None,
     rule: str | None = None,
+    count: int | None = None,
     placement="dedicated",
     nonfinite="raise",
 ) -> ParameterServer:
-    given = {"staleness": staleness, "low": low, "high": high, "rule": rule}
+    given = {"staleness": staleness, "low": low, "high": high, "rule": rule, "count": count}
     settings = {name: value for name, value in given.items() if value is not None}
     accepted = inspect.signature(look_up(CONSISTENCIES, consistency, "consistency")).parameters
     if wrong := [name for name in settings if name not in accepted]:

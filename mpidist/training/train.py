@@ -186,6 +186,18 @@ def train(
     return _train(asked, agreed, comm, Carried(given))
 
 
+def pass_over(run: Progress, exchange, sampler) -> None:
+    """Take `run` over the steps that others have made without this worker (`BackupWorkers`).
+
+    All workers stop after the same step, and nobody passes it. So if others have stopped at this
+    step, this worker stops, too.
+    """
+    for _ in range(exchange.passed_over):
+        indices, after = sampler.batch(run.position)
+        run.advance(after, len(indices), len(run.quarantine.wanted(indices)))
+    run.stopping = exchange.stops()
+
+
 def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
     """Train with the arguments `asked` of `train`, from what is `carried`. Collective over `comm`.
 
@@ -256,9 +268,13 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                             exchange.update()
                         run.note_loss(loss, used)
                         run.advance(after, len(indices), len(wanted))
+                        if getattr(exchange, "passed_over", 0):
+                            pass_over(run, exchange, sampler)
                         times = (computed - began, time.perf_counter() - computed)
                         on_data = feed.waited - waited
-                        report = StepReport(run.step, last, after.epoch, loss, len(indices), *times)
+                        report = StepReport(
+                            run.step, last, run.position.epoch, loss, len(indices), *times
+                        )
                         run.report = report
                         # Before the calls below: if all ranks learn of a death there, nobody
                         # repeats this step, and its report would get lost.

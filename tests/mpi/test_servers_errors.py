@@ -60,7 +60,7 @@ def test_bad_models(comm):
         ({"x": np.zeros(3), "y": ((3,), "f4")}, {}, "give one form"),
         ({"x": ((3,), "f4", "normale")}, {}, "did you mean 'normal'"),
         ({"x": ((-3,), "f4")}, {}, "negative length"),
-        ({"x": np.zeros(3)}, {"consistency": "bsp"}, "give BSP, ASP or SSP"),
+        ({"x": np.zeros(3)}, {"consistency": "bsp"}, "give BSP, SSP, DSSP, ASP or BackupWorkers"),
         ({"x": np.zeros(3)}, {"global_batch": 0}, "give an integer >= 1"),
         ({"x": np.zeros(3)}, {"optimizer": whole}, "servers hold pieces"),
     ]

@@ -13,6 +13,7 @@ from mpidist.training.strategies import from_settings
         ({}, md.BSP()),
         ({"consistency": "ssp", "staleness": 2}, md.SSP(2)),
         ({"consistency": "dssp"}, md.DSSP()),
+        ({"consistency": "backup_workers", "count": 2}, md.BackupWorkers(2)),
         ({"consistency": "dssp", "low": 1, "high": 4, "rule": "paper"}, md.DSSP(1, 4, "paper")),
     ],
 )
@@ -27,6 +28,7 @@ def test_a_mode_and_its_settings(settings, mode):
         ({"consistency": "ssp", "low": 2}, "low=2 needs consistency='dssp', got 'ssp'"),
         ({"consistency": "dssp", "low": 5, "high": 2}, "low=5 is above high=2"),
         ({"consistency": "dssp", "low": "1"}, "DSSP: low is '1'"),
+        ({"count": 2}, "count=2 needs consistency='backup_workers', got 'bsp'"),
         ({"consistency": "dsp"}, "unknown consistency 'dsp'.*did you mean"),
         ({"nonfinite": "keep"}, "nonfinite is 'keep'; give 'raise' or 'drop'"),
     ],

@@ -40,7 +40,7 @@ from typing import Any, Protocol
 
 from ...errors import ConfigError
 from ...registry import checked_whole, look_up
-from ..consistency import Answer, Apply, Consistency, ConsistencyGate
+from ..consistency import Action, Answer, Consistency, ConsistencyGate
 
 _TIMES, _ALIKE = 31, 1.25
 
@@ -132,7 +132,7 @@ class DynamicGate(ConsistencyGate):
         behind = [w for w, c in enumerate(self.clocks) if self.live[w] and c < lowest]
         return behind, len(behind)
 
-    def tick(self, worker: int) -> list[Apply | Answer]:
+    def tick(self, worker: int) -> list[Action]:
         """Record that `worker` has finished its present step, and how long it worked."""
         now, began = self._now(), self._began[worker]
         if worker not in self.waiting and began is not None:

@@ -87,6 +87,8 @@ class Served(WholeModel):
     synchronous = False
     equal_state = False
     price = None
+    #: How many steps the newest update has passed over, because this worker was late in it.
+    passed_over = 0
 
     def __init__(self, comm, model, optimizer, strategy, kept: Kept | None = None, **settings: Any):
         self.comm, self.model = comm, model
@@ -101,8 +103,7 @@ class Served(WholeModel):
             settings = {**settings, "nonfinite": strategy.nonfinite}
             self._open(optimizer, strategy.consistency, settings)
         except BaseException as error:
-            if is_death(error):
-                self.lost(error)
+            self.lost(error) if is_death(error) else self.abandon(error)
             raise
 
     def _open(self, optimizer, mode, settings: dict) -> None:
@@ -234,6 +235,7 @@ class Served(WholeModel):
         """Push the gradients of this step, and pull the parameters for the next step."""
         if self.elastic:
             self._state_after = {n: a.copy() for n, a in getattr(self.model, "state", {}).items()}
+        before = self.client.skipped
         self.sent = True  # until the answers are here, a death breaks this step off
         out, samples = self.model.parameters, self._samples
         if self.pending is None:
@@ -243,6 +245,11 @@ class Served(WholeModel):
             self.client.repeat_push_pull(self.gradients, out=out, samples=samples, known=known)
             self.pending = None
         self.sent = False
+        self.passed_over = self.client.skipped - before
+
+    def stops(self) -> bool:
+        """Whether all workers stop where this one has come to, after steps that it passed over."""
+        return self.agreement.at(self.client.finished, False)
 
     def unfinished(self) -> Pending | None:
         """Return the step whose push this worker has begun but not finished, or None."""

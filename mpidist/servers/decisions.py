@@ -1,0 +1,55 @@
+"""The first server tells the others what it has decided, where a mode lets only one server decide.
+
+    first server    gate.decisions: close round 4 with workers 0, 2 | worker 0 enters round 5
+    other servers   gate.follow(decision), in the same order
+
+Under `modes.backup_workers` all servers must take the pushes of the same workers. A decision is one
+message of a few numbers from the first server to each other one. Messages of one rank arrive in
+their order, so the decisions do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from .link import Link
+from .modes.backup_workers import Decision
+from .protocol import DECISION
+
+
+class Decisions:
+    """The decisions of the first server, for all models whose other servers follow it.
+
+    Parameters
+    ----------
+    link : Link
+    servers : sequence of int
+        Ranks of all servers.
+    """
+
+    def __init__(self, link: Link, servers: Sequence[int]):
+        self._link, self._first, self._others = link, servers[0], list(servers[1:])
+
+    def tell(self, model: int, gate: Any) -> None:
+        """On the first server: send the new decisions of a model's gate to the other servers."""
+        decisions, gate.decisions = gate.decisions, []
+        for kind, clock, workers in decisions:
+            for rank in self._others:
+                words = self._link.pool.take(8 * (3 + len(workers)))
+                words.view(np.int64)[:] = model, kind, clock, *workers
+                self._link.send(words, words.size, rank, DECISION)
+
+    def heard(self) -> list[tuple[int, Decision]]:
+        """On the other servers: receive the decisions that have come, with their models."""
+        status, comm, tag = MPI.Status(), self._link.comm, self._link.tag + DECISION
+        found = []
+        while comm.Iprobe(self._first, tag, status):
+            words = np.empty(status.Get_count(MPI.INT64_T), np.int64)
+            comm.Recv([words, MPI.INT64_T], self._first, tag)
+            model, kind, clock, *workers = words.tolist()
+            found.append((model, Decision(kind, clock, tuple(workers))))
+        return found

@@ -1,0 +1,235 @@
+"""Backup workers: synchronous steps that do not wait for the slowest k of n workers. No MPI.
+
+    BackupWorkers(1), 3 workers    worker 0  [0][1][2].    a step is done when 2 of 3 workers have
+                                   worker 1  [ 0][1][2]    finished it; worker 2 was late for
+                                   worker 2  [   0   |2]   step 0, passes over 1 and goes on with 2
+
+A step (here: a round) is done when n - k workers have finished it, or all that live if these are
+fewer. Its update is the mean of their gradients. A push for a round that is done comes late: it is
+not applied, but counted, and the answer of the next pull tells the worker so. This pull takes the
+worker to the round that is under way, so that it does not stay late for ever. A pull of a worker
+that is not late is answered when its round is done. So every gradient that counts was computed from
+the newest parameters.
+
+Several servers: which pushes come first may differ from server to server. Therefore the first
+server decides, and tells the others each of its decisions, in their order:
+
+    first server   close round 4 with workers 0, 2 | worker 0 enters 5 | worker 2 enters 5 | ...
+    other server   waits until it has the pushes of 0 and 2, applies them; answers 0; answers 2
+
+Another server decides nothing, so it never holds a worker for one that another server holds: it
+waits only for messages that were sent before the decision.
+
+A server may close a round after it has let a late worker in, and before it has written the answer,
+which then has the next update as well. The worker's push for the round is late in this case, and
+does not count.
+
+Chen et al., "Revisiting distributed synchronous SGD", 2016, arXiv 1604.00981.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ...errors import ConfigError
+from ...registry import checked_whole
+from ..consistency import Action, Answer, Apply, Consistency, ConsistencyGate, Drop, refused
+
+CLOSE, ENTER, END = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class BackupWorkers(Consistency):
+    """Bulk-synchronous with `count` spare workers: a step takes the first pushes of the others.
+
+    With n workers, the first ``n - count`` pushes of a step make one update, the weighted mean of
+    their gradients. Later pushes of the step are not applied; they are counted, and their workers
+    go on with the step that is under way: ``client.finished`` then grows by more than 1. If fewer
+    than ``n - count`` workers are left, a step waits for all of them. Which workers are late
+    depends on their speed, so two runs do not have the same bits. ``BackupWorkers(0)`` equals BSP.
+
+    Chen et al., "Revisiting distributed synchronous SGD", 2016, arXiv 1604.00981.
+
+    Parameters
+    ----------
+    count : int
+        The number of workers for which a step does not wait; fewer than there are workers.
+
+    Raises
+    ------
+    ConfigError
+        `count` is negative or no whole number; or, when a model is added, not below the number of
+        workers.
+    """
+
+    count: int = 1
+
+    holds = True
+    merges = True
+    survives = False
+
+    def __post_init__(self):
+        whole = checked_whole("BackupWorkers: count", self.count, 0)
+        object.__setattr__(self, "count", whole)  # the dataclass is frozen
+
+    def check(self, workers: int) -> None:
+        """Raise ConfigError if no worker is left for which a step waits."""
+        if self.count >= workers:
+            raise ConfigError(
+                f"BackupWorkers: count={self.count} of {workers} workers leaves none to wait for; "
+                f"give at most {workers - 1}"
+            )
+
+    def gate(
+        self, workers: int, server: int = 0, now: Callable[[], float] = time.monotonic
+    ) -> ConsistencyGate:
+        """Return the gate of server number `server`: the first decides, the others follow."""
+        return FollowingGate(self, workers) if server else BackupGate(self, workers)
+
+
+class Decision(NamedTuple):
+    """What the first server has decided: `kind` CLOSE, ENTER or END, for the round `clock`.
+
+    CLOSE has the workers whose pushes count, ENTER the worker that begins the round.
+    """
+
+    kind: int
+    clock: int
+    workers: tuple[int, ...] = ()
+
+
+class BackupGate(ConsistencyGate):
+    """The gate of `BackupWorkers` on the first server.
+
+    Attributes
+    ----------
+    round : int
+        The step that is under way. The clock of a worker is the step on which it works; it is below
+        `round` if the worker is late, and above if it has finished the round.
+    decisions : list of Decision
+        What the other servers must be told; the server takes the decisions out.
+    """
+
+    def __init__(self, consistency: BackupWorkers, workers: int):
+        super().__init__(consistency, workers)
+        self.round = 0
+        self._needed = workers - consistency.count
+        self._finished: set[int] = set()  # workers that have finished the present round
+
+    def is_open(self, worker: int) -> bool:
+        """Whether a pull of `worker` is answered now: it is late, or its round is under way."""
+        return self.clocks[worker] <= self.round
+
+    def blockers(self, worker: int) -> tuple[list[int], int]:
+        """Return the workers that have not finished the round, and how many of them must."""
+        working = self._working()
+        return working, min(self._needed - len(self._finished), len(working))
+
+    def push(self, worker: int, item: Any = None) -> list[Action]:
+        """Record one push of `worker` in its present step; a late one is dropped."""
+        clock = self._present(worker, "push")
+        if self.pushed[worker] == clock:
+            raise refused(worker, f"second push in clock {clock}; call clock() first")
+        if clock and self.entered[worker] != clock:
+            raise refused(worker, f"push in clock {clock} before it was let in; pull first")
+        self.pushed[worker] = clock
+        if clock < self.round:
+            return [Drop(clock, ((worker, item),))]
+        self.held.setdefault(clock, {})[worker] = item
+        return self._moved()
+
+    def tick(self, worker: int) -> list[Action]:
+        """Record that `worker` has finished its present step."""
+        if self._present(worker, "clock") == self.round:
+            self._finished.add(worker)
+        self.clocks[worker] += 1
+        return self._moved()
+
+    def pull(self, worker: int, item: Any = None) -> list[Action]:
+        """Record that `worker` asks for the parameters in its present step."""
+        self._present(worker, "pull")
+        if self.entered[worker] == self.clocks[worker]:
+            return [self._enter(worker, item)]  # a second pull in the same step
+        self.waiting[worker] = item
+        return self._moved()
+
+    def leave(self, worker: int) -> list[Action]:
+        """Record that `worker` has finished or died; its push of this round still counts."""
+        self._present(worker, "leave")
+        self.live[worker] = False
+        if worker in self.held.get(self.round, ()):
+            self._finished.add(worker)
+        return self._moved()
+
+    def _working(self) -> list[int]:
+        clocks = enumerate(self.clocks)
+        return [worker for worker, clock in clocks if self.live[worker] and clock <= self.round]
+
+    def _moved(self) -> list[Action]:
+        """Close the round if it is done, and answer the pulls that may be answered."""
+        actions: list[Action] = []
+        if self._finished and (len(self._finished) >= self._needed or not self._working()):
+            taken = tuple(sorted(self._finished & self.held.get(self.round, {}).keys()))
+            self.decisions.append(Decision(CLOSE, self.round, taken))
+            actions += self._close(taken)
+        for worker in [worker for worker in self.waiting if self.is_open(worker)]:
+            self.decisions.append(Decision(ENTER, self.round, (worker,)))
+            actions.append(self._begin(worker))
+        if not any(self.live):
+            self.decisions.append(Decision(END, self.round))
+        return actions
+
+    def _close(self, taken: tuple[int, ...]) -> list[Action]:
+        """Apply the pushes of the workers in `taken`, drop the others, begin the next round."""
+        clock, held = self.round, self.held.pop(self.round, {})
+        late = sorted(held.keys() - set(taken))
+        self.round += 1
+        self._finished.clear()
+        actions: list[Action] = [Apply(clock, tuple((w, held[w]) for w in taken))]
+        if late:
+            actions.append(Drop(clock, tuple((w, held[w]) for w in late)))
+        return actions
+
+    def _begin(self, worker: int) -> Answer:
+        """Let `worker` begin the present round."""
+        self.clocks[worker] = self.round
+        return self._enter(worker, self.waiting.pop(worker))
+
+
+class FollowingGate(BackupGate):
+    """The gate of `BackupWorkers` on the other servers: it does what the first one has decided."""
+
+    def __init__(self, consistency: BackupWorkers, workers: int):
+        super().__init__(consistency, workers)
+        self._script: deque[Decision] = deque()
+        self.settled = False
+
+    def blockers(self, worker: int) -> tuple[list[int], int]:
+        """Return nobody: the first server knows for whom `worker` waits."""
+        return [], 0
+
+    def follow(self, decision: Decision) -> list[Action]:
+        """Record a decision of the first server."""
+        self._script.append(decision)
+        return self._moved()
+
+    def _moved(self) -> list[Action]:
+        actions: list[Action] = []
+        while self._script and self._is_possible(self._script[0]):
+            kind, _, workers = self._script.popleft()
+            if kind == CLOSE:
+                actions += self._close(workers)
+            elif kind == ENTER:
+                actions.append(self._begin(workers[0]))
+            else:
+                self.settled = True
+        return actions
+
+    def _is_possible(self, decision: Decision) -> bool:
+        """Whether the pushes of a round, or the pull of a worker, are here."""
+        here = self.held.get(self.round, {}) if decision.kind == CLOSE else self.waiting
+        return all(worker in here for worker in decision.workers)
