@@ -151,6 +151,7 @@ bench-elastic: $(VENV)/.run
 
 bench-staleness: $(VENV)/.run
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.staleness $(BENCH_ARGS)
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.stale_policies $(BENCH_ARGS)
 
 bench-counters: $(VENV)/.run
 	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.counters $(BENCH_ARGS)

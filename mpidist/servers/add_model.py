@@ -54,7 +54,10 @@ def host_model(group, server: Server | None, taken: Container, asked: Request) -
         copies, needs = everyone[0]["copies"], []
         for index, rank in enumerate(servers):
             host, free = everyone[rank]["node"]
-            need = needed(layout.bytes_of(index), copies, len(workers), asked.consistency)
+            need = needed(
+                layout.bytes_of(index), copies, len(workers), asked.consistency,
+                asked.stale.compensates,
+            )  # fmt: skip
             needs.append((rank, host, need, free))
         if any(one["kept"] for one in everyone):
             return tensors, inits, False  # the memory is there, with the values

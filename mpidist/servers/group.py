@@ -29,6 +29,7 @@ from .consistency import BSP, Consistency
 from .layout.placement import ServerLayout, choose_ranks, ranks_asked
 from .link import GroupCall, Link, nothing
 from .model_facts import KeptModel, Request
+from .modes.stale_gradients import KeepStale, Stale
 from .protocol import BARRIER, BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
 from .server import Hosted, Server
 from .votes import Votes
@@ -107,6 +108,7 @@ class ServerGroup:
         seed: int = 0,
         global_batch: int | None = None,
         nonfinite: str = "raise",
+        stale: Stale | None = None,
     ) -> Client | None:
         """Add a model to the servers; return the model's client, or None on a dedicated server.
 
@@ -135,6 +137,9 @@ class ServerGroup:
             What happens to a push with a NaN or an infinity: the worker raises an error before it
             sends anything, or it sends a push of 0 samples instead, and counts that in
             ``client.stats``.
+        stale : KeepStale, DropStale, ScaleStale or DelayCompensated
+            What servers do with a gradient that was computed from old parameters, under ASP, SSP
+            and DSSP. `KeepStale` by default.
 
         Raises
         ------
@@ -148,7 +153,8 @@ class ServerGroup:
         # The name becomes a plain str, because `close` sends names as Python literals, and a
         # subclass of str may have another ``repr``.
         name = str.__str__(name) if isinstance(name, str) else name
-        asked = Request(name, model, optimizer, mode, seed, global_batch, nonfinite=nonfinite)
+        policy = KeepStale() if stale is None else stale
+        asked = Request(name, model, optimizer, mode, seed, global_batch, None, nonfinite, policy)
         return self._host(asked)
 
     def add_again(
@@ -161,13 +167,15 @@ class ServerGroup:
         consistency: Consistency,
         global_batch: int | None = None,
         nonfinite: str = "raise",
+        stale: Stale | None = None,
     ) -> Client | None:
         """Add a model to the new group after a death, with the values that the ranks have kept.
 
         Collective over the group's `comm`, like `add`. `kept` says what this rank has of the model.
         """
+        policy = KeepStale() if stale is None else stale
         client = self._host(
-            Request(name, model, optimizer, consistency, 0, global_batch, kept, nonfinite)
+            Request(name, model, optimizer, consistency, 0, global_batch, kept, nonfinite, policy)
         )
         if self._server is not None:
             hosted = self._hosted(name)

@@ -11,6 +11,7 @@ from ..errors import ConfigError, shown
 from ..tensors import dtype_of
 from .consistency import Consistency
 from .layout.row_selection import checked_array
+from .modes.stale_gradients import KeepStale, Stale, stale_policy
 from .shards import parse_init
 
 #: What a client may do with a push that has a NaN or an infinity.
@@ -42,6 +43,7 @@ class Request(NamedTuple):
     global_batch: int | None = None
     kept: KeptModel | None = None
     nonfinite: str = "raise"
+    stale: Stale = KeepStale()
 
 
 def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, float]] | None]:
@@ -80,6 +82,7 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
     if global_batch is not None and not (whole and 1 <= global_batch < 1 << 63):
         got = shown(global_batch)
         raise ConfigError(f"model {name!r}: global_batch is {got}; give an integer >= 1")
+    check_stale(asked)
     check_nonfinite(asked.nonfinite, f"model {name!r}: ")
     forms = {isinstance(value, tuple | list): key for key, value in model.items()}
     if len(forms) == 2:
@@ -107,8 +110,28 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
         "global_batch": global_batch,
         "seed": seed,
         "nonfinite": asked.nonfinite,
+        "stale": repr(asked.stale),
     }
     return facts, inits
+
+
+def check_stale(asked: Request) -> None:
+    """Raise ConfigError if a model's policy for stale gradients does not suit its mode."""
+    name, stale, mode = asked.name, asked.stale, asked.consistency
+    if not isinstance(stale, Stale):
+        stale_policy(stale)  # raises the error that says what to give
+        raise ConfigError(f"model {name!r}: stale is {shown(stale)}; give a policy, not its name")
+    if mode.holds and stale != KeepStale():
+        raise ConfigError(
+            f"model {name!r}: stale={stale} needs consistency ASP, SSP(1) or more, or DSSP; under "
+            f"{mode} no gradient is stale"
+        )
+    share = getattr(stale, "keep_if_samples", None)
+    if share is not None and share < 1 and asked.global_batch is None:
+        raise ConfigError(
+            f"model {name!r}: keep_if_samples={share} is a share of the global batch; give "
+            "global_batch= as well"
+        )
 
 
 def check_nonfinite(nonfinite, where: str = "") -> None:

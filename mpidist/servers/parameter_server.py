@@ -11,6 +11,7 @@ from mpi4py import MPI
 from .client import Client
 from .consistency import Consistency
 from .group import ServerGroup, check_function
+from .modes.stale_gradients import Stale
 
 
 @contextmanager
@@ -25,6 +26,7 @@ def parameter_server(
     seed: int = 0,
     global_batch: int | None = None,
     nonfinite: str = "raise",
+    stale: Stale | None = None,
     on_pause: Callable[[Any], None] | None = None,
 ) -> Iterator[Client | None]:
     """Put one model on parameter servers for a ``with`` block. Collective over `comm`.
@@ -44,6 +46,7 @@ def parameter_server(
             seed=seed,
             global_batch=global_batch,
             nonfinite=nonfinite,
+            stale=stale,
         )
         if client is None:
             group.serve(on_pause)

@@ -31,6 +31,7 @@ from .layout.capacity import ROOM_BYTES
 from .layout.routing import ShardPart, data_bytes, decode_parts, views, whole_parts
 from .link import Link
 from .model_facts import Request
+from .modes.push_record import PulledCopies, PushRecord
 from .protocol import HEADER_BYTES, TO_SERVER, TO_WORKER, Header, Incoming
 from .shards import ServerShard
 from .votes import Votes
@@ -64,10 +65,9 @@ class Hosted:
         self.gate = asked.consistency.gate(workers, shard.server)
         self.global_batch: Any = asked.global_batch
         self.pulled = [0] * workers  # the shard's version at each worker's newest pull
-        self.newest = [-1] * workers  # staleness of each worker's newest applied push
         self.applied = 0  # the pushes of all clocks before are applied, in modes that hold pushes
-        self.staleness: Counter[int] = Counter()
-        self.dropped = [0] * workers  # pushes of each worker that were not applied
+        self.stale, self.record = asked.stale, PushRecord(asked.name, workers)
+        self._copies = PulledCopies(shard, workers) if asked.stale.compensates else None
 
     def weight(self, push: Push) -> float:
         """Return the weight of a push applied alone: a factor of learning rate or gradients."""
@@ -75,21 +75,41 @@ class Hosted:
             return 0.0 if push.samples == 0 else 1.0 / len(self.pulled)
         return push.samples / self.global_batch
 
-    def apply(self, action: Apply) -> None:
-        """Make one update of the parameters, and count how stale the gradients were."""
+    def apply(self, action: Apply, ranks: Sequence[int]) -> None:
+        """Make one update of the parameters, and count how stale the gradients were.
+
+        `ranks` are the ranks of the workers.
+        """
         version = self.shard.version
         if self.gate.consistency.merges:
             self._check_samples(action)
             counted = [(1 if p.samples < 0 else p.samples, p.parts) for _, p in action.pushes]
             total = sum(samples for samples, _ in counted) or 1
             self.shard.apply([(samples / total, parts) for samples, parts in counted])
-        else:
-            ((_, push),) = action.pushes
-            self.shard.apply([(1.0, push.parts)], self.weight(push))
         self.applied = action.clock + 1
         for worker, push in action.pushes:
-            self.newest[worker] = version - push.seen
-            self.staleness[version - push.seen] += 1
+            age = version - push.seen
+            factor = self.stale.factor(age, push.samples, self.global_batch)
+            if not factor:
+                why = f"{self.stale}, {age} updates old"
+                self.record.drop(worker, ranks[worker], why)
+                continue
+            if not self.gate.consistency.merges:
+                if self._copies is not None:
+                    self._copies.correct(worker, push.parts, self.stale)
+                self.shard.apply([(1.0, push.parts)], self.weight(push) * factor)
+            self.record.note(worker, age, factor)
+
+    def drop(self, action: Drop, ranks: Sequence[int]) -> None:
+        """Count pushes that came too late for their clock."""
+        for worker, _ in action.pushes:
+            self.record.drop(worker, ranks[worker], f"late, {self.gate.consistency}")
+
+    def keep(self, worker: int, parts: Sequence[ShardPart]) -> None:
+        """Note which parameters `worker` gets now."""
+        self.pulled[worker] = self.shard.version
+        if self._copies is not None:
+            self._copies.keep(worker, parts)
 
     def _check_samples(self, action: Apply) -> None:
         """Raise ProtocolError if some pushes of a clock name their samples and others do not."""
@@ -106,9 +126,8 @@ class Hosted:
         return {
             "updates": self.shard.version,
             "clocks": self.gate.clocks,
-            "staleness": dict(self.staleness),
             "gaps": dict(self.gate.gaps),
-            "dropped": list(self.dropped),
+            **self.record.facts(),
         }
 
 
@@ -291,13 +310,13 @@ class Server:
     def _carry_out(self, model: Hosted, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Drop):
-                for worker, push in action.pushes:
-                    model.dropped[worker] += 1
+                model.drop(action, self.workers)
+                for _, push in action.pushes:
                     self.link.pool.give(push.buffer)
             elif isinstance(action, Apply):
                 if model.gate.consistency.holds:  # else part of "serve push"
                     self.link.trail.begin("apply", None, model.name, action.clock, False)
-                model.apply(action)
+                model.apply(action, self.workers)
                 for _, push in action.pushes:
                     self.link.pool.give(push.buffer)
             else:
@@ -324,13 +343,13 @@ class Server:
             version=shard.version,
             gap=gap,
             held_ns=held,
-            staleness=model.newest[worker],
+            staleness=model.record.newest[worker],
             queue=pull.queue,
-            note0=model.dropped[worker],
+            note0=model.record.dropped[worker],
         )
         header.write(buffer)
         shard.read(pull.parts, buffer, HEADER_BYTES)
-        model.pulled[worker] = shard.version
+        model.keep(worker, pull.parts)
         pull.operation[OPEN] = False
         return buffer, total, self.workers[worker]
 

@@ -109,6 +109,20 @@ class ServerShard:
         # weight, which has the same effect in plain gradient descent.
         self._weighs = "weight" in inspect.signature(optimizer.update).parameters
 
+    def key(self, part: ShardPart) -> str:
+        """Return the key of a part's piece in `parameters`."""
+        return self._keys[part.piece.tensor]
+
+    def rows_of(self, part: ShardPart, arrays: Mapping | None = None) -> np.ndarray:
+        """Return the piece of a part as rows, in `parameters` or in `arrays` with the same keys."""
+        array = (self.parameters if arrays is None else arrays)[self.key(part)]
+        return array.reshape(-1, self.layout.tensors[part.piece.tensor].width)
+
+    def values(self, part: ShardPart, arrays: Mapping | None = None) -> np.ndarray:
+        """Return the values of a part, as rows."""
+        rows = self.rows_of(part, arrays)
+        return rows if part.rows is None else rows[part.local_rows(self.layout)]
+
     def read(self, parts: Sequence[ShardPart], buffer: np.ndarray, offset: int) -> None:
         """Copy the values of tensor parts into the message in `buffer`, from byte `offset` on."""
         for part, view in views(self.layout, parts, buffer, offset):

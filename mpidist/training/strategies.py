@@ -24,6 +24,7 @@ from ..servers.layout.placement import choose_ranks, ranks_asked
 from ..servers.model_facts import check_nonfinite
 from ..servers.modes.backup_workers import BackupWorkers
 from ..servers.modes.dynamic_bound import DSSP
+from ..servers.modes.stale_gradients import KeepStale, Stale, stale_policy
 from .checks import expect, has_methods, is_whole_number
 
 
@@ -109,16 +110,21 @@ class ParameterServer:
         well.
     nonfinite : "raise" or "drop"
         What happens to a push with a NaN or an infinity, see `ServerGroup.add`.
+    stale : KeepStale, DropStale, ScaleStale or DelayCompensated
+        What servers do with old gradients under ASP, SSP and DSSP; also as a mapping with ``name``
+        and settings, such as ``{"name": "drop", "beyond": 16}``.
     """
 
     servers: int | Sequence[int] = 1
     consistency: Consistency = field(default_factory=BSP)
     placement: str = "dedicated"
     nonfinite: str = "raise"
+    stale: Stale = field(default_factory=KeepStale)
     survives: ClassVar[bool] = True
 
     def __post_init__(self):
         check_nonfinite(self.nonfinite)
+        object.__setattr__(self, "stale", stale_policy(self.stale))  # the dataclass is frozen
 
     def workers(self, size: int) -> int:
         """Return how many of `size` ranks are workers; raise ConfigError if there is no worker."""
@@ -255,6 +261,7 @@ def _parameter_server(
     count: int | None = None,
     placement="dedicated",
     nonfinite="raise",
+    stale=None,
 ) -> ParameterServer:
     given = {"staleness": staleness, "low": low, "high": high, "rule": rule, "count": count}
     settings = {name: value for name, value in given.items() if value is not None}
@@ -272,7 +279,7 @@ def _parameter_server(
         raise ConfigError(f"servers={shown(servers)}: expected how many, or distinct ranks")
     # The number of ranks may be unknown yet. Two are enough to refuse 0 servers or a bad placement.
     choose_ranks(2, min(servers, 1) if isinstance(servers, int) else 1, placement)
-    return ParameterServer(servers, mode, placement, nonfinite)
+    return ParameterServer(servers, mode, placement, nonfinite, stale_policy(stale))
 
 
 STRATEGIES: dict[str, Callable] = {

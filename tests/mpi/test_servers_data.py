@@ -232,7 +232,7 @@ def test_no_worker_starves(comm, monkeypatch, room):
     monkeypatch.setattr(server, "ROOM_BYTES", room)
     rng = np.random.default_rng(1)
     for looks in (lambda: 0, lambda: int(rng.integers(4))):
-        ours = server.Server(Flood(looks), 0, range(7))
+        ours = server.Server(Flood(looks), 0, range(7), [7])
         served = [0] * 7
 
         def count(worker, *rest, served=served):

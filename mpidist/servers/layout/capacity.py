@@ -10,12 +10,16 @@ from ..consistency import Consistency
 ROOM_BYTES = 64 << 20
 
 
-def needed(shard: int, copies: float, workers: int, consistency: Consistency) -> int:
+def needed(
+    shard: int, copies: float, workers: int, consistency: Consistency, pulled: bool = False
+) -> int:
     """Return how many bytes a server allocates at most if it holds `shard` bytes of a model.
 
     The sum counts parameters, optimizer state, one sum of gradients, the pushes that the server
-    holds (one per worker where workers wait for each other), and the answers that are being sent.
+    holds (one per worker where workers wait for each other), the answers that are being sent, and
+    the parameters that each worker has `pulled`, if the server keeps them.
     """
+    copies += workers * pulled
     pushes = workers if consistency.holds else max(1, min(workers, ROOM_BYTES // max(1, shard)))
     answers = max(shard, min(workers * shard, ROOM_BYTES))
     return round(shard * (2 + copies + pushes)) + answers

@@ -100,7 +100,7 @@ class Served(WholeModel):
         self.dedicated = not self.group.is_worker
         self.agreement: Any = None
         try:
-            settings = {**settings, "nonfinite": strategy.nonfinite}
+            settings |= {"nonfinite": strategy.nonfinite, "stale": strategy.stale}
             self._open(optimizer, strategy.consistency, settings)
         except BaseException as error:
             self.lost(error) if is_death(error) else self.abandon(error)

@@ -1,0 +1,109 @@
+"""What a server notes about the pushes of each worker: ages, dropped pushes, pulled parameters."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from ... import events
+from ..layout.routing import ShardPart
+from ..shards import Parts, ServerShard
+from .stale_gradients import Stale
+
+#: A worker of which so many pushes in a row were dropped is reported, once.
+DROPPED_IN_A_ROW = 20
+
+
+class PushRecord:
+    """The counts of one model on one server, for each worker.
+
+    Attributes
+    ----------
+    newest : list of int
+        The age (staleness) of each worker's newest applied push; -1 before.
+    staleness : Counter
+        For each age, how many pushes had it.
+    applied, dropped : list of int
+        How many pushes of each worker were applied, and how many were not.
+    weight : list of float
+        The sum of the factors by which a policy has scaled the pushes of each worker.
+    """
+
+    def __init__(self, model: str, workers: int):
+        self.model = model
+        self.newest = [-1] * workers
+        self.staleness: Counter[int] = Counter()
+        self.applied, self.dropped = [0] * workers, [0] * workers
+        self.weight = [0.0] * workers
+        self._in_a_row = [0] * workers
+
+    def note(self, worker: int, age: int, factor: float = 1.0) -> None:
+        """Count a push of `worker` that was applied."""
+        self.newest[worker] = age
+        self.staleness[age] += 1
+        self.applied[worker] += 1
+        self.weight[worker] += factor
+        self._in_a_row[worker] = 0
+
+    def drop(self, worker: int, rank: int, why: str) -> None:
+        """Count a push of `worker` that was dropped; warn if all its newest ones were."""
+        self.dropped[worker] += 1
+        self._in_a_row[worker] += 1
+        if self._in_a_row[worker] != DROPPED_IN_A_ROW:
+            return
+        events.emit("pushes_dropped", model=self.model, rank=rank, pushes=DROPPED_IN_A_ROW)
+        if events.VERBOSITY:
+            print(
+                f"mpidist: model {self.model!r}: the last {DROPPED_IN_A_ROW} pushes of rank {rank} "
+                f"were all dropped ({why}), so this rank trains for nothing; give it less work, or "
+                "another policy or mode",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def facts(self) -> dict:
+        """Return the counts for the report."""
+        return {
+            "staleness": dict(self.staleness),
+            "applied": list(self.applied),
+            "dropped": list(self.dropped),
+            "weights": [
+                total / times if times else 0.0
+                for total, times in zip(self.weight, self.applied, strict=True)
+            ],
+        }
+
+
+class PulledCopies:
+    """The parameters of a shard that each worker has pulled, which `DelayCompensated` needs.
+
+    Parameters
+    ----------
+    shard : ServerShard
+    workers : int
+    """
+
+    def __init__(self, shard: ServerShard, workers: int):
+        self._shard = shard
+        self._copies: list[dict[str, np.ndarray]] = [{} for _ in range(workers)]
+
+    def keep(self, worker: int, parts: Sequence[ShardPart]) -> None:
+        """Copy the parameters that `worker` gets now."""
+        shard, copies = self._shard, self._copies[worker]
+        for part in parts:
+            key = shard.key(part)
+            if part.rows is None or key not in copies:
+                copies[key] = shard.parameters[key].copy()
+            else:
+                shard.rows_of(part, copies)[part.local_rows(shard.layout)] = shard.values(part)
+
+    def correct(self, worker: int, parts: Parts, policy: Stale) -> None:
+        """Correct the gradients of a push in place; one without a pull stays as it is."""
+        copies = self._copies[worker]
+        for part, gradient in parts:
+            if self._shard.key(part) in copies:
+                now, before = (self._shard.values(part, of) for of in (None, copies))
+                gradient[...] = policy.compensated(gradient, now.ravel(), before.ravel())
