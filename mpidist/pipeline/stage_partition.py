@@ -139,7 +139,8 @@ def cut(
         in_order = np.tri(len(profile.layers) + 1, len(profile.layers), -1, dtype=bool)
         bound = _Search(profile, in_order, asked).least()
     search = _Search(profile, sets, asked, successive=evaluate, bound=bound)
-    plans = search.plans()
+    # A search that can find nothing could take minutes.
+    plans = search.plans() if (stages or 1) <= min(workers, len(profile.layers)) else ()
     if not plans:
         what = f"{len(profile.layers)} layers, {workers} workers"
         what += "" if stages is None else f", {stages} stages"

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from mpidist.errors import ConfigError
-from mpidist.pipeline import COSTS, NoPartition, cut, read_profile
+from mpidist.pipeline import COSTS, NoPartition, cut, read_profile, stage_partition
 from mpidist.pipeline.cut_sets import cut_sets
 from mpidist.pipeline.layer_profile import Layer, chain, profile_of
 
@@ -169,6 +169,14 @@ def test_a_model_with_too_many_cuts():
     found = cut(profile_of(layers, []), workers=4)
     assert not found.exact
     assert found.bottleneck_seconds == pytest.approx(0.012)
+
+
+@pytest.mark.parametrize(("layers", "workers"), [(4, 2), (2, 4)])
+def test_more_stages_than_workers_or_layers_are_not_searched_for(monkeypatch, layers, workers):
+    monkeypatch.setattr(stage_partition._Search, "plans", None)
+    profile = chain([Layer(f"n{k}", "x", 1e-3, 2e-3, 1.0, 1.0) for k in range(layers)])
+    with pytest.raises(NoPartition, match="3 stages"):
+        cut(profile, workers=workers, stages=3)
 
 
 def test_the_stages_that_a_profile_names():
