@@ -113,7 +113,6 @@ def offer(comm, where: str) -> bool:
 
     `where` says where the state is: `heartbeat.IN_MEMORY` or `heartbeat.IN_STORE`.
     """
-    global handed
 
     def decide(_) -> bool:
         folder = attempt_folder()
@@ -126,7 +125,27 @@ def offer(comm, where: str) -> bool:
                 heartbeat.make_decision(folder, heartbeat.KEPT)
         return text != heartbeat.KEPT
 
-    handed = run_on_all(comm, "hand-over: decision", lambda: None, decide)
+    return _note(run_on_all(comm, "hand-over: decision", lambda: None, decide))
+
+
+def is_handed(comm) -> bool:
+    """Return whether the next attempt has got the run already. Collective over `comm`.
+
+    After a death the ranks may not know this, because the one that knew it has died.
+    """
+    folder = attempt_folder()
+    if folder is None:
+        return False
+
+    def decided(_) -> bool:
+        return heartbeat.decision(folder) not in ("", heartbeat.KEPT)
+
+    return _note(run_on_all(comm, "hand-over: decided", lambda: None, decided))
+
+
+def _note(decided: bool) -> bool:
+    global handed
+    handed = decided
     if handed:
         _give_way()
     return handed

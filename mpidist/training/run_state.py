@@ -29,7 +29,7 @@ from .quarantine import Quarantine
 #: Attributes of `Progress` that a run carries over after a death.
 _CARRIED = (
     "first_step", "samples", "failed_saves", "failure", "changed", "stopping", "bad", "_losses",
-    "_losses_of",
+    "_losses_of", "owes_save", "_has_copy",
 )  # fmt: skip
 
 
@@ -219,6 +219,8 @@ class Progress:
         self.average_model_state()
         began = time.monotonic()
         self.save(self.step, background=pace is not None and self.exchange.synchronous)
+        if pace is None and self._has_copy:
+            self.settle()
         if pace is not None:
             pace.saved(self.exchange.workers, self.step, time.monotonic() - began)
 

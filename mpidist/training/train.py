@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from ..data import Loading
 from ..elasticity.elastic_settings import Elastic
 from ..fault_tolerance import hand_over
-from ..fault_tolerance.guard import guard
+from ..fault_tolerance.guard import Stopped, guard
 from ..launch.fault_points import fault_point
 from . import resume_report
 from .abandon import abandon_on_error, open_store, watched
@@ -204,6 +204,9 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
     An elastic run calls this function again after each death, with the communicator of the living
     ranks. Then `carried` has the state with which these ranks go on.
     """
+    # Not even the store may be opened, for the next attempt may be at work in it.
+    if carried.step >= 0 and hand_over.is_handed(comm):
+        raise Stopped(carried.step, "the next attempt goes on with the run")
     source, sampler, pace = agreed.source, agreed.sampler, agreed.pace
     settings: dict = {"global_batch": sampler.global_batch, "seed": sampler.seed}
     if asked.microbatches is not None:

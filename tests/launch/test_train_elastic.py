@@ -17,11 +17,11 @@ LINE = re.compile(
 )
 
 
-def train(folder, ranks=4, deaths="", **settings):
+def train(folder, ranks=4, deaths="", variables=None, **settings):
     """Return the finished program, and what each living rank has printed."""
     folder.mkdir(exist_ok=True)
     words = PROGRAM, folder, json.dumps({"steps": STEPS, **settings})
-    done = launch_with_ulfm(ranks, *words, DEATHS=deaths)
+    done = launch_with_ulfm(ranks, *words, DEATHS=deaths, **(variables or {}))
     found = [match.groups() for line in done.stdout.splitlines() if (match := LINE.match(line))]
     return done, {int(rank): facts for rank, *facts in found}
 

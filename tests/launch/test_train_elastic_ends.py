@@ -80,3 +80,16 @@ def test_a_rank_that_alone_learns_of_a_death_ends_the_job(tmp_path):
     assert done.returncode not in (0, None), done
     assert done.stderr.count("rank 1 of 4 has died") == 1, done
     assert done.seconds < 30
+
+
+@with_ulfm
+def test_ranks_whose_run_is_handed_over_do_not_go_on_with_it(tmp_path):
+    """The rank that knew the decision has died; two attempts must not write to one run."""
+    (tmp_path / "attempt-0").mkdir()
+    done, told = train(
+        tmp_path, 4, "1:6:done", microbatches=12, save=True, decides=[1, 6],
+        variables={"MPIDIST_ATTEMPT_FOLDER": str(tmp_path / "attempt-0")},
+    )  # fmt: skip
+    assert (done.returncode, told) == (75, {}), done
+    for rank in (0, 2, 3):
+        assert int((tmp_path / f"rank-{rank}").read_text().split()[-1]) in (6, 7)

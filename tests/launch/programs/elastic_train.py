@@ -3,7 +3,8 @@
 DEATHS is ``rank:step:moment,...``; moment is "done" (in the callback of the step), "computed" (the
 gradients of the next step are there), "times" (the ranks compare the times of ten steps), "saving",
 "resizing", "opening" (the store is opened), "exit" (all ranks have left together) or "by rank 0";
-with "stopped" and "raises" it stops itself or raises there. Each rank logs its steps in FOLDER.
+with "stopped" and "raises" it stops itself or raises there; with "decides" it gives the run to the
+next attempt. Each rank logs its steps in FOLDER.
 """
 
 import atexit
@@ -20,6 +21,8 @@ from mpi4py import MPI
 
 import mpidist as md
 from mpidist.fault_tolerance.stragglers import Stragglers
+from mpidist.launch import heartbeat
+from mpidist.launch.environment import attempt_folder
 
 folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
 comm, me = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
@@ -85,6 +88,8 @@ def log(report):
         file.write(f"{report.step}\n")
     if settings.get("stop") == [me, report.step]:
         os.kill(os.getpid(), signal.SIGUSR1)
+    if settings.get("decides") == [me, report.step]:
+        heartbeat.make_decision(attempt_folder(), heartbeat.IN_MEMORY)
     die("done", report.step)
     for rank, step, moment in deaths:
         if (me, step, moment) == (0, str(report.step), "by rank 0"):
