@@ -40,7 +40,7 @@ from .stage_contract import why_no_stages
 #: The schedules in which the stages may have different numbers of replicas.
 UNEVEN = ("gpipe", "1f1b")
 #: The schedules that ranks run.
-RUNS = ("gpipe", "1f1b", "interleaved")
+RUNS = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
 @dataclass(frozen=True)

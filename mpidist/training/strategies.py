@@ -158,7 +158,7 @@ class Pipeline:
         The number of ranks of each stage, such as ``[3, 1]``; by default the ranks divided by the
         stages.
     schedule : str
-        "1f1b", "gpipe" or "interleaved", see docs/pipelines.md.
+        "1f1b", "gpipe", "zero_bubble" or "interleaved", see docs/pipelines.md.
     chunks : int
         The number of parts of each stage, for "interleaved".
     """

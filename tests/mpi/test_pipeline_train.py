@@ -46,7 +46,7 @@ def same(result, expected):
 GRIDS = {
     1: [md.Pipeline(), md.Pipeline(cuts=[3], chunks=2, schedule="interleaved")],
     2: [md.Pipeline(cuts=[5]), md.Pipeline(schedule="gpipe"), md.Pipeline(stages=1)],
-    3: [md.Pipeline(cuts=[1, 7]), md.Pipeline(cuts=[4], replicas=[2, 1])],
+    3: [md.Pipeline(cuts=[1, 7], schedule="zero_bubble"), md.Pipeline(cuts=[4], replicas=[2, 1])],
     4: [
         md.Pipeline(cuts=[2, 4, 6]), md.Pipeline(stages=2), md.Pipeline(cuts=[5], replicas=[3, 1]),
         md.Pipeline(cuts=[1, 3], replicas=[1, 2, 1], schedule="gpipe"),
@@ -258,7 +258,7 @@ def test_what_cannot_run_is_refused_in_one_line(comm):
         assert "\n" not in str(caught.value)
     for wrong, told in (
         ({"schedule": "fast"}, "unknown schedule 'fast'"),
-        ({"schedule": "zero_bubble"}, "ranks do not run the schedule 'zero_bubble' yet"),
+        ({"schedule": "pipedream"}, "ranks do not run the schedule 'pipedream' yet"),
         ({"stages": 0}, "stages=0: expected a whole number of 1 or more"),
         ({"cuts": "even"}, "cuts='even': expected a list of whole numbers"),
         ({"replicas": 2}, "replicas=2: expected a list of whole numbers"),

@@ -21,9 +21,20 @@ from mpidist.pipeline.stages.piece_order import AnyOrderSum
 SAMPLES = (24, 24, 3, 21)
 
 
+class Whole:
+    """A dense layer without the two halves of its backward pass."""
+
+    def __init__(self, dense):
+        self.shapes, self.forward, self.backward = dense.shapes, dense.forward, dense.backward
+
+
 def network(kind):
-    if kind == "mlp":
-        return models.mlp([12, 16, 16, 16, 3], seed=7)
+    if kind in ("mlp", "whole"):
+        model = models.mlp([12, 16, 16, 16, 3], seed=7)
+        if kind == "whole":
+            layers = [Whole(layer) if layer.shapes() else layer for layer in model.layers]
+            model = models.Network(layers, (12,), 7)
+        return model
     return models.lenet([1, 8, 8], classes=3, seed=3, channels=(4, 8), hidden=(12, 9))
 
 
@@ -90,13 +101,15 @@ def even_cuts(kind, parts):
 @pytest.mark.parametrize("kind", ["mlp", "lenet"])
 def test_synchronous_schedules_have_the_bits_of_one_rank(comm, kind):
     """Fewer microbatches than stages, also one; numbers of ranks that the stages do not divide."""
-    for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
+    for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
         for stages, pieces in itertools.product(range(1, comm.size + 1), (1, 2, 5, 8)):
             replicas = None
             if comm.size % stages:
                 replicas = [comm.size - stages + 1] + [1] * (stages - 1)
             cuts = even_cuts(kind, stages * chunks)
             plan = {"microbatches": pieces, "replicas": replicas, "schedule": name}
+            if name == "zero_bubble" and replicas is not None:
+                continue
             if name == "interleaved":
                 blocks = itertools.pairwise(fixed_tree.cuts(pieces, comm.size // stages))
                 uneven = replicas is not None or any((b - a) % stages for a, b in blocks)
@@ -110,6 +123,16 @@ def test_synchronous_schedules_have_the_bits_of_one_rank(comm, kind):
 def test_each_cut_of_lenet(comm, cut):
     """Also behind the transposed view of `Features`, and before the first layer with parameters."""
     run(comm, "lenet", cuts=[cut], microbatches=4)
+    run(comm, "lenet", cuts=[cut], microbatches=4, schedule="zero_bubble")
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_layer_without_halves_is_run_whole(comm):
+    cuts = even_cuts("whole", comm.size)
+    run(comm, "whole", cuts=cuts, microbatches=8, schedule="zero_bubble")
+    run(
+        comm, "mlp", cuts=[4], microbatches=8, schedule="zero_bubble", replicas=[comm.size // 2] * 2
+    )
 
 
 @pytest.mark.ranks(4)

@@ -36,7 +36,7 @@ from ...runtime.agreement.mismatch import Signature
 from ...runtime.agreement.run_on_all import run_on_all, same_on_all
 from ...runtime.context import free, of
 from ...tensors import dtype_of
-from ..pipeline_schedules import RECV_F, SEND_F, B, F
+from ..pipeline_schedules import RECV_F, SEND_F, B, F, I, W
 from ..stage_plan import PipelineGrid, check_layers, check_runs
 from .stage_chunk import Chunk
 from .stage_messages import StageMessages
@@ -58,6 +58,8 @@ class Stage:
     Attributes
     ----------
     stage, replica : int
+    halves : bool
+        Whether the gradients of inputs and of weights are computed at different times.
     parameters : dict of str to array
         The parameters of this stage: the arrays of the model, not copies.
     gradients : dict of str to array
@@ -99,7 +101,9 @@ class Stage:
         self.seconds = self.computing = 0.0
         self.kept = self.steps = 0
         self.last_chunk = grid.stages * grid.chunks - 1
-        order = [one.microbatch for one in grid.actions(comm.rank) if one.kind == B]
+        actions = grid.actions(comm.rank)
+        self.halves = any(one.kind == I for one in actions)
+        order = [one.microbatch for one in actions if one.kind in (B, W)]
         for chunk in self.chunks.values():
             chunk.open_sums(self.replicas, grid.microbatches, in_order=order == sorted(order))
         self._closed = False

@@ -34,13 +34,14 @@ class Chunk:
         # The first axis of what a layer writes has an entry for each microbatch, here for one.
         self._written = {name: view[None] for name, view in views.items()}
         self._tapes: dict[int, list] = {}
+        self._later: dict[int, list] = {}  # what `backward_weights` needs
         self._sums: list[PieceSum] = []
         self._adding: list[Any] = []
 
     @property
     def kept(self) -> int:
         """How many microbatches are under way here."""
-        return len(self._tapes)
+        return len(self._tapes) + len(self._later)
 
     @property
     def learns(self) -> bool:
@@ -81,6 +82,35 @@ class Chunk:
             )
         return dy if self.first is None else None
 
+    def backward_input(self, microbatch: int, dy):
+        """Return the gradient of the input as `backward` does; `backward_weights` comes later.
+
+        A layer without the two halves is run whole, and its gradients are kept until then.
+        """
+        tape, later = self._tapes.pop(microbatch), []
+        last = 0 if self.first is None else self.first
+        for i in range(len(self.layers) - 1, last - 1, -1):
+            layer, saved, first = self.layers[i], tape.pop(), i == self.first
+            if not _has_halves(layer):
+                whole = {name: self._written[name].copy() for name in layer.shapes()}
+                dy = layer.backward(self.parameters, saved, dy, whole, _nothing, first=first)
+                later.append((None, whole, None))
+                continue
+            if layer.shapes():
+                later.append((layer, saved, dy))
+            dy = None if first else layer.backward_input(self.parameters, saved, dy)
+        self._later[microbatch] = later
+        return dy if self.first is None else None
+
+    def backward_weights(self, microbatch: int) -> None:
+        """Write the gradients of a microbatch, after its `backward_input`."""
+        for layer, saved, dy in self._later.pop(microbatch):
+            if layer is None:
+                for name, gradient in saved.items():
+                    self._written[name][...] = gradient
+            else:
+                layer.backward_weights(self.parameters, saved, dy, self._written, _nothing)
+
     def add(self, microbatch: int, weight: float | None, loss: float = 0.0) -> None:
         """Add the gradients of a microbatch, times `weight`; None for one without samples."""
         if self.vectors:
@@ -104,11 +134,17 @@ class Chunk:
     def forget(self) -> None:
         """Forget the microbatches that are under way."""
         self._tapes.clear()
+        self._later.clear()
 
     def close(self) -> None:
         """Free the sums. Collective over the replicas of the stage, but without a message."""
         for sums in self._sums:
             sums.close()
+
+
+def _has_halves(layer) -> bool:
+    halves = ("backward_input", "backward_weights")
+    return all(callable(getattr(layer, half, None)) for half in halves)
 
 
 def _nothing(name: str) -> None:

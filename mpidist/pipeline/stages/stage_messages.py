@@ -111,16 +111,14 @@ class StageMessages:
         self._sending: list[tuple[list[MPI.Request], Any, Sequence[Arrival]]] = []
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)
 
-    def send(self, array, dest: int, channel: int, samples: int, then: Sequence = ()) -> None:
-        """Begin to send an array, which nobody may change until it is sent.
-
-        When it is sent, the buffers of the received arrays in `then` are given back.
-        """
+    def send(self, array, dest: int, channel: int, samples: int) -> list[MPI.Request]:
+        """Begin to send an array, which nobody may change until it is sent; return its requests."""
         buffer, shape, strides = to_wire(array)
         layout, memory = ArrayLayout(buffer.dtype.name, shape, strides), buffer.view(np.uint8)
+        memory = memory if self.xp is np else memory.get()
         key, requests = (dest, channel, samples), list[MPI.Request]()
         # Kept before the first send, so that the memory outlives an exception.
-        self._sending.append((requests, memory, then))
+        self._sending.append((requests, memory, ()))
         if self._told.get(key) != layout:
             if key in self._told:
                 raise ProtocolError(
@@ -130,14 +128,12 @@ class StageMessages:
             self._told[key] = layout
             header = layout.encode(samples)
             self._sending.append(([self.comm.Isend(header, dest, 2 * channel)], header, ()))
-        if self.xp is not np:
-            memory = memory.get()
-            self._sending[-1] = (requests, memory, then)
         for start, stop in pieces(0, len(memory), _MOST):
             requests.append(self.comm.Isend(memory[start:stop], dest, 2 * channel + 1))
         self.bytes_sent += len(memory)
         events.total.messages_sent += len(requests)
         events.total.bytes_sent += len(memory)
+        return requests
 
     def receive(self, source: int, channel: int, samples: int) -> Arrival:
         """Begin to receive an array, if its layout is known; otherwise note that it will come."""
@@ -174,10 +170,12 @@ class StageMessages:
         start = -memory.ctypes.data % _ALIGN
         return memory[start : start + nbytes]
 
-    def give_back(self, arrived: Sequence[Arrival]) -> None:
-        """Use the buffers of received arrays again; nobody uses the arrays any more."""
-        for one in arrived:
-            self._free[len(one.buffer)].append(one.buffer)
+    def give_back(self, arrived: Sequence[Arrival], after: list[MPI.Request]) -> None:
+        """Use the buffers of received arrays again, when the sends `after` have ended.
+
+        Nobody but these sends uses the arrays any more.
+        """
+        self._sending.append((after, None, arrived))
 
     def drop(self, arrived: Arrival) -> None:
         """Forget an array that does not come again, and its layout."""
@@ -188,7 +186,8 @@ class StageMessages:
         still = []
         for one in self._sending:
             if test_all(one[0]):
-                self.give_back(one[2])
+                for arrived in one[2]:
+                    self._free[len(arrived.buffer)].append(arrived.buffer)
             else:
                 still.append(one)
         self._sending = still

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...launch.fault_points import fault_point
-from ..pipeline_schedules import RECV_B, RECV_F, SEND_B, SEND_F, B, F, StageAction
+from ..pipeline_schedules import RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, StageAction, W
 from .stage_messages import Arrival
 
 
@@ -23,13 +23,14 @@ class StagePass:
         self._arriving: dict[StageAction, Arrival] = {}
         self._held: dict[tuple[int, int], list[Arrival]] = {}  # by chunk and microbatch
         self._made: dict[StageAction, Any] = {}  # what the next send sends
+        self._sent: dict[tuple[int, int], list] = {}  # by chunk and microbatch: the last send
 
     def do(self, action: StageAction) -> None:
         """Do one action, unless the microbatch is empty."""
         kind, chunk, i = action
         fault_point("action")
         if not self.sizes[i]:
-            if kind == B:
+            if kind in (B, W):
                 self.stage.chunks[chunk].add(i, None)
             return
         _DOES[kind](self, chunk, i)
@@ -53,6 +54,20 @@ class StagePass:
         stage.kept = max(stage.kept, sum(one.kept for one in stage.chunks.values()))
 
     def _backward(self, c: int, i: int) -> None:
+        self._input(c, i, halves=False)
+        self._add(c, i)
+
+    def _input_half(self, c: int, i: int) -> None:
+        self._input(c, i, halves=True)
+
+    def _weights_half(self, c: int, i: int) -> None:
+        began = time.perf_counter()
+        self.stage.chunks[c].backward_weights(i)
+        self.stage.computing += time.perf_counter() - began
+        self._add(c, i)
+        self._done(c, i)
+
+    def _input(self, c: int, i: int, halves: bool) -> None:
         stage = self.stage
         chunk = stage.chunks[c]
         if c == stage.last_chunk:
@@ -60,13 +75,24 @@ class StagePass:
         else:
             dy = self._arrived(B, RECV_B, c, i) if chunk.learns else None
         began = time.perf_counter()
-        dx = chunk.backward(i, dy)
-        chunk.add(i, self.sizes[i] / self.total, self._losses.pop(i, 0.0))
+        dx = chunk.backward_input(i, dy) if halves else chunk.backward(i, dy)
         stage.computing += time.perf_counter() - began
         if dx is not None:
             self._made[StageAction(SEND_B, c, i)] = dx
-        else:
-            stage.messages.give_back(self._held.pop((c, i), ()))
+        elif not halves:
+            self._done(c, i)
+
+    def _add(self, c: int, i: int) -> None:
+        """Add the gradients of a microbatch."""
+        began = time.perf_counter()
+        loss = self._losses.pop(i, 0.0) if c == self.stage.last_chunk else 0.0
+        self.stage.chunks[c].add(i, self.sizes[i] / self.total, loss)
+        self.stage.computing += time.perf_counter() - began
+
+    def _done(self, c: int, i: int) -> None:
+        """Give back the buffers of a microbatch that has passed, as soon as its send has ended."""
+        # The gradient that is sent may lie in the memory in which another one has arrived.
+        self.stage.messages.give_back(self._held.pop((c, i), ()), self._sent.pop((c, i), []))
 
     def _arrived(self, kind: str, receive: str, c: int, i: int):
         """Return the array that an action of `kind` needs, as soon as it is here."""
@@ -94,17 +120,20 @@ class StagePass:
 
     def _send_backward(self, c: int, i: int) -> None:
         dx = self._made.pop(StageAction(SEND_B, c, i), None)
-        if dx is not None:
-            # The gradient may lie in the memory in which another one has arrived.
-            held = self._held.pop((c, i), ())
-            dest = self.stage.grid.holder(c - 1, i)
-            self.stage.messages.send(dx, dest, 2 * c - 1, self.sizes[i], held)
+        if dx is None:
+            return
+        dest = self.stage.grid.holder(c - 1, i)
+        self._sent[c, i] = self.stage.messages.send(dx, dest, 2 * c - 1, self.sizes[i])
+        if not self.stage.halves:
+            self._done(c, i)
 
 
 #: What a rank does for each kind of action.
 _DOES = {
     F: StagePass._forward,
     B: StagePass._backward,
+    I: StagePass._input_half,
+    W: StagePass._weights_half,
     RECV_F: StagePass._receive_forward,
     RECV_B: StagePass._receive_backward,
     SEND_F: StagePass._send_forward,
