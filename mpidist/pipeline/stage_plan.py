@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from .. import partition
 from ..collectives.schedules import fixed_tree
 from ..errors import ConfigError, shown
 from ..registry import checked_whole, look_up
@@ -39,8 +40,6 @@ from .stage_contract import why_no_stages
 
 #: The schedules in which the stages may have different numbers of replicas.
 UNEVEN = ("gpipe", "1f1b")
-#: The schedules that ranks run.
-RUNS = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,8 @@ class PipelineGrid:
     schedule : str
     chunks : int
         The number of chunks of each stage.
+    flush : int or None
+        With "pipedream", how many microbatches enter before the pipeline is emptied; None for all.
     """
 
     layers: int
@@ -68,6 +69,7 @@ class PipelineGrid:
     microbatches: int
     schedule: str = "1f1b"
     chunks: int = 1
+    flush: int | None = None
 
     @property
     def stages(self) -> int:
@@ -135,6 +137,7 @@ def plan_stages(
     replicas: Sequence[int] | None = None,
     schedule: str = "1f1b",
     chunks: int = 1,
+    flush: int | None = None,
 ) -> PipelineGrid:
     """Return what each of so many `ranks` does; raise ConfigError if it cannot be done.
 
@@ -152,6 +155,9 @@ def plan_stages(
         One of `SCHEDULES`.
     chunks : int
         The number of chunks of each stage, for "interleaved".
+    flush : int, optional
+        For "pipedream": the pipeline is emptied each time so many microbatches have entered. It is
+        empty at the end of a step in any case.
     """
     look_up(SCHEDULES, schedule, "schedule")
     checked_whole("chunks", chunks, 1)
@@ -171,7 +177,16 @@ def plan_stages(
             "their way through the stages: give microbatches, for instance 4 times the stages"
         )
     checked_whole("microbatches", microbatches, 1)
-    grid = PipelineGrid(layers, bounds, several, microbatches, schedule, chunks)
+    if flush is not None:
+        checked_whole("flush", flush, 1)
+        if schedule != "pipedream":
+            raise ConfigError(f"flush={flush} is for the schedule 'pipedream', not {schedule!r}")
+    grid = PipelineGrid(layers, bounds, several, microbatches, schedule, chunks, flush)
+    if schedule == "pipedream" and max(several) > 1:
+        raise ConfigError(
+            f"replicas={list(several)}: with 'pipedream' each stage has one rank; start "
+            f"{len(several)} ranks, or use another schedule"
+        )
     if len(set(several)) > 1 and schedule not in UNEVEN:
         raise ConfigError(
             f"replicas={list(several)}: the schedule {schedule!r} needs as many replicas of each "
@@ -241,13 +256,13 @@ def _side_by_side(grid: PipelineGrid) -> list[list[StageAction]]:
     for k, (start, stop) in enumerate(itertools.pairwise(fixed_tree.cuts(
         grid.microbatches, grid.replicas[0]
     ))):  # fmt: skip
-        if start == stop:
-            continue  # more replicas than microbatches
-        found = action_lists(grid.schedule, grid.stages, stop - start, grid.chunks)
-        for stage, actions in enumerate(found):
-            lists[grid.ranks_of(stage)[k]] = [
-                one._replace(microbatch=start + one.microbatch) for one in actions
-            ]
+        # Nothing enters if there are more replicas than microbatches.
+        for first, end in partition.pieces(start, stop, grid.flush or grid.microbatches):
+            found = action_lists(grid.schedule, grid.stages, end - first, grid.chunks)
+            for stage, actions in enumerate(found):
+                lists[grid.ranks_of(stage)[k]] += [
+                    one._replace(microbatch=first + one.microbatch) for one in actions
+                ]
     return lists
 
 
@@ -295,11 +310,3 @@ def check_layers(model) -> list:
             "md.models.Network, or md.AllReduce()"
         )
     return list(model.layers)
-
-
-def check_runs(schedule: str) -> None:
-    """Raise ConfigError for a schedule that ranks do not run."""
-    look_up(SCHEDULES, schedule, "schedule")
-    if schedule not in RUNS:
-        names = ", ".join(map(repr, RUNS))
-        raise ConfigError(f"ranks do not run the schedule {schedule!r} yet; use one of {names}")

@@ -17,7 +17,8 @@ from typing import ClassVar
 from ..collectives.schedules.algorithms import chosen
 from ..errors import ConfigError, shown
 from ..gradients.gradient_buckets import bucket_bytes
-from ..pipeline.stage_plan import check_layers, check_runs, plan_stages
+from ..pipeline.pipeline_schedules import SCHEDULES
+from ..pipeline.stage_plan import check_layers, plan_stages
 from ..registry import build, look_up
 from ..servers.consistency import ASP, BSP, SSP, Consistency
 from ..servers.layout.placement import choose_ranks, ranks_asked
@@ -158,9 +159,13 @@ class Pipeline:
         The number of ranks of each stage, such as ``[3, 1]``; by default the ranks divided by the
         stages.
     schedule : str
-        "1f1b", "gpipe", "zero_bubble" or "interleaved", see docs/pipelines.md.
+        "1f1b", "gpipe", "zero_bubble" or "interleaved", see docs/pipelines.md. With "pipedream",
+        each microbatch is an update, so the bits depend on the number of stages.
     chunks : int
         The number of parts of each stage, for "interleaved".
+    flush : int, optional
+        For "pipedream": the pipeline is emptied each time so many microbatches have entered, and at
+        the end of each step.
     """
 
     stages: int | None = None
@@ -168,16 +173,19 @@ class Pipeline:
     replicas: Sequence[int] | None = None
     schedule: str = "1f1b"
     chunks: int = 1
+    flush: int | None = None
     in_parts: ClassVar[bool] = True  # no rank makes the parameters of the whole model
     takes_microbatches: ClassVar[bool] = True
     has_replicas: ClassVar[bool] = True
 
     def __post_init__(self):
-        check_runs(self.schedule)
+        look_up(SCHEDULES, self.schedule, "schedule")
         whole = self.stages is None or (is_whole_number(self.stages) and self.stages >= 1)
         expect(whole, "stages", self.stages, "a whole number of 1 or more")
         many = is_whole_number(self.chunks) and self.chunks >= 1
         expect(many, "chunks", self.chunks, "a whole number of 1 or more")
+        emptied = self.flush is None or (is_whole_number(self.flush) and self.flush >= 1)
+        expect(emptied, "flush", self.flush, "a whole number of 1 or more")
         for name in ("cuts", "replicas"):
             value = getattr(self, name)
             listed = isinstance(value, Sequence) and not isinstance(value, str)
@@ -233,7 +241,7 @@ class Pipeline:
     def _grid(self, layers: int, cuts, size: int, microbatches: int | None):
         return plan_stages(
             layers, cuts=cuts, ranks=size, microbatches=microbatches, replicas=self.replicas,
-            schedule=self.schedule, chunks=self.chunks,
+            schedule=self.schedule, chunks=self.chunks, flush=self.flush,
         )  # fmt: skip
 
     def open(self, comm, model, optimizer, *, global_batch: int, seed: int, microbatches=None):

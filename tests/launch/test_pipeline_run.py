@@ -110,7 +110,7 @@ def test_bad_input_is_one_line_before_mpi(tmp_path):
         (["strategy.replicas=[2, 2]"], "are 4 ranks, and the job has 2"),
         (["strategy.schedule=interleaved", "strategy.cuts=[1, 2, 3]", "strategy.chunks=2",
           "microbatches=7"], "needs a multiple of the 2 stages; the next one is 8"),
-        (["strategy.schedule=pipedream"], "ranks do not run the schedule 'pipedream' yet"),
+        (["strategy.flush=4"], "flush=4 is for the schedule 'pipedream', not '1f1b'"),
         (["microbatches=0"], "microbatches=0: expected a whole number"),
         (["elastic.min_ranks=1"], "elastic: Pipeline cannot go on after a death"),
         (["optimizer.clip_norm=1.0"], "clip_norm is a norm over all layers"),

@@ -258,7 +258,6 @@ def test_what_cannot_run_is_refused_in_one_line(comm):
         assert "\n" not in str(caught.value)
     for wrong, told in (
         ({"schedule": "fast"}, "unknown schedule 'fast'"),
-        ({"schedule": "pipedream"}, "ranks do not run the schedule 'pipedream' yet"),
         ({"stages": 0}, "stages=0: expected a whole number of 1 or more"),
         ({"cuts": "even"}, "cuts='even': expected a list of whole numbers"),
         ({"replicas": 2}, "replicas=2: expected a list of whole numbers"),

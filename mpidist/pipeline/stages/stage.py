@@ -37,7 +37,7 @@ from ...runtime.agreement.run_on_all import run_on_all, same_on_all
 from ...runtime.context import free, of
 from ...tensors import dtype_of
 from ..pipeline_schedules import RECV_F, SEND_F, B, F, I, W
-from ..stage_plan import PipelineGrid, check_layers, check_runs
+from ..stage_plan import PipelineGrid, check_layers
 from .stage_chunk import Chunk
 from .stage_messages import StageMessages
 from .stage_pass import StagePass
@@ -104,7 +104,7 @@ class Stage:
         actions = grid.actions(comm.rank)
         self.halves = any(one.kind == I for one in actions)
         order = [one.microbatch for one in actions if one.kind in (B, W)]
-        for chunk in self.chunks.values():
+        for chunk in self.chunks.values() if grid.schedule != "pipedream" else ():
             chunk.open_sums(self.replicas, grid.microbatches, in_order=order == sorted(order))
         self._closed = False
 
@@ -137,6 +137,11 @@ class Stage:
         return self.last_chunk in self.chunks
 
     @property
+    def versions(self) -> int:
+        """The most versions of the parameters that this rank has kept at a time."""
+        return max(chunk.versions for chunk in self.chunks.values())
+
+    @property
     def bytes_sent(self) -> int:
         """The bytes that this rank has sent to other stages."""
         return self.messages.bytes_sent
@@ -153,18 +158,20 @@ class Stage:
 
     # -- whole batches -----------------------------------------------------------------
 
-    def step(self, batch) -> float:
+    def step(self, batch, update: Callable | None = None) -> float:
         """Compute the gradients of a global batch; return its mean loss. Collective.
 
         `batch` is (inputs, labels). Only the ranks of the first stage read the inputs, and those of
-        the last stage the labels; the others need arrays of the same length.
+        the last stage the labels; the others need arrays of the same length. With the schedule
+        "pipedream", ``update(gradients, parameters, weight)`` is called for each microbatch, whose
+        samples are the share `weight` of the batch, and updates the parameters in place.
         """
         inputs, labels = batch
         if len(inputs) != len(labels):
             raise ConfigError(f"batch: {len(inputs)} inputs but {len(labels)} labels")
         start, stop = self.part(len(inputs))
         sizes = BlockPartition(len(inputs), self.grid.microbatches).counts()
-        self.run(inputs[start:stop], labels[start:stop], sizes, len(inputs))
+        self.run(inputs[start:stop], labels[start:stop], sizes, len(inputs), update)
         loss = np.array([self.loss_share()], np.float64)
         allreduce(self.comm, loss, algorithm="native")
         return float(loss[0])
@@ -186,7 +193,9 @@ class Stage:
 
     # -- one pass of the schedule --------------------------------------------------------
 
-    def run(self, inputs, labels, sizes: Sequence[int], total: int) -> None:
+    def run(
+        self, inputs, labels, sizes: Sequence[int], total: int, update: Callable | None = None
+    ) -> None:
         """Do all actions of a step, and sum the gradients over the microbatches.
 
         Parameters
@@ -199,15 +208,27 @@ class Stage:
         total : int
             The number of samples whose mean is computed: the gradients of a microbatch count as
             much as its samples, divided by `total`.
+        update : callable
+            Needed for "pipedream", see `step`.
         """
+        if (update is None) == (self.grid.schedule == "pipedream"):
+            raise ConfigError(
+                f"update is {type(update).__name__}, and the schedule {self.grid.schedule!r}: "
+                "'pipedream' needs a function update(gradients, parameters, weight), and no other "
+                "schedule takes one"
+            )
         began = time.perf_counter()
         with self._operation("md.Stage.step", sizes):
             x, y = self._cut(inputs, labels, sizes)
-            one_pass = StagePass(self, sizes, x, y, total)
+            one_pass = StagePass(self, sizes, x, y, total, update)
             for action in self.grid.actions(self.rank):
                 one_pass.do(action)
             self.wait(self.messages.progress, "the end of the sends")
-            self._losses = {number: chunk.finish() for number, chunk in self.chunks.items()}
+            if update is None:
+                losses = {number: chunk.finish() for number, chunk in self.chunks.items()}
+                self._loss = losses.get(self.last_chunk, 0.0)
+            else:
+                self._loss = one_pass.loss
         self.seconds += time.perf_counter() - began
         self.steps += 1
 
@@ -246,7 +267,7 @@ class Stage:
 
     def loss_share(self) -> float:
         """Return the mean loss of the step on one rank, and 0 on the others, for a sum."""
-        return self._losses[self.last_chunk] if self.reads_labels and self.replica == 0 else 0.0
+        return self._loss if self.reads_labels and self.replica == 0 else 0.0
 
     def _operation(self, name: str, sizes: Sequence[int]) -> ExitStack:
         """Begin an operation, which an exception of any rank ends on all ranks of the pipeline."""
@@ -312,7 +333,6 @@ def _facts(comm, model, grid: PipelineGrid) -> dict:
     if not isinstance(grid, PipelineGrid):
         raise ConfigError(f"grid is {type(grid).__name__}; expected md.pipeline.plan_stages(...)")
     layers = check_layers(model)
-    check_runs(grid.schedule)
     if grid.ranks != comm.size:
         raise ConfigError(f"the grid has {grid.ranks} ranks, the communicator {comm.size}")
     if grid.layers != len(layers):

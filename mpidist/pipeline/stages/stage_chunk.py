@@ -35,6 +35,8 @@ class Chunk:
         self._written = {name: view[None] for name, view in views.items()}
         self._tapes: dict[int, list] = {}
         self._later: dict[int, list] = {}  # what `backward_weights` needs
+        self._old: dict[int, dict] = {}  # parameters of microbatches that are older than an update
+        self.versions = 1  # the most versions of the parameters at a time
         self._sums: list[PieceSum] = []
         self._adding: list[Any] = []
 
@@ -74,13 +76,25 @@ class Chunk:
         The result is None if no layer before needs it.
         """
         tape = self._tapes.pop(microbatch)
+        parameters = self._old.pop(microbatch, self.parameters)
         last = 0 if self.first is None else self.first
         for i in range(len(self.layers) - 1, last - 1, -1):
             first = i == self.first
             dy = self.layers[i].backward(
-                self.parameters, tape.pop(), dy, self._written, _nothing, first=first
+                parameters, tape.pop(), dy, self._written, _nothing, first=first
             )
         return dy if self.first is None else None
+
+    def keep_version(self) -> None:
+        """Keep the parameters for the microbatches under way, because an update follows.
+
+        Those that began before an earlier update keep the version that they have.
+        """
+        newest = [i for i in self._tapes if i not in self._old]
+        if newest and self.parameters:
+            copies = {name: array.copy() for name, array in self.parameters.items()}
+            self._old.update(dict.fromkeys(newest, copies))
+        self.versions = max(self.versions, 1 + len({id(one) for one in self._old.values()}))
 
     def backward_input(self, microbatch: int, dy):
         """Return the gradient of the input as `backward` does; `backward_weights` comes later.
@@ -135,6 +149,7 @@ class Chunk:
         """Forget the microbatches that are under way."""
         self._tapes.clear()
         self._later.clear()
+        self._old.clear()
 
     def close(self) -> None:
         """Free the sums. Collective over the replicas of the stage, but without a message."""

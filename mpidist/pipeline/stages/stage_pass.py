@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -15,8 +16,11 @@ from .stage_messages import Arrival
 class StagePass:
     """The microbatches of one step on their way through this rank."""
 
-    def __init__(self, stage, sizes, inputs: dict, labels: dict | None, total: int | None):
-        self.stage, self.sizes, self.total = stage, sizes, total
+    def __init__(
+        self, stage, sizes, inputs: dict, labels: dict | None, total: int | None, update=None
+    ):
+        self.stage, self.sizes, self.total, self.update = stage, sizes, total, update
+        self.loss = 0.0  # with `update`, the mean of this rank's microbatches
         self.inputs, self.labels = inputs, labels
         self.scores: dict[int, Any] = {}
         self._losses: dict[int, float] = {}
@@ -30,7 +34,7 @@ class StagePass:
         kind, chunk, i = action
         fault_point("action")
         if not self.sizes[i]:
-            if kind in (B, W):
+            if kind in (B, W) and self.update is None:
                 self.stage.chunks[chunk].add(i, None)
             return
         _DOES[kind](self, chunk, i)
@@ -48,7 +52,9 @@ class StagePass:
             self.scores[i] = y[0] if stage.xp is np else y[0].get()
         else:
             losses, dy = stage.model.loss(y, self.labels.pop(i))
-            self._losses[i] = float(losses[0])
+            self._losses[i] = loss = float(losses[0])
+            if self.update is not None and not math.isfinite(loss):
+                dy[...] = 0  # the run stops after this step, and its parameters stay finite
             self._made[StageAction(B, c, i)] = dy
         stage.computing += time.perf_counter() - began
         stage.kept = max(stage.kept, sum(one.kept for one in stage.chunks.values()))
@@ -86,7 +92,13 @@ class StagePass:
         """Add the gradients of a microbatch."""
         began = time.perf_counter()
         loss = self._losses.pop(i, 0.0) if c == self.stage.last_chunk else 0.0
-        self.stage.chunks[c].add(i, self.sizes[i] / self.total, loss)
+        chunk, weight = self.stage.chunks[c], self.sizes[i] / self.total
+        if self.update is None:
+            chunk.add(i, weight, loss)
+        else:
+            self.loss += loss * weight
+            chunk.keep_version()
+            self.update(chunk.gradients, chunk.parameters, weight)
         self.stage.computing += time.perf_counter() - began
 
     def _done(self, c: int, i: int) -> None:

@@ -8,7 +8,8 @@
 
 A bad record is left out before its microbatch enters the pipeline. The gradients of the pieces are
 added in the tree of ``microbatches`` under `AllReduce`, so the parameters have the bits of such a
-run. A checkpoint has the same arrays, each from the ranks of its stage, so it restarts on any grid
+run. With "pipedream", each microbatch is an update in its backward pass instead. A checkpoint has
+the same arrays as with `AllReduce`, each from the ranks of its stage, so it restarts on any grid
 and with `AllReduce`.
 """
 
@@ -66,6 +67,7 @@ class Stages:
         )
         self.stragglers = Untimed()
         self._skipped = False
+        self._at_once = grid.schedule == "pipedream"
 
     # -- a step ------------------------------------------------------------------------
 
@@ -96,7 +98,8 @@ class Stages:
             return 0.0, 0
         batch, sizes = self._without(missing, indices, mine, taken)
         *inputs, labels = batch
-        self.stage.run(inputs[0], labels, sizes, len(indices))
+        update = self._update_now if self._at_once else None
+        self.stage.run(inputs[0], labels, sizes, len(indices), update)
         return 0.0, len(labels)
 
     def _reject(self, feed, taken, mine) -> None:
@@ -151,8 +154,14 @@ class Stages:
         for gradient in self.stage.gradients.values():
             gradient *= factor
 
+    def _update_now(self, gradients: dict, parameters: dict, weight: float) -> None:
+        """Update the parameters with a microbatch, as a parameter server does with a push."""
+        self.optimizer.update(gradients, self.optimizer_state, parameters, weight)
+
     def update(self) -> None:
-        """Update the parameters of this stage."""
+        """Update the parameters of this stage, unless each microbatch has done so."""
+        if self._at_once:
+            return
         self.optimizer.update(self.stage.gradients, self.optimizer_state, self.parameters)
 
     def order(self) -> dict[str, int]:
@@ -220,15 +229,16 @@ class Stages:
         """Return the grid, and what each rank has measured. Collective.
 
         `idle` is the share of the time of the steps in which a rank did not compute, `kept` the
-        most microbatches, times chunks, that it kept at a time, and `bytes_sent` what it has sent
-        to other stages in a step.
+        most microbatches, times chunks, that it kept at a time, `bytes_sent` what it has sent to
+        other stages in a step, and `versions` the most versions of its parameters.
         """
         stage, grid = self.stage, self.stage.grid
         idle = 1 - stage.computing / stage.seconds if stage.seconds else 0.0
-        mine = round(idle, 4), stage.kept, stage.bytes_sent // max(stage.steps, 1)
+        sent = stage.bytes_sent // max(stage.steps, 1)
+        mine = round(idle, 4), stage.kept, sent, stage.versions
 
         def together(everyone: list) -> dict:
-            names = "idle", "kept", "bytes_sent"
+            names = "idle", "kept", "bytes_sent", "versions"
             return dict(zip(names, map(list, zip(*everyone, strict=True)), strict=True))
 
         return {
