@@ -30,7 +30,7 @@ from ...partition import BlockPartition
 from ...pipeline import PipelineGrid, cut, measure
 from ...pipeline.stages.stage import Stage
 from ...runtime.agreement.run_on_all import run_on_all
-from ...runtime.context import of
+from ...runtime.agreement.tell_others import tell
 from ...runtime.polling import phase, wait_until
 from .evaluation import add_to_digest, count_hits, shared_accuracy
 
@@ -267,9 +267,7 @@ class Stages:
     def abandon(self, error: BaseException) -> None:
         """Send the other ranks the error that has ended the run on this rank."""
         for comm in (self.stage.replicas, self.comm):
-            context = of(comm)
-            if context.size > 1:
-                context.escaped(error)
+            tell(comm, error)
 
     def lost(self, error: BaseException) -> None:
         """Do nothing after a death: nothing of a pipeline outlives its communicator."""
