@@ -58,6 +58,8 @@ def host_model(group, server: Server | None, taken: Container, asked: Request) -
                 layout.bytes_of(index), copies, len(workers), asked.consistency,
                 asked.stale.compensates,
             )  # fmt: skip
+            if group.replicated:  # and a gradient that waits here, and one that is sent
+                need += round(layout.bytes_of(index - 1) * (2 + copies)) + layout.bytes_of(index)
             needs.append((rank, host, need, free))
         if any(one["kept"] for one in everyone):
             return tensors, inits, False  # the memory is there, with the values
@@ -72,10 +74,12 @@ def host_model(group, server: Server | None, taken: Container, asked: Request) -
         if server is None:
             return None
         if asked.kept is not None:
-            shard = asked.kept.shard
-        else:
-            shard = ServerShard(layout, server.index, asked.optimizer, inits, asked.seed)
-        return Hosted(asked, shard, len(workers))
+            return Hosted(asked, asked.kept.shard, len(workers), asked.kept.copy)
+        shard, *copy = (
+            ServerShard(layout, index % len(servers), asked.optimizer, inits, asked.seed)
+            for index in (server.index, server.index - 1)[: 1 + group.replicated]
+        )
+        return Hosted(asked, shard, len(workers), *copy)
 
     hosted = link.run_on_all(f"{doing}: allocating", allocate)
     if server is not None:

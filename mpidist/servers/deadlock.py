@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from ..events import Trail
 from ..runtime.agreement.mismatch import LEFT, WAITING, Status, decode_signature, raised
 from ..runtime.context import Context
+from .consistency import ConsistencyGate
 
 #: Operations that some ranks may finish before all ranks have begun them.
 _ONE_SIDED = ("broadcast", "reduce", "gather", "scatter")
@@ -52,6 +53,56 @@ def stalled(waits: Mapping[int, tuple[Collection[int], int]]) -> list[int]:
     while free := {w for w in stuck if len(set(waits[w][0]) - stuck) >= waits[w][1]}:
         stuck -= free
     return sorted(stuck)
+
+
+def who_waits(
+    ranks: Sequence[int],
+    present: Collection[int],
+    paused: Collection[int],
+    barriers: Mapping[int, int],
+    models: Sequence[tuple[str, ConsistencyGate]],
+) -> str:
+    """Return which workers of a server can never go on, and why, or "".
+
+    Parameters
+    ----------
+    ranks : sequence of int
+        The rank of each worker.
+    present, paused : collection of int
+        The workers that have not left, and those that wait in a pause.
+    barriers : mapping
+        How many barriers each worker has entered.
+    models : sequence of (name, gate)
+    """
+    waits: dict[int, tuple[list[int], int]] = {}
+    calls: dict[int, str] = {}
+    for worker in range(len(ranks)):
+        late = [w for w in range(len(ranks)) if barriers[w] < barriers[worker]]
+        if worker not in present:
+            waits[worker], calls[worker] = ([worker], 1), "has left the group"
+        elif worker in paused:
+            away = [other for other in sorted(present) if other not in paused]
+            waits[worker], calls[worker] = (away, len(away)), "waits in pause"
+        elif late:
+            waits[worker], calls[worker] = (late, len(late)), "waits in barrier"
+    for name, gate in models:
+        for worker in gate.waiting:
+            waits[worker] = gate.blockers(worker)
+            calls[worker] = f"waits in a pull of {name!r}"
+
+    def told(worker: int) -> str:
+        others = waits[worker][0]
+        gone = "" if {*others} & {*present} else ", which has left the group"
+        who = ", ".join(str(ranks[other]) for other in others)
+        return f"rank {ranks[worker]} {calls[worker]} for rank {who}{gone}"
+
+    stuck = [worker for worker in stalled(waits) if worker in present]
+    if not stuck:
+        return ""
+    return (
+        f"workers wait for each other: {'; '.join(map(told, stuck[:4]))}; "
+        "all workers must make the same calls of clients and of the group in one order"
+    )
 
 
 def _cannot_come(status: Status, sequence: int) -> bool:

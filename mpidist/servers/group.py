@@ -31,6 +31,7 @@ from .link import GroupCall, Link, nothing
 from .model_facts import KeptModel, Request
 from .modes.stale_gradients import KeepStale, Stale
 from .protocol import BARRIER, BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
+from .replicas.shard_copies import ShardCopies
 from .server import Hosted, Server
 from .votes import Votes
 
@@ -80,7 +81,7 @@ class ServerGroup:
         self._layouts: dict[str, ServerLayout] = {}
         self._clients: list[Client] = []
         self._everyone: list[dict] | None = None
-        self._served = self.closed = False
+        self._served = self.closed = self.replicated = False
         self.server_ranks, self.worker_ranks = choose_ranks(comm.size, agreed["servers"], placement)
         self.is_server = comm.rank in self.server_ranks
         self.is_worker = comm.rank in self.worker_ranks
@@ -180,6 +181,7 @@ class ServerGroup:
         if self._server is not None:
             hosted = self._hosted(name)
             hosted.gate.begin_at(kept.clocks)
+            hosted.copied[:] = kept.clocks
             hosted.applied = kept.applied
         if client is not None:
             client.begin_at(kept.clocks[self.worker_ranks.index(self.comm.rank)])
@@ -204,14 +206,28 @@ class ServerGroup:
         self._clients.append(client)
         return client
 
-    def vote(self) -> None:
-        """Make all servers apply the pushes of a clock, or none of them; see `votes`.
+    def vote(self, copies: bool = False) -> None:
+        """Let servers apply the pushes of a clock only when all servers have them; see `votes`.
 
-        All servers call this method, before the first client is used.
+        With `copies`, each server also keeps a copy of the shards of the one before (`replicas`),
+        which is equal after `fill_copies`. All ranks call this, before the first model is added.
         """
-        if self._server is not None and len(self.server_ranks) > 1:
-            others = [rank for rank in self.server_ranks if rank != self.comm.rank]
-            self._server.votes = Votes(self.link, others)
+        server, ranks = self._server, self.server_ranks
+        self.replicated = copies and len(ranks) > 1
+        if server is None or len(ranks) < 2:
+            return
+        if copies:
+            before, after = ranks[server.index - 1], ranks[(server.index + 1) % len(ranks)]
+            server.copies = ShardCopies(self.link, before, after, server.models)
+        others = [rank for rank in ranks if rank != self.comm.rank]
+        server.votes = Votes(self.link, others, server.copies)
+
+    def fill_copies(self, name: str) -> None:
+        """Make the copies equal to their shards. All servers call it, before they serve."""
+        server = self._server
+        if server is not None and server.copies is not None:
+            with GroupCall(self.link, "fill_copies"), self.link.serving(nothing):
+                server.copies.fill(server.models.index(self._hosted(name)))
 
     def hosted(self, name: str) -> tuple[Server, Hosted] | None:
         """Return this rank's server and its part of a model, or None if this rank is no server.

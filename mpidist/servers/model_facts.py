@@ -21,15 +21,16 @@ NONFINITE = ("raise", "drop")
 class KeptModel(NamedTuple):
     """What this rank has of a model after a death, when the ranks add it to a new group.
 
-    The tensors are divided as before, because there are as many servers as before. `shard` is this
-    server's part, or None on a rank that is no server. `clocks` has a clock for each worker, in the
-    new order. `applied` matters only in modes that hold pushes back: the pushes of all clocks
-    before it have been applied.
+    `place_tensors` has divided the tensors, for the number of servers. `shard` is this server's
+    part, or None on a rank that is no server, and `copy` is its copy of another part, if servers
+    keep copies. `clocks` has a clock for each worker, in the new order. `applied` matters only in
+    modes that hold pushes back: the pushes of all clocks before it have been applied.
     """
 
     shard: Any
     clocks: Sequence[int]
     applied: int = 0
+    copy: Any = None
 
 
 class Request(NamedTuple):

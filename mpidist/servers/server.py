@@ -25,7 +25,7 @@ from ..errors import ProtocolError
 from ..events import OPEN
 from . import protocol
 from .consistency import Action, Apply, Drop
-from .deadlock import stalled
+from .deadlock import who_waits
 from .decisions import Decisions
 from .layout.capacity import ROOM_BYTES
 from .layout.routing import ShardPart, data_bytes, decode_parts, views, whole_parts
@@ -33,6 +33,7 @@ from .link import Link
 from .model_facts import Request
 from .modes.push_record import PulledCopies, PushRecord
 from .protocol import HEADER_BYTES, TO_SERVER, TO_WORKER, Header, Incoming
+from .replicas.shard_copies import ShardCopies
 from .shards import ServerShard
 from .votes import Votes
 
@@ -58,10 +59,17 @@ class Pull(NamedTuple):
 
 
 class Hosted:
-    """One model on this server: its shard, the finished steps of each worker, and counters."""
+    """One model on this server: its shard, the finished steps of each worker, and counters.
 
-    def __init__(self, asked: Request, shard: ServerShard, workers: int):
-        self.name, self.shard = asked.name, shard
+    `copy` is a copy of the shard of another server, see `replicas`, or None.
+    """
+
+    def __init__(
+        self, asked: Request, shard: ServerShard, workers: int, copy: ServerShard | None = None
+    ):
+        self.name, self.shard, self.copy = asked.name, shard, copy
+        self.copied = [0] * workers  # the clocks of the workers of which the copy has the pushes
+        self.merged: deque = deque()  # gradients of the next updates, which are merged already
         self.gate = asked.consistency.gate(workers, shard.server)
         self.global_batch: Any = asked.global_batch
         self.pulled = [0] * workers  # the shard's version at each worker's newest pull
@@ -81,24 +89,17 @@ class Hosted:
         `ranks` are the ranks of the workers.
         """
         version = self.shard.version
-        if self.gate.consistency.merges:
-            self._check_samples(action)
-            counted = [(1 if p.samples < 0 else p.samples, p.parts) for _, p in action.pushes]
-            total = sum(samples for samples, _ in counted) or 1
-            self.shard.apply([(samples / total, parts) for samples, parts in counted])
+        merged = self.merged.popleft() if self.merged else self.merge(action)
+        if merged is not None:
+            self.shard.update(*merged)
         self.applied = action.clock + 1
         for worker, push in action.pushes:
             age = version - push.seen
             factor = self.stale.factor(age, push.samples, self.global_batch)
-            if not factor:
-                why = f"{self.stale}, {age} updates old"
-                self.record.drop(worker, ranks[worker], why)
-                continue
-            if not self.gate.consistency.merges:
-                if self._copies is not None:
-                    self._copies.correct(worker, push.parts, self.stale)
-                self.shard.apply([(1.0, push.parts)], self.weight(push) * factor)
-            self.record.note(worker, age, factor)
+            if factor:
+                self.record.note(worker, age, factor)
+            else:
+                self.record.drop(worker, ranks[worker], f"{self.stale}, {age} updates old")
 
     def drop(self, action: Drop, ranks: Sequence[int]) -> None:
         """Count pushes that came too late for their clock."""
@@ -120,6 +121,20 @@ class Hosted:
                 f"push to {self.name!r} in clock {action.clock}: workers {without} gave no "
                 f"samples=, the others did; give samples= on all workers or on none"
             )
+
+    def merge(self, action: Apply) -> tuple[dict, float] | None:
+        """Return the gradients of one update and their weight, as `ServerShard.merge`."""
+        if self.gate.consistency.merges:
+            self._check_samples(action)
+            counted = [(1 if p.samples < 0 else p.samples, p.parts) for _, p in action.pushes]
+            total = sum(samples for samples, _ in counted) or 1
+            return self.shard.merge([(samples / total, parts) for samples, parts in counted])
+        ((worker, push),) = action.pushes
+        age = self.shard.version - push.seen
+        factor = self.stale.factor(age, push.samples, self.global_batch)
+        if factor and self._copies is not None:
+            self._copies.correct(worker, push.parts, self.stale)
+        return self.shard.merge([(1.0, push.parts)], self.weight(push) * factor)
 
     def facts(self) -> dict:
         """Return this model's counts for the report, such as updates and steps of each worker."""
@@ -153,6 +168,7 @@ class Server:
         self.queue: Counter[int] = Counter()
         self.busy_seconds = 0.0
         self.votes: Votes | None = None
+        self.copies: ShardCopies | None = None
         self._present = set(range(len(workers)))  # the workers that have not left
         self._paused: dict[int, Any] = {}
         self._barriers: Counter[int] = Counter()  # how many barriers each worker has entered
@@ -171,6 +187,8 @@ class Server:
         """Whether every worker has left and every answer has been sent."""
         if self._present or self._answers or (self.votes is not None and self.votes.pending):
             return False
+        if self.copies is not None and self.copies.pending:
+            return False
         return all(model.gate.settled for model in self.models)
 
     def poll(self) -> bool:
@@ -180,6 +198,10 @@ class Server:
         """
         start = time.perf_counter()
         acted = self._begin_receives() | self._finish_receives()
+        if self.copies is not None:
+            self._answers += self.copies.listen()
+            if not self._present:
+                self.copies.end()
         if self.votes is not None:
             for model, actions in self.votes.listen():
                 self._carry_out(self.models[model], actions)
@@ -297,6 +319,8 @@ class Server:
     def _run(self, model: Hosted, actions: Sequence[Action]) -> None:
         if model.gate.decisions:
             self.decisions.tell(self.models.index(model), model.gate)
+        if self.copies is not None:
+            self.copies.forward(self.models.index(model), actions)
         if self.votes is not None and model.gate.consistency.holds:
             actions = self.votes.released(self.models.index(model), actions)
         self._carry_out(model, actions)
@@ -306,6 +330,9 @@ class Server:
         number = [model.name for model in self.models].index(name)
         if self.votes is not None:
             self._carry_out(self.models[number], self.votes.settle(number, clocks))
+        if self.copies is not None:
+            self.copies.apply(number, clocks)
+            self.copies.forget(number)
 
     def _carry_out(self, model: Hosted, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -317,11 +344,15 @@ class Server:
                 if model.gate.consistency.holds:  # else part of "serve push"
                     self.link.trail.begin("apply", None, model.name, action.clock, False)
                 model.apply(action, self.workers)
+                if self.copies is not None:
+                    self.copies.apply(self.models.index(model), action.clock + 1)
                 for _, push in action.pushes:
                     self.link.pool.give(push.buffer)
             else:
                 held = time.monotonic_ns() - action.item.since
-                self._answers.append((model, action.worker, action.item, action.gap, held))
+                answer = (model, action.worker, action.item, action.gap, held)
+                if self.copies is None or not self.copies.answered_later(model, answer):
+                    self._answers.append(answer)
 
     def _next_answer(self) -> tuple[np.ndarray, int, int]:
         """Write the next answer; return its buffer, its size in bytes, and its receiver.
@@ -362,35 +393,10 @@ class Server:
         knows of a waiting worker is true until the server itself answers, or all workers have come
         to the barrier.
         """
-        waits: dict[int, tuple[list[int], int]] = {}
-        calls: dict[int, str] = {}
-        present = sorted(self._present)
-        for worker in range(len(self.workers)):
-            entered = self._barriers[worker]
-            late = [w for w in range(len(self.workers)) if self._barriers[w] < entered]
-            if worker not in self._present:
-                waits[worker], calls[worker] = ([worker], 1), "has left the group"
-            elif worker in self._paused:
-                away = [other for other in present if other not in self._paused]
-                waits[worker], calls[worker] = (away, len(away)), "waits in pause"
-            elif late:
-                waits[worker], calls[worker] = (late, len(late)), "waits in barrier"
-        for model in self.models:
-            for worker in model.gate.waiting:
-                waits[worker] = model.gate.blockers(worker)
-                calls[worker] = f"waits in a pull of {model.name!r}"
-        stuck = [worker for worker in stalled(waits) if worker in self._present]
-        if stuck:
-            told = [self._told(worker, calls[worker], waits[worker][0]) for worker in stuck[:4]]
-            raise ProtocolError(
-                f"parameter server {self.index}: workers wait for each other: {'; '.join(told)}; "
-                "all workers must make the same calls of clients and of the group in one order"
-            )
-
-    def _told(self, worker: int, call: str, others: Sequence[int]) -> str:
-        ranks = ", ".join(str(self.workers[other]) for other in others)
-        gone = "" if set(others) & self._present else ", which has left the group"
-        return f"rank {self.workers[worker]} {call} for rank {ranks}{gone}"
+        models = [(model.name, model.gate) for model in self.models]
+        text = who_waits(self.workers, self._present, self._paused, self._barriers, models)
+        if text:
+            raise ProtocolError(f"parameter server {self.index}: {text}")
 
     # -- pauses ------------------------------------------------------------------------
 

@@ -140,7 +140,18 @@ class ServerShard:
             self.parameters[self._keys[part.piece.tensor]][...] = view
 
     def apply(self, pushes: Sequence[tuple[float, Parts]], weight: float = 1.0) -> bool:
-        """Update parameters by the weighted mean of gradients; return false if all weights are 0.
+        """Update parameters by `merge` and `update`; return false if all weights are 0."""
+        merged = self.merge(pushes, weight)
+        if merged is not None:
+            self.update(*merged)
+        return merged is not None
+
+    def merge(
+        self, pushes: Sequence[tuple[float, Parts]], weight: float = 1.0
+    ) -> tuple[dict[str, np.ndarray], float] | None:
+        """Return the weighted mean of gradients and its weight, or None if all weights are 0.
+
+        The arrays are memory of the pushes or of this object, and valid until the next merge.
 
         Parameters
         ----------
@@ -153,20 +164,21 @@ class ServerShard:
         """
         pushes = [push for push in pushes if push[0]]
         if not pushes or not weight:
-            return False
+            return None
         if not self._weighs:
             pushes, weight = [(share * weight, parts) for share, parts in pushes], 1.0
         if len(pushes) == 1 and self._is_gradient(*pushes[0]):
             # If one push covers the whole shard, its message is used as the gradient, without a
             # copy.
             share, parts = pushes[0]
-            gradients = {self._keys[p.piece.tensor]: _scaled(view, share) for p, view in parts}
-        else:
-            gradients = self._summed(pushes)
+            return {self._keys[p.piece.tensor]: _scaled(view, share) for p, view in parts}, weight
+        return self._summed(pushes), weight
+
+    def update(self, gradients: Mapping[str, np.ndarray], weight: float) -> None:
+        """Let the optimizer make one update."""
         extra = {"weight": weight} if self._weighs else {}
         self.optimizer.update(gradients, self.state, self.parameters, **extra)
         self.version += 1
-        return True
 
     def _is_gradient(self, share: float, parts) -> bool:
         """Whether a push covers the whole shard and can be scaled in place at full precision."""

@@ -10,6 +10,10 @@ and applies them when all others have told the same. If one server has applied a
 death, then the others have all pushes and apply them, too (`settle`). If no server has applied it,
 the living workers repeat the step. A vote is a message of 16 bytes from each server to each other
 server.
+
+With copies of shards (`replicas`), a server also votes for its copy: it waits until it has the
+gradients for the copy. So if other servers apply a clock, a server that has died meanwhile has left
+all its gradients of this clock with its copy.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from mpi4py import MPI
 from .consistency import Action, Apply
 from .link import Link
 from .protocol import VOTE
+from .replicas.shard_copies import ShardCopies
 
 Actions = list[Action]
 
@@ -35,10 +40,12 @@ class Votes:
     link : Link
     others : sequence of int
         Ranks of the other servers.
+    copies : ShardCopies, optional
     """
 
-    def __init__(self, link: Link, others: Sequence[int]):
-        self._link, self._others = link, list(others)
+    def __init__(self, link: Link, others: Sequence[int], copies: ShardCopies | None = None):
+        self._link, self._others, self._copies = link, list(others), copies
+        self._open: list[tuple[int, int]] = []  # (model, clock) without this server's vote
         self._due: dict[int, deque[Action]] = defaultdict(deque)
         self._heard: Counter[tuple[int, int]] = Counter()
 
@@ -49,18 +56,29 @@ class Votes:
 
     def released(self, model: int, actions: Sequence[Action]) -> Actions:
         """Vote for the clocks that `actions` apply; return the actions to carry out now."""
-        for clock in dict.fromkeys(each.clock for each in actions if isinstance(each, Apply)):
+        # Before the first vote is sent: if a death breaks this call off, another server may have
+        # heard the vote, and `settle` must find the updates.
+        self._due[model] += actions
+        clocks = dict.fromkeys(each.clock for each in actions if isinstance(each, Apply))
+        self._open += [(model, clock) for clock in clocks]
+        self._vote()
+        return self._allowed(model)
+
+    def _vote(self) -> set[int]:
+        """Vote for clocks of which this server has all; return the numbers of their models."""
+        ready = [one for one in self._open if self._copies is None or self._copies.has(*one)]
+        for one in ready:
             for rank in self._others:
                 vote = self._link.pool.take(16)
-                vote.view(np.int64)[:] = model, clock
+                vote.view(np.int64)[:] = one
                 self._link.send(vote, 16, rank, VOTE)
-        self._due[model] += actions
-        return self._allowed(model)
+            self._open.remove(one)
+        return {model for model, _ in ready}
 
     def listen(self) -> list[tuple[int, Actions]]:
         """Receive votes; return the actions of each model that may be carried out now."""
         status, comm, tag = MPI.Status(), self._link.comm, self._link.tag + VOTE
-        heard = set()
+        heard = self._vote() if self._open else set()
         while comm.Iprobe(MPI.ANY_SOURCE, tag, status):
             vote = np.empty(2, np.int64)
             comm.Recv([vote, MPI.INT64_T], status.source, tag)
@@ -81,8 +99,10 @@ class Votes:
         due, allowed = self._due[model], []
         while due:
             first = due[0]
-            if isinstance(first, Apply) and self._heard[model, first.clock] < len(self._others):
-                break
+            if isinstance(first, Apply):
+                key = model, first.clock
+                if self._heard[key] < len(self._others) or key in self._open:
+                    break
             allowed.append(due.popleft())
         for each in allowed:
             if isinstance(each, Apply):

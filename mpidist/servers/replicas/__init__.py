@@ -1,0 +1,7 @@
+"""Copies of shards, so that a server that dies costs nothing.
+
+Each server holds a copy of the shard of the server before it. `shard_copies` keeps the copy equal
+to the shard while the servers serve. After a death, the living ranks divide the model anew between
+the living servers, from shards and copies: `repartition` decides who sends what, and `move_shards`
+sends it. `shard_ranges` lists the arrays of a shard for messages.
+"""

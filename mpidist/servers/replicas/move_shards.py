@@ -1,0 +1,125 @@
+"""Send shards to their new owners after a death, and pushes that only some servers have.
+
+All sends and receives are posted before the first wait, so no order of ranks can lock. What is
+received goes into new memory. If another rank dies meanwhile, each rank still has its old shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from ...partition import pieces
+from ...runtime.polling import wait_until
+from ...runtime.ulfm import keep_alive, tester
+from ..layout.placement import ServerLayout
+from ..layout.routing import ShardPart, data_bytes, views, whole_parts
+from ..layout.row_selection import Selection
+from ..shards import ServerShard
+from .repartition import Move
+from .shard_ranges import shared_ranges
+
+_PIECE = 1 << 30  # bytes of one message
+_MOVE_TAG, _PUSH_TAG = 11, 12
+
+
+class Messages:
+    """Sends and receives that are posted now and waited for later."""
+
+    def __init__(self, comm: MPI.Intracomm, tag: int):
+        self._comm, self._tag = comm, tag
+        self._requests: list[MPI.Request] = []
+        self._memory: list[np.ndarray] = []
+
+    def send(self, array: np.ndarray, rank: int) -> None:
+        """Begin to send a contiguous array, which must not change before `wait` returns."""
+        self._post(self._comm.Isend, array, rank)
+
+    def receive(self, array: np.ndarray, rank: int) -> None:
+        """Begin to receive into a contiguous array."""
+        self._post(self._comm.Irecv, array, rank)
+
+    def _post(self, call: Callable[..., MPI.Request], array: np.ndarray, rank: int) -> None:
+        raw = array.view(np.uint8)
+        self._memory.append(raw)
+        for start, stop in pieces(0, raw.size, _PIECE):
+            self._requests.append(call([raw[start:stop], MPI.BYTE], rank, self._tag))
+
+    def wait(self) -> None:
+        """Wait for all of them. Raises RankFailure if a rank has died."""
+        try:
+            for request in self._requests:
+                wait_until(tester(request))
+        except Exception:
+            keep_alive(self._requests, self._memory)
+            raise
+
+
+def move_shards(
+    comm: MPI.Intracomm,
+    moves: Sequence[Move],
+    old: tuple[ServerLayout, Mapping[int, ServerShard]],
+    new: tuple[ServerLayout, Mapping[int, ServerShard]],
+) -> None:
+    """Fill the new shards of all ranks. Collective over `comm`, with the same `moves`.
+
+    `old` and `new` have the layouts, and the shards of this rank by the numbers of their servers.
+    """
+    (old_layout, giving), (new_layout, filling) = old, new
+    messages = Messages(comm, _MOVE_TAG)
+    for source, target, i, j in moves:
+        # Straight from the old arrays into the new ones, which nobody uses yet.
+        given = shared_ranges(giving[i], new_layout, j) if comm.rank == source else ()
+        wanted = shared_ranges(filling[j], old_layout, i) if comm.rank == target else ()
+        if source == target:
+            for from_, to in zip(given, wanted, strict=True):
+                to[...] = from_
+        else:
+            for array in given:
+                messages.send(array, target)
+            for array in wanted:
+                messages.receive(array, source)
+    messages.wait()
+
+
+def complete_pushes(
+    comm: MPI.Intracomm,
+    torn: Sequence[tuple[int, int, int]],
+    layout: ServerLayout,
+    gradients: Mapping[str, np.ndarray],
+    apply: Callable[[int, int, list[tuple[ShardPart, np.ndarray]]], None],
+) -> None:
+    """Bring pushes that a death has broken off to the servers that lack them. Collective.
+
+    Parameters
+    ----------
+    torn : sequence of (rank of a worker, rank of a holder, number of a server)
+    layout : ServerLayout
+    gradients : mapping
+        The gradients of this rank's push, if it is such a worker.
+    apply : callable
+        Called on the holder with the number of the server, the worker's rank, and what the worker
+        has pushed to that server.
+    """
+    messages, arriving = Messages(comm, _PUSH_TAG), []
+    for worker, holder, server in torn:
+        parts = whole_parts(layout, server)
+        if comm.rank == worker:
+            buffer = np.zeros(data_bytes(layout, parts), np.uint8)
+            names = {layout.tensors[part.piece.tensor].name for part in parts}
+            flat = Selection("", layout).split({name: gradients[name] for name in names})
+            for part, view in views(layout, parts, buffer, 0):
+                tensor, start, stop = part.piece
+                view[...] = flat[layout.tensors[tensor].name][1][start:stop]
+            if worker != holder:
+                messages.send(buffer, holder)
+        if comm.rank == holder:
+            if worker != holder:
+                buffer = np.empty(data_bytes(layout, parts), np.uint8)
+                messages.receive(buffer, worker)
+            arriving.append((server, worker, parts, buffer))
+    messages.wait()
+    for server, worker, parts, buffer in arriving:
+        apply(server, worker, list(views(layout, parts, buffer, 0)))

@@ -1,0 +1,204 @@
+"""The copy of another server's shard on a server, and the messages that keep copies equal.
+
+    server 0      holds shard 0 and a copy of shard 2        each server forwards the gradient of
+    server 1      holds shard 1 and a copy of shard 0        each update, which is merged already,
+    server 2      holds shard 2 and a copy of shard 1        to the next one
+
+    BSP, SSP(0)   pushes of all workers | forward ->  the next server has it | vote -> ... apply
+    ASP, SSP(s)   push | forward, apply ->            apply the same | acknowledge -> answer
+
+The copy makes the same updates in the same order, so it has the same bits, optimizer state included
+(if both servers have the same kind of processor). Where servers vote, a server votes when it has
+all pushes of a clock for its shard and the forwarded gradient for its copy, and it updates both
+when all others have voted. So nothing waits longer than for one message, and a clock is applied to
+all shards and copies or to none of them. Where a push is applied at once, its worker is answered
+when the next server has the push, too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from ..consistency import Action, Apply
+from ..layout.routing import data_bytes, views, whole_parts
+from ..link import Link
+from ..protocol import ACKNOWLEDGE, COPY, HEADER_BYTES, NO_MORE, PUSH, Header, Incoming
+from ..shards import ServerShard
+from .shard_ranges import all_ranges, pack, range_bytes, unpack
+
+
+class Forwarded(NamedTuple):
+    """An update of the copy that waits until all servers have voted for its clock."""
+
+    clock: int
+    header: Header
+    buffer: np.ndarray
+
+
+class ShardCopies:
+    """The copies on one server, one for each model, and the messages that keep copies equal.
+
+    Parameters
+    ----------
+    link : Link
+    before, after : int
+        The ranks of the server whose shards are copied here, and of the one that has the copies of
+        this server's shards.
+    models : list of Hosted
+        The models of this server, which may grow.
+
+    Attributes
+    ----------
+    sent, received : int
+        How many updates this server has forwarded, and has got of the server before it.
+    """
+
+    def __init__(self, link: Link, before: int, after: int, models: list):
+        self._link, self._before, self._after, self._models = link, before, after, models
+        self.sent = self.received = 0
+        self._asked = self._acknowledged = 0  # updates that are acknowledged, and already were
+        self._told_end = self._heard_end = False
+        self._arriving: dict[int, Incoming] = {}
+        self._waiting: dict[int, deque[Forwarded]] = defaultdict(deque)  # by the model's number
+        self._here: set[tuple[int, int]] = set()  # (model, clock) of which all updates are here
+        self._unanswered: deque[tuple[int, Any]] = deque()  # (value of `_asked`, answer)
+
+    @property
+    def pending(self) -> bool:
+        """Whether the next server may lack updates, or the server before may send more."""
+        return self._asked > self._acknowledged or not self._heard_end
+
+    # -- this server's shard ---------------------------------------------------------------
+
+    def forward(self, number: int, actions: Sequence[Action]) -> None:
+        """Merge the pushes of each update in `actions`, and send the gradients to the next server.
+
+        `Hosted.apply` then uses the merged gradients, in the same order.
+        """
+        model = self._models[number]
+        mode, layout, server = model.gate.consistency, model.shard.layout, model.shard.server
+        updates = [each for each in actions if isinstance(each, Apply)]
+        for k, update in enumerate(updates):
+            merged = model.merge(update)
+            follows = any(each.clock == update.clock for each in updates[k + 1 :])
+            parts = whole_parts(layout, server) if merged is not None else []
+            total = HEADER_BYTES + 8 + data_bytes(layout, parts)
+            buffer = self._link.pool.take(total)
+            worker = -1 if mode.merges else update.pushes[0][0]
+            Header(
+                PUSH, number, update.clock, total, queue=follows, samples=worker, gap=bool(merged)
+            ).write(buffer)
+            weight = buffer[HEADER_BYTES : HEADER_BYTES + 8].view(np.float64)
+            if merged is not None:
+                gradients, weight[0] = merged
+                for part, view in views(layout, parts, buffer, HEADER_BYTES + 8):
+                    view[...] = gradients[layout.key(part.piece)]
+                if mode.holds and not mode.merges:  # the next merge may use the same memory
+                    merged = {k: g.copy() for k, g in gradients.items()}, merged[1]
+            self._link.send(buffer, total, self._after, COPY)
+            self.sent += 1
+            self._asked += not mode.holds
+            model.merged.append(merged)
+
+    def answered_later(self, model, answer) -> bool:
+        """Whether an answer must wait for the next server; `listen` then returns it in time.
+
+        Where servers vote, the next server has voted for the updates before the answer.
+        """
+        waits = not model.gate.consistency.holds and self._asked > self._acknowledged
+        if waits:
+            self._unanswered.append((self._asked, answer))
+        return waits
+
+    def end(self) -> None:
+        """Tell the next server, once, that it gets no more updates; no worker is left."""
+        if not self._told_end:
+            self._told_end = True
+            self._link.tell(NO_MORE, self._after, COPY)
+
+    # -- the copy --------------------------------------------------------------------------
+
+    def listen(self) -> list:
+        """Receive updates and acknowledgements; return the answers that wait no longer."""
+        comm, tag, status = self._link.comm, self._link.tag + COPY, MPI.Status()
+        for rank in {self._before, self._after}:
+            while True:
+                if rank not in self._arriving:
+                    if not comm.Iprobe(rank, tag, status):
+                        break
+                    nbytes = status.Get_count(MPI.BYTE)
+                    self._arriving[rank] = self._link.receive(rank, COPY, nbytes)
+                if not self._arriving[rank].test():
+                    break
+                self._take(self._arriving.pop(rank))
+        free = []
+        while self._unanswered and self._unanswered[0][0] <= self._acknowledged:
+            free.append(self._unanswered.popleft()[1])
+        return free
+
+    def _take(self, message: Incoming) -> None:
+        header, buffer = message.header, message.buffer
+        self._link.received(header.total)
+        if header.flags in (ACKNOWLEDGE, NO_MORE):
+            self._acknowledged += header.flags == ACKNOWLEDGE
+            self._heard_end |= header.flags == NO_MORE
+            self._link.pool.give(buffer)
+            return
+        self.received += 1
+        model = self._models[header.model]
+        if model.gate.consistency.holds:
+            self._waiting[header.model].append(Forwarded(header.clock, header, buffer))
+            if not header.queue:
+                self._here.add((header.model, header.clock))
+            return
+        self._update(header, buffer)
+        model.copied[header.samples] = header.clock + 1
+        self._link.tell(ACKNOWLEDGE, message.source, COPY)
+
+    def has(self, number: int, clock: int) -> bool:
+        """Whether all updates of a clock are here that the copy of a model will make."""
+        return (number, clock) in self._here
+
+    def apply(self, number: int, clocks: int) -> None:
+        """Let the copy of a model make the updates of its first `clocks` clocks that wait."""
+        waiting = self._waiting[number]
+        while waiting and waiting[0].clock < clocks:
+            update = waiting.popleft()
+            self._here.discard((number, update.clock))
+            self._update(update.header, update.buffer)
+
+    def forget(self, number: int) -> None:
+        """Forget the updates that wait; the workers repeat their step after a death."""
+        self._waiting.pop(number, None)
+
+    def _update(self, header: Header, buffer: np.ndarray) -> None:
+        copy: ServerShard = self._models[header.model].copy
+        if header.gap:  # not all weights were 0
+            parts = whole_parts(copy.layout, copy.server)
+            weight = float(buffer[HEADER_BYTES : HEADER_BYTES + 8].view(np.float64)[0])
+            found = views(copy.layout, parts, buffer, HEADER_BYTES + 8)
+            copy.update({copy.layout.key(part.piece): view for part, view in found}, weight)
+        self._link.pool.give(buffer)
+
+    # -- the beginning ---------------------------------------------------------------------
+
+    def fill(self, number: int) -> None:
+        """Make each copy equal to its shard. All servers call this method, before they serve."""
+        link, model = self._link, self._models[number]
+        mine, copied = all_ranges(model.shard), all_ranges(model.copy)
+        message = link.receive(self._before, COPY, HEADER_BYTES + range_bytes(copied))
+        total = HEADER_BYTES + range_bytes(mine)
+        buffer = link.pool.take(total)
+        Header(PUSH, number, total=total, version=model.shard.version).write(buffer)
+        pack(mine, buffer[HEADER_BYTES:total])
+        link.send(buffer, total, self._after, COPY)
+        link.wait_for([message], "all")
+        link.wait(link.reap, peers="all")
+        unpack(copied, message.buffer[HEADER_BYTES : message.header.total])
+        model.copy.version = message.header.version
+        link.pool.give(message.buffer)

@@ -1,0 +1,88 @@
+"""The arrays of a shard, parameters and optimizer state, or the ranges that two shards have both.
+
+Two shards of the same model list ranges in the same order, so no message needs to name them. This
+module uses no MPI.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..layout.placement import ServerLayout
+from ..shards import ServerShard
+
+#: Parts of the arrays of one shard, as 1-D views.
+Ranges = tuple[np.ndarray, ...]
+
+
+def all_ranges(shard: ServerShard) -> Ranges:
+    """Return all arrays of a shard, with the scalars of its optimizer."""
+    kinds, scalars = _tables(shard)
+    arrays = [array for table in kinds for _, array in table.values()]
+    return (*arrays, *(leaf.reshape(-1) for leaf in scalars.values()))
+
+
+def range_bytes(ranges: Ranges) -> int:
+    """Return the bytes of all ranges."""
+    return sum(array.nbytes for array in ranges)
+
+
+def shared_ranges(shard: ServerShard, layout: ServerLayout, server: int) -> Ranges:
+    """Return the ranges of `shard` that number `server` of another layout holds, too."""
+    common = []
+    for piece in shard.layout.pieces[shard.server]:
+        for other in layout.pieces[server]:
+            low, high = max(piece.start, other.start), min(piece.stop, other.stop)
+            if other.tensor == piece.tensor and low < high:
+                common.append((layout.tensors[piece.tensor].name, low, high))
+    found = []
+    for table in _tables(shard)[0]:
+        for name, low, high in common:
+            if name in table:
+                start, array = table[name]
+                found.append(array[low - start : high - start])
+    return tuple(found)
+
+
+def are_shared(old: ServerLayout, i: int, new: ServerLayout, j: int) -> bool:
+    """Whether server `i` of a layout and server `j` of another one hold common elements."""
+    return any(
+        a.tensor == b.tensor and max(a.start, b.start) < min(a.stop, b.stop)
+        for a in old.pieces[i]
+        for b in new.pieces[j]
+    )
+
+
+def pack(ranges: Ranges, buffer: np.ndarray) -> None:
+    """Copy the ranges to the front of a byte buffer."""
+    at = 0
+    for array in ranges:
+        buffer[at : at + array.nbytes] = array.view(np.uint8)
+        at += array.nbytes
+
+
+def unpack(ranges: Ranges, buffer: np.ndarray) -> None:
+    """Set the ranges to what `pack` has written into a byte buffer."""
+    at = 0
+    for array in ranges:
+        array.view(np.uint8)[...] = buffer[at : at + array.nbytes]
+        at += array.nbytes
+
+
+def scalars_of(shard: ServerShard) -> dict[str, str]:
+    """Return the scalars of the optimizer as text, to the last bit."""
+    return {name: leaf.tobytes().hex() for name, leaf in _tables(shard)[1].items()}
+
+
+def set_scalars(shard: ServerShard, scalars: dict[str, str]) -> None:
+    """Set the scalars of the optimizer to what `scalars_of` has returned."""
+    for name, leaf in _tables(shard)[1].items():
+        leaf.reshape(-1).view(np.uint8)[...] = np.frombuffer(bytes.fromhex(scalars[name]), np.uint8)
+
+
+def _tables(shard: ServerShard) -> tuple[list[dict], dict[str, np.ndarray]]:
+    """Return (tensor -> (start, array)) for parameters and each optimizer slot, and the scalars."""
+    held = shard.export()
+    lists = [held["parameters"], *(held["optimizer"][slot] for slot in sorted(held["optimizer"]))]
+    tables = [{name: (start, array) for name, start, array in triples} for triples in lists]
+    return tables, {name: held["scalars"][name] for name in sorted(held["scalars"])}
