@@ -226,6 +226,11 @@ def check_checkpoint(checkpoint, resume) -> None:
 def check_elastic(elastic, strategy, checkpoint) -> Elastic | None:
     """Return the settings of an elastic run, or None; raise ConfigError if it is not possible."""
     if elastic is None or elastic is False:
+        if getattr(strategy, "keeps_copies", False):
+            raise ConfigError(
+                f"replicas={strategy.replicas} needs elastic: without it, the job ends when a "
+                "server dies, and nobody uses the copies; give elastic=True, or leave replicas out"
+            )
         return None
     settings = as_elastic(elastic)
     if not getattr(strategy, "survives", False):

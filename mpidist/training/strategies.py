@@ -114,6 +114,10 @@ class ParameterServer:
     stale : KeepStale, DropStale, ScaleStale or DelayCompensated
         What servers do with old gradients under ASP, SSP and DSSP; also as a mapping with ``name``
         and settings, such as ``{"name": "drop", "beyond": 16}``.
+    replicas : 0 or 1
+        With 1, each server also keeps a copy of the partitions of another server, so that an
+        elastic run goes on without a lost step if a server dies. Needs `elastic`, at least 2
+        servers, and twice the memory on servers; see docs/elastic.md.
     """
 
     servers: int | Sequence[int] = 1
@@ -121,15 +125,25 @@ class ParameterServer:
     placement: str = "dedicated"
     nonfinite: str = "raise"
     stale: Stale = field(default_factory=KeepStale)
+    replicas: int = 0
     survives: ClassVar[bool] = True
 
     def __post_init__(self):
         check_nonfinite(self.nonfinite)
         object.__setattr__(self, "stale", stale_policy(self.stale))  # the dataclass is frozen
+        known = is_whole_number(self.replicas) and self.replicas in (0, 1)
+        expect(known, "replicas", self.replicas, "0 or 1: how many copies of each partition")
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether servers keep copies of each other's partitions."""
+        return bool(self.replicas)
 
     def workers(self, size: int) -> int:
         """Return how many of `size` ranks are workers; raise ConfigError if there is no worker."""
-        return len(choose_ranks(size, ranks_asked(self.servers), self.placement)[1])
+        servers, workers = choose_ranks(size, ranks_asked(self.servers), self.placement)
+        check_copies(self.replicas, len(servers))
+        return len(workers)
 
     def open(self, comm, model, optimizer, *, global_batch: int, seed: int, kept=None):
         """Return the object that exchanges the gradients in one run. Collective over `comm`.
@@ -139,6 +153,15 @@ class ParameterServer:
         from .exchanges.server_exchange import Served
 
         return Served(comm, model, optimizer, self, kept, global_batch=global_batch, seed=seed)
+
+
+def check_copies(replicas: int, servers: int) -> None:
+    """Raise ConfigError if there are too few servers to keep the copies."""
+    if replicas >= servers:
+        raise ConfigError(
+            f"replicas={replicas} needs at least {replicas + 1} servers, got servers={servers}: a "
+            "copy on the server itself would die with it; use more servers, or leave replicas out"
+        )
 
 
 @dataclass(frozen=True)
@@ -270,6 +293,7 @@ def _parameter_server(
     placement="dedicated",
     nonfinite="raise",
     stale=None,
+    replicas=0,
 ) -> ParameterServer:
     given = {"staleness": staleness, "low": low, "high": high, "rule": rule, "count": count}
     settings = {name: value for name, value in given.items() if value is not None}
@@ -287,7 +311,9 @@ def _parameter_server(
         raise ConfigError(f"servers={shown(servers)}: expected how many, or distinct ranks")
     # The number of ranks may be unknown yet. Two are enough to refuse 0 servers or a bad placement.
     choose_ranks(2, min(servers, 1) if isinstance(servers, int) else 1, placement)
-    return ParameterServer(servers, mode, placement, nonfinite, stale_policy(stale))
+    strategy = ParameterServer(servers, mode, placement, nonfinite, stale_policy(stale), replicas)
+    check_copies(replicas, len(ranks) if isinstance(asked, list) else asked)
+    return strategy
 
 
 STRATEGIES: dict[str, Callable] = {

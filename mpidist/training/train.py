@@ -18,6 +18,7 @@ from .abandon import abandon_on_error, open_store, watched
 from .checks import last_step
 from .elastic_run import Carried, train_elastic
 from .exchanges.carried_servers import CarriedServers
+from .exchanges.replicated_servers import ReplicatedServers
 from .feed import Feed
 from .quarantine import Quarantine
 from .run_state import Progress, StepReport
@@ -140,8 +141,8 @@ def train(
         Whether the run goes on with the living ranks after ranks have died, see docs/elastic.md.
         True stands for ``md.Elastic()``. The job must be started by ``mpirun --with-ft ulfm`` of
         Open MPI. `checkpoint` must be a path or a function, because the run opens the store anew on
-        the living ranks. With parameter servers, give a checkpoint: the parameters on a server that
-        dies are restored from it.
+        the living ranks. With parameter servers, give a checkpoint, from which the parameters on a
+        server that dies are restored, or let servers keep copies: ``ParameterServer(replicas=1)``.
 
     Returns
     -------
@@ -180,6 +181,8 @@ def train(
         def carry(name: str, ranks: int) -> Carried:
             if getattr(agreed.strategy, "has_replicas", False):
                 return Carried(given, name)
+            if getattr(agreed.strategy, "keeps_copies", False):
+                return ReplicatedServers(given, name, agreed.strategy, ranks)
             return CarriedServers(given, name, agreed.strategy, ranks)
 
         return train_elastic(comm, agreed.elastic, carry, partial(_train, asked, agreed))

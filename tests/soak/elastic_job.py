@@ -8,8 +8,9 @@ has (`RANK.end`). On SIGUSR1 it writes its stacks to `RANK.stack`.
 KIND is ``with ALGORITHM N`` or ``function ALGORITHM N`` (N numbers are added by an algorithm),
 ``arena N``, ``store N`` (saves every few steps), or ``train MICROBATCHES ALGORITHM SAVES``: an
 elastic `md.train`, with 0 or more microbatches, which saves every few steps if SAVES is 1. ``served
-MODE PLACEMENT SERVERS SAVES`` is one with parameter servers: each parameter counts how often a
-sample was used, with the opposite sign.
+MODE PLACEMENT SERVERS SAVES COPIES`` is one with parameter servers, which keep copies of each
+other's partitions if COPIES is 1: each parameter counts how often a sample was used, with the
+opposite sign.
 """
 
 import faulthandler
@@ -142,7 +143,7 @@ def run():
     if kind == "train":
         return train(int(words[0]), words[1], words[2] == "1")
     if kind == "served":
-        return served(words[0], words[1], int(words[2]), words[3] == "1")
+        return served(words[0], words[1], int(words[2]), words[3] == "1", int(words[4]))
     raise SystemExit(f"no kind {kind!r}")
 
 
@@ -206,8 +207,9 @@ def remember(client, *args, make=Client.__init__) -> None:
     clients.append(client)
 
 
-def served(mode: str, placement: str, servers: int, saves: bool):
+def served(mode: str, placement: str, servers: int, saves: bool, copies: int):
     """An elastic run of `md.train` with parameter servers."""
+    servers = min(servers, ranks - 1)
     Client.__init__ = remember
     modes = {"bsp": md.BSP(), "asp": md.ASP(), "ssp": md.SSP(2), "ssp0": md.SSP(0)}
     model, data = Counts(), (np.eye(SERVED_SAMPLES), np.zeros(SERVED_SAMPLES))
@@ -219,7 +221,9 @@ def served(mode: str, placement: str, servers: int, saves: bool):
     place = {"checkpoint": lambda comm: Store(comm, folder / "store", keep=2)} if saves else {}
     summary = md.train(
         comm, model, data, optimizer=md.optim.sgd(48.0), global_batch=48, steps=steps, seed=1,
-        strategy=md.ParameterServer(min(servers, ranks - 1), modes[mode], placement),
+        strategy=md.ParameterServer(
+            servers, modes[mode], placement, replicas=copies if servers > 1 else 0
+        ),
         callbacks=[note], elastic=True, watch_seconds=40,
         **place, **({"checkpoint_every": SAVE_EVERY} if saves else {}),
     )  # fmt: skip

@@ -11,7 +11,8 @@ end of the program. A run is right if all living ranks have the bits of a run th
 code is 0, and 5 s later no process and no file in /dev/shm is left. A run that does not end is a
 failure, and its ranks leave their stacks. A run with parameter servers is right if no sample was
 used more often than there were epochs, and under BSP and SSP(0) none less often. It may also end by
-the error that the parameters of a dead server are lost, or that no worker lives.
+the error that the parameters of a dead server are lost, or that no worker lives; if servers keep
+copies, only after two deaths, and a run that goes back to its checkpoint needs two deaths, too.
 
 One line of JSON tells each run; the seed in it, given by ``--seed`` with ``--single 1``, draws the
 same kills again. As root all happens in a mount namespace of its own, with an empty /dev/shm.
@@ -58,10 +59,11 @@ KINDS += ["function auto 1000", "function ring 250000", "arena 1000", "arena 250
 KINDS += ["store 1000", "store 250000"] * 3
 KINDS += ["train 12 auto 0", "train 12 auto 1"] * 10
 KINDS += [
-    f"served {mode} {placement} {servers} {saves}"
+    f"served {mode} {rest}"  # placement, servers, saves, copies
     for mode in ("bsp", "asp", "ssp", "ssp0")
-    for placement, servers, saves in (
-        ("dedicated", 1, 0), ("dedicated", 2, 0), ("dedicated", 2, 1), ("colocated", 2, 1),
+    for rest in (
+        "dedicated 1 0 0", "dedicated 2 0 0", "dedicated 2 1 0", "colocated 2 1 0",
+        "dedicated 2 0 1", "dedicated 3 1 1", "colocated 3 0 1",
     )
 ]  # fmt: skip
 KINDS += [
@@ -84,9 +86,9 @@ class Blow:
 def drawn(draw: random.Random, mode: str, kind: str, ranks: int) -> list[Blow]:
     """Draw the kills of a run."""
     victims = draw.sample(range(ranks), ranks)
-    saves = kind.startswith("store") or (
-        kind.startswith(("train", "served")) and kind.endswith("1")
-    )
+    words = kind.split()
+    place = {"train": 3, "served": 4}.get(words[0])  # of the word that says whether it saves
+    saves = words[0] == "store" or (place is not None and words[place] == "1")
 
     def moment() -> tuple[str | int, float]:
         what = draw.choices(["begin", "save", "end", "step"], [1, 2 * saves, 1, 8])[0]
@@ -118,16 +120,8 @@ class Run:
         env = launch_environment({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
         command = [launcher, "--with-ft", "ulfm", *options]
         if ladder:
-            command = [
-                sys.executable,
-                "-m",
-                "mpidist",
-                "launch",
-                "--elastic",
-                "-n",
-                str(ranks),
-                "--",
-            ]
+            launch = ["-m", "mpidist", "launch", "--elastic", "-n", str(ranks), "--"]
+            command = [sys.executable, *launch]
         self.ladder, command = ladder, [*command, *map(str, words)]
         self.job = Started(command, env=env, cwd=self.folder)
         self.first_kill = 0.0
@@ -239,8 +233,13 @@ class Run:
 
     def judge_served(self) -> None:
         """Check how often the samples were used; see `elastic_job.Counts`."""
+        copies, stderr = self.kind.endswith("1"), self.done.stderr
+        back = "go back to step" in stderr
+        if copies and len(self.killed) < 2 and (back or ("partitions" in stderr and self.lost)):
+            self.faults.append("one death has cost steps, although servers keep copies")
         if self.lost:
             told = ("partitions it served", "no checkpoint yet", "all workers died")
+            told += ("are lost; give checkpoint",)
             if not self.killed or not any(text in self.done.stderr for text in told):
                 self.faults.append("ended by an error")
             return
@@ -251,7 +250,6 @@ class Run:
             if not path.exists():
                 self.faults.append(f"rank {rank} did not come to the end")
                 continue
-            back = "go back to step" in self.done.stderr
             if not steps or (steps[-1] < STEPS - 1 and back):
                 continue  # a server, maybe only since all others have died
             end, counts = json.loads(path.read_text()), np.load(self.folder / f"{rank}.npy")

@@ -14,13 +14,14 @@ the push to the servers that do not have it. If the fastest worker has already t
 batch, all workers divide this batch in the old way, so no sample is used twice. The shares of the
 dead worker in these batches are lost.
 
-No other rank has the shard of a dead server. Then all ranks go back to the newest checkpoint.
+No other rank has the shard of a dead server. Then all ranks go back to the newest checkpoint. With
+copies of the shards, the run goes on without a loss: see `replicated_servers`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ... import events
@@ -33,6 +34,8 @@ from ...servers.model_facts import KeptModel
 from ..elastic_run import Carried
 from ..run_state import without_losses
 from .server_exchange import MODEL, Kept, Pending
+
+_GIVE = "give checkpoint=..., from which the run can go on"
 
 
 class CarriedServers(Carried):
@@ -99,14 +102,13 @@ class CarriedServers(Carried):
         many = len(self._lost) > 1
         who = ", ".join(map(self._name, self._lost))
         text = f"the partitions of server{'s' if many else ''} {who} are lost"
+        if run.store is None:
+            raise _no_checkpoint(f"{text}; {_GIVE}")
         try:
             run.resume(True, retry_bad)
         except NoCheckpoint:
-            error = NoCheckpoint(
-                f"{text}, and {run.store.path} has no checkpoint yet; save earlier"
-            )
-            error.exit_code, error.everywhere = RankFailure.exit_code, True
-            raise error from None
+            cure = f"{run.store.path} has no checkpoint yet; save earlier"
+            raise _no_checkpoint(f"{text}, and {cure}") from None
         events.emit("servers_lost", ranks=self._lost, step=run.first_step)
         if run.comm.rank == 0 and events.VERBOSITY:
             back = f"all ranks go back to step {run.first_step} of {run.store.path}"
@@ -169,9 +171,13 @@ class CarriedServers(Carried):
         if lost:
             who = f"{', '.join(map(self._name, lost))} died, and with it the partitions it served"
             if self.given["checkpoint"] is None:
-                raise RankFailure(f"{who}; give checkpoint=..., from which the run can go on")
-            # If no server is left, the last rank becomes one.
-            self._servers = [rank for rank in self._servers if rank in ranks] or [ranks[-1]]
+                raise RankFailure(f"{who}; {_GIVE}")
+        self._choose_roles(ranks)
+
+    def _choose_roles(self, ranks: Sequence[int]) -> None:
+        """Choose the servers among `ranks`; raise RankFailure if no worker is left."""
+        # If no server is left, the last rank becomes one.
+        self._servers = [rank for rank in self._servers if rank in ranks] or [ranks[-1]]
         if self._placement == "dedicated" and {*ranks} <= {*self._servers}:
             raise RankFailure("all workers died; a run with parameter servers needs one")
 
@@ -191,10 +197,11 @@ class CarriedServers(Carried):
             "open": self._pending is not None,
             "stop": self._stop,
             "served": self._describe_served(),
+            **self._more_facts(),
         }
         everyone = run_on_all(comm, "md.train: servers and workers", lambda: mine, list)
         begun = [one for one in everyone if one["facts"] is not None]
-        lost = sorted({rank for one in everyone for rank in one["lost"]})
+        lost = sorted({*self._lost_now(everyone), *(r for one in everyone for r in one["lost"])})
         if not lost and all(one["idle"] for one in everyone):
             return NOTHING
         if lost or not begun:
@@ -203,6 +210,7 @@ class CarriedServers(Carried):
             self._lost, self._began = lost if self._goes_back else [], self._goes_back
             self._facts = self._served = self._pending = self._stop = None
             self._shares, self._share = (), None
+            self._forget_served()
             return -1
         self._continue(comm, everyone, max(begun, key=lambda one: one["clock"]))
         return self._newest
@@ -220,7 +228,8 @@ class CarriedServers(Carried):
         # Before this clock, batches are still divided in the old way: somebody has pushed for them,
         # who may be dead.
         ends = [one["clock"] + one["open"] for one in working]
-        ends += [clock for one in served for clock in one["clocks"].values()]
+        for one in served:
+            ends += [*one["clocks"].values(), *one.get("copied", {}).values()]
         switch = applied if self._holds else max(ends)
         if not self._only_serves() and self._facts is None:
             self._newcomer, self._clock, self._share = True, newest["clock"], (0, 0)
@@ -231,9 +240,8 @@ class CarriedServers(Carried):
                 passed = self._pending or Pending(0.0, 0, {}, {}, ())
                 self._pending = passed._replace(known=everywhere)
         elif self._pending is not None:
-            me = ranks[comm.rank]
-            have = {one["index"] for one in served if one["clocks"].get(me, -1) > self._clock}
-            self._pending = self._pending._replace(known=have | {*self._pending.known})
+            known = self._who_knows(served, ranks[comm.rank])
+            self._pending = self._pending._replace(known=known)
         if self._facts is None or self._only_serves():
             self._facts = without_losses({**newest["facts"], "found": []})
         elif self._pending is None:  # this worker repeats a step, and finds its bad records again
@@ -253,6 +261,23 @@ class CarriedServers(Carried):
             (), KeptModel(shard, clocks, applied), self._pending, shares, ahead,
             max(stops, default=None), self._newcomer,
         )  # fmt: skip
+
+    def _who_knows(self, served: list[dict], me: int) -> Collection[int]:
+        """Return the numbers of the servers that have the unfinished push of this rank, `me`."""
+        assert self._pending is not None
+        have = {one["index"] for one in served if one["clocks"].get(me, -1) > self._clock}
+        return have | {*self._pending.known}
+
+    def _more_facts(self) -> dict:
+        """Return more of what the ranks exchange."""
+        return {}
+
+    def _lost_now(self, everyone: list[dict]) -> Collection[int]:
+        """Return the servers that are lost, according to the facts of `everyone`."""
+        return ()
+
+    def _forget_served(self) -> None:
+        """Forget what this rank has served, because all begin anew or go back."""
 
     def _describe_served(self) -> dict | None:
         if self._served is None:
@@ -281,3 +306,9 @@ class CarriedServers(Carried):
     def _only_serves(self) -> bool:
         assert self.group is not None
         return not self._works(self._ranks()[self.group.rank])
+
+
+def _no_checkpoint(text: str) -> NoCheckpoint:
+    error = NoCheckpoint(text)
+    error.exit_code, error.everywhere = RankFailure.exit_code, True
+    return error

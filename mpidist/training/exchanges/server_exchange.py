@@ -96,7 +96,7 @@ class Served(WholeModel):
         self.group = ServerGroup(comm, servers=self.kept.servers, placement=strategy.placement)
         self.elastic = kept is not None
         if self.elastic:
-            self.group.vote()
+            self.group.vote(strategy.keeps_copies)
         self.dedicated = not self.group.is_worker
         self.agreement: Any = None
         try:
@@ -152,7 +152,9 @@ class Served(WholeModel):
     @optimizer.setter
     def optimizer(self, optimizer) -> None:
         if self.served is not None:
-            self.served[1].shard.use(optimizer)
+            for shard in (self.served[1].shard, self.served[1].copy):
+                if shard is not None:
+                    shard.use(optimizer)
 
     def _attend(self) -> bool:
         self.agreement.listen()
@@ -279,6 +281,11 @@ class Served(WholeModel):
     def begin(self) -> None:
         """Pull the parameters for the first step."""
         self.client.pull(out=self.model.parameters)
+
+    def fill_copies(self) -> None:
+        """Make the copies of the shards equal to the shards, before anybody trains. Collective."""
+        self.group.fill_copies(MODEL)
+        run_on_all(self.comm, "md.train: copies of the partitions", lambda: None)
 
     def check(self, step: int) -> None:
         """Do nothing: servers hold each parameter only once, so there are no copies to compare."""

@@ -5,7 +5,11 @@ Each parameter counts how often a sample was used, with the opposite sign. DEATH
 worker has the gradients of the next step), "pushed" (a worker has sent its push of the clock to
 the first server only), "applied" (a server has just applied so many updates), "answered" (a server
 has written so many answers), "voted" (a server has voted for the clock), "waits" (rank 0 kills it
-while it waits for rank 0 in the clock), "saving", "saved", or "closing" (in the goodbye).
+while it waits for rank 0 in the clock), "saving", "saved", or "closing" (in the goodbye). With
+copies on servers: "forwarded" (a server has forwarded so many updates), "received" (it has got so
+many updates and acknowledgements), "meets", "moving", "moved" (in its n-th repair: at its
+beginning, before and after it has sent its partitions), or "opened" (after so many openings of the
+exchange).
 
 Of the settings, "stop" is [worker, step], in whose callback the worker gets a SIGTERM; "raises" is
 the number of steps after which all workers raise; "rejects" is [worker, steps]: after so many
@@ -26,8 +30,11 @@ from mpi4py import MPI
 import mpidist as md
 from mpidist.servers.client import Client
 from mpidist.servers.group import ServerGroup
+from mpidist.servers.replicas.shard_copies import ShardCopies
 from mpidist.servers.server import Hosted, Server
 from mpidist.servers.votes import Votes
+from mpidist.training.exchanges import replicated_servers
+from mpidist.training.exchanges.replicated_servers import ReplicatedServers
 
 SAMPLES, BATCH = 120, 24
 folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -50,12 +57,11 @@ def patch(kind, name, moment, number=None, before=False):
 
     def call(self, *args, **more):
         calls[moment] = calls.get(moment, 0) + 1
-        count = number(self, *args) if number else calls[moment]
         if before:
-            die(moment, count)
+            die(moment, number(self, *args) if number else calls[moment])
         result = usual(self, *args, **more)
         if not before:
-            die(moment, count)
+            die(moment, number(self, *args) if number else calls[moment])
         return result
 
     setattr(kind, name, call)
@@ -64,6 +70,12 @@ def patch(kind, name, moment, number=None, before=False):
 patch(Client, "_post", "pushed", lambda self, server, *_: self.finished if server == 0 else -1)
 patch(Hosted, "apply", "applied")
 patch(Server, "_next_answer", "answered")
+patch(ShardCopies, "forward", "forwarded", lambda self, *_: self.sent)
+patch(ShardCopies, "_take", "received")
+patch(ReplicatedServers, "bring_up_to_date", "meets", before=True)
+patch(ReplicatedServers, "open", "opened")
+for moment in ("moving", "moved"):
+    patch(replicated_servers, "move_shards", moment, before=moment == "moving")
 patch(Votes, "released", "voted", lambda self, model, actions: max(
     (each.clock for each in actions if hasattr(each, "clock")), default=-1))  # fmt: skip
 patch(ServerGroup, "close", "closing", before=True)
@@ -130,7 +142,7 @@ modes = {"bsp": md.BSP(), "asp": md.ASP(), "ssp": md.SSP(2), "ssp0": md.SSP(0)}
 modes["dssp"] = md.DSSP(1, 2)
 strategy = md.ParameterServer(
     settings.get("servers", 1), modes[settings.get("mode", "bsp")],
-    settings.get("placement", "dedicated"),
+    settings.get("placement", "dedicated"), replicas=settings.get("replicas", 0),
 )  # fmt: skip
 saves = {"checkpoint": folder / "saved", "checkpoint_every": 5} if settings.get("save") else {}
 if "rejects" in settings:
