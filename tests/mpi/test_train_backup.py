@@ -9,7 +9,7 @@ from mpi4py import MPI
 import mpidist as md
 from mpidist import models, optim
 from mpidist.errors import ConfigError
-from mpidist.training.summary import parameters_digest
+from mpidist.training.exchanges.evaluation import parameters_digest
 
 RNG = np.random.default_rng(5)
 TRUTH = RNG.standard_normal((12, 3))
