@@ -189,16 +189,21 @@ def train(
     return _train(asked, agreed, comm, Carried(given))
 
 
-def pass_over(run: Progress, exchange, sampler) -> None:
-    """Take `run` over the steps that others have made without this worker (`BackupWorkers`).
+def pass_over(run: Progress, exchange, sampler) -> int:
+    """Take `run` over the steps that others have made without this worker; return how many.
+
+    That happens under `BackupWorkers` only.
 
     All workers stop after the same step, and nobody passes it. So if others have stopped at this
     step, this worker stops, too.
     """
-    for _ in range(exchange.passed_over):
+    steps = exchange.passed_over() if hasattr(exchange, "passed_over") else 0
+    for _ in range(steps):
         indices, after = sampler.batch(run.position)
         run.advance(after, len(indices), len(run.quarantine.wanted(indices)))
-    run.stopping = exchange.stops()
+    if steps:
+        run.stopping = exchange.stops()
+    return steps
 
 
 def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
@@ -255,6 +260,9 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                     hands_over = store is not None and asked.resume in ("auto", True)
                     if exchange.workers.rank == 0 and hands_over:
                         hand_over.announce(True)
+                    # The others may have come to a save before this worker's first pull.
+                    if pass_over(run, exchange, sampler) and pace.due(run.step) and run.step < last:
+                        run.checkpoint(pace)
                     while run.step < end and not run.stopping:
                         indices, after = sampler.batch(run.position)
                         wanted = bad.wanted(indices)
@@ -274,8 +282,7 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                             exchange.update()
                         run.note_loss(loss, used)
                         run.advance(after, len(indices), len(wanted))
-                        if getattr(exchange, "passed_over", 0):
-                            pass_over(run, exchange, sampler)
+                        pass_over(run, exchange, sampler)
                         times = (computed - began, time.perf_counter() - computed)
                         on_data = feed.waited - waited
                         report = StepReport(

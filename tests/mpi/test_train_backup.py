@@ -10,6 +10,7 @@ import mpidist as md
 from mpidist import models, optim
 from mpidist.errors import ConfigError
 from mpidist.training.exchanges.evaluation import parameters_digest
+from mpidist.training.exchanges.server_exchange import Served
 
 RNG = np.random.default_rng(5)
 TRUTH = RNG.standard_normal((12, 3))
@@ -53,6 +54,27 @@ def test_a_slow_worker_passes_over_steps(comm, placement, servers):
         assert len(seen) < 72
     if comm.rank < workers:
         assert seen[-1] == 72
+
+
+@pytest.mark.ranks(4)
+def test_a_worker_that_is_late_in_its_first_pull(comm, folder, monkeypatch):
+    """The others have made steps before it comes: it passes over them, and all come to an end."""
+    begin = Served.begin
+
+    def late(self):
+        if comm.rank == 0:
+            time.sleep(0.3)
+        begin(self)
+
+    monkeypatch.setattr(Served, "begin", late)
+    for every in (7, "auto"):
+        path = f"{folder}/{every}"
+        _, summary, seen = fit(comm, checkpoint=path, checkpoint_every=every)
+        assert (summary.steps, summary.finished) == (72, True)
+        if comm.rank == 0:
+            assert seen[0] > 1
+        if comm.rank < 3:
+            assert seen[-1] == 72
 
 
 @pytest.mark.ranks(4, 5)

@@ -87,8 +87,6 @@ class Served(WholeModel):
     synchronous = False
     equal_state = False
     price = None
-    #: How many steps the newest update has passed over, because this worker was late in it.
-    passed_over = 0
 
     def __init__(self, comm, model, optimizer, strategy, kept: Kept | None = None, **settings: Any):
         self.comm, self.model = comm, model
@@ -137,7 +135,7 @@ class Served(WholeModel):
         self.agreement = Agreement(
             self.workers, slack + 2, self.group.progress, self.client.finished, self.kept.clock
         )
-        self._loss, self._samples = 0.0, 0
+        self._loss, self._samples, self._skipped = 0.0, 0, 0
         # While this rank waits for anything, it answers requests to stop, and requests to a server
         # on this rank. If it did not, two workers could wait for each other: a worker that wants to
         # stop waits for the answers of all workers, one of which may wait for this worker.
@@ -237,7 +235,6 @@ class Served(WholeModel):
         """Push the gradients of this step, and pull the parameters for the next step."""
         if self.elastic:
             self._state_after = {n: a.copy() for n, a in getattr(self.model, "state", {}).items()}
-        before = self.client.skipped
         self.sent = True  # until the answers are here, a death breaks this step off
         out, samples = self.model.parameters, self._samples
         if self.pending is None:
@@ -247,7 +244,14 @@ class Served(WholeModel):
             self.client.repeat_push_pull(self.gradients, out=out, samples=samples, known=known)
             self.pending = None
         self.sent = False
-        self.passed_over = self.client.skipped - before
+
+    def passed_over(self) -> int:
+        """Return how many steps this worker has passed over since the last call, being late.
+
+        That can happen in the first pull already, if the others have made steps before it.
+        """
+        before, self._skipped = self._skipped, self.client.skipped
+        return self._skipped - before
 
     def stops(self) -> bool:
         """Whether all workers stop where this one has come to, after steps that it passed over."""
