@@ -120,6 +120,22 @@ def test_no_false_alarm(comm, placement):
         group.barrier()
 
 
+@pytest.mark.ranks(4)
+def test_no_false_alarm_under_a_bound_that_moves(comm):
+    """One worker is in a barrier, one waits for the slow one: its rule opens when that one moves.
+
+    The first worker is a little slower than the last, so it may pass it when the slow one is gone.
+    """
+    with md.parameter_server(comm, ONES, optimizer=SGD, consistency=md.DSSP(0, 8)) as client:
+        if client is not None:
+            steps, work = [(22, 0.02), (21, 0.2), (20, 0.01)][client.group.workers.rank]
+            for _ in range(steps):
+                time.sleep(work)
+                client.push_pull(ONES)
+            client.group.barrier()
+            assert client.finished == steps
+
+
 @pytest.mark.ranks(1)
 def test_the_graph(comm):
     assert stalled({}) == []

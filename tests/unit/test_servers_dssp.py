@@ -104,6 +104,17 @@ def test_the_second_server_keeps_the_larger_bound():
     assert first.blockers(0) == ([1], 1)
 
 
+def test_one_of_the_slowest_is_enough_to_move():
+    """If worker 1 goes on, the rule looks at worker 2 alone, which is fast: so 0 waits for one."""
+    gate = md.DSSP(0, 8).gate(3, 0)
+    gate.begin_at([21, 20, 20])
+    for seconds, work in zip((1.0, 9.0, 1.0), gate.work, strict=True):
+        work.extend([seconds] * 16)
+    assert gate.pull(0) == []
+    assert gate.blockers(0) == ([1, 2], 1)
+    assert gate.tick(1) == [Answer(0, 1, None)]
+
+
 def test_low_is_high():
     """Then it is SSP, to the last number of a simulation."""
     delays = np.random.default_rng(3).lognormal(0, 0.7, (5, 60)).tolist()

@@ -127,10 +127,12 @@ class DynamicGate(ConsistencyGate):
         return ahead <= self.high and self._rule.may_pass(self, worker)
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return the workers for which the pull of `worker` waits, and how many of them."""
-        lowest = self.clocks[worker] - self.low
-        behind = [w for w, c in enumerate(self.clocks) if self.live[w] and c < lowest]
-        return behind, len(behind)
+        """Return the slowest workers, one of which must move.
+
+        The rule looks only at the slowest ones. So if one of them goes on, the pull may be answered
+        although others are more than `low` steps behind.
+        """
+        return self.last(), 1
 
     def tick(self, worker: int) -> list[Action]:
         """Record that `worker` has finished its present step, and how long it worked."""
