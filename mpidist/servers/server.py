@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,7 +72,7 @@ class Hosted:
         self.merged: deque = deque()  # gradients of the next updates, which are merged already
         self.gate = asked.consistency.gate(workers, shard.server)
         self.global_batch: Any = asked.global_batch
-        self.pulled = [0] * workers  # the shard's version at each worker's newest pull
+        self.pulled = [shard.version] * workers  # the shard's version at each worker's newest pull
         self.applied = 0  # the pushes of all clocks before are applied, in modes that hold pushes
         self.stale, self.record = asked.stale, PushRecord(asked.name, workers)
         self._copies = PulledCopies(shard, workers) if asked.stale.compensates else None
@@ -111,6 +111,11 @@ class Hosted:
         self.pulled[worker] = self.shard.version
         if self._copies is not None:
             self._copies.keep(worker, parts)
+
+    def load(self, saved: Mapping) -> None:
+        """Load the shard. Ages count from here on, because the number of updates jumps."""
+        self.shard.load(saved)
+        self.pulled = [self.shard.version] * len(self.pulled)
 
     def _check_samples(self, action: Apply) -> None:
         """Raise ProtocolError if some pushes of a clock name their samples and others do not."""

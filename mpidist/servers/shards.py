@@ -119,9 +119,10 @@ class ServerShard:
         return array.reshape(-1, self.layout.tensors[part.piece.tensor].width)
 
     def values(self, part: ShardPart, arrays: Mapping | None = None) -> np.ndarray:
-        """Return the values of a part, as rows."""
-        rows = self.rows_of(part, arrays)
-        return rows if part.rows is None else rows[part.local_rows(self.layout)]
+        """Return the values of a part: as rows, or the whole piece, which may end within a row."""
+        if part.rows is None:
+            return (self.parameters if arrays is None else arrays)[self.key(part)]
+        return self.rows_of(part, arrays)[part.local_rows(self.layout)]
 
     def read(self, parts: Sequence[ShardPart], buffer: np.ndarray, offset: int) -> None:
         """Copy the values of tensor parts into the message in `buffer`, from byte `offset` on."""

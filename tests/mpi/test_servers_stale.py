@@ -97,3 +97,80 @@ def test_one_rank_gives_another_policy(comm):
         with pytest.raises(ConfigError, match="give a policy, not its name"):
             group.add("m", params, optimizer=SGD, consistency=md.ASP(), stale="keep")
         group.add("m", params, optimizer=SGD, consistency=md.DSSP(1, 2), stale=md.DropStale(1))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("placement", ["dedicated", "colocated"])
+def test_compensation_of_a_piece_that_ends_within_a_row(comm, placement):
+    """Two servers divide a tensor of 1 row of 7000 and one of 31 rows of 33."""
+    spec = {"x": np.zeros((1, 7000)), "y": np.zeros((31, 33), "f4")}
+    with md.parameter_server(
+        comm, spec, servers=2, placement=placement, optimizer=SGD, consistency=md.ASP(),
+        stale=md.DelayCompensated(0.5), global_batch=1,
+    ) as client:  # fmt: skip
+        if client is None:
+            return
+        whole = {name: np.full(array.shape, -1.0) for name, array in spec.items()}
+        group = client.group
+        client.pull()
+        group.barrier()
+        if group.workers.rank == 1:
+            client.push_pull(whole, samples=1)
+        group.barrier()
+        if group.workers.rank == 0:  # its gradient is of the zeros that it has pulled
+            client.push_pull(whole, samples=1)
+        group.barrier()
+        for array in client.pull().values():
+            assert (array == 1.5).all()  # 1 + 1 - 0.5 * 1 * 1
+
+
+def loaded_in_a_pause(comm, stale, version):
+    """Every worker pulls, makes 10 steps, and 1 more after the servers have loaded a state."""
+    with md.ServerGroup(comm, servers=1) as group:
+        client = group.add(
+            "m", {"x": np.zeros(4)}, optimizer=SGD, consistency=md.ASP(), stale=stale
+        )
+
+        def load(tag):
+            state = group.shards("m")
+            state["version"] = version
+            state["parameters"] = [(n, at, np.zeros_like(a)) for n, at, a in state["parameters"]]
+            group.load_shards("m", state)
+
+        if client is None:
+            group.serve(on_pause=load)
+            return None, group
+        for _ in range(10):
+            client.push_pull({"x": np.ones(4)})
+        group.pause("load")
+        client.push_pull({"x": -np.ones(4)})
+        group.barrier()
+        return client.pull()["x"], group
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("version", [0, 5000])
+def test_ages_after_a_state_was_loaded(comm, version):
+    """The number of updates jumps back or on. An age is never negative, nor thousands."""
+    values, group = loaded_in_a_pause(comm, md.ScaleStale(4), version)
+    if values is not None:
+        np.testing.assert_allclose(values, 0.5 + 0.5 * 2**-0.25)
+    facts = next(r["server"] for r in group.report()["ranks"] if r["server"])["models"]["m"]
+    assert 0 <= min(facts["staleness"]) <= max(facts["staleness"]) < 20
+    assert facts["updates"] == version + 2
+
+
+@pytest.mark.ranks(3)
+def test_the_first_push_after_a_state_was_loaded(comm):
+    """It is not as old as all the updates of the run that saved the state."""
+    with md.ServerGroup(comm, servers=1) as group:
+        client = group.add(
+            "m", {"x": np.zeros(4)}, optimizer=SGD, consistency=md.ASP(), stale=md.DropStale(4)
+        )
+        if client is None:
+            group.load_shards("m", {**group.shards("m"), "version": 1000})
+        else:
+            client.push_pull({"x": -np.ones(4)})
+            group.barrier()
+            assert (client.pull()["x"] == 1).all()
+            assert client.dropped == 0
