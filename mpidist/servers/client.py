@@ -168,7 +168,7 @@ class Client:
         self._open()
         with self._fused:
             wanted, results = self._names.wanted(None, out)
-            pushes = self._names.split(gradients)
+            pushes, samples = self._checked(gradients, samples)
             self._enter()
             self._ask(PUSH | CLOCK | PULL, wanted, results, pushes, samples, known)
 
@@ -231,6 +231,11 @@ class Client:
         """Return what a push sends and its samples, after all checks; nothing is sent before."""
         samples = self._check_push(samples)
         pushes = self._names.split(gradients)
+        for name, (rows, flat) in pushes.items():
+            # A finite number may be infinite in the dtype of the parameters.
+            with np.errstate(over="ignore", invalid="ignore"):
+                wire = flat.astype(self._names.tensor(name).dtype, copy=False)
+            pushes[name] = rows, wire
         wrong = next((name for name, (_, flat) in pushes.items() if not _is_finite(flat)), None)
         if wrong is None:
             return pushes, samples
@@ -239,8 +244,8 @@ class Client:
             bad = np.flatnonzero(~np.isfinite(flat))
             raise MpidistError(
                 f"push to {self.name!r}: gradient {wrong!r} has {bad.size} of {flat.size} values "
-                f"that are not finite, the first at index {bad[0]}; nothing was sent; lower the "
-                "learning rate, or leave such pushes out by nonfinite='drop'"
+                f"that are not finite, the first at index {bad[0]}, as {flat.dtype}; nothing was "
+                "sent; lower the learning rate, or leave such pushes out by nonfinite='drop'"
             )
         self._nonfinite += 1
         return {}, 0

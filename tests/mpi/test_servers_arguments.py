@@ -129,6 +129,20 @@ def test_large_numbers_are_finite(comm):
             assert client.push_pull({"x": big})["x"].tolist() == (-big).tolist()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("dtype", "big"), [("f2", 70000), ("f2", 1e5), ("f4", -1e39)])
+def test_a_gradient_that_is_infinite_in_the_dtype_of_the_parameters(comm, dtype, big):
+    """The gradient is finite as it is given, and its message would not be."""
+    with md.parameter_server(comm, {"x": np.zeros(4, dtype)}, optimizer=SGD) as client:
+        if client is not None:
+            gradient, bits = np.array([1, 1, big, 1]), 8 * int(dtype[1])
+            with pytest.raises(MpidistError, match=f"1 of 4 .* index 2, as float{bits};"):
+                client.push({"x": gradient})
+            with pytest.raises(MpidistError, match="not finite"):
+                client.repeat_push_pull({"x": gradient}, out={}, samples=None, known=())
+            assert (client.push_pull({"x": np.ones(4)})["x"] == -1).all()
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("mode", [md.BSP(), md.SSP(0), md.ASP()], ids=str)
 @pytest.mark.parametrize("samples", [None, 4])
