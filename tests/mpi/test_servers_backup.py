@@ -7,6 +7,7 @@ import pytest
 
 import mpidist as md
 from mpidist.errors import ConfigError, ProtocolError
+from mpidist.training.exchanges.server_exchange import Served
 
 SGD = md.optim.sgd(1.0)
 LAST = 20
@@ -130,6 +131,29 @@ def test_pauses_and_another_model(comm, placement):
                 if group.is_server:
                     saved.append(group.shards("m")["version"])
         assert saved == ([5, 10, 15] if group.is_server else [])
+
+
+@pytest.mark.ranks(4, 5)
+@pytest.mark.parametrize("spare", [1, "most"])
+def test_a_worker_that_begins_late_meets_the_others_at_each_save(comm, spare, tmp_path_factory):
+    """Its first pull would pass over a step that the others save."""
+    folder = comm.bcast(str(tmp_path_factory.mktemp("run")) if comm.rank == 0 else None)
+    mode = md.BackupWorkers(comm.size - 2 if spare == "most" else spare)
+
+    def late(*args, **more):
+        time.sleep(0.3)
+        return begin(*args, **more)
+
+    begin = Served.begin
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(Served, "begin", late)
+        summary = md.train(
+            comm, md.models.mlp([4, 3], seed=1), (np.ones((64, 4), "f4"), np.zeros(64, int)),
+            optimizer=SGD, global_batch=8, steps=12, checkpoint=folder, checkpoint_every=1,
+            strategy=md.ParameterServer(1, mode),
+        )  # fmt: skip
+    assert summary.steps == 12
 
 
 @pytest.mark.ranks(4)
