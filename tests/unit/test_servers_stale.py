@@ -197,3 +197,12 @@ def test_where_keep_fails_a_policy_helps(monkeypatch):
     assert scaled > keep + 0.15
     assert scaled > 0.9
     assert facts["weights"][0] < 0.01 < 0.3 < min(facts["weights"][1:])
+
+
+@pytest.mark.parametrize(("dtype", "big"), [("f2", 300), ("f4", 1e25)])
+def test_a_correction_that_overflows_leaves_the_gradient(dtype, big):
+    """The servers get finite gradients only, so they make no infinite parameters."""
+    gradient = np.array([big, 2, -big], dtype)
+    found = md.DelayCompensated(2).compensated(gradient, np.ones(3, dtype), np.zeros(3, dtype))
+    assert found.dtype == gradient.dtype
+    assert found.tolist() == [gradient[0], 10, gradient[2]]

@@ -162,11 +162,17 @@ class DelayCompensated(Stale):
         _checked_number("DelayCompensated: lam", self.lam, None)
 
     def compensated(self, gradient: np.ndarray, now: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """Return the corrected gradient, in the dtype of `gradient`."""
+        """Return the corrected gradient, in the dtype of `gradient`.
+
+        Squares may overflow, mostly in half precision. A value stays as it is if its corrected one
+        is not finite.
+        """
         dtype = work_dtype(gradient.dtype)
         wide = gradient.astype(dtype)
         moved = now.astype(dtype) - before.astype(dtype)
-        return (wide + self.lam * wide * wide * moved).astype(gradient.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            corrected = (wide + self.lam * wide * wide * moved).astype(gradient.dtype)
+        return np.where(np.isfinite(corrected), corrected, gradient)
 
 
 def _checked_number(name: str, value, above: float | None) -> None:
