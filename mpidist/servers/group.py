@@ -325,9 +325,8 @@ class ServerGroup:
         returns.
 
         The arrays in the dict may come from any number of servers, as long as they cover all
-        elements that this server holds. The workers' clocks do not change, and the ages of their
-        next pushes count from here on. Call `load_shards` on server ranks, before serving or in a
-        pause.
+        elements that this server holds. The workers' clocks do not change, and ages of pushes count
+        from here on. Call `load_shards` on server ranks, before serving or in a pause.
         """
         self._hosted(name).load(saved)
 

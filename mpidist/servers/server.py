@@ -59,15 +59,13 @@ class Pull(NamedTuple):
 
 
 class Hosted:
-    """One model on this server: its shard, the finished steps of each worker, and counters.
-
-    `copy` is a copy of the shard of another server, see `replicas`, or None.
-    """
+    """One model on this server: its shard, the finished steps of each worker, and counters."""
 
     def __init__(
         self, asked: Request, shard: ServerShard, workers: int, copy: ServerShard | None = None
     ):
-        self.name, self.shard, self.copy = asked.name, shard, copy
+        self.name, self.shard = asked.name, shard
+        self.copy = copy  # a copy of the shard of another server, see `replicas`, or None
         self.copied = [0] * workers  # the clocks of the workers of which the copy has the pushes
         self.merged: deque = deque()  # gradients of the next updates, which are merged already
         self.gate = asked.consistency.gate(workers, shard.server)
