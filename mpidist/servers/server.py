@@ -72,7 +72,7 @@ class Hosted:
         self.global_batch: Any = asked.global_batch
         self.pulled = [shard.version] * workers  # the shard's version at each worker's newest pull
         self.applied = 0  # the pushes of all clocks before are applied, in modes that hold pushes
-        self.stale, self.record = asked.stale, PushRecord(asked.name, workers)
+        self.stale, self.record = asked.stale, PushRecord(asked.name, workers, shard.server)
         self._copies = PulledCopies(shard, workers) if asked.stale.compensates else None
 
     def weight(self, push: Push) -> float:

@@ -184,6 +184,13 @@ def test_a_worker_whose_pushes_are_always_dropped_is_reported_once(capsys, monke
     said = capsys.readouterr().err
     assert said.count("pushes of rank 6 were all dropped (too old)") == 1
     assert record.facts()["dropped"] == [0, 3 * DROPPED_IN_A_ROW - 1]
+    # Not again after a push that counts, and not by the other servers, which see the same.
+    record.note(1, 3)
+    other = PushRecord("m", 2, server=1)
+    for _ in range(DROPPED_IN_A_ROW):
+        record.drop(1, 6, "too old")
+        other.drop(1, 6, "too old")
+    assert capsys.readouterr().err == ""
 
 
 def test_where_keep_fails_a_policy_helps(monkeypatch):

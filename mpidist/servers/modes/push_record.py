@@ -32,8 +32,9 @@ class PushRecord:
         The sum of the factors by which a policy has scaled the pushes of each worker.
     """
 
-    def __init__(self, model: str, workers: int):
+    def __init__(self, model: str, workers: int, server: int = 0):
         self.model = model
+        self._warns = [server == 0] * workers
         self.newest = [-1] * workers
         self.staleness: Counter[int] = Counter()
         self.applied, self.dropped = [0] * workers, [0] * workers
@@ -49,11 +50,12 @@ class PushRecord:
         self._in_a_row[worker] = 0
 
     def drop(self, worker: int, rank: int, why: str) -> None:
-        """Count a push of `worker` that was dropped; warn if all its newest ones were."""
+        """Count a push of `worker` that was dropped; warn once if all its newest ones were."""
         self.dropped[worker] += 1
         self._in_a_row[worker] += 1
-        if self._in_a_row[worker] != DROPPED_IN_A_ROW:
+        if not self._warns[worker] or self._in_a_row[worker] < DROPPED_IN_A_ROW:
             return
+        self._warns[worker] = False
         events.emit("pushes_dropped", model=self.model, rank=rank, pushes=DROPPED_IN_A_ROW)
         if events.VERBOSITY:
             print(
