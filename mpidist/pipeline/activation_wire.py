@@ -24,6 +24,16 @@ from ..arrays import array_module
 from ..errors import ConfigError
 
 
+def c_ordered(array):
+    """Return `array`, or a copy, with the strides of a new array, also along axes of length 1.
+
+    A layer may pass its input on. So the layout of a stage's output depends on the number of
+    samples only if the inputs of the model always lie in memory in one way.
+    """
+    strides = [array.itemsize * math.prod(array.shape[k + 1 :]) for k in range(array.ndim)]
+    return array if array.strides == tuple(strides) else array.copy(order="C")
+
+
 def to_wire(array) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
     """Return (buffer, shape, strides) of `array`, for `from_wire`; `buffer` is one-dimensional.
 

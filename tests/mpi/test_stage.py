@@ -217,6 +217,77 @@ def test_wrong_arguments_are_an_error_on_all_ranks(comm):
         stage.predict(np.zeros((4, 12), np.float32))
 
 
+@pytest.mark.ranks(2, 3)
+def test_a_wrong_batch_on_one_rank_is_an_error_on_all(comm):
+    """Also if the rank catches its error, and does not come back."""
+    inputs, labels = np.zeros((8, 12), np.float32), np.zeros(8, int)
+    first = comm.rank == 0
+    for call, own in (
+        (lambda s: s.step((inputs, labels[: 5 if first else 8])), "8 inputs but 5 labels"),
+        (lambda s: s.step((inputs,) if first else (inputs, labels)), "not enough values"),
+        (lambda s: s.predict(None if first else inputs), "has no len"),
+    ):
+        group = comm.Dup()  # nothing else is possible on a communicator that has failed
+        cuts = even_cuts("mlp", comm.size)
+        grid = plan_stages(8, cuts=cuts, ranks=comm.size, microbatches=4)
+        stage = md.Stage(group, network("mlp"), grid)
+        kinds = (ConfigError, ValueError, TypeError) if first else MismatchError
+        with pytest.raises(kinds, match=own):
+            call(stage)
+        comm.Barrier()
+
+
+@pytest.mark.ranks(2)
+def test_inputs_may_lie_in_memory_in_any_way(comm):
+    """The first stage passes its inputs on; the next one gets them in one layout."""
+    rng = np.random.default_rng(2)
+    wide = rng.standard_normal((8, 20)).astype(np.float32)
+    plain, labels = wide[:, :12].copy(), np.arange(8) % 3
+    for pieces in (2, 8):
+        model = network("mlp")
+        stage = md.Stage(comm, model, plan_stages(8, cuts=[1], ranks=2, microbatches=pieces))
+        losses = [
+            stage.step((inputs, labels))
+            for inputs in (plain, wide[:, :12], np.asfortranarray(plain), plain.astype("f8"))
+        ]
+        assert losses == losses[:1] * 4
+        for k in range(2):  # one sample, whose stride along the axis of samples means nothing
+            stage.step((wide[k : k + 1, :12], labels[:1]))
+            stage.step((plain[k : k + 1], labels[:1]))
+        stage.close()
+
+
+@pytest.mark.ranks(2, 3)
+def test_arrays_may_be_visited_again(comm):
+    model, cuts = network("mlp"), even_cuts("mlp", comm.size)
+    stage = md.Stage(comm, model, plan_stages(8, cuts=cuts, ranks=comm.size, microbatches=4))
+    for _ in range(3):
+        seen = {}
+        stage.visit(stage.parameters, lambda name, array, seen=seen: seen.update({name: array + 0}))
+        if comm.rank == 0:
+            expected = network("mlp").parameters
+            assert sorted(seen) == sorted(expected)
+            assert all(seen[name].tobytes() == expected[name].tobytes() for name in seen)
+    stage.close()
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_do_not_fit_the_layers_are_refused_on_all_ranks(comm):
+    """One stage has them, and both ranks can go on."""
+    grid = plan_stages(8, cuts=[3], ranks=2, microbatches=4)
+    for name, array, told in (
+        ("dense1.weight", None, "has none called 'dense1.weight'"),
+        ("dense4.bias", np.zeros(4, "f4"), r"one of shape \(4,\) called 'dense4.bias'"),
+    ):
+        model = network("mlp")
+        model.parameters[name] = array
+        if array is None:
+            del model.parameters[name]
+        with pytest.raises(ConfigError, match=told):
+            md.Stage(comm, model, grid)
+    md.Stage(comm, network("mlp"), grid).close()
+
+
 @pytest.mark.ranks(1, 2, 3)
 def test_pieces_in_any_order_have_the_same_sum(comm):
     """All orders of a few pieces, and some of many, twice with the same object."""

@@ -36,6 +36,7 @@ from ...runtime.agreement.mismatch import Signature
 from ...runtime.agreement.run_on_all import run_on_all, same_on_all
 from ...runtime.context import free, of
 from ...tensors import dtype_of
+from ..activation_wire import c_ordered
 from ..pipeline_schedules import RECV_F, SEND_F, B, F, I, W
 from ..stage_plan import PipelineGrid, check_layers
 from .stage_chunk import Chunk
@@ -71,6 +72,8 @@ class Stage:
         The steps so far, their time, and the part in which this rank has computed.
     kept : int
         The most microbatches, times chunks, that this rank has kept at a time.
+    bytes_sent : int
+        The bytes that this rank has sent to other stages in the steps so far.
 
     Raises
     ------
@@ -87,19 +90,23 @@ class Stage:
         self.stage, self.replica = grid.place(comm.rank)
         self.pieces = grid.pieces(comm.rank)
         self.context = of(comm)
-        arrays = {number: self._arrays(number) for number in grid.chunks_of(self.stage)}
+        arrays: dict[int, dict] = {}
+
+        def own_dtype() -> str | None:
+            arrays.update((number, self._arrays(number)) for number in grid.chunks_of(self.stage))
+            return next((array.dtype.name for array in _joined(arrays.values()).values()), None)
+
+        # A stage without parameters computes with the dtype of the others.
+        self.dtype = dtype_of(run_on_all(comm, "md.Stage", own_dtype, _first_known))
         like = next(iter(_joined(arrays.values()).values()), None)
         self.xp = np if like is None else array_module(like)
-        # A stage without parameters computes with the dtype of the others.
-        told = None if like is None else like.dtype.name
-        self.dtype = dtype_of(run_on_all(comm, "md.Stage", lambda: told, _first_known))
         self.replicas = comm.Split(self.stage, comm.rank)
         self.messages = StageMessages(comm.Dup(), self.xp)
         self.chunks = {number: self._chunk(number, own) for number, own in arrays.items()}
         self.parameters = _joined(one.parameters for one in self.chunks.values())
         self.gradients = _joined(one.gradients for one in self.chunks.values())
         self.seconds = self.computing = 0.0
-        self.kept = self.steps = 0
+        self.kept = self.steps = self.bytes_sent = 0
         self.last_chunk = grid.stages * grid.chunks - 1
         actions = grid.actions(comm.rank)
         self.halves = any(one.kind == I for one in actions)
@@ -113,8 +120,16 @@ class Stage:
         model, mine = self.model, self.grid.layers_of(number)
         if "parameters" not in vars(model) and hasattr(model, "initial_parameters"):
             return model.initial_parameters(mine.start, mine.stop)
-        names = [name for k in mine for name in model.layers[k].shapes()]
-        return {name: model.parameters[name] for name in names}
+        shapes = _joined(model.layers[k].shapes() for k in mine)
+        for name, shape in shapes.items():
+            found = model.parameters.get(name)
+            if found is None or tuple(found.shape) != tuple(shape):
+                given = "none" if found is None else f"one of shape {tuple(found.shape)}"
+                raise ConfigError(
+                    f"model.parameters has {given} called {name!r}, and the layer says "
+                    f"{tuple(shape)}; the arrays must be those of the layers' `shapes`"
+                )
+        return {name: model.parameters[name] for name in shapes}
 
     def _chunk(self, number: int, parameters: dict) -> Chunk:
         all_layers, mine = self.model.layers, self.grid.layers_of(number)
@@ -141,11 +156,6 @@ class Stage:
         """The most versions of the parameters that this rank has kept at a time."""
         return max(chunk.versions for chunk in self.chunks.values())
 
-    @property
-    def bytes_sent(self) -> int:
-        """The bytes that this rank has sent to other stages."""
-        return self.messages.bytes_sent
-
     def bounds(self, count: int) -> list[int]:
         """Return the first sample of each microbatch of this rank, and the end of the last one."""
         bounds = BlockPartition(count, self.grid.microbatches).bounds()
@@ -166,11 +176,12 @@ class Stage:
         "pipedream", ``update(gradients, parameters, weight)`` is called for each microbatch, whose
         samples are the share `weight` of the batch, and updates the parameters in place.
         """
-        inputs, labels = batch
-        if len(inputs) != len(labels):
-            raise ConfigError(f"batch: {len(inputs)} inputs but {len(labels)} labels")
-        start, stop = self.part(len(inputs))
-        sizes = BlockPartition(len(inputs), self.grid.microbatches).counts()
+        with self._guard("md.Stage.step"):
+            inputs, labels = batch
+            if len(inputs) != len(labels):
+                raise ConfigError(f"batch: {len(inputs)} inputs but {len(labels)} labels")
+            start, stop = self.part(len(inputs))
+            sizes = BlockPartition(len(inputs), self.grid.microbatches).counts()
         self.run(inputs[start:stop], labels[start:stop], sizes, len(inputs), update)
         loss = np.array([self.loss_share()], np.float64)
         allreduce(self.comm, loss, algorithm="native")
@@ -178,8 +189,9 @@ class Stage:
 
     def predict(self, inputs):
         """Return one row of scores per sample, on all ranks. Collective."""
-        start, stop = self.part(len(inputs))
-        sizes = BlockPartition(len(inputs), self.grid.microbatches).counts()
+        with self._guard("md.Stage.predict"):
+            start, stop = self.part(len(inputs))
+            sizes = BlockPartition(len(inputs), self.grid.microbatches).counts()
         found = self.forward(inputs[start:stop], sizes)
         # Without samples, nobody knows the number of scores.
         mine = np.concatenate(found) if found else None if len(inputs) else np.empty((0, 0), "f4")
@@ -217,7 +229,7 @@ class Stage:
                 "'pipedream' needs a function update(gradients, parameters, weight), and no other "
                 "schedule takes one"
             )
-        began = time.perf_counter()
+        began, sent = time.perf_counter(), self.messages.bytes_sent
         with self._operation("md.Stage.step", sizes):
             x, y = self._cut(inputs, labels, sizes)
             one_pass = StagePass(self, sizes, x, y, total, update)
@@ -230,6 +242,7 @@ class Stage:
             else:
                 self._loss = one_pass.loss
         self.seconds += time.perf_counter() - began
+        self.bytes_sent += self.messages.bytes_sent - sent
         self.steps += 1
 
     def forward(self, inputs, sizes: Sequence[int]) -> list:
@@ -259,6 +272,7 @@ class Stage:
                 elif self.rank == owner:
                     self.messages.send(arrays[name], 0, 2 * channel, number)
                     self.wait(self.messages.progress, f"the send of {name!r}")
+                    self.messages.drop_sent(0, 2 * channel, number)
                 elif self.rank == 0:
                     one = self.messages.receive(owner, 2 * channel, number)
                     self.wait(one.test, f"{name!r} of rank {owner}")
@@ -271,14 +285,19 @@ class Stage:
 
     def _operation(self, name: str, sizes: Sequence[int]) -> ExitStack:
         """Begin an operation, which an exception of any rank ends on all ranks of the pipeline."""
+        told = Signature(name, "", f"({sum(sizes)})", extra=f"microbatches of {list(sizes)}")
+        with self._guard(name) as stack:
+            self.context.begin(told)
+            return stack.pop_all()
+
+    def _guard(self, name: str) -> ExitStack:
+        """Return a context manager that sends an exception to all ranks of the pipeline."""
         if self._closed:
             raise ClosedError("this stage is closed")
-        told = Signature(name, "", f"({sum(sizes)})", extra=f"microbatches of {list(sizes)}")
         with ExitStack() as stack:
             # A replica may wait for this rank in the sum already, so it is told there, too.
             stack.enter_context(of(self.replicas).call(name))
             stack.enter_context(self.context.call(name))
-            self.context.begin(told)
             return stack.pop_all()
 
     def _cut(self, inputs, labels, sizes) -> tuple[dict, dict]:
@@ -291,7 +310,7 @@ class Stage:
         for i, size in zip(self.pieces, mine, strict=True):
             start, stop = stop, stop + size
             if self.reads_inputs:
-                x[i] = self.xp.asarray(inputs[start:stop], dtype=self.dtype)[None]
+                x[i] = c_ordered(self.xp.asarray(inputs[start:stop], dtype=self.dtype))[None]
             if self.reads_labels and labels is not None:
                 y[i] = self.xp.asarray(labels[start:stop])[None]
         return x, y

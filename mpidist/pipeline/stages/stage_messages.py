@@ -181,6 +181,10 @@ class StageMessages:
         """Forget an array that does not come again, and its layout."""
         del self._known[arrived.source, arrived.channel, arrived.samples]
 
+    def drop_sent(self, dest: int, channel: int, samples: int) -> None:
+        """Forget the layout of an array that was sent, because its receiver has dropped it."""
+        del self._told[dest, channel, samples]
+
     def progress(self) -> bool:
         """Let go of what is sent; return whether all is sent."""
         still = []

@@ -56,7 +56,8 @@ class StagePass:
             if self.update is not None and not math.isfinite(loss):
                 dy[...] = 0  # the run stops after this step, and its parameters stay finite
             self._made[StageAction(B, c, i)] = dy
-        stage.computing += time.perf_counter() - began
+        if self.total is not None:  # `Stage.seconds` has the time of steps only
+            stage.computing += time.perf_counter() - began
         stage.kept = max(stage.kept, sum(one.kept for one in stage.chunks.values()))
 
     def _backward(self, c: int, i: int) -> None:

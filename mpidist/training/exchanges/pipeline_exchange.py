@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -183,7 +184,10 @@ class Stages:
         """Return the arrays of this stage, without a copy: parameters and optimizer."""
         state = {"parameters": dict(self.parameters), "optimizer": self.optimizer_state}
         # An empty dict would be saved as an entry, which other stages do not have.
-        state["optimizer"] = {key: one for key, one in state["optimizer"].items() if one != {}}
+        state["optimizer"] = {
+            key: one for key, one in state["optimizer"].items()
+            if not isinstance(one, Mapping) or one
+        }  # fmt: skip
         return {key: one for key, one in state.items() if one}
 
     def check(self, step: int) -> None:
