@@ -53,6 +53,7 @@ class Network:
         they are first used, because a stage of a pipeline needs those of its own layers only.
     classes : int
         Number of scores per sample.
+    seed : int
     state : dict of str to array
         Empty, because these models keep no statistics.
     """
@@ -61,7 +62,7 @@ class Network:
         self.layers = list(layers)
         self.sample_shape = tuple(sample_shape)
         self.state: dict = {}
-        self._seed = seed
+        self.seed = seed
         sized = [i for i, layer in enumerate(self.layers) if layer.shapes()]
         if not sized:
             raise ConfigError(f"Network: none of the {len(self.layers)} layers has parameters")
@@ -85,7 +86,7 @@ class Network:
                 f"initial_parameters: layers {start} to {stop}, expected 0 <= start <= stop <= "
                 f"{len(self.layers)}, the number of layers"
             )
-        rng = np.random.default_rng(self._seed)
+        rng = np.random.default_rng(self.seed)
         parameters = {}
         for i, layer in enumerate(self.layers[:stop]):
             for name, shape in layer.shapes().items():

@@ -247,6 +247,8 @@ def _parts(value) -> Iterable[tuple[str, Any]]:
 def _model(model, in_parts: bool) -> Iterator[tuple[str, str]]:
     yield "model", type(model).__qualname__
     if in_parts:  # no rank makes the parameters of the whole model
+        if "parameters" not in vars(model):
+            yield "model.seed", repr(getattr(model, "seed", None))
         for k, layer in enumerate(model.layers):
             yield f"model.layer {k}", f"{type(layer).__qualname__} {layer.shapes()}"
         return

@@ -155,6 +155,54 @@ def test_a_rank_makes_the_parameters_of_its_layers_only(comm):
         assert grid["bytes_sent"][0] > 0
 
 
+class History:
+    """An optimizer whose state is an array that belongs to no parameter."""
+
+    def init(self, parameters):
+        return {"rates": np.full(3, 0.1, np.float32)}
+
+    def update(self, gradients, state, parameters):
+        state["rates"] *= np.float32(0.99)
+        for name in parameters:
+            parameters[name] -= state["rates"][0] * gradients[name]
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_may_keep_arrays_of_no_parameter(comm, folder):
+    expected = alone(optimizer=History())
+    for ranks in ({"stop_after": 5}, {}):
+        _, result = fit(comm, md.Pipeline(cuts=[3]), History(), checkpoint=folder, **ranks)
+    assert result.resumed_at == 5
+    same(result, expected)
+
+
+@pytest.mark.ranks(2)
+def test_the_figures_are_those_of_steps(comm):
+    """No evaluation, and no digest of the parameters, is in them."""
+    rng = np.random.default_rng(0)
+    large = rng.standard_normal((4000, 12)).astype(np.float32), np.zeros(4000, int)
+    settings = {"optimizer": optim.sgd(0.1), "global_batch": 20, "steps": 2, "microbatches": 4}
+    figures = [
+        md.train(
+            comm, models.mlp([12, 16, 3]), TRAIN, strategy=md.Pipeline(cuts=[2]), **settings,
+            test_data=test_data,
+        ).pipeline
+        for test_data in (None, large)
+    ]  # fmt: skip
+    assert all(0 <= idle < 1 for one in figures for idle in one["idle"])
+    bytes_of_a_step = 20 * 16 * 4
+    assert [one["bytes_sent"] for one in figures] == [[bytes_of_a_step] * 2] * 2
+
+
+@pytest.mark.ranks(2)
+def test_models_of_different_seeds_are_refused(comm):
+    """Each rank would make its layers from its own seed."""
+    model = models.mlp([12, 16, 3], seed=comm.rank)
+    settings = {"optimizer": optim.sgd(0.1), "global_batch": 20, "steps": 2, "microbatches": 4}
+    with pytest.raises(MismatchError, match=r"model\.seed differs"):
+        md.train(comm, model, TRAIN, strategy=md.Pipeline(), **settings)
+
+
 class Late(Source):
     """The third read on a rank takes longer than the run waits for it."""
 
