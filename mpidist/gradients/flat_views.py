@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 
 import numpy as np
@@ -16,15 +16,20 @@ from ..arrays import array_module
 EXTRAS = "(extras)"
 
 
-def with_extras(shapes: Mapping) -> dict:
+def loss_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
+    """Return the widest real dtype, but at least float32: a loss could overflow in float16."""
+    wide = {dtype for dtype in dtypes if dtype.kind == "f" and dtype.itemsize >= 4}
+    return max(wide, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
+
+
+def with_extras(shapes: Mapping, loss: np.dtype | None = None) -> dict:
     """Return a dict name -> (shape, dtype) of gradients and extras, in their order in memory.
 
-    The extras are two numbers that are summed with the gradients, such as the loss. The dtype of
-    the extras is the widest real dtype of the gradients, but at least float32, because a loss could
-    overflow in float16. The vector that contains the extras comes first.
+    The extras are two numbers that are summed with the gradients, such as the loss. Their dtype is
+    `loss`, by default `loss_dtype` of the gradients. The vector that contains the extras comes
+    first.
     """
-    kinds = {dtype for _, dtype in shapes.values() if dtype.kind == "f" and dtype.itemsize >= 4}
-    first = max(kinds, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
+    first = loss or loss_dtype(dtype for _, dtype in shapes.values())
     return {
         **{name: entry for name, entry in shapes.items() if entry[1] == first},
         EXTRAS: ((2,), first),
@@ -50,13 +55,17 @@ def allocate(spec: Mapping, xp, rows: tuple[int, ...] = ()) -> tuple[dict, list]
     return views, vectors
 
 
-def flat_views(parameters: Mapping, rows: tuple[int, ...] = ()) -> tuple[dict, list]:
+def flat_views(
+    parameters: Mapping, rows: tuple[int, ...] = (), loss: np.dtype | None = None
+) -> tuple[dict, list]:
     """Allocate zeros for the gradients of `parameters`; return (views by name, vectors).
 
     With ``rows=(k,)`` each vector has the shape (k, n), as in `allocate`.
+    A stage of a pipeline gives the dtype of the `loss`, because it may have no parameter of the
+    widest dtype.
     """
     shapes = {name: (array.shape, array.dtype) for name, array in parameters.items()}
     # A stage of a pipeline may have no parameters, and still a loss.
     xp = array_module(next(iter(parameters.values()))) if parameters else np
-    views, vectors = allocate(with_extras(shapes), xp, rows)
+    views, vectors = allocate(with_extras(shapes, loss), xp, rows)
     return {name: views[name] for name in parameters}, vectors

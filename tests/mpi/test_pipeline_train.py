@@ -203,6 +203,43 @@ def test_models_of_different_seeds_are_refused(comm):
         md.train(comm, model, TRAIN, strategy=md.Pipeline(), **settings)
 
 
+class Halve(Relu):
+    """Has no parameters, and may be the last layer."""
+
+    def forward(self, parameters, x):
+        return x / 2, None
+
+    def backward(self, parameters, saved, dy, gradients, ready=None, first=False):
+        return dy / 2
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_loss_has_the_dtype_of_the_whole_model(comm):
+    """Also on a last stage with parameters of another dtype, or without any."""
+    layers = [Halve(), *models.mlp([12, 16, 3]).layers, Halve()]
+    kinds = {"double": ["f8"] * 4, "wide first": ["f8", "f8", "f4", "f4"],
+             "wide last": ["f4", "f4", "f4", "f8"]}  # fmt: skip
+
+    def trained(comm, kind, strategy):
+        model = models.Network(layers, (12,), seed=7)
+        arrays = model.initial_parameters()
+        model.parameters = {
+            name: array.astype(dtype)
+            for (name, array), dtype in zip(arrays.items(), kinds[kind], strict=True)
+        }
+        return md.train(
+            comm, model, TRAIN, optimizer=optim.momentum(0.05), global_batch=20, steps=7,
+            microbatches=4, strategy=strategy, test_data=TEST,
+        )  # fmt: skip
+
+    for kind in kinds:
+        expected = trained(MPI.COMM_SELF, kind, md.AllReduce())
+        md.free(MPI.COMM_SELF)
+        for last in (3, 5):
+            cuts = [1, last][3 - comm.size :]
+            same(trained(comm, kind, md.Pipeline(cuts=cuts)), expected)
+
+
 class Late(Source):
     """The third read on a rank takes longer than the run waits for it."""
 

@@ -28,7 +28,7 @@ from ...arrays import array_module
 from ...collectives.allgather import allgather
 from ...collectives.allreduce import allreduce
 from ...errors import ClosedError, ConfigError
-from ...gradients.flat_views import flat_views
+from ...gradients.flat_views import flat_views, loss_dtype
 from ...models.network import check_input_shape
 from ...partition import BlockPartition
 from ...runtime import polling
@@ -92,17 +92,19 @@ class Stage:
         self.context = of(comm)
         arrays: dict[int, dict] = {}
 
-        def own_dtype() -> str | None:
+        def own_dtypes() -> dict[int, list[str]]:
             arrays.update((number, self._arrays(number)) for number in grid.chunks_of(self.stage))
-            return next((array.dtype.name for array in _joined(arrays.values()).values()), None)
+            return {number: [a.dtype.name for a in one.values()] for number, one in arrays.items()}
 
+        names = run_on_all(comm, "md.Stage", own_dtypes, _in_order)
         # A stage without parameters computes with the dtype of the others.
-        self.dtype = dtype_of(run_on_all(comm, "md.Stage", own_dtype, _first_known))
+        self.dtype = dtype_of(names[0])
         like = next(iter(_joined(arrays.values()).values()), None)
         self.xp = np if like is None else array_module(like)
         self.replicas = comm.Split(self.stage, comm.rank)
         self.messages = StageMessages(comm.Dup(), self.xp)
-        self.chunks = {number: self._chunk(number, own) for number, own in arrays.items()}
+        widest = loss_dtype(map(dtype_of, names))
+        self.chunks = {number: self._chunk(number, own, widest) for number, own in arrays.items()}
         self.parameters = _joined(one.parameters for one in self.chunks.values())
         self.gradients = _joined(one.gradients for one in self.chunks.values())
         self.seconds = self.computing = 0.0
@@ -131,11 +133,11 @@ class Stage:
                 )
         return {name: model.parameters[name] for name in shapes}
 
-    def _chunk(self, number: int, parameters: dict) -> Chunk:
+    def _chunk(self, number: int, parameters: dict, widest) -> Chunk:
         all_layers, mine = self.model.layers, self.grid.layers_of(number)
         layers = [all_layers[k] for k in mine]
         last = mine.stop == len(all_layers)
-        views, vectors = flat_views(parameters) if parameters or last else ({}, [])
+        views, vectors = flat_views(parameters, loss=widest) if parameters or last else ({}, [])
         # No layer before `first` has parameters, so the backward pass ends there.
         first = next(k for k, layer in enumerate(all_layers) if layer.shapes())
         ends = None if first < mine.start else min(first, mine.stop) - mine.start
@@ -363,6 +365,11 @@ def _facts(comm, model, grid: PipelineGrid) -> dict:
 def _first_known(values: list):
     """Return the first of all ranks' values that is not None."""
     return next(value for value in values if value is not None)
+
+
+def _in_order(values: list[dict[int, list[str]]]) -> list[str]:
+    """Return the dtypes of all parameters without repetition, in the order of the chunks."""
+    return list(dict.fromkeys(name for _, one in sorted(_joined(values).items()) for name in one))
 
 
 def _joined(dicts) -> dict:
