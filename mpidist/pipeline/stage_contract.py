@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..errors import ConfigError
+
 _LAYER = ("shapes", "forward", "backward")
 
 
@@ -35,3 +37,18 @@ def why_no_stages(model) -> str:
                 return f"{what} has the parameter {parameter!r} of layer {owners[parameter]}, too"
             owners[parameter] = i
     return "" if owners else f"model {name} has no layer with parameters"
+
+
+def checked_arrays(model, layers: Sequence) -> dict:
+    """Return the arrays of these layers in ``model.parameters``; raise ConfigError if one lacks."""
+    shapes = {name: shape for layer in layers for name, shape in layer.shapes().items()}
+    for name, shape in shapes.items():
+        found = model.parameters.get(name)
+        if found is None or tuple(found.shape) != tuple(shape):
+            given = "none" if found is None else f"one of shape {tuple(found.shape)}"
+            raise ConfigError(
+                f"model.parameters has {given} called {name!r}, and its layer says {tuple(shape)}; "
+                "make the model anew if it was trained by md.Pipeline, which leaves a rank the "
+                "arrays of its own layers only"
+            )
+    return {name: model.parameters[name] for name in shapes}

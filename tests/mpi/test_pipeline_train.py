@@ -240,6 +240,17 @@ def test_the_loss_has_the_dtype_of_the_whole_model(comm):
             same(trained(comm, kind, md.Pipeline(cuts=cuts)), expected)
 
 
+@pytest.mark.ranks(2)
+def test_a_model_that_was_cut_is_trained_again_with_the_same_cuts_only(comm):
+    model = models.mlp([12, 16, 3], seed=7)
+    settings = {"optimizer": optim.sgd(0.1), "global_batch": 20, "steps": 2, "microbatches": 4}
+    for cuts in ([2], [2]):
+        md.train(comm, model, TRAIN, strategy=md.Pipeline(cuts=cuts), **settings)
+    for cuts in ([1], "auto"):
+        with pytest.raises(ConfigError, match="make the model anew"):
+            md.train(comm, model, TRAIN, strategy=md.Pipeline(cuts=cuts), **settings)
+
+
 class Late(Source):
     """The third read on a rank takes longer than the run waits for it."""
 

@@ -38,6 +38,7 @@ from ...runtime.context import free, of
 from ...tensors import dtype_of
 from ..activation_wire import c_ordered
 from ..pipeline_schedules import RECV_F, SEND_F, B, F, I, W
+from ..stage_contract import checked_arrays
 from ..stage_plan import PipelineGrid, check_layers
 from .stage_chunk import Chunk
 from .stage_messages import StageMessages
@@ -122,16 +123,7 @@ class Stage:
         model, mine = self.model, self.grid.layers_of(number)
         if "parameters" not in vars(model) and hasattr(model, "initial_parameters"):
             return model.initial_parameters(mine.start, mine.stop)
-        shapes = _joined(model.layers[k].shapes() for k in mine)
-        for name, shape in shapes.items():
-            found = model.parameters.get(name)
-            if found is None or tuple(found.shape) != tuple(shape):
-                given = "none" if found is None else f"one of shape {tuple(found.shape)}"
-                raise ConfigError(
-                    f"model.parameters has {given} called {name!r}, and the layer says "
-                    f"{tuple(shape)}; the arrays must be those of the layers' `shapes`"
-                )
-        return {name: model.parameters[name] for name in shapes}
+        return checked_arrays(model, [model.layers[k] for k in mine])
 
     def _chunk(self, number: int, parameters: dict, widest) -> Chunk:
         all_layers, mine = self.model.layers, self.grid.layers_of(number)
