@@ -60,8 +60,8 @@ def test_only_pushes_of_the_newest_parameters_count(comm, servers, placement, sp
         # All servers have made the same updates, and dropped the same pushes.
         assert len({(m["updates"], tuple(m["dropped"]), tuple(m["clocks"])) for m in models}) == 1
         assert models[0]["updates"] >= LAST
-        if spare > 0:
-            assert models[0]["dropped"][-1] > 0
+        if spare > 0:  # mostly the last worker's, but a busy machine may make others late
+            assert sum(models[0]["dropped"]) > 0
 
 
 @pytest.mark.ranks(5)
