@@ -48,9 +48,6 @@ class Network:
 
     Attributes
     ----------
-    parameters : dict of str to array
-        float32, in forward order; gradients become ready in the reverse order. They are made when
-        they are first used, because a stage of a pipeline needs those of its own layers only.
     classes : int
         Number of scores per sample.
     seed : int
@@ -71,7 +68,11 @@ class Network:
 
     @cached_property
     def parameters(self) -> dict:
-        """The parameters of all layers, which training code may replace."""
+        """The parameters of all layers, by name, which training code may replace.
+
+        They are float32, in forward order; gradients become ready in the reverse order. They are
+        made when they are first used, because a stage of a pipeline needs only those of its layers.
+        """
         return self.initial_parameters()
 
     def initial_parameters(self, start: int = 0, stop: int | None = None) -> dict:
