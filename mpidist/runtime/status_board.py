@@ -84,7 +84,7 @@ class Board:
                 if path.stat().st_size == size:
                     # A file in memory stays open, because its name is removed as soon as all ranks
                     # have it open.
-                    if folder == _MEMORY:
+                    if folder == _MEMORY and self.fd is None:
                         self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                     return True
             return False

@@ -29,6 +29,15 @@ def test_board_carries_every_rank_s_record(comm, tmp_path):
     assert os.listdir(comm.bcast(str(tmp_path))) == []  # noqa: PTH208
 
 
+@pytest.mark.ranks(1, 3)
+def test_a_closed_board_leaves_no_descriptor(comm):
+    Board(comm).close()
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    for _ in range(3):
+        Board(comm).close()
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
 @pytest.mark.ranks(3)
 def test_a_torn_record_is_no_record(comm):
     board = Board(comm)
