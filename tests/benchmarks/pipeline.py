@@ -4,8 +4,8 @@
     PYTHONPATH=tests mpirun -n 2 python -m benchmarks.pipeline speed
     PYTHONPATH=tests mpirun -n 2 python -m benchmarks.pipeline cuts
 
-Figures are medians over rounds, of the slowest rank. `schedules` uses layers that sleep, so the ranks
-may share cores; the other two need a free core for each rank.
+Figures are medians over rounds, of the slowest rank. The layers of `schedules` sleep, so its ranks
+may share cores. The other two need a free core for each rank.
 """
 
 from __future__ import annotations
