@@ -1,9 +1,11 @@
 """What deaths cost an elastic job, and what it costs to be elastic when nobody dies.
 
-    PYTHONPATH=tests python -m benchmarks.elastic [kill] [behind] [cost] [flat] [torch]
+    PYTHONPATH=tests python -m benchmarks.elastic [kill|behind|late|spare|cost|flat|torch ...]
 
 ``kill``: from a SIGKILL of one of 4 ranks until all others are two steps on, by parts; ``behind``:
-with 64 MiB of state, which one rank must get from another; ``cost``: sums and training steps with
+with 64 MiB of state, which one rank must get from another; ``late``: from the deadline of a rank
+that is stopped or sleeps until all others are a step on; ``spare``: from a SIGKILL until all ranks,
+with the spare, are two steps on; ``cost``: sums and training steps with
 and without an elastic group; ``flat``: what a process holds after 20 deaths and 10,000 steps;
 ``torch``: the next step after a death here, under torchrun, and under torchft. All of them without
 words. `--json FILE` adds a line for each.
@@ -32,6 +34,7 @@ from mpidist.launch.processes import Started
 
 PID, DONE = 0, 1
 HELD = 30
+WHAT = ["kill", "behind", "late", "spare", "cost", "flat", "torch"]
 PARTS = ["noticed", "shrunk", "opened", "state", "step", "step"]
 NAMES = ["noticed by all", "agreed, shrunk", "opened", "state", "first step", "second step"]
 
@@ -125,6 +128,40 @@ def of(marks: list, k: int) -> float:
     return next(when for name, when in found if name == PARTS[k])
 
 
+def late(runs: int, deadline: float = 0.3) -> dict:
+    """Measure jobs of 4 ranks, one of which is stopped, or sleeps while the others wait."""
+    row: dict = {"what": "late", "runs": runs, "deadline": deadline, "load": load()}
+    print(f"# a rank of 4 is late, deadline {deadline} s, {runs} runs each; load {row['load']:.1f}")
+    for how in ("stopped", "sleeps"):
+        ms = []
+        for number in range(runs):
+            victim = random.Random(number).randrange(4)
+            job = Job(4, "late", how, victim, deadline, HELD + 60)
+            job.wait_for(HELD + 2)
+            when = float((job.folder / "when").read_text())
+            ms.append((max(job.results().values()) - when - deadline) * 1e3)
+        row[how] = np.round(ms, 1).tolist()
+        print(f"  {how}: from the deadline to the next step of all, ms: median "
+              f"{np.median(ms):.1f}, worst {max(ms):.1f}")  # fmt: skip
+    return row
+
+
+def spare(kills: int) -> dict:
+    """Measure jobs of 4 ranks and a spare, which steps in for a rank that is killed."""
+    before, ms = load(), []
+    for number in range(kills):
+        draw = random.Random(number)
+        job = Job(5, "spare", HELD + 60)
+        job.wait_for(draw.randint(HELD, HELD + 20))
+        when = job.kill(draw.randrange(4))
+        found = job.results()
+        assert len(found) == 4, found.keys()
+        ms.append((max(each[1] for each in found.values()) - when) * 1e3)
+    print(f"# {kills} kills, 4 ranks and a spare; load {before:.1f}")
+    print(f"to all two steps on, ms: median {np.median(ms):.1f}, worst {max(ms):.1f}")
+    return {"what": "spare", "kills": kills, "load": before, "ms": np.round(ms, 1).tolist()}
+
+
 def cost(rounds: int) -> dict:
     """Compare calls with and without an elastic group, on 2 ranks."""
     before = load()
@@ -164,8 +201,8 @@ def flat(deaths: int, steps: int) -> dict:
 def main(words: list[str] | None = None) -> None:
     """Measure and print. Local: this process starts the jobs."""
     parser = argparse.ArgumentParser("benchmarks.elastic", description=__doc__)
-    parser.add_argument("what", nargs="*", default=["kill", "behind", "cost", "flat", "torch"])
-    parser.add_argument("--kills", type=int, default=20, help="kills of `kill` and `behind` (20)")
+    parser.add_argument("what", nargs="*", default=WHAT)
+    parser.add_argument("--kills", type=int, default=20, help="runs of the first four (20)")
     parser.add_argument("--rounds", type=int, default=60, help="rounds of `cost` (60)")
     parser.add_argument("--deaths", type=int, default=20, help="deaths of `flat` (20)")
     parser.add_argument("--steps", type=int, default=10_000, help="steps of `flat` (10,000)")
@@ -175,6 +212,8 @@ def main(words: list[str] | None = None) -> None:
     measures = {
         "kill": lambda: killed(args.kills, 1000, False),
         "behind": lambda: killed(args.kills, 8 << 20, True),
+        "late": lambda: late(args.kills),
+        "spare": lambda: spare(args.kills),
         "cost": lambda: cost(args.rounds),
         "flat": lambda: flat(args.deaths, args.steps),
         "torch": lambda: elastic_torch.measure(args),

@@ -1,4 +1,4 @@
-"""The programs of `elastic.py`: ``-m benchmarks.elastic_programs kill|cost|flat FOLDER ...``.
+"""The programs of `elastic.py`: ``-m benchmarks.elastic_programs kill FOLDER ...`` and others.
 
 They are started by `mpirun --with-ft ulfm`. Ranks show their pids and steps on a board, which is a
 file that the driver maps too, and leave what they have measured in ``FOLDER/RANK.json``.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -108,6 +109,48 @@ def kill(folder: Path, numbers: str, steps: str, victim: str, behind: str) -> No
             elif not group.deaths:
                 times.append(time.monotonic())
     leave(folder, {"marks": marks, "step": float(np.median(np.diff(times)))})
+
+
+# ------------------------------------------------------------------------------ late ranks, spares
+
+
+def late(folder: Path, how: str, victim: str, deadline: str, steps: str) -> None:
+    """Rank `victim` stops or sleeps in step `HELD`; the others note when the next step is done."""
+    row, state, after = mapped(folder), {"w": np.zeros(1000)}, None
+    with md.elastic(comm, state, deadline=float(deadline)) as group:
+        for step in group.steps(0, int(steps)):
+            with step:
+                time.sleep(WORK)
+                if step == HELD and world == int(victim):
+                    (folder / "when").write_text(repr(time.monotonic()))
+                    if how == "stopped":
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                    time.sleep(60)
+                state["w"] += md.allreduce(group.comm, np.ones(1000)) / group.size
+            row[DONE] = step + 1
+            if group.deaths and after is None:
+                after = time.monotonic()
+    assert group.evicted == 1
+    assert (state["w"] == int(steps)).all()
+    leave(folder, after)
+
+
+def spare(folder: Path, steps: str) -> None:
+    """Do steps on all ranks but the last, which steps in when the driver kills another one."""
+    row, state, after = mapped(folder), {"w": np.zeros(1000)}, []
+
+    def loop(group) -> None:
+        for step in group.steps(0, int(steps)):
+            with step:
+                work()
+                state["w"] += md.allreduce(group.comm, np.ones(1000)) / group.size
+            row[DONE] = step + 1
+            if group.deaths:
+                after.append(time.monotonic())
+
+    md.run_elastic(comm, loop, state, spares=1)
+    assert (state["w"] == int(steps)).all()
+    leave(folder, after[:2])
 
 
 # ------------------------------------------------------------------------------ nobody dies
@@ -216,4 +259,5 @@ def flat(folder: Path, steps: str, every: str) -> None:
 
 
 if __name__ == "__main__":
-    {"kill": kill, "cost": cost, "flat": flat}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
+    what = {each.__name__: each for each in (kill, late, spare, cost, flat)}[sys.argv[1]]
+    what(Path(sys.argv[2]), *sys.argv[3:])
