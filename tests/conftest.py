@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from mpidist.launch.claims import claimed_size
-from mpidist.launch.launchers import MPICH_YIELDS, OPEN_MPI_YIELDS
 from mpidist.launch.processes import kill_all
 
 #: A skip whose reason starts with one of these is expected everywhere, also in CI.
@@ -43,21 +42,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # And with this the words of one line are several writes, between which other ranks write theirs.
 os.environ.pop("PYTHONUNBUFFERED", None)
-
-
-# Several jobs run here at a time, most with more ranks than cores. A rank that waits must leave its
-# core to those that work: with sched_yield, ranks that wait pass a core round among themselves,
-# which was 40 % of the CPU time of tests/mpi. MPICH's ranks sleep as soon as they yield. And mpirun
-# binds the ranks of a small job to the first cores, as it does those of all other small jobs.
-os.environ.update(
-    {f"OMPI_MCA_{name}": value for name, value in OPEN_MPI_YIELDS.items()}
-    | MPICH_YIELDS
-    | {
-        "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
-        "OMPI_MCA_threads_pthreads_nanosleep_time": "100000",
-        "PRTE_MCA_hwloc_default_binding_policy": "none",
-    }
-)
 
 
 def pytest_configure():

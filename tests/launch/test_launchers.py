@@ -130,10 +130,8 @@ def test_byte_code_is_written_unless_that_is_asked_for(monkeypatch, asked):
     assert launch(1, [sys.executable, "-c", code], env=env).check().stdout.split() == [str(asked)]
 
 
-def test_more_ranks_than_cores_give_way_while_they_wait(monkeypatch):
+def test_more_ranks_than_cores_give_way_while_they_wait():
     """Else who waits keeps a core from the rank it waits for: tests take many times as long."""
-    for name in [name for name in os.environ if "YIELD" in name.upper()]:
-        monkeypatch.delenv(name)  # tests/conftest.py sets them for all jobs
     code = "import os; print(*(k for k in os.environ if 'YIELD' in k.upper()))"
     cores = len(os.sched_getaffinity(0))
     done = launch(cores + 1, [sys.executable, "-c", code]).check()

@@ -132,12 +132,10 @@ def wait_asleep(failure):
 
     A rank that failed while others still wait for it shows its traceback before the job is ended.
     """
-    request, began = WORLD.Ibarrier(), time.monotonic()
+    request, shown = WORLD.Ibarrier(), time.monotonic() + HANG_SECONDS / 2
     while not request.Test():
-        waited = time.monotonic() - began
-        # In proportion, so that a long test is not polled for a thousand times a second and rank.
-        time.sleep(min(0.001 + waited / 16, 0.02))
-        if failure and waited > HANG_SECONDS / 2:
+        time.sleep(0.001)
+        if failure and time.monotonic() > shown:
             STDERR.write(f"rank {WORLD.rank} failed, the others still run:\n{failure[1]}\n")
             STDERR.flush()
             failure = None

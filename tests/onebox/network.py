@@ -100,8 +100,6 @@ class ShapedNetwork:
         command = [
             *(launcher, "--host", slots, "--map-by", f"ppr:{ranks_per_host}:node"),
             *("--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"),
-            # Not asleep, as ranks of other tests wait: that would be part of what is measured here.
-            *("--mca", "threads_pthreads_yield_strategy", "sched_yield"),
             *("--prtemca", "plm_ssh_agent", self.agent, "--prtemca", "prte_if_include", "eth0"),
             *("--mca", "btl_tcp_if_include", "eth0", "--mca", "pml", "ob1"),
             *("--mca", "btl", "tcp,sm,self" if ranks_per_host > 1 else "tcp,self"),
