@@ -5,6 +5,7 @@ Every parameter of `md.train` has cases here. A new parameter without a case fai
 
 import dataclasses
 import inspect
+import re
 import socket
 import time
 from types import SimpleNamespace
@@ -241,33 +242,49 @@ def test_the_next_run_on_the_communicator_works(comm):
         assert fit(comm).parameters_sha256 == expected
 
 
-STRATEGIES = {
-    "algorithm": (md.AllReduce(), "ring"),
-    "reproducible": (md.AllReduce(), True),
-    "bucket_bytes": (md.AllReduce(), 4096),
-    "overlap": (md.AllReduce(), False),
-    "progress": (md.AllReduce(), "thread"),
-    "accumulate": (md.AllReduce(), 2),
-    "servers": (md.ParameterServer(1), 2),
-    "consistency": (md.ParameterServer(1), md.ASP()),
-    "placement": (md.ParameterServer(1), "colocated"),
-}
+#: (a strategy, one of its fields, another value)
+STRATEGIES = [
+    (md.AllReduce(), "algorithm", "ring"),
+    (md.AllReduce(), "reproducible", True),
+    (md.AllReduce(), "bucket_bytes", 4096),
+    (md.AllReduce(), "overlap", False),
+    (md.AllReduce(), "progress", "thread"),
+    (md.AllReduce(), "accumulate", 2),
+    (md.ParameterServer(1), "servers", 2),
+    (md.ParameterServer(1), "consistency", md.ASP()),
+    (md.ParameterServer(1), "placement", "colocated"),
+    (md.ParameterServer(1), "nonfinite", "drop"),
+    (md.ParameterServer(1, md.ASP()), "stale", md.DropStale(3)),
+    (md.ParameterServer(2), "replicas", 1),
+    (md.Pipeline(), "stages", 3),
+    (md.Pipeline(cuts=[1, 2]), "cuts", [2, 3]),
+    (md.Pipeline(stages=3), "replicas", [1, 1, 1]),
+    (md.Pipeline(), "schedule", "gpipe"),
+    (md.Pipeline(schedule="interleaved", chunks=2), "chunks", 1),
+    (md.Pipeline(schedule="pipedream"), "flush", 2),
+]
 
 
 def test_every_field_of_a_strategy_has_a_case():
-    fields = {
-        f.name for kind in (md.AllReduce, md.ParameterServer) for f in dataclasses.fields(kind)
-    }
-    assert set(STRATEGIES) == fields
+    kinds = md.AllReduce, md.ParameterServer, md.Pipeline
+    fields = {(kind, f.name) for kind in kinds for f in dataclasses.fields(kind)}
+    assert {(type(even), field) for even, field, _ in STRATEGIES} == fields
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("field", STRATEGIES)
-def test_another_field_of_the_strategy(comm, field):
-    even, value = STRATEGIES[field]
+@pytest.mark.parametrize(("even", "field", "value"), STRATEGIES)
+def test_another_field_of_the_strategy(comm, even, field, value):
+    more = {}
+    if isinstance(even, md.Pipeline):
+        more = {"model": mlp(5, 8, 8, 8, 2), "microbatches": 6}
     odd = dataclasses.replace(even, **{field: value})
-    said = refused(comm, MismatchError, rf"strategy\.{field}", {"strategy": odd}, strategy=even)
-    assert f"strategy.{field} differs: rank 1 has " in said
+    if (type(even), field) == (md.ParameterServer, "replicas"):
+        refused(comm, ConfigError, "replicas=1 needs elastic", {"strategy": odd}, strategy=even)
+        return
+    said = refused(
+        comm, MismatchError, rf"strategy\.{field}", {"strategy": odd}, strategy=even, **more
+    )
+    assert re.search(rf"strategy\.{field}(\[0\])? differs: rank 1 has ", said)
 
 
 @pytest.mark.ranks(3)
