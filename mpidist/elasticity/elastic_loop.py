@@ -8,6 +8,7 @@ Both check on all ranks whether the job can survive a death, and then make an `e
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import TypeVar
@@ -66,7 +67,18 @@ def check_possible(comm, min_ranks, spares=0) -> dict:
         raise ConfigError(f"comm has only {comm.size} ranks of this job; expected all")
     if comm.size > 1 and (text := why_not_elastic(MPI.Get_library_version())):
         raise ConfigError(text)
+    if comm.size > 1 and _has_window():
+        raise ConfigError(
+            "md.elastic: this program has a window (MPI.Win), and Open MPI cannot repair one-sided "
+            "communication after a death; free the window before, or use mpidist launch"
+        )
     return {"min_ranks": min_ranks, "spares": spares}
+
+
+def _has_window() -> bool:
+    """Return whether the program has a window that is not freed. MPI itself cannot tell."""
+    found = (each for each in gc.get_objects() if isinstance(each, MPI.Win))
+    return any(each != MPI.WIN_NULL for each in found)
 
 
 @contextmanager

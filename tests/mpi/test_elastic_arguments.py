@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpidist as md
 from mpidist.elasticity import elastic_group, elastic_loop
@@ -47,6 +48,18 @@ def test_a_deadline_of_one_rank(comm, with_ulfm, way, deadline):
 def test_another_deadline_on_one_rank(comm, with_ulfm):
     with pytest.raises(md.MismatchError, match="deadline differs"):
         enter(comm, {"w": np.zeros(3)}, deadline=2 + comm.rank)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", [enter, call])
+def test_a_window_of_one_rank(comm, with_ulfm, way):
+    """One-sided communication would wait for a dead rank for ever."""
+    window = MPI.Win.Create(np.zeros(8), comm=MPI.COMM_SELF) if comm.rank == 1 else None
+    with pytest.raises(md.ConfigError, match=r"this program has a window \(MPI.Win\)"):
+        way(comm, {"w": np.zeros(3)})
+    if window is not None:
+        window.Free()
+    assert not elastic_loop._has_window()
 
 
 @pytest.mark.ranks(3)
