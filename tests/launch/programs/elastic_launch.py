@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
@@ -43,6 +44,7 @@ if mode == "hang" and first:
 begin, copies = 0, None
 if mode == "copies":
     store = open_with_copies(comm, "checkpoints", memory_folder())
+    Path("memory-folder").write_text(str(memory_folder()))
     copies = MemoryCopies(store, 2)
     with suppress(md.NoCheckpoint):
         begin, found = store.restore(state)
