@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from .. import partition
 from ..collectives.schedules import fixed_tree
@@ -253,13 +253,14 @@ def _check_interleaved(grid: PipelineGrid) -> None:
 def _side_by_side(grid: PipelineGrid) -> list[list[StageAction]]:
     """Return the actions of pipelines beside each other, by rank."""
     lists: list[list[StageAction]] = [[] for _ in range(grid.ranks)]
+    # Most replicas have as many microbatches as others, and so the same actions.
+    schedule = cache(lambda count: action_lists(grid.schedule, grid.stages, count, grid.chunks))
     for k, (start, stop) in enumerate(itertools.pairwise(fixed_tree.cuts(
         grid.microbatches, grid.replicas[0]
     ))):  # fmt: skip
         # Nothing enters if there are more replicas than microbatches.
         for first, end in partition.pieces(start, stop, grid.flush or grid.microbatches):
-            found = action_lists(grid.schedule, grid.stages, end - first, grid.chunks)
-            for stage, actions in enumerate(found):
+            for stage, actions in enumerate(schedule(end - first)):
                 lists[grid.ranks_of(stage)[k]] += [
                     one._replace(microbatch=first + one.microbatch) for one in actions
                 ]
@@ -277,7 +278,8 @@ def _uneven(grid: PipelineGrid) -> list[list[StageAction]]:
         lists = []
         for rank in range(grid.ranks):
             stage, _ = grid.place(rank)
-            mine = [i for i in order if i in grid.pieces(rank)]
+            pieces = grid.pieces(rank)
+            mine = [i for i in order if i in pieces]
             behind = -(-sum(grid.replicas[stage:]) // grid.replicas[stage])
             ahead = len(mine) if grid.schedule == "gpipe" else min(behind - 1 + more, len(mine))
             computations = [StageAction(F, stage, i) for i in mine[:ahead]]
