@@ -72,7 +72,7 @@ def transport(environ: Mapping[str, str], library: str, single_host: bool) -> st
     netmod = environ.get("MPIR_CVAR_CH4_NETMOD")
     if single_host:
         return shared
-    if fabric:
+    if fabric and not fabric.startswith("^"):
         return f"libfabric ({fabric})"
     if ucx:
         return f"UCX ({ucx})"
