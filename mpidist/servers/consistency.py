@@ -203,9 +203,17 @@ class ConsistencyGate:
         clock = self._present(worker, "push")
         if self.pushed[worker] == clock:
             raise refused(worker, f"second push in clock {clock}; call clock() first")
-        if self.entered[worker] != clock and not self.is_open(worker):
+        if not self._may_push(worker):
             raise refused(worker, f"push in clock {clock} before it was let in; pull first")
         self.pushed[worker] = clock
+        return self._taken(worker, clock, item)
+
+    def _may_push(self, worker: int) -> bool:
+        """Whether `worker` has entered its present step, or a pull would let it in now."""
+        return self.entered[worker] == self.clocks[worker] or self.is_open(worker)
+
+    def _taken(self, worker: int, clock: int, item: Any) -> list[Action]:
+        """Apply or hold an allowed push."""
         if not self.consistency.holds:
             return [Apply(clock, ((worker, item),))]
         self.held.setdefault(clock, {})[worker] = item

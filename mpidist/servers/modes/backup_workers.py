@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 from ...errors import ConfigError
 from ...registry import checked_whole
-from ..consistency import Action, Answer, Apply, Consistency, ConsistencyGate, Drop, refused
+from ..consistency import Action, Answer, Apply, Consistency, ConsistencyGate, Drop
 
 CLOSE, ENTER, END = 0, 1, 2
 
@@ -129,14 +129,12 @@ class BackupGate(ConsistencyGate):
         working = self._working()
         return working, min(self._needed - len(self._finished), len(working))
 
-    def push(self, worker: int, item: Any = None) -> list[Action]:
-        """Record one push of `worker` in its present step; a late one is dropped."""
-        clock = self._present(worker, "push")
-        if self.pushed[worker] == clock:
-            raise refused(worker, f"second push in clock {clock}; call clock() first")
-        if clock and self.entered[worker] != clock:
-            raise refused(worker, f"push in clock {clock} before it was let in; pull first")
-        self.pushed[worker] = clock
+    def _may_push(self, worker: int) -> bool:
+        """Whether `worker` has entered its present step; the first step needs no pull."""
+        return self.clocks[worker] in (0, self.entered[worker])
+
+    def _taken(self, worker: int, clock: int, item: Any) -> list[Action]:
+        """Hold a push for the round; drop it if it is late."""
         if clock < self.round:
             return [Drop(clock, ((worker, item),))]
         self.held.setdefault(clock, {})[worker] = item
