@@ -160,6 +160,17 @@ def is_writable(x) -> bool:
     return x.flags.writeable if isinstance(x, np.ndarray) else True
 
 
+def all_finite(x) -> bool:
+    """Return whether all values of an array are finite. Integers and texts always are."""
+    if x.dtype.kind in "iubSUOmM" or x.dtype.names:
+        return True
+    isfinite = array_module(x).isfinite
+    # A NaN or an infinity never leaves a sum again, and a sum needs no temporary array. A finite
+    # array may have an infinite sum.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(isfinite(x.sum()) or isfinite(x).all())
+
+
 @lru_cache(maxsize=256)  # reading the name of a dtype takes 2 us
 def work_dtype(dtype) -> np.dtype:
     """Return the dtype in which values of `dtype` are added.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from .. import arrays
+from ..arrays import all_finite
 
 
 def is_finite(state) -> bool:
@@ -17,7 +17,4 @@ def is_finite(state) -> bool:
     if isinstance(state, float):
         return math.isfinite(state)
     state = getattr(state, "array", state)  # a Shard has the part of a global array in `array`
-    dtype = getattr(state, "dtype", None)
-    if dtype is None or dtype.kind in "iubSUOmM" or dtype.names:
-        return True
-    return bool(arrays.array_module(state).isfinite(state).all())
+    return not hasattr(state, "dtype") or all_finite(state)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import all_finite
 from ..errors import ClosedError, ConfigError, MpidistError, ProtocolError, shown
 from ..events import OPEN
 from . import protocol
@@ -236,7 +237,7 @@ class Client:
             with np.errstate(over="ignore", invalid="ignore"):
                 wire = flat.astype(self._names.tensor(name).dtype, copy=False)
             pushes[name] = rows, wire
-        wrong = next((name for name, (_, flat) in pushes.items() if not _is_finite(flat)), None)
+        wrong = next((name for name, (_, flat) in pushes.items() if not all_finite(flat)), None)
         if wrong is None:
             return pushes, samples
         if not self._drops:
@@ -388,13 +389,3 @@ class Client:
             self.skipped += headers[0].clock - self.finished
             self.finished = self._entered = headers[0].clock
         finish()
-
-
-def _is_finite(flat: np.ndarray) -> bool:
-    """Whether all values are finite. A sum finds most arrays finite without a temporary array."""
-    if flat.dtype.kind in "iub":
-        return True
-    with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(flat.sum()):  # a NaN or an infinity never leaves a sum again
-            return True
-        return bool(np.isfinite(flat).all())

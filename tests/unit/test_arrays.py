@@ -58,6 +58,24 @@ def test_numpy_arrays_come_back_as_they_are():
     assert arrays.mpi_direct(x)
 
 
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "c8", ml_dtypes.bfloat16])
+def test_all_finite_looks_at_each_value(dtype):
+    x = np.full(1000, 6e4, dtype)
+    assert arrays.all_finite(x)  # though the sum of float16 is infinite
+    for bad in (np.nan, np.inf, -np.inf):
+        x[-1] = bad
+        assert not arrays.all_finite(x)
+        x[0] = -x[-1]
+        assert not arrays.all_finite(x)
+        x[0] = x[-1] = 1
+    assert arrays.all_finite(np.empty(0, dtype))
+
+
+def test_integers_and_texts_are_finite():
+    for x in (np.arange(3), np.array(["nan"]), np.array([object()]), np.zeros(2, "f4,i4")):
+        assert arrays.all_finite(x)
+
+
 def test_subclasses_share_memory_as_plain_arrays(tmp_path):
     x = np.memmap(tmp_path / "x", np.float32, "w+", shape=(4,))
     plain = arrays.as_array(x)
