@@ -27,7 +27,7 @@ _HOME = {
     "TooManyBadRecords": "errors",
     "Topology": "runtime.topology",
     "node_once": "runtime.topology",
-    "Arena": "runtime.arena",
+    "Arena": "runtime.node_memory.arena",
     "free": "runtime.context",
     "allreduce": "collectives.allreduce",
     "iallreduce": "collectives.allreduce",

@@ -26,7 +26,7 @@ from ..collectives.allreduce import allreduce, iallreduce, plan
 from ..collectives.schedules.algorithms import MEASURED, NATIVE, NODE
 from ..errors import ConfigError
 from ..partition import BlockPartition
-from ..runtime.arena import Arena
+from ..runtime.node_memory.arena import Arena
 from ..runtime.topology import topology_of
 from .interleave import Candidate, interleave, last_level_cache, wire_meter
 from .ratios import Measured, against_best, ratio

@@ -10,8 +10,8 @@ import numpy as np
 from ..arrays import as_array, is_writable
 from ..errors import ClosedError, ConfigError, shown
 from ..runtime.agreement.tell_others import contexts, tell, tells
-from ..runtime.arena import Arena
 from ..runtime.context import Context, of, running
+from ..runtime.node_memory.arena import Arena
 from .engines import arena_sum
 from .engines.executor import Program, Run, heading, hear_first
 from .engines.reductions import known, total_weight, weight_sums

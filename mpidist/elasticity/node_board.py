@@ -23,9 +23,9 @@ from mpi4py import MPI
 
 from ..errors import ConfigError
 from ..launch.process_table import born, state_and_birth
-from ..runtime.arena import Segment, first_problem
+from ..runtime.elastic_requests import wait_for
+from ..runtime.node_memory.arena import Segment, first_problem
 from ..runtime.polling import PHASES, wait_until
-from ..runtime.ulfm import keep_alive, tester
 
 #: The numbers of the phases, and of the causes of an eviction.
 OUTSIDE, COMPUTE, WAIT, *_, PLAN = range(len(PHASES))
@@ -162,12 +162,7 @@ class NodeBoard:
         meanwhile may know of fewer deaths than a rank that is still repairing it.
         """
         known = np.array([self.fate(rank) for rank in range(self.ranks)], float)
-        request = comm.Iallreduce(MPI.IN_PLACE, known, MPI.MAX)
-        try:
-            wait_until(tester(request))
-        except Exception:
-            keep_alive(known, request)
-            raise
+        wait_for([comm.Iallreduce(MPI.IN_PLACE, known, MPI.MAX)], known)
         for rank in np.flatnonzero(known[:, 0]):
             self.fates[int(rank)] = int(known[rank, 0]), float(known[rank, 1])
 

@@ -26,8 +26,7 @@ from ..arrays import copy_into, host_empty, is_device, is_writable
 from ..checkpoint.format.state import Path, Shard, array_of, is_array, leaves, show
 from ..errors import ConfigError, MismatchError
 from ..runtime.agreement.run_on_all import difference
-from ..runtime.polling import wait_until
-from ..runtime.ulfm import keep_alive, tester
+from ..runtime.elastic_requests import wait_for
 
 #: The state of a program: nested dicts of arrays and numbers, or a function that returns arrays.
 State = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
@@ -81,7 +80,7 @@ def bring_up_to_date(comm: MPI.Intracomm, state: State, step: int) -> int:
         The largest step; `NOTHING` if no rank has the state.
     """
     mine, steps = np.array([step], np.int64), np.empty(comm.size, np.int64)
-    _wait(mine, comm.Iallgather(mine, steps))
+    wait_for([comm.Iallgather(mine, steps)], mine, steps)
     newest, sender = int(steps.max()), int(steps.argmax())
     line = [sender, *np.flatnonzero(steps < newest).tolist()]
     if len(line) == 1 or comm.rank not in line:
@@ -156,15 +155,5 @@ def _pass_on(comm: MPI.Intracomm, line: list[int], vector: np.ndarray) -> None:
     for start in range(0, raw.size, _PIECE):
         piece = [raw[start : start + _PIECE], MPI.BYTE]
         if mine:
-            _wait(raw, comm.Irecv(piece, line[source], _TAG))
-        _wait(raw, *[comm.Isend(piece, child, _TAG) for child in children])
-
-
-def _wait(memory: np.ndarray, *requests: MPI.Request) -> None:
-    """Wait for requests that use `memory`. Raises RankFailure if a rank of the group has died."""
-    try:
-        for request in requests:
-            wait_until(tester(request))
-    except Exception:
-        keep_alive(memory, requests)
-        raise
+            wait_for([comm.Irecv(piece, line[source], _TAG)], raw)
+        wait_for([comm.Isend(piece, child, _TAG) for child in children], raw)

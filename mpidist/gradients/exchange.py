@@ -35,8 +35,8 @@ from ..errors import MpidistError, ProtocolError
 from ..partition import bounds_of
 from ..runtime.agreement.mismatch import Signature
 from ..runtime.agreement.run_on_all import same_on_all
-from ..runtime.arena import Arena
 from ..runtime.context import of, running
+from ..runtime.node_memory.arena import Arena
 from . import exchange_settings as arguments
 from .exchange_settings import Settings, check_order, check_settings, order_facts, wrong_ready
 from .flat_views import EXTRAS, allocate, with_extras

@@ -78,48 +78,6 @@ def keep_alive(*objects) -> None:
         _GRAVE.append(objects)
 
 
-def test_some(requests: list[MPI.Request]) -> list[int] | None:
-    """Return the numbers of the requests that have ended, as ``MPI.Request.Testsome`` does.
-
-    A program that is not elastic may call Testsome itself, which is faster. Here, a request that a
-    death has broken off raises RankFailure and is not freed: Open MPI 5.0.11 ends the process if
-    such a request is freed before its last fragment has been sent.
-    """
-    if current is None:
-        return MPI.Request.Testsome(requests)
-    status = MPI.Status()
-    ended = [k for k, request in enumerate(requests) if _has_ended(request, status)]
-    for k in ended:
-        requests[k].Test()
-    return ended
-
-
-def test_one(request: MPI.Request, status: MPI.Status) -> bool:
-    """Return whether a request has ended, and fill its status, with the errors of `test_some`."""
-    if current is None:
-        return request.Test(status)
-    return _has_ended(request, status) and request.Test()
-
-
-def test_all(requests: list[MPI.Request]) -> bool:
-    """Return whether all requests have ended, with the errors of `test_some`."""
-    if current is None:
-        return MPI.Request.Testall(requests)
-    return len(test_some(requests) or ()) == len(requests)
-
-
-def tester(request: MPI.Request) -> Callable[[], bool]:
-    """Return the test function of one request for a wait, with the errors of `test_some`."""
-    return request.Test if current is None else lambda: test_one(request, MPI.Status())
-
-
-def _has_ended(request: MPI.Request, status: MPI.Status) -> bool:
-    ended = request.Get_status(status)
-    if ended and status.Get_error() != MPI.SUCCESS and current is not None:
-        raise current.failure()
-    return ended
-
-
 def expect_death(seconds: float = _REPORT) -> None:
     """Raise RankFailure if MPI reports a death within `seconds`.
 

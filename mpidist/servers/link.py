@@ -29,7 +29,8 @@ from ..partition import pieces
 from ..runtime import polling, ulfm
 from ..runtime.agreement.run_on_all import run_on_all
 from ..runtime.context import Context
-from ..runtime.ulfm import is_death, keep_alive, rank_failure, test_all, tester
+from ..runtime.elastic_requests import test_all, tester
+from ..runtime.ulfm import is_death, keep_alive, rank_failure
 from . import protocol
 from .deadlock import check_stuck
 from .protocol import (

@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from ..errors import ProtocolError
 from ..partition import pieces
-from ..runtime.ulfm import test_one
+from ..runtime.elastic_requests import test_one
 
 MAGIC = 0x6D70696470737276  # the characters "mpidpsrv"
 FORMAT = 1

@@ -33,8 +33,8 @@ from mpidist.events import Runs
 from mpidist.launch import start_checks
 from mpidist.runtime.agreement.mismatch import Signature
 from mpidist.runtime.agreement.statuses import HISTORY
-from mpidist.runtime.arena import Arena
 from mpidist.runtime.context import Context
+from mpidist.runtime.node_memory.arena import Arena
 
 _ANY = Signature("allreduce", "float32", "(2)")
 

@@ -11,9 +11,10 @@ import mpidist as md
 from mpidist.collectives.engines import cross_copy
 from mpidist.collectives.engines.node_barrier import ADDRESS, memory_of
 from mpidist.errors import ConfigError, MismatchError, MpidistError
-from mpidist.runtime import cross_memory, ulfm
+from mpidist.runtime import ulfm
 from mpidist.runtime.context import of
-from mpidist.runtime.cross_memory import CrossMemory
+from mpidist.runtime.node_memory import cross_memory
+from mpidist.runtime.node_memory.cross_memory import CrossMemory
 from mpidist.runtime.polling import wait_until
 
 

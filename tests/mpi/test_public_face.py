@@ -129,7 +129,7 @@ def test_repr_of_an_arena(comm, monkeypatch):
     def refused(*arguments):
         raise ConfigError("no memory shared:\nnone left " + 300 * "!")
 
-    monkeypatch.setattr("mpidist.runtime.arena.Segment", refused)
+    monkeypatch.setattr("mpidist.runtime.node_memory.arena.Segment", refused)
     with md.Arena(comm, {"w": ((20, 3), "f4")}) as arena:
         text = one_line(repr(arena))
         assert text.startswith("<Arena: 1 tensor of 60 float32, private: no memory shared: none")

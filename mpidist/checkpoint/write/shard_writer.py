@@ -19,7 +19,7 @@ import numpy as np
 
 from ...arrays import copy_into, host_empty, is_device
 from ...errors import CheckpointError, StorageError
-from ...runtime.ulfm import tester
+from ...runtime.elastic_requests import tester
 from ..control import operation
 from ..format import manifest
 from ..format.state import array_of

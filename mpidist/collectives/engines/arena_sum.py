@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...errors import ConfigError
 from ...runtime.agreement.mismatch import Signature
-from ...runtime.arena import Arena
 from ...runtime.context import Context
+from ...runtime.node_memory.arena import Arena
 from ..plan import AllreducePlan, make_plan
 from ..schedules import algorithms
 from . import programs

@@ -30,7 +30,7 @@ import numpy as np
 
 from ...errors import MpidistError
 from ...events import Counters
-from ...runtime.cross_memory import CrossMemory
+from ...runtime.node_memory.cross_memory import CrossMemory
 from ..schedules.schedule import COPY, FINISH, REDUCE, Step, intervals, length
 from .node_barrier import ADDRESS, LINE, NodeBarrier, NodeProgram
 from .reductions import Reduction

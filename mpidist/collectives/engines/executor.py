@@ -29,6 +29,7 @@ from ...arrays import copy_into, is_device, mpi_empty, synchronize
 from ...events import Counters
 from ...runtime import ulfm
 from ...runtime.context_end import CHAIN_DIFFERS
+from ...runtime.elastic_requests import test_some
 from ..schedules.schedule import (
     COPY,
     RECV,
@@ -250,7 +251,7 @@ class Run:
             return True
         if ready is None:
             requests = self.requests
-            done = _testsome(requests) if ulfm.current is None else ulfm.test_some(requests)
+            done = _testsome(requests) if ulfm.current is None else test_some(requests)
             if not done:
                 return False
             ready = self._released(done)

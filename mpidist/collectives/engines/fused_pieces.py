@@ -22,8 +22,8 @@ from collections.abc import Iterator
 
 from ...errors import ProtocolError
 from ...runtime.agreement.mismatch import Signature
-from ...runtime.arena import Arena
 from ...runtime.context import Context, of, running
+from ...runtime.node_memory.arena import Arena
 from ..allreduce import TWO_HOP_RANKS, Handle, nonblocking
 from ..plan import make_plan
 from ..schedules.algorithms import MEASURED, NATIVE, NODE

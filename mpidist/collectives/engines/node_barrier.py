@@ -29,9 +29,9 @@ from mpi4py import MPI
 
 from ...errors import ConfigError
 from ...events import Counters, emit
-from ...runtime.arena import Segment
 from ...runtime.context import Context, of
-from ...runtime.cross_memory import CrossMemory
+from ...runtime.node_memory.arena import Segment
+from ...runtime.node_memory.cross_memory import CrossMemory
 from ...runtime.polling import wait_until
 from ...runtime.topology import Topology, topology_of
 from ..schedules.node import FEW_RANKS, FLAT_BYTES, staging_bytes

@@ -24,8 +24,8 @@ from ...arrays import array_module, copy_into, host_empty, mpi_direct, synchroni
 from ...errors import ConfigError, ProtocolError
 from ...events import emit
 from ...runtime.agreement.mismatch import Signature
-from ...runtime.arena import Segment
 from ...runtime.context import of
+from ...runtime.node_memory.arena import Segment
 from ..plan import CachedPlan
 from ..schedules import algorithms, fixed_tree, node
 from .node_barrier import SharedProgram, memory_of

@@ -26,7 +26,7 @@ from mpi4py import MPI
 from ... import events
 from ...errors import ProtocolError
 from ...partition import pieces
-from ...runtime.ulfm import test_all
+from ...runtime.elastic_requests import test_all
 from ...tensors import dtype_of
 from ..activation_wire import from_wire, to_wire
 

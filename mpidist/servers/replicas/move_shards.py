@@ -12,8 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ...partition import pieces
-from ...runtime.polling import wait_until
-from ...runtime.ulfm import keep_alive, tester
+from ...runtime.elastic_requests import wait_for
 from ..layout.placement import ServerLayout
 from ..layout.routing import ShardPart, data_bytes, views, whole_parts
 from ..layout.row_selection import Selection
@@ -49,12 +48,7 @@ class Messages:
 
     def wait(self) -> None:
         """Wait for all of them. Raises RankFailure if a rank has died."""
-        try:
-            for request in self._requests:
-                wait_until(tester(request))
-        except Exception:
-            keep_alive(self._requests, self._memory)
-            raise
+        wait_for(self._requests, *self._memory)
 
 
 def move_shards(

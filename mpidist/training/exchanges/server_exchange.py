@@ -23,8 +23,9 @@ from ...fault_tolerance.stragglers import crowded_ranks
 from ...gradients.flat_views import flat_views
 from ...partition import BlockPartition
 from ...runtime.agreement.run_on_all import run_on_all
+from ...runtime.elastic_requests import tester
 from ...runtime.polling import wait_until
-from ...runtime.ulfm import is_death, keep_alive, tester
+from ...runtime.ulfm import is_death, keep_alive
 from ...servers.group import ServerGroup
 from ...servers.model_facts import KeptModel
 from ..checks import check_loss

@@ -27,12 +27,12 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from ..errors import ClosedError, ConfigError, in_one_line, shown
-from ..tensors import dtype_of
-from .agreement.mismatch import Signature
-from .agreement.run_on_all import run_on_all, same_on_all
-from .context import of
-from .topology import topology_of, whole_nodes
+from ...errors import ClosedError, ConfigError, in_one_line, shown
+from ...tensors import dtype_of
+from ..agreement.mismatch import Signature
+from ..agreement.run_on_all import run_on_all, same_on_all
+from ..context import of
+from ..topology import topology_of, whole_nodes
 
 _FOLDER = Path("/dev/shm")
 _HEAD = mmap.PAGESIZE

@@ -21,8 +21,8 @@ import weakref
 import numpy as np
 from mpi4py import MPI
 
-from ..errors import ConfigError, MpidistError
-from . import ulfm
+from ...errors import ConfigError, MpidistError
+from .. import ulfm
 from .arena import Wait, first_problem
 
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)

@@ -1,0 +1,66 @@
+"""Tests and waits of MPI requests that the death of a rank may break off.
+
+In a program that is not elastic, these functions are those of MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from . import ulfm
+from .polling import wait_until
+
+
+def wait_for(requests: Sequence[MPI.Request], *memory: np.ndarray) -> None:
+    """Wait for requests that use `memory`. Raises RankFailure if a rank of the group has died."""
+    try:
+        for request in requests:
+            wait_until(tester(request))
+    except Exception:
+        ulfm.keep_alive(memory, requests)
+        raise
+
+
+def test_some(requests: list[MPI.Request]) -> list[int] | None:
+    """Return the numbers of the requests that have ended, as ``MPI.Request.Testsome`` does.
+
+    A program that is not elastic may call Testsome itself, which is faster. Here, a request that a
+    death has broken off raises RankFailure and is not freed: Open MPI 5.0.11 ends the process if
+    such a request is freed before its last fragment has been sent.
+    """
+    if ulfm.current is None:
+        return MPI.Request.Testsome(requests)
+    status = MPI.Status()
+    ended = [k for k, request in enumerate(requests) if _has_ended(request, status)]
+    for k in ended:
+        requests[k].Test()
+    return ended
+
+
+def test_one(request: MPI.Request, status: MPI.Status) -> bool:
+    """Return whether a request has ended, and fill its status, with the errors of `test_some`."""
+    if ulfm.current is None:
+        return request.Test(status)
+    return _has_ended(request, status) and request.Test()
+
+
+def test_all(requests: list[MPI.Request]) -> bool:
+    """Return whether all requests have ended, with the errors of `test_some`."""
+    if ulfm.current is None:
+        return MPI.Request.Testall(requests)
+    return len(test_some(requests) or ()) == len(requests)
+
+
+def tester(request: MPI.Request) -> Callable[[], bool]:
+    """Return the test function of one request for a wait, with the errors of `test_some`."""
+    return request.Test if ulfm.current is None else lambda: test_one(request, MPI.Status())
+
+
+def _has_ended(request: MPI.Request, status: MPI.Status) -> bool:
+    ended = request.Get_status(status)
+    if ended and status.Get_error() != MPI.SUCCESS and ulfm.current is not None:
+        raise ulfm.current.failure()
+    return ended
