@@ -30,7 +30,7 @@ from ..elasticity.deadline import parse_deadline
 from ..elasticity.elastic_group import Group
 from ..elasticity.elastic_loop import check_possible
 from ..elasticity.elastic_settings import Elastic
-from ..elasticity.own_errors import OwnErrors
+from ..elasticity.evict_on_exception import EvictOnException
 from ..elasticity.slow_ranks import SlowRanks
 from ..fault_tolerance.guard import Guard
 from ..launch.environment import memory_folder
@@ -54,7 +54,7 @@ class Carried:
         self.group: TrainingGroup | None = None
         self._slow: SlowRanks | None = None
         #: A ``with`` block for the code of the user in a step.
-        self.own_errors = OwnErrors()
+        self.evict_on_exception = EvictOnException()
         self._run: Progress | None = None
         self._guard: Guard | None = None
         # The state at the last death; None as long as this rank had not begun its steps.
@@ -137,11 +137,11 @@ class Carried:
         stragglers, factor = run.exchange.stragglers, group.settings.slow
         self._slow = SlowRanks(stragglers, factor, group.min_ranks, watch.board, ranks)
         if group.settings.on_exception == "evict":
-            self.own_errors = OwnErrors(group, lambda: run.step)
+            self.evict_on_exception = EvictOnException(group, lambda: run.step)
         watch.begin_steps()
         if self._missed is not None:
             report, self._missed = StepReport(*self._missed), None
-            with self.own_errors:
+            with self.evict_on_exception:
                 for callback in callbacks:
                     callback(report)
 

@@ -268,7 +268,7 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                         wanted = bad.wanted(indices)
                         began, waited = time.perf_counter(), feed.waited
                         fault_point("step", run.step + 1)
-                        with carried.own_errors:
+                        with carried.evict_on_exception:
                             loss, samples = exchange.compute(feed, wanted)
                         computed = time.perf_counter()
                         fault_point("exchange", run.step + 1)
@@ -291,7 +291,7 @@ def _train(asked, agreed: TrainSettings, comm, carried: Carried) -> Summary:
                         run.report = report
                         # Before the calls below: if all ranks learn of a death there, nobody
                         # repeats this step, and its report would get lost.
-                        with carried.own_errors:
+                        with carried.evict_on_exception:
                             for callback in agreed.callbacks:
                                 callback(report)
                         exchange.stragglers.note(on_data, max(0.0, times[0] - on_data))

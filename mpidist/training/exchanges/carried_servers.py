@@ -25,7 +25,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ... import events
-from ...elasticity.own_errors import OwnErrors
+from ...elasticity.evict_on_exception import EvictOnException
 from ...elasticity.peer_state import NOTHING
 from ...errors import NoCheckpoint, RankFailure
 from ...runtime.agreement.run_on_all import run_on_all
@@ -135,7 +135,7 @@ class CarriedServers(Carried):
         if not run.exchange.dedicated:
             if self.group.settings.on_exception == "evict":
                 servers = sum(not self._works(rank) for rank in self._ranks())
-                self.own_errors = OwnErrors(self.group, lambda: run.step, servers)
+                self.evict_on_exception = EvictOnException(self.group, lambda: run.step, servers)
             self.group.watch.begin_steps()
 
     # -- after a death -------------------------------------------------------------------

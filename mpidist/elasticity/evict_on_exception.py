@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _RAISES = 11
 
 
-class OwnErrors:
+class EvictOnException:
     """A ``with`` block for code of the user; a rank that raises in it may be evicted.
 
     An evicted rank does not leave the block. Exceptions of mpidist pass, because the other ranks
