@@ -14,13 +14,13 @@ from ..fault_tolerance import hand_over
 from ..fault_tolerance.guard import Stopped, guard
 from ..launch.fault_points import fault_point
 from . import resume_report
-from .abandon import abandon_on_error, open_store, watched
 from .checks import last_step
 from .elastic_run import Carried, train_elastic
 from .exchanges.carried_servers import CarriedServers
 from .exchanges.replicated_servers import ReplicatedServers
 from .feed import Feed
 from .quarantine import Quarantine
+from .run_resources import abandon_on_error, open_store, watched
 from .run_state import Progress, StepReport
 from .settings import TrainSettings, agree_on_settings
 from .summary import Summary, gather_facts, share

@@ -1,4 +1,4 @@
-"""Context managers around a whole run: store, watch for hangs, message to others on failure.
+"""What a whole run opens and closes: the store, the watch for hangs, the message of a failure.
 
 The context managers of this module call no collective operation when an exception has ended the run
 on this rank, because each of the other ranks may be waiting in another call.
