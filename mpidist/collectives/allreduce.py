@@ -14,8 +14,8 @@ from ..runtime.context import Context, of, running
 from ..runtime.node_memory.arena import Arena
 from .engines import arena_sum
 from .engines.executor import Program, Run, heading, hear_first
+from .engines.prepare_call import check_out
 from .engines.reductions import known, total_weight, weight_sums
-from .engines.transfer import check_out
 from .plan import AllreducePlan, find
 from .schedules import algorithms
 

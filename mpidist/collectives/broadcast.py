@@ -14,7 +14,7 @@ from ..runtime.context import of
 from .blocks import packed
 from .engines import executor
 from .engines.native import run_native
-from .engines.transfer import check_root, prepared
+from .engines.prepare_call import check_root, prepared
 from .schedules import algorithms
 
 

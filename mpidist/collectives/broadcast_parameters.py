@@ -24,7 +24,7 @@ from ..runtime.agreement.run_on_all import run_on_all
 from ..runtime.agreement.tell_others import tells
 from ..runtime.context import of
 from .broadcast import broadcast
-from .engines.transfer import check_root
+from .engines.prepare_call import check_root
 
 #: The most bytes of a message of packed tensors. A tensor of this many bytes or more is sent alone.
 PACK = 4 << 20

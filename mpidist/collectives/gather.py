@@ -11,7 +11,14 @@ from ..runtime.agreement.tell_others import tells
 from ..runtime.context import of
 from .blocks import BlockVector, deliver, packed, rows_of
 from .engines.native import run_native
-from .engines.transfer import block_lengths, bounds_at, check_out, check_root, counts_text, prepared
+from .engines.prepare_call import (
+    block_lengths,
+    bounds_at,
+    check_out,
+    check_root,
+    counts_text,
+    prepared,
+)
 from .schedules import algorithms
 
 

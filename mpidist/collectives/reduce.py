@@ -12,8 +12,8 @@ from ..runtime.context import of
 from .allreduce import sum_of_weights
 from .blocks import deliver
 from .engines.native import run_native
+from .engines.prepare_call import check_out, check_root, packed_copy, prepared
 from .engines.reductions import finish_mean, known, native_op, resolve
-from .engines.transfer import check_out, check_root, packed_copy, prepared
 from .schedules import algorithms
 
 

@@ -8,8 +8,15 @@ from ..runtime.agreement.tell_others import tells
 from ..runtime.context import of
 from .blocks import deliver, rows_of
 from .engines.native import run_native
+from .engines.prepare_call import (
+    bounds_at,
+    check_counts,
+    check_out,
+    counts_text,
+    packed_copy,
+    prepared,
+)
 from .engines.reductions import finish_mean, native_op, resolve
-from .engines.transfer import bounds_at, check_counts, check_out, counts_text, packed_copy, prepared
 from .schedules import algorithms
 
 

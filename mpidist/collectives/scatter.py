@@ -13,7 +13,14 @@ from ..runtime.context import Context, of
 from ..tensors import dtype_of
 from .blocks import BlockVector, deliver, packed, rows_of
 from .engines.native import run_native
-from .engines.transfer import bounds_at, check_counts, check_out, check_root, counts_text, prepared
+from .engines.prepare_call import (
+    bounds_at,
+    check_counts,
+    check_out,
+    check_root,
+    counts_text,
+    prepared,
+)
 from .schedules import algorithms
 
 _CODES = (*"?bBhHiIlLqQefdgFDG", "bfloat16")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.collectives.engines.transfer import prepared
+from mpidist.collectives.engines.prepare_call import prepared
 from mpidist.collectives.schedules import algorithms, tree
 from mpidist.errors import MismatchError
 from mpidist.runtime.agreement.mismatch import Signature

@@ -9,7 +9,7 @@ import pytest
 
 from mpidist.collectives.engines import hierarchical
 from mpidist.collectives.engines.executor import Program
-from mpidist.collectives.engines.transfer import check_counts, counts_text
+from mpidist.collectives.engines.prepare_call import check_counts, counts_text
 from mpidist.collectives.schedules import algorithms
 
 RANKS = 65_536

@@ -29,8 +29,8 @@ from ...runtime.node_memory.arena import Segment
 from ..plan import CachedPlan
 from ..schedules import algorithms, fixed_tree, node
 from .node_barrier import SharedProgram, memory_of
+from .prepare_call import prepared
 from .programs import SlotSpace
-from .transfer import prepared
 
 
 class PieceSum:
