@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from mpidist.data.dataset_layout import Layouts, between
-from mpidist.data.read_retry import ByteRun, LRUCache, Rooms, RunReader
+from mpidist.data.byte_runs import ByteRun, LRUCache, Rooms, RunReader
+from mpidist.data.message_layouts import Layouts, between
 
 CONTENT = np.random.default_rng(0).bytes(200_000)
 

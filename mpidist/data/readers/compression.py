@@ -22,7 +22,7 @@ from contextlib import suppress
 from copy import copy
 from typing import Any
 
-from ..read_retry import LRUCache
+from ..byte_runs import LRUCache
 
 #: Bytes of a block, and of one input for zlib. A point may keep such an input alive.
 _BLOCK, _CALL = 256 << 10, 16 << 10

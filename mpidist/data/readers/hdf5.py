@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ...errors import BadRecord, ClosedError, ConfigError
-from ..read_retry import ByteRun, LRUCache, Rooms, RunReader, bytes_of
+from ..byte_runs import ByteRun, LRUCache, Rooms, RunReader, bytes_of
 from ..sources import Part, Source, check_split
 
 #: Bytes of chunks that are cached, because this batch and the next ones need more rows of them.

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import BadRecord, ConfigError
-from ..read_retry import OPEN_FILES, ByteRun, LRUCache, RunReader, bytes_of
+from ..byte_runs import OPEN_FILES, ByteRun, LRUCache, RunReader, bytes_of
 from .compression import Compressed, DecompressionCache, is_compressed
 
 _HEAD, _FOOT = 12, 4

@@ -4,7 +4,7 @@
 
 The labels of a video are numbers of entities, which are topics of the video. Most records have the
 same layout as an earlier record of the same length. A record with a known layout need not be
-decoded, since its values are at known positions (``dataset_layout.py``).
+decoded, since its values are at known positions (``message_layouts.py``).
 
 S. Abu-El-Haija et al., "YouTube-8M: a large-scale video classification benchmark", 2016,
 arXiv:1609.08675.
@@ -22,8 +22,8 @@ import numpy as np
 
 from ...errors import BadRecord, ConfigError
 from ...partition import pieces
-from ..dataset_layout import Layouts
-from ..read_retry import Rooms
+from ..byte_runs import Rooms
+from ..message_layouts import Layouts
 from . import example
 from .tfrecord import Laid, TFRecords
 
