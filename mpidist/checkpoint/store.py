@@ -19,12 +19,12 @@ from . import histories, load, node_copies
 from .arguments import checked_step, of_store, which, yes_or_no
 from .control import all_come, by_rank_0, call, run_on_all, same_on_all
 from .histories import Line
-from .place import Place
 from .read.restore import Restore
 from .storage import files, retention
 from .storage.lock import RunLock
 from .storage.retention import Keep
 from .storage.steps import Entry
+from .store_folder import Place
 from .write.planner import Planner
 from .write.save import Save, begin
 from .write.shard_writer import Memory, WriteOptions

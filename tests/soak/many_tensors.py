@@ -19,12 +19,13 @@ import numpy as np
 from mpi4py import MPI
 
 import mpidist as md
-from mpidist.checkpoint.format import manifest, piece_table, shard_layouts
+from mpidist.checkpoint.format import manifest, piece_table
 from mpidist.checkpoint.format.decode import decode
 from mpidist.checkpoint.format.state import leaves
+from mpidist.checkpoint.read import share_manifest
 from mpidist.checkpoint.read.fill import Filling
 from mpidist.checkpoint.write import describe, planner
-from mpidist.checkpoint.write.work import Work
+from mpidist.checkpoint.write.rank_work import Work
 from mpidist.checkpoint.write.write_plan import in_order
 
 RANKS, TENSORS = 1000, 1000
@@ -111,7 +112,7 @@ class Sharded:
     def look_up(self) -> list[bytes]:
         """Rank 0: decode and prove all, and tell each what it wants."""
         self.found = decode(self.data, self.tables)
-        _, each = shard_layouts._looked_up(self.found, self.wants)
+        _, each = share_manifest._looked_up(self.found, self.wants)
         return [pickle.dumps(part) for part in each]
 
     def fill(self, part: bytes) -> None:

@@ -15,10 +15,11 @@ from checkpoint_solo import Solo, Threaded, equal
 
 import mpidist as md
 from mpidist.checkpoint import histories
-from mpidist.checkpoint.format import hdf5_layout, piece_table, shard_layouts
+from mpidist.checkpoint.format import hdf5_layout, piece_table
 from mpidist.checkpoint.format.regions import Box, Flat, boxes_of, intersection, untiled, whole
 from mpidist.checkpoint.format.state import Fact
 from mpidist.checkpoint.load import load
+from mpidist.checkpoint.read import share_manifest
 from mpidist.checkpoint.storage import steps
 from mpidist.checkpoint.write import planner, save, write_plan
 from mpidist.checkpoint.write.write_plan import Description, agree, shares
@@ -323,7 +324,7 @@ def test_a_rank_is_told_what_it_wants(tmp_path):
     mask = np.packbits([name == "r" for name in names]).tobytes()
     upper = piece_table.of_regions([(names.index(f"t{n}"), Box((0, 0), (5, 4))) for n in range(6)])
     lower = piece_table.of_regions([(names.index("t3"), Box((6, 0), (2, 4)))])
-    base, each = shard_layouts._looked_up(found, [(mask, upper), (mask, lower), (mask, upper[:0])])
+    base, each = share_manifest._looked_up(found, [(mask, upper), (mask, lower), (mask, upper[:0])])
     assert [names[row[0]] for row in base.rows] == ["r", "r"]
     assert sorted(base.files) == [0, 1]
     (first,), (second,), third = each

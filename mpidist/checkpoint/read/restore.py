@@ -8,7 +8,7 @@
 
 Each rank reads the parts of arrays that it wants, however the arrays were divided at the save. If
 the state to fill has shards, and the checkpoint has very many pieces (stored parts of arrays), each
-rank receives only the positions of the pieces that it wants (`shard_layouts`). A step is accepted
+rank receives only the positions of the pieces that it wants (`share_manifest`). A step is accepted
 only if all ranks can read their parts. Each block of a file is checked before its bytes are used,
 so the bytes are copied to the caller's arrays at once, without a temporary copy of all arrays. If a
 block is damaged, all arrays are filled again from an older step.
@@ -29,15 +29,15 @@ from ...errors import CheckpointError, ForeignCheckpoint, MismatchError, Mpidist
 from ...runtime.agreement.mismatch import rank_list
 from ...runtime.agreement.run_on_all import difference
 from ..control import run_on_all
-from ..format import shard_layouts, state
+from ..format import state
 from ..format.manifest import Damaged, Layout, Manifest
 from ..format.state import Fact, Path, Shard, array_of, has_array, show
 from ..load import Search
-from ..place import Place
 from ..storage import steps
 from ..storage.steps import Entry
 from ..storage.worker_thread import Beside
-from . import fill
+from ..store_folder import Place
+from . import fill, share_manifest
 from .fill import Filling, is_whole, staged_bytes
 from .read_once import message_room
 from .reader import open_reader
@@ -141,7 +141,7 @@ class Restore:
                     items = run_on_all(comm, "restore", partial(_fresh, answer.tensors))
                 else:
                     spoils = True
-                found = answer.found or shard_layouts.wanted(comm, self, answer.tensors, items)
+                found = answer.found or share_manifest.wanted(comm, self, answer.tensors, items)
                 found = found._replace(tensors=answer.tensors)
                 arrays: dict[Path, Any] = {}
                 for start, end in pairwise([0, *answer.ends]):
@@ -311,7 +311,7 @@ def _answer(name: str, entry: Entry, manifest: Manifest, wishes: Sequence[Wish])
     Raise ForeignCheckpoint if the arrays of the step do not match those of some rank.
     """
     tensors, count = manifest.tensors, len(manifest.tensors)
-    found = shard_layouts.layout_of(manifest, manifest.rows)
+    found = share_manifest.layout_of(manifest, manifest.rows)
     if wishes[0].leaves is None:
         return FoundStep(entry, tensors, manifest.extras, [*range(count)], [count], True, found)
     number = {tensor.path: place for place, tensor in enumerate(tensors)}

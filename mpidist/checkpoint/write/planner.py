@@ -30,7 +30,7 @@ from ..format.state import Fact
 from ..storage import files
 from . import write_plan
 from .describe import Survey, describe, digest, survey
-from .work import Work
+from .rank_work import Work
 from .write_plan import Description, Extras
 
 #: Upper bounds on the bytes of a table's head without its checksums, of a checksum, and of the

@@ -37,9 +37,9 @@ from ...errors import CheckpointError, StorageError
 from ..control import run_on_all
 from ..format import manifest
 from ..histories import publish
-from ..place import Place
 from ..storage import files, retention
 from ..storage.worker_thread import Worker
+from ..store_folder import Place
 from . import shard_writer
 from .planner import Begun, Planner
 

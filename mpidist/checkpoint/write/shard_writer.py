@@ -25,7 +25,7 @@ from ..format import manifest
 from ..format.state import array_of
 from ..storage import files
 from . import checksummed_write
-from .work import Work
+from .rank_work import Work
 
 _ALIGN = 64
 _MESSAGE = 1 << 30

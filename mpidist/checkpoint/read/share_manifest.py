@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..control import run_on_all
-from . import piece_table
-from .manifest import Layout, Manifest
-from .state import Fact, Shard
+from ..format import piece_table
+from ..format.manifest import Layout, Manifest
+from ..format.state import Fact, Shard
 
 #: If the ranks together want more pieces of a tensor than this many times the pieces that it has,
 #: all pieces of the tensor are broadcast.
