@@ -26,7 +26,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
 .PHONY: help run test test-unit test-mpi test-launch test-cluster test-slurm test-net test-gpu \
-        test-floor test-hdf5 fuzz lint bench bench-simulate bench-net bench-relaunch bench-elastic bench-counters bench-staleness bench-pipeline soak soak-threads \
+        test-floor test-hdf5 fuzz lint bench bench-simulate bench-net bench-relaunch bench-elastic bench-counters bench-staleness bench-rows bench-pipeline soak soak-threads \
         soak-recovery soak-elastic soak-links soak-histories soak-readers docs clean size
 
 help:
@@ -152,6 +152,9 @@ bench-elastic: $(VENV)/.run
 bench-staleness: $(VENV)/.run
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.staleness $(BENCH_ARGS)
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.stale_policies $(BENCH_ARGS)
+
+bench-rows: $(VENV)/.run
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.row_tables optimizers
 
 bench-pipeline: $(VENV)/.run
 	PYTHONPATH=tests $(EXEC) 4 $(BIN)/python -m benchmarks.pipeline schedules $(BENCH_ARGS)

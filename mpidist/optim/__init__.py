@@ -11,26 +11,36 @@ from collections.abc import Callable, Mapping
 
 from ..errors import ConfigError
 from ..registry import build
+from .adagrad import adagrad
 from .adam import adam
 from .clipping import clip_by_global_norm, clipped, global_norm
+from .ftrl import ftrl
 from .momentum import momentum
 from .optimizer import Optimizer
 from .schedules import SCHEDULES, Schedule, constant, cosine, step_decay
 from .sgd import sgd
 
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "momentum": momentum, "adam": adam}
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": sgd,
+    "momentum": momentum,
+    "adam": adam,
+    "adagrad": adagrad,
+    "ftrl": ftrl,
+}
 
 __all__ = [
     "OPTIMIZERS",
     "SCHEDULES",
     "Optimizer",
     "Schedule",
+    "adagrad",
     "adam",
     "clip_by_global_norm",
     "clipped",
     "constant",
     "cosine",
     "from_settings",
+    "ftrl",
     "global_norm",
     "momentum",
     "sgd",

@@ -33,6 +33,12 @@ def adam(
     never sums over an array. In float16 the default `eps` is rounded to zero: keep float32
     parameters, or pass ``eps=1e-4``.
 
+    If a gradient has only some rows of a parameter, the other rows stand still, and their two means
+    do not decay in this update; t counts all updates. So both means of a row are over the row's own
+    gradients, however seldom they come. With zero gradients in between, both means would decay, and
+    a row would be moved also by updates after its gradient. The first gradient of a row moves it by
+    `lr` at t = 1, and later by up to ``lr (1 - beta1) / sqrt(1 - beta2)``, in both cases.
+
     Parameters
     ----------
     lr : float or callable
@@ -54,7 +60,7 @@ def adam(
     eps = check_range("adam", "eps", eps)
     decay = check_range("adam", "weight_decay", weight_decay)
 
-    def coefficients(rate: float, count: int) -> tuple:
+    def coefficients(rate: float, count: int, weight: float) -> tuple:
         unbiased = rate / (1 - beta1**count), 1 / math.sqrt(1 - beta2**count)
         return beta1, 1 - beta1, beta2, 1 - beta2, eps, rate * decay, *unbiased
 

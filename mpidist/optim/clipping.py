@@ -53,6 +53,11 @@ def clipped(optimizer: Optimizer, max_norm: float) -> Optimizer:
     max_norm = _check(max_norm)
 
     def update(gradients: Mapping, state: dict, parameters: Mapping, weight: float = 1.0) -> None:
+        if some := [name for name, gradient in gradients.items() if isinstance(gradient, tuple)]:
+            raise ConfigError(
+                f"clipping: the gradient of {some[0]!r} has only some rows; use "
+                "clip_by_global_norm for its values"
+            )
         norm = global_norm({name: gradients[name] for name in parameters if name in gradients})
         if norm > max_norm and math.isfinite(norm):
             # An update must not change its gradients, so the scaled ones are new arrays.
@@ -60,7 +65,7 @@ def clipped(optimizer: Optimizer, max_norm: float) -> Optimizer:
         optimizer.update(gradients, state, parameters, weight)
 
     settings = {**optimizer.settings, "clip_norm": max_norm}
-    return replace(optimizer, update=update, elementwise=False, settings=settings)
+    return replace(optimizer, update=update, elementwise=False, settings=settings, rows="")
 
 
 def global_norm(gradients: Mapping) -> float:

@@ -20,6 +20,11 @@ def momentum(lr: Rate, beta: float = 0.9, weight_decay: float = 0.0) -> Optimize
     The velocity is a sum of gradients and does not contain `lr`, so a lower `lr` takes effect at
     once.
 
+    If a gradient has only some rows of a parameter, the other rows stand still: their velocity
+    neither moves them nor decays, and acts again at the next gradient of the row. A row that gets a
+    gradient in one of k updates is trained as by an update of every k-th step. It moves as far in
+    total, ``lr / (1 - beta) * g`` per gradient, but later than with a zero gradient in between.
+
     Parameters
     ----------
     lr : float or callable
@@ -49,7 +54,7 @@ def momentum(lr: Rate, beta: float = 0.9, weight_decay: float = 0.0) -> Optimize
 
     settings = {"beta": beta, "weight_decay": decay}
 
-    def coefficients(rate: float, count: int) -> tuple:
+    def coefficients(rate: float, count: int, weight: float) -> tuple:
         return rate, beta, decay
 
     return elementwise("momentum", lr, settings, ("velocity",), coefficients, kernel)

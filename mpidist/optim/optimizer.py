@@ -13,6 +13,9 @@ An elementwise optimizer computes each element of a parameter from the same elem
 and the state, with no sum over an array. With an elementwise optimizer, updating an array part by
 part gives the same bits as updating the whole array. Parameter servers can therefore split large
 arrays, and an elementwise update can work on pieces of an array that fit into the cache.
+
+The gradient of a parameter may be a tuple (rows, values) for some rows of the first axis, as for an
+embedding. The update then reads and writes only these rows: see `row_gradients`.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import ConfigError, shown
+from .row_gradients import checked_rows, row_groups
 from .schedules import Rate, as_schedule
 
 #: Elements per piece, so that the arrays of one piece fit a level-2 cache. On 16 Mi float32
@@ -55,6 +59,12 @@ class Optimizer:
     settings : dict
         The arguments of the function that made the optimizer, as numbers and strings, for summaries
         and checkpoints.
+    rows : str
+        "": `update` takes whole gradients only. "lazy": a gradient may also be a tuple
+        ``(rows, values)`` with distinct rows of the first axis. Only these rows of the parameter
+        and of the state change: in the other rows no running mean decays, and no weight decay
+        applies. "exact": as "lazy", and a zero gradient changes nothing, so that the update of some
+        rows has the bits of an update of all rows with zeros elsewhere.
     """
 
     name: str
@@ -62,6 +72,7 @@ class Optimizer:
     update: Callable[..., None]
     elementwise: bool
     settings: dict
+    rows: str = ""
 
     def __repr__(self):
         given = ", ".join(f"{key}={shown(value)}" for key, value in self.settings.items())
@@ -74,8 +85,9 @@ def elementwise(
     lr: Rate,
     settings: dict,
     slots: tuple[str, ...],
-    coefficients: Callable[[float, int], tuple],
+    coefficients: Callable[[float, int, float], tuple],
     kernel: Callable[..., None],
+    rows: str = "lazy",
 ) -> Optimizer:
     """Make an optimizer from functions that compute each element on its own.
 
@@ -85,13 +97,15 @@ def elementwise(
         Names of the state arrays: for each name, every parameter has an array of its own shape,
         which begins with zeros.
     coefficients
-        ``coefficients(rate, count)`` returns all scalars of update number `count` (from 1). These
-        scalars are computed once per update in double precision; the kernel gets them in the dtype
-        of the parameter.
+        ``coefficients(rate, count, weight)`` returns all scalars of update number `count` (from 1);
+        `rate` is the learning rate times the update's `weight`. These scalars are computed once per
+        update in double precision; the kernel gets them in the dtype of the parameter.
     kernel
         ``kernel(parameter, gradient, *slots, scratch, *coefficients)`` works in place on one piece
         of the parameter and of the state arrays; `scratch` is an uninitialised array of the shape
         and dtype of the piece.
+    rows
+        "lazy", or "exact" if the kernel changes nothing where the gradient is zero.
     """
     schedule = as_schedule(lr)
 
@@ -117,22 +131,25 @@ def elementwise(
             for key, parameter in parameters.items()
         ]
         rate = schedule(float(state["progress"])) * weight
-        scalars = coefficients(rate, int(state["step"]) + 1)
+        scalars = coefficients(rate, int(state["step"]) + 1, weight)
         for group in groups:
             # In the dtype of the parameter, because bfloat16 arrays do not accept Python floats.
             typed = [group[0].dtype.type(scalar) for scalar in scalars]
-            for piece in _pieces(group):
+            whole = not isinstance(group[1], tuple)
+            for piece in _pieces(group) if whole else row_groups(group, PIECE):
                 kernel(*piece, *typed)
         state["step"][...] += 1
         state["progress"][...] += weight
 
     constant = schedule.name == "constant"
     rate = schedule.settings["lr"] if constant else {"schedule": schedule.name, **schedule.settings}
-    return Optimizer(name, init, update, True, {"lr": rate, **settings})
+    return Optimizer(name, init, update, True, {"lr": rate, **settings}, rows)
 
 
 def _gradient(optimizer: str, gradients: Mapping, name: str, parameter):
     gradient = gradients.get(name)
+    if isinstance(gradient, tuple):
+        return checked_rows(f"{optimizer}: parameter {name!r}", gradient, parameter)
     if gradient is None or gradient.shape != parameter.shape:
         got = "no gradient" if gradient is None else f"a gradient of shape {gradient.shape}"
         raise ConfigError(

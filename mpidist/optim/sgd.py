@@ -16,6 +16,9 @@ def sgd(lr: Rate, weight_decay: float = 0.0) -> Optimizer:
     and `weight_decay` is 0. A parameter server in synchronous mode (SSP with staleness 0) therefore
     gives the same result as serial training.
 
+    If a gradient has only some rows of a parameter, the weight decay of the other rows is skipped;
+    without weight decay the result is that of a gradient with zeros in the other rows.
+
     Parameters
     ----------
     lr : float or callable
@@ -39,5 +42,5 @@ def sgd(lr: Rate, weight_decay: float = 0.0) -> Optimizer:
             np.multiply(gradient, rate, out=scratch, dtype=dtype)
         np.subtract(parameter, scratch, out=parameter, dtype=dtype)
 
-    settings = {"weight_decay": decay}
-    return elementwise("sgd", lr, settings, (), lambda rate, count: (rate, decay), kernel)
+    settings, rows = {"weight_decay": decay}, "lazy" if decay else "exact"
+    return elementwise("sgd", lr, settings, (), lambda rate, *_: (rate, decay), kernel, rows)

@@ -165,7 +165,7 @@ def check_server_optimizer(name: str, optimizer) -> None:
         kind = getattr(optimizer, "name", type(optimizer).__name__)
         raise ConfigError(
             f"model {name!r}: optimizer {kind} needs whole tensors, servers hold pieces of them; "
-            "use an elementwise one: sgd, momentum, adam"
+            "use an elementwise one: sgd, momentum, adam, adagrad, ftrl"
         )
 
 

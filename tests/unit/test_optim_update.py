@@ -14,6 +14,8 @@ MAKERS = {
     "sgd": lambda **k: optim.sgd(0.1, **k),
     "momentum": lambda **k: optim.momentum(0.1, 0.8, **k),
     "adam": lambda **k: optim.adam(0.01, 0.8, 0.95, 1e-8, **k),
+    "adagrad": lambda **k: optim.adagrad(0.1, 1e-7, **k),
+    "ftrl": lambda weight_decay=0.0: optim.ftrl(0.1, 0.5, l1=weight_decay, l2=2 * weight_decay),
 }
 
 
@@ -21,12 +23,23 @@ def reference(name, p, gradients, decay):
     """The formulas of the docstrings, whole arrays in float64."""
     p = p.astype(np.float64)
     v = m = np.zeros_like(p)
+    # FTRL: the z that gives the present weight.
+    z = -(p * (0.5 + 0.1 * 2 * decay) + np.sign(p) * 0.1 * decay)
     for t, g in enumerate(gradients, 1):
         if name == "sgd":
             p = p - 0.1 * (g + decay * p)
         elif name == "momentum":
             v = 0.8 * v + g + decay * p
             p = p - 0.1 * v
+        elif name == "adagrad":
+            g = g + decay * p
+            v = v + g * g
+            p = p - 0.1 * g / (np.sqrt(v) + 1e-7)
+        elif name == "ftrl":
+            z = z + 0.1 * g - (np.sqrt(v + g * g) - np.sqrt(v)) * p
+            v = v + g * g
+            kept = (np.sign(z) * 0.1 * decay - z) / (0.5 + np.sqrt(v) + 0.1 * 2 * decay)
+            p = np.where(np.abs(z) <= 0.1 * decay, 0, kept)
         else:
             m, v = 0.8 * m + 0.2 * g, 0.95 * v + 0.05 * g * g
             step = m / (1 - 0.8**t) / (np.sqrt(v / (1 - 0.95**t)) + 1e-8)
@@ -99,7 +112,7 @@ def test_strided_views_are_written(name):
     assert np.all(base.T[1::2] == 0)
 
 
-@pytest.mark.parametrize("name", ["sgd", "momentum", "adam"])
+@pytest.mark.parametrize("name", MAKERS)
 def test_weight_scales_the_rate_and_the_schedule(name):
     """Four pushes of weight 1/4 age a schedule as one update; SGD moves exactly as far (R109)."""
     seen = []
@@ -119,6 +132,9 @@ def test_weight_scales_the_rate_and_the_schedule(name):
     assert state["progress"] == 1
     if name == "sgd":
         np.testing.assert_array_equal(p["w"], 1 - 0.5 * 0.125)
+    if name in ("adagrad", "ftrl"):
+        # The sum of squares grows by the weight, too, so four quarters end where one update does.
+        np.testing.assert_array_equal(state["square" if name == "adagrad" else "n"]["w"], 0.125**2)
     if name == "adam":
         # A constant gradient makes steps of exactly the rate, however small it is.
         np.testing.assert_allclose(p["w"], 1 - 0.5, rtol=1e-6)

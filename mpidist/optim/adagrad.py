@@ -1,0 +1,62 @@
+"""AdaGrad: the rate of each element falls with the sum of its squared gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..errors import ConfigError
+from .optimizer import Optimizer, elementwise
+from .schedules import Rate, check_range
+
+
+def adagrad(lr: Rate, eps: float = 1e-7, weight_decay: float = 0.0) -> Optimizer:
+    """Make the AdaGrad optimizer, ``s += g * g; p -= lr * g / (sqrt(s) + eps)``.
+
+    The first step of an element is `lr` long, for any gradient scale, and later steps get shorter.
+    An element whose gradient is seldom nonzero, such as a rare feature, keeps long steps. Without
+    `weight_decay` a zero gradient changes nothing, so an update of some rows equals an update of
+    all rows to the last bit; with it, the decay of the other rows is skipped.
+
+    Pitfalls: the steps get ever shorter. An update of weight w adds ``w * g * g`` to s, so k
+    updates of weight 1/k with equal gradients make s as large as one update of weight 1.
+
+    Parameters
+    ----------
+    lr : float or callable
+        Learning rate, or a schedule ``step -> float``.
+    eps : float
+        Added to the square root; larger than 0, also in the dtype of the parameters.
+    weight_decay : float
+        L2 penalty, added to the gradient.
+
+    References
+    ----------
+    Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning and Stochastic
+    Optimization, JMLR 2011.
+    """
+    eps = check_range("adagrad", "eps", eps)
+    if not eps:
+        raise ConfigError("adagrad: eps is 0, expected a number > 0; the first step divides by it")
+    decay = check_range("adagrad", "weight_decay", weight_decay)
+
+    def kernel(parameter, gradient, square, scratch, rate, small, weight, shrink):
+        dtype = parameter.dtype
+        root = np.empty_like(scratch)
+        if decay:
+            penalised = np.empty_like(scratch)
+            np.multiply(parameter, shrink, out=penalised, dtype=dtype)
+            gradient = np.add(penalised, gradient, out=penalised, dtype=dtype)
+        np.multiply(gradient, gradient, out=scratch, dtype=dtype)
+        np.multiply(scratch, weight, out=scratch, dtype=dtype)
+        np.add(square, scratch, out=square, dtype=dtype)
+        np.sqrt(square, out=root, dtype=dtype)
+        np.add(root, small, out=root, dtype=dtype)
+        np.multiply(gradient, rate, out=scratch, dtype=dtype)
+        np.divide(scratch, root, out=scratch, dtype=dtype)
+        np.subtract(parameter, scratch, out=parameter, dtype=dtype)
+
+    def coefficients(rate: float, count: int, weight: float) -> tuple:
+        return rate, eps, weight, decay
+
+    settings, rows = {"eps": eps, "weight_decay": decay}, "lazy" if decay else "exact"
+    return elementwise("adagrad", lr, settings, ("square",), coefficients, kernel, rows)
