@@ -1,9 +1,13 @@
-"""``mpidist pipeline {partition,show}``: cut a model into stages, draw a schedule; needs no MPI."""
+"""``mpidist pipeline {profile,partition,show}``: measure layers, cut a model into stages, draw.
+
+None of them needs MPI.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -12,8 +16,19 @@ from ..errors import ConfigError
 
 def add_parser(commands) -> None:
     """Add this command to the argument parser."""
-    parser = commands.add_parser("pipeline", help="cut a model into stages, draw a schedule")
-    what = parser.add_subparsers(dest="what", required=True, metavar="{partition,show}")
+    parser = commands.add_parser("pipeline", help="measure layers, cut a model into stages")
+    what = parser.add_subparsers(dest="what", required=True, metavar="{profile,partition,show}")
+    about = "measure the layers of a job's model for a microbatch, and write a profile of them"
+    add = what.add_parser("profile", help=about, description=about).add_argument
+    add("job", metavar="JOB.toml", help="the job file, which needs no pipeline")
+    add(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+        help="change a key of the job file, e.g. --set microbatches=16",
+    )  # fmt: skip
+    add("--out", metavar="FILE",
+        help="the profile (the name of the job file, with .profile.txt)")  # fmt: skip
+    add("--repeats", type=int, default=5, metavar="N",
+        help="how often each pass is measured; the shortest time counts (5)")  # fmt: skip
     about = "the best cut of a profiled model into stages, and the replicas of each stage"
     add = what.add_parser("partition", help=about, description=about).add_argument
     add("profile", metavar="PROFILE", help="times and sizes of layers, as PipeDream writes them")
@@ -48,7 +63,32 @@ def add_parser(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the wanted sub-command, and return the exit code."""
-    return {"partition": _partition, "show": _show}[args.what](args)
+    return {"profile": _profile, "partition": _partition, "show": _show}[args.what](args)
+
+
+def _profile(args) -> int:
+    from ..pipeline import measure, write_profile
+    from ..pipeline.measure_layers import random_batch
+    from ..registry import checked_whole
+    from ..training.job import model_of, read_job
+
+    checked_whole("--repeats", args.repeats, 1)
+    job = read_job(args.job, args.settings)
+    model = model_of(job)
+    samples = -(-job.global_batch // (job.microbatches or 1))
+    profile = measure(model, random_batch(model, samples), args.repeats)
+    file = args.out or f"{Path(args.job).stem}.profile.txt"
+    write_profile(profile, file)
+    print("layer                   forward ms  backward ms  output MB  parameters MB")
+    for layer in profile.layers:
+        print(
+            f"{f'{layer.name} {layer.text}':22.22s}  {layer.forward * 1e3:10.3f}"
+            f"  {layer.backward * 1e3:11.3f}  {layer.output_bytes / 1e6:9.3f}"
+            f"  {layer.parameter_bytes / 1e6:13.3f}"
+        )
+    print(f"{profile.seconds * 1e3:.3f} ms for a microbatch of {samples} samples on this machine")
+    print(f"written: {file}; next: mpidist pipeline partition {shlex.quote(file)} --workers N")
+    return 0
 
 
 def _partition(args) -> int:

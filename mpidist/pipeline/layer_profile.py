@@ -149,7 +149,8 @@ def write_profile(profile: LayerProfile, path: str | Path) -> None:
     Raises
     ------
     ConfigError
-        The profile cannot be read in this form, for example because a name has a blank.
+        The profile cannot be read in this form, for example because a name has a blank, or the file
+        cannot be written.
     """
     lines = []
     for layer in profile.layers:
@@ -162,8 +163,17 @@ def write_profile(profile: LayerProfile, path: str | Path) -> None:
     names = [layer.name for layer in profile.layers]
     lines += [f"\t{names[a]} -- {names[b]}" for a, b in profile.edges]
     text = "\n".join(lines) + "\n"
-    parse_profile(text, str(path))
-    Path(path).write_text(text, encoding="utf-8")
+    kept = parse_profile(text, str(path)).layers
+    for layer in profile.layers:
+        if layer.name not in {one.name for one in kept}:
+            raise ConfigError(
+                f"{path}: node {layer.name} has the text {shown(layer.text)}, and readers leave "
+                "out such nodes: texts of layers may not begin with Input or __getitem__"
+            )
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
 
 
 def _layer(node: re.Match, where: str) -> Layer:

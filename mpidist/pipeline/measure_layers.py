@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import array_module, synchronize
+from ..errors import ConfigError
 from .layer_profile import Layer, LayerProfile, chain
 from .stage_plan import check_layers
 
@@ -56,6 +57,19 @@ def measure(model, batch, repeats: int = REPEATS) -> LayerProfile:
         Layer(f"layer{k}", type(layer).__name__, forward[k], backward[k], *sizes[k])
         for k, layer in enumerate(layers)
     ])  # fmt: skip
+
+
+def random_batch(model, samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (inputs, labels) for `measure`: random inputs of the shape that the model takes."""
+    check_layers(model)
+    shape = getattr(model, "sample_shape", None)
+    if shape is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no sample_shape, so its layers cannot be measured with "
+            "random inputs; call md.pipeline.measure(model, (inputs, labels))"
+        )
+    inputs = np.random.default_rng(0).standard_normal((samples, *shape), np.float32)
+    return inputs, np.zeros(samples, np.int64)
 
 
 def _shortest(call: Callable[[], Any], repeats: int) -> tuple[float, Any]:

@@ -252,12 +252,19 @@ class Parts(NamedTuple):
     loading: Any
 
 
+def model_of(job: Job):
+    """Make the model of a job."""
+    from .. import models
+
+    return models.from_settings(*_split({"seed": job.seed, **job.model}))
+
+
 def build_run(job: Job, ranks: int | None) -> Parts:
     """Make the data, model, optimizer and strategy of a job.
 
     If `ranks` is not None, check that the job can run on this number of ranks.
     """
-    from .. import data, models, optim
+    from .. import data, optim
     from ..models.network import check_input_shape
     from . import strategies
 
@@ -267,7 +274,7 @@ def build_run(job: Job, ranks: int | None) -> Parts:
     checks.check_replicated(strategy, check_replicas=job.check_replicas)
     if ranks is not None and job.microbatches is None and not hasattr(strategy, "check_run"):
         checks.check_batch(job.global_batch, strategy.workers(ranks))
-    model = models.from_settings(*_split({"seed": job.seed, **job.model}))
+    model = model_of(job)
     train, test = data.from_settings(*_split(job.data))
     # One sample shows whether model and data fit, before any rank waits for another.
     sample = _first_good(train)[:-1]

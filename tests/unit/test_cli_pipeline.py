@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mpidist.cli.main import main
-from mpidist.pipeline import Layer, chain, write_profile
+from mpidist.pipeline import Layer, chain, read_profile, write_profile
 
 
 @pytest.fixture
@@ -34,6 +34,57 @@ def test_a_plan_as_json(profile, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "n0 .. n1" in out
     assert "2.00 times as fast as one worker" in out
+
+
+JOB = """
+global_batch = 64
+steps = 1
+microbatches = 16
+[data]
+name = "digits"
+[model]
+name = "mlp"
+sizes = [[1, 8, 8], 32, 10]
+[optimizer]
+name = "sgd"
+lr = 0.1
+"""
+
+
+def test_a_measured_profile_can_be_cut(tmp_path, monkeypatch, capsys):
+    """`profile` writes what `partition` reads, for a microbatch of the job's model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(JOB)
+    assert main(["pipeline", "profile", "job.toml", "--repeats", "1"]) == 0
+    assert "microbatch of 4 samples" in (told := capsys.readouterr().out)
+    assert "mpidist pipeline partition job.profile.txt --workers N" in told
+    layers = read_profile("job.profile.txt").layers
+    assert [layer.text for layer in layers] == ["Rows", "Dense", "Relu", "Dense"]
+    assert [layer.output_bytes for layer in layers] == [4 * 64 * 4, 4 * 32 * 4, 4 * 32 * 4, 160]
+    assert [layer.parameter_bytes for layer in layers] == [0, 4 * 65 * 32, 0, 4 * 330]
+    assert all(layer.forward > 0 for layer in layers)
+    assert main(["pipeline", "partition", "job.profile.txt", "--workers", "2"]) == 0
+    words = ["--set", "microbatches=3", "--out", "other.txt"]
+    assert main(["pipeline", "profile", "job.toml", *words]) == 0
+    assert read_profile("other.txt").layers[-1].output_bytes == 22 * 10 * 4
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nothing.toml"], "no job file nothing.toml"),
+        (["job.toml", "--repeats", "0"], "--repeats is 0"),
+        (["job.toml", "--out", "no/such/folder.txt"], "No such file"),
+        (["job.toml", "--set", "microbatches=0"], "microbatches=0"),
+        (["job.toml", "--set", "model.name=tagger"], "model Tagger has no layers"),
+    ],
+)
+def test_wrong_profiles_are_exit_code_2(tmp_path, monkeypatch, capsys, words, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(JOB)
+    assert main(["pipeline", "profile", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
 
 
 def test_options_reach_the_search(profile, capsys):

@@ -105,3 +105,10 @@ def test_a_file_that_cannot_be_read(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="binary"):
         read_profile(tmp_path / "binary")
+
+
+def test_a_layer_that_readers_would_leave_out_is_refused(tmp_path):
+    layer = Layer("a", "InputNorm", 0.1, 0.1, 1, 1)
+    with pytest.raises(ConfigError, match="node a has the text 'InputNorm'"):
+        write_profile(chain([layer, Layer("b", "Dense", 0.1, 0.1, 1, 1)]), tmp_path / "p.txt")
+    assert not (tmp_path / "p.txt").exists()

@@ -29,6 +29,7 @@ from ...errors import BadRecord
 from ...fault_tolerance.check_replicas import check_replicas
 from ...partition import BlockPartition
 from ...pipeline import PipelineGrid, cut, measure
+from ...pipeline.measure_layers import random_batch
 from ...pipeline.stage_contract import checked_arrays
 from ...pipeline.stages.stage import Stage
 from ...runtime.agreement.run_on_all import run_on_all
@@ -286,9 +287,7 @@ def measured_cuts(comm, model, parts: int, samples: int) -> list[int]:
             return []
         if "parameters" in vars(model):
             checked_arrays(model, model.layers)
-        rng = np.random.default_rng(0)
-        inputs = rng.standard_normal((samples, *model.sample_shape), np.float32)
-        profile = measure(model, (inputs, np.zeros(samples, np.int64)))
+        profile = measure(model, random_batch(model, samples))
         plan = cut(profile, workers=parts, stages=parts, replication=False)
         ends = np.cumsum([len(stage.nodes) for stage in plan.stages])
         return ends[:-1].tolist()
