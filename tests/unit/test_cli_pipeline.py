@@ -1,4 +1,4 @@
-"""``mpidist pipeline``: its plans, drawings, exit codes and errors (R61, R63, R82)."""
+"""``mpidist pipeline``: its plans, drawings, exit codes and errors (R61, R63, R82, R84)."""
 
 import json
 
