@@ -9,8 +9,8 @@ from mpi4py import MPI
 import mpidist as md
 from mpidist.collectives.engines.node_barrier import memory_of
 from mpidist.errors import ClosedError, ConfigError, MismatchError, MpidistError
-from mpidist.runtime import arena as arena_module
 from mpidist.runtime.context import of
+from mpidist.runtime.node_memory import arena as arena_module
 
 SPEC = {"a": ((3, 4), "f4"), "b": ((4, 3), "f4")}
 

@@ -14,8 +14,8 @@ from mpidist.collectives.engines.node_barrier import memory_of
 from mpidist.collectives.engines.programs import settle
 from mpidist.collectives.schedules import node
 from mpidist.errors import ClosedError, ConfigError, MismatchError
-from mpidist.runtime import arena as arena_module
 from mpidist.runtime.context import of
+from mpidist.runtime.node_memory import arena as arena_module
 
 SPEC = {"w": ((7, 3), "f4"), "b": (5, "f4"), "none": ((0, 2), "f4"), "scale": ((), "f4")}
 
