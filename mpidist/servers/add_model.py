@@ -17,13 +17,17 @@ from .model_facts import Request, check_server_optimizer, optimizer_facts, parse
 from .protocol import ADD, HEADER_BYTES, TO_SERVER, VALUES, Header
 from .server import Hosted, Server
 from .shards import ServerShard, state_copies
+from .wire.wire_pieces import piece_bytes
 
 
-def host_model(group, server: Server | None, taken: Container, asked: Request) -> ServerLayout:
+def host_model(
+    group, server: Server | None, taken: Container, asked: Request
+) -> tuple[ServerLayout, int]:
     """Place one model on the servers of `group`. Collective over the group's `comm`.
 
-    `server` is the `Server` object of this rank, or None if this rank is no server; `taken` has the
-    names of the models that the group already has. Raises as `ServerGroup.add`.
+    Returns the layout, and the most bytes of a piece of a message. `server` is the `Server` object
+    of this rank, or None if this rank is no server; `taken` has the names of the models that the
+    group already has. Raises as `ServerGroup.add`.
     """
     link, servers, workers = group.link, group.server_ranks, group.worker_ranks
     doing = f"add {shown(asked.name)}"
@@ -61,32 +65,33 @@ def host_model(group, server: Server | None, taken: Container, asked: Request) -
             if group.replicated:  # and a gradient that waits here, and one that is sent
                 need += round(layout.bytes_of(index - 1) * (2 + copies)) + layout.bytes_of(index)
             needs.append((rank, host, need, free))
+        piece = piece_bytes({one["node"][0] for one in everyone})
         if any(one["kept"] for one in everyone):
-            return tensors, inits, False  # the memory is there, with the values
+            return tensors, inits, False, piece  # the memory is there, with the values
         check_capacity(asked.name, needs)
-        return tensors, inits, everyone[workers[0]]["inits"] is None
+        return tensors, inits, everyone[workers[0]]["inits"] is None, piece
 
     _announce(link, server, servers, workers)
-    tensors, inits, as_arrays = link.run_on_all(doing, describe, decide)
+    tensors, inits, as_arrays, piece = link.run_on_all(doing, describe, decide)
     layout = place_tensors(tensors, len(servers))
 
     def allocate() -> Hosted | None:
         if server is None:
             return None
         if asked.kept is not None:
-            return Hosted(asked, asked.kept.shard, len(workers), asked.kept.copy)
-        shard, *copy = (
+            return Hosted(asked, asked.kept.shard, len(workers), asked.kept.copy, piece)
+        shards = [
             ServerShard(layout, index % len(servers), asked.optimizer, inits, asked.seed)
             for index in (server.index, server.index - 1)[: 1 + group.replicated]
-        )
-        return Hosted(asked, shard, len(workers), *copy)
+        ]
+        return Hosted(asked, shards[0], len(workers), shards[1] if shards[1:] else None, piece)
 
     hosted = link.run_on_all(f"{doing}: allocating", allocate)
     if server is not None:
         server.models.append(hosted)
     if as_arrays:
         _send_values(link, layout, servers, workers[0], asked.model, hosted)
-    return layout
+    return layout, piece
 
 
 def _flat(facts: Mapping, path: str = "") -> dict[str, str]:

@@ -23,13 +23,17 @@ import numpy as np
 from ..arrays import all_finite
 from ..errors import ClosedError, ConfigError, MpidistError, ProtocolError, shown
 from ..events import OPEN
+from ..runtime import ulfm
 from . import protocol
 from .layout.placement import ServerLayout
 from .layout.routing import ShardPart, data_bytes, encode_parts, owned, route, views, whole_parts
 from .layout.row_selection import Selection
 from .link import GroupCall
 from .model_facts import Request
-from .protocol import CLOCK, HEADER_BYTES, PULL, PUSH, Header
+from .protocol import CLOCK, HEADER_BYTES, PIECES, PULL, PUSH, Header
+from .shards import updates_in_pieces
+from .wire.client_stream import ClientStream, can_share
+from .wire.wire_pieces import WirePiece, cut_shard
 
 _NOTHING = np.empty(0, np.int64)
 _MANY = 1 << 62  # the number of samples must be lower: 64 bits in a header
@@ -57,7 +61,7 @@ class Client:
         zero, which means that there is nothing to carry.
     """
 
-    def __init__(self, group, asked: Request, layout: ServerLayout, model: int):
+    def __init__(self, group, asked: Request, layout: ServerLayout, model: int, piece_bytes: int):
         self.name, self.layout, self.group = asked.name, layout, group
         name = asked.name
         self._link, self._servers, self._model = group.link, group.server_ranks, model
@@ -73,6 +77,13 @@ class Client:
         self._nonfinite = self.dropped = self.skipped = 0
         self._names = Selection(name, layout)
         self._whole = [whole_parts(layout, server) for server in range(len(self._servers))]
+        self._pieces: list[list[WirePiece]] = [[] for _ in self._servers]
+        # A death may break a push off in an elastic run, and then no server may have applied it.
+        safe = asked.consistency.streams and not group.votes and ulfm.current is None
+        if safe and updates_in_pieces(asked.optimizer):
+            cuts = [cut_shard(layout, k, piece_bytes) for k in range(len(self._servers))]
+            self._pieces = [pieces if len(pieces) > 1 else [] for pieces in cuts]
+        self._in_pieces = any(self._pieces)
         self._entered = self._pushed = -1
         self._staleness: Counter[int] = Counter()
         self._queue: Counter[int] = Counter()
@@ -276,14 +287,18 @@ class Client:
 
         The array is None if all parts on the server are wanted.
         """
-        if len(wanted) == len(self.layout.tensors) and all(r is None for r in wanted.values()):
+        if self._is_whole(wanted):
             return self._whole[server], None
         number = self._names.number
         parts = route(self.layout, server, {number[n]: rows for n, rows in wanted.items()})
         return parts, encode_parts(parts)
 
-    def _post(self, server: int, flags: int, *, pushes=None, samples=None, pull=_NOTHING) -> list:
+    def _post(
+        self, server: int, flags: int, *, pushes=None, samples=None, pull: Any = _NOTHING
+    ) -> list:
         """Send one message with flags, the data to push, and a list of the parts to pull.
+
+        `pull` is None to pull all that the server holds, and PIECES to pull it in pieces.
 
         Returns the record of this message in `Link.trail` (the requests sent and served); the
         record is marked as open (unfinished) if the message asks for an answer.
@@ -294,24 +309,13 @@ class Client:
         )
         rows = {name: rows for name, (rows, _) in pushes.items()} if pushes is not None else None
         parts, push = self._route(server, rows) if rows is not None else ([], _NOTHING)
-        words = [w for w in (push, pull) if w is not None and w.size]
+        words = [w for w in (push, pull) if isinstance(w, np.ndarray) and w.size]
         data_at = HEADER_BYTES + 8 * sum(w.size for w in words)
         total = data_at + data_bytes(self.layout, parts)
         buffer = self._link.pool.take(total)
-        note = (0, 0)
-        if server == 0:
-            note, self.note = self.note, note
-        Header(
-            flags,
-            model=self._model,
-            clock=self.finished,
-            total=total,
-            push_words=protocol.ALL if push is None else push.size,
-            pull_words=protocol.ALL if pull is None else pull.size,
-            samples=-1 if samples is None else samples,
-            note0=note[0],
-            note1=note[1],
-        ).write(buffer)
+        push_words = protocol.ALL if push is None else push.size
+        pull_words = protocol.ALL if pull is None else PIECES if pull is PIECES else pull.size
+        self._write_header(buffer, server, flags, total, push_words, pull_words, samples)
         if words:
             np.concatenate(words, out=buffer[HEADER_BYTES:data_at].view(np.int64))
         for part, view in views(self.layout, parts, buffer, data_at):
@@ -322,6 +326,48 @@ class Client:
         self._link.send(buffer, total, rank, protocol.TO_SERVER)
         self._link.reap()
         return operation
+
+    def _is_whole(self, named: Mapping) -> bool:
+        """Whether a mapping of name to rows, or None for all, has the whole model."""
+        return len(named) == len(self.layout.tensors) and all(r is None for r in named.values())
+
+    def _whole_push(self, pushes: Mapping, out: Mapping) -> dict[str, np.ndarray] | None:
+        """Return the gradients to push in pieces, or None if this push is a whole message."""
+        if not self._is_whole({name: rows for name, (rows, _) in pushes.items()}):
+            return None
+        gradients = {name: gradient for name, (_, gradient) in pushes.items()}
+        return gradients if can_share(gradients, out) else None
+
+    def _post_header(self, server: int, flags: int, samples: int | None) -> list:
+        """Send the header of a push_pull whose data follow in pieces; return its record."""
+        rank = self._servers[server]
+        operation = self._link.trail.begin(
+            protocol.NAMES[flags], rank, self.name, self.finished, open=True
+        )
+        buffer = self._link.pool.take(HEADER_BYTES)
+        self._write_header(buffer, server, flags, HEADER_BYTES, PIECES, PIECES, samples)
+        self.started = True
+        self._link.send(buffer, HEADER_BYTES, rank, protocol.TO_SERVER)
+        self._link.reap()
+        return operation
+
+    def _write_header(
+        self, buffer, server: int, flags: int, total: int, push: int, pull: int, samples
+    ) -> None:
+        note = (0, 0)
+        if server == 0:
+            note, self.note = self.note, note
+        Header(
+            flags,
+            model=self._model,
+            clock=self.finished,
+            total=total,
+            push_words=push,
+            pull_words=pull,
+            samples=-1 if samples is None else samples,
+            note0=note[0],
+            note1=note[1],
+        ).write(buffer)
 
     def _place(self, part: ShardPart, rows, flat: np.ndarray) -> tuple[np.ndarray, Any]:
         """Return a view of the array `flat`, and the index that selects `part` in this view."""
@@ -341,8 +387,21 @@ class Client:
         if flags & PUSH:
             self._pushed = self.finished
         entering = flags & CLOCK or self._entered < self.finished
-        expected = {}
+        expected: dict[int, tuple] = {}
+        in_pieces = self._in_pieces and self._is_whole(wanted)
+        gradients = self._whole_push(pushes, flat) if in_pieces and flags & PUSH else None
         for server, rank in enumerate(self._servers):
+            if in_pieces and (pieces := self._pieces[server]):
+                incoming = self._link.receive(rank, protocol.TO_WORKER, HEADER_BYTES)
+                if gradients is not None:
+                    operation = self._post_header(server, flags, samples)
+                else:
+                    operation = self._post(
+                        server, flags, pushes=pushes, samples=samples, pull=PIECES
+                    )
+                stream = ClientStream(self._link, rank, self.layout, pieces, flat, gradients)
+                expected[server] = [], incoming, operation, stream
+                continue
             parts, words = self._route(server, wanted)
             if not (parts or entering):
                 continue
@@ -354,12 +413,12 @@ class Client:
                 operation = self._post(server, flags & ~PUSH, pull=words)
             else:
                 operation = self._post(server, flags, pushes=pushes, samples=samples, pull=words)
-            expected[server] = parts, incoming, operation
+            expected[server] = parts, incoming, operation, None
         headers: list[Header] = []
 
         def all_here() -> bool:
-            for server in [s for s, (_, incoming, _) in expected.items() if incoming.test()]:
-                parts, incoming, operation = expected.pop(server)
+            for server in [s for s, one in expected.items() if _is_here(*one)]:
+                parts, incoming, operation, _ = expected.pop(server)
                 operation[OPEN] = False
                 headers.append(header := incoming.header)
                 for part, view in views(self.layout, parts, incoming.buffer, HEADER_BYTES):
@@ -389,3 +448,9 @@ class Client:
             self.skipped += headers[0].clock - self.finished
             self.finished = self._entered = headers[0].clock
         finish()
+
+
+def _is_here(parts, incoming, operation, stream) -> bool:
+    """Whether an answer has arrived, and its pieces if it has some."""
+    return (stream is None or stream.progress()) and incoming.test()
+

@@ -59,6 +59,9 @@ class Consistency:
         Whether the server holds each push until every live worker has finished the push's clock.
     merges : bool
         Whether all pushes of one clock make one update.
+    streams : bool
+        Whether a server may update and answer one piece of a push after the other, because no
+        worker gets an answer before all have sent their pushes.
     survives : bool
         Whether an elastic run can go on in this mode after a death.
     """
@@ -66,6 +69,7 @@ class Consistency:
     bound: ClassVar[int | None] = None
     holds: ClassVar[bool] = False
     merges: ClassVar[bool] = False
+    streams: ClassVar[bool] = False
     survives: ClassVar[bool] = True
 
     def check(self, workers: int) -> None:
@@ -90,6 +94,7 @@ class BSP(Consistency):
     bound = 0
     holds = True
     merges = True
+    streams = True
 
 
 @dataclass(frozen=True)

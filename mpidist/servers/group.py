@@ -81,7 +81,7 @@ class ServerGroup:
         self._layouts: dict[str, ServerLayout] = {}
         self._clients: list[Client] = []
         self._everyone: list[dict] | None = None
-        self._served = self.closed = self.replicated = False
+        self._served = self.closed = self.replicated = self.votes = False
         self.server_ranks, self.worker_ranks = choose_ranks(comm.size, agreed["servers"], placement)
         self.is_server = comm.rank in self.server_ranks
         self.is_worker = comm.rank in self.worker_ranks
@@ -198,11 +198,11 @@ class ServerGroup:
 
         # A colocated server must not answer for a model whose values have not arrived yet.
         with GroupCall(self.link, "add"), self.link.serving(nothing):
-            layout = host_model(self, self._server, self._layouts, asked)
+            layout, piece = host_model(self, self._server, self._layouts, asked)
         self._layouts[name] = layout
         if not self.is_worker:
             return None
-        client = Client(self, asked, layout, len(self._layouts) - 1)
+        client = Client(self, asked, layout, len(self._layouts) - 1, piece)
         self._clients.append(client)
         return client
 
@@ -214,6 +214,7 @@ class ServerGroup:
         """
         server, ranks = self._server, self.server_ranks
         self.replicated = copies and len(ranks) > 1
+        self.votes = len(ranks) > 1
         if server is None or len(ranks) < 2:
             return
         if copies:

@@ -48,6 +48,7 @@ from .protocol import (
 
 _NOTICE_BYTES = 2000
 _SPINS = 200  # the number of tests before a wait yields the core
+_REST, _REST_IN_PIECES = 0.001, 0.01  # idle seconds before a wait sleeps
 _GROUP, _VERDICT = b"g", b"v"  # the notice ends the group, or the communicator
 
 #: Links of failed groups, which are kept because MPI may still write into their buffers.
@@ -122,6 +123,8 @@ class Link:
         true when it did something.
     on_note : callable or None
         A function that the first server calls with the rank of a worker and its `Client.note`.
+    moved : bool
+        Whether a piece of a message has arrived in a wait, whose idle time then begins again.
     waits : dict
         The seconds waited for each kind of peer.
     trail : events.Trail
@@ -142,7 +145,8 @@ class Link:
         self.trail, self.counters = events.Trail(self.comm.rank, self.comm.size), events.Counters()
         self.bytes_in_flight = self._exchanges = 0
         self._sending: list[tuple[list[MPI.Request], np.ndarray, int]] = []
-        self.receiving: set[Incoming] = set()  # messages into whose buffers MPI writes
+        self.receiving: set[Any] = set()  # messages and streams whose memory MPI uses
+        self.moved = False
         self._pinned: list = []  # requests and buffers to keep if a wait fails
 
     # -- one call at a time ------------------------------------------------------------------
@@ -250,6 +254,14 @@ class Link:
             counters.messages_received += 1
             counters.bytes_received += nbytes
 
+    def count_pieces(self, sent: int, sent_bytes: int, received: int, received_bytes: int) -> None:
+        """Count the pieces of messages that are about to be sent and received."""
+        for counters in (self.counters, events.total):
+            counters.messages_sent += sent
+            counters.bytes_sent += sent_bytes
+            counters.messages_received += received
+            counters.bytes_received += received_bytes
+
     # -- waiting -------------------------------------------------------------------------------
 
     def wait(
@@ -268,6 +280,7 @@ class Link:
         request soon after it arrives, with few nested function calls, even in a long wait.
         """
         start = began = time.monotonic()
+        rest = _REST
         waited, look_around, looks = polling.waited, start + polling.PATIENCE, 0
         elastic = polling.elastic_wait(start)
         try:
@@ -275,7 +288,9 @@ class Link:
                 served, now, looks = self.background(), time.monotonic(), looks + 1
                 if elastic is not None and now >= elastic.next:
                     elastic.look(now)
-                if served:  # the idle time begins again
+                if served or self.moved:  # the idle time begins again
+                    # The next piece is on its way, and a sleep would be longer than that.
+                    rest, self.moved = (_REST_IN_PIECES if self.moved else _REST), False
                     began, look_around, looks = now, now + polling.PATIENCE, 0
                     continue
                 self.check_notice()
@@ -287,7 +302,7 @@ class Link:
                 # therefore sleeps, each time for a fortieth of the idle time so far, so that the
                 # delay of an answer stays small compared with the wait. A server that is idle for
                 # long polls every 2 ms and uses about 1 % of a core.
-                if now - began > 0.001:
+                if now - began > rest:
                     time.sleep(min((now - began) / 40, 0.002))
                 elif looks > _SPINS:
                     os.sched_yield()

@@ -45,17 +45,19 @@ NAMES = [_name(flags) for flags in range(1 << len(_REQUESTS))]
 SERVED = [f"serve {name}" for name in NAMES]
 
 ALL = -1  # a selection of this length means all that the server holds
+PIECES = -2  # the same, and the data are sent in pieces of their own: see the room `wire`
 
 # Messages to servers and to workers have different tags, because a rank that is both worker and
 # server sends messages to itself.
 DECISION, TO_SERVER, TO_WORKER, NOTICE, VALUES, UP, DOWN, VOTE, COPY = 0, 1, 2, 3, 4, 5, 6, 7, 8
+PIECE_UP, PIECE_DOWN = 9, 10
 
 #: The flags by which a server says that it has got an update for its copy, and that it sends none.
 ACKNOWLEDGE, NO_MORE = CLOCK, BYE
 
 # Groups share the control communicator of their context, and each group has its own tags there.
 # MPI guarantees tags up to 32,767 only, so tags are used again after `GROUPS` groups.
-FIRST_TAG, TAGS, GROUPS = 16_384, 9, 1_820
+FIRST_TAG, TAGS, GROUPS = 16_384, 11, 1_489
 
 _STRUCT = struct.Struct("<16q")
 HEADER_BYTES = _STRUCT.size
@@ -68,8 +70,8 @@ class Header(NamedTuple):
     model: int = 0
     clock: int = 0
     total: int = HEADER_BYTES  # bytes of the whole message
-    push_words: int = 0  # int64 words of the push selection, or ALL
-    pull_words: int = 0  # int64 words of the pull selection, or ALL
+    push_words: int = 0  # int64 words of the push selection, or ALL, or PIECES
+    pull_words: int = 0  # int64 words of the pull selection, or ALL, or PIECES
     samples: int = -1  # request: samples of the push; -1 if the worker gave no number
     version: int = 0  # reply: updates that this server has applied
     gap: int = 0  # reply: clocks that the worker is ahead of the slowest worker
@@ -105,9 +107,18 @@ def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
             "all ranks must run the same mpidist"
         )
     header = Header(*fields)
-    if header.total < nbytes or min(header.push_words, header.pull_words) < ALL:
+    if header.total < nbytes or min(header.push_words, header.pull_words) < PIECES:
         raise ProtocolError(f"parameter server: damaged header from rank {rank}: {header}")
     return header
+
+
+def check_piece(got: int, expected: int, rank: int) -> None:
+    """Raise ProtocolError if a piece from `rank` has not the length that the layout gives it."""
+    if got != expected:
+        raise ProtocolError(
+            f"parameter server: a piece from rank {rank} has {got} bytes, expected {expected}; all "
+            "ranks must run the same mpidist"
+        )
 
 
 class MessagePool:

@@ -36,15 +36,21 @@ from .protocol import HEADER_BYTES, TO_SERVER, TO_WORKER, Header, Incoming
 from .replicas.shard_copies import ShardCopies
 from .shards import ServerShard
 from .votes import Votes
+from .wire.due_actions import DueActions
+from .wire.server_stream import PushStream
+from .wire.wire_pieces import PIECE_BYTES
 
 _LOOK_SECONDS = 0.25
 
 
 class Push(NamedTuple):
-    """A push that the server has not applied yet, with the buffer of the push's message."""
+    """A push that the server has not applied yet, with the buffer of the push's message.
+
+    `parts` are those of the message, or the `PushStream` that receives them.
+    """
 
     buffer: np.ndarray
-    parts: list
+    parts: Any
     samples: int  # -1 if the worker gave no number
     seen: int  # the shard's version at the worker's newest pull
 
@@ -56,19 +62,26 @@ class Pull(NamedTuple):
     since: int  # when the pull arrived, in monotonic nanoseconds
     queue: int
     operation: list
+    pieces: bool = False  # whether all parameters are sent in pieces, after a header
 
 
 class Hosted:
     """One model on this server: its shard, the finished steps of each worker, and counters."""
 
     def __init__(
-        self, asked: Request, shard: ServerShard, workers: int, copy: ServerShard | None = None
+        self,
+        asked: Request,
+        shard: ServerShard,
+        workers: int,
+        copy: ServerShard | None = None,
+        piece_bytes: int = PIECE_BYTES,
     ):
         self.name, self.shard = asked.name, shard
         self.copy = copy  # a copy of the shard of another server, see `replicas`, or None
         self.copied = [0] * workers  # the clocks of the workers of which the copy has the pushes
         self.merged: deque = deque()  # gradients of the next updates, which are merged already
         self.gate = asked.consistency.gate(workers, shard.server)
+        self.due = DueActions(shard, piece_bytes)
         self.global_batch: Any = asked.global_batch
         self.pulled = [shard.version] * workers  # the shard's version at each worker's newest pull
         self.applied = 0  # the pushes of all clocks before are applied, in modes that hold pushes
@@ -87,9 +100,12 @@ class Hosted:
         `ranks` are the ranks of the workers.
         """
         version = self.shard.version
-        merged = self.merged.popleft() if self.merged else self.merge(action)
-        if merged is not None:
-            self.shard.update(*merged)
+        if (made := self.due.ended()) is not None:  # the update is made already, piece by piece
+            version -= made.updates
+        else:
+            merged = self.merged.popleft() if self.merged else self.merge(action)
+            if merged is not None:
+                self.shard.update(*merged)
         self.applied = action.clock + 1
         for worker, push in action.pushes:
             age = version - push.seen
@@ -125,13 +141,17 @@ class Hosted:
                 f"samples=, the others did; give samples= on all workers or on none"
             )
 
+    def shares(self, action: Apply) -> list[tuple[float, Any]]:
+        """Return the share of each push in the mean, and its parts."""
+        self._check_samples(action)
+        counted = [(1 if p.samples < 0 else p.samples, p.parts) for _, p in action.pushes]
+        total = sum(samples for samples, _ in counted) or 1
+        return [(samples / total, parts) for samples, parts in counted]
+
     def merge(self, action: Apply) -> tuple[dict, float] | None:
         """Return the gradients of one update and their weight, as `ServerShard.merge`."""
         if self.gate.consistency.merges:
-            self._check_samples(action)
-            counted = [(1 if p.samples < 0 else p.samples, p.parts) for _, p in action.pushes]
-            total = sum(samples for samples, _ in counted) or 1
-            return self.shard.merge([(samples / total, parts) for samples, parts in counted])
+            return self.shard.merge(self.shares(action))
         ((worker, push),) = action.pushes
         age = self.shard.version - push.seen
         factor = self.stale.factor(age, push.samples, self.global_batch)
@@ -192,7 +212,7 @@ class Server:
             return False
         if self.copies is not None and self.copies.pending:
             return False
-        return all(model.gate.settled for model in self.models)
+        return all(model.gate.settled and not model.due.pending for model in self.models)
 
     def poll(self) -> bool:
         """Receive requests, apply pushes and send answers, as far as possible without waiting.
@@ -206,12 +226,17 @@ class Server:
             if not self._present:
                 self.copies.end()
         if self.votes is not None:
-            for model, actions in self.votes.listen():
-                self._carry_out(self.models[model], actions)
+            for number, actions in self.votes.listen():
+                self._carry_out(self.models[number], actions)
         if self.index:
             for number, decision in self.decisions.heard():
                 self._run(self.models[number], self.models[number].gate.follow(decision))
                 self._check_pause()
+        for model in self.models:
+            if model.due:
+                acted |= self._carry_out(model, ())
+                self._check_pause()
+            model.due.send_more()
         self.link.reap()
         while self._answers and self.link.bytes_in_flight < ROOM_BYTES:
             self.link.send(*self._next_answer(), TO_WORKER)
@@ -296,14 +321,19 @@ class Server:
         message = buffer[: header.total]
         push_parts, words_at = self._selection(model, message, HEADER_BYTES, header.push_words)
         pull_parts, data_at = self._selection(model, message, words_at, header.pull_words)
+        pushed, pulled = (n == protocol.PIECES for n in (header.push_words, header.pull_words))
         if header.flags & protocol.PUSH:
-            parts = list(views(model.shard.layout, push_parts, message, data_at))
+            parts: Any = list(views(model.shard.layout, push_parts, message, data_at))
+            if pushed:
+                parts = self._receive_pieces(model, worker, header)
             push = Push(buffer, parts, header.samples, model.pulled[worker])
             self._run(model, model.gate.push(worker, push))
         if header.flags & protocol.CLOCK:
             self._run(model, model.gate.tick(worker))
         if header.flags & protocol.PULL:
-            pull = Pull(pull_parts, time.monotonic_ns(), queue, operation)
+            # A push in pieces is answered in pieces as they are updated, and then by a header.
+            pieces = pulled and not pushed
+            pull = Pull(pull_parts, time.monotonic_ns(), queue, operation, pieces)
             self._run(model, model.gate.pull(worker, pull))
         if header.flags & protocol.LEAVE:
             self._run(model, model.gate.leave(worker))
@@ -314,6 +344,8 @@ class Server:
         layout = model.shard.layout
         if words == protocol.ALL:
             return whole_parts(layout, self.index), at
+        if words == protocol.PIECES:
+            return [], at
         stop = at + 8 * words
         return decode_parts(message[at:stop].view(np.int64), layout, self.index), stop
 
@@ -337,8 +369,23 @@ class Server:
             self.copies.apply(number, clocks)
             self.copies.forget(number)
 
-    def _carry_out(self, model: Hosted, actions: Sequence[Action]) -> None:
-        for action in actions:
+    def _receive_pieces(self, model: Hosted, worker: int, header: Header) -> PushStream:
+        """Begin to receive a push in pieces, of which the gate is told at once.
+
+        No worker has an answer, and nothing is updated, before all have sent such a message.
+        """
+        whole = protocol.PUSH | protocol.CLOCK | protocol.PULL
+        if header.flags != whole or not model.gate.consistency.streams or self.votes is not None:
+            raise ProtocolError(
+                f"parameter server {self.index}: worker {worker} sends {model.name!r} in pieces, "
+                f"which {model.gate.consistency} does not allow here"
+            )
+        return model.due.receive(self.link, self.workers[worker])
+
+    def _carry_out(self, model: Hosted, actions: Sequence[Action]) -> bool:
+        """Carry out actions, after those that are due; return whether anything was done."""
+        done = 0
+        for done, action in enumerate(model.due.ready(actions, model.shares), 1):  # noqa: B007
             if isinstance(action, Drop):
                 model.drop(action, self.workers)
                 for _, push in action.pushes:
@@ -356,6 +403,7 @@ class Server:
                 answer = (model, action.worker, action.item, action.gap, held)
                 if self.copies is None or not self.copies.answered_later(model, answer):
                     self._answers.append(answer)
+        return bool(done)
 
     def _next_answer(self) -> tuple[np.ndarray, int, int]:
         """Write the next answer; return its buffer, its size in bytes, and its receiver.
@@ -385,6 +433,8 @@ class Server:
         shard.read(pull.parts, buffer, HEADER_BYTES)
         model.keep(worker, pull.parts)
         pull.operation[OPEN] = False
+        if pull.pieces:
+            model.due.send(self.link, self.workers[worker])
         return buffer, total, self.workers[worker]
 
     # -- workers that wait for each other --------------------------------------------------
@@ -412,7 +462,7 @@ class Server:
         if gone or tags.count(tags[0]) != len(tags):
             why = f"workers {gone} have left the group" if gone else f"different tags {tags}"
             raise ProtocolError(f"parameter server {self.index}: pause: {why}")
-        if len(tags) < len(self.workers):
+        if len(tags) < len(self.workers) or any(model.due for model in self.models):
             return
         if self.index and any(model.gate.held and not model.gate.settled for model in self.models):
             return  # the first server's decision on these pushes is on its way

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -92,6 +93,7 @@ class ServerShard:
         self.version = 0
         self.parameters: dict[str, np.ndarray] = {}
         self._keys = {piece.tensor: layout.key(piece) for piece in layout.pieces[server]}
+        self._starts = {piece.tensor: piece.start for piece in layout.pieces[server]}
         self._sums: dict[int, np.ndarray] = {}
         for tensor, start, stop in layout.pieces[server]:
             name, _, dtype, _ = layout.tensors[tensor]
@@ -172,7 +174,7 @@ class ServerShard:
             # If one push covers the whole shard, its message is used as the gradient, without a
             # copy.
             share, parts = pushes[0]
-            return {self._keys[p.piece.tensor]: _scaled(view, share) for p, view in parts}, weight
+            return {self._keys[p.piece.tensor]: scale(view, share) for p, view in parts}, weight
         return self._summed(pushes), weight
 
     def update(self, gradients: Mapping[str, np.ndarray], weight: float) -> None:
@@ -180,6 +182,27 @@ class ServerShard:
         extra = {"weight": weight} if self._weighs else {}
         self.optimizer.update(gradients, self.state, self.parameters, **extra)
         self.version += 1
+
+    # -- updates piece by piece ------------------------------------------------------------
+
+    def key_of(self, tensor: int) -> str:
+        """Return the key of the piece of tensor number `tensor`."""
+        return self._keys[tensor]
+
+    def first(self, tensor: int) -> int:
+        """Return the first element that this server holds of tensor number `tensor`."""
+        return self._starts[tensor]
+
+    def leaves(self) -> list[tuple[tuple[str, ...], Any]]:
+        """Return the arrays of the optimizer's state with their paths."""
+        return list(_leaves(self.state))
+
+    def update_part(
+        self, gradients: Mapping[str, np.ndarray], state: dict, parameters: dict[str, np.ndarray]
+    ) -> None:
+        """Let the optimizer update parts of arrays, with the parts of its state."""
+        extra = {"weight": 1.0} if self._weighs else {}
+        self.optimizer.update(gradients, state, parameters, **extra)
 
     def _is_gradient(self, share: float, parts) -> bool:
         """Whether a push covers the whole shard and can be scaled in place at full precision."""
@@ -196,7 +219,7 @@ class ServerShard:
         for share, parts in pushes:
             for part, view in parts:
                 total = self._sums[part.piece.tensor]
-                scaled = _scaled(view.astype(total.dtype, copy=False), share)
+                scaled = scale(view.astype(total.dtype, copy=False), share)
                 if part.rows is None:
                     total += scaled
                 else:
@@ -254,7 +277,19 @@ def state_copies(optimizer) -> float:
     return sum(array.nbytes for array in arrays if array.ndim) / probe.nbytes
 
 
-def _scaled(view: np.ndarray, weight: float) -> np.ndarray:
+def updates_in_pieces(optimizer) -> bool:
+    """Whether the state of an optimizer has one array like each parameter, and scalars, only."""
+    probe = np.zeros(7, np.float32)
+    leaves = list(_leaves(optimizer.init({"x": probe})))
+    return all(
+        isinstance(leaf, np.ndarray)
+        and (leaf.shape == probe.shape if path[-1] == "x" else not leaf.ndim)
+        for path, leaf in leaves
+    )
+
+
+def scale(view: np.ndarray, weight: float) -> np.ndarray:
+    """Multiply an array by a number in place, unless that is 1; return the array."""
     return view if weight == 1 else np.multiply(view, weight, out=view)
 
 

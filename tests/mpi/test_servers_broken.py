@@ -12,6 +12,7 @@ from mpi4py import MPI
 import mpidist as md
 from mpidist.errors import MismatchError, MpidistError, ProtocolError
 from mpidist.servers.link import GroupCall
+from mpidist.servers.wire import wire_pieces
 
 SGD = md.optim.sgd(1.0)
 ONES = {"x": np.ones(6)}
@@ -118,8 +119,11 @@ class Breaks:
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("call", ["pull", "push", "clock", "push_pull"])
-def test_an_error_at_every_message(comm, call):
+@pytest.mark.parametrize("piece", [8, 1000])
+def test_an_error_at_every_message(comm, monkeypatch, call, piece):
     """Two servers. Whichever send or receive of a call fails: every rank gets an error, soon."""
+    monkeypatch.setattr(wire_pieces, "NODE_PIECE_BYTES", piece)
+    monkeypatch.setattr(wire_pieces, "WINDOW", 2)
     through, n = False, 0
     while not through:
         n += 1

@@ -1,0 +1,144 @@
+"""A worker's side of a push_pull in pieces: from the gradients and into the arrays `out`.
+
+::
+
+    gradients   | 0 | 1 | 2 | 3 | 4 | ...     piece 4 is sent when answer 0 is here
+    out         | 0 |                         answers come in the order of the pieces
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from ...runtime.ulfm import test_one
+from ..layout.placement import ServerLayout
+from ..link import Link
+from ..protocol import PIECE_DOWN, PIECE_UP, check_piece
+from .wire_pieces import WirePiece, allowed
+
+
+class ClientStream:
+    """The pieces of one push_pull between this worker and one server.
+
+    Parameters
+    ----------
+    link : Link
+    rank : int
+        The server.
+    layout : ServerLayout
+    pieces : sequence of WirePiece
+        What the server holds, see `cut_shard`.
+    out, gradients : mapping of str to ndarray
+        One-dimensional contiguous arrays of the dtypes of the tensors, by name. MPI uses them until
+        `progress` has returned true. Without `gradients`, the stream only receives. Where both
+        share memory, see `can_share`.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        rank: int,
+        layout: ServerLayout,
+        pieces: Sequence[WirePiece],
+        out: Mapping[str, np.ndarray],
+        gradients: Mapping[str, np.ndarray] | None = None,
+    ):
+        self._link, self._rank, self._layout, self._pieces = link, rank, layout, pieces
+        self._gradients = None
+        if gradients is not None:
+            self._gradients = {name: array.view(np.uint8) for name, array in gradients.items()}
+        self._out = {name: array.view(np.uint8) for name, array in out.items()}
+        self._begun = self._answered = 0
+        # Each request with the memory that goes back to the pool, if its piece has many spans.
+        self._sends: deque[tuple[MPI.Request, np.ndarray | None]] = deque()
+        self._answers: deque[tuple[MPI.Request, np.ndarray]] = deque()
+        self._status = MPI.Status()
+        # After an exception the link keeps all this, because MPI may still use the memory.
+        link.receiving.add(self)
+        nbytes = sum(piece.nbytes for piece in pieces)
+        pushes = gradients is not None
+        link.count_pieces(pushes * len(pieces), pushes * nbytes, len(pieces), nbytes)
+        self._post()
+
+    def progress(self) -> bool:
+        """Take the answers that are here, send what they allow; return whether all is done."""
+        answers, sends, status = self._answers, self._sends, self._status
+        before = self._answered
+        while answers and test_one(answers[0][0], status):
+            piece, (_, answer) = self._pieces[self._answered], answers.popleft()
+            check_piece(status.Get_count(MPI.BYTE), piece.nbytes, self._rank)
+            if len(piece.spans) > 1:
+                for raw, place in self._places(self._out, piece):
+                    raw[...] = answer[place]
+                self._link.pool.give(answer)
+            self._answered += 1
+        if self._answered > before:
+            self._link.moved = True
+            self._post()
+        while sends and test_one(sends[0][0], status):
+            packed = sends.popleft()[1]
+            if packed is not None:
+                self._link.pool.give(packed)
+        if answers or sends or self._begun < len(self._pieces):
+            return False
+        self._link.receiving.discard(self)
+        return True
+
+    def _post(self) -> None:
+        link, rank = self._link, self._rank
+        for number in allowed(len(self._pieces), self._begun, self._answered):
+            piece = self._pieces[number]
+            answer = self._memory(self._out, piece)
+            # The answer's receive comes first, so that MPI need not buffer the answer.
+            request = link.comm.Irecv([answer, MPI.BYTE], rank, link.tag + PIECE_DOWN)
+            self._answers.append((request, answer))
+            if self._gradients is not None:
+                push = self._memory(self._gradients, piece)
+                if len(piece.spans) > 1:
+                    for raw, place in self._places(self._gradients, piece):
+                        push[place] = raw
+                request = link.comm.Isend([push, MPI.BYTE], rank, link.tag + PIECE_UP)
+                self._sends.append((request, push if len(piece.spans) > 1 else None))
+            self._begun = number + 1
+
+    def _memory(self, arrays: Mapping[str, np.ndarray], piece: WirePiece) -> np.ndarray:
+        """Return the bytes of a piece in `arrays`, or memory for a piece with several spans."""
+        if len(piece.spans) > 1:
+            return self._link.pool.take(piece.nbytes)
+        ((raw, _),) = self._places(arrays, piece)
+        return raw
+
+    def _places(self, arrays: Mapping[str, np.ndarray], piece: WirePiece):
+        """Yield the bytes of each span of a piece in `arrays`, and their place in the piece."""
+        for tensor, start, stop, at in piece.spans:
+            name, _, dtype, _ = self._layout.tensors[tensor]
+            size = dtype.itemsize
+            raw = arrays[name][start * size : stop * size]
+            yield raw, slice(at, at + raw.size)
+
+
+def can_share(gradients: Mapping[str, np.ndarray], out: Mapping[str, np.ndarray]) -> bool:
+    """Whether answers may be written to `out` while `gradients` are still being sent.
+
+    An answer is written where its piece of the gradients was, at most, because the server has
+    received that piece. So an array may be both the gradient and the answer of one tensor.
+    """
+    places = []
+    for side, arrays in enumerate((gradients, out)):
+        for name, array in arrays.items():
+            first = array.__array_interface__["data"][0]
+            places.append((first, first + array.nbytes, side, name))
+    places.sort()
+    reached: tuple[int, int, int, str] = (0, 0, 0, "")
+    for place in places:
+        if place[0] < reached[1] and place[2] != reached[2] and place[3] != reached[3]:
+            return False
+        if place[0] < reached[1] and place[0] != reached[0]:
+            return False
+        if place[1] > reached[1]:
+            reached = place
+    return True

@@ -1,0 +1,88 @@
+"""What a model's gate has allowed and its server has not done yet, because pieces are still to come.
+
+    due   | update of clock 7, in pieces | answer to 0 | answer to 1 | update of clock 8 | ...
+
+An update in pieces takes a while, and all that the gate has allowed meanwhile comes after it. An
+update also waits until the answers that MPI sends straight from the parameters have been sent. That
+takes no time, because their workers have them before they send what changes the parameters.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ..consistency import Action, Apply
+from ..link import Link
+from ..shards import ServerShard
+from .server_stream import AnswerSends, PullStream, PushStream, ShardPieces, StreamedUpdate
+
+
+class DueActions:
+    """The actions of one model that are due, in their order, and its pushes and pulls in pieces.
+
+    Attributes
+    ----------
+    update : StreamedUpdate or None
+        The update in pieces that is under way, or that has just ended.
+    """
+
+    def __init__(self, shard: ServerShard, piece_bytes: int):
+        self.update: StreamedUpdate | None = None
+        self._shard, self._pieces = shard, ShardPieces(shard, piece_bytes)
+        self._actions: deque[Action] = deque()
+        self._pulls: list[PullStream] = []
+        self._sends: AnswerSends | None = None  # made for the first push in pieces
+
+    def __len__(self) -> int:
+        return len(self._actions)
+
+    @property
+    def pending(self) -> bool:
+        """Whether actions are due, or answers in pieces are being sent."""
+        sending = self._sends is not None and not self._sends.reap()
+        return bool(self._actions or self._pulls or sending)
+
+    def receive(self, link: Link, source: int) -> PushStream:
+        """Begin to receive a push in pieces."""
+        if self._sends is None:
+            self._sends = AnswerSends(link)
+        return PushStream(link, source, self._pieces.pieces)
+
+    def send(self, link: Link, rank: int) -> None:
+        """Begin to send all parameters in pieces; no update is due before they are there."""
+        self._pulls.append(PullStream(link, rank, self._pieces))
+
+    def send_more(self) -> None:
+        """Go on with the pulls that are answered in pieces."""
+        if self._pulls:
+            self._pulls = [pull for pull in self._pulls if not pull.progress()]
+
+    def ready(
+        self, actions: Sequence[Action], shares: Callable[[Apply], list[tuple[float, Any]]]
+    ) -> Iterator[Action]:
+        """Add actions, and yield all that may be carried out now.
+
+        `shares` returns the share and the parts of each push of an update.
+        """
+        self._actions += actions
+        while self._actions:
+            action = self._actions[0]
+            if self._sends is not None and isinstance(action, Apply):
+                if self.update is None and not self._sends.reap():
+                    return
+                if any(isinstance(push.parts, PushStream) for _, push in action.pushes):
+                    if self.update is None:
+                        self.update = StreamedUpdate(
+                            self._sends, self._shard, self._pieces, shares(action)
+                        )
+                    if not self.update.progress():
+                        return
+            self._actions.popleft()
+            yield action
+
+    def ended(self) -> StreamedUpdate | None:
+        """Return the update in pieces that has just ended, and forget it."""
+        update, self.update = self.update, None
+        return update

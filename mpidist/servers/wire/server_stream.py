@@ -1,0 +1,363 @@
+"""A server's side of pushes in pieces: add, update and answer one piece after the other.
+
+::
+
+    worker 0   | 0 | 1 | 2 | 3 |            a piece is added in the order of the workers, updated,
+    worker 1   | 0 | 1 |                    and answered to all of them, when its last push is here;
+    answered   | 0 | 1 |                    a server needs `WINDOW` pieces of memory per worker
+
+A `PushStream` receives the pieces of one worker. A `StreamedUpdate` is one update of a model that
+pushes in pieces take part in; other pushes of the same clock may be whole messages. The bits are
+those of an update with whole pushes. A `PullStream` sends the answer to a pull.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from ...arrays import work_dtype
+from ...runtime.ulfm import test_one
+from ..link import Link
+from ..protocol import PIECE_DOWN, PIECE_UP, check_piece
+from ..shards import Parts, ServerShard, scale
+from .wire_pieces import WirePiece, allowed, cut_shard
+
+
+class PushStream:
+    """The pieces of one push, as they arrive from the rank `source`.
+
+    Attributes
+    ----------
+    source : int
+    here : int
+        How many pieces have arrived.
+    """
+
+    def __init__(self, link: Link, source: int, pieces: Sequence[WirePiece]):
+        self.source, self.here = source, 0
+        self._link, self._pieces = link, pieces
+        self._begun = self._used = 0
+        largest = max(piece.nbytes for piece in pieces)
+        self._slots = [link.pool.take(largest) for _ in allowed(len(pieces), 0, 0)]
+        self._requests: deque[MPI.Request] = deque()
+        self._status = MPI.Status()
+        link.receiving.add(self)
+        self._post()
+
+    def progress(self) -> bool:
+        """Return whether a piece has arrived since the last call."""
+        before, requests = self.here, self._requests
+        while requests and test_one(requests[0], self._status):
+            got = self._status.Get_count(MPI.BYTE)
+            check_piece(got, self._pieces[self.here].nbytes, self.source)
+            requests.popleft()
+            self.here += 1
+        return self.here > before
+
+    def piece(self, number: int) -> np.ndarray:
+        """Return the memory of a piece that has arrived, until `use` is called."""
+        return self._slots[number % len(self._slots)]
+
+    def use(self) -> None:
+        """Say that the oldest piece is used, so that its memory receives a later piece."""
+        self._used += 1
+        self._post()
+        if self._used == len(self._pieces):
+            self._link.receiving.discard(self)
+            for slot in self._slots:
+                self._link.pool.give(slot)
+
+    def _post(self) -> None:
+        link = self._link
+        for number in allowed(len(self._pieces), self._begun, self._used):
+            memory = self.piece(number)[: self._pieces[number].nbytes]
+            tag = link.tag + PIECE_UP
+            self._requests.append(link.comm.Irecv([memory, MPI.BYTE], self.source, tag))
+            self._begun = number + 1
+
+
+class AnswerSends:
+    """The answers of a model that MPI sends straight from the parameters.
+
+    The parameters must not change before `reap` returns true. That takes no time: the workers have
+    these answers before they send what changes the parameters.
+    """
+
+    def __init__(self, link: Link):
+        self.link = link
+        self._sends: deque[tuple[MPI.Request, np.ndarray | None]] = deque()
+        self._status = MPI.Status()
+
+    def __len__(self) -> int:
+        return len(self._sends)
+
+    def send(self, memory: np.ndarray, ranks: Sequence[int], pooled: bool = False) -> None:
+        """Begin to send bytes to ranks; `pooled` memory then goes back to the pool."""
+        link = self.link
+        link.receiving.add(self)
+        for k, rank in enumerate(ranks, 1):
+            request = link.comm.Isend([memory, MPI.BYTE], rank, link.tag + PIECE_DOWN)
+            self._sends.append((request, memory if pooled and k == len(ranks) else None))
+
+    def reap(self) -> bool:
+        """Return whether all answers have been sent."""
+        sends = self._sends
+        while sends and test_one(sends[0][0], self._status):
+            memory = sends.popleft()[1]
+            if memory is not None:
+                self.link.pool.give(memory)
+        if not sends:
+            self.link.receiving.discard(self)
+        return not sends
+
+
+class PieceViews(NamedTuple):
+    """One piece of a shard: views of the parameters and of the optimizer's state.
+
+    `places` has, for each view, the dict and the key under which the optimizer finds it. `memory`
+    has the bytes of the parameters, if the piece has only one span.
+    """
+
+    piece: WirePiece
+    parameters: dict[str, np.ndarray]
+    state: dict[str, Any]
+    places: list[tuple[dict, str, np.ndarray]]
+    memory: np.ndarray | None
+
+
+class ShardPieces:
+    """The pieces of a shard, and their views, which are made once.
+
+    Attributes
+    ----------
+    pieces : list of WirePiece
+    """
+
+    def __init__(self, shard: ServerShard, limit: int):
+        self._shard, self.pieces = shard, cut_shard(shard.layout, shard.server, limit)
+        self._made_for: list = []
+        self._views: dict[int, PieceViews] = {}
+        self._before: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._scalars: dict[tuple[str, ...], np.ndarray] = {}
+
+    def begin(self) -> None:
+        """Begin an update: all pieces start from the present scalars of the optimizer."""
+        leaves = self._shard.leaves()
+        arrays = [*self._shard.parameters.values(), *(leaf for _, leaf in leaves)]
+        # An optimizer may have put another array in the place of one.
+        same = len(arrays) == len(self._made_for) and all(map(is_, arrays, self._made_for))
+        if not same:
+            self._made_for, self._views = arrays, {}
+            scalars = [(path, leaf) for path, leaf in leaves if not np.ndim(leaf)]
+            self._scalars = {path: np.array(leaf) for path, leaf in scalars}
+            self._before = [(leaf, np.array(leaf), self._scalars[path]) for path, leaf in scalars]
+        for leaf, before, _ in self._before:
+            before[...] = leaf
+
+    def update(self, number: int, gradients: Mapping[str, np.ndarray]) -> None:
+        """Update one piece. The gradients have the keys of the shard."""
+        views = self.views(number)
+        for _, before, scalar in self._before:
+            scalar[...] = before
+        self._shard.update_part(gradients, views.state, views.parameters)
+        for where, key, view in views.places:
+            if where[key] is not view:  # the optimizer has made a new array
+                view[...] = where[key]
+                where[key] = view
+
+    def end(self) -> None:
+        """End an update: the optimizer's state gets its scalars."""
+        for (leaf, _, scalar), path in zip(self._before, self._scalars, strict=True):
+            if isinstance(leaf, np.ndarray):
+                leaf[...] = scalar
+            else:  # the optimizer has put a number in the place of an array
+                where = self._shard.state
+                for key in path[:-1]:
+                    where = where[key]
+                where[path[-1]] = scalar.copy()
+        self._shard.version += 1
+
+    def views(self, number: int) -> PieceViews:
+        """Return the views of one piece."""
+        found = self._views.get(number)
+        if found is None:
+            found = self._views[number] = self._make(self.pieces[number])
+        return found
+
+    def answer(self, number: int, ranks: Sequence[int], sends: AnswerSends) -> None:
+        """Send one piece of the parameters to ranks."""
+        piece, parameters, _, _, memory = self.views(number)
+        if memory is not None:
+            sends.send(memory, ranks)
+            return
+        packed = sends.link.pool.take(piece.nbytes)
+        for view, (_, _, _, at) in zip(parameters.values(), piece.spans, strict=True):
+            packed[at : at + view.nbytes] = view.view(np.uint8)
+        sends.send(packed, ranks, pooled=True)
+
+    def _make(self, piece: WirePiece) -> PieceViews:
+        shard = self._shard
+        ranges = {}
+        for tensor, start, stop, _ in piece.spans:
+            first = shard.first(tensor)
+            ranges[shard.key_of(tensor)] = slice(start - first, stop - first)
+        parameters = {key: shard.parameters[key][place] for key, place in ranges.items()}
+        places: list[tuple[dict, str, np.ndarray]] = [
+            (parameters, key, view) for key, view in parameters.items()
+        ]
+        state: dict[str, Any] = {}
+        for path, leaf in shard.leaves():
+            if not np.ndim(leaf):
+                view = self._scalars[path]
+            elif path[-1] in ranges:
+                view = leaf[ranges[path[-1]]]
+            else:
+                continue
+            where = state
+            for key in path[:-1]:
+                where = where.setdefault(key, {})
+            where[path[-1]] = view
+            places.append((where, path[-1], view))
+        memory = None
+        if len(piece.spans) == 1:
+            ((_, view),) = parameters.items()
+            memory = view.view(np.uint8)
+        return PieceViews(piece, parameters, state, places, memory)
+
+
+class PullStream:
+    """The answer to one pull in pieces, which changes nothing: at most `WINDOW` are on the way.
+
+    No update is due before the worker has all pieces, so they are of one version.
+    """
+
+    def __init__(self, link: Link, rank: int, pieces: ShardPieces):
+        pieces.begin()
+        self._pieces, self._ranks, self._next = pieces, [rank], 0
+        self._sends = AnswerSends(link)
+        link.count_pieces(len(pieces.pieces), sum(piece.nbytes for piece in pieces.pieces), 0, 0)
+
+    def progress(self) -> bool:
+        """Send what may be sent; return whether all has been sent."""
+        self._sends.reap()
+        first = self._next
+        for number in allowed(len(self._pieces.pieces), first, first - len(self._sends)):
+            self._pieces.answer(number, self._ranks, self._sends)
+            self._next = number + 1
+        if self._next > first:
+            self._sends.link.moved = True
+        return not len(self._sends)
+
+
+class StreamedUpdate:
+    """One update of a shard, piece by piece, and the answers to the workers that push in pieces.
+
+    Parameters
+    ----------
+    sends : AnswerSends
+    shard : ServerShard
+    pieces : ShardPieces
+    pushes : sequence of (share, PushStream or parts)
+        In the order of the workers, see `ServerShard.merge`.
+
+    Attributes
+    ----------
+    updates : bool
+        Whether the parameters change; not if all shares are 0.
+    """
+
+    def __init__(
+        self,
+        sends: AnswerSends,
+        shard: ServerShard,
+        pieces: ShardPieces,
+        pushes: Sequence[tuple[float, PushStream | Parts]],
+    ):
+        self._shard, self._all, self._sends = shard, pieces, sends
+        self._next, self._number = 0, len(pieces.pieces)
+        self._streams = [push for _, push in pushes if isinstance(push, PushStream)]
+        self._ranks = [stream.source for stream in self._streams]
+        self._pushes: list[tuple[float, PushStream | dict[int, np.ndarray]]] = [
+            (share, push if isinstance(push, PushStream) else dense(shard, share, push))
+            for share, push in pushes
+            if share
+        ]
+        self.updates = bool(self._pushes)
+        pieces.begin()
+        times, nbytes = len(self._streams), sum(piece.nbytes for piece in pieces.pieces)
+        number, nbytes = times * self._number, times * nbytes
+        sends.link.count_pieces(number, nbytes, number, nbytes)
+
+    def progress(self) -> bool:
+        """Update and answer the pieces that are here; return whether that was all."""
+        first = self._next
+        for stream in self._streams:
+            stream.progress()
+        while self._next < self._number and all(
+            stream.here > self._next for stream in self._streams
+        ):
+            self._answer(self._next)
+            self._next += 1
+        if self._next > first:
+            self._sends.link.moved = True
+        if self._next < self._number:
+            return False
+        if self.updates:
+            self._all.end()
+        return True
+
+    def _answer(self, number: int) -> None:
+        if self.updates:
+            piece, parameters, *_ = self._all.views(number)
+            keys = zip(parameters, piece.spans, strict=True)
+            gradients = {key: self._gradient(number, *span) for key, span in keys}
+            self._all.update(number, gradients)
+        # The receives of later pieces are posted before the answers, which let workers send them.
+        for stream in self._streams:
+            stream.use()
+        self._all.answer(number, self._ranks, self._sends)
+
+    def _gradient(self, number: int, tensor: int, start: int, stop: int, at: int) -> np.ndarray:
+        """Return the weighted mean of the gradients of one span, with the bits of `merge`."""
+        dtype = self._shard.layout.tensors[tensor].dtype
+        room = slice(at, at + (stop - start) * dtype.itemsize)
+        share, push = self._pushes[0]
+        if (
+            len(self._pushes) == 1
+            and isinstance(push, PushStream)
+            and (share == 1 or dtype == work_dtype(dtype))
+        ):
+            return scale(push.piece(number)[room].view(dtype), share)
+        total = np.zeros(stop - start, np.promote_types(dtype, np.float32))
+        for share, push in self._pushes:
+            if isinstance(push, PushStream):
+                view = push.piece(number)[room].view(dtype)
+                total += scale(view.astype(total.dtype, copy=False), share)
+            elif tensor in push:
+                first = start - self._shard.first(tensor)
+                total += push[tensor][first : first + total.size]
+        return total.astype(dtype, copy=False)
+
+
+def dense(shard: ServerShard, share: float, parts: Parts) -> dict[int, np.ndarray]:
+    """Return what a push in one message has of each tensor, multiplied by its share."""
+    found: dict[int, np.ndarray] = {}
+    for part, view in parts:
+        tensor = part.piece.tensor
+        dtype = np.promote_types(view.dtype, np.float32)
+        values = scale(view.astype(dtype, copy=False), share)
+        if part.rows is not None:
+            width = shard.layout.tensors[tensor].width
+            rows = np.zeros((part.piece.stop - part.piece.start) // width * width, dtype)
+            np.add.at(
+                rows.reshape(-1, width), part.local_rows(shard.layout), values.reshape(-1, width)
+            )
+            values = rows
+        found[tensor] = values
+    return found

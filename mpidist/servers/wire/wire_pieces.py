@@ -1,0 +1,92 @@
+"""Cut what one server holds into pieces of a message, and say which pieces may be on the way.
+
+::
+
+    shard of a server    | a: 300 KiB            | b: 2 KiB | c: 1 KiB | d: 200 KiB   |
+    pieces               | a 128 | a 128 | a 44  | b and c             | d 128 | d 72 |
+
+A piece is at most `PIECE_BYTES` long. A long tensor has pieces of its own, which are sent from
+where they lie; short tensors share a piece. Worker and server cut the same layout, so no message
+needs to name the parts of a piece.
+
+Piece k + `WINDOW` of a push is sent only when piece k is answered. Without that bound pieces gain
+nothing, because the answers, or the permissions of MPI to send them, queue behind pushes that MPI
+has already. The server has the receives of `WINDOW` pieces of each worker posted, and uses the
+memory of piece k again for piece k + `WINDOW`. No order of workers and servers can lock: the lowest
+piece that is not answered is always on its way, and needs nothing but the same piece of the other
+workers.
+
+This module uses no MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from ..layout.placement import ServerLayout
+
+#: The most bytes of a piece, between nodes and within one, and how many pieces of a worker may be
+#: on the way to one server. Tests lower these numbers.
+PIECE_BYTES, NODE_PIECE_BYTES, WINDOW = 128 << 10, 256 << 10, 4
+
+_ALIGN = 8
+
+
+class Span(NamedTuple):
+    """Elements ``start:stop`` of a flattened tensor, which begin at byte `at` of a piece."""
+
+    tensor: int
+    start: int
+    stop: int
+    at: int
+
+
+class WirePiece(NamedTuple):
+    """One message: its spans and its length in bytes. A piece with one span is not copied."""
+
+    spans: tuple[Span, ...]
+    nbytes: int
+
+
+def piece_bytes(hosts: Collection[str]) -> int:
+    """Return the most bytes of a piece for a group on these hosts."""
+    return NODE_PIECE_BYTES if len(hosts) == 1 else PIECE_BYTES
+
+
+def cut_shard(layout: ServerLayout, server: int, limit: int) -> list[WirePiece]:
+    """Return the pieces of all that `server` holds, of at most `limit` bytes if elements allow."""
+    found: list[WirePiece] = []
+    spans: list[Span] = []
+    end = 0  # bytes of `spans`, with the gaps between them
+
+    def close() -> None:
+        nonlocal end
+        if spans:
+            last = spans[-1]
+            size = (last.stop - last.start) * layout.tensors[last.tensor].dtype.itemsize
+            found.append(WirePiece(tuple(spans), last.at + size))
+        spans.clear()
+        end = 0
+
+    for tensor, start, stop in layout.pieces[server]:
+        size = layout.tensors[tensor].dtype.itemsize
+        if (stop - start) * size > limit - end:
+            close()
+        while start < stop:
+            take = min(stop - start, max(1, limit // size))
+            spans.append(Span(tensor, start, start + take, end))
+            end = -(-(end + take * size) // _ALIGN) * _ALIGN
+            start += take
+            if start < stop:
+                close()
+    close()
+    return found
+
+
+def allowed(pieces: int, begun: int, done: int) -> range:
+    """Return the numbers of the pieces to send, or to receive, now.
+
+    `begun` of all `pieces` are begun already, and the first `done` of them are answered, or used.
+    """
+    return range(begun, min(pieces, done + WINDOW))

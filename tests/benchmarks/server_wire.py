@@ -1,0 +1,219 @@
+"""Compare `push_pull` with the wire: raw mpi4py in one node, and plain TCP on shaped networks.
+
+    mpirun -n 2 python -m benchmarks.server_wire node [--mode asp]      1 worker and 1 server
+    mpirun -n 9 python -m benchmarks.server_wire memory                 8 workers and 1 server
+    python -m benchmarks.server_wire net [--layouts 4+4,2+2]            needs root, calls mpirun
+
+`node` alternates a push_pull with the same exchange by hand: one message each way, and the same
+update. `net` compares with a plain TCP stream of as many bytes as each host sends in a push_pull,
+and with `md.allreduce` on as many hosts as there are workers. `memory` measures how far the
+resident memory of a server and of a worker grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+_MIB = 1 << 20
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def _load() -> str:
+    return Path("/proc/loadavg").read_text().split()[0]
+
+
+def node(args) -> None:
+    """1 worker and 1 server: push_pull over the same exchange and update by hand."""
+    from mpi4py import MPI
+
+    import mpidist as md
+
+    comm, mode = MPI.COMM_WORLD, {"bsp": md.BSP(), "asp": md.ASP()}[args.mode]
+    worker = comm.rank == 0
+    for nbytes in args.sizes:
+        rounds = max(45, min(400, (512 * _MIB) // nbytes // 8))
+        size, raw = nbytes // 4, comm.Dup()
+        gradient, here = np.full(size, 1e-3, "f4"), np.zeros(size, "f4")
+        sgd = md.optim.sgd(0.1)
+        state = sgd.init({"w": here})
+        model = {"w": np.zeros(size, "f4")}
+
+        def by_hand(raw=raw, gradient=gradient, here=here, sgd=sgd, state=state):
+            if worker:
+                ask = raw.Irecv(here, 1, 1)
+                raw.Isend(gradient, 1, 0).Wait()
+                ask.Wait()
+            else:
+                raw.Irecv(gradient, 0, 0).Wait()
+                sgd.update({"w": gradient}, state, {"w": here})
+                raw.Isend(here, 0, 1).Wait()
+
+        times: dict[str, list[float]] = {"raw": [], "push_pull": []}
+        inner = max(1, min(50, (1 << 16) // nbytes))
+        for _ in range(3):
+            with md.ServerGroup(comm, servers=1) as group:
+                client = group.add("m", model, optimizer=md.optim.sgd(0.1), consistency=mode)
+                if client is None:
+                    group.serve()
+                else:
+                    out, grads = {"w": model["w"]}, {"w": gradient}
+                    client.pull(out=out)
+                    for k in range(rounds // 3 + 2):
+                        start = time.perf_counter()
+                        for _ in range(inner):
+                            client.push_pull(grads, out=out)
+                        if k > 1:
+                            times["push_pull"].append((time.perf_counter() - start) / inner)
+            for k in range(rounds // 3 + 2):
+                start = time.perf_counter()
+                for _ in range(inner):
+                    by_hand()
+                if k > 1:
+                    times["raw"].append((time.perf_counter() - start) / inner)
+        raw.Free()
+        if worker:
+            ours, theirs = (1e6 * statistics.median(times[name]) for name in ("push_pull", "raw"))
+            best = min(times["push_pull"]) / min(times["raw"])
+            print(
+                f"{nbytes:>10} B  push_pull {ours:9.1f} us  raw {theirs:9.1f} us  "
+                f"ratio {ours / theirs:5.2f}  of the fastest {best:5.2f}  load {_load()}",
+                flush=True,
+            )
+
+
+def memory(args) -> None:
+    """All ranks but the last work: how far resident memory grows, over the bytes of the model."""
+    from mpi4py import MPI
+
+    import mpidist as md
+
+    def resident(kind: str) -> int:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(kind):
+                return int(line.split()[1]) << 10
+        return 0
+
+    comm, nbytes = MPI.COMM_WORLD, args.sizes[-1]
+    model = {"w": ((nbytes // 4,), "f4")}
+    comm.Barrier()
+    before = resident("VmRSS")
+    mine = 0
+    with md.ServerGroup(comm, servers=1) as group:
+        client = group.add("m", model, optimizer=md.optim.sgd(0.1))
+        if client is not None:
+            out = {"w": np.zeros(nbytes // 4, "f4")}
+            out["w"][:] = 1
+            grads = {"w": np.full(nbytes // 4, 1e-3, "f4")}
+            mine = 2 * nbytes
+            client.pull(out=out)
+            for _ in range(3):
+                client.push_pull(grads, out=out)
+    grown = (resident("VmHWM") - before - mine) / nbytes
+    every = comm.gather(grown)
+    if comm.rank == 0:
+        print(f"{nbytes} B, {comm.size - 1} workers: server {every[-1]:.2f} models, worker's extra "
+              f"{max(every[:-1]):.2f}", flush=True)  # fmt: skip
+
+
+def job(args) -> None:
+    """On a shaped network: seconds of push_pull and of allreduce, as JSON on rank 0."""
+    from mpi4py import MPI
+
+    import mpidist as md
+
+    comm = MPI.COMM_WORLD
+    workers, servers = map(int, args.layouts[0].split("+"))
+    found = {}
+    part = comm.Split(0 if comm.rank < workers else MPI.UNDEFINED)
+    for nbytes in args.sizes:
+        model = {"w": np.zeros(nbytes // 4, "f4")}
+        grads = {"w": np.full(nbytes // 4, 1e-3, "f4")}
+        times, reduces = [], []
+        with md.ServerGroup(comm, servers=servers) as group:
+            client = group.add("m", model, optimizer=md.optim.sgd(0.1))
+            if client is None:
+                group.serve()
+            else:
+                client.pull(out=model)
+                for _ in range(args.rounds + 1):
+                    group.barrier()
+                    start = time.perf_counter()
+                    client.push_pull(grads, out=model)
+                    times.append(1e6 * (time.perf_counter() - start))
+        if part != MPI.COMM_NULL:
+            x = grads["w"].copy()
+            for _ in range(args.rounds + 1):
+                part.Barrier()
+                start = time.perf_counter()
+                md.allreduce(part, x, op="mean")
+                reduces.append(1e6 * (time.perf_counter() - start))
+            slowest = [
+                [max(each) / 1e6 for each in zip(*part.allgather(mine), strict=True)][1:]
+                for mine in (times, reduces)
+            ]
+            found[nbytes] = [statistics.median(each) for each in slowest]
+        comm.Barrier()
+    if comm.rank == 0:
+        Path(args.json).write_text(json.dumps(found))
+
+
+def net(args) -> None:
+    """Each rank on a host of its own: push_pull over plain TCP and against allreduce."""
+    from onebox.network import shaped_network
+
+    tests = str(Path(__file__).resolve().parents[1])
+    for layout in args.layouts:
+        workers, servers = map(int, layout.split("+"))
+        with shaped_network(workers + servers, args.rate) as shaped:
+            file = shaped.box.folder / "found.json"
+            words = [sys.executable, "-m", "benchmarks.server_wire", "job", "--layouts", layout]
+            words += ["--sizes", ",".join(map(str, args.sizes)), "--json", str(file)]
+            words += ["--rounds", str(args.rounds)]
+            path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
+            streams = {}
+            for nbytes in args.sizes:
+                # Workers send a whole model, and servers send `workers` parts of one.
+                most = max(nbytes, nbytes * workers // servers)
+                streams[nbytes] = shaped.stream(most)
+            env = {**_ONE_THREAD, "PYTHONPATH": path}
+            shaped.mpirun(1, words, env=env, timeout=300, options=args.options).check()
+            found = json.loads(file.read_text())
+            for nbytes in args.sizes:
+                tcp = (
+                    streams[nbytes] + shaped.stream(max(nbytes, nbytes * workers // servers))
+                ) / 2
+                ours, reduced = found[str(nbytes)]
+                print(
+                    f"{layout} {nbytes / _MIB:g} MiB {args.rate}: push_pull {1e3 * ours:.0f} ms, "
+                    f"TCP {1e3 * tcp:.0f} ms, ratio {ours / tcp:.2f}; allreduce of {workers} "
+                    f"{1e3 * reduced:.0f} ms, faster by {reduced / ours:.2f}; load {_load()}",
+                    flush=True,
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("case", choices=("node", "memory", "job", "net"))
+    parser.add_argument("--sizes", type=lambda s: [int(n) for n in s.split(",")])
+    parser.add_argument("--layouts", type=lambda s: s.split(","), default=["4+4", "2+2"])
+    parser.add_argument("--mode", choices=("bsp", "asp"), default="bsp")
+    parser.add_argument("--rate", default="200mbit")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json")
+    parser.add_argument("--options", type=str.split, default=[])
+    args = parser.parse_args()
+    usual = {"node": [1 << 10, 64 << 10, _MIB, 16 * _MIB, 64 * _MIB], "memory": [64 * _MIB]}
+    args.sizes = args.sizes or usual.get(args.case, [8 * _MIB])
+    {"node": node, "memory": memory, "job": job, "net": net}[args.case](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Pieces of pushes and answers, without MPI: shards are cut well, and no order of events locks."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from mpidist import optim
+from mpidist.servers.layout.placement import place_tensors
+from mpidist.servers.shards import updates_in_pieces
+from mpidist.servers.wire import wire_pieces
+from mpidist.servers.wire.client_stream import can_share
+from mpidist.servers.wire.wire_pieces import WINDOW, allowed, cut_shard, piece_bytes
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 7])
+@pytest.mark.parametrize("limit", [1, 64, 100, 4096, 1 << 20])
+def test_each_element_is_in_one_piece(servers, limit):
+    """All that a server holds, in order and once; a piece is as long as its spans."""
+    specs = {
+        "a": ((300, 7), "f4"),
+        "b": ((3,), "f2"),
+        "c": ((), "f8"),
+        "d": ((0, 4), "f4"),
+        "e": ((1001,), "f8"),
+        "f": ((5,), "f4"),
+    }
+    layout = place_tensors(specs, servers)
+    for server in range(servers):
+        pieces = cut_shard(layout, server, limit)
+        covered = {tensor: start for tensor, start, _ in layout.pieces[server]}
+        for piece in pieces:
+            end = 0
+            for tensor, start, stop, at in piece.spans:
+                assert start == covered[tensor] < stop
+                covered[tensor] = stop
+                assert at >= end
+                assert at % 8 == 0
+                end = at + (stop - start) * layout.tensors[tensor].dtype.itemsize
+            assert piece.nbytes == end
+            assert end <= limit or (len(piece.spans) == 1 and stop - start == 1)
+        for tensor, _, stop in layout.pieces[server]:
+            assert covered[tensor] == stop
+
+
+def test_long_tensors_have_pieces_of_their_own():
+    """They are sent from where they lie, so only short tensors are copied."""
+    layout = place_tensors({"a": ((1000,), "f4"), "b": ((4,), "f4"), "c": ((4,), "f4")}, 1)
+    pieces = cut_shard(layout, 0, 1024)
+    names = [[layout.tensors[span.tensor].name for span in piece.spans] for piece in pieces]
+    assert names == [["a"], ["a"], ["a"], ["a", "b", "c"]]
+    layout = place_tensors({"a": ((4,), "f4"), "b": ((1000,), "f4"), "c": ((4,), "f4")}, 1)
+    names = [[span.tensor for span in piece.spans] for piece in cut_shard(layout, 0, 1000)]
+    assert names == [[0], [1], [1], [1], [1], [2]]
+
+
+def test_the_size_of_a_piece():
+    """R: 32 to 256 KiB."""
+    for hosts in ({"a"}, {"a", "b"}):
+        assert 32 << 10 <= piece_bytes(hosts) <= 256 << 10
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize(("workers", "pieces"), [(1, 5), (2, 4), (3, 3)])
+def test_no_order_of_events_locks(monkeypatch, window, workers, pieces):
+    """In every order of arrivals: at most `WINDOW` on the way, each piece once, and an end."""
+    monkeypatch.setattr(wire_pieces, "WINDOW", window)
+    # For each worker: pieces sent, pieces here, answers sent, answers here.
+    start = ((0, 0, 0, 0),) * workers
+    seen, todo, ended = {start}, [start], 0
+    while todo:
+        state = todo.pop()
+        following = []
+        for k, (sent, here, answered, back) in enumerate(state):
+            assert sent - back <= window
+            assert answered - back <= window
+            # Memory of piece i at the server is used again for piece i + window.
+            assert sent - answered <= window
+            after = list(state)
+            if allowed(pieces, sent, back):
+                after[k] = (sent + 1, here, answered, back)
+                following.append(tuple(after))
+            if here < sent:
+                after[k] = (sent, here + 1, answered, back)
+                following.append(tuple(after))
+            if back < answered:
+                after[k] = (sent, here, answered, back + 1)
+                following.append(tuple(after))
+        if all(here > answered for _, here, answered, _ in state):
+            following.append(tuple((s, h, a + 1, b) for s, h, a, b in state))
+        if not following:
+            assert state == ((pieces,) * 4,) * workers
+            ended += 1
+        for each in following:
+            if each not in seen:
+                seen.add(each)
+                todo.append(each)
+    assert ended == 1
+
+
+def test_what_is_allowed():
+    """No piece twice, none beyond the last."""
+    for pieces, begun, done in itertools.product(range(7), range(7), range(7)):
+        if done <= begun <= pieces:
+            found = list(allowed(pieces, begun, done))
+            assert found == [k for k in range(begun, pieces) if k < done + WINDOW]
+
+
+def test_gradients_and_answers_in_the_same_memory():
+    """One array may be both, but not a shifted one, nor that of another tensor."""
+    memory = np.zeros(100)
+    a, b = memory[:40], memory[40:80]
+    assert can_share({"a": a, "b": b}, {"a": a, "b": b})
+    assert can_share({"a": a, "b": b}, {"a": np.zeros(40), "b": np.zeros(40)})
+    assert can_share({"a": a}, {"a": b})
+    assert not can_share({"a": a, "b": b}, {"a": b, "b": a})
+    assert not can_share({"a": memory[1:41]}, {"a": a})
+    assert not can_share({"a": a}, {"a": memory[1:41]})
+    assert can_share({"a": a, "z": memory[:0]}, {"a": a, "z": memory[:0]})
+
+
+class PerTensor:
+    """An optimizer that counts the updates of each tensor, which pieces would count too often."""
+
+    elementwise = True
+
+    def init(self, parameters):
+        return {"count": {name: np.zeros((), np.int64) for name in parameters}}
+
+    def update(self, gradients, state, parameters):
+        raise NotImplementedError
+
+
+class PlainNumber(PerTensor):
+    def init(self, parameters):
+        return {"count": 0}
+
+
+def test_optimizers_that_update_in_pieces():
+    """Arrays like the parameters, and scalars of the whole update."""
+    for optimizer in (optim.sgd(0.1), optim.momentum(0.1), optim.adam(0.1)):
+        assert updates_in_pieces(optimizer)
+    assert not updates_in_pieces(PerTensor())
+    assert not updates_in_pieces(PlainNumber())
