@@ -156,6 +156,12 @@ bench-staleness: $(VENV)/.run
 bench-rows: $(VENV)/.run
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.row_tables optimizers
 
+# On shaped networks (as root), in one node, and the memory of a server of 8 workers.
+bench-servers: $(VENV)/.run
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m benchmarks.server_wire net --sizes 8388608,16777216 $(BENCH_ARGS)
+	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.server_wire node
+	PYTHONPATH=tests $(EXEC) 9 $(BIN)/python -m benchmarks.server_wire memory
+
 bench-pipeline: $(VENV)/.run
 	PYTHONPATH=tests $(EXEC) 4 $(BIN)/python -m benchmarks.pipeline schedules $(BENCH_ARGS)
 	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.pipeline speed $(BENCH_ARGS)

@@ -168,7 +168,11 @@ def all_finite(x) -> bool:
     # A NaN or an infinity never leaves a sum again, and a sum needs no temporary array. A finite
     # array may have an infinite sum.
     with np.errstate(over="ignore", invalid="ignore"):
-        return bool(isfinite(x.sum()) or isfinite(x).all())
+        if x.dtype.char in "fd" and x.ndim == 1:  # a sum of squares takes half of the time
+            total = x.dot(x)
+        else:
+            total = x.sum()
+        return bool(isfinite(total) or isfinite(x).all())
 
 
 @lru_cache(maxsize=256)  # reading the name of a dtype takes 2 us

@@ -17,7 +17,7 @@ from .model_facts import Request, check_server_optimizer, optimizer_facts, parse
 from .protocol import ADD, HEADER_BYTES, TO_SERVER, VALUES, Header
 from .server import Hosted, Server
 from .shards import ServerShard, state_copies
-from .wire.wire_pieces import piece_bytes
+from .wire.wire_pieces import piece_limit
 
 
 def host_model(
@@ -65,7 +65,7 @@ def host_model(
             if group.replicated:  # and a gradient that waits here, and one that is sent
                 need += round(layout.bytes_of(index - 1) * (2 + copies)) + layout.bytes_of(index)
             needs.append((rank, host, need, free))
-        piece = piece_bytes({one["node"][0] for one in everyone})
+        piece = piece_limit({one["node"][0] for one in everyone})
         if any(one["kept"] for one in everyone):
             return tensors, inits, False, piece  # the memory is there, with the values
         check_capacity(asked.name, needs)

@@ -298,24 +298,39 @@ class Client:
     ) -> list:
         """Send one message with flags, the data to push, and a list of the parts to pull.
 
-        `pull` is None to pull all that the server holds, and PIECES to pull it in pieces.
-
-        Returns the record of this message in `Link.trail` (the requests sent and served); the
-        record is marked as open (unfinished) if the message asks for an answer.
+        `pull` is None for all that the server holds. `pushes` or `pull` are PIECES if the data
+        travel in pieces of their own. Returns the record of this message in `Link.trail` (the
+        requests sent and served); the record is marked as open (unfinished) if the message asks for
+        an answer.
         """
         rank = self._servers[server]
         operation = self._link.trail.begin(
             protocol.NAMES[flags], rank, self.name, self.finished, open=bool(flags & PULL)
         )
-        rows = {name: rows for name, (rows, _) in pushes.items()} if pushes is not None else None
-        parts, push = self._route(server, rows) if rows is not None else ([], _NOTHING)
+        parts: list[ShardPart] = []
+        push: Any = _NOTHING
+        if pushes is PIECES:
+            push = PIECES
+        elif pushes is not None:
+            parts, push = self._route(server, {name: rows for name, (rows, _) in pushes.items()})
         words = [w for w in (push, pull) if isinstance(w, np.ndarray) and w.size]
         data_at = HEADER_BYTES + 8 * sum(w.size for w in words)
         total = data_at + data_bytes(self.layout, parts)
         buffer = self._link.pool.take(total)
-        push_words = protocol.ALL if push is None else push.size
-        pull_words = protocol.ALL if pull is None else PIECES if pull is PIECES else pull.size
-        self._write_header(buffer, server, flags, total, push_words, pull_words, samples)
+        note = (0, 0)
+        if server == 0:
+            note, self.note = self.note, note
+        Header(
+            flags,
+            model=self._model,
+            clock=self.finished,
+            total=total,
+            push_words=_length(push),
+            pull_words=_length(pull),
+            samples=-1 if samples is None else samples,
+            note0=note[0],
+            note1=note[1],
+        ).write(buffer)
         if words:
             np.concatenate(words, out=buffer[HEADER_BYTES:data_at].view(np.int64))
         for part, view in views(self.layout, parts, buffer, data_at):
@@ -337,37 +352,6 @@ class Client:
             return None
         gradients = {name: gradient for name, (_, gradient) in pushes.items()}
         return gradients if can_share(gradients, out) else None
-
-    def _post_header(self, server: int, flags: int, samples: int | None) -> list:
-        """Send the header of a push_pull whose data follow in pieces; return its record."""
-        rank = self._servers[server]
-        operation = self._link.trail.begin(
-            protocol.NAMES[flags], rank, self.name, self.finished, open=True
-        )
-        buffer = self._link.pool.take(HEADER_BYTES)
-        self._write_header(buffer, server, flags, HEADER_BYTES, PIECES, PIECES, samples)
-        self.started = True
-        self._link.send(buffer, HEADER_BYTES, rank, protocol.TO_SERVER)
-        self._link.reap()
-        return operation
-
-    def _write_header(
-        self, buffer, server: int, flags: int, total: int, push: int, pull: int, samples
-    ) -> None:
-        note = (0, 0)
-        if server == 0:
-            note, self.note = self.note, note
-        Header(
-            flags,
-            model=self._model,
-            clock=self.finished,
-            total=total,
-            push_words=push,
-            pull_words=pull,
-            samples=-1 if samples is None else samples,
-            note0=note[0],
-            note1=note[1],
-        ).write(buffer)
 
     def _place(self, part: ShardPart, rows, flat: np.ndarray) -> tuple[np.ndarray, Any]:
         """Return a view of the array `flat`, and the index that selects `part` in this view."""
@@ -393,12 +377,8 @@ class Client:
         for server, rank in enumerate(self._servers):
             if in_pieces and (pieces := self._pieces[server]):
                 incoming = self._link.receive(rank, protocol.TO_WORKER, HEADER_BYTES)
-                if gradients is not None:
-                    operation = self._post_header(server, flags, samples)
-                else:
-                    operation = self._post(
-                        server, flags, pushes=pushes, samples=samples, pull=PIECES
-                    )
+                push = pushes if gradients is None else PIECES
+                operation = self._post(server, flags, pushes=push, samples=samples, pull=PIECES)
                 stream = ClientStream(self._link, rank, self.layout, pieces, flat, gradients)
                 expected[server] = [], incoming, operation, stream
                 continue
@@ -450,7 +430,13 @@ class Client:
         finish()
 
 
+def _length(selection: Any) -> int:
+    """Return what a header says of a selection: an array, None for all, or PIECES."""
+    if isinstance(selection, np.ndarray):
+        return selection.size
+    return protocol.ALL if selection is None else selection
+
+
 def _is_here(parts, incoming, operation, stream) -> bool:
     """Whether an answer has arrived, and its pieces if it has some."""
     return (stream is None or stream.progress()) and incoming.test()
-

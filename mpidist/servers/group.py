@@ -198,11 +198,10 @@ class ServerGroup:
 
         # A colocated server must not answer for a model whose values have not arrived yet.
         with GroupCall(self.link, "add"), self.link.serving(nothing):
-            layout, piece = host_model(self, self._server, self._layouts, asked)
-        self._layouts[name] = layout
+            self._layouts[name], piece = host_model(self, self._server, self._layouts, asked)
         if not self.is_worker:
             return None
-        client = Client(self, asked, layout, len(self._layouts) - 1, piece)
+        client = Client(self, asked, self._layouts[name], len(self._layouts) - 1, piece)
         self._clients.append(client)
         return client
 

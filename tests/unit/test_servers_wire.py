@@ -10,7 +10,7 @@ from mpidist.servers.layout.placement import place_tensors
 from mpidist.servers.shards import updates_in_pieces
 from mpidist.servers.wire import wire_pieces
 from mpidist.servers.wire.client_stream import can_share
-from mpidist.servers.wire.wire_pieces import WINDOW, allowed, cut_shard, piece_bytes
+from mpidist.servers.wire.wire_pieces import WINDOW, allowed, cut_shard, piece_limit
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3, 7])
@@ -57,7 +57,7 @@ def test_long_tensors_have_pieces_of_their_own():
 def test_the_size_of_a_piece():
     """R: 32 to 256 KiB."""
     for hosts in ({"a"}, {"a", "b"}):
-        assert 32 << 10 <= piece_bytes(hosts) <= 256 << 10
+        assert 32 << 10 <= piece_limit(hosts) <= 256 << 10
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])

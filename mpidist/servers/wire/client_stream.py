@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from ...runtime.ulfm import test_one
+from ...runtime.elastic_requests import test_one
 from ..layout.placement import ServerLayout
 from ..link import Link
 from ..protocol import PIECE_DOWN, PIECE_UP, check_piece

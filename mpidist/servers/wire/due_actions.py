@@ -1,4 +1,4 @@
-"""What a model's gate has allowed and its server has not done yet, because pieces are still to come.
+"""What a model's gate has allowed and its server has not done yet, for want of some pieces.
 
     due   | update of clock 7, in pieces | answer to 0 | answer to 1 | update of clock 8 | ...
 

@@ -22,7 +22,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ...arrays import work_dtype
-from ...runtime.ulfm import test_one
+from ...runtime.elastic_requests import test_one
 from ..link import Link
 from ..protocol import PIECE_DOWN, PIECE_UP, check_piece
 from ..shards import Parts, ServerShard, scale

@@ -33,7 +33,7 @@ PIECE_BYTES, NODE_PIECE_BYTES, WINDOW = 128 << 10, 256 << 10, 4
 _ALIGN = 8
 
 
-class Span(NamedTuple):
+class PieceSpan(NamedTuple):
     """Elements ``start:stop`` of a flattened tensor, which begin at byte `at` of a piece."""
 
     tensor: int
@@ -45,11 +45,11 @@ class Span(NamedTuple):
 class WirePiece(NamedTuple):
     """One message: its spans and its length in bytes. A piece with one span is not copied."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[PieceSpan, ...]
     nbytes: int
 
 
-def piece_bytes(hosts: Collection[str]) -> int:
+def piece_limit(hosts: Collection[str]) -> int:
     """Return the most bytes of a piece for a group on these hosts."""
     return NODE_PIECE_BYTES if len(hosts) == 1 else PIECE_BYTES
 
@@ -57,7 +57,7 @@ def piece_bytes(hosts: Collection[str]) -> int:
 def cut_shard(layout: ServerLayout, server: int, limit: int) -> list[WirePiece]:
     """Return the pieces of all that `server` holds, of at most `limit` bytes if elements allow."""
     found: list[WirePiece] = []
-    spans: list[Span] = []
+    spans: list[PieceSpan] = []
     end = 0  # bytes of `spans`, with the gaps between them
 
     def close() -> None:
@@ -75,7 +75,7 @@ def cut_shard(layout: ServerLayout, server: int, limit: int) -> list[WirePiece]:
             close()
         while start < stop:
             take = min(stop - start, max(1, limit // size))
-            spans.append(Span(tensor, start, start + take, end))
+            spans.append(PieceSpan(tensor, start, start + take, end))
             end = -(-(end + take * size) // _ALIGN) * _ALIGN
             start += take
             if start < stop:

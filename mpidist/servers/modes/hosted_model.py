@@ -1,0 +1,144 @@
+"""One model on one server: its shard, the clocks of the workers, and the updates by its mode."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...errors import ProtocolError
+from ..consistency import Apply, Drop
+from ..layout.routing import ShardPart
+from ..model_facts import Request
+from ..shards import ServerShard
+from ..wire.due_actions import DueActions
+from ..wire.wire_pieces import PIECE_BYTES
+from .push_record import PulledCopies, PushRecord
+
+
+class Push(NamedTuple):
+    """A push that the server has not applied yet, with the buffer of the push's message.
+
+    `parts` are those of the message, or the `PushStream` that receives them.
+    """
+
+    buffer: np.ndarray
+    parts: Any
+    samples: int  # -1 if the worker gave no number
+    seen: int  # the shard's version at the worker's newest pull
+
+
+class Pull(NamedTuple):
+    """A pull that the server has not answered yet."""
+
+    parts: Sequence[ShardPart]
+    since: int  # when the pull arrived, in monotonic nanoseconds
+    queue: int
+    operation: list
+    pieces: bool = False  # whether all parameters are sent in pieces, after a header
+
+
+class Hosted:
+    """One model on this server: its shard, the finished steps of each worker, and counters."""
+
+    def __init__(
+        self,
+        asked: Request,
+        shard: ServerShard,
+        workers: int,
+        copy: ServerShard | None = None,
+        piece_bytes: int = PIECE_BYTES,
+    ):
+        self.name, self.shard = asked.name, shard
+        self.copy = copy  # a copy of the shard of another server, see `replicas`, or None
+        self.copied = [0] * workers  # the clocks of the workers of which the copy has the pushes
+        self.merged: deque = deque()  # gradients of the next updates, which are merged already
+        self.gate = asked.consistency.gate(workers, shard.server)
+        self.due = DueActions(shard, piece_bytes)
+        self.global_batch: Any = asked.global_batch
+        self.pulled = [shard.version] * workers  # the shard's version at each worker's newest pull
+        self.applied = 0  # the pushes of all clocks before are applied, in modes that hold pushes
+        self.stale, self.record = asked.stale, PushRecord(asked.name, workers, shard.server)
+        self._copies = PulledCopies(shard, workers) if asked.stale.compensates else None
+
+    def weight(self, push: Push) -> float:
+        """Return the weight of a push applied alone: a factor of learning rate or gradients."""
+        if self.global_batch is None:
+            return 0.0 if push.samples == 0 else 1.0 / len(self.pulled)
+        return push.samples / self.global_batch
+
+    def apply(self, action: Apply, ranks: Sequence[int]) -> None:
+        """Make one update of the parameters, and count how stale the gradients were.
+
+        `ranks` are the ranks of the workers.
+        """
+        version = self.shard.version
+        if (made := self.due.ended()) is not None:  # the update is made already, piece by piece
+            version -= made.updates
+        else:
+            merged = self.merged.popleft() if self.merged else self.merge(action)
+            if merged is not None:
+                self.shard.update(*merged)
+        self.applied = action.clock + 1
+        for worker, push in action.pushes:
+            age = version - push.seen
+            factor = self.stale.factor(age, push.samples, self.global_batch)
+            if factor:
+                self.record.note(worker, age, factor)
+            else:
+                self.record.drop(worker, ranks[worker], f"{self.stale}, {age} updates old")
+
+    def drop(self, action: Drop, ranks: Sequence[int]) -> None:
+        """Count pushes that came too late for their clock."""
+        for worker, _ in action.pushes:
+            self.record.drop(worker, ranks[worker], f"late, {self.gate.consistency}")
+
+    def keep(self, worker: int, parts: Sequence[ShardPart]) -> None:
+        """Note which parameters `worker` gets now."""
+        self.pulled[worker] = self.shard.version
+        if self._copies is not None:
+            self._copies.keep(worker, parts)
+
+    def load(self, saved: Mapping) -> None:
+        """Load the shard. Ages count from here on, because the number of updates jumps."""
+        self.shard.load(saved)
+        self.pulled = [self.shard.version] * len(self.pulled)
+
+    def _check_samples(self, action: Apply) -> None:
+        """Raise ProtocolError if some pushes of a clock name their samples and others do not."""
+        named = {worker: push.samples for worker, push in action.pushes if push.samples}
+        if len({samples < 0 for samples in named.values()}) == 2:
+            without = [worker for worker, samples in named.items() if samples < 0]
+            raise ProtocolError(
+                f"push to {self.name!r} in clock {action.clock}: workers {without} gave no "
+                f"samples=, the others did; give samples= on all workers or on none"
+            )
+
+    def shares(self, action: Apply) -> list[tuple[float, Any]]:
+        """Return the share of each push in the mean, and its parts."""
+        self._check_samples(action)
+        counted = [(1 if p.samples < 0 else p.samples, p.parts) for _, p in action.pushes]
+        total = sum(samples for samples, _ in counted) or 1
+        return [(samples / total, parts) for samples, parts in counted]
+
+    def merge(self, action: Apply) -> tuple[dict, float] | None:
+        """Return the gradients of one update and their weight, as `ServerShard.merge`."""
+        if self.gate.consistency.merges:
+            return self.shard.merge(self.shares(action))
+        ((worker, push),) = action.pushes
+        age = self.shard.version - push.seen
+        factor = self.stale.factor(age, push.samples, self.global_batch)
+        if factor and self._copies is not None:
+            self._copies.correct(worker, push.parts, self.stale)
+        return self.shard.merge([(1.0, push.parts)], self.weight(push) * factor)
+
+    def facts(self) -> dict:
+        """Return this model's counts for the report, such as updates and steps of each worker."""
+        return {
+            "updates": self.shard.version,
+            "clocks": self.gate.clocks,
+            "gaps": dict(self.gate.gaps),
+            **self.record.facts(),
+        }
