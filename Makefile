@@ -26,7 +26,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
 .PHONY: help run test test-unit test-mpi test-launch test-cluster test-slurm test-net test-gpu \
-        test-floor test-hdf5 fuzz lint bench bench-simulate bench-net bench-relaunch bench-elastic bench-counters bench-staleness bench-rows bench-pipeline soak soak-threads \
+        test-floor test-hdf5 fuzz lint bench bench-simulate bench-net bench-relaunch bench-elastic bench-counters bench-staleness bench-rows bench-pipeline comparison soak soak-threads \
         soak-recovery soak-elastic soak-links soak-histories soak-readers docs clean size
 
 help:
@@ -41,6 +41,7 @@ help:
 	@echo "make fuzz         5,000 mixed collective calls against NumPy (MPI=mpich too)"
 	@echo "make bench        figures on this machine;  bench-net: on shaped networks (root)"
 	@echo "make bench-simulate  fit, predict and measure on the shaped network (root)"
+	@echo "make comparison   all modes of training on one problem: docs/comparison.md"
 	@echo "make size         lines of code of each room, and docs/rooms.svg"
 	@echo "make lint soak soak-threads soak-recovery soak-elastic soak-links soak-histories soak-readers docs clean"
 
@@ -161,6 +162,13 @@ bench-servers: $(VENV)/.run
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m benchmarks.server_wire net --sizes 8388608,16777216 $(BENCH_ARGS)
 	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.server_wire node
 	PYTHONPATH=tests $(EXEC) 9 $(BIN)/python -m benchmarks.server_wire memory
+
+# The pictures and tables of docs/comparison.md; what was measured is in runs/comparison.
+comparison: $(VENV)/.test
+	PYTHONPATH=tests $(EXEC) 4 $(BIN)/python -m mpi4py -m benchmarks.comparison run --data $(DATA)/mnist10k
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.comparison simulate
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.comparison ages
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.comparison draw
 
 bench-pipeline: $(VENV)/.run
 	PYTHONPATH=tests $(EXEC) 4 $(BIN)/python -m benchmarks.pipeline schedules $(BENCH_ARGS)

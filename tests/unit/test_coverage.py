@@ -5,6 +5,8 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
+from mpidist.training.strategies import CONSISTENCIES, STRATEGIES
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coverage.md").read_text(encoding="utf-8")
 ROWS = [
@@ -80,6 +82,21 @@ def test_every_failure_has_a_test_that_exists():
         assert named, number
         for file, _, name in named:
             assert name in functions(file), (number, file, name)
+
+
+def test_the_guarantees_are_those_of_all_modes():
+    """R125: docs/comparison.md has a row for each mode, and in each row tests that exist."""
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `md\.(\w+)\(.*?\)` \| (.*?) \| (.*?) \| (.*) \|$", page, re.MULTILINE)
+    others = {kind.__name__ for kind in STRATEGIES.values() if isinstance(kind, type)}
+    modes = {kind.__name__ for kind in CONSISTENCIES.values()}
+    assert {name for name, *_ in rows} == others | modes
+    for name, *cells in rows:
+        named = [reference for cell in cells for reference in re.findall(r"`([^`]+::[^`]+)`", cell)]
+        assert len(named) >= 3, name
+        for reference in named:
+            file, _, test = reference.partition("::")
+            assert test in functions(file), (name, reference)
 
 
 def test_a_test_quotes_the_row_it_settles():
