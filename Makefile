@@ -134,6 +134,7 @@ lint: $(VENV)/.test
 bench: $(VENV)/.run
 	$(EXEC) 2 $(BIN)/mpidist bench allreduce
 	$(EXEC) 6 $(BIN)/mpidist bench ps
+	$(EXEC) 4 $(BIN)/mpidist bench servers --sweep
 
 bench-net: $(VENV)/.run
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.network $(BENCH_ARGS)

@@ -22,6 +22,7 @@ COMMANDS = {
     "bench": "measure allreduce, parameter servers or checkpoints against references",
     "launch": "run an MPI program until it is done, also after failures; needs no MPI",
     "grow": "let the job of a running mpidist launch go on with more ranks; needs no MPI",
+    "advise": "whether allreduce or parameter servers suit a model; needs no MPI",
     "simulate": "messages and costs of an algorithm, for any number of ranks; needs no MPI",
     "pipeline": "cut a model into pipeline stages, and draw schedules; needs no MPI",
     "checkpoint": "list, show, verify, export or index checkpoints; needs no MPI",

@@ -25,10 +25,7 @@ def add_parser(commands) -> None:
     one.add_argument("--nodes", type=int, help="number of nodes (as many as ranks)")
     one.add_argument("--bytes", type=int, default=1 << 20, help="bytes per rank (1 MiB)")
     one.add_argument("--repeats", type=int, default=1, help="number of allreduces in a row (1)")
-    one.add_argument("--parameters", metavar="FILE", help="parameters that fit has written")
-    one.add_argument("--alpha", type=float, help="latency in us (2)")
-    one.add_argument("--bandwidth", type=float, help="GB/s of a link (1)")
-    one.add_argument("--reduction", type=float, help="GB/s of adding (5)")
+    add_network(one)
     one.add_argument("--picture", metavar="FILE.png", help="draw the messages over time")
     fit = what.add_parser("fit", help="measure the parameters on 2 ranks, on two nodes or on one")
     fit.add_argument("--json", metavar="FILE", required=True, help="file to write or to complete")
@@ -36,6 +33,14 @@ def add_parser(commands) -> None:
     measure = what.add_parser("measure", help="milliseconds of an allreduce, of many in a row")
     add_cases(measure)
     parser.set_defaults(command="simulate")
+
+
+def add_network(parser) -> None:
+    """Add the options that describe the network."""
+    parser.add_argument("--parameters", metavar="FILE", help="parameters that fit has written")
+    parser.add_argument("--alpha", type=float, help="latency in us (2)")
+    parser.add_argument("--bandwidth", type=float, help="GB/s of a link (1)")
+    parser.add_argument("--reduction", type=float, help="GB/s of adding (5)")
 
 
 def add_cases(parser) -> None:
@@ -67,7 +72,7 @@ def _allreduce(args) -> int:
         raise ConfigError(f"--ranks {args.ranks}: expected a multiple of --nodes {nodes}")
     if args.picture:
         drawing.check_picture(args.picture, args.ranks)
-    network = _network(args)
+    network = network_of(args)
     per_node = args.ranks // nodes
     if args.ranks <= 64:
         print(f"{args.algorithm}, {args.ranks} ranks, a vector of {args.ranks} elements:")
@@ -88,7 +93,8 @@ def _allreduce(args) -> int:
     return 0
 
 
-def _network(args: argparse.Namespace):
+def network_of(args: argparse.Namespace):
+    """Return the network that the options of `add_network` describe."""
     from ..simulator.network_model import DEFAULT, load
 
     network = load(args.parameters) if args.parameters else DEFAULT

@@ -60,3 +60,36 @@ def test_training_steps(tmp_path):
     assert [row["model"] for row in rows] == ["lenet 8x8", "lenet 28x28", "mlp 784-512-256-10"]
     assert all(row["step_us"] > 0 and "torch_us" not in row for row in rows)
     assert "lenet 8x8, 64" in result.stdout
+
+
+def test_servers(tmp_path, many):
+    """R11, R16, R65, R120: each case beside plain messages and allreduce; text and JSON agree."""
+    command = [*MPIDIST[1:], "bench", "servers", "--rounds", "3", "--bytes", "1000", "--json"]
+    jobs = {
+        "sweep": [*command, "sweep.json", "--sweep", "--compute", "0.01", "--histogram"],
+        "one": [*command, "one.json", "--workers", "2", "--bound", "1"],
+        "none": [*command, "none.json", "--workers", "9"],
+        "bound": [*command, "none.json", "--bound", "2"],
+    }
+    results = many(3, jobs, cwd=tmp_path)
+    said = results["sweep"].check().stdout
+    rows = json.loads((tmp_path / "sweep.json").read_text())
+    cases = [(row["workers"], row["servers"], row["placement"]) for row in rows]
+    assert cases == [
+        (1, 1, "dedicated"), (1, 2, "dedicated"), (2, 1, "dedicated"),
+        (1, 1, "colocated"), (2, 2, "colocated"),
+    ]  # fmt: skip
+    for row in rows:
+        assert min(row["push_pull_us"], row["raw_us"], row["allreduce_us"], row["over_raw"]) > 0
+        assert row["step_us"] >= row["compute_us"] == 0.01e6 / row["workers"]
+        assert row["ideal"] == row["workers"] >= row["speed_up"] > 0
+        assert 0 <= row["share"] < 1
+        assert [sum(counts) for counts in row["histogram"]["counts"]] == [3] * row["workers"]
+    assert said.count("\n#   worker ") == sum(row["workers"] for row in rows)
+    assert "# 1000 bytes: " in said
+    (row,) = json.loads((tmp_path / "one.json").read_text())
+    assert (row["bytes"], row["workers"], row["servers"]) == (1000, 2, 1)
+    assert "warning" not in results["one"].check().stdout
+    for name, told in (("none", "no case with dedicated"), ("bound", "--bound 2: expected")):
+        assert results[name].returncode == 2
+        assert told in results[name].stderr

@@ -14,12 +14,13 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...launch import binding, start_checks
-from . import allreduce, checkpoint, choices, loader, node, overlap, servers, step
+from . import allreduce, checkpoint, choices, loader, node, overlap, ps, servers, step
 
 _MODULES: dict[str, Any] = {
     "allreduce": allreduce,
     "node": node,
-    "ps": servers,
+    "servers": servers,
+    "ps": ps,
     "checkpoint": checkpoint,
     "loader": loader,
     "overlap": overlap,
@@ -27,8 +28,8 @@ _MODULES: dict[str, Any] = {
 }
 #: Options whose values must be above 0.
 _POSITIVE = (
-    "low", "high", "rounds", "servers", "steps", "unit", "size", "ranks", "layers", "bucket_bytes",
-    "nbytes",
+    "low", "high", "rounds", "servers", "workers", "steps", "unit", "size", "ranks", "layers",
+    "bucket_bytes", "nbytes", "compute", "bound",
 )  # fmt: skip
 
 

@@ -12,9 +12,9 @@ import time
 
 import numpy as np
 
-from ..optim import sgd
-from ..servers.consistency import ASP, BSP, SSP, simulate
-from ..servers.parameter_server import parameter_server
+from ...optim import sgd
+from ...servers.consistency import ASP, BSP, SSP, simulate
+from ...servers.parameter_server import parameter_server
 
 
 def delays(workers: int, steps: int, unit: float, seed: int = 0) -> np.ndarray:

@@ -1,0 +1,192 @@
+"""`mpidist bench servers`: steps of workers and servers, beside plain messages and an allreduce.
+
+In each round of a case, one after the other: a `push_pull` under BSP; the same bytes and update in
+plain mpi4py (`raw_exchange`); an allreduce of the gradients over the workers; and a whole step, in
+which a worker sleeps for its share of the computation and then calls `push_pull`. Sleeping ranks
+need no core, so the number of cores matters little. A round counts with its slowest worker.
+
+If messages took no time, n workers would be n times as fast as one worker: this is the ideal
+speed-up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from ...collectives.allreduce import plan
+from ...errors import ConfigError
+from ...optim import sgd
+from ...runtime.context import free
+from ...servers.group import ServerGroup
+from .raw_exchange import RawExchange
+from .step_histogram import step_histogram
+
+
+class Case(NamedTuple):
+    """How many ranks work and serve; "colocated" servers are workers as well."""
+
+    workers: int
+    servers: int
+    placement: str
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.workers + (self.servers if self.placement == "dedicated" else 0)
+
+
+def sweep_cases(
+    size: int,
+    workers: Sequence[int] | None,
+    servers: Sequence[int] | None,
+    placements: Sequence[str],
+) -> list[Case]:
+    """Return the cases that `size` ranks can run.
+
+    Without `workers` or `servers`, their numbers are 1, 2, 4 and so on; colocated servers are then
+    as many as the workers.
+
+    Raises
+    ------
+    ConfigError
+        No case fits the ranks.
+    """
+    doubled = [1 << k for k in range(size.bit_length()) if 1 << k <= size]
+    found = []
+    for placement in placements:
+        for n, k in product(workers or doubled, servers or doubled):
+            case = Case(n, k, placement)
+            together = placement == "colocated"
+            if case.ranks > size or (together and (k > n or (servers is None and k != n))):
+                continue
+            found.append(case)
+    if not found:
+        asked = f"--workers {workers or 'any'} --servers {servers or 'any'}"
+        raise ConfigError(
+            f"{asked}: no case with {' or '.join(placements)} servers fits {size} "
+            f"rank{'s' if size > 1 else ''}; start more ranks, or give smaller numbers"
+        )
+    return found
+
+
+def measure(comm, nbytes: int, case: Case, *, rounds: int, compute: float) -> dict | None:
+    """Measure one case; return its row on rank 0, and None on others. Collective over `comm`.
+
+    `compute` is the seconds that one worker would need for the computation of a step of all
+    workers together.
+    """
+    part = comm.Split(0 if comm.rank < case.ranks else MPI.UNDEFINED)
+    if part == MPI.COMM_NULL:
+        return None
+    n = max(1, nbytes // 4)
+    mine = _run(part, n, case, rounds, compute / case.workers)
+    everyone = part.gather(mine)
+    free(part)
+    part.Free()
+    if everyone is None:
+        return None
+    seconds = np.array([times for times in everyone if times is not None])  # worker, kind, round
+    return _row(4 * n, case, seconds, compute)
+
+
+def _run(part, n: int, case: Case, rounds: int, share: float) -> np.ndarray | None:
+    """Return the seconds of this worker: push_pull, raw, allreduce and step in each round."""
+    seconds = np.zeros((4, rounds))
+    raw_comm = part.Dup()
+    with ServerGroup(part, servers=case.servers, placement=case.placement) as group:
+        client = group.add("model", {"w": ((n,), "f4")}, optimizer=sgd(1e-3))
+        raw = RawExchange(raw_comm, group.worker_ranks, group.server_ranks, n)
+
+        def exchange_raw(_tag=None) -> None:
+            raw_comm.Barrier()
+            raw()
+
+        if client is None:
+            group.serve(exchange_raw)
+        else:
+            gradients, out = {"w": np.ones(n, np.float32)}, {"w": np.zeros(n, np.float32)}
+            workers = group.workers
+            assert workers is not None  # this rank is a worker
+            summed = plan(workers, np.zeros(n, np.float32))
+
+            def push_pull() -> None:
+                client.push_pull(gradients, out=out, samples=1)
+
+            def step() -> None:
+                time.sleep(share)
+                push_pull()
+
+            client.pull(out=out)
+            for k in range(-1, rounds):  # round -1 warms up
+                times = [_timed(group.barrier, push_pull)]
+                group.pause(k)
+                times.append(_timed(raw_comm.Barrier, raw))
+                times.append(_timed(group.barrier, summed))
+                times.append(_timed(group.barrier, step))
+                if k >= 0:
+                    seconds[:, k] = times
+            free(workers)  # its plans
+    raw_comm.Free()
+    return None if client is None else seconds
+
+
+def _timed(wait: Callable[[], object], call: Callable[[], object]) -> float:
+    wait()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _row(nbytes: int, case: Case, seconds: np.ndarray, compute: float) -> dict:
+    exchange, raw, summed, step = seconds.max(axis=0)
+    median = float(np.median(step))
+    # One worker has nothing to add up.
+    beside = round(float(np.median(summed / exchange)), 3) if case.workers > 1 else None
+    return {
+        "bytes": nbytes,
+        **case._asdict(),
+        "push_pull_us": _us(exchange), "raw_us": _us(raw), "allreduce_us": _us(summed),
+        "over_raw": round(float(np.median(raw / exchange)), 3),
+        "over_allreduce": beside,
+        "compute_us": round(compute / case.workers * 1e6, 2), "step_us": _us(step),
+        "ideal": case.workers,
+        "speed_up": round(compute / median, 3),
+        "share": round(max(0.0, 1 - compute / case.workers / median), 3),
+        "histogram": step_histogram(seconds[:, 3]),
+    }  # fmt: skip
+
+
+def _us(seconds: np.ndarray) -> float:
+    return round(float(np.median(seconds)) * 1e6, 2)
+
+
+def sweep_lines(rows: Sequence[dict], bound: float) -> list[str]:
+    """Return what the rows say: the best case of each size, and where messages take too long."""
+    lines = []
+    for nbytes in dict.fromkeys(row["bytes"] for row in rows):
+        best = max((row for row in rows if row["bytes"] == nbytes), key=lambda r: r["speed_up"])
+        lines.append(
+            f"{nbytes} bytes: {_name(best)} are fastest, {best['speed_up']:.2f} times as fast as "
+            f"one worker; ideal is {best['ideal']}"
+        )
+    over = [row for row in rows if row["share"] > bound]
+    if over:
+        worst = max(over, key=lambda row: row["share"])
+        lines.append(
+            f"warning: in {len(over)} of {len(rows)} cases communication takes more than "
+            f"{bound:g} of a step (--bound); most with {worst['bytes']} bytes and {_name(worst)}: "
+            f"{worst['share']:.2f}. More servers, larger batches or fewer workers would help"
+        )
+    return lines
+
+
+def _name(row: dict) -> str:
+    servers = f"{row['servers']} server{'s' if row['servers'] > 1 else ''}"
+    workers = f"{row['workers']} worker{'s' if row['workers'] > 1 else ''}"
+    return f"{workers} and {servers} ({row['placement']})"

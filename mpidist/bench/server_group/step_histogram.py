@@ -1,0 +1,28 @@
+"""How long the steps of each rank took: a histogram whose bins are shares of the median step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+#: Ends of the bins, as shares of the median over all ranks. The last bin has no end.
+BINS = (0.5, 0.9, 1.1, 1.5, 2.0, 3.0, 5.0)
+
+
+def step_histogram(seconds: np.ndarray | Sequence[Sequence[float]]) -> dict:
+    """Count the steps of each rank in each bin: ``edges_us`` and, for each rank, ``counts``."""
+    edges = np.array(BINS) * float(np.median(np.concatenate([np.asarray(s) for s in seconds])))
+    counts = [
+        np.bincount(np.searchsorted(edges, each, side="right"), minlength=len(BINS) + 1).tolist()
+        for each in seconds
+    ]
+    return {"edges_us": [round(edge * 1e6, 1) for edge in edges], "counts": counts}
+
+
+def histogram_lines(histogram: dict) -> Iterator[str]:
+    """Yield a table: a line for each rank, and a column for each bin, with its end in ms."""
+    ends = [f"<{edge / 1e3:.3g}" for edge in histogram["edges_us"]]
+    yield "steps(ms)" + "".join(f"{end:>9}" for end in [*ends, "longer"])
+    for rank, counts in enumerate(histogram["counts"]):
+        yield f"worker {rank:<2}" + "".join(f"{count or '.':>9}" for count in counts)
