@@ -127,8 +127,8 @@ size: $(VENV)/.test
 	@$(BIN)/python tests/rooms.py --picture docs/rooms.svg
 
 lint: $(VENV)/.test
-	$(BIN)/ruff check mpidist tests jobs
-	$(BIN)/ruff format --check mpidist tests jobs
+	$(BIN)/ruff check mpidist tests jobs docs
+	$(BIN)/ruff format --check mpidist tests jobs docs
 	$(BIN)/mypy
 
 bench: $(VENV)/.run
