@@ -2,8 +2,8 @@
 
 The copy is a checkpoint in a folder of /dev/shm, so any number of ranks of its host can restore
 from it. It is the newest state of the run until the next attempt has saved a step to its store. The
-copy is for attempts of the same `mpidist launch`. If that is killed, nobody knows whether the next
-one is to go on with the same run.
+copy is for attempts of the same `mpidist launch`. If `mpidist launch` is killed, no rank can know
+whether the next job continues the same run.
 """
 
 from __future__ import annotations

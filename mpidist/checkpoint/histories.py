@@ -313,7 +313,8 @@ def publish(name: str, history: int, step: int, root: int) -> Entry:
 
 
 class Line:
-    """The step that the next save of a store continues. Only rank 0 uses this class.
+    """The step that comes before the step of the next save, in its history. Only rank 0 uses this
+    class.
 
     Parameters
     ----------

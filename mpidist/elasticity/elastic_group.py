@@ -73,8 +73,8 @@ class Group:
     Attributes
     ----------
     comm : MPI.Intracomm
-        The communicator of the living ranks. After a death this is a new communicator. What was
-        made from an older one, such as a plan, an arena or a communicator, raises ClosedError.
+        The communicator of the living ranks. After a death this is a new communicator. Plans,
+        arenas and communicators that were made from an older communicator raise ClosedError.
     rank, size : int
         The rank of this process in `comm`, and the number of living ranks.
     step : int

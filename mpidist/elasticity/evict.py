@@ -57,7 +57,7 @@ def whom_to_evict(
     limits : EvictionLimits
     fresh : float
         The time at which the caller itself began to run, or ran again after it was stopped. If a
-        batch system stops the whole job and continues it, all times begin anew.
+        batch system stops the whole job and continues it, all measurements of times start again.
     """
     late = {
         one.rank: one
@@ -92,7 +92,7 @@ def update_stop(one: Record, now: float, gap: float) -> Record:
     """Return a record with the times at which its process was first and last seen stopped.
 
     A process that has shown a sign of life since then, or that nobody has watched for `gap`
-    seconds, may have run meanwhile. Then the time of the stop begins anew.
+    seconds, may have run meanwhile. Then the measurement of the stop starts again.
     """
     if one.state != "T":
         return one._replace(seen=0.0, last=0.0)

@@ -38,8 +38,9 @@ _RAISES = 11
 class EvictOnException:
     """A ``with`` block for code of the user; a rank that raises in it may be evicted.
 
-    An evicted rank does not leave the block. Exceptions of mpidist pass, because the other ranks
-    know of them. Without a group, all exceptions pass. The block can be used many times.
+    An evicted rank does not leave the block. Exceptions of mpidist leave the block, because the
+    other ranks have been told of them. Without a group, all exceptions leave the block. The block
+    can be used many times.
 
     Parameters
     ----------

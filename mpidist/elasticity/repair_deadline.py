@@ -6,9 +6,10 @@
 
 Open MPI 5.0.11 may hang in these phases when another rank dies at a bad moment, and a blocking call
 of MPI cannot be broken off from inside. Therefore a thread that does not use MPI watches the clock.
-Past the deadline it says so in the heartbeat file and kills this process. `mpidist launch` then
-kills the other ranks, and starts the job again. Without `mpidist launch`, this process prints the
-reason and exits with code 70. The other ranks wait for it, and end at their own deadlines.
+When the deadline has passed, it writes this into the heartbeat file and kills this process.
+`mpidist launch` then kills the other ranks, and starts the job again. Without `mpidist launch`,
+this process prints the reason and exits with code 70. The other ranks wait for it, and end at their
+own deadlines.
 
 MEET is longer than the other phases, because a living rank may be in the middle of a step, and
 because there is time to evict a rank that is stopped.

@@ -18,9 +18,9 @@ A layer may also offer the two halves of `backward`, which a schedule can call a
     dx = layer.backward_input(parameters, saved, dy)
     layer.backward_weights(parameters, saved, dy, gradients, ready)
 
-In both orders the results have the bits of `backward`. In a layer with parameters, neither of them
-changes dy, and dx shares no memory with it, because the other half may come later. A layer without
-parameters may overwrite dy, or return a view of it.
+In both orders the results have the bits of `backward`. In a layer with parameters, neither method
+changes dy, and dx shares no memory with dy, because the other method may be called later with the
+same dy. A layer without parameters may overwrite dy, or return a view of it.
 
 The axes of y and dx may lie in memory in any order: `Features` returns a transposed view. The next
 matrix product depends on that order in its last bits, so an array that is copied to another process

@@ -1,10 +1,10 @@
-"""Pipelines: a model cut into stages, with several microbatches on the way at the same time.
+"""Pipelines: stages of a model compute at the same time, each with another microbatch.
 
 `md.Stage` runs a pipeline on the ranks of a communicator, and nothing else here needs MPI.
 `read_profile` reads the times and sizes of a model's layers, `cut` chooses the stages,
 `action_lists` returns what each rank does in a schedule, `check_actions` proves such lists,
-`simulate_actions` estimates their time, and `draw_actions` shows it. `plan_stages` tells which rank
-has which layers, and what it does, and `why_no_stages` whether a model can be cut.
+`simulate_actions` estimates their time, and `draw_actions` shows it. `plan_stages` decides which
+rank has which layers and what the rank does; `why_no_stages` says whether a model can be cut.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ keep the order of its axes in memory, or the bits of a pipeline differ from thos
 `Features`, for example, returns a transposed view: sent as a C-contiguous array, it changes LeNet's
 gradients by 1e-7 with OpenBLAS's kernels for AVX-512, and not at all with those for AVX2. The
 strides travel, and not only the order of the axes, because NumPy may choose the routine of a
-product by the stride of an axis of length 1. The same holds for gradients on their way back.
+product by the stride of an axis of length 1. Gradients that go back through the stages are sent in
+the same way.
 
 The shape and the strides are the same for all microbatches of one size, so they need to be sent
 only once.

@@ -16,7 +16,7 @@ _LABELS = {F: "forward", B: "backward", I: "gradient of the input", W: "gradient
 
 
 def draw_actions(run: SimulatedRun, unit: float | None = None) -> str:
-    """Return one line per rank: each column is `unit` seconds, and shows what is computed then.
+    """Return one line per rank; each column shows what the rank computes in `unit` seconds.
 
     ``F3`` is the forward pass of microbatch 3. If a rank has several chunks, ``F3b`` is the forward
     pass through its second chunk. ``..`` is idle time. By default, a column is as long as the

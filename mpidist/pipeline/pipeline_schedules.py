@@ -1,4 +1,4 @@
-"""Schedules of pipelines as data: for each rank, the list of what it does, by chunk and microbatch.
+"""Schedules of pipelines as data: for each rank, a list of actions with their chunk and microbatch.
 
 A model is cut into chunks. Chunk c is on rank c mod p, so with one chunk per rank, chunk and rank
 are the same number. ``F`` is the forward pass of a microbatch through a chunk, ``B`` its backward

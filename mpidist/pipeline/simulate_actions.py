@@ -24,9 +24,9 @@ NO_TIME = NetworkModel(latency=0.0, gap=0.0)
 class ChunkCost(NamedTuple):
     """Seconds and bytes of one microbatch in one chunk.
 
-    `backward` is the whole backward pass. `input_share` is the part of it that computes the
-    gradient of the input, as a fraction. `output_bytes` go to the next chunk, and the same number
-    of bytes come back as the gradient.
+    `backward` is the whole backward pass. `input_share` is the fraction of the backward time that
+    computes the gradient of the input. `output_bytes` go to the next chunk, and the same number of
+    bytes come back as the gradient.
     """
 
     forward: float

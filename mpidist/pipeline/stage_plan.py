@@ -5,10 +5,10 @@
 
 The ranks are numbered stage by stage. A replica of a stage has a contiguous block of the
 microbatches, as `fixed_tree.cuts` deals them, because the sum over the replicas is made in a fixed
-tree. If all stages have the same number of replicas, there are so many pipelines beside each other,
-and each of them runs the schedule with the microbatches of its block. Otherwise the microbatches
-enter in an order that takes one of each block of the stage with the most replicas in turn, so that
-all of its replicas work at the same time:
+tree. If all stages have the same number of replicas, say r, the ranks form r separate pipelines,
+and each pipeline runs the schedule with the microbatches of its own block. Otherwise the
+microbatches enter in an order that takes one of each block of the stage with the most replicas in
+turn, so that all of its replicas work at the same time:
 
     8 microbatches, replicas [2, 1]     rank 0 has 0 1 2 3, rank 1 has 4 5 6 7; they enter as
                                         0 4 1 5 2 6 3 7, and this is the order of rank 2
@@ -139,7 +139,7 @@ def plan_stages(
     chunks: int = 1,
     flush: int | None = None,
 ) -> PipelineGrid:
-    """Return what each of so many `ranks` does; raise ConfigError if it cannot be done.
+    """Plan what each rank does; raise ConfigError if the settings do not fit together.
 
     Parameters
     ----------
@@ -156,8 +156,8 @@ def plan_stages(
     chunks : int
         The number of chunks of each stage, for "interleaved".
     flush : int, optional
-        For "pipedream": the pipeline is emptied each time so many microbatches have entered. It is
-        empty at the end of a step in any case.
+        For "pipedream": after each `flush` microbatches, all stages finish them before the next one
+        enters. At the end of a step, they finish all microbatches in any case.
     """
     look_up(SCHEDULES, schedule, "schedule")
     checked_whole("chunks", chunks, 1)

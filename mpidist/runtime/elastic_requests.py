@@ -1,6 +1,6 @@
-"""Tests and waits of MPI requests that the death of a rank may break off.
+"""Test MPI requests, and wait for them, where the death of a rank may interrupt them.
 
-In a program that is not elastic, these functions are those of MPI.
+In a program that is not elastic, these functions do the same as the functions of MPI.
 """
 
 from __future__ import annotations

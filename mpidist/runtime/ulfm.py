@@ -292,7 +292,7 @@ class Membership:
                 keep_alive(result, self.base.Isend([result, MPI.BYTE], rank, _RESULT))
 
     def release(self) -> None:
-        """Let spares that still wait exit, too. Collective over `comm`, at the exit of its ranks.
+        """Tell waiting spares to exit. Collective over `comm`, when its ranks exit.
 
         If only some of them exit, and with a nonzero code, they wait for `LEAVE_TOGETHER` seconds.
         """

@@ -1,4 +1,4 @@
-"""The first server tells the others what it has decided, where a mode lets only one server decide.
+"""The first server sends its decisions to the others, in modes in which it decides for all.
 
     first server    gate.decisions: close round 4 with workers 0, 2 | worker 0 enters round 5
     other servers   gate.follow(decision), in the same order

@@ -6,10 +6,10 @@
 Under BSP and SSP(0) a step is done when all servers have applied its pushes. A worker that dies may
 have sent its push to some servers only. Only these could apply the step, and the parameters would
 be a mixture of two steps. Therefore each server tells the others when it has all pushes of a clock,
-and applies them when all others have told the same. If one server has applied a clock before a
-death, then the others have all pushes and apply them, too (`settle`). If no server has applied it,
-the living workers repeat the step. A vote is a message of 16 bytes from each server to each other
-server.
+and applies them when all other servers have told it the same. If one server has applied a clock
+before a death, then the others have all pushes and apply them, too (`settle`). If no server has
+applied it, the living workers repeat the step. A vote is a message of 16 bytes from each server to
+each other server.
 
 With copies of shards (`replicas`), a server also votes for its copy: it waits until it has the
 gradients for the copy. So if other servers apply a clock, a server that has died meanwhile has left

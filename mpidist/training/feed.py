@@ -146,7 +146,8 @@ class Feed:
     def close(self) -> None:
         """Stop reading; emit an event with bytes and time of all reads (R130). Idempotent.
 
-        The model's state is restored from before a step that was begun and is not done.
+        If a step has begun and is not done, the model's state is set back to what it was before the
+        step.
         """
         if self._closed:
             return

@@ -187,8 +187,8 @@ class Pipeline:
     chunks : int
         The number of parts of each stage, for "interleaved".
     flush : int, optional
-        For "pipedream": the pipeline is emptied each time so many microbatches have entered, and at
-        the end of each step.
+        For "pipedream": after each `flush` microbatches, and at the end of each step, all stages
+        finish them before the next one enters.
     """
 
     stages: int | None = None

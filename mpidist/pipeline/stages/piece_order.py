@@ -1,8 +1,8 @@
-"""Add pieces to a `PieceSum` that come in another order than that of their numbers.
+"""Add pieces to a `PieceSum` in an order that differs from the order of their numbers.
 
-A rank of a grid with uneven replicas gets the pieces of several blocks in turn. The sum of a node
-of the tree is made as soon as both of its halves are there, so the bits are those of any other
-order, and about as many times log2 V vectors are kept as there are blocks.
+A rank of a grid with uneven replicas gets the pieces of several blocks in turn. The sum at a node
+of the tree is computed as soon as the sums of both its halves are known, so the bits do not depend
+on the order. With V pieces that arrive from b blocks in turn, about b log2 V vectors are kept.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ A rank does the actions of its list (`stage_plan`) one after the other. It compu
 arrays, in the same memory layout, as one rank that has the whole model, and adds the gradients of
 the microbatches in the tree of `PieceSum`. So the parameters have the same bits on any grid.
 
-A step is one operation of the communicator's context. All waits poll, so a rank that waits in vain
-learns of an exception of another rank, and an event with stage, microbatch and action stands in the
-report of a hang (`md.watch`).
+A step is one operation of the communicator's context. All waits poll, so a waiting rank notices an
+exception of another rank. The report of a hang (`md.watch`) shows the stage, the microbatch and the
+action for which a rank waits.
 """
 
 from __future__ import annotations

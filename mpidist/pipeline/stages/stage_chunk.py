@@ -42,7 +42,7 @@ class Chunk:
 
     @property
     def kept(self) -> int:
-        """How many microbatches are under way here."""
+        """How many microbatches have had their forward pass here, but not their backward pass."""
         return len(self._tapes) + len(self._later)
 
     @property
@@ -71,7 +71,7 @@ class Chunk:
         return x
 
     def backward(self, microbatch: int, dy):
-        """Write the gradients of a microbatch; return that of the input.
+        """Write the gradients of a microbatch; return the gradient of the input.
 
         The result is None if no layer before needs it.
         """
@@ -86,7 +86,7 @@ class Chunk:
         return dy if self.first is None else None
 
     def keep_version(self) -> None:
-        """Keep the parameters for the microbatches under way, because an update follows.
+        """Copy the parameters that microbatches still need, because an update follows.
 
         Those that began before an earlier update keep the version that they have.
         """
@@ -146,7 +146,7 @@ class Chunk:
         return float(self.vectors[0][-2]) if self.vectors else 0.0
 
     def forget(self) -> None:
-        """Forget the microbatches that are under way."""
+        """Drop the data of microbatches whose backward pass has not come yet."""
         self._tapes.clear()
         self._later.clear()
         self._old.clear()

@@ -112,7 +112,7 @@ class StageMessages:
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)
 
     def send(self, array, dest: int, channel: int, samples: int) -> list[MPI.Request]:
-        """Begin to send an array, which nobody may change until it is sent; return its requests."""
+        """Begin to send an array, which must not change until it is sent; return its requests."""
         buffer, shape, strides = to_wire(array)
         layout, memory = ArrayLayout(buffer.dtype.name, shape, strides), buffer.view(np.uint8)
         memory = memory if self.xp is np else memory.get()
@@ -186,7 +186,7 @@ class StageMessages:
         del self._told[dest, channel, samples]
 
     def progress(self) -> bool:
-        """Let go of what is sent; return whether all is sent."""
+        """Release the buffers of completed sends; return whether all sends are complete."""
         still = []
         for one in self._sending:
             if test_all(one[0]):

@@ -1,4 +1,4 @@
-"""One pass of a schedule on a rank: what each action does with the microbatches on their way."""
+"""One pass of a schedule on a rank: the code of each kind of action."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find TCP connections that get no answer, and let TCP send again every second.
+"""Find TCP connections whose data nobody acknowledges, and make TCP send again every second.
 
     link away       TCP sends again after 0.2 0.4 0.8 1.6 3.2 6.4 12.8 25.6 51.2 ... s
     link is back    nothing happens before the next of these times, up to as long as it was away

@@ -7,7 +7,7 @@
 A step (here: a round) is done when n - k workers have finished it, or all that live if these are
 fewer. Its update is the mean of their gradients. A push for a round that is done comes late: it is
 not applied, but counted, and the answer of the next pull tells the worker so. This pull takes the
-worker to the round that is under way, so that it does not stay late for ever. A pull of a worker
+worker to the present round, so that it is not late in all later rounds, too. A pull of a worker
 that is not late is answered when its round is done. So every gradient that counts was computed from
 the newest parameters.
 
@@ -207,7 +207,7 @@ class FollowingGate(BackupGate):
         self.settled = False
 
     def blockers(self, worker: int) -> tuple[list[int], int]:
-        """Return nobody: the first server knows for whom `worker` waits."""
+        """Return no workers, because only the first server knows for whom `worker` waits."""
         return [], 0
 
     def follow(self, decision: Decision) -> list[Action]:

@@ -1,9 +1,10 @@
 """DSSP: bounded staleness with a bound that follows the speed of the workers. Uses no MPI.
 
 Under SSP(s) a fast worker waits if it is more than s steps ahead. A large s hides the pauses of a
-worker that is otherwise as fast as the others. It hides nothing if one worker is always slow: the
-fast ones run into the bound all the same, and on the way they work with old parameters. DSSP lets a
-worker go up to `high` steps ahead where that saves a wait, and else up to `low` steps.
+worker that is otherwise as fast as the others. A large bound does not help if one worker is always
+slow: the fast workers reach the bound, too, and until then they compute with old parameters. DSSP
+lets a worker go up to `high` steps ahead if this saves waiting time, and otherwise up to `low`
+steps.
 
     low = 1, high = 3     a worker pauses once       others go on, up to 3 steps ahead
                           a worker is always slow    others keep to 1 step, with newer parameters
@@ -21,8 +22,8 @@ paper    The rule of Zhao et al.: when the fastest worker gets to `low`, the ser
 
 Several servers: a worker may begin a step only when all servers have answered, and measurements
 differ between servers. Therefore the first server alone has the rule, and the others keep the bound
-`high`. Nobody waits in a circle, whatever the measurements are: a worker waits only for workers
-with a smaller clock, and a worker with the smallest clock does not wait on any server.
+`high`. No circle of waiting workers is possible: a worker waits only for workers with a smaller
+clock, and a worker with the smallest clock never waits.
 
 Zhao, An, Liu, Chen, "Dynamic stale synchronous parallel distributed training for deep learning",
 ICDCS 2019, arXiv 1908.11848.
@@ -96,7 +97,10 @@ class Rule(Protocol):
     """Whether a worker may go on that is more than `low` and at most `high` steps ahead."""
 
     def may_pass(self, gate: DynamicGate, worker: int) -> bool:
-        """Decide for the waiting pull of `worker`, when it comes and after each further event."""
+        """Return whether the waiting pull of `worker` may be answered.
+
+        Called when the pull arrives, and after each later event.
+        """
 
 
 class DynamicGate(ConsistencyGate):

@@ -13,7 +13,7 @@ DelayCompensated    gets the gradient g + lam * g * g * (w - w at the worker's p
 =================== ==========================================================================
 
 The weight multiplies the learning rate, as the weight of a push by its samples does. Each server
-counts the age of what it holds, so the ages of one push differ a little from server to server.
+counts the age of its own part of a push, so one push may have a different age on each server.
 
 Under BSP and with backup workers each gradient that counts is of the newest parameters, and under
 SSP(0) of the step before, so these modes take no policy.

@@ -1,7 +1,7 @@
 """Send shards to their new owners after a death, and pushes that only some servers have.
 
-All sends and receives are posted before the first wait, so no order of ranks can lock. What is
-received goes into new memory. If another rank dies meanwhile, each rank still has its old shards.
+All sends and receives are posted before the first wait, so no order of ranks can lock. Servers
+receive into new memory. If another rank dies meanwhile, each rank still has its old shards.
 """
 
 from __future__ import annotations

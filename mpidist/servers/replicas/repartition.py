@@ -66,7 +66,7 @@ class Held:
         }
 
     def count(self, server: int, worker: int, clock: int) -> None:
-        """Note that the push of a worker's clock is in what is held of `server`."""
+        """Record that this rank's data of `server` contain the push of a worker's clock."""
         is_copy = server != self.index
         (self.copied if is_copy else self.clocks)[worker] = clock + 1
         self.updates[is_copy] += 1

@@ -165,7 +165,7 @@ class ShardCopies:
         return (number, clock) in self._here
 
     def apply(self, number: int, clocks: int) -> None:
-        """Let the copy of a model make the updates of its first `clocks` clocks that wait."""
+        """Apply to the copy of a model the waiting updates of its first `clocks` clocks."""
         waiting = self._waiting[number]
         while waiting and waiting[0].clock < clocks:
             update = waiting.popleft()

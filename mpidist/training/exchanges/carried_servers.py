@@ -184,8 +184,8 @@ class CarriedServers(Carried):
     def bring_up_to_date(self, comm, step: int) -> int:
         """Decide with the living ranks how the run goes on; return the newest step. Collective.
 
-        If all workers have died, and spares step in, nobody knows how far the run is; then this
-        method returns `NOTHING`.
+        If all workers have died, and spares take their places, no rank knows the step of the run;
+        then this method returns `NOTHING`.
         """
         mine = {
             "idle": step == NOTHING or self._only_serves(),

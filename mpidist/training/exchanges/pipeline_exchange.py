@@ -8,9 +8,9 @@
 
 A bad record is left out before its microbatch enters the pipeline. The gradients of the pieces are
 added in the tree of ``microbatches`` under `AllReduce`, so the parameters have the bits of such a
-run. With "pipedream", each microbatch is an update in its backward pass instead. A checkpoint has
-the same arrays as with `AllReduce`, each from the ranks of its stage, so it restarts on any grid
-and with `AllReduce`.
+run. With "pipedream", the optimizer instead makes an update in the backward pass of each
+microbatch. A checkpoint has the same arrays as with `AllReduce`, each from the ranks of its stage,
+so it restarts on any grid and with `AllReduce`.
 """
 
 from __future__ import annotations
