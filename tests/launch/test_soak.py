@@ -49,7 +49,7 @@ def soak(*words):
 
 
 #: At most this often, or for so many seconds: a launch and a kill take one.
-KILLS = ["8", "20"]
+KILLS = ["6", "14"]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import mpidist as md
 from mpidist import events
 from mpidist.launch.fault_points import fault_point
 
-what, own_cores, steps = sys.argv[1], int(sys.argv[2]), 60
+what, own_cores, steps = sys.argv[1], int(sys.argv[2]), 40
 comm = MPI.COMM_WORLD
 events.recent.clear()
 if own_cores:  # as where there are enough
