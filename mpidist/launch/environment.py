@@ -58,7 +58,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def user_cache(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder for what later runs of this user need not measure again, or None.
+    """Return the folder for measurements that later runs of this user can use, or None.
 
     The folder is ``$XDG_CACHE_HOME/mpidist``, by default ``~/.cache/mpidist``.
     """

@@ -10,7 +10,7 @@ from .schedules import Rate, check_range
 
 
 def ftrl(lr: Rate, beta: float = 1.0, l1: float = 0.0, l2: float = 0.0) -> Optimizer:
-    """Make the FTRL-Proximal optimizer, of which most weights are exactly 0 if `l1` is above 0.
+    """Make the FTRL-Proximal optimizer, which sets most weights to exactly 0 if `l1` is above 0.
 
     ::
 

@@ -21,7 +21,8 @@ REPEATS = 5
 def measure(model, batch, repeats: int = REPEATS) -> LayerProfile:
     """Return the profile of a model's layers for one microbatch, a tuple (inputs, labels).
 
-    Only one layer has parameters at a time, if the model makes them when they are needed.
+    If the model makes its parameters when they are first used, only one layer has parameters at any
+    time, which saves memory.
     """
     layers = check_layers(model)
     inputs, labels = batch

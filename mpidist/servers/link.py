@@ -106,8 +106,9 @@ class Link:
     tag : int
         The first message tag of this group; it is added to every tag of `protocol`.
     turn : list
-        An empty list while a thread is in a call of the group. A thread begins a call by
-        `list.pop`, which is as atomic as a lock and takes half of the time.
+        A list that is empty while a thread is in a call of the group, so that a second thread
+        notices it. A thread begins a call by `list.pop`, which is as atomic as a lock and takes
+        half of the time.
     failed : str or None
         Why the group has failed; None while the group works.
     heard : bool

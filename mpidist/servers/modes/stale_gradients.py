@@ -164,8 +164,8 @@ class DelayCompensated(Stale):
     def compensated(self, gradient: np.ndarray, now: np.ndarray, before: np.ndarray) -> np.ndarray:
         """Return the corrected gradient, in the dtype of `gradient`.
 
-        Squares may overflow, mostly in half precision. A value stays as it is if its corrected one
-        is not finite.
+        Squares may overflow, mostly in half precision. A value of the gradient is not corrected if
+        the corrected value would not be finite.
         """
         dtype = work_dtype(gradient.dtype)
         wide = gradient.astype(dtype)
