@@ -337,7 +337,7 @@ class Group:
             what += [f"{name} {why} and is evicted" for name, why in evicted.items()]
             left = f"{self.size} rank{'s go' if self.size > 1 else ' goes'} on"
             left += ", with a spare," if self.size == old and workers & {*gone} else ""
-            happened = ", ".join(what) or "a call reported a death of before"
+            happened = ", ".join(what) or "a call reported an earlier death"
             text = f"{happened} at step {max(step, 0)}; {left} after {seconds * 1e3:.0f} ms"
             print(f"mpidist: {text}", file=sys.stderr, flush=True)
         self.watch.begin_steps()
@@ -353,8 +353,10 @@ class Group:
     def _check_progress(self, gone: list[str]) -> None:
         """Raise RankFailure if a step fails again and again although no rank dies."""
         if not gone and self._repeated == self.step:
-            text = f"calls of step {self.step} report again and again that a rank has died"
-            raise RankFailure(f"{text}, which is so no more; communicate on group.comm only")
+            raise RankFailure(
+                f"calls in step {self.step} report a dead rank although all ranks of group.comm "
+                "live; communicate on group.comm only"
+            )
         self._repeated = None if gone else self.step
 
     def _shrink(self) -> None:

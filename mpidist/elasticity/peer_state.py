@@ -111,8 +111,8 @@ def _check(newest: dict[str, str], mine: dict[str, str]) -> None:
     text = difference([newest, mine])
     if text is not None:
         raise MismatchError(
-            "md.elastic: the newest state (rank 0) has other parts than that of a late rank "
-            f"(rank 1): {text}; make all parts before the first step"
+            "md.elastic: the newest state (rank 0) and that of a rank that is behind (rank 1) have "
+            f"different parts: {text}; make all parts before the first step"
         )
 
 

@@ -255,7 +255,7 @@ class ServerGroup:
         """
         self._open()
         if self.is_worker or self._server is None:
-            raise ProtocolError(f"serve: rank {self.comm.rank} works; it serves within its calls")
+            raise ProtocolError(f"serve: rank {self.comm.rank} is a worker; only servers call it")
         check_function(on_pause)
         link, server, server.on_pause = self.link, self._server, on_pause
         with GroupCall(link, "serve"), link.serving(server.poll):

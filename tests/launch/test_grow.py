@@ -79,8 +79,11 @@ def test_more_ranks_twice(tmp_path, undisturbed, options):
 
 def test_a_new_rank_is_killed(tmp_path, undisturbed):
     """Before it is ready: the old ranks do not notice."""
-    job = begin(tmp_path, fault=HELD)
+    # An old rank is stopped until the launcher has given the new ones up: no step need be slow.
+    job = begin(tmp_path, fault="stop@step:40,rank=0,attempt=0;sleep@start,ms=4000,attempt=1")
     os.kill(new_ranks(job, tmp_path)[1], signal.SIGKILL)
+    wait_until(lambda: "attempt 1 is given up: " in job._read(1), 50)
+    os.kill(read_heartbeats(tmp_path / "control" / "attempt-0")[0].pid, signal.SIGCONT)
     done = finish(job)
     assert "attempt 1 is given up: " in done.stderr
     assert "; 2 ranks go on" in done.stderr

@@ -60,7 +60,7 @@ class PushRecord:
         if events.VERBOSITY:
             print(
                 f"mpidist: model {self.model!r}: the last {DROPPED_IN_A_ROW} pushes of rank {rank} "
-                f"were all dropped ({why}), so this rank trains for nothing; give it less work, or "
+                f"were all dropped ({why}), so its work is lost; give it fewer samples, or "
                 "another policy or mode",
                 file=sys.stderr,
                 flush=True,
