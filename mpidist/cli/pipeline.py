@@ -1,4 +1,4 @@
-"""``mpidist pipeline {profile,partition,show}``: measure layers, cut a model into stages, draw.
+"""``mpidist pipeline {profile,partition,show,trace}``: measure, cut a model into stages, draw.
 
 None of them needs MPI.
 """
@@ -17,7 +17,9 @@ from ..errors import ConfigError
 def add_parser(commands) -> None:
     """Add this command to the argument parser."""
     parser = commands.add_parser("pipeline", help="measure layers, cut a model into stages")
-    what = parser.add_subparsers(dest="what", required=True, metavar="{profile,partition,show}")
+    what = parser.add_subparsers(
+        dest="what", required=True, metavar="{profile,partition,show,trace}"
+    )
     about = "measure the layers of a job's model for a microbatch, and write a profile of them"
     add = what.add_parser("profile", help=about, description=about).add_argument
     add("job", metavar="JOB.toml", help="the job file, which needs no pipeline")
@@ -58,12 +60,18 @@ def add_parser(commands) -> None:
         help="bytes per second of a link (1e9)")  # fmt: skip
     add("--latency", type=float, default=0.0, metavar="US", help="us of a message on the way (0)")
     add("--picture", metavar="FILE.png", help="draw the schedule into a file")
+    add("--trace", metavar="FILE.json", help="write the schedule in Chrome's trace format")
+    about = "write the newest step of a finished run in Chrome's trace format"
+    add = what.add_parser("trace", help=about, description=about).add_argument
+    add("folder", metavar="RUN", help="the folder of the run")
+    add("--out", default="trace.json", metavar="FILE.json", help="the trace (trace.json)")
     parser.set_defaults(command="pipeline")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the wanted sub-command, and return the exit code."""
-    return {"profile": _profile, "partition": _partition, "show": _show}[args.what](args)
+    commands = {"profile": _profile, "partition": _partition, "show": _show, "trace": _trace}
+    return commands[args.what](args)
 
 
 def _profile(args) -> int:
@@ -169,4 +177,21 @@ def _show(args) -> int:
     if args.picture:
         save_drawing(run, args.picture, f"{title}: idle {run.bubble:.1%}")
         print(f"drawn: {args.picture}")
+    if args.trace:
+        spans = [(span.rank, *span.action, span.begin, span.end) for span in run.spans]
+        _write_trace(spans, args.trace)
     return 0
+
+
+def _trace(args) -> int:
+    from ..pipeline.action_trace import logged_spans
+
+    _write_trace(logged_spans(Path(args.folder)), args.out)
+    return 0
+
+
+def _write_trace(spans, file: str) -> None:
+    from ..pipeline.action_trace import chrome_trace, write_trace
+
+    write_trace(chrome_trace(spans), file)
+    print(f"written: {file}; open it in chrome://tracing or https://ui.perfetto.dev")

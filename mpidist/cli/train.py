@@ -267,6 +267,11 @@ def _report(job, summary, again: str) -> None:
             f"exchange takes {price['ordered_us']:.0f} us in the fixed order and "
             f"{price['plain_us']:.0f} us without, {price['ratio']:.2f} times as long"
         )
+    if summary.pipeline is not None:
+        found = summary.pipeline
+        simulated = found["bubble_simulated"]
+        beside = "" if simulated is None else f", {simulated:.1%} if messages took no time"
+        print(f"pipeline cut at {found['cuts']}: ranks were idle {found['bubble']:.1%}{beside}")
     print(f"results in {job.folder}; to repeat or resume the run: {again}", flush=True)
 
 

@@ -77,7 +77,7 @@ def check_actions(
     _check_order_of_messages(lists, p)
     play_actions(lists, p, chunks, blocking)
     return ActionFacts(
-        [_stash(each) for each in lists],
+        [stash_of(each) for each in lists],
         {key: version for each in lists for key, version in _versions(each).items()},
         [_versions_kept(each) for each in lists],
     )
@@ -187,7 +187,7 @@ def _may_end(one, lists, p, chunks, begun, blocking, split) -> bool:
     return True
 
 
-def _stash(each) -> int:
+def stash_of(each) -> int:
     """Return the most forward passes whose last backward part has not been done."""
     kept = most = 0
     for one in each:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..simulator.figure_file import check_figure_file, figure_and_patch, save_figure
+from .action_trace import LABELS
 from .pipeline_schedules import B, F, I, W
 from .simulate_actions import SimulatedRun
 
 #: Most columns of a text, and most ranks of a picture.
 MOST_COLUMNS, MOST_RANKS = 400, 64
 _COLORS = {F: "#4878a8", B: "#e08a3c", I: "#d9a441", W: "#8c6bb1"}
-_LABELS = {F: "forward", B: "backward", I: "gradient of the input", W: "gradients of the weights"}
 
 
 def draw_actions(run: SimulatedRun, unit: float | None = None) -> str:
@@ -84,7 +84,7 @@ def save_drawing(run: SimulatedRun, file: str | Path, title: str = "") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     kinds = [kind for kind in _COLORS if any(span.action.kind == kind for span in run.spans)]
     patches = [patch_class(facecolor=_COLORS[kind]) for kind in kinds]
-    names = [_LABELS[kind] for kind in kinds]
+    names = [LABELS[kind] for kind in kinds]
     figure.legend(patches, names, loc="outside upper right", ncols=len(names), frameon=False)
     save_figure(figure, file)
 

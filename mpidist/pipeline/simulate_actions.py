@@ -9,12 +9,12 @@ receiver's link. Links are full duplex. The costs are those of `NetworkModel`: a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..simulator.network_model import NetworkModel
-from .check_actions import check_actions, needed_before, receiver_of, sender_of
+from .check_actions import check_actions, needed_before, receiver_of, sender_of, stash_of
 from .pipeline_schedules import COMPUTE, RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, StageAction, W
 
 #: A network on which messages take no time.
@@ -86,7 +86,22 @@ def simulate_actions(
     network : NetworkModel
         Each rank is on a node of its own.
     """
-    facts = check_actions(lists, chunks=len(costs))
+    check_actions(lists, chunks=len(costs))
+    p = len(lists)
+    return simulate_placed(lists, costs, network, lambda chunk, _: chunk % p)
+
+
+def simulate_placed(
+    lists: Sequence[Sequence[StageAction]],
+    costs: Sequence[ChunkCost],
+    network: NetworkModel,
+    holder: Callable[[int, int], int],
+) -> SimulatedRun:
+    """Return the estimated time of right action lists, also of stages with replicas.
+
+    ``holder(chunk, microbatch)`` is the rank that computes a microbatch in a chunk, as in a
+    `PipelineGrid`.
+    """
     for cost in costs:
         if not (all(0 <= value < math.inf for value in cost) and cost.input_share <= 1):
             raise ConfigError(f"{cost}: expected finite numbers >= 0, and an input_share up to 1")
@@ -99,7 +114,8 @@ def simulate_actions(
 
     def transfer(receive: StageAction, rank: int) -> None:
         """Let the message of a receive travel, if both of its ends have begun."""
-        source, send = sender_of(receive, p)
+        send = sender_of(receive, p)[1]
+        source = holder(send.chunk, send.microbatch)
         if receive in begun and send in begun:
             size = costs[min(send.chunk, receive.chunk)].output_bytes
             start = max(begun[receive], begun[send], leaves[source], enters[rank])
@@ -134,8 +150,8 @@ def simulate_actions(
             spans.append(Span(rank, one, when, now[rank]))
         elif one.kind in (SEND_F, SEND_B):
             now[rank] = begun[one] = when + network.overhead
-            other, receive = receiver_of(one, p)
-            transfer(receive, other)
+            receive = receiver_of(one, p)[1]
+            transfer(receive, holder(receive.chunk, receive.microbatch))
         else:
             begun[one] = when
             transfer(one, rank)
@@ -143,5 +159,8 @@ def simulate_actions(
     busy = sum(span.end - span.begin for span in spans)
     bubble = 1 - busy / (seconds * p) if seconds else 0.0
     return SimulatedRun(
-        seconds, bubble, facts.stash, sorted(spans, key=lambda s: (s.rank, s.begin))
+        seconds,
+        bubble,
+        [stash_of(each) for each in lists],
+        sorted(spans, key=lambda s: (s.rank, s.begin)),
     )

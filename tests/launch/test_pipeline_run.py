@@ -1,5 +1,6 @@
 """`mpidist train` with a pipeline: the bits of allreduce, also after kills and hangs (R60, R88)."""
 
+import json
 import signal
 import sys
 
@@ -52,6 +53,14 @@ def test_grids_of_a_job_file(tmp_path, alone, launches):
         result.check()
     for name, (ranks, _) in GRIDS.items():
         check(tmp_path / name, alone, ranks)
+        command = [sys.executable, "-m", "mpidist", "pipeline", "trace", f"{name}/run"]
+        assert run_process(command, cwd=tmp_path, env=launch_environment()).returncode == 0
+        trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        spans = [one for one in trace if one["ph"] == "X"]
+        assert {one["tid"] for one in spans} == set(range(ranks))
+        # Each microbatch goes forward and backward through each chunk.
+        chunks = {one["args"]["chunk"] for one in spans}
+        assert len(spans) == 2 * len(chunks) * SETTINGS["microbatches"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

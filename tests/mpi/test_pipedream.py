@@ -98,9 +98,15 @@ def fit(comm, **settings):
 def test_it_learns_and_a_resume_has_the_same_bits(comm, folder):
     """Nothing is on its way at the end of a step, so a checkpoint has the whole state."""
     strategy = md.Pipeline(cuts=list(range(2, 1 + comm.size)), schedule="pipedream", flush=5)
-    _, whole = fit(comm, strategy=strategy)
+    model, whole = fit(comm, strategy=strategy)
     assert whole.test_accuracy > 0.6
     assert whole.pipeline["versions"][-1] == 1
+    assert whole.pipeline["staleness"] == list(range(comm.size - 1, -1, -1))
+    # The pipeline is filled anew for each 5 microbatches: 0 + 1 + 1 + 1 + 1 of 2 stages.
+    assert whole.pipeline["staleness_mean"][-2:] == [0.8, 0.0]
+    # Rank 0 keeps the old parameters, too.
+    parameters = sum(array.nbytes for array in model.parameters.values())
+    assert comm.rank or whole.pipeline["stash_bytes"][0] > (comm.size - 1) * parameters
     fit(comm, strategy=strategy, checkpoint=folder, stop_after=7)
     _, resumed = fit(comm, strategy=strategy, checkpoint=folder, resume=True)
     assert (resumed.resumed_at, resumed.parameters_sha256) == (7, whole.parameters_sha256)

@@ -192,6 +192,30 @@ def test_the_figures_are_those_of_steps(comm):
     assert all(0 <= idle < 1 for one in figures for idle in one["idle"])
     bytes_of_a_step = 20 * 16 * 4
     assert [one["bytes_sent"] for one in figures] == [[bytes_of_a_step] * 2] * 2
+    assert [one["cut_bytes"] for one in figures] == [[2 * bytes_of_a_step]] * 2
+    # Two microbatches of 5 samples with 12 inputs. The last rank keeps the 16 outputs of the ReLU
+    # of one, which two layers save.
+    assert [one["stash_bytes"] for one in figures] == [[2 * 5 * 12 * 4, 5 * 16 * 4]] * 2
+    assert all(one["staleness"] == [0, 0] for one in figures)
+    assert all(0 <= one["bubble_simulated"] < 1 for one in figures)
+    assert all(abs(one["bubble"] - np.mean(one["idle"])) < 1e-3 for one in figures)
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("schedule", ["zero_bubble", "1f1b", "gpipe"])
+def test_what_is_reported_of_a_grid(comm, schedule):
+    """Each cut once in each direction; with uneven replicas the sums over their ranks."""
+    replicas = {3: None, 4: [3, 1]}[comm.size]
+    if replicas and schedule == "zero_bubble":
+        schedule = "1f1b"
+    cuts = [3] if replicas else [2, 5]
+    strategy = md.Pipeline(cuts=cuts, replicas=replicas, schedule=schedule)
+    _, result = fit(comm, strategy, steps=2, epochs=None)
+    found = result.pipeline
+    assert found["cut_bytes"] == [2 * 20 * 16 * 4] * len(cuts)
+    assert sum(found["bytes_sent"]) == sum(found["cut_bytes"])
+    assert 0 < found["bubble_simulated"] < 1
+    assert min(found["stash_bytes"]) > 0
 
 
 @pytest.mark.ranks(2)

@@ -1,11 +1,14 @@
 """``mpidist pipeline``: its plans, drawings, exit codes and errors (R61, R63, R82, R84)."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
+import mpidist
 from mpidist.cli.main import main
-from mpidist.pipeline import Layer, chain, read_profile, write_profile
+from mpidist.pipeline import SCHEDULES, Layer, chain, read_profile, write_profile
 
 
 @pytest.fixture
@@ -129,6 +132,26 @@ def test_show(capsys, tmp_path):
     assert "no drawing" in capsys.readouterr().err
 
 
+PAGE = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text(encoding="utf-8")
+#: A command or a program of the page, and the output that follows.
+TEXT = r"((?:(?!```).)*)```\n"
+SHOWN = re.compile(rf"```console\n\$ mpidist {TEXT}\n```\n{TEXT}", re.DOTALL)
+RUN = re.compile(rf"```python\n{TEXT}\n```\n{TEXT}", re.DOTALL)
+
+
+def test_the_page_shows_what_the_code_draws(capsys):
+    """Every schedule for 4 stages, and the cut of VGG16."""
+    shown = [pair for pair in SHOWN.findall(PAGE) if pair[0].startswith("pipeline show")]
+    assert {words.split()[2] for words, _ in shown} == set(SCHEDULES)
+    for words, told in shown:
+        assert main(words.split()) == 0
+        assert capsys.readouterr().out == told
+    ((program, told),) = RUN.findall(PAGE)
+    exec(program, {"md": mpidist})
+    assert capsys.readouterr().out == told
+    assert "ranks: 15, layers: 18, 59 MB" in told
+
+
 def test_a_picture_of_no_time(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file = tmp_path / "p.png"
@@ -152,6 +175,32 @@ def test_a_picture(tmp_path, capsys):
     assert file.read_bytes().startswith(b"\x89PNG")
     assert main([*words[:-1], "x.gif"]) == 2
     assert "x.gif" in capsys.readouterr().err
+
+
+def test_a_trace_of_a_schedule_and_of_a_run(tmp_path, monkeypatch, capsys):
+    """The events of Chrome's format: microseconds, a thread for each rank."""
+    monkeypatch.chdir(tmp_path)
+    words = ["pipeline", "show", "zero_bubble", "--stages", "2", "--microbatches", "2"]
+    assert main([*words, "--trace", "show.json"]) == 0
+    events = json.loads(Path("show.json").read_text())["traceEvents"]
+    spans = [one for one in events if one["ph"] == "X"]
+    assert sorted(one["args"]["name"] for one in events if one["ph"] == "M") == ["rank 0", "rank 1"]
+    assert len(spans) == 12
+    first = next(one for one in spans if (one["name"], one["tid"]) == ("F1", 1))
+    assert (first["ts"], first["dur"], first["cat"]) == (3000, 1000, "forward")
+    assert first["args"] == {"chunk": 1, "microbatch": 1}
+    logs = Path("run/events")
+    logs.mkdir(parents=True)
+    old, new = ({"event": "pipeline_step", "rank": 1, "spans": [["F", 1, 0, t, t + 0.5]]}
+                for t in (1.0, 2.0))  # fmt: skip
+    lines = [json.dumps(old), '{"event": "other"}', json.dumps(new), '{"event": "pipeline_step"']
+    (logs / "rank-1.jsonl").write_text("\n".join(lines))
+    assert main(["pipeline", "trace", "run", "--out", "run.json"]) == 0
+    (span,) = json.loads(Path("run.json").read_text())["traceEvents"][1:]
+    assert (span["name"], span["tid"], span["ts"], span["dur"]) == ("F0", 1, 0, 500_000)
+    assert main(["pipeline", "trace", "nothing"]) == 2
+    assert "nothing: no steps of a pipeline" in capsys.readouterr().err
+    assert main(["pipeline", "trace", "run", "--out", "no/folder.json"]) == 2
 
 
 @pytest.mark.parametrize(

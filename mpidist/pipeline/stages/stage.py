@@ -17,6 +17,7 @@ action for which a rank waits.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -75,6 +76,13 @@ class Stage:
         The most microbatches, times chunks, that this rank has kept at a time.
     bytes_sent : int
         The bytes that this rank has sent to other stages in the steps so far.
+    cut_bytes : Counter of int
+        These bytes by cut: key c is the cut behind chunk c.
+    stash_bytes : int
+        The most bytes that this rank has kept for backward passes at a time: what the layers save,
+        and with "pipedream" old versions of the parameters.
+    spans : list of (kind, chunk, microbatch, begin, end)
+        The computations of the newest step, with times as those of `time.time`.
 
     Raises
     ------
@@ -109,7 +117,10 @@ class Stage:
         self.parameters = _joined(one.parameters for one in self.chunks.values())
         self.gradients = _joined(one.gradients for one in self.chunks.values())
         self.seconds = self.computing = 0.0
-        self.kept = self.steps = self.bytes_sent = 0
+        self.kept = self.steps = self.bytes_sent = self.stash_bytes = 0
+        self.cut_bytes = Counter[int]()
+        self.spans: list[tuple[str, int, int, float, float]] = []
+        self._times: dict[tuple[int, str], tuple[float, int]] = {}
         self.last_chunk = grid.stages * grid.chunks - 1
         actions = grid.actions(comm.rank)
         self.halves = any(one.kind == I for one in actions)
@@ -229,6 +240,7 @@ class Stage:
             one_pass = StagePass(self, sizes, x, y, total, update)
             for action in self.grid.actions(self.rank):
                 one_pass.do(action)
+            self._note_times(one_pass.spans)
             self.wait(self.messages.progress, "the end of the sends")
             if update is None:
                 losses = {number: chunk.finish() for number, chunk in self.chunks.items()}
@@ -238,6 +250,33 @@ class Stage:
         self.seconds += time.perf_counter() - began
         self.bytes_sent += self.messages.bytes_sent - sent
         self.steps += 1
+
+    def _note_times(self, spans: list[tuple[str, int, int, float, float]]) -> None:
+        """Add the times of a step's computations, which become the newest `spans`."""
+        zero = time.time() - time.perf_counter()
+        self.spans = [
+            (kind, chunk, i, begin + zero, end + zero) for kind, chunk, i, begin, end in spans
+        ]
+        for kind, chunk, _, begin, end in spans:
+            seconds, count = self._times.get((chunk, kind), (0.0, 0))
+            self._times[chunk, kind] = seconds + end - begin, count + 1
+
+    def note_stash(self) -> None:
+        """Note what is kept now."""
+        chunks = self.chunks.values()
+        self.kept = max(self.kept, sum(one.kept for one in chunks))
+        self.stash_bytes = max(self.stash_bytes, sum(one.stash_bytes for one in chunks))
+
+    def mean_times(self) -> dict[tuple[int, str], float]:
+        """Return the mean seconds of each kind of computation in each chunk of this rank."""
+        return {key: seconds / count for key, (seconds, count) in self._times.items()}
+
+    def staleness(self) -> tuple[int, float]:
+        """Return how many updates a gradient of this rank has missed at most, and in the mean."""
+        chunks = self.chunks.values()
+        updates = sum(one.updates for one in chunks)
+        missed = sum(one.staleness for one in chunks)
+        return max(one.stalest for one in chunks), missed / max(updates, 1)
 
     def forward(self, inputs, sizes: Sequence[int]) -> list:
         """Return the scores of this rank's microbatches; empty but on the last stage."""

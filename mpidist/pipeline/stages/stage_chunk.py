@@ -36,7 +36,12 @@ class Chunk:
         self._tapes: dict[int, list] = {}
         self._later: dict[int, list] = {}  # what `backward_weights` needs
         self._old: dict[int, dict] = {}  # parameters of microbatches that are older than an update
+        self._bytes: dict[int, int] = {}  # of what microbatches keep for their backward pass
+        self._begun: dict[int, int] = {}  # updates before the forward pass of a microbatch
+        self._kept_bytes: dict[tuple, int] = {}  # by the shape of the input
         self.versions = 1  # the most versions of the parameters at a time
+        self.updates = 0
+        self.stalest = self.staleness = 0  # the most updates, and all, that a gradient has missed
         self._sums: list[PieceSum] = []
         self._adding: list[Any] = []
 
@@ -44,6 +49,13 @@ class Chunk:
     def kept(self) -> int:
         """How many microbatches have had their forward pass here, but not their backward pass."""
         return len(self._tapes) + len(self._later)
+
+    @property
+    def stash_bytes(self) -> int:
+        """The bytes that are kept for microbatches under way: activations, and old parameters."""
+        old = {id(one): one for one in self._old.values()}
+        arrays = [array for one in old.values() for array in one.values()]
+        return sum(self._bytes.values()) + sum(array.nbytes for array in arrays)
 
     @property
     def learns(self) -> bool:
@@ -61,13 +73,18 @@ class Chunk:
 
     def forward(self, microbatch: int, x, keep: bool):
         """Return the output for an input; with `keep`, keep what `backward` needs."""
-        tape = []
+        tape, entered = [], x
         for layer in self.layers:
             x, saved = layer.forward(self.parameters, x)
             if keep:
                 tape.append(saved)
         if keep:
             self._tapes[microbatch] = tape
+            self._begun[microbatch] = self.updates
+            key = entered.shape
+            if key not in self._kept_bytes:
+                self._kept_bytes[key] = array_bytes(tape)
+            self._bytes[microbatch] = self._kept_bytes[key]
         return x
 
     def backward(self, microbatch: int, dy):
@@ -76,6 +93,7 @@ class Chunk:
         The result is None if no layer before needs it.
         """
         tape = self._tapes.pop(microbatch)
+        del self._bytes[microbatch]
         parameters = self._old.pop(microbatch, self.parameters)
         last = 0 if self.first is None else self.first
         for i in range(len(self.layers) - 1, last - 1, -1):
@@ -85,11 +103,15 @@ class Chunk:
             )
         return dy if self.first is None else None
 
-    def keep_version(self) -> None:
-        """Copy the parameters that microbatches still need, because an update follows.
+    def keep_version(self, microbatch: int) -> None:
+        """Keep the parameters for the microbatches under way: an update by `microbatch` follows.
 
         Those that began before an earlier update keep the version that they have.
         """
+        missed = self.updates - self._begun.pop(microbatch)
+        self.updates += 1
+        self.staleness += missed
+        self.stalest = max(self.stalest, missed)
         newest = [i for i in self._tapes if i not in self._old]
         if newest and self.parameters:
             copies = {name: array.copy() for name, array in self.parameters.items()}
@@ -118,6 +140,7 @@ class Chunk:
 
     def backward_weights(self, microbatch: int) -> None:
         """Write the gradients of a microbatch, after its `backward_input`."""
+        del self._bytes[microbatch]
         for layer, saved, dy in self._later.pop(microbatch):
             if layer is None:
                 for name, gradient in saved.items():
@@ -145,16 +168,30 @@ class Chunk:
             adding.finish(vector)
         return float(self.vectors[0][-2]) if self.vectors else 0.0
 
-    def forget(self) -> None:
-        """Drop the data of microbatches whose backward pass has not come yet."""
-        self._tapes.clear()
-        self._later.clear()
-        self._old.clear()
-
     def close(self) -> None:
         """Free the sums. Collective over the replicas of the stage, but without a message."""
         for sums in self._sums:
             sums.close()
+
+
+def array_bytes(saved: Any) -> int:
+    """Return the bytes of the arrays in nested sequences, those of one memory once."""
+    found: dict[int, int] = {}
+
+    def visit(one: Any) -> None:
+        if isinstance(one, list | tuple):
+            for each in one:
+                visit(each)
+        elif hasattr(one, "nbytes"):
+            base = one
+            while getattr(base, "base", None) is not None and hasattr(base.base, "nbytes"):
+                base = base.base
+            # A view may be a part of a batch, or have each element several times.
+            size = min(one.nbytes, base.nbytes)
+            found[id(base)] = max(found.get(id(base), 0), size)
+
+    visit(saved)
+    return sum(found.values())
 
 
 def _has_halves(layer) -> bool:

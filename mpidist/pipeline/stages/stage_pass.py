@@ -23,6 +23,8 @@ class StagePass:
         self.loss = 0.0  # with `update`, the mean of this rank's microbatches
         self.inputs, self.labels = inputs, labels
         self.scores: dict[int, Any] = {}
+        #: What was computed: kind, chunk, microbatch, and times of `time.perf_counter`.
+        self.spans: list[tuple[str, int, int, float, float]] = []
         self._losses: dict[int, float] = {}
         self._arriving: dict[StageAction, Arrival] = {}
         self._held: dict[tuple[int, int], list[Arrival]] = {}  # by chunk and microbatch
@@ -56,9 +58,15 @@ class StagePass:
             if self.update is not None and not math.isfinite(loss):
                 dy[...] = 0  # the run stops after this step, and its parameters stay finite
             self._made[StageAction(B, c, i)] = dy
-        if self.total is not None:  # `Stage.seconds` has the time of steps only
-            stage.computing += time.perf_counter() - began
-        stage.kept = max(stage.kept, sum(one.kept for one in stage.chunks.values()))
+        if self.total is not None:  # the figures are those of steps only
+            self._computed(F, c, i, began)
+            stage.note_stash()
+
+    def _computed(self, kind: str, c: int, i: int, began: float) -> None:
+        """Note the span of an action."""
+        ended = time.perf_counter()
+        self.stage.computing += ended - began
+        self.spans.append((kind, c, i, began, ended))
 
     def _backward(self, c: int, i: int) -> None:
         self._input(c, i, halves=False)
@@ -70,7 +78,7 @@ class StagePass:
     def _weights_half(self, c: int, i: int) -> None:
         began = time.perf_counter()
         self.stage.chunks[c].backward_weights(i)
-        self.stage.computing += time.perf_counter() - began
+        self._computed(W, c, i, began)
         self._add(c, i)
         self._done(c, i)
 
@@ -83,7 +91,7 @@ class StagePass:
             dy = self._arrived(B, RECV_B, c, i) if chunk.learns else None
         began = time.perf_counter()
         dx = chunk.backward_input(i, dy) if halves else chunk.backward(i, dy)
-        stage.computing += time.perf_counter() - began
+        self._computed(I if halves else B, c, i, began)
         if dx is not None:
             self._made[StageAction(SEND_B, c, i)] = dx
         elif not halves:
@@ -98,9 +106,12 @@ class StagePass:
             chunk.add(i, weight, loss)
         else:
             self.loss += loss * weight
-            chunk.keep_version()
+            chunk.keep_version(i)
             self.update(chunk.gradients, chunk.parameters, weight)
-        self.stage.computing += time.perf_counter() - began
+            self.stage.note_stash()
+        ended = time.perf_counter()
+        self.stage.computing += ended - began
+        self.spans[-1] = (*self.spans[-1][:4], ended)  # the backward pass whose gradients these are
 
     def _done(self, c: int, i: int) -> None:
         """Give back the buffers of a microbatch that has passed, as soon as its send has ended."""
@@ -130,6 +141,7 @@ class StagePass:
     def _send_forward(self, c: int, i: int) -> None:
         y = self._made.pop(StageAction(SEND_F, c, i))
         self.stage.messages.send(y, self.stage.grid.holder(c + 1, i), 2 * c + 2, self.sizes[i])
+        self.stage.cut_bytes[c] += y.nbytes if self.total is not None else 0
 
     def _send_backward(self, c: int, i: int) -> None:
         dx = self._made.pop(StageAction(SEND_B, c, i), None)
@@ -137,6 +149,7 @@ class StagePass:
             return
         dest = self.stage.grid.holder(c - 1, i)
         self._sent[c, i] = self.stage.messages.send(dx, dest, 2 * c - 1, self.sizes[i])
+        self.stage.cut_bytes[c - 1] += dx.nbytes
         if not self.stage.halves:
             self._done(c, i)
 

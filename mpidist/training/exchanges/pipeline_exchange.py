@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -28,8 +28,11 @@ from ...data import BadRecordFilter, as_source
 from ...errors import BadRecord
 from ...fault_tolerance.check_replicas import check_replicas
 from ...partition import BlockPartition
-from ...pipeline import PipelineGrid, cut, measure
+from ...pipeline import ChunkCost, PipelineGrid, cut, measure
+from ...pipeline.action_trace import EVENT
 from ...pipeline.measure_layers import random_batch
+from ...pipeline.pipeline_schedules import B, F, I, W
+from ...pipeline.simulate_actions import NO_TIME, simulate_placed
 from ...pipeline.stage_contract import checked_arrays
 from ...pipeline.stages.stage import Stage
 from ...runtime.agreement.run_on_all import run_on_all
@@ -39,6 +42,8 @@ from .evaluation import add_to_digest, count_hits, shared_accuracy
 
 #: Samples of a microbatch of test data.
 _CHUNK = 128
+#: Most actions, times ranks, that are simulated at the end of a run.
+_MOST_SIMULATED = 500_000
 
 
 class Untimed:
@@ -234,23 +239,42 @@ class Stages:
     def layout(self) -> dict:
         """Return the grid, and what each rank has measured. Collective.
 
-        `idle` is the share of the time of the steps in which a rank did not compute, `kept` the
-        most microbatches, times chunks, that it kept at a time, `bytes_sent` what it has sent to
-        other stages in a step, and `versions` the most versions of its parameters.
+        For each rank: `idle` is the share of the time of the steps in which it did not compute,
+        `kept` the most microbatches, times chunks, that it kept at a time, and `stash_bytes` what
+        they and old parameters took; `bytes_sent` is what it has sent to other stages in a step,
+        `versions` the most versions of its parameters, and `staleness` how many updates a gradient
+        has missed at most, `staleness_mean` in the mean. For the job: `cut_bytes` are the bytes
+        over each cut in a step, `bubble` is the mean of `idle`, and `bubble_simulated` that of the
+        schedule with the mean times of this run, if messages and sums take no time.
+
+        Each rank also logs the computations of its newest step, for ``mpidist pipeline trace``.
         """
         stage, grid = self.stage, self.stage.grid
+        events.emit(EVENT, step=stage.steps, spans=stage.spans)
         idle = 1 - stage.computing / stage.seconds if stage.seconds else 0.0
         sent = stage.bytes_sent // max(stage.steps, 1)
-        mine = round(idle, 4), stage.kept, sent, stage.versions
+        stalest, staleness = stage.staleness()
+        mine = {
+            "idle": round(idle, 4), "kept": stage.kept, "stash_bytes": stage.stash_bytes,
+            "bytes_sent": sent, "versions": stage.versions, "staleness": stalest,
+            "staleness_mean": round(staleness, 4),
+        }  # fmt: skip
 
         def together(everyone: list) -> dict:
-            names = "idle", "kept", "bytes_sent", "versions"
-            return dict(zip(names, map(list, zip(*everyone, strict=True)), strict=True))
+            rows, cuts, times = zip(*everyone, strict=True)
+            steps = max(stage.steps, 1)
+            return {
+                **{name: [row[name] for row in rows] for name in mine},
+                "cut_bytes": [sum(one[c] for one in cuts) // steps for c in range(len(grid.cuts))],
+                "bubble": round(sum(row["idle"] for row in rows) / len(rows), 4),
+                "bubble_simulated": simulated_bubble(grid, times),
+            }
 
+        known = mine, stage.cut_bytes, stage.mean_times()
         return {
             "cuts": list(grid.cuts), "replicas": list(grid.replicas), "schedule": grid.schedule,
             "chunks": grid.chunks, "microbatches": grid.microbatches,
-            **run_on_all(self.comm, "md.train: layout", lambda: mine, together),
+            **run_on_all(self.comm, "md.train: layout", lambda: known, together),
         }  # fmt: skip
 
     def digest(self) -> str:
@@ -277,6 +301,31 @@ class Stages:
 
     def lost(self, error: BaseException) -> None:
         """Do nothing after a death: nothing of a pipeline outlives its communicator."""
+
+
+def simulated_bubble(grid: PipelineGrid, times: Sequence[Mapping]) -> float | None:
+    """Return the idle share of a grid's schedule with the mean times of all ranks.
+
+    None if nothing was computed, or if the simulation would take seconds.
+    """
+    lists = [grid.actions(rank) for rank in range(grid.ranks)]
+    if sum(map(len, lists)) * grid.ranks > _MOST_SIMULATED or not any(times):
+        return None
+
+    def mean(chunk: int, kinds: str) -> float:
+        stage = grid.ranks_of(chunk % grid.stages)
+        known = [times[rank] for rank in stage if (chunk, kinds[0]) in times[rank]]
+        return sum(one.get((chunk, kind), 0.0) for one in known for kind in kinds) / max(
+            len(known), 1
+        )
+
+    costs = []
+    for chunk in range(grid.stages * grid.chunks):
+        halves = mean(chunk, I), mean(chunk, W)
+        backward = sum(halves) or mean(chunk, B)
+        share = halves[0] / backward if sum(halves) else 0.5
+        costs.append(ChunkCost(mean(chunk, F), backward, 0.0, share))
+    return round(simulate_placed(lists, costs, NO_TIME, grid.holder).bubble, 4)
 
 
 def measured_cuts(comm, model, parts: int, samples: int) -> list[int]:

@@ -1,0 +1,71 @@
+"""Timelines of pipelines in Chrome's trace format, which chrome://tracing and Perfetto show.
+
+Each computation is an event of the kind ``X``: its rank is the thread, its times are in
+microseconds from the first event on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import ConfigError
+from .pipeline_schedules import B, F, I, W
+
+#: The kinds of computations in words.
+LABELS = {F: "forward", B: "backward", I: "gradient of the input", W: "gradients of the weights"}
+#: The event of the log of a rank that has the computations of its newest step.
+EVENT = "pipeline_step"
+
+
+def chrome_trace(spans: Iterable[tuple[int, str, int, int, float, float]]) -> dict:
+    """Return the trace of computations (rank, kind, chunk, microbatch, begin, end), in seconds."""
+    spans = list(spans)
+    zero = min((begin for *_, begin, _ in spans), default=0.0)
+    ranks = sorted({rank for rank, *_ in spans})
+    named = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in ranks
+    ]
+    events = [
+        {
+            "name": f"{kind}{i}", "cat": LABELS[kind], "ph": "X", "pid": 0, "tid": rank,
+            "ts": round((begin - zero) * 1e6, 3), "dur": round((end - begin) * 1e6, 3),
+            "args": {"chunk": chunk, "microbatch": i},
+        }
+        for rank, kind, chunk, i, begin, end in spans
+    ]  # fmt: skip
+    return {"displayTimeUnit": "ms", "traceEvents": [*named, *events]}
+
+
+def logged_spans(folder: Path) -> list[tuple[int, str, int, int, float, float]]:
+    """Return the computations of the newest step that the logs of a run's folder have.
+
+    Raises ConfigError if they have none.
+    """
+    found = []
+    for file in sorted(folder.glob("events/rank-*.jsonl")):
+        newest = None
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if f'"{EVENT}"' in line:
+                try:
+                    newest = json.loads(line)
+                except json.JSONDecodeError:
+                    continue  # a process was killed while it wrote this line
+        if newest is not None:
+            found += [(newest["rank"], *one) for one in newest["spans"]]
+    if not found:
+        raise ConfigError(
+            f"{folder}: no steps of a pipeline in events/rank-*.jsonl; give the folder of a run of "
+            '`mpidist train` with strategy.name = "pipeline" that has come to its end'
+        )
+    return found
+
+
+def write_trace(trace: dict, file: str | Path) -> None:
+    """Write a trace as JSON; raise ConfigError if that fails."""
+    try:
+        Path(file).write_text(json.dumps(trace) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
