@@ -13,6 +13,9 @@ from pathlib import Path
 
 from ..errors import ConfigError
 
+#: Most workers for which a step is simulated unasked.
+_MOST_ADVISED = 64
+
 
 def add_parser(commands) -> None:
     """Add this command to the argument parser."""
@@ -45,6 +48,8 @@ def add_parser(commands) -> None:
         "counts as PipeDream's program")  # fmt: skip
     add("--evaluate", action="store_true",
         help="keep the stages that the profile names, and choose their replicas")  # fmt: skip
+    add("--microbatches", type=int, metavar="M",
+        help="compare steps of M microbatches with allreduce (4 times the workers)")  # fmt: skip
     add("--json", metavar="FILE", help="write the plan as JSON; - is the standard output")
     about = "draw a schedule over time, with its idle time and what it keeps"
     add = what.add_parser("show", help=about, description=about).add_argument
@@ -101,18 +106,24 @@ def _profile(args) -> int:
 
 def _partition(args) -> int:
     from ..pipeline import cut, read_profile
+    from ..pipeline.plan_advice import advise_step
 
-    plan = cut(
-        read_profile(args.profile),
-        workers=args.workers,
-        bandwidth=args.bandwidth,
-        stages=args.stages,
-        replication=not args.no_replication,
-        memory=args.memory,
-        cost=args.cost,
-        evaluate=args.evaluate,
-    )
-    text = json.dumps(plan.as_dict(), indent=2)
+    profile = read_profile(args.profile)
+    settings = {
+        "bandwidth": args.bandwidth, "stages": args.stages, "memory": args.memory,
+        "replication": not args.no_replication, "cost": args.cost, "evaluate": args.evaluate,
+    }  # fmt: skip
+    plan = cut(profile, workers=args.workers, **settings)
+    advice = None
+    if args.microbatches is not None or args.workers <= _MOST_ADVISED:
+        microbatches = 4 * args.workers if args.microbatches is None else args.microbatches
+        advice = advise_step(
+            profile, plan, workers=args.workers, microbatches=microbatches, settings=settings
+        )
+    facts = plan.as_dict()
+    if args.microbatches is not None:
+        facts["step"] = advice and advice.as_dict()
+    text = json.dumps(facts, indent=2)
     if args.json == "-":
         print(text)
         return 0
@@ -137,7 +148,22 @@ def _partition(args) -> int:
     )
     if not plan.exact:
         print("the model has too many cuts; only those in one order of its layers were tried")
+    if advice is not None:
+        _say_advice(advice, args.workers)
     return 0
+
+
+def _say_advice(advice, workers: int) -> None:
+    """Print which of a pipeline and allreduce has the shorter step, and why."""
+    stages = " + ".join(map(str, advice.replicas))
+    fits = advice.allreduce_seconds < float("inf")
+    allreduce = f"{advice.allreduce_seconds * 1e3:.3f} ms" if fits else "does not fit"
+    print(
+        f"a step of {advice.microbatches} microbatches: pipeline on {stages} workers "
+        f"{advice.pipeline_seconds * 1e3:.3f} ms, allreduce on {workers} {allreduce}"
+    )
+    names = {"equal": "they are equal", "pipeline": "the pipeline wins"}
+    print(f"{names.get(advice.winner, 'allreduce wins')}: {advice.reason}")
 
 
 def _show(args) -> int:
