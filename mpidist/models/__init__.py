@@ -13,6 +13,7 @@ from .lenet import lenet
 from .logistic import logistic
 from .mlp import mlp
 from .network import Network
+from .split_dense import SplitDense
 from .tagger import Tagger, gap, hit_at_one, tagger
 
 MODELS: dict[str, Callable[..., Network | Tagger]] = {
@@ -25,6 +26,7 @@ MODELS: dict[str, Callable[..., Network | Tagger]] = {
 __all__ = [
     "MODELS",
     "Network",
+    "SplitDense",
     "Tagger",
     "from_settings",
     "gap",

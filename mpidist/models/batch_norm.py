@@ -61,7 +61,7 @@ def sync_moments(comm, x, axis):
         of channels differ.
     """
     xp = array_module(x)
-    with _call(comm, "sync_moments"):
+    with call_guard(comm, "sync_moments"):
         count = _count(x, axis)
         wide = xp.float64
         mean = x.sum(axis, dtype=wide) / max(count, 1)
@@ -85,7 +85,7 @@ def sync_batch_norm(comm, x, axis, eps: float = 1e-5):
     `sync_batch_norm_backward`. The parameters except `eps` are those of `sync_moments`.
     """
     xp = array_module(x)
-    with _call(comm, "sync_batch_norm"):  # a bad `eps` of one rank is an error on all ranks
+    with call_guard(comm, "sync_batch_norm"):  # a bad `eps` of one rank is an error on all ranks
         eps = work_dtype(x.dtype).type(eps)
     mean, variance = sync_moments(comm, x, axis)
     scale = xp.expand_dims(1 / xp.sqrt(variance + eps), axis)
@@ -102,7 +102,7 @@ def sync_batch_norm_backward(comm, dy, saved: Saved):
     on the common mean and variance.
     """
     xp = array_module(dy)
-    with _call(comm, "sync_batch_norm_backward"):
+    with call_guard(comm, "sync_batch_norm_backward"):
         y, scale, axis = saved
         count = _count(dy, axis)
         wide = xp.float64
@@ -119,7 +119,7 @@ def sync_batch_norm_backward(comm, dy, saved: Saved):
     return ((dy - first - y * second) * scale).astype(dy.dtype)
 
 
-def _call(comm, name: str):
+def call_guard(comm, name: str):
     """Return a context manager that sends an exception of this rank to all ranks of `comm`."""
     # Not imported at the top: models can be imported, and used by one process, without MPI.
     from ..runtime.context import of
@@ -140,7 +140,7 @@ def _count(x, axis) -> int:
 
 def _over_ranks(comm, count: int, first, second):
     """Return the sums over all ranks of a number and of two arrays, made by one allreduce."""
-    from ..collectives.allreduce import allreduce  # not at the top, as in `_call`
+    from ..collectives.allreduce import allreduce  # not at the top, as in `call_guard`
 
     xp = array_module(first)
     packed = xp.concatenate([xp.full(1, count, np.float64), first.reshape(-1), second.reshape(-1)])

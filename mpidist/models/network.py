@@ -64,7 +64,7 @@ class Network:
         if not sized:
             raise ConfigError(f"Network: none of the {len(self.layers)} layers has parameters")
         self._first, self._last = sized[0], sized[-1]
-        self.classes = math.prod(list(self.layers[self._last].shapes().values())[-1])
+        self.classes = math.prod(list(_whole_shapes(self.layers[self._last]).values())[-1])
 
     @cached_property
     def parameters(self) -> dict:
@@ -79,7 +79,8 @@ class Network:
         """Return new parameters for ``layers[start:stop]``, with the values of the whole model.
 
         The weights of the layers before `start` are drawn and dropped in small parts, so a stage of
-        a pipeline needs no memory for them.
+        a pipeline needs no memory for them. Of a layer that is split over ranks, this rank's part
+        is returned, which has the values of the whole layer.
         """
         stop = len(self.layers) if stop is None else stop
         if not 0 <= start <= stop <= len(self.layers):
@@ -90,14 +91,18 @@ class Network:
         rng = np.random.default_rng(self.seed)
         parameters = {}
         for i, layer in enumerate(self.layers[:stop]):
-            for name, shape in layer.shapes().items():
+            own = layer.shapes()
+            for name, shape in _whole_shapes(layer).items():
                 if i >= start:
-                    parameters[name] = np.zeros(shape, np.float32)
+                    parameters[name] = np.zeros(own[name], np.float32)
                 if len(shape) > 1:
                     # Dense weights are (inputs, outputs), kernels (outputs, inputs, k, k).
                     inputs = shape[0] if len(shape) == 2 else math.prod(shape[1:])
                     spread = math.sqrt((1 if i == self._last else 2) / inputs)
-                    _draw(rng, math.prod(shape), spread, parameters.get(name))
+                    if own[name] != shape and i >= start:
+                        _draw_part(rng, shape, spread, parameters[name], layer.window(name))
+                    else:
+                        _draw(rng, math.prod(shape), spread, parameters.get(name))
         return parameters
 
     def loss_and_gradients(
@@ -216,3 +221,20 @@ def _draw(rng, count: int, spread: float, array) -> None:
         drawn = rng.standard_normal(min(DRAWN, count - i))
         if flat is not None:
             flat[i : i + DRAWN] = drawn * spread
+
+
+def _draw_part(rng, shape: tuple[int, ...], spread: float, array, window) -> None:
+    """Draw the normal numbers of a matrix, and write those of a window of it into `array`."""
+    rows, columns = window
+    start, stop, _ = rows.indices(shape[0])
+    step = max(1, DRAWN // shape[1])
+    for first in range(0, shape[0], step):
+        drawn = rng.standard_normal((min(step, shape[0] - first), shape[1]))
+        a, b = max(first, start), min(first + len(drawn), stop)
+        if a < b:
+            array[a - start : b - start] = drawn[a - first : b - first, columns] * spread
+
+
+def _whole_shapes(layer) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's parameters, as one rank with the whole layer has them."""
+    return layer.whole_shapes() if hasattr(layer, "whole_shapes") else layer.shapes()

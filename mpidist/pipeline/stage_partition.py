@@ -145,7 +145,7 @@ def cut(
         what = f"{len(profile.layers)} layers, {workers} workers"
         what += "" if stages is None else f", {stages} stages"
         what += "" if memory is None else f", {memory:.0f} bytes of memory"
-        raise NoPartition(f"no partition fits: {what}")
+        raise NoPartition(f"no partition fits: {what}{_too_large(profile, memory)}")
     slowest, alone = max(plan.seconds for plan in plans), profile.seconds
     in_one = _Search(profile, sets[[0, -1]], replace(asked, replication=True))
     return PipelinePlan(
@@ -156,6 +156,24 @@ def cut(
         workers=sum(plan.replicas for plan in plans),
         exact=exact,
         stages=plans,
+    )
+
+
+def _too_large(profile: LayerProfile, memory: float | None) -> str:
+    """Return what to do with a layer that alone needs more than the memory of a worker."""
+    need, name, parameters = max(
+        (one.parameter_bytes + one.output_bytes, one.name, one.parameter_bytes)
+        for one in profile.layers
+    )
+    if memory is None or need <= memory:
+        return ""
+    told = f"; node {name} alone needs {need:.0f} bytes"
+    room = memory - (need - parameters)
+    if room <= 0:
+        return f"{told}, of which outputs take {need - parameters:.0f}: use smaller microbatches"
+    return (
+        f"{told}: split it over {math.ceil(parameters / room)} ranks or more, as "
+        "md.models.SplitDense does"
     )
 
 

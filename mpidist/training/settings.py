@@ -246,6 +246,10 @@ def _parts(value) -> Iterable[tuple[str, Any]]:
 
 def _model(model, in_parts: bool) -> Iterator[tuple[str, str]]:
     yield "model", type(model).__qualname__
+    for layer in getattr(model, "layers", ()):
+        # Ranks with different parts of a layer would take them for copies of one array.
+        for name in layer.shapes() if hasattr(layer, "window") else ():
+            yield f"model.part of {name}", str(layer.window(name))
     if in_parts:  # no rank makes the parameters of the whole model
         if "parameters" not in vars(model):
             yield "model.seed", repr(getattr(model, "seed", None))

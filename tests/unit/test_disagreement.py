@@ -71,6 +71,11 @@ TESTS = {
         f"models.{name}": f"{METHODS}::test_a_batch_of_another_shape_in_batch_normalisation"
         for name in ("sync_moments", "sync_batch_norm", "sync_batch_norm_backward")
     },
+    "models.SplitDense": "test_split_dense.py::test_wrong_layers_raise_on_all_ranks",
+    **{
+        f"models.SplitDense.{name}": "test_split_dense.py::test_batches_of_other_sizes"
+        for name in ("forward", "backward", "backward_input")
+    },
 }  # fmt: skip
 
 #: Collective entries that take nothing which could differ, and why.

@@ -390,7 +390,12 @@ def _facts(comm, model, grid: PipelineGrid) -> dict:
     if grid.layers != len(layers):
         raise ConfigError(f"the grid has {grid.layers} layers, the model {len(layers)}")
     shapes = {name: shape for layer in layers for name, shape in layer.shapes().items()}
-    return {"grid": grid, "layers": shapes}
+    # The replicas of a stage are copies, so they cannot have different parts of a layer.
+    parts = {
+        name: str(layer.window(name))
+        for layer in layers if hasattr(layer, "window") for name in layer.shapes()
+    }  # fmt: skip
+    return {"grid": grid, "layers": shapes, "parts of layers": parts}
 
 
 def _first_known(values: list):
