@@ -4,7 +4,7 @@
 
 The servers hold two tables, with a row for each user and for each item. A worker has a part of the
 ratings. In each step it pulls the rows of the users and items of a few ratings, computes their
-gradients, and pushes these rows only. Under SSP, workers are at most 3 steps apart.
+gradients, and pushes these rows only. Under BSP each run has the same bits.
 """
 
 import numpy as np
@@ -41,7 +41,7 @@ def main(comm):
     }
     with md.ServerGroup(comm, servers=1) as group:
         client = group.add(
-            "ratings", tables, consistency=md.SSP(3), optimizer=md.optim.adagrad(0.5),
+            "ratings", tables, consistency=md.BSP(), optimizer=md.optim.adagrad(0.5),
             global_batch=BATCH,
         )  # fmt: skip
         if client is None:
