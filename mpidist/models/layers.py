@@ -117,9 +117,10 @@ class Convolution:
     The stride is 1. A convolution copies every window of the image into a column of a matrix. All
     calls use one scratch array for this matrix, because allocating it anew would cause page faults,
     which take half the time of a step. `backward` copies the windows again if another call has
-    overwritten the matrix of windows. With several batches on the way that is faster than a matrix
-    for each of them: the matrix is 25 times as large as the image for a 5 x 5 kernel, so it would
-    have left the cache, while the scratch array stays there.
+    overwritten the matrix of windows. If several batches wait for their backward pass, this is
+    faster than one matrix for each batch: for a 5 x 5 kernel the matrix is 25 times as large as the
+    images, so each of these matrices would leave the cache, while the one scratch array stays
+    there.
     """
 
     def __init__(self, name: str, inputs: int, outputs: int, kernel: int, pad: int = 0):

@@ -50,7 +50,8 @@ class Client:
         The number of clocks (steps) that this worker has finished, or passed over because it was
         late (`BackupWorkers`).
     dropped : int
-        How many pushes of this worker the servers have not applied, as its newest pull told.
+        How many pushes of this worker the servers have not applied, according to the answer to its
+        newest pull.
     gaps : Counter
         For each number n, how many clocks (steps) this worker began when it was n clocks ahead of
         the slowest worker.
@@ -210,9 +211,9 @@ class Client:
         (updates by other workers between this worker's pull and push) and ``queue`` (how many
         workers waited for a server at the same time) are histograms. ``nonfinite`` counts the
         pushes that were left out because of a NaN or an infinity. ``dropped`` counts the pushes
-        that servers did not apply, and ``skipped`` the clocks that this worker passed over, as far
-        as its newest pull told. The counts of messages and bytes are sums over all clients of this
-        rank.
+        that servers did not apply, and ``skipped`` the clocks that this worker passed over. Both
+        are as new as the answer to the worker's newest pull. The counts of messages and bytes are
+        sums over all clients of this rank.
         """
         return {
             "clocks": self.finished,

@@ -1,4 +1,4 @@
-"""Copies of shards, so that a server that dies costs nothing.
+"""Copies of shards on other servers, so that the death of a server loses no step.
 
 Each server holds a copy of the shard of the server before it. `shard_copies` keeps the copy equal
 to the shard while the servers serve. After a death, the living ranks divide the model anew between
