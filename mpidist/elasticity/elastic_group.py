@@ -411,7 +411,7 @@ def _first_of(comm, table: dict) -> dict:
 
 
 def is_smaller_side(before: Sequence[str], living: Sequence[str]) -> bool:
-    """Return whether other ranks than `living` may go on, too, and have the better right to it.
+    """Return whether ranks that `living` cannot reach may also live, and must go on instead.
 
     If the network fails for so long that TCP gives up, each side takes the other one for dead. Only
     one side may go on, or two jobs would write the same files. That is the side with more ranks, or

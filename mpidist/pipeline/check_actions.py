@@ -36,8 +36,8 @@ class ActionFacts(NamedTuple):
     stash : list of int
         For each rank, the most pairs of a chunk and a microbatch that it keeps at a time.
     versions : dict of (chunk, microbatch) -> int
-        The version of the weights in the forward pass, if each backward pass is an update: the
-        number of updates before. The backward pass must use the same version.
+        The version of the weights that the forward pass uses, if each backward pass makes an
+        update: the number of updates before it. The backward pass must use the same version.
     versions_kept : list of int
         For each rank, the most versions of its weights that it needs at a time.
     """

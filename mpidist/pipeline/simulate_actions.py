@@ -113,7 +113,7 @@ def simulate_placed(
     leaves, enters, spans = [0.0] * p, [0.0] * p, list[Span]()
 
     def transfer(receive: StageAction, rank: int) -> None:
-        """Let the message of a receive travel, if both of its ends have begun."""
+        """Compute when a message arrives, if both its send and its receive have begun."""
         send = sender_of(receive, p)[1]
         source = holder(send.chunk, send.microbatch)
         if receive in begun and send in begun:

@@ -1,4 +1,4 @@
-"""What a model must have to be cut into stages: a chain of layers, and a loss apart from them."""
+"""What a model must have to be cut into stages: a chain of layers, and a separate loss function."""
 
 from __future__ import annotations
 

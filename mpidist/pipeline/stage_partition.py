@@ -106,7 +106,7 @@ def cut(
     ----------
     profile : LayerProfile
     workers : int
-        The most workers that may be used.
+        The largest number of workers that may be used.
     bandwidth : float
         Bytes per second between two workers.
     stages : int, optional

@@ -23,8 +23,8 @@ class KeptModel(NamedTuple):
 
     `place_tensors` has divided the tensors, for the number of servers. `shard` is this server's
     part, or None on a rank that is no server, and `copy` is its copy of another part, if servers
-    keep copies. `clocks` has a clock for each worker, in the new order. `applied` matters only in
-    modes that hold pushes back: the pushes of all clocks before it have been applied.
+    keep copies. `clocks` has a clock for each worker, in the new order. `applied` is used only in
+    modes in which servers hold pushes: all pushes of clocks below `applied` have been applied.
     """
 
     shard: Any

@@ -349,7 +349,7 @@ class Stage:
         return x, y
 
     def wait(self, test: Callable[[], bool], what: str) -> None:
-        """Wait until `test` is true; after a moment, an event tells `what` this rank waits for."""
+        """Wait until `test` is true; in a long wait, an event records `what` the rank waits for."""
         if test():
             return
         late: float | None = time.monotonic() + polling.PATIENCE + 0.2

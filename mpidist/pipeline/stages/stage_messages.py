@@ -2,8 +2,9 @@
 
 An array is sent in the order of its memory, and the receiver makes an array with the same strides
 (`activation_wire`). The layout is not computed beforehand: with the first array for a number of
-samples, the sender sends its layout in a short message ahead. Until that has come, a receive is
-only noted. From then on, receives begin when they are asked for, before the data are needed:
+samples, the sender sends its layout in a short message ahead. Until the layout has come, the
+receiver only records what it must receive. After that, a receive begins when the stage asks for it,
+which is before the stage needs the data:
 
     sender      layout | data 0 | data 1 | ...
     receiver    waits for the layout, then receives 0; receives of 1, 2, ... begin ahead
@@ -178,7 +179,7 @@ class StageMessages:
         self._sending.append((after, None, arrived))
 
     def drop(self, arrived: Arrival) -> None:
-        """Forget an array that does not come again, and its layout."""
+        """Forget an array that will not be received again, and its layout."""
         del self._known[arrived.source, arrived.channel, arrived.samples]
 
     def drop_sent(self, dest: int, channel: int, samples: int) -> None:

@@ -44,7 +44,7 @@ CLOSE, ENTER, END = 0, 1, 2
 
 @dataclass(frozen=True)
 class BackupWorkers(Consistency):
-    """Bulk-synchronous with `count` spare workers: a step takes the first pushes of the others.
+    """Bulk-synchronous, but a step does not wait for the `count` slowest workers.
 
     With n workers, the first ``n - count`` pushes of a step make one update, the weighted mean of
     their gradients. Later pushes of the step are not applied; they are counted, and their workers

@@ -60,7 +60,7 @@ class DSSP(Consistency):
     Parameters
     ----------
     low, high : int
-        The bound where waiting cannot be avoided, and the largest bound.
+        The bound if the slowest worker is always slow, and the largest bound.
     rule : "median" or "paper"
         How the server chooses: from the median of each worker's last 31 work times, or by the
         prediction of the next pushes from the two newest ones, as in the paper.

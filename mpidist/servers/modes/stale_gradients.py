@@ -62,7 +62,7 @@ class KeepStale(Stale):
 
 @dataclass(frozen=True)
 class DropStale(Stale):
-    """Drop a gradient that is more than `beyond` updates old, unless it is of many samples.
+    """Drop a gradient that is more than `beyond` updates old, unless it has many samples.
 
     If one worker is always slow, all its gradients may be dropped; the server then warns. Give
     `keep_if_samples` to keep what such a worker has computed from much data.

@@ -106,7 +106,7 @@ def holders(everyone: Sequence[Mapping | None]) -> dict[int, Holder]:
 
 
 def up_to_date(everyone: Sequence[Mapping | None], voted: bool) -> list[set[int]]:
-    """Return for each rank of which servers it holds the newest state.
+    """Return for each rank the numbers of the servers of which it holds the newest state.
 
     Where servers vote (`voted`), all have made the same updates. Elsewhere a copy may be behind its
     shard.
