@@ -6,8 +6,9 @@ The time of a step is that of the computation, which the workers share, and that
     k servers        2 latencies, and max(M, n M / k) bytes over the busiest link, both ways at once
     p colocated      2 (p - 1) / p M bytes, as each rank sends parts both as worker and as server
 
-M is the bytes of the parameters. If steps take uneven time, allreduce waits for the slowest worker
-of each step; under SSP nobody waits as long as the pauses average out.
+M is the bytes of the parameters. Each message also takes its sender and its receiver an overhead:
+half the latency if it was not measured. If steps take uneven time, allreduce waits for the slowest
+worker of each step; under SSP nobody waits as long as the pauses average out.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from ..simulator.predict import predict
 GAIN = 1.1
 #: Servers are advised only if a step takes at most this share of that with allreduce.
 CLEAR = 0.95
+#: Bytes that a server keeps for the pieces of one worker's push that are on their way.
+PIECES = 1 << 20
 _ALGORITHMS = ("ring", "butterfly", "double_tree")
 
 
@@ -80,6 +83,8 @@ class Choice:
 def choices(facts: StepFacts) -> list[Choice]:
     """Return every way to train: one rank, allreduce, 1 to p - 1 servers, p colocated servers."""
     model, state, p, net = facts.parameters, facts.state, facts.ranks, facts.network
+    if not net.overhead:  # not measured: without it, thousands of small messages would cost nothing
+        net = net._replace(overhead=net.latency / 2)
     mean = 1 + (facts.slowest - 1) / p  # how many times as long as usual a step takes on average
     found = [Choice("one rank", 1, 0, facts.compute * mean, 0.0, 2 * model + state)]
     if p == 1:
@@ -94,13 +99,13 @@ def choices(facts: StepFacts) -> list[Choice]:
         share = facts.compute / n * mean
         busiest = max(model, n * model / k)
         trips = 2 * net.latency + 2 * (max(n, k) + 1) * net.overhead
-        # A server has its part with its state, and a push of each worker.
-        server = (model + state + n * model) // k
+        # A server has its part, a sum of gradients and the state, and pieces of each worker.
+        server = (2 * model + state) // k + n * min(model // k, PIECES)
         messages = trips + busiest * net.gap
         found.append(Choice("servers", n, k, share, messages, max(2 * model, server)))
     share = facts.compute / p * mean
     messages = 2 * net.latency + 2 * (p + 1) * net.overhead + 2 * (p - 1) / p * model * net.gap
-    memory = 2 * model + (model + state) // p + model
+    memory = 2 * model + (2 * model + state) // p + p * min(model // p, PIECES)
     found.append(Choice("colocated servers", p, p, share, messages, memory))
     return found
 

@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-from mpidist.advice.server_advice import StepFacts, advised_choice, choices, server_advice_lines
+from mpidist.advice.server_advice import (
+    PIECES,
+    StepFacts,
+    advised_choice,
+    choices,
+    server_advice_lines,
+)
 from mpidist.bench.server_group.server_sweep import Case, sweep_cases, sweep_lines
 from mpidist.bench.server_group.step_histogram import histogram_lines, step_histogram
 from mpidist.cli.main import main
@@ -31,7 +37,8 @@ def test_each_choice_costs_what_its_formula_says():
     assert found["allreduce", 0].messages == pytest.approx(0.014, rel=0.1)
     assert found["servers", 3].compute == pytest.approx(0.08)
     assert found["one rank", 0].seconds == 0.4
-    assert found["servers", 1].memory == 8 * 8_000_000  # its part, and a push of each worker
+    # Its part, a sum of gradients, and pieces of each worker.
+    assert found["servers", 1].memory == 2 * 8_000_000 + 7 * PIECES
 
 
 CASES = {
