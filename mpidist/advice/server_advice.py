@@ -6,9 +6,10 @@ The time of a step is that of the computation, which the workers share, and that
     k servers        2 latencies, and max(M, n M / k) bytes over the busiest link, both ways at once
     p colocated      2 (p - 1) / p M bytes, as each rank sends parts both as worker and as server
 
-M is the bytes of the parameters. Each message also takes its sender and its receiver an overhead:
-half the latency if it was not measured. If steps take uneven time, allreduce waits for the slowest
-worker of each step; under SSP nobody waits as long as the pauses average out.
+M is the bytes of the parameters. For each message the sender and the receiver also spend an
+overhead each, which is half the latency if it was not measured. If steps take uneven time,
+allreduce waits for the slowest worker of each step. Under SSP no worker waits if all workers are
+equally fast on average.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _ALGORITHMS = ("ring", "butterfly", "double_tree")
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What decides: all sizes in bytes, all times in seconds.
+    """The facts on which the advice depends; sizes are in bytes, times in seconds.
 
     Attributes
     ----------
@@ -111,7 +112,7 @@ def choices(facts: StepFacts) -> list[Choice]:
 
 
 def advised_choice(facts: StepFacts, found: Sequence[Choice]) -> tuple[Choice | None, str]:
-    """Return the advised choice, or None for neither; and a sentence with what decided."""
+    """Return the advised choice, or None for neither, and a sentence with the reason."""
     room = facts.memory
     fits = [each for each in found if room is None or each.memory <= room]
     if not fits:

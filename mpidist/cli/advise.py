@@ -27,7 +27,7 @@ def add_parser(commands) -> None:
         help="seconds of a global batch on one rank (measured here)")  # fmt: skip
     add("--memory", type=float, metavar="BYTES", help="bytes that a rank may use (any)")
     add("--slowest", type=float, default=1.0, metavar="FACTOR",
-        help="one rank takes so much longer than usual, another one each step (1)")  # fmt: skip
+        help="how many times as long one rank takes, another one in each step (1)")  # fmt: skip
     add("--bound", type=float, default=0.5, help="warn above this share of communication (0.5)")
     add("--json", metavar="FILE", help="write the choices to FILE as well")
     add_network(one)

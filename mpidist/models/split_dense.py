@@ -7,14 +7,15 @@ All ranks have the same x, and get the same y. With 4 ranks, rank 1 has
     columns    weight[:, 1/4 to 2/4], bias[1/4 to 2/4]     y: allgather    dx: sum by allreduce
     rows       weight[1/4 to 2/4, :], bias                 y: allreduce    dx: allgather
 
-For n samples, a pass sends n outputs values by allgather and n inputs values by allreduce, or the
-other way round: `columns` suits a layer with more outputs than inputs, such as a classifier of many
-classes, and `rows` one with more inputs.
+With `columns`, both passes together send ``n * outputs`` values by allgather and ``n * inputs``
+values by allreduce, for n samples; with `rows` it is the other way round. So `columns` suits a
+layer with more outputs than inputs, such as a classifier with many classes, and `rows` suits a
+layer with more inputs.
 
-Every rank adds the same terms as a rank with the whole layer. What is gathered has the bits of the
-whole layer wherever BLAS computes a part of a product as it computes the whole one. What is summed
-has another order of additions, so it differs in the last bits. The sum has a fixed order
-(`reproducible`), so all ranks have the same bits in each run.
+Every rank adds the same terms as a rank with the whole layer. Gathered values have the same bits as
+in the whole layer, if BLAS computes a part of a product in the same way as the whole product.
+Summed values differ in the last bits, because the order of the additions differs. The order of the
+sum is fixed (`reproducible`), so all ranks have the same bits in each run.
 
 Reference: Shoeybi et al., Megatron-LM, 2019, arXiv:1909.08053.
 """

@@ -57,8 +57,9 @@ def checked_rows(where: str, gradient: tuple, parameter) -> tuple:
 def row_groups(group: tuple, most: int) -> Iterator[tuple]:
     """Yield copies of some rows of all arrays in `group`, and write them back after each.
 
-    `group` is (parameter, (rows, values), state arrays). What is yielded is (parameter, values,
-    state arrays, scratch), each of at most about `most` elements, so that they fit the cache.
+    `group` is (parameter, (rows, values), state arrays). Each yielded tuple is (parameter, values,
+    state arrays, scratch); the arrays have at most about `most` elements, so that they fit the
+    cache.
     """
     parameter, (rows, values), *slots = group
     width = max(1, values[:1].size)

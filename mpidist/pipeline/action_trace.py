@@ -1,7 +1,7 @@
 """Timelines of pipelines in Chrome's trace format, which chrome://tracing and Perfetto show.
 
-Each computation is an event of the kind ``X``: its rank is the thread, its times are in
-microseconds from the first event on.
+Each computation is an event of the kind ``X``. The number of its thread is the rank, and its times
+are in microseconds since the first event.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def chrome_trace(spans: Iterable[tuple[int, str, int, int, float, float]]) -> di
 
 
 def logged_spans(folder: Path) -> list[tuple[int, str, int, int, float, float]]:
-    """Return the computations of the newest step that the logs of a run's folder have.
+    """Return the computations of the newest step in the logs of a run's folder.
 
     Raises ConfigError if they have none.
     """

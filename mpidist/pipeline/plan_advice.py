@@ -6,8 +6,8 @@ parameters, and B is the bandwidth.
     allreduce   ceil(M / N) C + 2 (N - 1) / N W / B
     pipeline    the simulated schedule, then the sums over the replicas of the slowest stage
 
-Neither sum hides behind computation here. A plan of a single stage is allreduce itself. It is then
-compared with the best cut into two stages.
+In both cases the sum begins after the computation. A plan of a single stage is allreduce itself. It
+is then compared with the best cut into two stages.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def advise_step(
     microbatches: int,
     settings: Mapping[str, Any],
 ) -> StepAdvice | None:
-    """Compare a plan with allreduce on `workers` workers; None if the model cannot be cut.
+    """Compare a plan with allreduce on `workers` workers; return None if the model cannot be cut.
 
     `settings` are the arguments with which `cut` has made the plan.
     """

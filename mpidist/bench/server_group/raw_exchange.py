@@ -1,8 +1,8 @@
 """One step between workers and servers in plain mpi4py: what `push_pull` is compared with.
 
 Each worker sends each server its part of the gradient. Each server adds up the parts, makes the
-same update as `sgd`, and sends its part of the parameters to all workers. Nothing is checked, and
-nobody learns of an error on another rank.
+same update as `sgd`, and sends its part of the parameters to all workers. This program checks
+nothing, and no rank notices an error on another rank.
 """
 
 from __future__ import annotations

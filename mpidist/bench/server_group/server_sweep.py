@@ -3,7 +3,8 @@
 In each round of a case, one after the other: a `push_pull` under BSP; the same bytes and update in
 plain mpi4py (`raw_exchange`); an allreduce of the gradients over the workers; and a whole step, in
 which a worker sleeps for its share of the computation and then calls `push_pull`. Sleeping ranks
-need no core, so the number of cores matters little. A round counts with its slowest worker.
+need no core, so the number of cores matters little. The time of a round is that of its slowest
+worker.
 
 If messages took no time, n workers would be n times as fast as one worker: this is the ideal
 speed-up.
@@ -167,7 +168,7 @@ def _us(seconds: np.ndarray) -> float:
 
 
 def sweep_lines(rows: Sequence[dict], bound: float) -> list[str]:
-    """Return what the rows say: the best case of each size, and where messages take too long."""
+    """Return lines with the best case of each size, and cases in which messages take too long."""
     lines = []
     for nbytes in dict.fromkeys(row["bytes"] for row in rows):
         best = max((row for row in rows if row["bytes"] == nbytes), key=lambda r: r["speed_up"])

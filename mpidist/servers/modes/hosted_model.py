@@ -96,13 +96,13 @@ class Hosted:
             self.record.drop(worker, ranks[worker], f"late, {self.gate.consistency}")
 
     def keep(self, worker: int, parts: Sequence[ShardPart]) -> None:
-        """Note which parameters `worker` gets now."""
+        """Record which parameters `worker` gets now."""
         self.pulled[worker] = self.shard.version
         if self._copies is not None:
             self._copies.keep(worker, parts)
 
     def load(self, saved: Mapping) -> None:
-        """Load the shard. Ages count from here on, because the number of updates jumps."""
+        """Load the shard. Ages count from now on, because the number of updates changes."""
         self.shard.load(saved)
         self.pulled = [self.shard.version] * len(self.pulled)
 

@@ -65,7 +65,7 @@ class ClientStream:
         self._post()
 
     def progress(self) -> bool:
-        """Take the answers that are here, send what they allow; return whether all is done."""
+        """Receive answers, and send the pieces that they allow; return whether all is done."""
         answers, sends, status = self._answers, self._sends, self._status
         before = self._answered
         while answers and test_one(answers[0][0], status):
@@ -124,8 +124,8 @@ class ClientStream:
 def can_share(gradients: Mapping[str, np.ndarray], out: Mapping[str, np.ndarray]) -> bool:
     """Whether answers may be written to `out` while `gradients` are still being sent.
 
-    An answer is written where its piece of the gradients was, at most, because the server has
-    received that piece. So an array may be both the gradient and the answer of one tensor.
+    An answer overwrites only the gradients of its own piece, which the server has received already.
+    So one array may have both the gradient and the new values of a tensor.
     """
     places = []
     for side, arrays in enumerate((gradients, out)):

@@ -1,10 +1,10 @@
-"""What a model's gate has allowed and its server has not done yet, for want of some pieces.
+"""Actions that a model's gate has allowed, but that must wait until pieces have arrived.
 
     due   | update of clock 7, in pieces | answer to 0 | answer to 1 | update of clock 8 | ...
 
-An update in pieces takes a while, and all that the gate has allowed meanwhile comes after it. An
-update also waits until the answers that MPI sends straight from the parameters have been sent. That
-takes no time, because their workers have them before they send what changes the parameters.
+An update in pieces takes a while, and all later actions wait for its end. An update also waits
+until MPI has sent the answers that it sends directly from the memory of the parameters. This wait
+is short: the workers have received these answers before they send the pushes of the next update.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class DueActions:
         return PushStream(link, source, self._pieces.pieces)
 
     def send(self, link: Link, rank: int) -> None:
-        """Begin to send all parameters in pieces; no update is due before they are there."""
+        """Begin to send all parameters in pieces; no update is due before they have arrived."""
         self._pulls.append(PullStream(link, rank, self._pieces))
 
     def send_more(self) -> None:
-        """Go on with the pulls that are answered in pieces."""
+        """Continue to answer pulls in pieces."""
         if self._pulls:
             self._pulls = [pull for pull in self._pulls if not pull.progress()]
 

@@ -6,9 +6,9 @@
     worker 1   | 0 | 1 |                    and answered to all of them, when its last push is here;
     answered   | 0 | 1 |                    a server needs `WINDOW` pieces of memory per worker
 
-A `PushStream` receives the pieces of one worker. A `StreamedUpdate` is one update of a model that
-pushes in pieces take part in; other pushes of the same clock may be whole messages. The bits are
-those of an update with whole pushes. A `PullStream` sends the answer to a pull.
+A `PushStream` receives the pieces of one worker. A `StreamedUpdate` is one update of a model from
+pushes of which at least one comes in pieces; the others may be whole messages. The result has the
+same bits as with whole messages only. A `PullStream` sends the answer to a pull.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PushStream:
         return self._slots[number % len(self._slots)]
 
     def use(self) -> None:
-        """Say that the oldest piece is used, so that its memory receives a later piece."""
+        """Release the memory of the oldest piece, so that it can receive a later piece."""
         self._used += 1
         self._post()
         if self._used == len(self._pieces):
@@ -83,10 +83,10 @@ class PushStream:
 
 
 class AnswerSends:
-    """The answers of a model that MPI sends straight from the parameters.
+    """The answers that MPI sends directly from the memory of a model's parameters.
 
-    The parameters must not change before `reap` returns true. That takes no time: the workers have
-    these answers before they send what changes the parameters.
+    The parameters must not change before `reap` returns true. The wait is short: the workers have
+    received these answers before they push again.
     """
 
     def __init__(self, link: Link):
@@ -232,9 +232,9 @@ class ShardPieces:
 
 
 class PullStream:
-    """The answer to one pull in pieces, which changes nothing: at most `WINDOW` are on the way.
+    """The answer to one pull in pieces, of which at most `WINDOW` are on the way.
 
-    No update is due before the worker has all pieces, so they are of one version.
+    No update is made before the worker has all pieces, so all pieces have the same version.
     """
 
     def __init__(self, link: Link, rank: int, pieces: ShardPieces):
@@ -295,7 +295,7 @@ class StreamedUpdate:
         sends.link.count_pieces(number, nbytes, number, nbytes)
 
     def progress(self) -> bool:
-        """Update and answer the pieces that are here; return whether that was all."""
+        """Update and answer arrived pieces; return whether all pieces are answered."""
         first = self._next
         for stream in self._streams:
             stream.progress()
@@ -346,7 +346,7 @@ class StreamedUpdate:
 
 
 def dense(shard: ServerShard, share: float, parts: Parts) -> dict[int, np.ndarray]:
-    """Return what a push in one message has of each tensor, multiplied by its share."""
+    """Return the gradients of a whole message, by tensor, multiplied by the push's share."""
     found: dict[int, np.ndarray] = {}
     for part, view in parts:
         tensor = part.piece.tensor

@@ -9,11 +9,11 @@ A piece is at most `PIECE_BYTES` long. A long tensor has pieces of its own, whic
 where they lie; short tensors share a piece. Worker and server cut the same layout, so no message
 needs to name the parts of a piece.
 
-Piece k + `WINDOW` of a push is sent only when piece k is answered. Without that bound pieces gain
-nothing, because the answers, or the permissions of MPI to send them, queue behind pushes that MPI
-has already. The server has the receives of `WINDOW` pieces of each worker posted, and uses the
-memory of piece k again for piece k + `WINDOW`. No order of workers and servers can lock: the lowest
-piece that is not answered is always on its way, and needs nothing but the same piece of the other
+Piece k + `WINDOW` of a push is sent only when piece k is answered. Without this limit pieces would
+not save time: the answers, or MPI's own control messages for them, would queue behind pushes that
+MPI has already accepted. The server posts the receives of `WINDOW` pieces of each worker ahead, and
+uses the memory of piece k again for piece k + `WINDOW`. A deadlock is impossible: the lowest piece
+that is not answered is always being sent, and its answer waits only for the same piece of the other
 workers.
 
 This module uses no MPI.
