@@ -345,6 +345,7 @@ def test_the_cause_is_named_after_the_communicator_is_freed(comm):
     own = comm.Dup()
     group = md.ServerGroup(own, servers=1)
     client = group.add("t", {"w": np.zeros(4, "f4")}, optimizer=md.optim.sgd(0.1))
+    comm.Barrier()  # else a rank may read the notice while it is still in `add`
 
     def fail():
         client.push({"w": np.zeros(4, "f4")})
