@@ -54,7 +54,7 @@ def host_model(
         if differs := difference([_flat(one) for one in facts]):
             raise MismatchError(f"{doing}: {differs}; all ranks must give the same")
         tensors = facts[0]["tensors"]
-        layout = place_tensors(tensors, len(servers))
+        layout = place_tensors(tensors, group.shares)
         copies, needs = everyone[0]["copies"], []
         for index, rank in enumerate(servers):
             host, free = everyone[rank]["node"]
@@ -73,7 +73,7 @@ def host_model(
 
     _announce(link, server, servers, workers)
     tensors, inits, as_arrays, piece = link.run_on_all(doing, describe, decide)
-    layout = place_tensors(tensors, len(servers))
+    layout = place_tensors(tensors, group.shares)
 
     def allocate() -> Hosted | None:
         if server is None:

@@ -7,6 +7,10 @@ servers                  0  1
 ranks        0  1  2  3                  servers=2, colocated: all ranks work,
 workers      0  1  2  3                  and the last two ranks serve as well, from
 servers            0  1                  inside the calls of their clients
+
+ranks        0  1  2  3                  servers={0: 1, 1: 1, 2: 1, 3: 6}, placement=[3]:
+workers      0  1  2                     rank 3 serves only and holds two thirds of the
+servers      0  1  2  3                  model, and ranks 0 to 2 work and serve
 """
 
 from __future__ import annotations
@@ -21,14 +25,15 @@ from mpi4py import MPI
 
 from ..errors import ClosedError, ConfigError, ProtocolError, nearest, shown
 from ..events import trails
-from ..runtime.agreement.run_on_all import same_on_all
 from ..runtime.context import free, of
 from .add_model import host_model
 from .client import Client
 from .consistency import BSP, Consistency
-from .layout.placement import ServerLayout, choose_ranks, ranks_asked
+from .layout.agree_on_roles import agree_on_roles
+from .layout.load_report import group_facts, group_text
+from .layout.placement import ServerLayout
 from .link import GroupCall, Link, nothing
-from .model_facts import KeptModel, Request
+from .model_facts import KeptModel, Request, check_function
 from .modes.stale_gradients import KeepStale, Stale
 from .protocol import BARRIER, BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
 from .replicas.shard_copies import ShardCopies
@@ -44,12 +49,16 @@ class ServerGroup:
     Parameters
     ----------
     comm : MPI.Comm
-    servers : int or sequence of int
-        The number of servers (the last ranks of `comm`), or the ranks of the servers.
-    placement : str
+    servers : int, sequence of int, mapping of int to float, or "auto"
+        The number of servers (the last ranks of `comm`), or the ranks of the servers, or the share
+        of the model that each server rank holds: ``{0: 1, 1: 1, 2: 4}`` gives rank 2 two thirds. A
+        rank with share 0 is no server. With "auto" all ranks serve, and the shares balance the
+        traffic of the hosts, see `mpidist.servers.layout.roles.balanced_shares`.
+    placement : str or sequence of int
         "dedicated": a server rank only serves. "colocated": every rank works, and server ranks
         serve from inside the calls of their clients, so that a long computation between two calls
-        delays the other workers.
+        delays the other workers. A list has the server ranks that only serve; the other servers
+        work, too.
 
     Attributes
     ----------
@@ -58,31 +67,30 @@ class ServerGroup:
         freed when the group is closed.
     server_ranks, worker_ranks : list of int
         Ranks of the servers and of the workers on `comm`.
+    shares : list of float
+        The fraction of each model that each server holds, up to rounding.
     is_server, is_worker : bool
         The roles of this rank.
     """
 
     def __init__(
-        self, comm: MPI.Comm, *, servers: int | Sequence[int] = 1, placement: str = "dedicated"
+        self,
+        comm: MPI.Comm,
+        *,
+        servers: int | Sequence[int] | Mapping[int, float] | str = 1,
+        placement: str | Sequence[int] = "dedicated",
     ):
         context = of(comm)
-
-        def describe() -> dict:
-            asked = ranks_asked(servers)
-            choose_ranks(comm.size, asked, placement)
-            return {"servers": asked, "placement": placement}
-
-        # Ranks may have passed different arguments, so an error on one rank is raised on all ranks.
-        agreed = same_on_all(comm, "ServerGroup", describe)
+        roles = agree_on_roles(comm, servers, placement)
         # The number of this group among the groups of the communicator gives the group its tags.
         number = context.store["server groups"] = context.store.get("server groups", -1) + 1
-        self.comm, self.placement, self.link = comm, placement, Link(context, number)
+        self.comm, self.link = comm, Link(context, number)
         self._server: Server | None = None
         self._layouts: dict[str, ServerLayout] = {}
         self._clients: list[Client] = []
         self._everyone: list[dict] | None = None
         self._served = self.closed = self.replicated = self.votes = False
-        self.server_ranks, self.worker_ranks = choose_ranks(comm.size, agreed["servers"], placement)
+        self.server_ranks, self.worker_ranks, self.shares, self.placement = roles
         self.is_server = comm.rank in self.server_ranks
         self.is_worker = comm.rank in self.worker_ranks
         # `Split` blocks, but no rank waits long, because all ranks have just agreed on this call.
@@ -345,25 +353,19 @@ class ServerGroup:
     def report(self) -> dict:
         """Return a report with the counts of this rank, or of all ranks after the end of the group.
 
-        ``models`` has the bytes per server and the imbalance factor (bytes of the fullest server
-        over the mean). ``ranks`` has one dict per rank, with the keys ``rank``, ``server``,
+        ``shares`` has the fraction that each server should hold. ``models`` has the bytes per
+        server and the imbalance factor (the largest quotient of the bytes of a server and its share
+        of all bytes). ``ranks`` has one dict per rank, with the keys ``rank``, ``server``,
         ``clients`` and ``waits``. ``server`` has the queue lengths and, per model, the staleness of
         the pushes, the gaps between the clocks of the workers, and the number of updates.
         ``clients`` is described in `Client.stats`. ``waits`` has the seconds that the rank has
         waited for servers, for workers, and for all ranks.
         """
-        return {
-            "servers": self.server_ranks,
-            "placement": self.placement,
-            "models": {
-                name: {
-                    "bytes": [layout.bytes_of(s) for s in range(len(self.server_ranks))],
-                    "imbalance": layout.imbalance,
-                }
-                for name, layout in self._layouts.items()
-            },
-            "ranks": self._everyone or [self._facts()],
-        }
+        roles = self.server_ranks, self.placement, self.shares
+        return {**group_facts(*roles, self._layouts), "ranks": self._everyone or [self._facts()]}
+
+    def __repr__(self) -> str:
+        return group_text(self.server_ranks, self.worker_ranks, self.shares, self._layouts)
 
     def _facts(self) -> dict:
         return {
@@ -442,9 +444,3 @@ class ServerGroup:
     def _open(self) -> None:
         if self.closed:
             raise ClosedError("this server group is closed; it was used after its end")
-
-
-def check_function(on_pause) -> None:
-    """Raise ConfigError if `on_pause` is neither None nor callable."""
-    if on_pause is not None and not callable(on_pause):
-        raise ConfigError(f"serve: on_pause={shown(on_pause)}; expected a function of the tag")

@@ -142,6 +142,12 @@ def check_nonfinite(nonfinite, where: str = "") -> None:
         raise ConfigError(f"{where}nonfinite is {shown(nonfinite)}; give {names}")
 
 
+def check_function(on_pause) -> None:
+    """Raise ConfigError if `on_pause` is neither None nor callable."""
+    if on_pause is not None and not callable(on_pause):
+        raise ConfigError(f"serve: on_pause={shown(on_pause)}; expected a function of the tag")
+
+
 def _described(model: str, name: str, value) -> tuple[tuple[int, ...], np.dtype]:
     if len(value) not in (2, 3):
         raise ConfigError(

@@ -10,7 +10,8 @@ from mpi4py import MPI
 
 from .client import Client
 from .consistency import Consistency
-from .group import ServerGroup, check_function
+from .group import ServerGroup
+from .model_facts import check_function
 from .modes.stale_gradients import Stale
 
 
@@ -20,9 +21,9 @@ def parameter_server(
     params: Mapping,
     *,
     optimizer,
-    servers: int | Sequence[int] = 1,
+    servers: int | Sequence[int] | Mapping[int, float] | str = 1,
     consistency: Consistency | None = None,
-    placement: str = "dedicated",
+    placement: str | Sequence[int] = "dedicated",
     seed: int = 0,
     global_batch: int | None = None,
     nonfinite: str = "raise",

@@ -18,7 +18,7 @@ from ..arrays import named_arrays
 from ..checkpoint.arguments import checked_path
 from ..data import Loading, Position, Sampler
 from ..elasticity.elastic_settings import Elastic, as_elastic
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 
 _OPTIMIZER = "expected an optimizer such as md.optim.sgd(0.1), or an object with init and update"
 _MODEL = (
@@ -237,6 +237,12 @@ def check_elastic(elastic, strategy, checkpoint) -> Elastic | None:
         raise ConfigError(
             f"elastic: {type(strategy).__name__} cannot go on after a death; use AllReduce or "
             "ParameterServer, or leave elastic out and start the job by mpidist launch"
+        )
+    if getattr(strategy, "has_shares", False):
+        raise ConfigError(
+            f"elastic: servers={shown(strategy.servers)}, placement={shown(strategy.placement)}: "
+            "after a death the shards are divided equally; give how many servers or a list of "
+            "ranks, with placement 'dedicated' or 'colocated', or leave elastic out"
         )
     mode = getattr(strategy, "consistency", None)
     if not getattr(mode, "survives", True):

@@ -21,7 +21,7 @@ from ..pipeline.pipeline_schedules import SCHEDULES
 from ..pipeline.stage_plan import check_layers, plan_stages
 from ..registry import build, look_up
 from ..servers.consistency import ASP, BSP, SSP, Consistency
-from ..servers.layout.placement import choose_ranks, ranks_asked
+from ..servers.layout.roles import AUTO, choose_ranks, has_shares, ranks_asked
 from ..servers.model_facts import check_nonfinite
 from ..servers.modes.backup_workers import BackupWorkers
 from ..servers.modes.dynamic_bound import DSSP
@@ -102,13 +102,15 @@ class ParameterServer:
 
     Parameters
     ----------
-    servers : int or sequence of int
-        The number of servers, which are the last ranks; or the list of the ranks that are servers.
+    servers : int, sequence of int, mapping of int to float, or "auto"
+        The number of servers, which are the last ranks; or the list of the ranks that are servers;
+        or the share of the model that each server rank holds, such as ``{0: 1, 1: 1, 2: 4}``. With
+        "auto" all ranks serve, with shares that balance the traffic of the hosts.
     consistency : BSP, SSP, DSSP, ASP or BackupWorkers
         How many steps one worker may be ahead of another.
-    placement : str
+    placement : str or sequence of int
         "dedicated": a rank is either a server or a worker. "colocated": a server is a worker as
-        well.
+        well. A list has the server ranks that only serve; the other servers are workers as well.
     nonfinite : "raise" or "drop"
         What happens to a push with a NaN or an infinity, see `ServerGroup.add`.
     stale : KeepStale, DropStale, ScaleStale or DelayCompensated
@@ -120,9 +122,9 @@ class ParameterServer:
         servers, and twice the memory on servers; see docs/elastic.md.
     """
 
-    servers: int | Sequence[int] = 1
+    servers: int | Sequence[int] | Mapping[int, float] | str = 1
     consistency: Consistency = field(default_factory=BSP)
-    placement: str = "dedicated"
+    placement: str | Sequence[int] = "dedicated"
     nonfinite: str = "raise"
     stale: Stale = field(default_factory=KeepStale)
     replicas: int = 0
@@ -138,6 +140,11 @@ class ParameterServer:
     def keeps_copies(self) -> bool:
         """Whether servers keep copies of each other's partitions."""
         return bool(self.replicas)
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether servers have shares, or only some of them work."""
+        return has_shares(self.servers, self.placement)
 
     def workers(self, size: int) -> int:
         """Return how many of `size` ranks are workers; raise ConfigError if there is no worker."""
@@ -294,6 +301,7 @@ def _parameter_server(
     nonfinite="raise",
     stale=None,
     replicas=0,
+    shares=None,
 ) -> ParameterServer:
     given = {"staleness": staleness, "low": low, "high": high, "rule": rule, "count": count}
     settings = {name: value for name, value in given.items() if value is not None}
@@ -305,15 +313,35 @@ def _parameter_server(
         setting = f"{wrong[0]}={shown(settings[wrong[0]])}"
         raise ConfigError(f"{setting} needs consistency={needed}, got {consistency!r}")
     mode = build(CONSISTENCIES, consistency, settings, "consistency")
+    if shares is not None:
+        servers = _shares(shares, servers)
     asked = ranks_asked(servers)
-    ranks = asked if isinstance(asked, list) else [asked]
+    ranks = [asked] if isinstance(asked, int) else [*range(2)] if asked == AUTO else [*asked]
     if min(ranks, default=-1) < 0 or len(ranks) != len(set(ranks)):
         raise ConfigError(f"servers={shown(servers)}: expected how many, or distinct ranks")
     # The number of ranks may be unknown yet. Two are enough to refuse 0 servers or a bad placement.
-    choose_ranks(2, min(servers, 1) if isinstance(servers, int) else 1, placement)
+    if isinstance(placement, str):
+        some = min(asked, 1) if isinstance(asked, int) else AUTO if asked == AUTO else 1
+        choose_ranks(2, some, placement)
     strategy = ParameterServer(servers, mode, placement, nonfinite, stale_policy(stale), replicas)
-    check_copies(replicas, len(ranks) if isinstance(asked, list) else asked)
+    check_copies(replicas, asked if isinstance(asked, int) else len(ranks))
     return strategy
+
+
+def _shares(shares, servers) -> dict:
+    """Return the dict of shares that a job file writes as a list of pairs."""
+    if servers != 1:
+        raise ConfigError(f"shares and servers={shown(servers)}: give one of the two")
+    try:
+        pairs = [(rank, share) for rank, share in shares]
+        found = dict(pairs)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"shares={shown(shares)}; expected a list of [rank, share], such as [[0, 1], [1, 4]]"
+        ) from None
+    if len(found) < len(pairs):
+        raise ConfigError(f"shares={shown(shares)}: a rank stands there twice; give each one once")
+    return found
 
 
 STRATEGIES: dict[str, Callable] = {

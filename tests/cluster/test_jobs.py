@@ -108,7 +108,7 @@ def scenes(cluster):
         "asked openmpi mpirun": asked(cluster, "openmpi", "mpirun"),
         **{
             f"{name} {kind}": batch(cluster, f"{name}.sbatch", kind, *QUICK)
-            for name in ("allreduce", "servers")
+            for name in ("allreduce", "servers", "servers_on_cpu_nodes")
             for kind in PMI
         },
         "gpu": batch(cluster, "gpu.sbatch", "openmpi", *QUICK, options=gpu),
@@ -145,6 +145,16 @@ def test_servers(scene):
     """R4, R5: parameter servers and workers are ranks of one srun."""
     facts = summary(scene[0])
     assert (facts["ranks"], facts["workers"], facts["steps"]) == (8, 6, 5)
+
+
+@plays("servers_on_cpu_nodes openmpi", "servers_on_cpu_nodes mpich")
+def test_servers_on_cpu_nodes(scene):
+    """R17, R122: three nodes work and serve, one of another kind only serves; one world."""
+    job, _ = scene
+    facts = summary(job)
+    assert (facts["ranks"], facts["workers"], facts["steps"]) == (4, 3, 5)
+    assert "4 ranks on 4 hosts" in job.output
+    assert job.fields["NodeList"] == "n[1-3]"
 
 
 @plays("gpu")

@@ -117,6 +117,7 @@ class SlurmCluster:
     def job(self, job_id: int) -> Job:
         """Ask Slurm about a job. Local."""
         text = self.run(["scontrol", "show", "job", str(job_id)]).check().stdout
+        text = text.partition("\n\n")[0]  # of a heterogeneous job, the first component
         fields = dict(re.findall(r"(\S+?)=(.*?)(?=\s+\S+?=|\s*$)", text, re.MULTILINE))
         code, _, signal = fields["ExitCode"].partition(":")
         return Job(

@@ -10,7 +10,8 @@ from mpidist.errors import ConfigError, ProtocolError
 from mpidist.launch.free_memory import available_memory
 from mpidist.servers.consistency import ASP, BSP
 from mpidist.servers.layout.capacity import bytes_text, check_capacity, needed
-from mpidist.servers.layout.placement import choose_ranks, place_tensors
+from mpidist.servers.layout.placement import place_tensors
+from mpidist.servers.layout.roles import choose_ranks
 from mpidist.servers.layout.routing import data_bytes, decode_parts, encode_parts, route, views
 from mpidist.servers.model_facts import Request, check_server_optimizer, parse_model
 from mpidist.servers.protocol import MessagePool

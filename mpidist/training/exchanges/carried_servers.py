@@ -29,7 +29,7 @@ from ...elasticity.evict_on_exception import EvictOnException
 from ...elasticity.peer_state import NOTHING
 from ...errors import NoCheckpoint, RankFailure
 from ...runtime.agreement.run_on_all import run_on_all
-from ...servers.layout.placement import choose_ranks, ranks_asked
+from ...servers.layout.roles import choose_ranks, ranks_asked
 from ...servers.model_facts import KeptModel
 from ..elastic_run import Carried
 from ..run_state import without_losses

@@ -1,0 +1,41 @@
+"""All ranks of a new group agree on servers, workers and shares."""
+
+from __future__ import annotations
+
+import socket
+from typing import NamedTuple
+
+from mpi4py import MPI
+
+from ...runtime.agreement.run_on_all import run_on_all, same_on_all
+from .roles import AUTO, balanced_shares, choose_ranks, ranks_asked
+
+
+class Roles(NamedTuple):
+    """The ranks of servers and workers, the share of each server, and the agreed placement."""
+
+    servers: list[int]
+    workers: list[int]
+    shares: list[float]
+    placement: str | list[int]
+
+
+def agree_on_roles(comm: MPI.Comm, servers, placement) -> Roles:
+    """Check the arguments of `ServerGroup` and compare them over all ranks. Collective."""
+
+    def describe() -> dict:
+        asked = ranks_asked(servers)
+        choose_ranks(comm.size, asked, placement)
+        only_serve = placement if isinstance(placement, str) else sorted(map(int, placement))
+        return {"servers": asked, "placement": only_serve}
+
+    # Ranks may have passed different arguments, so an error on one rank is raised on all ranks.
+    agreed = same_on_all(comm, "ServerGroup", describe)
+    asked, placed = agreed["servers"], agreed["placement"]
+    if asked == AUTO:
+        hosts = run_on_all(comm, "ServerGroup: hosts", socket.gethostname, list)
+        _, workers = choose_ranks(comm.size, asked, placed)
+        asked = balanced_shares(hosts, workers)
+    serving, working = choose_ranks(comm.size, asked, placed)
+    parts = [asked[rank] if isinstance(asked, dict) else 1.0 for rank in serving]
+    return Roles(serving, working, [part / sum(parts) for part in parts], placed)
