@@ -48,6 +48,7 @@ _HOME = {
     "AllReduce": "training.strategies",
     "ParameterServer": "training.strategies",
     "Pipeline": "training.strategies",
+    "PeerAverage": "training.strategies",
     "Stage": "pipeline.stages.stage",
     "BSP": "servers.consistency",
     "ASP": "servers.consistency",

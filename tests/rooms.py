@@ -25,7 +25,7 @@ FLOORS = {
     "launch": 1.3, "runtime": 1.4, "gpu_direct": 1.5,
     "collectives": 2.0, "simulator": 2.1,
     "gradients": 3.0, "servers": 3.0, "optim": 3.0, "data": 3.0, "checkpoint": 3.0,
-    "fault_tolerance": 3.0, "models": 3.0, "elasticity": 3.1, "pipeline": 3.1,
+    "fault_tolerance": 3.0, "models": 3.0, "elasticity": 3.1, "pipeline": 3.1, "peers": 3.1,
     "training": 4.0, "supervisor": 4.0, "bench": 4.0, "advice": 4.1,
     "cli": 5.0, "__main__": 6.0,
 }  # fmt: skip

@@ -26,8 +26,10 @@ _MODEL = (
     "gradients, ready=None), see docs/models.md"
 )
 
-#: Why parameter servers cannot do what these arguments ask for.
+#: Why parameter servers cannot do what these arguments ask for. A strategy may have other reasons,
+#: in its attribute `reasons`.
 _ON_SERVERS = {
+    "microbatches": "servers add what comes in the order of arrival",
     "check_replicas": "servers hold each parameter once",
     "patience": "under servers each worker has a loss of its own",
 }
@@ -151,8 +153,8 @@ def check_microbatches(microbatches: int | None, global_batch: int, strategy) ->
         )
     if not getattr(strategy, "takes_microbatches", False):
         raise ConfigError(
-            f"microbatches={microbatches} needs the allreduce strategy or a pipeline: servers add "
-            "what comes in the order of arrival; leave microbatches out, or use md.AllReduce()"
+            f"microbatches={microbatches} needs the allreduce strategy or a pipeline: "
+            f"{_reason(strategy, 'microbatches')}; leave microbatches out, or use md.AllReduce()"
         )
     if getattr(strategy, "accumulate", 1) > 1:
         raise ConfigError(
@@ -167,9 +169,14 @@ def check_replicated(strategy, **settings: int | None) -> None:
     for name, value in settings.items():
         if value is not None and not getattr(strategy, "has_replicas", False):
             raise ConfigError(
-                f"{name}={value} needs the allreduce strategy: {_ON_SERVERS[name]}; leave it out, "
-                "or use md.AllReduce()"
+                f"{name}={value} needs the allreduce strategy: {_reason(strategy, name)}; leave it "
+                "out, or use md.AllReduce()"
             )
+
+
+def _reason(strategy, name: str) -> str:
+    """Return why a strategy cannot do what the argument `name` asks for."""
+    return getattr(strategy, "reasons", _ON_SERVERS)[name]
 
 
 # ------------------------------------------------------------------------------------- objects
@@ -235,7 +242,8 @@ def check_elastic(elastic, strategy, checkpoint) -> Elastic | None:
     settings = as_elastic(elastic)
     if not getattr(strategy, "survives", False):
         raise ConfigError(
-            f"elastic: {type(strategy).__name__} cannot go on after a death; use AllReduce or "
+            f"elastic: {type(strategy).__name__} cannot go on after a death"
+            f"{getattr(strategy, 'reasons', {}).get('elastic', '')}; use AllReduce or "
             "ParameterServer, or leave elastic out and start the job by mpidist launch"
         )
     if getattr(strategy, "has_shares", False):

@@ -8,6 +8,7 @@
     [optimizer] name = "momentum"         lr = 0.05
     [strategy]  name = "parameter_server" servers = 2   consistency = "ssp"   staleness = 4
     # or        name = "pipeline"         cuts = [4, 8]
+    # or        name = "peer_average"     graph = "ring"   every = 8
     [elastic]   min_ranks = 2    # optional: go on with the living ranks after a death
 
 The key ``name`` of a table selects, for example, a model, and the other keys are the settings of

@@ -41,6 +41,7 @@ class Summary:
     ordered_sum_overhead: dict | None = None
     overlap_fraction: float | None = None
     pipeline: dict | None = None
+    peers: dict | None = None
 
     def as_dict(self) -> dict:
         """Return plain numbers and strings for ``summary.json``.
@@ -82,6 +83,7 @@ def gather_facts(run: Progress, test_data) -> dict:
         "ordered_sum_overhead": run.exchange.price,
         "overlap_fraction": run.exchange.hidden(),
         "pipeline": run.exchange.layout(),
+        "peers": run.exchange.peer_facts(),
     }
 
 

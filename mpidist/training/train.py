@@ -83,9 +83,10 @@ def train(
     shuffle : str or bool
         Order of the records in an epoch, see `data.Sampler`. A resumed run keeps the order with
         which it began.
-    strategy : AllReduce or ParameterServer
-        How the gradients are combined; by default ``AllReduce()``. The names "allreduce" and
-        "parameter_server" stand for the two strategies with their defaults.
+    strategy : AllReduce, ParameterServer, Pipeline or PeerAverage
+        How the gradients or the models are combined; by default ``AllReduce()``. The names
+        "allreduce", "parameter_server", "pipeline" and "peer_average" stand for the strategies with
+        their defaults.
     test_data : tuple (inputs, labels), or a source
         Data on which the model is evaluated at the end.
     checkpoint : path, CheckpointStore, TieredStore, or a function

@@ -264,11 +264,14 @@ STRATEGIES = [
     (md.Pipeline(), "schedule", "gpipe"),
     (md.Pipeline(schedule="interleaved", chunks=2), "chunks", 1),
     (md.Pipeline(schedule="pipedream"), "flush", 2),
+    (md.PeerAverage(), "graph", "ring"),
+    (md.PeerAverage(), "every", 3),
+    (md.PeerAverage(), "consistency", md.ASP()),
 ]
 
 
 def test_every_field_of_a_strategy_has_a_case():
-    kinds = md.AllReduce, md.ParameterServer, md.Pipeline
+    kinds = md.AllReduce, md.ParameterServer, md.Pipeline, md.PeerAverage
     fields = {(kind, f.name) for kind in kinds for f in dataclasses.fields(kind)}
     assert {(type(even), field) for even, field, _ in STRATEGIES} == fields
 

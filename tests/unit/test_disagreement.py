@@ -88,7 +88,7 @@ WITHOUT_ARGUMENTS = {
     "Guard.fits",  # a communicator and how to wait: for the trainers, which give neither by hand
     "Guard.check_loss",  # takes the reduced loss, which has the same bits on all ranks
     # `md.train` calls them, with what it has compared
-    "AllReduce.open", "ParameterServer.open", "Pipeline.open",
+    "AllReduce.open", "ParameterServer.open", "Pipeline.open", "PeerAverage.open",
     "ServerGroup.add_again",  # `md.train` calls it, with what the living ranks have compared
 }  # fmt: skip
 

@@ -36,6 +36,10 @@ class WholeModel:
         """Return where the parts of the model are: None, because each worker has the whole."""
         return None
 
+    def peer_facts(self) -> dict | None:
+        """Return what ranks that average their models have done: None, because no ranks do."""
+        return None
+
     def digest(self) -> str:
         """Return the SHA-256 digest of the parameters."""
         return parameters_digest(self.model.parameters)

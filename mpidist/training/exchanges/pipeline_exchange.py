@@ -277,6 +277,9 @@ class Stages:
             **run_on_all(self.comm, "md.train: layout", lambda: known, together),
         }  # fmt: skip
 
+    def peer_facts(self) -> None:
+        """Return None: the ranks average no models."""
+
     def digest(self) -> str:
         """Return the SHA-256 digest of all parameters. Collective.
 

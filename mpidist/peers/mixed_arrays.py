@@ -1,0 +1,112 @@
+"""The arrays that ranks average: packed into one message, and mixed with those of other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..arrays import array_module, copy_into, work_dtype
+from ..collectives.allreduce import allreduce
+
+#: Bytes of the header of a message: the number of the round.
+HEAD = 8
+_ALIGNED = 64
+
+
+def nested_arrays(tree: Mapping) -> list:
+    """Return the arrays in nested dicts, in the order of their names."""
+    found: list = []
+    for name in sorted(tree, key=str):
+        one = tree[name]
+        if isinstance(one, Mapping):
+            found += nested_arrays(one)
+        elif hasattr(one, "dtype"):
+            found.append(one)
+    return found
+
+
+class MixedArrays:
+    """Some arrays of a rank, on the host or on a device; another rank has arrays of equal shapes.
+
+    Only arrays of floating-point numbers are averaged.
+
+    Parameters
+    ----------
+    arrays : sequence of arrays
+        They are changed in place.
+    """
+
+    def __init__(self, arrays: Sequence):
+        self.arrays = [array for array in arrays if array.dtype.kind not in "biuSU"]
+        self._places: list[tuple[int, int]] = []
+        stop = _ALIGNED  # the header lies in the first bytes
+        for array in self.arrays:
+            start = -(-stop // _ALIGNED) * _ALIGNED
+            stop = start + prod(array.shape) * array.dtype.itemsize
+            self._places.append((start, stop))
+        self.nbytes = stop
+
+    def pack(self, message: np.ndarray, round: int) -> None:
+        """Write the number of a round and all arrays into a message of `nbytes` bytes."""
+        message[:HEAD].view(np.int64)[0] = round
+        for array, (start, stop) in zip(self.arrays, self._places, strict=True):
+            copy_into(message[start:stop].view(array.dtype), array)
+
+    @staticmethod
+    def round_of(message: np.ndarray) -> int:
+        """Return the number of the round in which a message was sent."""
+        return int(message[:HEAD].view(np.int64)[0])
+
+    def mix(self, messages: Sequence[tuple[np.ndarray, float]]) -> None:
+        """Average the arrays with those in messages, in their order.
+
+        `messages` has pairs (message, ratio). Each message counts `ratio` times as much as the
+        arrays of this rank. The sum of all weights is 1, and values of 2 bytes are rounded once.
+        """
+        own = 1 / (1 + sum(ratio for _, ratio in messages))
+        for array, (start, stop) in zip(self.arrays, self._places, strict=True):
+            xp, wide = array_module(array), work_dtype(array.dtype)
+            total = array.astype(wide)
+            total *= own
+            for message, ratio in messages:
+                values = xp.asarray(message[start:stop].view(array.dtype))
+                total += (values.astype(wide) * (ratio * own)).reshape(array.shape)
+            array[...] = total
+
+    def average(self, comm) -> None:
+        """Set the arrays of all ranks to their mean. Collective over `comm`."""
+        for dtype in dict.fromkeys(array.dtype for array in self.arrays):
+            mine = [array for array in self.arrays if array.dtype == dtype]
+            xp = array_module(mine[0])
+            flat = xp.concatenate([array.reshape(-1) for array in mine])
+            allreduce(comm, flat, "mean")
+            start = 0
+            for array in mine:
+                stop = start + array.size
+                array[...] = flat[start:stop].reshape(array.shape)
+                start = stop
+
+    def distance(self, before: Sequence) -> tuple[float, float]:
+        """Return the square of the distance to other arrays, and the square of the own length."""
+        apart = length = 0.0
+        for array, other in zip(self.arrays, before, strict=True):
+            xp, wide = array_module(array), np.float64
+            apart += float(xp.sum((array.astype(wide) - other.astype(wide)) ** 2))
+            length += float(xp.sum(array.astype(wide) ** 2))
+        return apart, length
+
+
+def largest_of_all(comm, arrays: Sequence) -> None:
+    """Set the integers of all ranks to the largest of them, such as counts. Collective."""
+    counts: list[Any] = [array for array in arrays if array.dtype.kind in "iu"]
+    if counts:
+        flat = np.array([int(value) for array in counts for value in array.reshape(-1)], np.int64)
+        allreduce(comm, flat, "max", algorithm="native")
+        start = 0
+        for array in counts:
+            values = flat[start : start + array.size].reshape(array.shape)
+            array[...] = array_module(array).asarray(values)
+            start += array.size

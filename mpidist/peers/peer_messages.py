@@ -1,0 +1,139 @@
+"""Send models to peers and average with theirs, in rounds: BSP, and with a bound.
+
+    begin    pack the model, post the receives of this round, send to the peers of this round
+    wait     until the models that `RoundGate` asks for have arrived
+    finish   average with all models that are there
+
+A message is never changed while MPI may read it, and each message is received once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from mpi4py import MPI
+
+from ..errors import ProtocolError
+from .mixed_arrays import MixedArrays
+from .peer_plan import PeerPlan
+from .round_gate import Expected, RoundGate
+
+#: Bytes of one MPI call; counts of MPI end at 2^31.
+PIECE = 1 << 30
+_TAG = 0
+
+Wait = Callable[[Callable[[], bool]], None]
+
+
+def send_model(comm: MPI.Comm, message: np.ndarray, peer: int, *, matched: bool = False) -> list:
+    """Begin to send a message in pieces; if `matched`, a send ends when it is being received."""
+    call = comm.Issend if matched else comm.Isend
+    return [call(piece, peer, _TAG) for piece in message_pieces(message)]
+
+
+def receive_model(comm: MPI.Comm, message: np.ndarray, peer: int) -> list:
+    """Begin to receive a message in pieces. The messages of a peer arrive in their order."""
+    return [comm.Irecv(piece, peer, _TAG) for piece in message_pieces(message)]
+
+
+def message_pieces(message: np.ndarray) -> list[np.ndarray]:
+    """Return the parts of a message that are short enough for a call of MPI."""
+    return [message[start : start + PIECE] for start in range(0, len(message), PIECE)]
+
+
+class Sending:
+    """A message on its way to some peers."""
+
+    def __init__(self, message: np.ndarray, requests: list, round: int):
+        self.message, self.requests, self.round = message, requests, round
+
+    def ended(self) -> bool:
+        """Whether MPI reads the message no more."""
+        return MPI.Request.Testall(self.requests)
+
+
+class PeerMessages:
+    """The messages of one rank.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm
+        A communicator for these messages only.
+    plan : PeerPlan
+    arrays : MixedArrays
+        What is averaged.
+    bound : int
+        How many rounds a model may be late; 0 is BSP.
+    """
+
+    skipped = 0
+
+    def __init__(self, comm: MPI.Comm, plan: PeerPlan, arrays: MixedArrays, bound: int):
+        self.comm, self.plan, self.arrays = comm, plan, arrays
+        self.gate = RoundGate(plan, comm.rank, bound)
+        self.sent = self.oldest = 0
+        self._receiving: dict[Expected, tuple[np.ndarray, list]] = {}
+        self._here: dict[Expected, np.ndarray] = {}
+        self._sending: list[Sending] = []
+        self._free: list[np.ndarray] = []
+
+    def average(self, wait: Wait) -> None:
+        """Do the next round; `wait` waits for a test function."""
+        gate = self.gate
+        peers, expected = gate.begin()
+        for one in expected:
+            message = self._buffer()
+            self._receiving[one] = message, receive_model(self.comm, message, one.sender)
+        message = self._buffer()
+        self.arrays.pack(message, gate.round)
+        requests = [one for peer in peers for one in send_model(self.comm, message, peer)]
+        self._sending.append(Sending(message, requests, gate.round))
+        self.sent += len(peers)
+        # A peer may be behind by more rounds than the bound, if no message comes from there. So
+        # this rank waits for its old sends, too, and keeps few copies of its model.
+        wait(lambda: self._progress() and self._few() and gate.may_finish())
+        self._mix(gate.take())
+
+    def finish(self, wait: Wait) -> None:
+        """Receive all messages that are on the way, and forget them. All ranks have met before."""
+        wait(lambda: self._progress() and not self._receiving and not self._sending)
+        self._free += self._here.values()
+        self._here.clear()
+        self.gate.reset()
+
+    def close(self) -> None:
+        """Do nothing: no message is on the way after `finish`."""
+
+    def _few(self) -> bool:
+        newest = self.gate.round - self.gate.bound - 1
+        return all(one.round > newest for one in self._sending)
+
+    def _progress(self) -> bool:
+        """Take in the messages that have arrived. Returns True."""
+        for one, (message, requests) in list(self._receiving.items()):
+            if not MPI.Request.Testall(requests):
+                continue
+            del self._receiving[one]
+            if self.arrays.round_of(message) != one.round:
+                raise ProtocolError(
+                    f"PeerAverage: rank {one.sender} sent round {self.arrays.round_of(message)} "
+                    f"of its model, rank {self.comm.rank} expected round {one.round}; all ranks "
+                    "must do the same steps"
+                )
+            self._here[one] = message
+            self.gate.arrive(one)
+        for sending in [one for one in self._sending if one.ended()]:
+            self._sending.remove(sending)
+            self._free.append(sending.message)
+        return True
+
+    def _mix(self, taken: list[Expected]) -> None:
+        messages = [self._here.pop(one) for one in taken]
+        ratios = [self.plan.ratio(self.comm.rank, one.round) for one in taken]
+        self.arrays.mix(list(zip(messages, ratios, strict=True)))
+        self.oldest = max([self.oldest, *(self.gate.round - one.round for one in taken)])
+        self._free += messages
+
+    def _buffer(self) -> np.ndarray:
+        return self._free.pop() if self._free else np.empty(self.arrays.nbytes, np.uint8)

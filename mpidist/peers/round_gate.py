@@ -1,0 +1,69 @@
+"""When a rank may finish a round of averaging. This module uses no MPI.
+
+A rank begins round k by sending its model to its peers of this round. With the bound b it finishes
+the round when all models of the rounds up to k - b have arrived, and averages with those that are
+there. It goes on with its steps meanwhile:
+
+    b = 0 (BSP)   a rank waits for the models of this round
+    b = 2         it waits for those of two rounds ago, so a short pause of a peer costs nothing
+
+The slowest rank never waits for ever: all others have begun its round, so all models that it needs
+are on the way. The tests try every order of events.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .peer_plan import PeerPlan
+
+
+class Expected(NamedTuple):
+    """A model that a rank receives: its round, and the rank that sends it."""
+
+    round: int
+    sender: int
+
+
+class RoundGate:
+    """The rounds of one rank.
+
+    Attributes
+    ----------
+    round : int
+        The number of the round that this rank has begun last; -1 before the first one.
+    missing, arrived : list of Expected
+        The models that have not arrived, and those that have arrived and are not averaged.
+    """
+
+    def __init__(self, plan: PeerPlan, rank: int, bound: int):
+        self.plan, self.rank, self.bound = plan, rank, bound
+        self.round = -1
+        self.missing: list[Expected] = []
+        self.arrived: list[Expected] = []
+
+    def begin(self) -> tuple[tuple[int, ...], list[Expected]]:
+        """Begin the next round; return the ranks to send to, and the models to receive."""
+        self.round += 1
+        senders = self.plan.receives(self.rank, self.round)
+        new = [Expected(self.round, sender) for sender in sorted(senders)]
+        self.missing += new
+        return self.plan.sends(self.rank, self.round), new
+
+    def arrive(self, one: Expected) -> None:
+        """Note that a model has arrived."""
+        self.missing.remove(one)
+        self.arrived.append(one)
+
+    def may_finish(self) -> bool:
+        """Whether all models of the rounds up to the newest one minus the bound have arrived."""
+        return all(one.round > self.round - self.bound for one in self.missing)
+
+    def take(self) -> list[Expected]:
+        """Return the models to average with, the oldest first, each once."""
+        taken, self.arrived = sorted(self.arrived), []
+        return taken
+
+    def reset(self) -> None:
+        """Begin anew with round 0, after an average over all ranks."""
+        self.round, self.missing, self.arrived = -1, [], []

@@ -1,0 +1,262 @@
+"""How `PeerAverage` trains: each rank updates a model of its own, and averages it with peers.
+
+    every step           compute, update the own model; no message
+    every `every` steps  a round: send the model to peers, average with theirs (`mpidist.peers`)
+    checkpoint, end      an average over all ranks, of parameters and optimizer
+
+After an average over all ranks the models are equal, and the rounds begin anew with round 0. So a
+checkpoint has one model, restarts on any number of ranks and with any strategy, and a run that is
+resumed from it continues as the run that saved it.
+
+Ranks may be at different steps. If one is asked to stop, `Agreement` finds a step that no rank has
+passed. Each wait answers it, or two ranks would wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ... import events
+from ...collectives.allreduce import allreduce
+from ...collectives.broadcast_parameters import broadcast_parameters
+from ...errors import MismatchError
+from ...fault_tolerance.check_replicas import check_replicas
+from ...gradients.flat_views import flat_views
+from ...partition import BlockPartition
+from ...peers.async_messages import AsyncMessages
+from ...peers.mixed_arrays import MixedArrays, largest_of_all, nested_arrays
+from ...peers.peer_messages import PeerMessages
+from ...peers.peer_plan import PeerPlan
+from ...runtime.agreement.mismatch import Signature
+from ...runtime.agreement.run_on_all import run_on_all
+from ...runtime.context import of
+from ...runtime.elastic_requests import tester
+from ..checks import check_loss
+from ..feed import beside
+from .allreduce_exchange import check_in_place
+from .evaluation import WholeModel
+from .pipeline_exchange import Untimed
+from .server_exchange import Agreement
+
+#: Exchanges that an error has ended. MPI may still write into their buffers.
+_ended: list = []
+
+
+class Peers(WholeModel):
+    """Train a model of this rank, and average it with those of others. Collective over `comm`.
+
+    `bound` is how many rounds a model may be late, or None for ASP.
+    """
+
+    dedicated = False
+    synchronous = False
+    equal_state = False
+    price = None
+
+    def __init__(self, comm, model, optimizer, plan: PeerPlan, every: int, bound: int | None):
+        self.comm = self.workers = comm
+        self.model, self.optimizer, self.plan, self.every = model, optimizer, plan, every
+        run_on_all(comm, "md.train: graph", plan.digest, _refuse, if_differs=True)
+        broadcast_parameters(comm, model)
+        self.optimizer_state = run_on_all(
+            comm, "md.train: optimizer", lambda: optimizer.init(model.parameters)
+        )
+        self.context = of(comm)
+        self.stragglers = Untimed()
+        self.gradients, _ = flat_views(model.parameters)
+        self._views = dict(self.gradients)
+        self.arrays = MixedArrays(nested_arrays(model.parameters))
+        self.private = comm.Dup()
+        self.messages: PeerMessages | AsyncMessages
+        if bound is None:
+            self.messages = AsyncMessages(self.private, plan, self.arrays)
+        else:
+            self.messages = PeerMessages(self.private, plan, self.arrays, bound)
+        # An average over all ranks is faster by an allreduce.
+        self._by_allreduce = plan.is_all and bound == 0
+        self.agreement = Agreement(comm, 2, self._attend)
+        self.steps = self._since = self.rounds = 0
+        self._equal = True  # whether all ranks have the same model
+        self._factor = 1.0
+        self._apart = 0.0
+
+    # -- a step ------------------------------------------------------------------------
+
+    def part(self, count: int, step: int = 0) -> tuple[int, int]:
+        """Return (start, stop) of this rank's samples in a global batch of `count` samples."""
+        return BlockPartition(count, self.comm.size).range(self.comm.rank)
+
+    def compute(self, feed, indices) -> tuple[float, int]:
+        """Compute the gradients of this rank's samples; return (their mean loss, their number).
+
+        While this rank waits for data, it answers the other ranks.
+        """
+        start, stop = self.part(len(indices))
+        mine = indices[start:stop]
+        while (taken := feed.take(mine, self._attend)) is None:
+            events.emit("starved", step=self.steps, seconds=feed.starved)
+
+        def mean(batch: tuple) -> float:
+            return check_loss(self.model.loss_and_gradients(batch, self.gradients))
+
+        loss, samples = 0.0, 0
+        if len(taken.kept):
+            batch = beside(taken.batch, self.model)
+            loss, samples = feed.tolerate(batch, mine[taken.kept], mean)
+        # With parts of different lengths, each sample counts the same, as under `AllReduce`.
+        self._factor = samples * self.comm.size / max(len(indices), 1)
+        return loss, samples
+
+    def reduce(self, loss: float, samples: int, total: int, stop: int) -> tuple[float, bool]:
+        """Record this step; return (this rank's loss, whether all ranks stop after this step).
+
+        If the loss is not finite, this rank does not update its model, and requests a stop.
+        """
+        check_in_place(self.gradients, self._views)
+        if not np.isfinite(loss):
+            self._factor, stop = 0.0, 1
+        return loss, self.agreement.at(self.steps + 1, bool(stop))
+
+    def update(self) -> None:
+        """Update this rank's model, and average it with peers where a round is due."""
+        if self._factor:
+            if self._factor != 1:
+                for gradient in self.gradients.values():
+                    gradient *= self._factor
+            self.optimizer.update(self.gradients, self.optimizer_state, self.model.parameters)
+        self.steps += 1
+        self._since += 1
+        self._equal = False
+        if self._since % self.every == 0:
+            self._round()
+
+    def _round(self) -> None:
+        """Average with the peers of the next round."""
+        self.rounds += 1
+        with self.context.call("md.train: average"):
+            self._begin("average", f"round {self._since // self.every}")
+            if not self._by_allreduce:
+                self.messages.average(self._wait)
+                return
+            self._wait(tester(self.private.Ibarrier()))
+        self.arrays.average(self.comm)
+
+    # -- the state ---------------------------------------------------------------------
+
+    def order(self) -> dict[str, int]:
+        """Return an empty order: no order of the gradients in memory is needed."""
+        return {}
+
+    def arrange(self, order: dict[str, int]) -> None:
+        """Do nothing: no order of the gradients in memory is needed."""
+
+    def hidden(self) -> None:
+        """Return None, because this exchange does not measure its overlap with computing."""
+
+    def state(self, saving: bool) -> dict:
+        """Return the arrays that a checkpoint saves, without a copy: parameters and optimizer."""
+        return {"parameters": dict(self.model.parameters), "optimizer": self.optimizer_state}
+
+    def begin(self) -> None:
+        """Do nothing: the first step needs no preparation."""
+
+    def check(self, step: int) -> None:
+        """Raise ReplicaError on all ranks unless their parameters are equal. Collective."""
+        check_replicas(self.comm, self.model.parameters, step=step)
+
+    def save_point(self, step: int) -> None:
+        """Give all ranks the mean of their models. Collective."""
+        self._meet()
+
+    def finish(self) -> None:
+        """Give all ranks the mean of their models at the end. Collective."""
+        self._meet()
+        self.agreement.close()
+
+    def peer_facts(self) -> dict:
+        """Return what the ranks have done, for the summary. Collective.
+
+        `rounds` are the rounds of a rank, `messages` those that all ranks have sent, `skipped`
+        those that were not sent to slow peers, `oldest` the most rounds by which a model was late,
+        and `apart` the distance of the models from their mean, over its length, before the last
+        average over all ranks.
+        """
+        mine = self.messages
+        found = self.rounds, mine.sent, mine.skipped, mine.oldest
+
+        def joined(everyone: list) -> dict:
+            rounds, sent, skipped, oldest = zip(*everyone, strict=True)
+            return {"rounds": max(rounds), "messages": sum(sent), "skipped": sum(skipped),
+                    "oldest": max(oldest)}  # fmt: skip
+
+        facts = run_on_all(self.comm, "md.train: peers", lambda: found, joined)
+        return {**facts, "apart": self._apart}
+
+    def _meet(self) -> None:
+        """Average parameters and optimizer over all ranks, if they may differ. Collective."""
+        with self.context.call("md.train: average"):
+            self._begin("average of all ranks")
+            self._wait(tester(self.private.Ibarrier()))
+            if self._equal:
+                return
+            self.messages.finish(self._wait)
+        before = [array.copy() for array in self.arrays.arrays]
+        self.arrays.average(self.comm)
+        apart = np.array(self.arrays.distance(before))
+        allreduce(self.comm, apart, "sum", algorithm="native")
+        self._apart = float(f"{np.sqrt(apart[0] / max(apart[1], 1e-300)):.6g}")
+        state = nested_arrays(self.optimizer_state)
+        MixedArrays(state).average(self.comm)
+        largest_of_all(self.comm, state)
+        self._equal, self._since = True, 0
+
+    # -- waits and errors --------------------------------------------------------------
+
+    def _begin(self, what: str, extra: str = "") -> None:
+        self.context.begin(Signature(f"md.train: {what}", "", "", extra=extra))
+
+    def _wait(self, test: Callable[[], bool]) -> None:
+        def answering() -> bool:
+            if test():
+                return True
+            self.agreement.listen()
+            return False
+
+        self.context.wait(answering)
+
+    def wait(self, test: Callable[[], bool]) -> None:
+        """Wait until `test` is true, and answer the other ranks meanwhile."""
+        self.agreement.wait(test)
+
+    def _attend(self) -> bool:
+        """Answer a rank that wants to stop; raise the error of a rank that has failed."""
+        self.agreement.listen()
+        if self.context.failed:
+            raise self.context.earlier_failure()
+        with self.context.statuses.quiet:
+            self.context.statuses.listen()
+        return False
+
+    def close(self) -> None:
+        """Free the private communicator. Collective."""
+        self.messages.close()
+        self.private.Free()
+
+    def abandon(self, error: BaseException) -> None:
+        """Send the other ranks the error that has ended the run on this rank."""
+        _ended.append(self)
+        if not self.context.failed and not self.context.closed:
+            self.context.break_off(error)
+
+    def lost(self, error: BaseException) -> None:
+        """Keep the buffers into which MPI may still write, after a death."""
+        _ended.append(self)
+
+
+def _refuse(everyone: list) -> None:
+    raise MismatchError(
+        "md.train: the graphs of the ranks differ: a function that is a graph must return the same "
+        "peers on all ranks"
+    )
