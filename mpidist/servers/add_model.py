@@ -9,12 +9,13 @@ from ..errors import ConfigError, MismatchError, ProtocolError, shown
 from ..launch.free_memory import available_memory
 from ..runtime.agreement.run_on_all import difference
 from .layout.capacity import check_capacity, needed
-from .layout.placement import ServerLayout, place_tensors
+from .layout.placement import RowPolicy, ServerLayout, place_tensors
 from .layout.routing import data_bytes, views, whole_parts
 from .layout.row_selection import Selection
 from .link import Link
 from .model_facts import Request, check_server_optimizer, optimizer_facts, parse_model
 from .protocol import ADD, HEADER_BYTES, TO_SERVER, VALUES, Header
+from .rows.row_policies import check_row_optimizer
 from .server import Hosted, Server
 from .shards import ServerShard, state_copies
 from .wire.wire_pieces import piece_limit
@@ -38,6 +39,7 @@ def host_model(
         facts, inits = parse_model(asked)
         asked.consistency.check(len(workers))
         check_server_optimizer(asked.name, asked.optimizer)
+        check_row_optimizer(asked.name, _policies(facts), asked.optimizer)
         return {
             "facts": {**facts, "optimizer": optimizer_facts(asked.optimizer)},
             "inits": inits,
@@ -54,7 +56,7 @@ def host_model(
         if differs := difference([_flat(one) for one in facts]):
             raise MismatchError(f"{doing}: {differs}; all ranks must give the same")
         tensors = facts[0]["tensors"]
-        layout = place_tensors(tensors, group.shares)
+        layout = place_tensors(tensors, group.shares, policies := _policies(facts[0]))
         copies, needs = everyone[0]["copies"], []
         for index, rank in enumerate(servers):
             host, free = everyone[rank]["node"]
@@ -67,13 +69,14 @@ def host_model(
             needs.append((rank, host, need, free))
         piece = piece_limit({one["node"][0] for one in everyone})
         if any(one["kept"] for one in everyone):
-            return tensors, inits, False, piece  # the memory is there, with the values
+            return tensors, policies, inits, False, piece  # the memory is there, with the values
         check_capacity(asked.name, needs)
-        return tensors, inits, everyone[workers[0]]["inits"] is None, piece
+        return tensors, policies, inits, everyone[workers[0]]["inits"] is None, piece
 
     _announce(link, server, servers, workers)
-    tensors, inits, as_arrays, piece = link.run_on_all(doing, describe, decide)
-    layout = place_tensors(tensors, group.shares)
+    tensors, policies, inits, as_arrays, piece = link.run_on_all(doing, describe, decide)
+    policies = {name: RowPolicy(*policy) for name, policy in policies.items()}
+    layout = place_tensors(tensors, group.shares, policies)
 
     def allocate() -> Hosted | None:
         if server is None:
@@ -92,6 +95,10 @@ def host_model(
     if as_arrays:
         _send_values(link, layout, servers, workers[0], asked.model, hosted)
     return layout, piece
+
+
+def _policies(facts: Mapping) -> dict[str, RowPolicy]:
+    return {n: RowPolicy(rows, facts["spread"][n]) for n, rows in facts["rows"].items()}
 
 
 def _flat(facts: Mapping, path: str = "") -> dict[str, str]:

@@ -5,27 +5,29 @@
     push    -> gradients, samples   -> applies the gradients as the model's consistency says
     clock   -> tick                 -> advances the worker's clock, serves what waited for the clock
 
-The first pull in a clock (a training step) asks every server, even a server that holds none of the
-wanted values, because a worker may begin a clock only when all servers have answered. If a worker
-has not pulled in a clock (a training step), its push or its tick (the message that ends the clock)
-first sends an empty pull, so that the messages of a worker are at most one clock ahead of a server.
+A pull asks the servers that hold what is wanted; the others only get the worker's push, which may
+be empty, and its tick (the message that ends the clock). If a worker has not pulled in a clock (a
+training step), its push or its tick first sends an empty pull, which asks every server. A server
+that was not asked in `SILENT` clocks is asked, too, so the messages of a worker are at most so many
+clocks ahead of a server. After a wait of `LATE` seconds all servers are asked, so that each of them
+knows who waits for whom. In modes with `Consistency.asks_all`, every clock asks every server.
 """
 
 from __future__ import annotations
 
-import operator
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
-from ..arrays import all_finite
-from ..errors import ClosedError, ConfigError, MpidistError, ProtocolError, shown
+from ..errors import ClosedError, MpidistError, ProtocolError
 from ..events import OPEN
 from ..runtime import ulfm
 from . import protocol
 from .layout.placement import ServerLayout
+from .layout.push_checks import checked_samples, not_finite
 from .layout.routing import ShardPart, data_bytes, encode_parts, owned, route, views, whole_parts
 from .layout.row_selection import Selection
 from .link import GroupCall
@@ -35,8 +37,11 @@ from .shards import updates_in_pieces
 from .wire.client_stream import ClientStream, can_share
 from .wire.wire_pieces import WirePiece, cut_shard
 
+#: For how many clocks a server need not be asked, and the seconds of a wait after which all servers
+#: are asked. Tests change these numbers.
+SILENT, LATE = 16, 0.25
+
 _NOTHING = np.empty(0, np.int64)
-_MANY = 1 << 62  # the number of samples must be lower: 64 bits in a header
 
 
 class Client:
@@ -85,6 +90,8 @@ class Client:
             cuts = [cut_shard(layout, k, piece_bytes) for k in range(len(self._servers))]
             self._pieces = [pieces if len(pieces) > 1 else [] for pieces in cuts]
         self._in_pieces = any(self._pieces)
+        self._asks_all = asked.consistency.asks_all or group.votes
+        self._silent: Counter[int] = Counter()  # clocks since each server was asked
         self._entered = self._pushed = -1
         self._staleness: Counter[int] = Counter()
         self._queue: Counter[int] = Counter()
@@ -156,15 +163,21 @@ class Client:
             self._link.background()
 
     def push_pull(
-        self, gradients: Mapping, *, out: Mapping | None = None, samples: int | None = None
+        self,
+        gradients: Mapping,
+        *,
+        what=None,
+        out: Mapping | None = None,
+        samples: int | None = None,
     ) -> dict:
         """Do ``push``, ``clock`` and ``pull`` with one request to each server and one answer.
 
-        Returns the parameters for the next step, in the form that ``pull`` returns.
+        `what` are the names or rows to pull, as of ``pull``, for example the rows of the next
+        minibatch. Returns the parameters for the next step, in the form that ``pull`` returns.
         """
         self._open()
         with self._fused:
-            wanted, results = self._names.wanted(None, out)
+            wanted, results = self._names.wanted(what, out)
             pushes, samples = self._checked(gradients, samples)
             self._enter()
             self._ask(PUSH | CLOCK | PULL, wanted, results, pushes, samples)
@@ -242,46 +255,18 @@ class Client:
 
     def _checked(self, gradients: Mapping, samples) -> tuple[dict, int | None]:
         """Return what a push sends and its samples, after all checks; nothing is sent before."""
-        samples = self._check_push(samples)
-        pushes = self._names.split(gradients)
-        for name, (rows, flat) in pushes.items():
-            # A finite number may be infinite in the dtype of the parameters.
-            with np.errstate(over="ignore", invalid="ignore"):
-                wire = flat.astype(self._names.tensor(name).dtype, copy=False)
-            pushes[name] = rows, wire
-        wrong = next((name for name, (_, flat) in pushes.items() if not all_finite(flat)), None)
-        if wrong is None:
-            return pushes, samples
-        if not self._drops:
-            flat = pushes[wrong][1]
-            bad = np.flatnonzero(~np.isfinite(flat))
-            raise MpidistError(
-                f"push to {self.name!r}: gradient {wrong!r} has {bad.size} of {flat.size} values "
-                f"that are not finite, the first at index {bad[0]}, as {flat.dtype}; nothing was "
-                "sent; lower the learning rate, or leave such pushes out by nonfinite='drop'"
-            )
-        self._nonfinite += 1
-        return {}, 0
-
-    def _check_push(self, samples) -> int | None:
         if self._pushed == self.finished:
             raise ProtocolError(
                 f"client {self.name!r}: second push in clock {self.finished}; call clock() first"
             )
-        if samples is None:
-            if self._batch is None:
-                return None
-            raise ConfigError(f"push to {self.name!r}: give samples=, the model has a global batch")
-        try:
-            number = -1 if isinstance(samples, bool) else operator.index(samples)
-        except TypeError:
-            number = -1
-        if not 0 <= number < _MANY:
-            got = shown(samples)
-            raise ConfigError(
-                f"push to {self.name!r}: samples is {got}; expected a whole number, 0 or more"
-            )
-        return number
+        samples = checked_samples(self.name, samples, self._batch)
+        pushes = self._names.split(gradients)
+        if (wrong := not_finite(self.name, pushes)) is None:
+            return pushes, samples
+        if not self._drops:
+            raise MpidistError(wrong)
+        self._nonfinite += 1
+        return {}, 0
 
     def _route(self, server: int, wanted: Mapping) -> tuple[list[ShardPart], np.ndarray | None]:
         """Return the wanted parts that a server holds, and the int64 array that lists them.
@@ -295,14 +280,15 @@ class Client:
         return parts, encode_parts(parts)
 
     def _post(
-        self, server: int, flags: int, *, pushes=None, samples=None, pull: Any = _NOTHING
+        self, server: int, flags: int, *, pushes=None, samples=None, pull: Any = _NOTHING, ahead=0
     ) -> list:
         """Send one message with flags, the data to push, and a list of the parts to pull.
 
         `pull` is None for all that the server holds. `pushes` or `pull` are PIECES if the data
-        travel in pieces of their own. Returns the record of this message in `Link.trail` (the
-        requests sent and served); the record is marked as open (unfinished) if the message asks for
-        an answer.
+        travel in pieces of their own. The message belongs to the clock `ahead` of this one.
+
+        Returns the record of this message in `Link.trail` (the requests sent and served); the
+        record is marked as open (unfinished) if the message asks for an answer.
         """
         rank = self._servers[server]
         operation = self._link.trail.begin(
@@ -324,11 +310,12 @@ class Client:
         Header(
             flags,
             model=self._model,
-            clock=self.finished,
+            clock=self.finished + ahead,
             total=total,
             push_words=_length(push),
             pull_words=_length(pull),
             samples=-1 if samples is None else samples,
+            gap=int(not self._asks_all and self._entered == self.finished),
             note0=note[0],
             note1=note[1],
         ).write(buffer)
@@ -373,6 +360,9 @@ class Client:
             self._pushed = self.finished
         entering = flags & CLOCK or self._entered < self.finished
         expected: dict[int, tuple] = {}
+        quiet: list[int] = []  # servers that are not asked
+        routes = [self._route(server, wanted) for server in range(len(self._servers))]
+        may_skip = entering and not self._asks_all and any(parts for parts, _ in routes)
         in_pieces = self._in_pieces and self._is_whole(wanted)
         gradients = self._whole_push(pushes, flat) if in_pieces and flags & PUSH else None
         for server, rank in enumerate(self._servers):
@@ -383,9 +373,16 @@ class Client:
                 stream = ClientStream(self._link, rank, self.layout, pieces, flat, gradients)
                 expected[server] = [], incoming, operation, stream
                 continue
-            parts, words = self._route(server, wanted)
+            parts, words = routes[server]
             if not (parts or entering):
                 continue
+            self._silent[server] += 1
+            if may_skip and not parts and self._silent[server] < SILENT:
+                quiet.append(server)
+                if flags & CLOCK:
+                    self._post(server, flags & ~PULL, pushes=pushes, samples=samples)
+                continue
+            self._silent[server] = 0
             total = HEADER_BYTES + data_bytes(self.layout, parts)
             # The receive of the answer is posted before the request is sent, so that MPI need not
             # buffer the answer.
@@ -396,8 +393,16 @@ class Client:
                 operation = self._post(server, flags, pushes=pushes, samples=samples, pull=words)
             expected[server] = parts, incoming, operation, None
         headers: list[Header] = []
+        late = time.monotonic() + LATE
 
         def all_here() -> bool:
+            if quiet and time.monotonic() > late:
+                for server in quiet:
+                    rank = self._servers[server]
+                    incoming = self._link.receive(rank, protocol.TO_WORKER, HEADER_BYTES)
+                    operation = self._post(server, PULL, ahead=bool(flags & CLOCK))
+                    expected[server] = [], incoming, operation, None
+                quiet.clear()
             for server in [s for s, one in expected.items() if _is_here(*one)]:
                 parts, incoming, operation, _ = expected.pop(server)
                 operation[OPEN] = False

@@ -62,6 +62,9 @@ class Consistency:
     streams : bool
         Whether a server may update and answer one piece of a push after the other, because no
         worker gets an answer before all have sent their pushes.
+    asks_all : bool
+        Whether a worker begins a clock only when every server has let it in, as in modes in which
+        the first server decides for all. Otherwise it asks the servers that hold what it wants.
     survives : bool
         Whether an elastic run can go on in this mode after a death.
     """
@@ -70,6 +73,7 @@ class Consistency:
     holds: ClassVar[bool] = False
     merges: ClassVar[bool] = False
     streams: ClassVar[bool] = False
+    asks_all: ClassVar[bool] = False
     survives: ClassVar[bool] = True
 
     def check(self, workers: int) -> None:
@@ -203,12 +207,15 @@ class ConsistencyGate:
         behind = [other for other, clock in clocks if self.live[other] and clock < lowest]
         return behind, len(behind)
 
-    def push(self, worker: int, item: Any = None) -> list[Action]:
-        """Record one push of `worker` in its present step."""
+    def push(self, worker: int, item: Any = None, entered: bool = False) -> list[Action]:
+        """Record one push of `worker` in its present step.
+
+        `entered` says that another server has let the worker into the step.
+        """
         clock = self._present(worker, "push")
         if self.pushed[worker] == clock:
             raise refused(worker, f"second push in clock {clock}; call clock() first")
-        if not self._may_push(worker):
+        if not (entered or self._may_push(worker)):
             raise refused(worker, f"push in clock {clock} before it was let in; pull first")
         self.pushed[worker] = clock
         return self._taken(worker, clock, item)

@@ -118,6 +118,7 @@ class ServerGroup:
         global_batch: int | None = None,
         nonfinite: str = "raise",
         stale: Stale | None = None,
+        rows: str | Mapping[str, str] = "dense",
     ) -> Client | None:
         """Add a model to the servers; return the model's client, or None on a dedicated server.
 
@@ -143,12 +144,13 @@ class ServerGroup:
             a `global_batch`, a push with 0 samples has weight 0, and any other push has weight 1 /
             (number of workers).
         nonfinite : "raise" or "drop"
-            What happens to a push with a NaN or an infinity: the worker raises an error before it
-            sends anything, or it sends a push of 0 samples instead, and counts that in
-            ``client.stats``.
+            What a worker does about a NaN or an infinity in a push: it raises an error and sends
+            nothing, or it sends a push of 0 samples, which ``client.stats`` counts.
         stale : KeepStale, DropStale, ScaleStale or DelayCompensated
-            What servers do with a gradient that was computed from old parameters, under ASP, SSP
-            and DSSP. `KeepStale` by default.
+            What servers do with gradients of old parameters under ASP, SSP and DSSP.
+        rows : "dense" or "lazy", or mapping of name to these
+            Whether an update moves all rows of a tensor, as by a gradient of zeros in the rows that
+            no push names, or the named rows only; equal if ``optimizer.rows`` is "exact".
 
         Raises
         ------
@@ -163,8 +165,9 @@ class ServerGroup:
         # subclass of str may have another ``repr``.
         name = str.__str__(name) if isinstance(name, str) else name
         policy = KeepStale() if stale is None else stale
-        asked = Request(name, model, optimizer, mode, seed, global_batch, None, nonfinite, policy)
-        return self._host(asked)
+        return self._host(
+            Request(name, model, optimizer, mode, seed, global_batch, None, nonfinite, policy, rows)
+        )
 
     def add_again(
         self,
@@ -178,10 +181,7 @@ class ServerGroup:
         nonfinite: str = "raise",
         stale: Stale | None = None,
     ) -> Client | None:
-        """Add a model to the new group after a death, with the values that the ranks have kept.
-
-        Collective over the group's `comm`, like `add`. `kept` says what this rank has of the model.
-        """
+        """Add a model after a death, with what the ranks have `kept`. Collective, like `add`."""
         policy = KeepStale() if stale is None else stale
         client = self._host(
             Request(name, model, optimizer, consistency, 0, global_batch, kept, nonfinite, policy)

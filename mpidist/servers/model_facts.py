@@ -12,6 +12,7 @@ from ..tensors import dtype_of
 from .consistency import Consistency
 from .layout.row_selection import checked_array
 from .modes.stale_gradients import KeepStale, Stale, stale_policy
+from .rows.row_policies import row_policies
 from .shards import parse_init
 
 #: What a client may do with a push that has a NaN or an infinity.
@@ -45,6 +46,8 @@ class Request(NamedTuple):
     kept: KeptModel | None = None
     nonfinite: str = "raise"
     stale: Stale = KeepStale()
+    rows: str | Mapping[str, str] = "dense"
+    spread: str | Mapping[str, str] = "ranges"
 
 
 def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, float]] | None]:
@@ -104,6 +107,7 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
                 f"model {name!r}: {key!r} is {dtype}; servers keep float16, bfloat16, float32 and "
                 "float64"
             )
+    policies = row_policies(name, specs, asked.rows, asked.spread)
     facts = {
         "name": name,
         "tensors": {key: [list(specs[key][0]), specs[key][1].name] for key in sorted(specs)},
@@ -112,6 +116,8 @@ def parse_model(asked: Request) -> tuple[dict[str, Any], dict[str, tuple[str, fl
         "seed": seed,
         "nonfinite": asked.nonfinite,
         "stale": repr(asked.stale),
+        "rows": {key: policy.rows for key, policy in policies.items()},
+        "spread": {key: policy.spread for key, policy in policies.items()},
     }
     return facts, inits
 

@@ -28,6 +28,7 @@ def parameter_server(
     global_batch: int | None = None,
     nonfinite: str = "raise",
     stale: Stale | None = None,
+    rows: str | Mapping[str, str] = "dense",
     on_pause: Callable[[Any], None] | None = None,
 ) -> Iterator[Client | None]:
     """Put one model on parameter servers for a ``with`` block. Collective over `comm`.
@@ -48,6 +49,7 @@ def parameter_server(
             global_batch=global_batch,
             nonfinite=nonfinite,
             stale=stale,
+            rows=rows,
         )
         if client is None:
             group.serve(on_pause)

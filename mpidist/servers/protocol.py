@@ -74,7 +74,9 @@ class Header(NamedTuple):
     pull_words: int = 0  # int64 words of the pull selection, or ALL, or PIECES
     samples: int = -1  # request: samples of the push; -1 if the worker gave no number
     version: int = 0  # reply: updates that this server has applied
-    gap: int = 0  # reply: clocks that the worker is ahead of the slowest worker
+    #: Request: 1 if a server has let the worker into its clock. Reply: clocks that the worker is
+    #: ahead of the slowest worker.
+    gap: int = 0
     held_ns: int = 0  # reply: how long the pull waited for slower workers
     staleness: int = -1  # reply: staleness of the worker's newest applied push; -1 without a push
     queue: int = 0  # reply: workers whose messages waited when the server received this request

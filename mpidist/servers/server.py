@@ -196,8 +196,10 @@ class Server:
             parts: Any = list(views(model.shard.layout, push_parts, message, data_at))
             if pushed:
                 parts = self._receive_pieces(model, worker, header)
-            push = Push(buffer, parts, header.samples, model.pulled[worker])
-            self._run(model, model.gate.push(worker, push))
+            # A push of nothing has no age; its worker need not have pulled here.
+            seen = model.pulled[worker] if pushed or push_parts else model.shard.version
+            push = Push(buffer, parts, header.samples, seen)
+            self._run(model, model.gate.push(worker, push, bool(header.gap)))
         if header.flags & protocol.CLOCK:
             self._run(model, model.gate.tick(worker))
         if header.flags & protocol.PULL:

@@ -18,6 +18,7 @@ from ..arrays import work_dtype
 from ..errors import ConfigError, nearest, shown
 from .layout.placement import ServerLayout
 from .layout.routing import ShardPart, views
+from .rows.row_sums import merge_rows
 
 _TILE = 1 << 16
 
@@ -96,7 +97,7 @@ class ServerShard:
         self._starts = {piece.tensor: piece.start for piece in layout.pieces[server]}
         self._sums: dict[int, np.ndarray] = {}
         for tensor, start, stop in layout.pieces[server]:
-            name, _, dtype, _ = layout.tensors[tensor]
+            name, _, dtype, *_ = layout.tensors[tensor]
             array = self.parameters[self._keys[tensor]] = np.empty(stop - start, dtype)
             initial(array, name, start, inits.get(name, ("zeros", 0.0)), seed)
         self.state = optimizer.init(self.parameters)
@@ -110,6 +111,9 @@ class ServerShard:
         # length of the gradient.) For any other optimizer, the gradient is multiplied by the
         # weight, which has the same effect in plain gradient descent.
         self._weighs = "weight" in inspect.signature(optimizer.update).parameters
+        # The tensors of which an update may leave out the rows that no push names.
+        kind, tensors = getattr(optimizer, "rows", ""), self.layout.tensors
+        self._by_rows = {t for t in self._keys if kind == "exact" or (kind and tensors[t].lazy)}
 
     def key(self, part: ShardPart) -> str:
         """Return the key of a part's piece in `parameters`."""
@@ -151,10 +155,12 @@ class ServerShard:
 
     def merge(
         self, pushes: Sequence[tuple[float, Parts]], weight: float = 1.0
-    ) -> tuple[dict[str, np.ndarray], float] | None:
+    ) -> tuple[dict[str, Any], float] | None:
         """Return the weighted mean of gradients and its weight, or None if all weights are 0.
 
-        The arrays are memory of the pushes or of this object, and valid until the next merge.
+        A gradient is an array, or a tuple (rows, values). A tensor that is updated by rows is left
+        out if no push names it. The arrays are memory of the pushes or of this object, and valid
+        until the next merge.
 
         Parameters
         ----------
@@ -177,10 +183,12 @@ class ServerShard:
             return {self._keys[p.piece.tensor]: scale(view, share) for p, view in parts}, weight
         return self._summed(pushes), weight
 
-    def update(self, gradients: Mapping[str, np.ndarray], weight: float) -> None:
-        """Let the optimizer make one update."""
+    def update(self, gradients: Mapping[str, Any], weight: float) -> None:
+        """Let the optimizer make one update of the parameters that have gradients."""
         extra = {"weight": weight} if self._weighs else {}
-        self.optimizer.update(gradients, self.state, self.parameters, **extra)
+        parameters = {key: self.parameters[key] for key in self.parameters if key in gradients}
+        self.optimizer.update(gradients, self.state, parameters, **extra)
+        self.parameters |= parameters  # the optimizer may have put new arrays there
         self.version += 1
 
     # -- updates piece by piece ------------------------------------------------------------
@@ -211,25 +219,39 @@ class ServerShard:
             for part, view in parts
         )
 
-    def _summed(self, pushes) -> dict[str, np.ndarray]:
-        for tensor, start, stop in self.layout.pieces[self.server]:
-            # Half precision is added in single precision, and rounded once at the end.
-            dtype = np.promote_types(self.layout.tensors[tensor].dtype, np.float32)
-            self._sums.setdefault(tensor, np.empty(stop - start, dtype)).fill(0)
+    def _summed(self, pushes) -> dict[str, Any]:
+        named: dict[int, list] = {tensor: [] for tensor in self._keys}
         for share, parts in pushes:
             for part, view in parts:
-                total = self._sums[part.piece.tensor]
-                scaled = scale(view.astype(total.dtype, copy=False), share)
-                if part.rows is None:
-                    total += scaled
-                else:
-                    width = self.layout.tensors[part.piece.tensor].width
-                    rows = part.local_rows(self.layout)
-                    np.add.at(total.reshape(-1, width), rows, scaled.reshape(-1, width))
-        return {
-            self._keys[t]: total.astype(self.layout.tensors[t].dtype, copy=False)
-            for t, total in self._sums.items()
-        }
+                named[part.piece.tensor].append((share, part, view))
+        found: dict[str, Any] = {}
+        for tensor, start, stop in self.layout.pieces[self.server]:
+            key, pushed, kind = self._keys[tensor], named[tensor], self.layout.tensors[tensor]
+            if tensor not in self._by_rows or any(part.rows is None for _, part, _ in pushed):
+                found[key] = self._dense(tensor, stop - start, pushed)
+            elif pushed:
+                rows = [
+                    (share, part.local_rows(self.layout), view.reshape(-1, kind.width))
+                    for share, part, view in pushed
+                ]
+                found[key] = merge_rows(rows, kind.dtype)
+        return found
+
+    def _dense(self, tensor: int, size: int, named) -> np.ndarray:
+        """Return the sum of all pushes of one tensor, with zeros in the rows that none names."""
+        kind = self.layout.tensors[tensor]
+        # Half precision is added in single precision, and rounded once at the end.
+        wide = np.promote_types(kind.dtype, np.float32)
+        total = self._sums.setdefault(tensor, np.empty(size, wide))
+        total.fill(0)
+        for share, part, view in named:
+            scaled = scale(view.astype(wide, copy=False), share)
+            if part.rows is None:
+                total += scaled
+            else:
+                rows = part.local_rows(self.layout)
+                np.add.at(total.reshape(-1, kind.width), rows, scaled.reshape(-1, kind.width))
+        return total.astype(kind.dtype, copy=False)
 
     def export(self) -> dict:
         """Return parameters and optimizer state as pieces of named tensors, without copying."""

@@ -9,7 +9,9 @@ import argparse
 import time
 
 import numpy as np
+from mpi4py import MPI
 
+import mpidist as md
 from mpidist import optim
 
 ROWS, FEW, WIDTH, SOME = 1 << 20, 1000, 16, 256
@@ -35,10 +37,52 @@ def optimizers(times: int = 25) -> None:
         print(f"{name:14}{medians[0]:12.3f}{medians[1]:12.1f}", flush=True)
 
 
+def servers(times: int = 200) -> None:
+    """Print the median milliseconds of a step of one worker, with one server and Adam.
+
+    A step pushes the gradients of 256 rows and pulls 256 others, in one call or in three. Two
+    tables of different sizes take turns, so that other work on the machine meets both.
+    """
+    comm, rng = MPI.COMM_WORLD, np.random.default_rng(0)
+    cases = {"lazy": (ROWS, FEW), "dense": (ROWS,)}
+    with md.ServerGroup(comm, servers=1) as group:
+        clients = {
+            (policy, rows): group.add(
+                f"{policy} {rows}", {"w": ((rows, WIDTH), "f4")}, optimizer=optim.adam(0.01),
+                consistency=md.ASP(), rows=policy,
+            )
+            for policy, sizes in cases.items() for rows in sizes
+        }  # fmt: skip
+        if group.is_server:
+            return
+        seconds: dict[tuple, list[float]] = {
+            (*key, fused): [] for key in clients for fused in (True, False)
+        }
+        for step in range(times):
+            for (policy, rows), client in clients.items():
+                if policy == "dense" and step % 10:
+                    continue
+                here, after = (rng.permutation(FEW)[:SOME] * (rows // FEW) for _ in range(2))
+                gradient = {"w": (here, np.ones((SOME, WIDTH), np.float32))}
+                for fused in (True, False):
+                    start = time.perf_counter()
+                    if fused:
+                        client.push_pull(gradient, what={"w": after})
+                    else:
+                        client.push(gradient)
+                        client.clock()
+                        client.pull({"w": after})
+                    seconds[policy, rows, fused].append(time.perf_counter() - start)
+    print(f"{'ms per step':24}{'push_pull':>12}{'push, clock, pull':>20}")
+    for policy, rows in clients:
+        medians = (1e3 * float(np.median(seconds[policy, rows, f][2:])) for f in (True, False))
+        print(f"{f'{policy}, {rows:,} rows':24}{next(medians):12.3f}{next(medians):20.3f}")
+
+
 def main() -> None:
     """Run the measurement that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["optimizers"])
+    parser.add_argument("what", choices=["optimizers", "servers"])
     globals()[parser.parse_args().what]()
 
 

@@ -34,13 +34,24 @@ class Piece(NamedTuple):
     stop: int
 
 
+class RowPolicy(NamedTuple):
+    """How a table is updated and divided, see `rows.row_policies`."""
+
+    rows: str = "dense"
+    spread: str = "ranges"
+
+
 class Tensor(NamedTuple):
-    """The name, shape and dtype of one tensor, and whether the tensor is cut only between rows."""
+    """The name, shape and dtype of one tensor, and whether the tensor is cut only between rows.
+
+    `lazy`: an update moves only the rows that a push names.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
     by_rows: bool = True
+    lazy: bool = False
 
     @property
     def size(self) -> int:
@@ -94,7 +105,9 @@ class ServerLayout(NamedTuple):
 
 
 def place_tensors(
-    specs: Mapping[str, tuple[Sequence[int], Any]], servers: int | Sequence[float]
+    specs: Mapping[str, tuple[Sequence[int], Any]],
+    servers: int | Sequence[float],
+    policies: Mapping[str, RowPolicy] | None = None,
 ) -> ServerLayout:
     """Return a placement that gives each server nearly its share of the bytes.
 
@@ -106,11 +119,19 @@ def place_tensors(
         Name to (shape, dtype).
     servers : int or sequence of float
         Number of servers, at least 1, with equal shares; or the share of each, above 0.
+    policies : mapping, optional
+        Name to `RowPolicy`.
     """
     shares = [1.0] * servers if isinstance(servers, int) else list(servers)
     shares = [share / sum(shares) for share in shares]
+    chosen = {name: RowPolicy() for name in sorted(specs)} | dict(policies or {})
     plain = [
-        Tensor(name, tuple(map(int, specs[name][0])), dtype_of(specs[name][1]))
+        Tensor(
+            name,
+            tuple(map(int, specs[name][0])),
+            dtype_of(specs[name][1]),
+            lazy=chosen[name].rows == "lazy",
+        )
         for name in sorted(specs)
     ]
     total = sum(t.nbytes for t in plain)

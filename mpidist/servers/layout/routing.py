@@ -36,6 +36,11 @@ class ShardPart(NamedTuple):
         width = max(1, layout.tensors[self.piece.tensor].width)
         return np.asarray(self.rows) - self.piece.start // width
 
+    def with_local_rows(self, layout: ServerLayout, rows: np.ndarray) -> ShardPart:
+        """Return the part of the same piece with these rows, counted from the piece's first row."""
+        width = max(1, layout.tensors[self.piece.tensor].width)
+        return self._replace(rows=rows + self.piece.start // width)
+
 
 def whole_parts(layout: ServerLayout, server: int) -> list[ShardPart]:
     """Return one part for each whole piece that `server` holds."""

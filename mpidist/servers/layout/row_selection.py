@@ -9,6 +9,7 @@ import numpy as np
 
 from ...arrays import as_array, copy_into, host_empty, is_device, is_writable
 from ...errors import ConfigError, nearest, shown
+from ..rows.row_sums import sum_equal_rows
 from .placement import ServerLayout, Tensor
 
 
@@ -114,7 +115,7 @@ class Selection:
         return flat, finish
 
     def split(self, gradients: Mapping) -> dict[str, tuple[Any, np.ndarray]]:
-        """Return a dict of name to (rows or None, one-dimensional host gradient)."""
+        """Return a dict of name to (rows or None, 1-D host gradient of the tensor's dtype)."""
         if not isinstance(gradients, Mapping):
             raise ConfigError(
                 f"push {self.model!r}: gradients={shown(gradients)}; expected a mapping of name "
@@ -144,7 +145,11 @@ class Selection:
             dense = np.zeros(tensor.shape, tensor.dtype)
             np.add.at(dense, rows, gradient)
             rows, gradient = None, dense
-        return rows, gradient.reshape(-1)
+        elif rows is not None:
+            rows, gradient = sum_equal_rows(rows, gradient)
+        # A finite number may be infinite in the dtype of the parameters.
+        with np.errstate(over="ignore", invalid="ignore"):
+            return rows, gradient.reshape(-1).astype(tensor.dtype, copy=False)
 
 
 def _shape(tensor: Tensor, rows) -> tuple[int, ...]:

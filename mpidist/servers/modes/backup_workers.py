@@ -70,6 +70,7 @@ class BackupWorkers(Consistency):
 
     holds = True
     merges = True
+    asks_all = True
     survives = False
 
     def __post_init__(self):

@@ -76,6 +76,8 @@ class DSSP(Consistency):
     high: int = 8
     rule: str = "median"
 
+    asks_all = True
+
     def __post_init__(self):
         for name in ("low", "high"):
             whole = checked_whole(f"DSSP: {name}", getattr(self, name), 0)

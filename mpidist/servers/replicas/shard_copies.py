@@ -25,7 +25,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..consistency import Action, Apply
-from ..layout.routing import data_bytes, views, whole_parts
+from ..layout.routing import ShardPart, data_bytes, decode_parts, encode_parts, views
 from ..link import Link
 from ..protocol import ACKNOWLEDGE, COPY, HEADER_BYTES, NO_MORE, PUSH, Header, Incoming
 from ..shards import ServerShard
@@ -81,25 +81,31 @@ class ShardCopies:
         `Hosted.apply` then uses the merged gradients, in the same order.
         """
         model = self._models[number]
-        mode, layout, server = model.gate.consistency, model.shard.layout, model.shard.server
+        mode, layout = model.gate.consistency, model.shard.layout
         updates = [each for each in actions if isinstance(each, Apply)]
         for k, update in enumerate(updates):
             merged = model.merge(update)
             follows = any(each.clock == update.clock for each in updates[k + 1 :])
-            parts = whole_parts(layout, server) if merged is not None else []
-            total = HEADER_BYTES + 8 + data_bytes(layout, parts)
+            parts = _parts(model.shard, merged[0]) if merged is not None else []
+            words = encode_parts(parts)
+            weight_at = HEADER_BYTES + 8 * words.size
+            total = weight_at + 8 + data_bytes(layout, parts)
             buffer = self._link.pool.take(total)
             worker = -1 if mode.merges else update.pushes[0][0]
             Header(
-                PUSH, number, update.clock, total, queue=follows, samples=worker, gap=bool(merged)
-            ).write(buffer)
-            weight = buffer[HEADER_BYTES : HEADER_BYTES + 8].view(np.float64)
+                PUSH, number, update.clock, total, words.size, queue=follows, samples=worker,
+                gap=merged is not None,
+            ).write(buffer)  # fmt: skip
+            buffer[HEADER_BYTES:weight_at].view(np.int64)[...] = words
+            weight = buffer[weight_at : weight_at + 8].view(np.float64)
             if merged is not None:
                 gradients, weight[0] = merged
-                for part, view in views(layout, parts, buffer, HEADER_BYTES + 8):
-                    view[...] = gradients[layout.key(part.piece)]
+                for part, view in views(layout, parts, buffer, weight_at + 8):
+                    gradient = gradients[layout.key(part.piece)]
+                    whole = part.rows is None
+                    view[...] = gradient if whole else gradient[1].reshape(-1)
                 if mode.holds and not mode.merges:  # the next merge may use the same memory
-                    merged = {k: g.copy() for k, g in gradients.items()}, merged[1]
+                    merged = {k: _copied(g) for k, g in gradients.items()}, merged[1]
             self._link.send(buffer, total, self._after, COPY)
             self.sent += 1
             self._asked += not mode.holds
@@ -179,10 +185,15 @@ class ShardCopies:
     def _update(self, header: Header, buffer: np.ndarray) -> None:
         copy: ServerShard = self._models[header.model].copy
         if header.gap:  # not all weights were 0
-            parts = whole_parts(copy.layout, copy.server)
-            weight = float(buffer[HEADER_BYTES : HEADER_BYTES + 8].view(np.float64)[0])
-            found = views(copy.layout, parts, buffer, HEADER_BYTES + 8)
-            copy.update({copy.layout.key(part.piece): view for part, view in found}, weight)
+            at = HEADER_BYTES + 8 * header.push_words
+            words = buffer[HEADER_BYTES:at].view(np.int64)
+            parts = decode_parts(words, copy.layout, copy.server)
+            weight = float(buffer[at : at + 8].view(np.float64)[0])
+            gradients = {
+                copy.key(part): _gradient(copy, part, view)
+                for part, view in views(copy.layout, parts, buffer, at + 8)
+            }
+            copy.update(gradients, weight)
         self._link.pool.give(buffer)
 
     # -- the beginning ---------------------------------------------------------------------
@@ -202,3 +213,27 @@ class ShardCopies:
         unpack(copied, message.buffer[HEADER_BYTES : message.header.total])
         model.copy.version = message.header.version
         link.pool.give(message.buffer)
+
+
+def _parts(shard: ServerShard, gradients: dict[str, Any]) -> list[ShardPart]:
+    """Return what merged gradients have of a shard: whole pieces, or rows of the tensor."""
+    found = []
+    for piece in shard.layout.pieces[shard.server]:
+        gradient = gradients.get(shard.layout.key(piece))
+        if isinstance(gradient, tuple):
+            found.append(ShardPart(piece).with_local_rows(shard.layout, gradient[0]))
+        elif gradient is not None:
+            found.append(ShardPart(piece))
+    return found
+
+
+def _gradient(shard: ServerShard, part: ShardPart, view: np.ndarray):
+    """Return the gradient in a forwarded update, as `ServerShard.merge` has returned it."""
+    if part.rows is None:
+        return view
+    rows = part.local_rows(shard.layout)
+    return rows, view.reshape(len(rows), -1)
+
+
+def _copied(gradient):
+    return tuple(map(np.copy, gradient)) if isinstance(gradient, tuple) else gradient.copy()

@@ -115,7 +115,7 @@ class ClientStream:
     def _places(self, arrays: Mapping[str, np.ndarray], piece: WirePiece):
         """Yield the bytes of each span of a piece in `arrays`, and their place in the piece."""
         for tensor, start, stop, at in piece.spans:
-            name, _, dtype, _ = self._layout.tensors[tensor]
+            name, _, dtype, *_ = self._layout.tensors[tensor]
             size = dtype.itemsize
             raw = arrays[name][start * size : stop * size]
             yield raw, slice(at, at + raw.size)

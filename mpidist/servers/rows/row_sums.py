@@ -1,0 +1,48 @@
+"""Sums of gradients of rows, so that each row occurs once, in ascending order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def is_ascending(rows: np.ndarray) -> bool:
+    """Whether each row is larger than the one before it."""
+    return bool((rows[1:] > rows[:-1]).all())
+
+
+def sum_equal_rows(rows: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distinct rows in ascending order, and the sum of the values of each.
+
+    Equal rows are added in their order, half precision in single precision.
+    """
+    if is_ascending(rows):
+        return rows, values
+    order = np.argsort(rows, kind="stable")
+    rows = rows[order]
+    first = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
+    if len(first) == len(rows):
+        return rows, values[order]
+    wide = values[order].astype(np.promote_types(values.dtype, np.float32), copy=False)
+    return rows[first], np.add.reduceat(wide, first, axis=0)
+
+
+def merge_rows(
+    parts: Sequence[tuple[float, np.ndarray, np.ndarray]], dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the weighted sum of gradients (share, rows, values), as (rows, values) of `dtype`.
+
+    The values are multiplied by their share in place, and equal rows are added in this order.
+    """
+    wide = np.promote_types(dtype, np.float32)  # half precision is rounded once, at the end
+    scaled = []
+    for share, _, values in parts:
+        values = values.astype(wide if share != 1 or len(parts) > 1 else dtype, copy=False)
+        scaled.append(values if share == 1 else np.multiply(values, share, out=values))
+    if len(parts) == 1:
+        rows, total = sum_equal_rows(parts[0][1], scaled[0])
+    else:
+        rows = np.concatenate([rows for _, rows, _ in parts])
+        rows, total = sum_equal_rows(rows, np.concatenate(scaled))
+    return rows, total.astype(dtype, copy=False)
