@@ -252,6 +252,11 @@ def check_elastic(elastic, strategy, checkpoint) -> Elastic | None:
             "after a death the shards are divided equally; give how many servers or a list of "
             "ranks, with placement 'dedicated' or 'colocated', or leave elastic out"
         )
+    if getattr(strategy, "is_rare", False):
+        raise ConfigError(
+            f"elastic: push_every={strategy.push_every}, pull_every={strategy.pull_every}: a death "
+            "would lose gradients that are not pushed yet; leave both at 1, or leave elastic out"
+        )
     mode = getattr(strategy, "consistency", None)
     if not getattr(mode, "survives", True):
         raise ConfigError(

@@ -121,6 +121,10 @@ class ParameterServer:
         With 1, each server also keeps a copy of the partitions of another server, so that an
         elastic run goes on without a lost step if a server dies. Needs `elastic`, at least 2
         servers, and twice the memory on servers; see docs/elastic.md.
+    push_every, pull_every : int
+        Downpour SGD, under ASP, SSP(1) or more, and DSSP: a worker adds up its gradients and pushes
+        them every `push_every` steps, and pulls every `pull_every` steps. Between two pulls it
+        updates its own copy of the parameters.
     """
 
     servers: int | Sequence[int] | Mapping[int, float] | str = 1
@@ -129,13 +133,29 @@ class ParameterServer:
     nonfinite: str = "raise"
     stale: Stale = field(default_factory=KeepStale)
     replicas: int = 0
+    push_every: int = 1
+    pull_every: int = 1
     survives: ClassVar[bool] = True
 
     def __post_init__(self):
+        for name in ("push_every", "pull_every"):
+            value = getattr(self, name)
+            several = is_whole_number(value) and value >= 1
+            expect(several, name, value, "every how many steps, 1 or more")
+            if value > 1 and getattr(self.consistency, "holds", False):
+                raise ConfigError(
+                    f"{name}={value} needs consistency ASP, SSP(1) or more, or DSSP, got "
+                    f"{self.consistency}: its workers exchange in each step"
+                )
         check_nonfinite(self.nonfinite)
         object.__setattr__(self, "stale", stale_policy(self.stale))  # the dataclass is frozen
         known = is_whole_number(self.replicas) and self.replicas in (0, 1)
         expect(known, "replicas", self.replicas, "0 or 1: how many copies of each partition")
+
+    @property
+    def is_rare(self) -> bool:
+        """Whether workers push or pull only in some steps."""
+        return self.push_every > 1 or self.pull_every > 1
 
     @property
     def keeps_copies(self) -> bool:
@@ -359,6 +379,8 @@ def _parameter_server(
     stale=None,
     replicas=0,
     shares=None,
+    push_every=1,
+    pull_every=1,
 ) -> ParameterServer:
     given = {"staleness": staleness, "low": low, "high": high, "rule": rule, "count": count}
     settings = {name: value for name, value in given.items() if value is not None}
@@ -380,7 +402,9 @@ def _parameter_server(
     if isinstance(placement, str):
         some = min(asked, 1) if isinstance(asked, int) else AUTO if asked == AUTO else 1
         choose_ranks(2, some, placement)
-    strategy = ParameterServer(servers, mode, placement, nonfinite, stale_policy(stale), replicas)
+    strategy = ParameterServer(
+        servers, mode, placement, nonfinite, stale_policy(stale), replicas, push_every, pull_every
+    )
     check_copies(replicas, asked if isinstance(asked, int) else len(ranks))
     return strategy
 

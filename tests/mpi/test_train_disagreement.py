@@ -258,6 +258,8 @@ STRATEGIES = [
     (md.ParameterServer(1), "nonfinite", "drop"),
     (md.ParameterServer(1, md.ASP()), "stale", md.DropStale(3)),
     (md.ParameterServer(2), "replicas", 1),
+    (md.ParameterServer(1, md.ASP()), "push_every", 2),
+    (md.ParameterServer(1, md.ASP()), "pull_every", 2),
     (md.Pipeline(), "stages", 3),
     (md.Pipeline(cuts=[1, 2]), "cuts", [2, 3]),
     (md.Pipeline(stages=3), "replicas", [1, 1, 1]),

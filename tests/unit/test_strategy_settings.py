@@ -4,6 +4,7 @@ import pytest
 
 import mpidist as md
 from mpidist.errors import ConfigError
+from mpidist.training.checks import check_elastic
 from mpidist.training.strategies import from_settings
 
 
@@ -30,9 +31,21 @@ def test_a_mode_and_its_settings(settings, mode):
         ({"consistency": "dssp", "low": "1"}, "DSSP: low is '1'"),
         ({"count": 2}, "count=2 needs consistency='backup_workers', got 'bsp'"),
         ({"consistency": "dsp"}, "unknown consistency 'dsp'.*did you mean"),
+        ({"push_every": 2}, "push_every=2 needs consistency ASP, SSP.1. or more, or DSSP, got BSP"),
+        ({"consistency": "asp", "pull_every": 0}, "pull_every"),
+        ({"consistency": "asp", "push_every": 1.5}, "push_every"),
         ({"nonfinite": "keep"}, "nonfinite is 'keep'; give 'raise' or 'drop'"),
     ],
 )
 def test_bad_settings(settings, text):
     with pytest.raises(ConfigError, match=text):
         from_settings("parameter_server", settings)
+
+
+def test_rare_pushes_and_pulls():
+    made = from_settings(
+        "parameter_server", {"consistency": "asp", "push_every": 2, "pull_every": 3}
+    )
+    assert made == md.ParameterServer(1, md.ASP(), push_every=2, pull_every=3)
+    with pytest.raises(ConfigError, match="a death would lose gradients"):
+        check_elastic(True, made, None)

@@ -32,6 +32,7 @@ from ..checks import check_loss
 from ..feed import beside
 from .allreduce_exchange import check_in_place
 from .evaluation import WholeModel
+from .rare_exchange import RareExchange
 from .worker_times import OwnTimes, Times
 
 MODEL = "model"
@@ -101,6 +102,13 @@ class Served(WholeModel):
         try:
             settings |= {"nonfinite": strategy.nonfinite, "stale": strategy.stale}
             self._open(optimizer, strategy.consistency, settings)
+            self._rare: RareExchange | None = None
+            if strategy.is_rare and not self.dedicated:
+                every = {"push_every": strategy.push_every, "pull_every": strategy.pull_every}
+                batch = settings["global_batch"]
+                self._rare = RareExchange(
+                    self.client, model.parameters, optimizer, global_batch=batch, **every
+                )
         except BaseException as error:
             self.lost(error) if is_death(error) else self.abandon(error)
             raise
@@ -238,7 +246,9 @@ class Served(WholeModel):
             self._state_after = {n: a.copy() for n, a in getattr(self.model, "state", {}).items()}
         self.sent = True  # until the answers are here, a death breaks this step off
         out, samples = self.model.parameters, self._samples
-        if self.pending is None:
+        if self._rare is not None:
+            self._rare.step(self.gradients, samples)
+        elif self.pending is None:
             self.client.push_pull(self.gradients, out=out, samples=samples)
         else:
             known = self.pending.known
@@ -297,6 +307,8 @@ class Served(WholeModel):
 
     def save_point(self, step: int) -> None:
         """Pause the servers once all workers have finished `step`. Collective over the workers."""
+        if self._rare is not None:
+            self._rare.flush()
         self.group.pause(step)
 
     def serve(self, on_pause) -> None:
@@ -316,6 +328,8 @@ class Served(WholeModel):
         A worker that is a server too waits in a second barrier, and answers requests until the last
         worker has pulled the parameters.
         """
+        if self._rare is not None:
+            self._rare.flush()
         self.agreement.wait(tester(self.workers.Ibarrier()))
         self.client.pull(out=self.model.parameters)
         self.agreement.wait(tester(self.workers.Ibarrier()))

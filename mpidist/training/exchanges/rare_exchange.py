@@ -1,0 +1,91 @@
+"""Downpour SGD: a worker pushes and pulls only every few steps, and updates its own copy between.
+
+    push_every=2, pull_every=3     step    1     2     3     4     5     6
+                                   push          x           x           x
+                                   pull                x                 x
+                                   local   x     x           x     x
+
+Each step adds its gradient to a sum, which a push sends as one mean gradient over all its samples.
+In a step without a pull the worker applies its gradient to its own parameters, with an optimizer
+state of its own and the weight that the servers use. A pull replaces the worker's parameters by
+those of the servers; gradients that are not pushed yet are missing in them until the next push.
+
+Dean et al., "Large scale distributed deep networks", NIPS 2012.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+
+from ...servers.client import Client
+
+
+class RareExchange:
+    """The pushes, pulls and local updates of one worker.
+
+    Parameters
+    ----------
+    client : Client
+    parameters : dict of str to array
+        The worker's parameters, which `step` changes in place.
+    optimizer : object with init and update
+        For the local updates, with a state of its own.
+    push_every, pull_every : int
+        How many steps are between two pushes, and between two pulls.
+    global_batch : int
+        A local update of n samples has the weight ``n / global_batch``.
+    """
+
+    def __init__(
+        self, client: Client, parameters: dict[str, Any], optimizer, *,
+        push_every: int, pull_every: int, global_batch: int,
+    ):  # fmt: skip
+        self._client, self._parameters, self._optimizer = client, parameters, optimizer
+        self._push_every, self._pull_every, self._batch = push_every, pull_every, global_batch
+        self._weighs = "weight" in inspect.signature(optimizer.update).parameters
+        # Without local updates no worker needs memory for a state.
+        self._state = optimizer.init(parameters) if pull_every > 1 else None
+        self._sums = {name: np.zeros_like(array) for name, array in parameters.items()}
+        self._samples = self._steps = 0
+
+    def step(self, gradients: dict[str, Any], samples: int) -> None:
+        """Finish one step with its mean gradients over `samples` samples."""
+        for name, total in self._sums.items():
+            total += gradients[name] * samples
+        self._samples += samples
+        self._steps += 1
+        if self._steps % self._push_every == 0:
+            self._push()
+        self._client.clock()
+        if self._steps % self._pull_every == 0:
+            self._client.pull(out=self._parameters)
+        elif samples:
+            weight = samples / self._batch
+            if self._weighs:
+                self._optimizer.update(gradients, self._state, self._parameters, weight=weight)
+            else:
+                scaled = {name: gradient * weight for name, gradient in gradients.items()}
+                self._optimizer.update(scaled, self._state, self._parameters)
+
+    def flush(self) -> None:
+        """Push what is not pushed yet, and pull; the next step counts as the first one again.
+
+        The push belongs to the clock that this worker has entered. No step pushes again in this
+        clock, because something is left to push only if `push_every` is at least 2.
+        """
+        if self._samples:
+            self._push()
+        self._client.pull(out=self._parameters)
+        self._steps = 0
+
+    def _push(self) -> None:
+        samples = self._samples
+        for total in self._sums.values():
+            total /= max(1, samples)
+        self._client.push(self._sums, samples=samples)
+        for total in self._sums.values():
+            total[...] = 0
+        self._samples = 0
