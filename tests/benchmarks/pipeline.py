@@ -3,6 +3,7 @@
     PYTHONPATH=tests mpirun -n 4 python -m benchmarks.pipeline schedules
     PYTHONPATH=tests mpirun -n 2 python -m benchmarks.pipeline speed
     PYTHONPATH=tests mpirun -n 2 python -m benchmarks.pipeline cuts
+    PYTHONPATH=tests mpirun -n 4 python -m benchmarks.pipeline memory
 
 Figures are medians over rounds, of the slowest rank. The layers of `schedules` sleep, so its ranks
 may share cores. The other two need a free core for each rank.
@@ -11,7 +12,11 @@ may share cores. The other two need a free core for each rank.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import gc
+import resource
 import time
+from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
@@ -23,6 +28,8 @@ MICROBATCHES = 16
 FORWARD = 0.010
 #: Bytes of an activation of a microbatch.
 ACTIVATION = 100_000
+#: The memory that `memory` grants to a rank, as a multiple of that of the plan's largest stage.
+MOST_OF_PLAN = 1.2
 
 
 class SleepingLayer:
@@ -163,8 +170,86 @@ def cuts(comm, rounds: int) -> None:
         print(f"cuts {equal} take {ratio:.2f} times as long as {chosen}")
 
 
+def _resident(field: str) -> int:
+    """Return VmRSS or VmHWM of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def _limited(nbytes: int):
+    """Let this process allocate so many more bytes of memory; return the limit before."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (_resident("VmData") + nbytes, before[1]))
+    return before
+
+
+def memory(comm, rounds: int) -> None:
+    """Train under a limit of memory on each rank that the whole model does not fit into.
+
+    The limit is `MOST_OF_PLAN` times the memory of the plan's largest stage. On one rank, the same
+    model raises MemoryError.
+    """
+    widths = [1024] * 13
+    pieces, samples = 8, 4096
+
+    def make():
+        return md.models.mlp(widths, seed=1)
+
+    inputs, labels = _data(widths[0], samples)
+    plan = None
+    if comm.rank == 0:
+        n = samples // pieces
+        profile = md.pipeline.measure(make(), (inputs[:n], labels[:n]), repeats=1)
+        # Sizes as measured, and the time of a layer by its parameters: the same cuts in each run.
+        profile = md.pipeline.chain([
+            dataclasses.replace(one, forward=one.parameter_bytes, backward=0.0)
+            for one in profile.layers
+        ])  # fmt: skip
+        plan = md.pipeline.cut(profile, workers=comm.size, stages=comm.size, replication=False)
+    plan = comm.bcast(plan)
+    ends = np.cumsum([len(stage.nodes) for stage in plan.stages])[:-1].tolist()
+    planned = max(stage.memory_bytes for stage in plan.stages)
+    whole = sum(stage.parameter_bytes for stage in plan.stages)
+
+    def train(on, cuts) -> int:
+        """Return how much more memory a rank needs for two steps."""
+        gc.collect()
+        before = _limited(int(MOST_OF_PLAN * planned))
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
+        start = _resident("VmRSS")
+        try:
+            model = make()
+            grid = md.pipeline.plan_stages(
+                len(model.layers), cuts=cuts, ranks=on.size, microbatches=pieces
+            )
+            stage, optimizer = md.Stage(on, model, grid), md.optim.sgd(0.1)
+            state = optimizer.init(stage.parameters)
+            for _ in range(2):
+                stage.step((inputs, labels))
+                optimizer.update(stage.gradients, state, stage.parameters)
+            stage.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
+        return _resident("VmHWM") - start
+
+    np.ones((512, 512), "f4") @ np.ones((512, 512), "f4")  # BLAS has its buffers from now on
+    peaks = comm.gather(train(comm, ends))
+    if comm.rank == 0:
+        try:
+            alone = f"{train(MPI.COMM_SELF, []) / 1e6:.0f} MB"
+        except MemoryError:
+            alone = "MemoryError"
+        told = ", ".join(f"{peak / 1e6:.0f}" for peak in peaks)
+        print(f"{whole / 1e6:.0f} MB of parameters, cuts {ends}: peaks {told} MB")
+        print(f"limit {MOST_OF_PLAN * planned / 1e6:.0f} MB, the plan's {planned / 1e6:.0f} MB")
+        print(f"peak over plan: {max(peaks) / planned:.2f}; on one rank: {alone}")
+    comm.Barrier()
+
+
 def main() -> None:
-    what = {each.__name__: each for each in (schedules, speed, cuts)}
+    what = {each.__name__: each for each in (schedules, speed, cuts, memory)}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=what)
     parser.add_argument("--rounds", type=int, default=5)
