@@ -36,15 +36,17 @@ MODES = {
     "SSP(3)": md.ParameterServer(consistency=md.SSP(3)),
     "DSSP(2, 8)": md.ParameterServer(consistency=md.DSSP(2, 8)),
     "BackupWorkers(1)": md.ParameterServer(consistency=md.BackupWorkers(1)),
+    "PeerAverage, every=8": md.PeerAverage("all", every=8),
     "pipeline": md.Pipeline(),
 }
-#: Over time, allreduce is BSP: all wait for all in each step.
-GATES: dict[str, Consistency] = {
+#: Over time, allreduce is BSP: all wait for all in each step. A number: of steps between averages.
+GATES: dict[str, Consistency | int] = {
     "allreduce, BSP": md.BSP(),
     "ASP": md.ASP(),
     "SSP(3)": md.SSP(3),
     "DSSP(2, 8)": md.DSSP(2, 8),
     "BackupWorkers(1)": md.BackupWorkers(1),
+    "PeerAverage, every=8": 8,
 }
 WORKERS, BATCH, RATE = 3, 48, 0.2
 #: Seconds of a step of one worker, of which each differs by 10 %.
@@ -93,10 +95,9 @@ def train(comm, strategy, folder: Path, steps: int, seed: int) -> dict | None:
         files = [folder / f"t10k-{what}-ubyte.gz" for what in ("images-idx3", "labels-idx1")]
         distort = {"copies": 8, "shift": 1, "turn": 10, "scale": 0.1}
         training, test = data.idx(*files, train=8000, distort=distort)
-        rate = optim.cosine(RATE, steps=steps, warmup=steps // 12)
         summary = md.train(
             part, models.lenet((1, 28, 28), seed=seed), training, test_data=test,
-            optimizer=optim.sgd(rate, weight_decay=5e-4), global_batch=BATCH, steps=steps,
+            optimizer=step_rule(steps), global_batch=BATCH, steps=steps,
             seed=seed, strategy=strategy,
             microbatches=4 if isinstance(strategy, md.Pipeline) else None,
         )  # fmt: skip
@@ -156,12 +157,45 @@ class Digits:
         return loss, float((self.model.predict(self.test[0]).argmax(1) == self.test[1]).mean())
 
 
-def simulate(mode: Consistency, delays: np.ndarray, seed: int) -> dict:
+def average(every: int, delays: np.ndarray, seed: int) -> dict:
+    """Train a model on each worker, and set all to their mean every few steps, as in `simulate`."""
+    steps, problem = delays.shape[1], Digits(seed)
+    own = [problem.values() for _ in range(WORKERS)]
+    optimizer = step_rule(steps)
+    states = [optimizer.init(values) for values in own]
+    now, losses = np.zeros(WORKERS), []
+    for step in range(steps):
+        now += delays[:, step]
+        for worker, values in enumerate(own):
+            loss = problem.compute(values, problem.batch(step, worker, WORKERS))
+            losses.append((now[worker], loss))
+            optimizer.update(problem.gradients, states[worker], values)
+        if (step + 1) % every == 0 or step + 1 == steps:
+            now[:] = now.max()
+            for name in own[0]:
+                mean = np.mean([values[name] for values in own], axis=0)
+                for values in own:
+                    values[name][...] = mean
+    loss, accuracy = problem.judge(own[0])
+    end = float(now.max())
+    return {"seconds": end, "first_end": end, "loss": loss, "accuracy": accuracy,
+            "computed": WORKERS * steps, "losses": sorted(losses)}  # fmt: skip
+
+
+def step_rule(steps: int):
+    """The optimizer of all modes."""
+    rate = optim.cosine(RATE, steps=steps, warmup=steps // 12)
+    return optim.sgd(rate, weight_decay=5e-4)
+
+
+def simulate(mode: Consistency | int, delays: np.ndarray, seed: int) -> dict:
     """Train with one server and workers whose steps take `delays` seconds; messages take none."""
+    if isinstance(mode, int):
+        return average(mode, delays, seed)
     now, steps, problem = 0.0, delays.shape[1], Digits(seed)
     gate = mode.gate(WORKERS, now=lambda: now)
     newest = problem.values()
-    optimizer = optim.sgd(optim.cosine(RATE, steps=steps, warmup=steps // 12), weight_decay=5e-4)
+    optimizer = step_rule(steps)
     state = optimizer.init(newest)
     pulled: list[dict] = [{}] * WORKERS
     computed = [0] * WORKERS

@@ -48,6 +48,7 @@ def test_one_slow_rank():
     found = {name: simulate(mode, delays, 0) for name, mode in GATES.items()}
     assert {name: each["seconds"] for name, each in found.items()} == {
         "allreduce, BSP": 36, "ASP": 36, "SSP(3)": 36, "DSSP(2, 8)": 36, "BackupWorkers(1)": 15,
+        "PeerAverage, every=8": 36,
     }  # fmt: skip
     # A fast worker ends with the last but one step of the slow one, or 3 of its steps before that.
     assert [found[name]["first_end"] for name in ("allreduce, BSP", "SSP(3)", "ASP")] == [
