@@ -176,7 +176,7 @@ def test_a_wrong_call_on_one_rank_when_a_part_has_left(comm, ranks_per_node, cal
     wrong = {
         "ready": (lambda: gradients.ready("d"), ProtocolError, "a second time"),
         "unknown": (lambda: gradients.ready("dd"), ConfigError, "no parameter has this name"),
-        "begin": (lambda: gradients.begin(1.0), ProtocolError, "is on its way; call reduce"),
+        "begin": (lambda: gradients.begin(1.0), ProtocolError, "are not summed yet; call reduce"),
         "extras": (lambda: gradients.reduce(1, 2, 3), ConfigError, "3 extra numbers"),
     }
     act, kind, text = wrong[call]
