@@ -218,7 +218,7 @@ class Gradients:
         """
         if self._begun and self._next:
             self.refuse("Gradients.begin", ProtocolError(
-                "begin: a part of the step before is on its way; call reduce, which finishes it"
+                "begin: buckets of the previous step are not summed yet; call reduce, which does so"
             ))  # fmt: skip
         with self.context.call("Gradients.begin"):
             share = arguments.checked_share(share, self._closed)

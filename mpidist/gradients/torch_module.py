@@ -316,7 +316,7 @@ def _trained(module) -> dict:
         raise ConfigError("no parameter of the module requires a gradient")
     for name, parameter in trained.items():
         if id(parameter) in _owners:
-            raise ConfigError(f"{name!r} is attached already; close() what averages it first")
+            raise ConfigError(f"{name!r} is attached already; close() the first attachment")
     return trained
 
 

@@ -157,7 +157,7 @@ def _meets_in_memory(everyone: list[tuple]) -> bool:
     """Return whether the file can lie in /dev/shm: all ranks are on one host and pass no folder."""
     folders = [folder for _, folder in everyone]
     if None in folders and (text := difference([{"directory": str(f)} for f in folders])):
-        raise MismatchError(f"watch: {text}; all ranks or none give a folder")
+        raise MismatchError(f"watch: {text}; pass a folder on all ranks or on none")
     return folders[0] is None and len({place for place, _ in everyone}) == 1
 
 

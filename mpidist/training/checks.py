@@ -158,8 +158,8 @@ def check_microbatches(microbatches: int | None, global_batch: int, strategy) ->
         )
     if getattr(strategy, "accumulate", 1) > 1:
         raise ConfigError(
-            f"accumulate={strategy.accumulate} and microbatches={microbatches}: pieces are "
-            "computed one by one already; leave accumulate out"
+            f"accumulate={strategy.accumulate} and microbatches={microbatches}: a step "
+            "already computes the microbatches one by one; leave accumulate out"
         )
 
 

@@ -251,7 +251,7 @@ class Pipeline:
         numbers = {number for number in told.values() if number is not None}
         if len(numbers) > 1:
             each = ", ".join(f"{name}={getattr(self, name)}" for name in told)
-            raise ConfigError(f"{each}: they say different numbers of stages; let them agree")
+            raise ConfigError(f"{each}: these give different numbers of stages; let them agree")
 
     def workers(self, size: int) -> int:
         """Return how many of `size` ranks are workers."""

@@ -381,8 +381,8 @@ def test_what_cannot_run_is_refused_in_one_line(comm):
         ({"stages": 0}, "stages=0: expected a whole number of 1 or more"),
         ({"cuts": "even"}, "cuts='even': expected a list of whole numbers"),
         ({"replicas": 2}, "replicas=2: expected a list of whole numbers"),
-        ({"stages": 2, "replicas": [1]}, "they say different numbers of stages"),
-        ({"stages": 2, "cuts": [1, 2]}, "they say different numbers of stages"),
+        ({"stages": 2, "replicas": [1]}, "these give different numbers of stages"),
+        ({"stages": 2, "cuts": [1, 2]}, "these give different numbers of stages"),
     ):
         with pytest.raises(ConfigError, match=told):
             md.Pipeline(**wrong)

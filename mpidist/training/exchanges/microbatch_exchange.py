@@ -268,7 +268,7 @@ def checked_state(model) -> dict:
     for name, array in state.items():
         if array.dtype.kind != "f":
             raise ConfigError(
-                f"microbatches: state[{name!r}] of the model is {array.dtype}, and its mean over "
-                "the pieces of a step is none; make it floating point, or leave microbatches out"
+                f"microbatches: state[{name!r}] of the model is {array.dtype}, and a mean over "
+                "microbatches needs fractions; make it floating point, or leave microbatches out"
             )
     return state
