@@ -29,7 +29,7 @@ _MODEL = (
 #: Why parameter servers cannot do what these arguments ask for. A strategy may have other reasons,
 #: in its attribute `reasons`.
 _ON_SERVERS = {
-    "microbatches": "servers add what comes in the order of arrival",
+    "microbatches": "servers add gradients in the order in which they arrive",
     "check_replicas": "servers hold each parameter once",
     "patience": "under servers each worker has a loss of its own",
 }
