@@ -49,6 +49,7 @@ _HOME = {
     "ParameterServer": "training.strategies",
     "Pipeline": "training.strategies",
     "PeerAverage": "training.strategies",
+    "Hogwild": "training.strategies",
     "Stage": "pipeline.stages.stage",
     "BSP": "servers.consistency",
     "ASP": "servers.consistency",

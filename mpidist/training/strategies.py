@@ -363,6 +363,34 @@ class PeerAverage:
         return Peers(comm, model, optimizer, plan, int(self.every), bound)
 
 
+@dataclass(frozen=True)
+class Hogwild:
+    """The ranks of one node update one set of parameters in shared memory, without a lock.
+
+    Each rank computes gradients of its own samples, and subtracts its update where the parameters
+    lie. No rank waits for another, and no message is sent in a step. Two ranks that change the same
+    number at the same time may lose one of the two changes; with sparse gradients that is rare. See
+    docs/peers.md and Niu et al., "Hogwild!", NIPS 2011.
+    """
+
+    reasons: ClassVar[dict[str, str]] = {
+        "check_replicas": "there is one set of parameters",
+        "patience": "each rank has a loss of its own",
+        "microbatches": "ranks update the parameters in any order",
+        "elastic": ": a dead rank may have left half of an update",
+    }
+
+    def workers(self, size: int) -> int:
+        """Return how many of `size` ranks are workers."""
+        return size
+
+    def open(self, comm, model, optimizer, *, global_batch: int, seed: int):
+        """Return the object that shares the parameters in one run. Collective over `comm`."""
+        from .exchanges.shared_parameters import SharedParameters
+
+        return SharedParameters(comm, model, optimizer)
+
+
 CONSISTENCIES = {"bsp": BSP, "asp": ASP, "ssp": SSP, "dssp": DSSP, "backup_workers": BackupWorkers}
 
 
@@ -446,6 +474,7 @@ STRATEGIES: dict[str, Callable] = {
     "parameter_server": _parameter_server,
     "pipeline": Pipeline,
     "peer_average": _peer_average,
+    "hogwild": Hogwild,
 }
 
 

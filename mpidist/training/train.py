@@ -83,10 +83,10 @@ def train(
     shuffle : str or bool
         Order of the records in an epoch, see `data.Sampler`. A resumed run keeps the order with
         which it began.
-    strategy : AllReduce, ParameterServer, Pipeline or PeerAverage
+    strategy : AllReduce, ParameterServer, Pipeline, PeerAverage or Hogwild
         How the gradients or the models are combined; by default ``AllReduce()``. The names
-        "allreduce", "parameter_server", "pipeline" and "peer_average" stand for the strategies with
-        their defaults.
+        "allreduce", "parameter_server", "pipeline", "peer_average" and "hogwild" stand for the
+        strategies with their defaults.
     test_data : tuple (inputs, labels), or a source
         Data on which the model is evaluated at the end.
     checkpoint : path, CheckpointStore, TieredStore, or a function

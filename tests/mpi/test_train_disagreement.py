@@ -273,7 +273,7 @@ STRATEGIES = [
 
 
 def test_every_field_of_a_strategy_has_a_case():
-    kinds = md.AllReduce, md.ParameterServer, md.Pipeline, md.PeerAverage
+    kinds = md.AllReduce, md.ParameterServer, md.Pipeline, md.PeerAverage, md.Hogwild
     fields = {(kind, f.name) for kind in kinds for f in dataclasses.fields(kind)}
     assert {(type(even), field) for even, field, _ in STRATEGIES} == fields
 

@@ -89,6 +89,7 @@ WITHOUT_ARGUMENTS = {
     "Guard.check_loss",  # takes the reduced loss, which has the same bits on all ranks
     # `md.train` calls them, with what it has compared
     "AllReduce.open", "ParameterServer.open", "Pipeline.open", "PeerAverage.open",
+    "Hogwild.open",
     "ServerGroup.add_again",  # `md.train` calls it, with what the living ranks have compared
 }  # fmt: skip
 

@@ -56,9 +56,20 @@ class Peers(WholeModel):
     price = None
 
     def __init__(self, comm, model, optimizer, plan: PeerPlan, every: int, bound: int | None):
-        self.comm = self.workers = comm
-        self.model, self.optimizer, self.plan, self.every = model, optimizer, plan, every
         run_on_all(comm, "md.train: graph", plan.digest, _refuse, if_differs=True)
+        self._open(comm, model, optimizer)
+        self.plan, self.every = plan, every
+        self.messages: PeerMessages | AsyncMessages
+        if bound is None:
+            self.messages = AsyncMessages(self.private, plan, self.arrays)
+        else:
+            self.messages = PeerMessages(self.private, plan, self.arrays, bound)
+        # An average over all ranks is faster by an allreduce.
+        self._by_allreduce = plan.is_all and bound == 0
+
+    def _open(self, comm, model, optimizer) -> None:
+        self.comm = self.workers = comm
+        self.model, self.optimizer = model, optimizer
         broadcast_parameters(comm, model)
         self.optimizer_state = run_on_all(
             comm, "md.train: optimizer", lambda: optimizer.init(model.parameters)
@@ -69,13 +80,6 @@ class Peers(WholeModel):
         self._views = dict(self.gradients)
         self.arrays = MixedArrays(nested_arrays(model.parameters))
         self.private = comm.Dup()
-        self.messages: PeerMessages | AsyncMessages
-        if bound is None:
-            self.messages = AsyncMessages(self.private, plan, self.arrays)
-        else:
-            self.messages = PeerMessages(self.private, plan, self.arrays, bound)
-        # An average over all ranks is faster by an allreduce.
-        self._by_allreduce = plan.is_all and bound == 0
         self.agreement = Agreement(comm, 2, self._attend)
         self.steps = self._since = self.rounds = 0
         self._equal = True  # whether all ranks have the same model

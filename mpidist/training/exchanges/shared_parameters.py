@@ -1,0 +1,136 @@
+"""How `Hogwild` trains: all ranks of a node update the same parameters, without a lock.
+
+    node memory   [ w ............ | b ... ]   the parameters, once per node
+                    ^     ^      ^
+    rank 0 -= lr * g      |      |             each where its gradients are not zero
+    rank 1 ------------ -= lr * g              at the same time
+
+Two ranks may read a number, and both write it: then one change is lost. The state of the optimizer
+is each rank's own. At a checkpoint and at the end the ranks wait for each other, and get the mean
+of these states.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...arrays import array_module
+from ...errors import ConfigError
+from ...peers.mixed_arrays import MixedArrays, largest_of_all, nested_arrays
+from ...runtime.agreement.run_on_all import run_on_all
+from ...runtime.elastic_requests import tester
+from ...runtime.node_memory.arena import Segment
+from ...runtime.topology import topology_of
+from .peer_exchange import Peers
+
+#: A gradient with a larger share of rows that are not zero is used as a whole.
+_SPARSE = 0.25
+#: Smaller gradients are used as a whole: looking for rows would take longer than the update.
+_FEW_ROWS = 256
+_ALIGNED = 64
+
+
+class SharedParameters(Peers):
+    """Update parameters that all ranks of a node share. Collective over `comm`."""
+
+    def __init__(self, comm, model, optimizer):
+        nodes = topology_of(comm).nodes
+        run_on_all(comm, "md.train: Hogwild", lambda: _check(nodes, model))
+        self._open(comm, model, optimizer)
+        self._own = dict(model.parameters)
+        self._share()
+
+    def _share(self) -> None:
+        """Put the parameters of the first rank into shared memory, for all ranks."""
+        places, stop = {}, 0
+        for name, array in self._own.items():
+            start = -(-stop // _ALIGNED) * _ALIGNED
+            stop = start + array.nbytes
+            places[name] = start, stop
+        with self.context.call("md.train: shared parameters"):
+            self._begin("shared parameters")
+            memory = Segment(self.private, stop, self.context.wait).parts[0]
+        shared = {
+            name: memory[start:stop].view(self._own[name].dtype).reshape(self._own[name].shape)
+            for name, (start, stop) in places.items()
+        }
+        if self.comm.rank == 0:
+            for name, array in self._own.items():
+                shared[name][...] = array
+        # Nobody may read before the first rank has written.
+        run_on_all(self.comm, "md.train: shared parameters", lambda: self._use(shared))
+
+    def _use(self, arrays: dict) -> None:
+        """Let the model compute with other arrays."""
+        for name, array in arrays.items():
+            self.model.parameters[name] = array
+            if self.model.parameters[name] is not array:
+                raise ConfigError(
+                    f"Hogwild: the model {type(self.model).__name__} does not take an array in "
+                    f"place of parameters[{name!r}]; let `parameters` be a dict that stays"
+                )
+
+    def update(self) -> None:
+        """Update the shared parameters, where this rank's gradients are not zero."""
+        if self._factor:
+            gradients = self.gradients
+            if getattr(self.optimizer, "rows", "") == "exact":
+                gradients = {name: rows_of(array) for name, array in gradients.items()}
+            weight = self._factor / self.comm.size
+            self.optimizer.update(gradients, self.optimizer_state, self.model.parameters, weight)
+        self.steps += 1
+        self._equal = False
+
+    def _meet(self) -> None:
+        """Wait for all ranks, and average the states of their optimizers. Collective."""
+        with self.context.call("md.train: all ranks"):
+            self._begin("all ranks")
+            self._wait(tester(self.private.Ibarrier()))
+        if not self._equal:
+            state = nested_arrays(self.optimizer_state)
+            MixedArrays(state).average(self.comm)
+            largest_of_all(self.comm, state)
+            self._equal = True
+
+    def peer_facts(self) -> None:
+        """Return None: no rank sends a model."""
+
+    def close(self) -> None:
+        """Give each rank the parameters in memory of its own. Collective."""
+        self._return()
+        self.private.Free()
+
+    def abandon(self, error: BaseException) -> None:
+        """Send the other ranks the error that has ended the run on this rank."""
+        super().abandon(error)
+        self._return()
+
+    def _return(self) -> None:
+        for name, array in self._own.items():
+            array[...] = self.model.parameters[name]
+            self.model.parameters[name] = array
+
+
+def rows_of(gradient: np.ndarray):
+    """Return (rows, values) of the rows that are not zero, or the whole gradient if they are many.
+
+    Finding them reads the gradient once, and saves reading and writing the shared parameters.
+    """
+    if gradient.ndim == 0 or len(gradient) < _FEW_ROWS:
+        return gradient
+    flat = gradient.reshape(len(gradient), -1)
+    rows = np.flatnonzero(flat[:, 0] if flat.shape[1] == 1 else flat.any(axis=1))
+    return gradient if len(rows) > _SPARSE * len(gradient) else (rows, gradient[rows])
+
+
+def _check(nodes: int, model) -> None:
+    """Raise ConfigError if the ranks or the model cannot share parameters."""
+    if nodes > 1:
+        raise ConfigError(
+            f"Hogwild: the ranks are on {nodes} nodes, and only the ranks of one node share "
+            "memory; use md.PeerAverage(), or md.ParameterServer(consistency=md.ASP())"
+        )
+    if any(array_module(array) is not np for array in model.parameters.values()):
+        raise ConfigError(
+            "Hogwild: the parameters are on a device; ranks share host memory, so use device 'cpu'"
+        )
