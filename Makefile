@@ -172,6 +172,10 @@ comparison: $(VENV)/.test
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.comparison ages
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.comparison draw
 
+bench-peers: $(VENV)/.run
+	PYTHONPATH=tests $(EXEC) 8 $(BIN)/python -m benchmarks.peers accuracy $(BENCH_ARGS)
+	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.peers hogwild $(BENCH_ARGS)
+
 bench-pipeline: $(VENV)/.run
 	PYTHONPATH=tests $(EXEC) 4 $(BIN)/python -m benchmarks.pipeline schedules $(BENCH_ARGS)
 	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.pipeline speed $(BENCH_ARGS)

@@ -17,7 +17,7 @@ from mpidist.fault_tolerance.guard import Stopped
 from mpidist.runtime import topology
 from mpidist.training.exchanges import shared_parameters
 from mpidist.training.exchanges.evaluation import parameters_digest
-from mpidist.training.exchanges.shared_parameters import rows_of
+from mpidist.training.exchanges.shared_parameters import nonzero_rows
 
 
 def fit(comm, optimizer=None, strategy=None, **settings):
@@ -71,12 +71,12 @@ def test_every_update_arrives(comm):
 def test_few_rows_of_a_gradient():
     gradient = np.zeros((1000, 3), "f4")
     gradient[[5, 999], [2, 0]] = 1
-    rows, values = rows_of(gradient)
+    rows, values = nonzero_rows(gradient)
     assert rows.tolist() == [5, 999]
     assert values.sum() == 2
-    assert rows_of(np.ones(1000)) is not None
+    assert nonzero_rows(np.ones(1000)) is not None
     for whole in (np.ones(1000), np.zeros((10, 4)), np.array(1.0)):
-        assert rows_of(whole) is whole
+        assert nonzero_rows(whole) is whole
 
 
 @pytest.mark.ranks(2)

@@ -179,7 +179,7 @@ class Peers(WholeModel):
         self._meet()
         self.agreement.close()
 
-    def peer_facts(self) -> dict:
+    def peer_facts(self) -> dict | None:
         """Return what the ranks have done, for the summary. Collective.
 
         `rounds` are the rounds of a rank, `messages` those that all ranks have sent, `skipped`

@@ -75,7 +75,7 @@ class SharedParameters(Peers):
         if self._factor:
             gradients = self.gradients
             if getattr(self.optimizer, "rows", "") == "exact":
-                gradients = {name: rows_of(array) for name, array in gradients.items()}
+                gradients = {name: nonzero_rows(array) for name, array in gradients.items()}
             weight = self._factor / self.comm.size
             self.optimizer.update(gradients, self.optimizer_state, self.model.parameters, weight)
         self.steps += 1
@@ -111,7 +111,7 @@ class SharedParameters(Peers):
             self.model.parameters[name] = array
 
 
-def rows_of(gradient: np.ndarray):
+def nonzero_rows(gradient: np.ndarray):
     """Return (rows, values) of the rows that are not zero, or the whole gradient if they are many.
 
     Finding them reads the gradient once, and saves reading and writing the shared parameters.
