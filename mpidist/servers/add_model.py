@@ -67,7 +67,8 @@ def host_model(
             if group.replicated:  # and a gradient that waits here, and one that is sent
                 need += round(layout.bytes_of(index - 1) * (2 + copies)) + layout.bytes_of(index)
             needs.append((rank, host, need, free))
-        piece = piece_limit({one["node"][0] for one in everyone})
+        most = max(layout.bytes_of(index) for index in range(len(servers)))
+        piece = piece_limit({one["node"][0] for one in everyone}, most)
         if any(one["kept"] for one in everyone):
             return tensors, policies, inits, False, piece  # the memory is there, with the values
         check_capacity(asked.name, needs)

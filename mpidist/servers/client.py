@@ -28,13 +28,23 @@ from ..runtime import ulfm
 from . import protocol
 from .layout.placement import ServerLayout
 from .layout.push_checks import checked_samples, not_finite
-from .layout.routing import ShardPart, data_bytes, encode_parts, owned, route, views, whole_parts
+from .layout.routing import (
+    ShardPart,
+    WholeShard,
+    data_bytes,
+    encode_parts,
+    is_whole,
+    place,
+    route,
+    views,
+)
 from .layout.row_selection import Selection
 from .link import GroupCall
 from .model_facts import Request
-from .protocol import CLOCK, HEADER_BYTES, PIECES, PULL, PUSH, Header
+from .protocol import CLOCK, HEADER_BYTES, PIECES, PULL, PUSH, Header, largest, selection_words
 from .shards import updates_in_pieces
-from .wire.client_stream import ClientStream, can_share
+from .wire.bound_push_pull import BoundPushPull, bind
+from .wire.client_stream import ClientStream, is_here, whole_push
 from .wire.wire_pieces import WirePiece, cut_shard
 
 #: For how many clocks a server need not be asked, and the seconds of a wait after which all servers
@@ -42,6 +52,7 @@ from .wire.wire_pieces import WirePiece, cut_shard
 SILENT, LATE = 16, 0.25
 
 _NOTHING = np.empty(0, np.int64)
+_BINDS = 8  # how often a client remembers the arrays of a push_pull that then do not come again
 
 
 class Client:
@@ -50,7 +61,7 @@ class Client:
     Attributes
     ----------
     versions : list of int
-        The number of updates in each server's shard at this worker's newest pull from the server.
+        The updates in each server's shard at this worker's newest pull from the server.
     finished : int
         The number of clocks (steps) that this worker has finished, or passed over because it was
         late (`BackupWorkers`).
@@ -63,17 +74,15 @@ class Client:
     group : ServerGroup
         The group that the model belongs to.
     note : tuple of two int
-        Two integers that the next request carries to the first server; the request resets them to
-        zero, which means that there is nothing to carry.
+        Two integers that the next request carries to the first server, and sets to zero.
     """
 
     def __init__(self, group, asked: Request, layout: ServerLayout, model: int, piece_bytes: int):
-        self.name, self.layout, self.group = asked.name, layout, group
-        name = asked.name
+        self.name, self.layout, self.group = (name := asked.name), layout, group
         self._link, self._servers, self._model = group.link, group.server_ranks, model
-        calls = ("pull", "push", "clock of", "push_pull")
+        calls = (f"{call} {name!r}" for call in ("pull", "push", "clock of", "push_pull"))
         self._pulling, self._pushing, self._ticking, self._fused = (
-            GroupCall(group.link, f"{call} {name!r}") for call in calls
+            GroupCall(group.link, call) for call in calls
         )
         self.versions = [0] * len(self._servers)
         self.finished, self.note = 0, (0, 0)
@@ -82,12 +91,14 @@ class Client:
         self._batch, self._drops = asked.global_batch, asked.nonfinite == "drop"
         self._nonfinite = self.dropped = self.skipped = 0
         self._names = Selection(name, layout)
-        self._whole = [whole_parts(layout, server) for server in range(len(self._servers))]
+        self._whole = [WholeShard(layout, server) for server in range(len(self._servers))]
+        self._bound: BoundPushPull | None = None
+        self._binds = _BINDS
         self._pieces: list[list[WirePiece]] = [[] for _ in self._servers]
         # A death may break a push off in an elastic run, and then no server may have applied it.
         safe = asked.consistency.streams and not group.votes and ulfm.current is None
         if safe and updates_in_pieces(asked.optimizer):
-            cuts = [cut_shard(layout, k, piece_bytes) for k in range(len(self._servers))]
+            cuts = (cut_shard(layout, k, piece_bytes) for k in range(len(self._servers)))
             self._pieces = [pieces if len(pieces) > 1 else [] for pieces in cuts]
         self._in_pieces = any(self._pieces)
         self._asks_all = asked.consistency.asks_all or group.votes
@@ -177,11 +188,31 @@ class Client:
         """
         self._open()
         with self._fused:
+            if what is None and (bound := self._bound) is not None and bound.fits(gradients, out):
+                count = self._check_push(samples)
+                if bound.pack():  # else the usual way tells where the gradient is not finite
+                    return self._push_pull_again(bound, count)
             wanted, results = self._names.wanted(what, out)
             pushes, samples = self._checked(gradients, samples)
             self._enter()
             self._ask(PUSH | CLOCK | PULL, wanted, results, pushes, samples)
+            if self._binds and not self._in_pieces:
+                self._binds -= 1
+                self._bound = bind(self._link, self._servers, self._whole, gradients, out)
         return results
+
+    def _push_pull_again(self, bound: BoundPushPull, samples: int | None) -> dict:
+        """Do a push_pull of the arrays of `bound`, whose gradients are packed."""
+        self._enter()
+        self._pushed, self.started, self._binds = self.finished, True, _BINDS
+        note, self.note = self.note, (0, 0)
+        entered, clock = int(not self._asks_all and self._entered == self.finished), self.finished
+        waited, headers = bound.exchange(self.name, self._model, clock, samples, entered, note)
+        self._silent.clear()
+        self.versions[:] = [header.version for header in headers]
+        self._queue.update(header.queue for header in headers)
+        self._end_call(headers, waited, True, True)
+        return bound.results()
 
     def begin_at(self, clock: int) -> None:
         """Let this worker begin at `clock` instead of 0, before its first call."""
@@ -255,11 +286,7 @@ class Client:
 
     def _checked(self, gradients: Mapping, samples) -> tuple[dict, int | None]:
         """Return what a push sends and its samples, after all checks; nothing is sent before."""
-        if self._pushed == self.finished:
-            raise ProtocolError(
-                f"client {self.name!r}: second push in clock {self.finished}; call clock() first"
-            )
-        samples = checked_samples(self.name, samples, self._batch)
+        samples = self._check_push(samples)
         pushes = self._names.split(gradients)
         if (wrong := not_finite(self.name, pushes)) is None:
             return pushes, samples
@@ -268,13 +295,16 @@ class Client:
         self._nonfinite += 1
         return {}, 0
 
-    def _route(self, server: int, wanted: Mapping) -> tuple[list[ShardPart], np.ndarray | None]:
-        """Return the wanted parts that a server holds, and the int64 array that lists them.
+    def _check_push(self, samples) -> int | None:
+        if (clock := self.finished) == self._pushed:
+            text = f"client {self.name!r}: second push in clock {clock}; call clock() first"
+            raise ProtocolError(text)
+        return checked_samples(self.name, samples, self._batch)
 
-        The array is None if all parts on the server are wanted.
-        """
-        if self._is_whole(wanted):
-            return self._whole[server], None
+    def _route(self, server: int, wanted: Mapping) -> tuple[list[ShardPart], np.ndarray | None]:
+        """Return the wanted parts on a server, and the array that lists them, or None for all."""
+        if is_whole(self.layout, wanted):
+            return self._whole[server].parts, None
         number = self._names.number
         parts = route(self.layout, server, {number[n]: rows for n, rows in wanted.items()})
         return parts, encode_parts(parts)
@@ -312,8 +342,8 @@ class Client:
             model=self._model,
             clock=self.finished + ahead,
             total=total,
-            push_words=_length(push),
-            pull_words=_length(pull),
+            push_words=selection_words(push),
+            pull_words=selection_words(pull),
             samples=-1 if samples is None else samples,
             gap=int(not self._asks_all and self._entered == self.finished),
             note0=note[0],
@@ -323,30 +353,12 @@ class Client:
             np.concatenate(words, out=buffer[HEADER_BYTES:data_at].view(np.int64))
         for part, view in views(self.layout, parts, buffer, data_at):
             rows, gradient = pushes[self.layout.tensors[part.piece.tensor].name]
-            values, here = self._place(part, rows, gradient)
+            values, here = place(self.layout, part, rows, gradient)
             view[...] = values[here].reshape(-1)
         self.started = True
         self._link.send(buffer, total, rank, protocol.TO_SERVER)
         self._link.reap()
         return operation
-
-    def _is_whole(self, named: Mapping) -> bool:
-        """Whether a mapping of name to rows, or None for all, has the whole model."""
-        return len(named) == len(self.layout.tensors) and all(r is None for r in named.values())
-
-    def _whole_push(self, pushes: Mapping, out: Mapping) -> dict[str, np.ndarray] | None:
-        """Return the gradients to push in pieces, or None if this push is a whole message."""
-        if not self._is_whole({name: rows for name, (rows, _) in pushes.items()}):
-            return None
-        gradients = {name: gradient for name, (_, gradient) in pushes.items()}
-        return gradients if can_share(gradients, out) else None
-
-    def _place(self, part: ShardPart, rows, flat: np.ndarray) -> tuple[np.ndarray, Any]:
-        """Return a view of the array `flat`, and the index that selects `part` in this view."""
-        if rows is None:
-            return flat, slice(part.piece.start, part.piece.stop)
-        width = self.layout.tensors[part.piece.tensor].width
-        return flat.reshape(len(rows), width), owned(self.layout, part.piece, rows)
 
     def _ask(
         self, flags: int, wanted: dict, results: dict, pushes=None, samples=None, known=()
@@ -356,15 +368,14 @@ class Client:
         Servers in `known` have the push already.
         """
         flat, finish = self._names.targets(wanted, results)
-        if flags & PUSH:
-            self._pushed = self.finished
+        self._pushed = self.finished if flags & PUSH else self._pushed
         entering = flags & CLOCK or self._entered < self.finished
         expected: dict[int, tuple] = {}
         quiet: list[int] = []  # servers that are not asked
         routes = [self._route(server, wanted) for server in range(len(self._servers))]
         may_skip = entering and not self._asks_all and any(parts for parts, _ in routes)
-        in_pieces = self._in_pieces and self._is_whole(wanted)
-        gradients = self._whole_push(pushes, flat) if in_pieces and flags & PUSH else None
+        in_pieces = self._in_pieces and is_whole(self.layout, wanted)
+        gradients = whole_push(self.layout, pushes, flat) if in_pieces and flags & PUSH else None
         for server, rank in enumerate(self._servers):
             if in_pieces and (pieces := self._pieces[server]):
                 incoming = self._link.receive(rank, protocol.TO_WORKER, HEADER_BYTES)
@@ -403,13 +414,13 @@ class Client:
                     operation = self._post(server, PULL, ahead=bool(flags & CLOCK))
                     expected[server] = [], incoming, operation, None
                 quiet.clear()
-            for server in [s for s, one in expected.items() if _is_here(*one)]:
+            for server in [s for s, one in expected.items() if is_here(*one)]:
                 parts, incoming, operation, _ = expected.pop(server)
                 operation[OPEN] = False
                 headers.append(header := incoming.header)
                 for part, view in views(self.layout, parts, incoming.buffer, HEADER_BYTES):
                     name = self.layout.tensors[part.piece.tensor].name
-                    values, here = self._place(part, wanted[name], flat[name])
+                    values, here = place(self.layout, part, wanted[name], flat[name])
                     values[here] = view.reshape(-1, *values.shape[1:])
                 self._link.received(header.total)
                 self._link.pool.give(incoming.buffer)
@@ -418,31 +429,22 @@ class Client:
             return not expected
 
         waited = self._link.wait(all_here, lambda: [self._servers[s] for s in expected])
-        blocked = min(waited, max((header.held_ns for header in headers), default=0) / 1e9)
+        self._end_call(headers, waited, bool(flags & CLOCK), bool(entering))
+        finish()
+
+    def _end_call(self, headers: list[Header], waited: float, ticks: bool, entering: bool) -> None:
+        """Count what the answers of one call tell."""
+        held, gap, dropped, oldest = largest(headers)
+        blocked = min(waited, held / 1e9)
         self._waits["worker"] += blocked
         self._waits["server"] += waited - blocked
         self._link.touched = False  # from here on, no server waits for this rank
-        if flags & CLOCK:
-            self.finished += 1
+        self.finished += ticks
         if entering:
-            self.gaps[max(header.gap for header in headers)] += 1
-            oldest = max(header.staleness for header in headers)
-            before, self.dropped = self.dropped, max(header.note0 for header in headers)
-            if oldest >= 0 and self._pushed == self.finished - 1 and self.dropped == before:
+            self.gaps[gap] += 1
+            before, self.dropped = self.dropped, dropped
+            if oldest >= 0 and self._pushed == self.finished - 1 and dropped == before:
                 self._staleness[oldest] += 1
             # With backup workers, a late worker goes on at the clock of the others.
             self.skipped += headers[0].clock - self.finished
             self.finished = self._entered = headers[0].clock
-        finish()
-
-
-def _length(selection: Any) -> int:
-    """Return what a header says of a selection: an array, None for all, or PIECES."""
-    if isinstance(selection, np.ndarray):
-        return selection.size
-    return protocol.ALL if selection is None else selection
-
-
-def _is_here(parts, incoming, operation, stream) -> bool:
-    """Whether an answer has arrived, and its pieces if it has some."""
-    return (stream is None or stream.progress()) and incoming.test()

@@ -261,15 +261,20 @@ class ConsistencyGate:
         return self.clocks[worker]
 
     def _released(self) -> list[Action]:
-        slowest = self.slowest()
         actions: list[Action] = []
-        for clock in sorted(clock for clock in self.held if clock < slowest):
+        due: list[int] = []
+        if self.held:
+            slowest = self.slowest()
+            due = sorted(clock for clock in self.held if clock < slowest)
+        for clock in due:
             pushes = tuple(sorted(self.held.pop(clock).items(), key=itemgetter(0)))
             updates = [pushes] if self.consistency.merges else [(push,) for push in pushes]
             actions += [Apply(clock, update) for update in updates]
         return actions + self._answers()
 
     def _answers(self) -> list[Action]:
+        if not self.waiting:
+            return []
         free = [worker for worker in self.waiting if self.is_open(worker)]
         return [self._enter(worker, self.waiting.pop(worker)) for worker in free]
 

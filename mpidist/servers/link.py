@@ -294,7 +294,8 @@ class Link:
                     rest, self.moved = (_REST_IN_PIECES if self.moved else _REST), False
                     began, look_around, looks = now, now + polling.PATIENCE, 0
                     continue
-                self.check_notice()
+                if looks & 7 == 1 or now >= look_around:  # a look takes 1 us
+                    self.check_notice()
                 if now >= look_around:
                     polling.long_wait = now
                     check_stuck(self.context, self.trail, ranks(), test)

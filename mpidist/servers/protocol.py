@@ -14,7 +14,9 @@ of arrays.
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+import sys
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -90,6 +92,11 @@ class Header(NamedTuple):
         _STRUCT.pack_into(buffer.data, 0, MAGIC, FORMAT, *self)
 
 
+def write_header(buffer: np.ndarray, *fields: int) -> None:
+    """Write all fields of a `Header` to the front of a byte buffer, without making a `Header`."""
+    _STRUCT.pack_into(buffer.data, 0, MAGIC, FORMAT, *fields)
+
+
 def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
     """Return the header of a message from `rank`, of which `nbytes` bytes have arrived.
 
@@ -112,6 +119,23 @@ def read_header(buffer: np.ndarray, nbytes: int, rank: int) -> Header:
     if header.total < nbytes or min(header.push_words, header.pull_words) < PIECES:
         raise ProtocolError(f"parameter server: damaged header from rank {rank}: {header}")
     return header
+
+
+def largest(headers: Iterable[Header]) -> tuple[int, int, int, int]:
+    """Return the largest held_ns, gap, number of dropped pushes, and staleness of some answers."""
+    held = gap = dropped = 0
+    oldest = -1
+    for header in headers:
+        held, gap = max(held, header.held_ns), max(gap, header.gap)
+        dropped, oldest = max(dropped, header.note0), max(oldest, header.staleness)
+    return held, gap, dropped, oldest
+
+
+def selection_words(selection: Any) -> int:
+    """Return what a header says of a selection: an array, None for all, or PIECES."""
+    if isinstance(selection, np.ndarray):
+        return selection.size
+    return ALL if selection is None else selection
 
 
 def check_piece(got: int, expected: int, rank: int) -> None:
@@ -137,9 +161,12 @@ class MessagePool:
 
     def take(self, nbytes: int) -> np.ndarray:
         """Return `nbytes` bytes of the smallest idle buffer that is big enough, or of a new one."""
-        fitting = [i for i, buffer in enumerate(self._idle) if buffer.size >= nbytes]
-        if fitting:
-            return self._idle.pop(min(fitting, key=lambda i: self._idle[i].size))[:nbytes]
+        best, least = -1, sys.maxsize
+        for i, buffer in enumerate(self._idle):
+            if nbytes <= buffer.size < least:
+                best, least = i, buffer.size
+        if best >= 0:
+            return self._idle.pop(best)[:nbytes]
         return np.empty(-(-max(nbytes, 1) // 4096) * 4096, np.uint8)[:nbytes]
 
     def give(self, taken: np.ndarray) -> None:
@@ -148,6 +175,9 @@ class MessagePool:
         self._idle.append(taken.base)
         if len(self._idle) > self.keep:
             del self._idle[min(range(len(self._idle)), key=lambda i: self._idle[i].size)]
+
+
+_NO_HEADER = Header(0)
 
 
 class Incoming:
@@ -167,7 +197,7 @@ class Incoming:
         # The link keeps a reference too, because after an exception the caller drops its own while
         # MPI may still write into the buffer.
         link.receiving.add(self)
-        self.header, self._opened = Header(0), False
+        self.header, self._opened = _NO_HEADER, False
         self.buffer = link.pool.take(nbytes)
         first = self.buffer[: min(nbytes, MESSAGE_BYTES)]
         self._requests = [link.comm.Irecv([first, MPI.BYTE], source, tag)]

@@ -28,7 +28,7 @@ from .consistency import Action, Apply, Drop
 from .deadlock import who_waits
 from .decisions import Decisions
 from .layout.capacity import ROOM_BYTES
-from .layout.routing import data_bytes, decode_parts, views, whole_parts
+from .layout.routing import data_bytes, decode_parts, views
 from .link import Link
 from .modes.hosted_model import Hosted, Pull, Push
 from .protocol import HEADER_BYTES, TO_SERVER, TO_WORKER, Header, Incoming
@@ -188,34 +188,40 @@ class Server:
             )
         if header.note1 and self.link.on_note is not None:
             self.link.on_note(rank, (header.note0, header.note1))
+        actions: list[Action] = []
         message = buffer[: header.total]
         push_parts, words_at = self._selection(model, message, HEADER_BYTES, header.push_words)
         pull_parts, data_at = self._selection(model, message, words_at, header.pull_words)
         pushed, pulled = (n == protocol.PIECES for n in (header.push_words, header.pull_words))
         if header.flags & protocol.PUSH:
-            parts: Any = list(views(model.shard.layout, push_parts, message, data_at))
+            parts: Any
             if pushed:
                 parts = self._receive_pieces(model, worker, header)
+            elif push_parts is model.whole.parts:
+                parts = model.whole.views(message, data_at)
+            else:
+                parts = list(views(model.shard.layout, push_parts, message, data_at))
             # A push of nothing has no age; its worker need not have pulled here.
             seen = model.pulled[worker] if pushed or push_parts else model.shard.version
             push = Push(buffer, parts, header.samples, seen)
-            self._run(model, model.gate.push(worker, push, bool(header.gap)))
+            actions += model.gate.push(worker, push, bool(header.gap))
         if header.flags & protocol.CLOCK:
-            self._run(model, model.gate.tick(worker))
+            actions += model.gate.tick(worker)
         if header.flags & protocol.PULL:
             # A push in pieces is answered in pieces as they are updated, and then by a header.
             pieces = pulled and not pushed
             pull = Pull(pull_parts, time.monotonic_ns(), queue, operation, pieces)
-            self._run(model, model.gate.pull(worker, pull))
+            actions += model.gate.pull(worker, pull)
         if header.flags & protocol.LEAVE:
-            self._run(model, model.gate.leave(worker))
+            actions += model.gate.leave(worker)
+        self._run(model, actions)
         return bool(header.flags & protocol.PUSH)
 
     def _selection(self, model: Hosted, message, at: int, words: int) -> tuple[list, int]:
         """Return the tensor parts that a message lists from byte `at` on, and the list's end."""
         layout = model.shard.layout
         if words == protocol.ALL:
-            return whole_parts(layout, self.index), at
+            return model.whole.parts, at
         if words == protocol.PIECES:
             return [], at
         stop = at + 8 * words
@@ -288,7 +294,9 @@ class Server:
         """
         model, worker, pull, gap, held = self._answers.popleft()
         shard = model.shard
-        total = HEADER_BYTES + data_bytes(shard.layout, pull.parts)
+        whole = pull.parts is model.whole.parts
+        nbytes = model.whole.nbytes if whole else data_bytes(shard.layout, pull.parts)
+        total = HEADER_BYTES + nbytes
         buffer = self.link.pool.take(total)
         header = Header(
             protocol.PULL,
@@ -302,7 +310,11 @@ class Server:
             note0=model.record.dropped[worker],
         )
         header.write(buffer)
-        shard.read(pull.parts, buffer, HEADER_BYTES)
+        if whole:
+            for part, view in model.whole.views(buffer, HEADER_BYTES):
+                view[...] = shard.values(part)
+        else:
+            shard.read(pull.parts, buffer, HEADER_BYTES)
         model.keep(worker, pull.parts)
         pull.operation[OPEN] = False
         if pull.pieces:

@@ -18,6 +18,8 @@ OPTIMIZERS = {
     "sgd": md.optim.sgd(0.1, weight_decay=0.01),
     "momentum": md.optim.momentum(md.optim.step_decay(0.1, every=2, factor=0.5), 0.9),
     "adam": md.optim.adam(0.01),
+    "adagrad": md.optim.adagrad(0.1),
+    "ftrl": md.optim.ftrl(0.1),
 }
 SHAPES = {"a": (37, 5), "b": (3,), "c": (), "d": (301,), "e": (2, 2)}
 STEPS = 6
@@ -98,11 +100,11 @@ def trained(comm, limit, seed, samples, optimizer, servers, placement="dedicated
     return found
 
 
-@pytest.mark.ranks(2, 3, 5, 9)
+@pytest.mark.ranks(2, 4, 9)
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
-@pytest.mark.parametrize("samples", [False, True])
-def test_the_bits_of_whole_messages(comm, optimizer, samples):
-    """R9: parameters, state and scalars have the same bits, however the pushes travel."""
+def test_the_bits_of_whole_messages(comm, optimizer):
+    """R19: parameters, state and scalars have the same bits, however the pushes travel."""
+    samples = optimizer != "momentum"
     for servers in sorted({1, comm.size // 2, comm.size - 1}):
         whole = trained(comm, 1 << 40, 0, samples, optimizer, servers)
         for limit in (40, 512):
@@ -110,7 +112,7 @@ def test_the_bits_of_whole_messages(comm, optimizer, samples):
 
 
 @pytest.mark.ranks(2, 4, 7)
-@pytest.mark.parametrize("seed", range(1, 9))
+@pytest.mark.parametrize("seed", range(1, 7))
 def test_any_calls_in_one_clock(comm, seed):
     """Pushes in pieces, whole pushes, rows, none, workers that leave: the same bits and no hang."""
     servers = 1 + seed % max(1, comm.size - 1)
@@ -153,6 +155,98 @@ def test_dtypes(comm, dtype):
                     client.push_pull(gradients, out=params, samples=3)
         ends.append({name: array.tobytes() for name, array in params.items()})
     assert ends[0] == ends[1]
+
+
+def served_again(comm, consistency, fresh, odd):
+    """Six steps of the same arrays, or of fresh copies; what the worker saw and counted."""
+    seen = []
+    gradients, out = model(), model()
+    for name in gradients:
+        gradients[name] = gradients[name].copy(order="C")
+    with md.ServerGroup(comm, servers=2) as group:
+        client = group.add("m", model(), optimizer=md.optim.momentum(0.1), consistency=consistency)
+        if client is not None:
+            rng = np.random.default_rng(group.workers.rank)
+            for step in range(8):
+                for name in gradients:
+                    gradients[name][...] = rng.standard_normal(SHAPES[name])
+                if odd and step == 3:
+                    client.push({"a": gradients["a"]}, samples=2)
+                    client.clock()
+                if odd and step == 5:
+                    client.clock()
+                given = {n: g.copy() for n, g in gradients.items()} if fresh else gradients
+                into = {n: o.copy() for n, o in out.items()} if fresh else out
+                got = client.push_pull(given, out=into, samples=step)
+                assert all(got[name] is into[name] for name in SHAPES)
+                group.barrier()
+                got = client.pull()
+                seen.append([got[name].tobytes() for name in SHAPES])
+            stats = client.stats
+            keys = ("clocks", "gaps", "staleness", "messages_sent", "bytes_received", "versions")
+            seen.append([str(stats[key]) for key in keys])
+            assert (client._bound is not None) or fresh
+    return seen
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("consistency", [md.BSP(), md.SSP(0)], ids=str)
+@pytest.mark.parametrize("odd", [False, True])
+def test_the_same_arrays_again(comm, consistency, odd):
+    """What a client remembers of its arrays changes no value and no count."""
+    again, fresh = (served_again(comm, consistency, fresh, odd) for fresh in (False, True))
+    assert again == fresh
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("drops", [False, True])
+def test_the_same_arrays_with_other_values_or_forms(comm, drops):
+    """NaN, read-only arrays, other shapes and wrong counts are found in arrays that are known."""
+    with md.ServerGroup(comm, servers=1) as group:
+        client = group.add(
+            "m",
+            {"x": np.zeros((2, 3), "f4"), "y": np.zeros(3)},
+            optimizer=md.optim.sgd(1.0),
+            nonfinite="drop" if drops else "raise",
+        )
+        if client is None:
+            return
+        g = {"x": np.ones((2, 3), "f4"), "y": np.ones(3)}
+        out = {"x": np.zeros((2, 3), "f4"), "y": np.zeros(3)}
+        for _ in range(3):
+            client.push_pull(g, out=out)
+        assert client._bound is not None
+        assert client._bound.fits(g, out)
+        for name, value in (("x", np.nan), ("y", np.inf), ("y", -np.inf)):
+            g[name].flat[1] = value
+            if drops:
+                client.push_pull(g, out=out)
+            else:
+                with pytest.raises(MpidistError, match=f"gradient '{name}' has 1 of"):
+                    client.push_pull(g, out=out)
+            g[name].flat[1] = 1
+        assert client.stats["nonfinite"] == 3 * drops
+        assert (out["x"] == -3).all()
+        g["x"][...] = 3e38  # finite, but its square is not
+        client.push_pull(g, out=out)
+        assert (out["x"] == np.float32(-3) - np.float32(3e38)).all()
+        g["x"][...] = 1
+        with pytest.raises(md.ConfigError, match="samples is -1"):
+            client.push_pull(g, out=out, samples=-1)
+        out["y"].flags.writeable = False
+        with pytest.raises(md.ConfigError, match="read-only"):
+            client.push_pull(g, out=out)
+        out["y"].flags.writeable = True
+        with pytest.raises(md.ConfigError, match="no parameter 'z'"):
+            client.push_pull({**g, "z": g["y"]}, out=out)
+        with pytest.raises(md.ConfigError, match="expected a mapping"):
+            client.push_pull(None, out=out)
+        client.push(g)
+        with pytest.raises(ProtocolError, match="second push in clock"):
+            client.push_pull(g, out=out)
+        client.clock()
+        client.push_pull(g, out=out)
+        assert (out["y"] == -6).all()
 
 
 @pytest.mark.ranks(3)

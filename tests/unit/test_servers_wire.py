@@ -55,9 +55,11 @@ def test_long_tensors_have_pieces_of_their_own():
 
 
 def test_the_size_of_a_piece():
-    """R: 32 to 256 KiB."""
-    for hosts in ({"a"}, {"a", "b"}):
-        assert 32 << 10 <= piece_limit(hosts) <= 256 << 10
+    """Between nodes 32 to 256 KiB; within one an eighth of the shard, up to 1 MiB."""
+    for nbytes in (0, 1 << 20, 1 << 40):
+        assert 32 << 10 <= piece_limit({"a", "b"}, nbytes) <= 256 << 10
+    sizes = [piece_limit({"a"}, nbytes) for nbytes in (0, 1 << 20, 4 << 20, 8 << 20, 1 << 30)]
+    assert sizes == [256 << 10, 256 << 10, 512 << 10, 1 << 20, 1 << 20]
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])

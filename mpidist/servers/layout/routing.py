@@ -9,7 +9,7 @@ bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -75,6 +75,19 @@ def owned(layout: ServerLayout, piece: Piece, rows: np.ndarray) -> np.ndarray:
     return (rows >= piece.start // width) & (rows < piece.stop // width)
 
 
+def is_whole(layout: ServerLayout, named: Mapping) -> bool:
+    """Whether a mapping of name to rows, or None for all, has the whole model."""
+    return len(named) == len(layout.tensors) and all(rows is None for rows in named.values())
+
+
+def place(layout: ServerLayout, part: ShardPart, rows, flat: np.ndarray) -> tuple[np.ndarray, Any]:
+    """Return a view of `flat`, which has the `rows`, and the index that selects `part` in it."""
+    if rows is None:
+        return flat, slice(part.piece.start, part.piece.stop)
+    width = layout.tensors[part.piece.tensor].width
+    return flat.reshape(len(rows), width), owned(layout, part.piece, rows)
+
+
 def encode_parts(parts: Sequence[ShardPart]) -> np.ndarray:
     """Return the int64 array, called a selection, that lists `parts` in a message."""
     words = [np.empty(0, np.int64)]
@@ -123,6 +136,38 @@ def views(
             raise ProtocolError(f"parameter server: message ends before tensor {part.piece.tensor}")
         yield part, buffer[offset:stop].view(dtype)
         offset += _room(layout, part)
+
+
+class WholeShard:
+    """All that one server holds, as parts of a message; the places are computed once.
+
+    Attributes
+    ----------
+    layout : ServerLayout
+    parts : list of ShardPart
+    nbytes : int
+        The bytes of the data in a message.
+    """
+
+    def __init__(self, layout: ServerLayout, server: int):
+        self.layout, self.parts = layout, whole_parts(layout, server)
+        self.nbytes = data_bytes(layout, self.parts)
+        self._places = []
+        offset = 0
+        for part in self.parts:
+            dtype = layout.tensors[part.piece.tensor].dtype
+            stop = offset + part.elements(layout) * dtype.itemsize
+            self._places.append((part, dtype, offset, stop))
+            offset += _room(layout, part)
+
+    def views(self, buffer: np.ndarray, offset: int) -> list[tuple[ShardPart, np.ndarray]]:
+        """Return what `views` yields for all parts."""
+        if offset + self.nbytes > buffer.size:
+            raise ProtocolError("parameter server: message ends before its last tensor")
+        return [
+            (part, buffer[offset + start : offset + stop].view(dtype))
+            for part, dtype, start, stop in self._places
+        ]
 
 
 def _room(layout: ServerLayout, part: ShardPart) -> int:

@@ -16,8 +16,9 @@ from mpi4py import MPI
 
 from ...runtime.elastic_requests import test_one
 from ..layout.placement import ServerLayout
+from ..layout.routing import is_whole
 from ..link import Link
-from ..protocol import PIECE_DOWN, PIECE_UP, check_piece
+from ..protocol import PIECE_DOWN, PIECE_UP, Incoming, check_piece
 from .wire_pieces import WirePiece, allowed
 
 
@@ -119,6 +120,19 @@ class ClientStream:
             size = dtype.itemsize
             raw = arrays[name][start * size : stop * size]
             yield raw, slice(at, at + raw.size)
+
+
+def is_here(parts, incoming: Incoming, operation, stream: ClientStream | None) -> bool:
+    """Whether an answer has arrived, and its pieces if it has some."""
+    return (stream is None or stream.progress()) and incoming.test()
+
+
+def whole_push(layout: ServerLayout, pushes: Mapping, out: Mapping) -> dict[str, np.ndarray] | None:
+    """Return the gradients to push in pieces, or None if this push is a whole message."""
+    if not is_whole(layout, {name: rows for name, (rows, _) in pushes.items()}):
+        return None
+    gradients = {name: gradient for name, (_, gradient) in pushes.items()}
+    return gradients if can_share(gradients, out) else None
 
 
 def can_share(gradients: Mapping[str, np.ndarray], out: Mapping[str, np.ndarray]) -> bool:

@@ -5,9 +5,9 @@
     shard of a server    | a: 300 KiB            | b: 2 KiB | c: 1 KiB | d: 200 KiB   |
     pieces               | a 128 | a 128 | a 44  | b and c             | d 128 | d 72 |
 
-A piece is at most `PIECE_BYTES` long. A long tensor has pieces of its own, which are sent from
-where they lie; short tensors share a piece. Worker and server cut the same layout, so no message
-needs to name the parts of a piece.
+A piece is at most `PIECE_BYTES` long, and longer within a node. A long tensor has pieces of its
+own, which are sent from where they lie; short tensors share a piece. Worker and server cut the same
+layout, so no message needs to name the parts of a piece.
 
 Piece k + `WINDOW` of a push is sent only when piece k is answered. Without this limit pieces would
 not save time: the answers, or MPI's own control messages for them, would queue behind pushes that
@@ -27,8 +27,9 @@ from typing import NamedTuple
 from ..layout.placement import ServerLayout
 
 #: The most bytes of a piece, between nodes and within one, and how many pieces of a worker may be
-#: on the way to one server. Tests lower these numbers.
-PIECE_BYTES, NODE_PIECE_BYTES, WINDOW = 128 << 10, 256 << 10, 4
+#: on the way to one server. Tests lower these numbers. Within a node no wire is shared, and fewer
+#: and longer pieces cost less time.
+PIECE_BYTES, NODE_PIECE_BYTES, WINDOW = 128 << 10, 1 << 20, 4
 
 _ALIGN = 8
 
@@ -49,9 +50,11 @@ class WirePiece(NamedTuple):
     nbytes: int
 
 
-def piece_limit(hosts: Collection[str]) -> int:
-    """Return the most bytes of a piece for a group on these hosts."""
-    return NODE_PIECE_BYTES if len(hosts) == 1 else PIECE_BYTES
+def piece_limit(hosts: Collection[str], nbytes: int) -> int:
+    """Return the most bytes of a piece for a group on these hosts, with `nbytes` on a server."""
+    if len(hosts) > 1:
+        return PIECE_BYTES
+    return min(NODE_PIECE_BYTES, max(2 * PIECE_BYTES, nbytes // 8))
 
 
 def cut_shard(layout: ServerLayout, server: int, limit: int) -> list[WirePiece]:

@@ -1,0 +1,205 @@
+"""A push_pull of the same arrays as before, with one short message to each server and back.
+
+In a small model, the checks of arguments and the lists of parts take longer than the messages. So a
+client remembers them with the arrays of a call. The messages are those of any other push_pull.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from ...arrays import all_finite
+from ...errors import ProtocolError
+from ...events import OPEN
+from ...runtime.elastic_requests import test_one
+from .. import protocol
+from ..layout.placement import ServerLayout
+from ..layout.routing import WholeShard
+from ..link import Link
+from ..protocol import ALL, HEADER_BYTES, TO_SERVER, TO_WORKER, Header, read_header, write_header
+
+#: The most bytes of a model whose arrays are remembered. The messages stay in memory.
+BOUND_BYTES = 256 << 10
+
+_FLAGS = protocol.PUSH | protocol.CLOCK | protocol.PULL
+
+
+class BoundExchange:
+    """The messages to one server and back, in memory that is used again."""
+
+    def __init__(self, rank: int, shard: WholeShard, gradients: Mapping, out: Mapping):
+        self.rank = rank
+        nbytes = HEADER_BYTES + shard.nbytes
+        self.push, self.answer = np.zeros(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+        self.packs: list[tuple[np.ndarray, np.ndarray]] = []
+        self.unpacks: list[tuple[np.ndarray, np.ndarray]] = []
+        for memory, arrays, copies in (
+            (self.push, gradients, self.packs),
+            (self.answer, out, self.unpacks),
+        ):
+            for part, view in shard.views(memory, HEADER_BYTES):
+                tensor, start, stop = part.piece
+                copies.append((view, arrays[tensor][start:stop]))
+        kinds = {view.dtype for view, _ in self.packs}
+        # The gaps between tensors are zero, so one look at the memory checks all of them.
+        self.checked = [view for view, _ in self.packs]
+        if len(kinds) == 1:
+            self.checked = [self.push[HEADER_BYTES:].view(kinds.pop())]
+        self.sent = self.received = MPI.REQUEST_NULL
+        self.operation: list = []
+        self.header = Header(0)
+
+    def post(
+        self, link: Link, name: str, model: int, clock: int, samples: int, entered: int, note: tuple
+    ) -> None:
+        """Begin to receive the answer, and send the request, whose data are packed."""
+        # The answer's receive comes first, so that MPI need not buffer the answer.
+        memory = [self.answer, MPI.BYTE]
+        self.received = link.comm.Irecv(memory, self.rank, link.tag + TO_WORKER)
+        self.operation = link.trail.begin(protocol.NAMES[_FLAGS], self.rank, name, clock)
+        total = self.push.size
+        write_header(
+            self.push, _FLAGS, model, clock, total, ALL, ALL, samples, 0, entered, 0, 0, 0, *note
+        )  # fmt: skip
+        self.sent = link.comm.Isend([self.push, MPI.BYTE], self.rank, link.tag + TO_SERVER)
+
+
+class BoundPushPull:
+    """The push_pull of one set of arrays, which `fits` recognizes.
+
+    Parameters
+    ----------
+    link : Link
+    layout : ServerLayout
+    servers : mapping
+        What each server holds, by its rank.
+    gradients, out : mapping of str to ndarray
+        C-contiguous arrays of all tensors, in the dtypes of the tensors.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        layout: ServerLayout,
+        servers: Mapping[int, WholeShard],
+        gradients: Mapping,
+        out: Mapping,
+    ):
+        self._link = link
+        self._arrays = [
+            (tensor.name, gradients[tensor.name], out[tensor.name], tensor.shape, tensor.dtype)
+            for tensor in layout.tensors
+        ]
+        flat = [
+            {number: arrays[t.name].reshape(-1) for number, t in enumerate(layout.tensors)}
+            for arrays in (gradients, out)
+        ]
+        self._exchanges = [BoundExchange(rank, shard, *flat) for rank, shard in servers.items()]
+        self._open: list[BoundExchange] = []
+        self._status = MPI.Status()
+        self._nbytes = sum(one.push.size for one in self._exchanges)
+
+    def fits(self, gradients: Any, out: Any) -> bool:
+        """Whether these are the arrays of this object, and nobody has changed their form."""
+        try:
+            if not len(gradients) == len(out) == len(self._arrays):
+                return False
+            for name, gradient, target, shape, dtype in self._arrays:
+                if gradients[name] is not gradient or out[name] is not target:
+                    return False
+                if not gradient.shape == target.shape == shape or not target.flags.writeable:
+                    return False
+                if gradient.dtype != dtype or target.dtype != dtype:
+                    return False
+        except (TypeError, KeyError):
+            return False
+        return True
+
+    def pack(self) -> bool:
+        """Copy the gradients into the messages; return whether all are finite."""
+        for one in self._exchanges:
+            for view, gradient in one.packs:
+                view[...] = gradient
+        return all(all_finite(view) for one in self._exchanges for view in one.checked)
+
+    def exchange(
+        self,
+        name: str,
+        model: int,
+        clock: int,
+        samples: int | None,
+        entered: int,
+        note: tuple[int, int],
+    ) -> tuple[float, list[Header]]:
+        """Send the packed gradients and receive the answers.
+
+        Returns the seconds waited, and the headers of the answers in the order of the servers.
+        """
+        link = self._link
+        count = -1 if samples is None else samples
+        link.touched = True
+        # After an exception the link keeps this, because MPI may still use the memory.
+        link.receiving.add(self)
+        link.reap()
+        self._open = list(self._exchanges)
+        for one in self._exchanges:
+            one.post(link, name, model, clock, count, entered, note)
+            note = (0, 0)
+        number, nbytes = len(self._exchanges), self._nbytes
+        link.count_pieces(number, nbytes, number, nbytes)
+        waited = link.wait(self._all_here, self._missing)
+        link.receiving.discard(self)
+        return waited, [one.header for one in self._exchanges]
+
+    def results(self) -> dict[str, np.ndarray]:
+        """Return the arrays with the answers."""
+        return {name: target for name, _, target, _, _ in self._arrays}
+
+    def _missing(self) -> list[int]:
+        return [one.rank for one in self._open]
+
+    def _all_here(self) -> bool:
+        status = self._status
+        while self._open:
+            one = self._open[-1]
+            if one.operation[OPEN]:
+                if not test_one(one.received, status):
+                    return False
+                one.header = header = read_header(one.answer, status.Get_count(MPI.BYTE), one.rank)
+                if header.total != one.answer.size:
+                    raise ProtocolError(
+                        f"parameter server: rank {one.rank} answers {header.total} bytes, expected "
+                        f"{one.answer.size}"
+                    )
+                one.operation[OPEN] = False
+                for view, target in one.unpacks:
+                    target[...] = view
+            if not test_one(one.sent, status):
+                return False
+            self._open.pop()
+        return True
+
+
+def bind(
+    link: Link, ranks: Sequence[int], shards: Sequence[WholeShard], gradients: Any, out: Any
+) -> BoundPushPull | None:
+    """Return a `BoundPushPull` of these arrays, or None if their messages are not simple enough.
+
+    `shards` has what each of the servers `ranks` holds.
+    """
+    servers, layout = dict(zip(ranks, shards, strict=True)), shards[0].layout
+    sizes = [HEADER_BYTES + shard.nbytes for shard in servers.values()]
+    if sum(sizes) > BOUND_BYTES or max(sizes) > protocol.MESSAGE_BYTES:
+        return None
+    if out is None or not len(gradients) == len(out) == len(layout.tensors):
+        return None
+    for tensor in layout.tensors:
+        for array in (gradients[tensor.name], out[tensor.name]):
+            plain = type(array) is np.ndarray and array.flags.c_contiguous
+            if not plain or array.dtype != tensor.dtype or array.shape != tensor.shape:
+                return None
+    return BoundPushPull(link, layout, servers, gradients, out)
