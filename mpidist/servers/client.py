@@ -33,8 +33,8 @@ from .layout.routing import (
     WholeShard,
     data_bytes,
     encode_parts,
-    is_whole,
-    place,
+    has_all,
+    part_of,
     route,
     views,
 )
@@ -303,7 +303,7 @@ class Client:
 
     def _route(self, server: int, wanted: Mapping) -> tuple[list[ShardPart], np.ndarray | None]:
         """Return the wanted parts on a server, and the array that lists them, or None for all."""
-        if is_whole(self.layout, wanted):
+        if has_all(self.layout, wanted):
             return self._whole[server].parts, None
         number = self._names.number
         parts = route(self.layout, server, {number[n]: rows for n, rows in wanted.items()})
@@ -353,7 +353,7 @@ class Client:
             np.concatenate(words, out=buffer[HEADER_BYTES:data_at].view(np.int64))
         for part, view in views(self.layout, parts, buffer, data_at):
             rows, gradient = pushes[self.layout.tensors[part.piece.tensor].name]
-            values, here = place(self.layout, part, rows, gradient)
+            values, here = part_of(self.layout, part, rows, gradient)
             view[...] = values[here].reshape(-1)
         self.started = True
         self._link.send(buffer, total, rank, protocol.TO_SERVER)
@@ -374,7 +374,7 @@ class Client:
         quiet: list[int] = []  # servers that are not asked
         routes = [self._route(server, wanted) for server in range(len(self._servers))]
         may_skip = entering and not self._asks_all and any(parts for parts, _ in routes)
-        in_pieces = self._in_pieces and is_whole(self.layout, wanted)
+        in_pieces = self._in_pieces and has_all(self.layout, wanted)
         gradients = whole_push(self.layout, pushes, flat) if in_pieces and flags & PUSH else None
         for server, rank in enumerate(self._servers):
             if in_pieces and (pieces := self._pieces[server]):
@@ -420,7 +420,7 @@ class Client:
                 headers.append(header := incoming.header)
                 for part, view in views(self.layout, parts, incoming.buffer, HEADER_BYTES):
                     name = self.layout.tensors[part.piece.tensor].name
-                    values, here = place(self.layout, part, wanted[name], flat[name])
+                    values, here = part_of(self.layout, part, wanted[name], flat[name])
                     values[here] = view.reshape(-1, *values.shape[1:])
                 self._link.received(header.total)
                 self._link.pool.give(incoming.buffer)

@@ -75,12 +75,14 @@ def owned(layout: ServerLayout, piece: Piece, rows: np.ndarray) -> np.ndarray:
     return (rows >= piece.start // width) & (rows < piece.stop // width)
 
 
-def is_whole(layout: ServerLayout, named: Mapping) -> bool:
+def has_all(layout: ServerLayout, named: Mapping) -> bool:
     """Whether a mapping of name to rows, or None for all, has the whole model."""
     return len(named) == len(layout.tensors) and all(rows is None for rows in named.values())
 
 
-def place(layout: ServerLayout, part: ShardPart, rows, flat: np.ndarray) -> tuple[np.ndarray, Any]:
+def part_of(
+    layout: ServerLayout, part: ShardPart, rows, flat: np.ndarray
+) -> tuple[np.ndarray, Any]:
     """Return a view of `flat`, which has the `rows`, and the index that selects `part` in it."""
     if rows is None:
         return flat, slice(part.piece.start, part.piece.stop)

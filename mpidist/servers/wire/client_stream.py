@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from ...runtime.elastic_requests import test_one
 from ..layout.placement import ServerLayout
-from ..layout.routing import is_whole
+from ..layout.routing import has_all
 from ..link import Link
 from ..protocol import PIECE_DOWN, PIECE_UP, Incoming, check_piece
 from .wire_pieces import WirePiece, allowed
@@ -129,7 +129,7 @@ def is_here(parts, incoming: Incoming, operation, stream: ClientStream | None) -
 
 def whole_push(layout: ServerLayout, pushes: Mapping, out: Mapping) -> dict[str, np.ndarray] | None:
     """Return the gradients to push in pieces, or None if this push is a whole message."""
-    if not is_whole(layout, {name: rows for name, (rows, _) in pushes.items()}):
+    if not has_all(layout, {name: rows for name, (rows, _) in pushes.items()}):
         return None
     gradients = {name: gradient for name, (_, gradient) in pushes.items()}
     return gradients if can_share(gradients, out) else None
