@@ -158,6 +158,7 @@ bench-staleness: $(VENV)/.run
 bench-rows: $(VENV)/.run
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.row_tables optimizers
 	PYTHONPATH=tests $(EXEC) 2 $(BIN)/python -m benchmarks.row_tables servers
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.row_tables spread
 
 # On shaped networks (as root), in one node, and the memory of a server of 8 workers.
 bench-servers: $(VENV)/.run

@@ -119,6 +119,7 @@ class ServerGroup:
         nonfinite: str = "raise",
         stale: Stale | None = None,
         rows: str | Mapping[str, str] = "dense",
+        spread: str | Mapping[str, str] = "ranges",
     ) -> Client | None:
         """Add a model to the servers; return the model's client, or None on a dedicated server.
 
@@ -151,6 +152,8 @@ class ServerGroup:
         rows : "dense" or "lazy", or mapping of name to these
             Whether an update moves all rows of a tensor, as by a gradient of zeros in the rows that
             no push names, or the named rows only; equal if ``optimizer.rows`` is "exact".
+        spread : "ranges" or "rows", or mapping of name to these
+            Whether a server holds consecutive rows, or rows are dealt to the servers in turn.
 
         Raises
         ------
@@ -165,9 +168,8 @@ class ServerGroup:
         # subclass of str may have another ``repr``.
         name = str.__str__(name) if isinstance(name, str) else name
         policy = KeepStale() if stale is None else stale
-        return self._host(
-            Request(name, model, optimizer, mode, seed, global_batch, None, nonfinite, policy, rows)
-        )
+        given = (seed, global_batch, None, nonfinite, policy, rows, spread)
+        return self._host(Request(name, model, optimizer, mode, *given))
 
     def add_again(
         self,
@@ -319,7 +321,8 @@ class ServerGroup:
         Returns
         -------
         dict
-            ``parameters``: list of (tensor name, first index in the flattened tensor, 1-D array);
+            ``parameters``: list of (tensor name, first index in the flattened tensor, 1-D array),
+            or (tensor name, rows, 2-D array) of a tensor whose rows are dealt to the servers;
             ``optimizer``: such a list for each kind of optimizer state; ``scalars``: the
             optimizer's 0-d arrays; ``version``: the number of updates applied; ``clock``: the
             clocks that the slowest worker has finished. The arrays are not copies: writing into

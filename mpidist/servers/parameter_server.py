@@ -29,6 +29,7 @@ def parameter_server(
     nonfinite: str = "raise",
     stale: Stale | None = None,
     rows: str | Mapping[str, str] = "dense",
+    spread: str | Mapping[str, str] = "ranges",
     on_pause: Callable[[Any], None] | None = None,
 ) -> Iterator[Client | None]:
     """Put one model on parameter servers for a ``with`` block. Collective over `comm`.
@@ -50,6 +51,7 @@ def parameter_server(
             nonfinite=nonfinite,
             stale=stale,
             rows=rows,
+            spread=spread,
         )
         if client is None:
             group.serve(on_pause)

@@ -16,9 +16,10 @@ import numpy as np
 
 from ..arrays import work_dtype
 from ..errors import ConfigError, nearest, shown
-from .layout.placement import ServerLayout
+from .layout.placement import ServerLayout, Tensor
 from .layout.routing import ShardPart, views
 from .rows.row_sums import merge_rows
+from .rows.saved_rows import fill_pieces
 
 _TILE = 1 << 16
 
@@ -76,6 +77,18 @@ def initial(out: np.ndarray, name: str, start: int, init: tuple[str, float], see
         out[low - start : high - start] = values[low - tile * _TILE : high - tile * _TILE]
 
 
+def _initial_rows(out: np.ndarray, tensor: Tensor, server: int, init, seed: int) -> None:
+    """Fill `out` with the initial values of the rows of a tensor that are dealt to `server`."""
+    width = max(1, tensor.width)
+    mine, step = out.reshape(-1, width), max(1, _TILE // width) * tensor.dealt
+    some = np.empty((step, width), out.dtype)
+    for start in range(0, tensor.shape[0], step):  # a multiple of the number of servers
+        rows = some[: tensor.shape[0] - start]
+        initial(rows.reshape(-1), tensor.name, start * width, init, seed)
+        taken = rows[server :: tensor.dealt]
+        mine[start // tensor.dealt :][: len(taken)] = taken
+
+
 class ServerShard:
     """The part of one model that one server holds: its parameters and optimizer state.
 
@@ -99,7 +112,11 @@ class ServerShard:
         for tensor, start, stop in layout.pieces[server]:
             name, _, dtype, *_ = layout.tensors[tensor]
             array = self.parameters[self._keys[tensor]] = np.empty(stop - start, dtype)
-            initial(array, name, start, inits.get(name, ("zeros", 0.0)), seed)
+            init = inits.get(name, ("zeros", 0.0))
+            if layout.tensors[tensor].dealt:
+                _initial_rows(array, layout.tensors[tensor], server, init, seed)
+            else:
+                initial(array, name, start, init, seed)
         self.state = optimizer.init(self.parameters)
         self.use(optimizer)
 
@@ -256,22 +273,32 @@ class ServerShard:
     def export(self) -> dict:
         """Return parameters and optimizer state as pieces of named tensors, without copying."""
         pieces = {
-            self._keys[t]: (self.layout.tensors[t].name, start)
+            self._keys[t]: (self.layout.tensors[t].name, self._saved_as(t, start))
             for t, start, _ in self.layout.pieces[self.server]
         }
+
+        def entry(key: str, array: np.ndarray) -> tuple:
+            name, where = pieces[key]
+            return name, where, array if np.ndim(where) == 0 else array.reshape(len(where), -1)
+
         optimizer: dict = {}
         scalars: dict = {}
         for path, leaf in _leaves(self.state):
             if path[-1] in pieces and np.ndim(leaf) == 1:
-                optimizer.setdefault("/".join(path[:-1]), []).append((*pieces[path[-1]], leaf))
+                optimizer.setdefault("/".join(path[:-1]), []).append(entry(path[-1], leaf))
             else:
                 scalars["/".join(path)] = leaf
         return {
-            "parameters": [(*pieces[key], array) for key, array in self.parameters.items()],
+            "parameters": [entry(key, array) for key, array in self.parameters.items()],
             "optimizer": optimizer,
             "scalars": scalars,
             "version": self.version,
         }
+
+    def _saved_as(self, tensor: int, start: int):
+        """Return the first element of a piece, or its rows if they are dealt to the servers."""
+        dealt, shape = self.layout.tensors[tensor].dealt, self.layout.tensors[tensor].shape
+        return np.arange(self.server, shape[0], dealt) if dealt else start
 
     def load(self, saved: Mapping) -> None:
         """Set parameters, optimizer state and update count from pieces that any servers have saved.
@@ -282,9 +309,9 @@ class ServerShard:
             `saved` lacks elements of a tensor, or a scalar, that this server holds.
         """
         mine = self.export()
-        _fill(mine["parameters"], saved["parameters"], "parameters")
+        fill_pieces(mine["parameters"], saved["parameters"], "parameters")
         for slot, triples in mine["optimizer"].items():
-            _fill(triples, saved["optimizer"].get(slot, ()), f"optimizer state {slot!r}")
+            fill_pieces(triples, saved["optimizer"].get(slot, ()), f"optimizer state {slot!r}")
         for name, leaf in mine["scalars"].items():
             if name not in saved["scalars"]:
                 raise ConfigError(f"load_shards: no optimizer state {name!r} in what was given")
@@ -321,19 +348,3 @@ def _leaves(tree: Mapping, path: tuple[str, ...] = ()):
             yield from _leaves(value, (*path, key))
         else:
             yield (*path, key), value
-
-
-def _fill(targets, sources, what: str) -> None:
-    """Fill the pieces of tensors in `targets` from pieces of the same tensors in `sources`."""
-    for tensor, start, array in targets:
-        missing = array.size
-        for name, begin, source in sources:
-            low, high = max(start, begin), min(start + array.size, begin + source.size)
-            if name == tensor and low < high:
-                array[low - start : high - start] = source[low - begin : high - begin]
-                missing -= high - low
-        if missing:
-            raise ConfigError(
-                f"load_shards: {what} of {tensor!r}: {missing} of {array.size} elements from "
-                f"{start} on are in none of the pieces given"
-            )

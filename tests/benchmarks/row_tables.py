@@ -1,6 +1,8 @@
 """Measure what rows of a large table cost, beside a table of 1,000 rows or all rows.
 
 PYTHONPATH=tests python -m benchmarks.row_tables optimizers
+PYTHONPATH=tests mpirun -n 2 python -m benchmarks.row_tables servers
+PYTHONPATH=tests python -m benchmarks.row_tables spread
 """
 
 from __future__ import annotations
@@ -13,6 +15,10 @@ from mpi4py import MPI
 
 import mpidist as md
 from mpidist import optim
+from mpidist.servers.layout.dealt_rows import dealt_places
+from mpidist.servers.layout.placement import RowPolicy, place_tensors
+from mpidist.servers.layout.routing import owned
+from mpidist.servers.rows.row_policies import SPREADS
 
 ROWS, FEW, WIDTH, SOME = 1 << 20, 1000, 16, 256
 
@@ -79,10 +85,27 @@ def servers(times: int = 200) -> None:
         print(f"{f'{policy}, {rows:,} rows':24}{next(medians):12.3f}{next(medians):20.3f}")
 
 
+def spread() -> None:
+    """Print the rows of the busiest of 4 servers over the mean, for ids drawn by Zipf's law."""
+    rng = np.random.default_rng(0)
+    counts = {name: np.zeros(4) for name in SPREADS}
+    layouts = {
+        name: place_tensors({"w": ((ROWS, WIDTH), "f4")}, 4, {"w": RowPolicy("lazy", name)})
+        for name in SPREADS
+    }
+    for _ in range(200):
+        ids = np.unique((rng.zipf(1.2, SOME) - 1) % ROWS)
+        for name, layout in layouts.items():
+            rows = dealt_places(ids, ROWS, 4) if name == "rows" else ids
+            counts[name] += [owned(layout, pieces[0], rows).sum() for pieces in layout.pieces]
+    for name, found in counts.items():
+        print(f"spread {name:10} busiest over mean {found.max() / found.mean():.3f}")
+
+
 def main() -> None:
     """Run the measurement that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["optimizers", "servers"])
+    parser.add_argument("what", choices=["optimizers", "servers", "spread"])
     globals()[parser.parse_args().what]()
 
 

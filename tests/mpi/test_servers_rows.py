@@ -67,6 +67,64 @@ def test_rows_in_every_mode(comm, mode):
 
 
 @pytest.mark.ranks(3, 5)
+@pytest.mark.parametrize("placement", ["dedicated", "colocated"])
+def test_dealt_rows_have_the_values_of_ranges(comm, placement):
+    """R22: whole tensors and rows, pushed and pulled, are the same however they are divided."""
+    found = {}
+    for spread in ("ranges", "rows"):
+        with md.ServerGroup(comm, servers=2, placement=placement) as group:
+            client = group.add(
+                "m", {"e": ((61, 3), "f8", "normal"), "b": ((9,), "f8")}, spread={"e": spread},
+                optimizer=md.optim.momentum(0.5), seed=2,
+            )  # fmt: skip
+            if client is None:
+                continue
+            me, seen = group.workers.rank, []
+            rows = np.array([60, 3, 0, 3, 31, me])
+            seen.append(client.pull()["e"])
+            seen.append(client.pull({"e": rows})["e"])
+            seen.append(client.push_pull({"e": (rows, np.ones((6, 3)))}, what={"e": rows})["e"])
+            whole = {"e": np.arange(183.0).reshape(61, 3), "b": np.ones(9)}
+            out = {"e": np.zeros((61, 3), "f4", order="F")}
+            seen.append(client.push_pull(whole, out=out)["e"].copy())
+            seen.append(client.pull({"e": None, "b": None})["e"])
+            found[spread] = seen
+    for one, other in zip(*found.values(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.ranks(4)
+def test_arrays_and_saved_pieces_of_dealt_rows(comm):
+    """Initial arrays reach their rows; what two servers have saved restarts on three."""
+    table = np.arange(80, dtype="f4").reshape(20, 4)
+    saved: list = []
+
+    def save(tag):
+        pieces = group.shards("m") if group.is_server else None
+        found = [{**one, "parameters": [(n, w, a.copy()) for n, w, a in one["parameters"]]}
+                 for one in comm.allgather(pieces) if one]  # fmt: skip
+        saved[:] = [{**found[0], "parameters": [p for one in found for p in one["parameters"]]}]
+
+    for servers in (2, 3):
+        with md.ServerGroup(comm, servers=servers) as group:
+            start = table if servers == 2 else np.zeros_like(table)
+            client = group.add("m", {"e": start}, optimizer=md.optim.sgd(1.0), spread="rows")
+            if group.is_server and saved:
+                group.load_shards("m", saved[0])
+            if client is None:
+                group.serve(on_pause=save)
+                continue
+            if servers == 2:
+                np.testing.assert_array_equal(client.pull()["e"], table)
+            client.push_pull({"e": ([7], np.ones((1, 4)))}, what={"e": [7]})
+            group.pause("save")
+            save("save")
+            group.barrier()
+            np.testing.assert_array_equal(client.pull({"e": [7, 8]})["e"][1], table[8])
+            np.testing.assert_array_equal(client.pull({"e": [7]})["e"][0], table[7] - servers + 1)
+
+
+@pytest.mark.ranks(3, 5)
 def test_lazy_adam_under_bsp_equals_a_reference(comm):
     """The reference is written out: only the rows that a clock pushes make a step."""
     result = run(comm, md.BSP(), md.optim.adam(0.01), rows="lazy")

@@ -6,12 +6,13 @@ import pytest
 from mpidist import optim
 from mpidist.errors import ConfigError
 from mpidist.servers.consistency import BSP
+from mpidist.servers.layout.dealt_rows import dealt_order, dealt_places
 from mpidist.servers.layout.placement import RowPolicy, place_tensors
-from mpidist.servers.layout.routing import ShardPart
+from mpidist.servers.layout.routing import ShardPart, owned, whole_parts
 from mpidist.servers.model_facts import Request, parse_model
 from mpidist.servers.rows.row_policies import check_row_optimizer, row_policies
 from mpidist.servers.rows.row_sums import merge_rows, sum_equal_rows
-from mpidist.servers.shards import ServerShard
+from mpidist.servers.shards import ServerShard, initial
 
 
 def test_equal_rows_are_added():
@@ -117,12 +118,111 @@ def test_whole_and_rows_together_are_dense():
         ({"rows": 1}, "rows of 'e' is 1, expected"),
         ({"rows": {"f": "lazy"}}, "rows names 'f', which is no tensor"),
         ({"rows": {"e": None}}, "rows of 'e' is None"),
+        ({"spread": "row"}, "spread of 'e' is 'row', expected 'ranges' or 'rows'; did you mean"),
     ],
 )
 def test_unknown_policies_are_refused(given, text):
     with pytest.raises(ConfigError, match=text) as error:
         parse_model(Request("m", {"e": ((3, 2), "f4")}, None, BSP(), **given))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [1, 2, 7, 30])
+def test_dealt_rows(count, servers):
+    """R22: row r is dealt to server r modulo n; its initial values are those of ranges."""
+    order = dealt_order(count, servers)
+    places = dealt_places(np.arange(count), count, servers)
+    np.testing.assert_array_equal(order[places], np.arange(count))
+    specs, deal = {"e": ((count, 3), "f4"), "b": ((5,), "f8")}, {"e": RowPolicy("lazy", "rows")}
+    layout = place_tensors(specs, servers, deal)
+    whole = np.empty(3 * count, "f4")
+    initial(whole, "e", 0, ("normal", 1.0), 5)
+    found = {}
+    for server in range(servers):
+        one = ServerShard(layout, server, optim.adam(0.1), {"e": ("normal", 1.0)}, 5)
+        for name, rows, array in one.export()["parameters"]:
+            if name == "e":
+                assert (rows % servers == server).all()
+                found |= dict(zip(rows.tolist(), array.tolist(), strict=True))
+    assert [found[row] for row in range(count)] == whole.reshape(count, 3).tolist()
+
+
+def test_initial_values_of_many_tiles():
+    shape = (100_000, 3)
+    layout = place_tensors({"e": (shape, "f4")}, 3, {"e": RowPolicy("dense", "rows")})
+    whole = np.empty(300_000, "f4")
+    initial(whole, "e", 0, ("uniform", 1.0), 5)
+    for server in range(3):
+        one = ServerShard(layout, server, optim.sgd(0.1), {"e": ("uniform", 1.0)}, 5)
+        ((_, rows, array),) = one.export()["parameters"]
+        np.testing.assert_array_equal(array, whole.reshape(shape)[rows])
+
+
+def test_dealt_rows_balance_frequent_rows():
+    """R22: of 256 ids drawn by Zipf's law of 1.2, the busiest of 4 servers has few more."""
+    rng = np.random.default_rng(0)
+    loads = {}
+    for spread in ("ranges", "rows"):
+        specs = {"e": ((1 << 20, 16), "f4")}
+        layout = place_tensors(specs, 4, {"e": RowPolicy("lazy", spread)})
+        counts = np.zeros(4)
+        for _ in range(200):
+            ids = np.unique((rng.zipf(1.2, 256) - 1) % (1 << 20))
+            here = dealt_places(ids, 1 << 20, 4) if spread == "rows" else ids
+            counts += [owned(layout, pieces[0], here).sum() for pieces in layout.pieces]
+        loads[spread] = counts.max() / counts.mean()
+    assert loads["ranges"] > 2
+    assert loads["rows"] < 1.2
+
+
+@pytest.mark.parametrize("spreads", [("rows", "rows"), ("ranges", "rows"), ("rows", "ranges")])
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 5), (4, 1)])
+def test_saved_rows_fill_other_servers(before, after, spreads):
+    """Parameters and optimizer state restart on another number of servers, dealt or not."""
+    specs = {"e": ((41, 3), "f4"), "b": ((7,), "f4")}
+    optimizer = optim.adam(0.1)
+
+    def shards(servers, spread):
+        layout = place_tensors(specs, servers, {"e": RowPolicy("lazy", spread)})
+        return [
+            ServerShard(layout, k, optimizer, {"e": ("normal", 1.0)}, servers)
+            for k in range(servers)
+        ]
+
+    old, new = shards(before, spreads[0]), shards(after, spreads[1])
+    for one in old:
+        one.apply([(1.0, [(p, np.ones(p.elements(one.layout), "f4")) for p in
+                          whole_parts(one.layout, one.server)])])  # fmt: skip
+    exports = [one.export() for one in old]
+    saved = {
+        **exports[0],
+        "parameters": [each for export in exports for each in export["parameters"]],
+        "optimizer": {
+            slot: [each for export in exports for each in export["optimizer"].get(slot, [])]
+            for slot in ("mean", "square")
+        },
+    }
+    for one in new:
+        one.load(saved)
+
+    def table(exported):
+        found = {}
+        for name, where, array in exported:
+            if name == "e":
+                rows = np.ndim(where) > 0
+                elements = (
+                    np.add.outer(3 * where, range(3)) if rows else where + np.arange(array.size)
+                )
+                found |= dict(zip(elements.ravel().tolist(), array.ravel().tolist(), strict=True))
+        return found
+
+    for pick in (lambda e: e["parameters"], lambda e: e["optimizer"].get("mean", [])):
+        wanted = table([each for export in exports for each in pick(export)])
+        assert len(wanted) == 3 * 41
+        assert table([each for one in new for each in pick(one.export())]) == wanted
+    with pytest.raises(ConfigError, match="elements from"):
+        new[0].load({**saved, "parameters": []})
 
 
 def test_an_optimizer_without_rows():

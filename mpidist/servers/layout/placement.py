@@ -15,12 +15,14 @@ proportion to them (`roles`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...tensors import dtype_of
+from .dealt_rows import first_rows
 
 #: A tensor larger than this fraction of a server's mean share is large, and may be cut.
 LARGE = 1 / 32
@@ -44,7 +46,8 @@ class RowPolicy(NamedTuple):
 class Tensor(NamedTuple):
     """The name, shape and dtype of one tensor, and whether the tensor is cut only between rows.
 
-    `lazy`: an update moves only the rows that a push names.
+    `lazy`: an update moves only the rows that a push names. `dealt`: to how many servers the rows
+    are dealt, see `dealt_rows`; 0 if each server has consecutive rows.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Tensor(NamedTuple):
     dtype: np.dtype
     by_rows: bool = True
     lazy: bool = False
+    dealt: int = 0
 
     @property
     def size(self) -> int:
@@ -131,6 +135,7 @@ def place_tensors(
             tuple(map(int, specs[name][0])),
             dtype_of(specs[name][1]),
             lazy=chosen[name].rows == "lazy",
+            dealt=len(shares) if chosen[name].spread == "rows" and len(specs[name][0]) else 0,
         )
         for name in sorted(specs)
     ]
@@ -139,19 +144,28 @@ def place_tensors(
     tensors = tuple(t._replace(by_rows=_cut_by_rows(t, len(shares), mean)) for t in plain)
     loads = [0.0] * len(shares)
     pieces: list[list[Piece]] = [[] for _ in shares]
-    small = [(i, t) for i, t in enumerate(tensors) if t.nbytes <= LARGE * mean and t.size]
+    for i, tensor in enumerate(tensors):
+        if tensor.dealt:
+            starts = [row * tensor.width for row in first_rows(tensor.shape[0], tensor.dealt)]
+            for server, (start, stop) in enumerate(pairwise(starts)):
+                loads[server] += (stop - start) * tensor.dtype.itemsize
+                pieces[server] += [Piece(i, start, stop)] if start < stop else []
+    others = [(i, t) for i, t in enumerate(tensors) if not t.dealt]
+    small = [(i, t) for i, t in others if t.nbytes <= LARGE * mean and t.size]
     for i, tensor in sorted(small, key=lambda each: -each[1].nbytes):
         filled = [(load + tensor.nbytes) / share for load, share in zip(loads, shares, strict=True)]
         server = filled.index(min(filled))
         pieces[server].append(Piece(i, 0, tensor.size))
         loads[server] += tensor.nbytes
-    large = [(i, t) for i, t in enumerate(tensors) if t.nbytes > LARGE * mean]
+    large = [(i, t) for i, t in others if t.nbytes > LARGE * mean]
     _fill_up(large, loads, [share * total for share in shares], pieces)
     return ServerLayout(tensors, tuple(tuple(sorted(p)) for p in pieces), tuple(shares))
 
 
 def _cut_by_rows(tensor: Tensor, servers: int, mean: float) -> bool:
     """Whether to cut a tensor only between rows; false if rows are too big to balance servers."""
+    if tensor.dealt:
+        return True
     small_rows = tensor.width * tensor.dtype.itemsize <= LARGE * mean
     return len(tensor.shape) < 2 or (tensor.shape[0] > servers and small_rows)
 

@@ -10,6 +10,7 @@ import numpy as np
 from ...arrays import as_array, copy_into, host_empty, is_device, is_writable
 from ...errors import ConfigError, nearest, shown
 from ..rows.row_sums import sum_equal_rows
+from .dealt_rows import dealt_order, dealt_places
 from .placement import ServerLayout, Tensor
 
 
@@ -93,11 +94,21 @@ class Selection:
         """Return 1-D host arrays to receive into, and a function to call after the data arrived.
 
         If the servers have cut a tensor within rows, `wanted` is changed to ask for the whole
-        tensor instead of some rows, because such a tensor has only few, long rows.
+        tensor instead of some rows, because such a tensor has only few, long rows. Rows that are
+        dealt to the servers become places in dealt order.
         """
-        flat, copies = {}, []
+        flat: dict[str, np.ndarray] = {}
+        copies: list[tuple[Any, Any, Any]] = []
         for name, rows in wanted.items():
             tensor, array = self.tensor(name), results[name]
+            if tensor.dealt and rows is None:
+                places = dealt_places(np.arange(tensor.shape[0]), tensor.shape[0], tensor.dealt)
+                everything = np.empty(tensor.shape, tensor.dtype)
+                flat[name] = everything.reshape(-1)
+                copies.append((array, everything, places))
+                continue
+            if tensor.dealt:
+                wanted[name] = dealt_places(rows, tensor.shape[0], tensor.dealt)
             if rows is not None and not tensor.by_rows:
                 everything = np.empty(tensor.shape, tensor.dtype)
                 flat[name], wanted[name] = everything.reshape(-1), None
@@ -146,7 +157,11 @@ class Selection:
             np.add.at(dense, rows, gradient)
             rows, gradient = None, dense
         elif rows is not None:
+            if tensor.dealt:
+                rows = dealt_places(rows, tensor.shape[0], tensor.dealt)
             rows, gradient = sum_equal_rows(rows, gradient)
+        elif tensor.dealt:
+            gradient = gradient[dealt_order(tensor.shape[0], tensor.dealt)]
         # A finite number may be infinite in the dtype of the parameters.
         with np.errstate(over="ignore", invalid="ignore"):
             return rows, gradient.reshape(-1).astype(tensor.dtype, copy=False)

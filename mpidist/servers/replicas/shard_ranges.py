@@ -18,7 +18,7 @@ Ranges = tuple[np.ndarray, ...]
 def all_ranges(shard: ServerShard) -> Ranges:
     """Return all arrays of a shard, with the scalars of its optimizer."""
     kinds, scalars = _tables(shard)
-    arrays = [array for table in kinds for _, array in table.values()]
+    arrays = [array.reshape(-1) for table in kinds for _, array in table.values()]
     return (*arrays, *(leaf.reshape(-1) for leaf in scalars.values()))
 
 

@@ -1,0 +1,76 @@
+"""Fill the pieces of a shard from saved pieces of any servers: ranges of elements, or rows.
+
+A piece is (tensor, first element, 1-D array), or (tensor, rows, 2-D array) if its rows are dealt to
+the servers. Both kinds fill each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ...errors import ConfigError
+
+
+def fill_pieces(targets: Sequence, sources: Iterable, what: str) -> None:
+    """Copy what `sources` have of the `targets`; `what` says in errors what these are.
+
+    Raises
+    ------
+    ConfigError
+        Elements of a target are in no source.
+    """
+    sources = list(sources)
+    for tensor, where, array in targets:
+        missing = array.size
+        for name, place, source in sources:
+            if name == tensor:
+                missing -= _copy(where, array, place, source)
+        if missing:
+            begin = where if np.ndim(where) == 0 else f"row {where[0]}"
+            raise ConfigError(
+                f"load_shards: {what} of {tensor!r}: {missing} of {array.size} elements from "
+                f"{begin} on are in none of the pieces given"
+            )
+
+
+def _copy(where, array: np.ndarray, place, source: np.ndarray) -> int:
+    """Copy the common elements of two pieces of one tensor; return their number."""
+    if np.ndim(where) == 0 and np.ndim(place) == 0:
+        low, high = max(where, place), min(where + array.size, place + source.size)
+        if low < high:
+            array[low - where : high - where] = source[low - place : high - place]
+        return max(0, high - low)
+    if np.ndim(where) and np.ndim(place):
+        _, mine, given = np.intersect1d(where, place, assume_unique=True, return_indices=True)
+        array[mine] = source[given]
+        return len(mine) * array.shape[1]
+    if np.ndim(where):
+        return _rows_of_range(where, array, place, source, False)
+    return _rows_of_range(place, source, where, array, True)
+
+
+def _rows_of_range(rows, table: np.ndarray, start: int, flat: np.ndarray, back: bool) -> int:
+    """Copy rows that lie in a range of elements into `table`, or `back` into the range."""
+    width, stop = table.shape[1], start + flat.size
+    first, last = -(-start // width), stop // width  # the rows that the range has as a whole
+    copied = 0
+    if first < last:
+        whole = flat[first * width - start : last * width - start].reshape(-1, width)
+        here = (rows >= first) & (rows < last)
+        if back:
+            whole[rows[here] - first] = table[here]
+        else:
+            table[here] = whole[rows[here] - first]
+        copied = int(here.sum()) * width
+    for row in {start // width, stop // width}:  # rows that the range cuts
+        low, high = max(start, row * width), min(stop, (row + 1) * width)
+        for at in np.flatnonzero(rows == row) if 0 < high - low < width else ():
+            mine, given = table[at, low - row * width :][: high - low], flat[low - start :]
+            if back:
+                given[: high - low] = mine
+            else:
+                mine[...] = given[: high - low]
+            copied += high - low
+    return copied
