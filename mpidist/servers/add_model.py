@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Container, Mapping
 
-from ..errors import ConfigError, MismatchError, ProtocolError, shown
+from ..errors import ConfigError, MismatchError, ProtocolError, nearest, shown
 from ..launch.free_memory import available_memory
 from ..runtime.agreement.run_on_all import difference
 from .layout.capacity import check_capacity, needed
@@ -102,6 +102,24 @@ def _policies(facts: Mapping) -> dict[str, RowPolicy]:
     return {n: RowPolicy(rows, facts["spread"][n]) for n, rows in facts["rows"].items()}
 
 
+def agree_to_remove(group, server: Server | None, name, taken: Mapping) -> None:
+    """Check on all ranks that they remove the same model, which the group has. Collective."""
+    doing, link = f"remove {shown(name)}", group.link
+
+    def describe() -> dict[str, str]:
+        if not isinstance(name, str) or name not in taken:
+            close = nearest(name, taken) if isinstance(name, str) else ""
+            raise ConfigError(f"{doing}: the group has no model of that name{close}")
+        return {"name": repr(name)}
+
+    def decide(everyone: list[dict[str, str]]) -> None:
+        if differs := difference(everyone):
+            raise MismatchError(f"{doing}: {differs}; all ranks must remove the same model")
+
+    _announce(link, server, group.server_ranks, group.worker_ranks)
+    link.run_on_all(doing, describe, decide)
+
+
 def _flat(facts: Mapping, path: str = "") -> dict[str, str]:
     """Flatten a nested dict into a dict of texts; a key is a path such as ``optimizer lr``."""
     flat: dict[str, str] = {}
@@ -112,13 +130,16 @@ def _flat(facts: Mapping, path: str = "") -> dict[str, str]:
 
 
 def _announce(link: Link, server: Server | None, servers, workers) -> None:
-    """Check that all workers call `add` when the servers do. Collective over the group."""
+    """Check that all workers add or remove a model when the servers do. Collective over them."""
     if link.comm.rank in workers:
         for rank in servers:
             link.tell(ADD, rank, TO_SERVER)
     if server is None:
         return
     for rank in workers:
+        if rank in server.announced:
+            server.announced.remove(rank)
+            continue
         with link.doing("add", rank):
             message = link.receive(rank, TO_SERVER, link.wait_for_size(rank, TO_SERVER))
             link.wait_for([message])

@@ -87,7 +87,7 @@ class Client:
         self.versions = [0] * len(self._servers)
         self.finished, self.note = 0, (0, 0)
         self.gaps: Counter[int] = Counter()
-        self.closed = self.started = False
+        self.closed = self.started = self.removed = False
         self._batch, self._drops = asked.global_batch, asked.nonfinite == "drop"
         self._nonfinite = self.dropped = self.skipped = 0
         self._names = Selection(name, layout)
@@ -276,6 +276,8 @@ class Client:
     # -- messages ------------------------------------------------------------------------
 
     def _open(self) -> None:
+        if self.removed:
+            raise ClosedError(f"client {self.name!r}: the model was removed from its group")
         if self.closed:
             raise ClosedError(f"client {self.name!r} is closed; it was used after close()")
 

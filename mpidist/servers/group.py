@@ -7,10 +7,6 @@ servers                  0  1
 ranks        0  1  2  3                  servers=2, colocated: all ranks work,
 workers      0  1  2  3                  and the last two ranks serve as well, from
 servers            0  1                  inside the calls of their clients
-
-ranks        0  1  2  3                  servers={0: 1, 1: 1, 2: 1, 3: 6}, placement=[3]:
-workers      0  1  2                     rank 3 serves only and holds two thirds of the
-servers      0  1  2  3                  model, and ranks 0 to 2 work and serve
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from mpi4py import MPI
 from ..errors import ClosedError, ConfigError, ProtocolError, nearest, shown
 from ..events import trails
 from ..runtime.context import free, of
-from .add_model import host_model
+from .add_model import agree_to_remove, host_model
 from .client import Client
 from .consistency import BSP, Consistency
 from .layout.agree_on_roles import agree_on_roles
@@ -34,11 +30,11 @@ from .layout.load_report import group_facts, group_text
 from .layout.placement import ServerLayout
 from .link import GroupCall, Link, nothing
 from .model_facts import KeptModel, Request, check_function
+from .modes.model_changes import ModelChanges
 from .modes.stale_gradients import KeepStale, Stale
 from .protocol import BARRIER, BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
-from .replicas.shard_copies import ShardCopies
 from .server import Hosted, Server
-from .votes import Votes
+from .votes import start_votes
 
 
 class ServerGroup:
@@ -104,6 +100,7 @@ class ServerGroup:
             if self.is_worker:
                 self.link.background = self._server.poll
                 self._server.on_pause = lambda tag: None  # the rank's worker does the server's part
+        self._changes = ModelChanges(self.link, self._server)
 
     # -- models ----------------------------------------------------------------------------
 
@@ -123,7 +120,8 @@ class ServerGroup:
     ) -> Client | None:
         """Add a model to the servers; return the model's client, or None on a dedicated server.
 
-        Collective over the group's `comm`, before the first client is used.
+        Collective over the group's `comm`, before the first client is used, or in a `pause`: then
+        the workers call `add` after `pause`, and the servers in `on_pause`.
 
         Parameters
         ----------
@@ -200,20 +198,31 @@ class ServerGroup:
     def _host(self, asked: Request) -> Client | None:
         self._open()
         name = asked.name
-
-        # Other ranks need no notice of this error. A server that is in `add`, too, receives an
-        # earlier pull or push of this worker there, and raises an error.
-        if any(client.started for client in self._clients):
-            raise ProtocolError(f"add {name!r}: add all models before the first pull or push")
-
         # A colocated server must not answer for a model whose values have not arrived yet.
-        with GroupCall(self.link, "add"), self.link.serving(nothing):
+        with self._changes.changing(f"add {shown(name)}", self._clients):
             self._layouts[name], piece = host_model(self, self._server, self._layouts, asked)
+            number = self._changes.number()
         if not self.is_worker:
             return None
-        client = Client(self, asked, self._layouts[name], len(self._layouts) - 1, piece)
+        client = Client(self, asked, self._layouts[name], number, piece)
         self._clients.append(client)
         return client
+
+    def remove(self, name: str) -> None:
+        """Take a model from the servers, and free its memory. Collective over the group's `comm`.
+
+        When, as for `add`. Calls of the model's client are then refused. A new model may get the
+        name.
+        """
+        self._open()
+        with self._changes.changing(f"remove {shown(name)}", self._clients):
+            agree_to_remove(self, self._server, name, self._layouts)
+            del self._layouts[name]
+            if self._server is not None:
+                self._server.forget(name)
+        for client in self._clients:
+            client.closed |= client.name == name
+            client.removed |= client.name == name
 
     def vote(self, copies: bool = False) -> None:
         """Let servers apply the pushes of a clock only when all servers have them; see `votes`.
@@ -221,16 +230,9 @@ class ServerGroup:
         With `copies`, each server also keeps a copy of the shards of the one before (`replicas`),
         which is equal after `fill_copies`. All ranks call this, before the first model is added.
         """
-        server, ranks = self._server, self.server_ranks
-        self.replicated = copies and len(ranks) > 1
-        self.votes = len(ranks) > 1
-        if server is None or len(ranks) < 2:
-            return
-        if copies:
-            before, after = ranks[server.index - 1], ranks[(server.index + 1) % len(ranks)]
-            server.copies = ShardCopies(self.link, before, after, server.models)
-        others = [rank for rank in ranks if rank != self.comm.rank]
-        server.votes = Votes(self.link, others, server.copies)
+        self.replicated = copies and len(self.server_ranks) > 1
+        self.votes = len(self.server_ranks) > 1
+        start_votes(self._server, self.server_ranks, copies)
 
     def fill_copies(self, name: str) -> None:
         """Make the copies equal to their shards. All servers call it, before they serve."""
@@ -298,7 +300,8 @@ class ServerGroup:
             for rank in self.server_ranks:
                 replies.append(link.receive(rank, TO_WORKER, HEADER_BYTES))
                 link.tell(PAUSE, rank, TO_SERVER, json.dumps(tag).encode())
-            link.wait_for(replies, "worker")
+            with self._changes.pausing():
+                link.wait_for(replies, "worker")
             for reply in replies:
                 link.pool.give(reply.buffer)
 

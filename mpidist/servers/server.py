@@ -58,6 +58,9 @@ class Server:
         self.decisions = Decisions(link, servers)
         self.models: list[Hosted] = []
         self.on_pause: Callable[[Any], None] | None = None
+        self.in_pause = False  # whether `on_pause` runs
+        self.in_own_pause = False  # whether the worker on this rank is in `pause`
+        self.announced: list[int] = []  # ranks that already add or remove a model
         self.queue: Counter[int] = Counter()
         self.busy_seconds = 0.0
         self.votes: Votes | None = None
@@ -158,6 +161,9 @@ class Server:
 
     def _handle(self, worker: int, header: Header, buffer: np.ndarray, queue: int) -> bool:
         """Carry out the requests in a message; return whether its buffer is needed longer."""
+        if header.flags & protocol.ADD and self.in_own_pause:
+            self.announced.append(self.workers[worker])  # it has left the pause before this rank
+            return False
         if header.flags & protocol.ADD:
             raise ProtocolError(
                 f"parameter server {self.index}: worker {worker} adds a model while this server "
@@ -178,6 +184,10 @@ class Server:
         if not 0 <= header.model < len(self.models):
             raise ProtocolError(f"parameter server {self.index}: no model {header.model} here")
         model = self.models[header.model]
+        if model.removed is not None:
+            raise ProtocolError(
+                f"parameter server {self.index}: worker {worker} calls the removed {model.name!r}"
+            )
         asks = bool(header.flags & protocol.PULL)
         operation = self.link.trail.begin(kind, rank, model.name, header.clock, open=asks)
         clock = model.gate.clocks[worker]
@@ -363,8 +373,15 @@ class Server:
         self._paused = {}
         for rank in self.workers:
             self.link.tell(protocol.PAUSE, rank, TO_WORKER)
+        self.in_pause = True
         with self.link.doing("serve pause"):
             self.on_pause(tags[0])
+        self.in_pause = False
+
+    def forget(self, name: str) -> None:
+        """Free the memory of a model; its number stays, because messages name models by numbers."""
+        number = [model.name for model in self.models].index(name)
+        self.models[number].remove()
 
     def _clocks(self) -> dict:
         """Return, for each model and worker rank, how many steps the worker has finished."""

@@ -108,3 +108,18 @@ class Votes:
             if isinstance(each, Apply):
                 self._heard.pop((model, each.clock), None)
         return allowed
+
+
+def start_votes(server, ranks: Sequence[int], copies: bool) -> None:
+    """Let a server vote with the others, and keep copies as well if that is asked.
+
+    `server` is None on a rank that is no server; `ranks` has the ranks of all servers.
+    """
+    if server is None or len(ranks) < 2:
+        return
+    link = server.link
+    if copies:
+        before, after = ranks[server.index - 1], ranks[(server.index + 1) % len(ranks)]
+        server.copies = ShardCopies(link, before, after, server.models)
+    others = [rank for rank in ranks if rank != link.comm.rank]
+    server.votes = Votes(link, others, server.copies)

@@ -126,7 +126,7 @@ def test_wrong_calls_of_a_client(comm):
             )
             client.clock()
             group = client.group
-            assert "before the first pull" in raised(
+            assert "call group.pause(tag) on all workers first" in raised(
                 lambda: group.add("late", params, optimizer=SGD), md.ProtocolError
             )
             client.close()

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...errors import ProtocolError
 from ..consistency import Apply, Drop
+from ..layout.placement import ServerLayout
 from ..layout.routing import ShardPart, WholeShard
 from ..model_facts import Request
 from ..shards import ServerShard
@@ -63,6 +64,7 @@ class Hosted:
         self.applied = 0  # the pushes of all clocks before are applied, in modes that hold pushes
         self.stale, self.record = asked.stale, PushRecord(asked.name, workers, shard.server)
         self._copies = PulledCopies(shard, workers) if asked.stale.compensates else None
+        self.removed: dict | None = None  # the counts of a model that was removed
 
     def weight(self, push: Push) -> float:
         """Return the weight of a push applied alone: a factor of learning rate or gradients."""
@@ -138,8 +140,20 @@ class Hosted:
             self._copies.correct(worker, push.parts, self.stale)
         return self.shard.merge([(1.0, push.parts)], self.weight(push) * factor)
 
+    def remove(self) -> None:
+        """Free the memory, and keep the counts. Another model may get the name."""
+        self.removed = self.facts()
+        self.name = f"{self.name} (removed)"
+        layout = ServerLayout((), ((),) * len(self.shard.layout.pieces), self.shard.layout.shares)
+        self.shard = ServerShard(layout, self.shard.server, self.shard.optimizer, {}, 0)
+        self.due = DueActions(self.shard, PIECE_BYTES)
+        self._copies = None
+        self.merged.clear()
+
     def facts(self) -> dict:
         """Return this model's counts for the report, such as updates and steps of each worker."""
+        if self.removed is not None:
+            return self.removed
         return {
             "updates": self.shard.version,
             "clocks": self.gate.clocks,
