@@ -273,6 +273,27 @@ def test_arrays_that_are_copied(comm):
         assert (results["y"] == -3).all()
 
 
+@pytest.mark.ranks(2)
+def test_gradients_with_gaps_and_of_two_tensors(comm):
+    """Each second element of an array, and one array for two tensors, one of which it answers."""
+    with (
+        pieces_of(64),
+        md.parameter_server(
+            comm, {"x": np.zeros(500), "y": np.zeros(500)}, optimizer=md.optim.sgd(1.0)
+        ) as client,
+    ):
+        if client is None:
+            return
+        spread = np.arange(2000.0)
+        found = client.push_pull({"x": spread[:1000:2], "y": spread[1999:999:-2]})
+        assert (found["x"] == -spread[:1000:2]).all()
+        assert (found["y"] == -spread[1999:999:-2]).all()
+        both, y = np.ones(500), np.zeros(500)
+        client.push_pull({"x": both, "y": both}, out={"x": both, "y": y})
+        assert (both == found["x"] - 1).all()
+        assert (y == found["y"] - 1).all()
+
+
 @pytest.mark.ranks(4)
 def test_messages_and_memory(comm):
     """A message per piece, at most `WINDOW` pieces of memory per worker, and nothing left over."""

@@ -118,6 +118,8 @@ def test_gradients_and_answers_in_the_same_memory():
     assert not can_share({"a": a, "b": b}, {"a": b, "b": a})
     assert not can_share({"a": memory[1:41]}, {"a": a})
     assert not can_share({"a": a}, {"a": memory[1:41]})
+    assert can_share({"a": a, "b": a}, {"a": b, "b": memory[80:]})
+    assert not can_share({"a": a, "b": a}, {"a": a, "b": b})
     assert can_share({"a": a, "z": memory[:0]}, {"a": a, "z": memory[:0]})
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 from mpi4py import MPI
@@ -131,7 +132,8 @@ def whole_push(layout: ServerLayout, pushes: Mapping, out: Mapping) -> dict[str,
     """Return the gradients to push in pieces, or None if this push is a whole message."""
     if not has_all(layout, {name: rows for name, (rows, _) in pushes.items()}):
         return None
-    gradients = {name: gradient for name, (_, gradient) in pushes.items()}
+    # A flat gradient may have gaps between its elements, and MPI sends bytes that have none.
+    gradients = {name: np.ascontiguousarray(flat) for name, (_, flat) in pushes.items()}
     return gradients if can_share(gradients, out) else None
 
 
@@ -139,20 +141,15 @@ def can_share(gradients: Mapping[str, np.ndarray], out: Mapping[str, np.ndarray]
     """Whether answers may be written to `out` while `gradients` are still being sent.
 
     An answer overwrites only the gradients of its own piece, which the server has received already.
-    So one array may have both the gradient and the new values of a tensor.
+    So one array may have both the gradient and the new values of a tensor, unless it is also the
+    gradient of another tensor.
     """
-    places = []
+    users: dict[tuple[int, int], list[tuple[int, str]]] = {}
     for side, arrays in enumerate((gradients, out)):
         for name, array in arrays.items():
             first = array.__array_interface__["data"][0]
-            places.append((first, first + array.nbytes, side, name))
-    places.sort()
-    reached: tuple[int, int, int, str] = (0, 0, 0, "")
-    for place in places:
-        if place[0] < reached[1] and place[2] != reached[2] and place[3] != reached[3]:
-            return False
-        if place[0] < reached[1] and place[0] != reached[0]:
-            return False
-        if place[1] > reached[1]:
-            reached = place
-    return True
+            if array.nbytes:
+                users.setdefault((first, first + array.nbytes), []).append((side, name))
+    if any(start < stop for (_, stop), (start, _) in pairwise(sorted(users))):
+        return False
+    return all(1 in map(len, map(set, zip(*each, strict=True))) for each in users.values())
