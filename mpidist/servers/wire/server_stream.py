@@ -283,8 +283,8 @@ class StreamedUpdate:
         self._next, self._number = 0, len(pieces.pieces)
         self._streams = [push for _, push in pushes if isinstance(push, PushStream)]
         self._ranks = [stream.source for stream in self._streams]
-        self._pushes: list[tuple[float, PushStream | dict[int, np.ndarray]]] = [
-            (share, push if isinstance(push, PushStream) else dense(shard, share, push))
+        self._pushes: list[tuple[float, PushStream | ScaledPush]] = [
+            (share, push if isinstance(push, PushStream) else ScaledPush(shard, share, push))
             for share, push in pushes
             if share
         ]
@@ -339,25 +339,39 @@ class StreamedUpdate:
             if isinstance(push, PushStream):
                 view = push.piece(number)[room].view(dtype)
                 total += scale(view.astype(total.dtype, copy=False), share)
-            elif tensor in push:
-                first = start - self._shard.first(tensor)
-                total += push[tensor][first : first + total.size]
+            else:
+                push.add(tensor, start - self._shard.first(tensor), total)
         return total.astype(dtype, copy=False)
 
 
-def dense(shard: ServerShard, share: float, parts: Parts) -> dict[int, np.ndarray]:
-    """Return the gradients of a whole message, by tensor, multiplied by the push's share."""
-    found: dict[int, np.ndarray] = {}
-    for part, view in parts:
-        tensor = part.piece.tensor
-        dtype = np.promote_types(view.dtype, np.float32)
-        values = scale(view.astype(dtype, copy=False), share)
-        if part.rows is not None:
-            width = shard.layout.tensors[tensor].width
-            rows = np.zeros((part.piece.stop - part.piece.start) // width * width, dtype)
-            np.add.at(
-                rows.reshape(-1, width), part.local_rows(shard.layout), values.reshape(-1, width)
-            )
-            values = rows
-        found[tensor] = values
-    return found
+class ScaledPush:
+    """A push in one message, multiplied by its share, which is added to sums part by part."""
+
+    def __init__(self, shard: ServerShard, share: float, parts: Parts):
+        self._found: dict[int, tuple[np.ndarray | None, np.ndarray]] = {}
+        for part, view in parts:
+            tensor, rows = part.piece.tensor, None
+            dtype = np.promote_types(view.dtype, np.float32)
+            values = scale(view.astype(dtype, copy=False), share)
+            if part.rows is not None:
+                rows = part.local_rows(shard.layout)
+                order = np.argsort(rows, kind="stable")
+                rows = rows[order]
+                values = values.reshape(order.size, -1)[order]
+            self._found[tensor] = rows, values
+
+    def add(self, tensor: int, first: int, total: np.ndarray) -> None:
+        """Add what the push has of a tensor from element `first` of the shard on."""
+        if tensor not in self._found:
+            return
+        rows, values = self._found[tensor]
+        stop = first + total.size
+        if rows is None:
+            total += values[first:stop]
+            return
+        width = values.shape[1]
+        low, high = np.searchsorted(rows, (first // width, -(-stop // width)))
+        place = rows[low:high, np.newaxis] * width + np.arange(-first, width - first)
+        here = (place >= 0) & (place < total.size)
+        # As in `merge`, a row that is given twice is added twice, and not its sum once.
+        np.add.at(total, place[here], values[low:high][here])
