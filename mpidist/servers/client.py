@@ -41,10 +41,11 @@ from .layout.routing import (
 from .layout.row_selection import Selection
 from .link import GroupCall
 from .model_facts import Request
-from .protocol import CLOCK, HEADER_BYTES, PIECES, PULL, PUSH, Header, largest, selection_words
+from .protocol import CLOCK, HEADER_BYTES, PIECES, PULL, PUSH, Header, selection_words
 from .shards import updates_in_pieces
 from .wire.bound_push_pull import BoundPushPull, bind
 from .wire.client_stream import ClientStream, is_here, whole_push
+from .wire.trial_update import has_the_same_bits
 from .wire.wire_pieces import WirePiece, cut_shard
 
 #: For how many clocks a server need not be asked, and the seconds of a wait after which all servers
@@ -97,7 +98,8 @@ class Client:
         self._pieces: list[list[WirePiece]] = [[] for _ in self._servers]
         # A death may break a push off in an elastic run, and then no server may have applied it.
         safe = asked.consistency.streams and not group.votes and ulfm.current is None
-        if safe and updates_in_pieces(asked.optimizer):
+        optimizer = asked.optimizer
+        if safe and updates_in_pieces(optimizer) and has_the_same_bits(optimizer):
             cuts = (cut_shard(layout, k, piece_bytes) for k in range(len(self._servers)))
             self._pieces = [pieces if len(pieces) > 1 else [] for pieces in cuts]
         self._in_pieces = any(self._pieces)

@@ -466,6 +466,34 @@ def test_an_optimizer_that_makes_new_arrays(comm):
     assert ends[0] == ends[1]
 
 
+class Counting:
+    """An optimizer whose rate depends on how often it was called."""
+
+    elementwise = True
+
+    def __init__(self):
+        self.calls = 0
+
+    def init(self, parameters):
+        return {}
+
+    def update(self, gradients, state, parameters):
+        self.calls += 1
+        for name in parameters:
+            parameters[name] -= gradients[name] / self.calls
+
+
+@pytest.mark.ranks(3)
+def test_an_optimizer_that_counts_its_calls(comm):
+    """It gets one call for each update, so its gradients are sent in whole messages."""
+    x = {"x": np.zeros(50)}
+    with pieces_of(64), md.parameter_server(comm, x, optimizer=Counting()) as client:
+        if client is not None:
+            for _ in range(3):
+                client.push_pull({"x": np.full(50, -6.0)}, out=x)
+            assert x["x"].tolist() == [11.0] * 50
+
+
 @pytest.mark.ranks(3)
 def test_a_worker_that_never_comes(comm, own):
     """A rank in another call while the others' pieces wait: an error on all ranks, soon."""

@@ -10,6 +10,7 @@ from mpidist.servers.layout.placement import place_tensors
 from mpidist.servers.shards import updates_in_pieces
 from mpidist.servers.wire import wire_pieces
 from mpidist.servers.wire.client_stream import can_share
+from mpidist.servers.wire.trial_update import has_the_same_bits
 from mpidist.servers.wire.wire_pieces import WINDOW, allowed, cut_shard, piece_limit
 
 
@@ -140,9 +141,63 @@ class PlainNumber(PerTensor):
         return {"count": 0}
 
 
+class CountsItself(PerTensor):
+    """The rate depends on how often `update` was called."""
+
+    def __init__(self):
+        self.updates = 0
+
+    def init(self, parameters):
+        return {}
+
+    def update(self, gradients, state, parameters):
+        self.updates += 1
+        for name in parameters:
+            parameters[name] -= gradients[name] / self.updates
+
+
+class FillsItsState(CountsItself):
+    """The state is made by the first update."""
+
+    def update(self, gradients, state, parameters):
+        for name in parameters:
+            state.setdefault(name, np.zeros_like(gradients[name]))
+            state[name] += gradients[name]
+            parameters[name] -= state[name]
+
+
+class NeedsTheWhole(CountsItself):
+    """The norm of one piece is not that of all."""
+
+    def update(self, gradients, state, parameters):
+        norm = np.sqrt(sum((gradient**2).sum() for gradient in gradients.values()))
+        for name in parameters:
+            parameters[name] -= gradients[name] / norm
+
+
+class HasNoCopy(PerTensor):
+    def init(self, parameters):
+        return {}
+
+    def __deepcopy__(self, memo):
+        raise TypeError("no copy of this")
+
+
 def test_optimizers_that_update_in_pieces():
     """Arrays like the parameters, and scalars of the whole update."""
-    for optimizer in (optim.sgd(0.1), optim.momentum(0.1), optim.adam(0.1)):
-        assert updates_in_pieces(optimizer)
-    assert not updates_in_pieces(PerTensor())
-    assert not updates_in_pieces(PlainNumber())
+    schedule = optim.cosine(0.1, steps=2)
+    for rate in (0.1, schedule):
+        for make in (optim.sgd, optim.momentum, optim.adam, optim.adagrad, optim.ftrl):
+            assert updates_in_pieces(make(rate))
+            assert has_the_same_bits(make(rate))
+    for other in (PerTensor, PlainNumber):
+        assert not updates_in_pieces(other())
+    for other in (PerTensor, CountsItself, FillsItsState, NeedsTheWhole, HasNoCopy):
+        assert not has_the_same_bits(other())
+
+
+def test_a_trial_leaves_an_optimizer_as_it_is():
+    """The trial works on copies."""
+    optimizer = CountsItself()
+    has_the_same_bits(optimizer)
+    assert optimizer.updates == 0
