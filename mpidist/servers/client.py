@@ -41,7 +41,7 @@ from .layout.routing import (
 from .layout.row_selection import Selection
 from .link import GroupCall
 from .model_facts import Request
-from .protocol import CLOCK, HEADER_BYTES, PIECES, PULL, PUSH, Header, selection_words
+from .protocol import CLOCK, HEADER_BYTES, PIECES, PULL, PUSH, Header, largest, selection_words
 from .shards import updates_in_pieces
 from .wire.bound_push_pull import BoundPushPull, bind
 from .wire.client_stream import ClientStream, is_here, whole_push
