@@ -46,6 +46,8 @@ ADD = {
     "nonfinite": [("keep", BAD, "nonfinite is 'keep'"), ("drop", OTHER, "nonfinite")],
     "seed": [("x", BAD, "seed='x'"), (10**5000, BAD, "seed="), (1, OTHER, "seed")],
     "global_batch": [(0, BAD, "global_batch is 0"), (64, OTHER, "global_batch")],
+    "rows": [("open", BAD, "rows of 'x' is 'open'"), ("lazy", OTHER, "rows")],
+    "spread": [("cols", BAD, "spread of 'x' is 'cols'"), ("rows", OTHER, "spread")],
 }
 #: of md.parameter_server: those of the group and of add, under its own names
 SERVERS = {
@@ -184,7 +186,7 @@ def test_parameter_server(comm, name, value, kind, text):
         for call, table in {
             "pull": PULL,
             "push": PUSH,
-            "push_pull": {**PUSH, "out": PULL["out"]},
+            "push_pull": {**PUSH, **PULL},
             "clock": {},
         }.items()
         for case in cases(table, getattr(Client, call))
