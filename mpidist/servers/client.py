@@ -232,10 +232,7 @@ class Client:
             self._ask(PUSH | CLOCK | PULL, wanted, results, pushes, samples, known)
 
     def close(self) -> None:
-        """Leave the model: other workers no longer wait for this worker.
-
-        A second call does nothing.
-        """
+        """Leave the model, if not yet done: other workers no longer wait for this worker."""
         if not self.closed:
             with GroupCall(self._link, f"close of {self.name!r}"):
                 self.leave()

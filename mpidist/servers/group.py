@@ -211,8 +211,7 @@ class ServerGroup:
     def remove(self, name: str) -> None:
         """Take a model from the servers, and free its memory. Collective over the group's `comm`.
 
-        When, as for `add`. Calls of the model's client are then refused. A new model may get the
-        name.
+        At the same times as `add`. Then the model's client refuses calls, and the name is free.
         """
         self._open()
         with self._changes.changing(f"remove {shown(name)}", self._clients):
@@ -276,10 +275,9 @@ class ServerGroup:
         self._served = True
 
     def progress(self) -> None:
-        """If this worker is also a server, serve the requests that have arrived; do not wait.
+        """Serve the requests that have arrived, if this worker is also a server; do not wait.
 
-        A colocated worker (one whose rank also serves) calls `progress` while it waits for
-        something other than its client.
+        A colocated worker calls `progress` while it waits for something other than its client.
         """
         with GroupCall(self.link, "progress"):
             self.link.background()
