@@ -466,6 +466,30 @@ def test_an_optimizer_that_makes_new_arrays(comm):
     assert ends[0] == ends[1]
 
 
+@pytest.mark.ranks(3)
+def test_rows_beside_a_worker_without_samples(comm):
+    """Rows that no push names stand still, though a worker sends pieces that count nothing."""
+    ends = []
+    for limit in (1 << 40, 64):
+        with pieces_of(limit), md.ServerGroup(comm, servers=1) as group:
+            client = group.add(
+                "m", {"x": np.zeros((40, 3))}, optimizer=md.optim.adam(0.1), rows="lazy"
+            )
+            if client is None:
+                continue
+            full = {"x": np.ones((40, 3))}
+            client.push_pull(full, samples=1)
+            if group.workers.rank == 0:
+                client.push_pull(full, samples=0)
+            else:
+                client.push_pull({"x": (np.array([7, 9]), np.ones((2, 3)))}, samples=1)
+            assert client.versions == [2]
+            ends.append(client.push_pull(full, samples=1)["x"])
+            assert client.versions == [3]
+    if ends:
+        assert ends[0].tobytes() == ends[1].tobytes()
+
+
 class Counting:
     """An optimizer whose rate depends on how often it was called."""
 

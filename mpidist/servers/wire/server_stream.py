@@ -283,12 +283,18 @@ class StreamedUpdate:
         self._next, self._number = 0, len(pieces.pieces)
         self._streams = [push for _, push in pushes if isinstance(push, PushStream)]
         self._ranks = [stream.source for stream in self._streams]
+        live = [(share, push) for share, push in pushes if share]
+        self.updates = bool(live)
+        whole = [(share, push) for share, push in live if not isinstance(push, PushStream)]
+        if live and len(whole) == len(live):  # only workers without samples push in pieces
+            # Their update may leave out rows that no push names, so it is made at once, as usual.
+            if (merged := shard.merge(whole)) is not None:
+                shard.update(*merged)
+            live = []
         self._pushes: list[tuple[float, PushStream | ScaledPush]] = [
             (share, push if isinstance(push, PushStream) else ScaledPush(shard, share, push))
-            for share, push in pushes
-            if share
+            for share, push in live
         ]
-        self.updates = bool(self._pushes)
         pieces.begin()
         times, nbytes = len(self._streams), sum(piece.nbytes for piece in pieces.pieces)
         number, nbytes = times * self._number, times * nbytes
@@ -308,12 +314,12 @@ class StreamedUpdate:
             self._sends.link.moved = True
         if self._next < self._number:
             return False
-        if self.updates:
+        if self._pushes:
             self._all.end()
         return True
 
     def _answer(self, number: int) -> None:
-        if self.updates:
+        if self._pushes:
             piece, parameters, *_ = self._all.views(number)
             keys = zip(parameters, piece.spans, strict=True)
             gradients = {key: self._gradient(number, *span) for key, span in keys}
