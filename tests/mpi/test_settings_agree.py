@@ -23,7 +23,7 @@ BAD, OTHER = "bad", "other"
 #: entry -> parameter -> (what rank 1 gives, is it bad or only another one, text, error) ...
 GROUP = {
     "servers": [("two", BAD, "servers='two'"), (0, BAD, "servers=0"), (2, OTHER, "servers")],
-    "placement": [(7, BAD, "placement 7"), ("colocated", OTHER, "placement")],
+    "placement": [(7, BAD, "placement is 7"), ("colocated", OTHER, "placement")],
 }
 ADD = {
     "name": [(5, BAD, "name=5"), ("other", OTHER, "name")],
