@@ -490,6 +490,19 @@ def test_rows_beside_a_worker_without_samples(comm):
         assert ends[0].tobytes() == ends[1].tobytes()
 
 
+@pytest.mark.ranks(3)
+def test_dealt_rows_in_the_same_arrays(comm):
+    """The rows of a table are dealt to the servers, and each step has the arrays of the last."""
+    table = np.arange(21.0).reshape(7, 3)
+    with md.ServerGroup(comm, servers=2) as group:
+        client = group.add("m", {"x": table}, optimizer=md.optim.sgd(1.0), spread="rows")
+        if client is not None:
+            gradients, out = {"x": table * 2}, {"x": np.zeros((7, 3))}
+            for step in range(1, 5):
+                client.push_pull(gradients, out=out)
+                assert (out["x"] == table - step * table * 2).all()
+
+
 class Counting:
     """An optimizer whose rate depends on how often it was called."""
 

@@ -199,7 +199,8 @@ def bind(
         return None
     for tensor in layout.tensors:
         for array in (gradients[tensor.name], out[tensor.name]):
-            plain = type(array) is np.ndarray and array.flags.c_contiguous
+            # Rows that are dealt to the servers lie in another order in messages.
+            plain = type(array) is np.ndarray and array.flags.c_contiguous and not tensor.dealt
             if not plain or array.dtype != tensor.dtype or array.shape != tensor.shape:
                 return None
     return BoundPushPull(link, layout, servers, gradients, out)
