@@ -212,6 +212,42 @@ def test_an_exception_of_one_rank_ends_all(comm, mode):
     comm.Barrier()
 
 
+@pytest.mark.ranks(3)
+def test_an_exception_ends_ranks_that_never_wait(comm):
+    steps = []
+
+    def note(report):
+        if comm.rank == 1 and report.step == 3:
+            raise RuntimeError("torn")
+        steps.append(report.step)
+        time.sleep(0.005)
+
+    part = comm.Dup()
+    with pytest.raises(RuntimeError if comm.rank == 1 else MpidistError, match="torn"):
+        fit(part, md.PeerAverage("ring", 2, md.ASP()), callbacks=[note], steps=5000)
+    assert len(steps) < 5000
+    comm.Barrier()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_too_little_memory_on_one_rank(comm, mode, monkeypatch):
+    """All ranks raise, and the next run on this communicator works."""
+
+    def torn(*_):
+        raise MemoryError("no room")
+
+    strategy = md.PeerAverage("ring", 2, mode)
+    for name in ("_allocate", "_messages"):
+        with monkeypatch.context() as patch:
+            if comm.rank == 1:
+                patch.setattr(Peers, name, torn)
+            kind = MemoryError if comm.rank == 1 else MpidistError
+            with pytest.raises(kind, match="no room"):
+                fit(comm, strategy)
+    assert fit(comm, strategy)[1].finished
+
+
 @pytest.mark.ranks(2, 3)
 def test_what_needs_one_model_is_refused(comm):
     strategy = md.PeerAverage("ring", 2)

@@ -59,11 +59,8 @@ class Peers(WholeModel):
         run_on_all(comm, "md.train: graph", plan.digest, _refuse, if_differs=True)
         self._open(comm, model, optimizer)
         self.plan, self.every = plan, every
-        self.messages: PeerMessages | AsyncMessages
-        if bound is None:
-            self.messages = AsyncMessages(self.private, plan, self.arrays)
-        else:
-            self.messages = PeerMessages(self.private, plan, self.arrays, bound)
+        # One rank may have too little memory for the messages.
+        self.messages = run_on_all(comm, "md.train: messages", lambda: self._messages(bound))
         # An average over all ranks is faster by an allreduce.
         self._by_allreduce = plan.is_all and bound == 0
 
@@ -76,15 +73,23 @@ class Peers(WholeModel):
         )
         self.context = of(comm)
         self.stragglers = Untimed()
-        self.gradients, _ = flat_views(model.parameters)
-        self._views = dict(self.gradients)
-        self.arrays = MixedArrays(nested_arrays(model.parameters))
+        run_on_all(comm, "md.train: gradients", self._allocate)
         self.private = comm.Dup()
         self.agreement = Agreement(comm, 2, self._attend)
         self.steps = self._since = self.rounds = 0
         self._equal = True  # whether all ranks have the same model
         self._factor = 1.0
         self._apart = 0.0
+
+    def _allocate(self) -> None:
+        self.gradients, _ = flat_views(self.model.parameters)
+        self._views = dict(self.gradients)
+        self.arrays = MixedArrays(nested_arrays(self.model.parameters))
+
+    def _messages(self, bound: int | None) -> PeerMessages | AsyncMessages:
+        if bound is None:
+            return AsyncMessages(self.private, self.plan, self.arrays)
+        return PeerMessages(self.private, self.plan, self.arrays, bound)
 
     # -- a step ------------------------------------------------------------------------
 
@@ -119,6 +124,7 @@ class Peers(WholeModel):
         If the loss is not finite, this rank does not update its model, and requests a stop.
         """
         check_in_place(self.gradients, self._views)
+        self._attend()  # a rank that never waits must learn of an error, too
         if not np.isfinite(loss):
             self._factor, stop = 0.0, 1
         return loss, self.agreement.at(self.steps + 1, bool(stop))
