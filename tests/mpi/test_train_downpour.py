@@ -103,3 +103,30 @@ def test_modes_that_exchange_in_each_step(mode):
     for name in ("push_every", "pull_every"):
         with pytest.raises(ConfigError, match=f"{name}=2 needs consistency ASP"):
             md.ParameterServer(1, mode, **{name: 2})
+
+
+@pytest.mark.ranks(2)
+def test_half_precision(comm):
+    """Gradients of float16 times 2000 samples would overflow."""
+    model = models.mlp([12, 16, 3], seed=7)
+    for name, array in model.parameters.items():
+        model.parameters[name] = array.astype(np.float16)
+    usual = model.loss_and_gradients
+
+    def large(batch, gradients, ready=None):
+        loss = usual(batch, gradients)
+        for array in gradients.values():
+            array[...] = 40
+        return loss
+
+    model.loss_and_gradients = large
+    before = model.parameters["dense1.bias"].copy()
+    many = tuple(np.repeat(array, 20, axis=0) for array in TRAIN)
+    strategy = md.ParameterServer(1, md.ASP(), push_every=2, pull_every=3)
+    rate = 2**-12
+    md.train(comm, model, many, optimizer=optim.sgd(rate), global_batch=2000, steps=4, seed=1,
+             strategy=strategy)  # fmt: skip
+    if comm.rank == 0:
+        moved = before - model.parameters["dense1.bias"]
+        # Batches of 2000, 1000, 2000 and 1000 samples.
+        np.testing.assert_allclose(moved, (1 + 0.5 + 1 + 0.5) * 40 * rate, rtol=0.01)

@@ -53,8 +53,9 @@ class RareExchange:
 
     def step(self, gradients: dict[str, Any], samples: int) -> None:
         """Finish one step with its mean gradients over `samples` samples."""
+        # The share and not the number of samples, with which float16 would overflow.
         for name, total in self._sums.items():
-            total += gradients[name] * samples
+            total += gradients[name] * (samples / self._batch)
         self._samples += samples
         self._steps += 1
         if self._steps % self._push_every == 0:
@@ -84,7 +85,7 @@ class RareExchange:
     def _push(self) -> None:
         samples = self._samples
         for total in self._sums.values():
-            total /= max(1, samples)
+            total /= (samples or self._batch) / self._batch
         self._client.push(self._sums, samples=samples)
         for total in self._sums.values():
             total[...] = 0
