@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
 from ..arrays import array_module, copy_into, work_dtype
 from ..collectives.allreduce import allreduce
+from ..runtime.agreement.run_on_all import run_on_all
 
 #: Bytes of the header of a message: the number of the round.
 HEAD = 8
@@ -23,7 +25,7 @@ def nested_arrays(tree: Mapping) -> list:
         one = tree[name]
         if isinstance(one, Mapping):
             found += nested_arrays(one)
-        elif hasattr(one, "dtype"):
+        elif hasattr(one, "dtype") and not isinstance(one, np.generic):
             found.append(one)
     return found
 
@@ -110,3 +112,39 @@ def largest_of_all(comm, arrays: Sequence) -> None:
             values = flat[start : start + array.size].reshape(array.shape)
             array[...] = array_module(array).asarray(values)
             start += array.size
+
+
+def average_state(comm, tree: dict) -> None:
+    """Set the state of an optimizer, in nested dicts, to its mean over all ranks. Collective.
+
+    Whole numbers, such as counts, become the largest of all ranks.
+    """
+    arrays = nested_arrays(tree)
+    MixedArrays(arrays).average(comm)
+    largest_of_all(comm, arrays)
+    places = _numbers(tree)
+    if places:
+        mine = [inside[name] for inside, name in places]
+        agreed = run_on_all(comm, "md.train: optimizer", lambda: mine, _means)
+        for (inside, name), old, new in zip(places, mine, agreed, strict=True):
+            whole = isinstance(new, Integral)
+            inside[name] = type(old)(new) if whole or not isinstance(old, Integral) else new
+
+
+def _numbers(tree: dict) -> list[tuple[dict, Any]]:
+    """Return the places of the numbers that are no arrays: (dict, name)."""
+    found: list[tuple[dict, Any]] = []
+    for name in sorted(tree, key=str):
+        if isinstance(tree[name], dict):
+            found += _numbers(tree[name])
+        elif isinstance(tree[name], Real):
+            found.append((tree, name))
+    return found
+
+
+def _means(everyone: list[list]) -> list:
+    return [
+        max(values) if all(isinstance(one, Integral) for one in values)
+        else sum(map(float, values)) / len(values)
+        for values in zip(*everyone, strict=True)
+    ]  # fmt: skip

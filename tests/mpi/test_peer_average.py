@@ -1,5 +1,6 @@
 """md.PeerAverage: ranks with models of their own, averaged with peers (R75)."""
 
+import json
 import os
 import signal
 import time
@@ -195,6 +196,26 @@ def test_a_loss_that_is_not_finite_ends_the_run(comm, folder):
     comm.Barrier()
 
 
+@pytest.mark.ranks(2)
+def test_a_gradient_that_is_not_finite_in_the_last_step(comm):
+    """No later loss shows it; the summary is still valid JSON."""
+    model = models.mlp([12, 16, 3], seed=7)
+    usual, calls = model.loss_and_gradients, []
+
+    def torn(batch, gradients, ready=None):
+        calls.append(len(batch[0]))
+        loss = usual(batch, gradients)
+        if comm.rank == 1 and len(calls) == 5:
+            gradients["dense1.bias"][...] = np.nan
+        return loss
+
+    model.loss_and_gradients = torn
+    result = md.train(comm, model, TRAIN, optimizer=optim.sgd(0.1), global_batch=20, steps=5,
+                      strategy=md.PeerAverage("ring", 2))  # fmt: skip
+    assert result.peers["apart"] is None
+    json.dumps(result.as_dict(), allow_nan=False)
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_an_exception_of_one_rank_ends_all(comm, mode):
@@ -324,6 +345,38 @@ def test_half_precision_and_odd_shapes(comm):
         messages.finish(wait)
         messages.close()
         private.Free()
+
+
+class Counted:
+    """Plain gradient descent, whose state has numbers of many kinds."""
+
+    def init(self, parameters):
+        return {"n": 0, "more": {"n": np.int64(0), "rate": np.float64(1), "name": "a"}, "on": False}
+
+    def update(self, gradients, state, parameters):
+        state["n"], state["on"] = state["n"] + 1, True
+        state["more"]["n"] += 1
+        state["more"]["rate"] = state["more"]["rate"] * 0.5
+        for name, array in parameters.items():
+            array -= 0.05 * gradients[name]
+
+
+@pytest.mark.ranks(2, 3)
+def test_numbers_in_the_state_of_an_optimizer(comm, folder):
+    """A count becomes the largest of all ranks, other numbers their mean, also in a checkpoint."""
+    from mpidist.peers.mixed_arrays import average_state
+
+    result = fit(comm, md.PeerAverage("ring", 2), Counted(), checkpoint=folder, steps=7)[1]
+    assert result.finished
+    assert md.load(folder)["optimizer"]["n"] == 7
+    state = Counted().init({})
+    for _ in range(comm.rank):
+        Counted().update({}, state, {})
+    average_state(comm, state)
+    most = comm.size - 1
+    rate = np.mean([0.5**rank for rank in range(comm.size)])
+    assert state == {"n": most, "more": {"n": most, "rate": rate, "name": "a"}, "on": True}
+    assert [type(state["more"][name]) for name in ("n", "rate")] == [np.int64, np.float64]
 
 
 def test_a_message_of_many_pieces(monkeypatch):

@@ -26,7 +26,7 @@ from ...fault_tolerance.check_replicas import check_replicas
 from ...gradients.flat_views import flat_views
 from ...partition import BlockPartition
 from ...peers.async_messages import AsyncMessages
-from ...peers.mixed_arrays import MixedArrays, largest_of_all, nested_arrays
+from ...peers.mixed_arrays import MixedArrays, average_state, nested_arrays
 from ...peers.peer_messages import PeerMessages
 from ...peers.peer_plan import PeerPlan
 from ...runtime.agreement.mismatch import Signature
@@ -191,7 +191,7 @@ class Peers(WholeModel):
         `rounds` are the rounds of a rank, `messages` those that all ranks have sent, `skipped`
         those that were not sent to slow peers, `oldest` the most rounds by which a model was late,
         and `apart` the distance of the models from their mean, over its length, before the last
-        average over all ranks.
+        average over all ranks; None if it is not finite, which JSON cannot say.
         """
         mine = self.messages
         found = self.rounds, mine.sent, mine.skipped, mine.oldest
@@ -202,7 +202,7 @@ class Peers(WholeModel):
                     "oldest": max(oldest)}  # fmt: skip
 
         facts = run_on_all(self.comm, "md.train: peers", lambda: found, joined)
-        return {**facts, "apart": self._apart}
+        return {**facts, "apart": self._apart if np.isfinite(self._apart) else None}
 
     def _meet(self) -> None:
         """Average parameters and optimizer over all ranks, if they may differ. Collective."""
@@ -217,9 +217,7 @@ class Peers(WholeModel):
         apart = np.array(self.arrays.distance(before))
         allreduce(self.comm, apart, "sum", algorithm="native")
         self._apart = float(f"{np.sqrt(apart[0] / max(apart[1], 1e-300)):.6g}")
-        state = nested_arrays(self.optimizer_state)
-        MixedArrays(state).average(self.comm)
-        largest_of_all(self.comm, state)
+        average_state(self.comm, self.optimizer_state)
         self._equal, self._since = True, 0
 
     # -- waits and errors --------------------------------------------------------------

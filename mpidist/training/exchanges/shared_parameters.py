@@ -16,7 +16,7 @@ import numpy as np
 
 from ...arrays import array_module
 from ...errors import ConfigError
-from ...peers.mixed_arrays import MixedArrays, largest_of_all, nested_arrays
+from ...peers.mixed_arrays import average_state
 from ...runtime.agreement.run_on_all import run_on_all
 from ...runtime.elastic_requests import tester
 from ...runtime.node_memory.arena import Segment
@@ -87,9 +87,7 @@ class SharedParameters(Peers):
             self._begin("all ranks")
             self._wait(tester(self.private.Ibarrier()))
         if not self._equal:
-            state = nested_arrays(self.optimizer_state)
-            MixedArrays(state).average(self.comm)
-            largest_of_all(self.comm, state)
+            average_state(self.comm, self.optimizer_state)
             self._equal = True
 
     def peer_facts(self) -> None:
