@@ -116,6 +116,25 @@ def test_an_exception_of_one_rank_ends_all(comm):
     comm.Barrier()
 
 
+class Plain:
+    """The least that `md.train` asks of an optimizer."""
+
+    def init(self, parameters):
+        return {}
+
+    def update(self, gradients, state, parameters):
+        for name, array in parameters.items():
+            array -= 0.1 * gradients[name]
+
+
+@pytest.mark.ranks(1)
+def test_an_optimizer_without_weights(comm):
+    models_, results = zip(*(fit(comm, one) for one in (Plain(), optim.sgd(0.1))), strict=True)
+    assert results[0].finished
+    for name, array in models_[0].parameters.items():
+        np.testing.assert_allclose(array, models_[1].parameters[name], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.ranks(2)
 def test_bad_records(comm):
     _, result = fit_records(comm, Source({7, 33, 80}), strategy=md.Hogwild())

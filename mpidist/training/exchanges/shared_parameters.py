@@ -12,6 +12,8 @@ of these states.
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 
 from ...arrays import array_module
@@ -38,6 +40,7 @@ class SharedParameters(Peers):
         run_on_all(comm, "md.train: Hogwild", lambda: _check(nodes, model))
         self._open(comm, model, optimizer)
         self._own = dict(model.parameters)
+        self._asked, self._weighs = None, False
         self._share()
 
     def _share(self) -> None:
@@ -77,7 +80,14 @@ class SharedParameters(Peers):
             if getattr(self.optimizer, "rows", "") == "exact":
                 gradients = {name: nonzero_rows(array) for name, array in gradients.items()}
             weight = self._factor / self.comm.size
-            self.optimizer.update(gradients, self.optimizer_state, self.model.parameters, weight)
+            if self.optimizer is not self._asked:  # a function `on_resize` may replace it
+                self._asked = self.optimizer
+                self._weighs = "weight" in inspect.signature(self.optimizer.update).parameters
+            more = {"weight": weight} if self._weighs else {}
+            if not self._weighs:
+                for gradient in self.gradients.values():
+                    gradient *= weight
+            self.optimizer.update(gradients, self.optimizer_state, self.model.parameters, **more)
         self.steps += 1
         self._equal = False
 
