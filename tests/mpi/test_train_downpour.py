@@ -130,3 +130,26 @@ def test_half_precision(comm):
         moved = before - model.parameters["dense1.bias"]
         # Batches of 2000, 1000, 2000 and 1000 samples.
         np.testing.assert_allclose(moved, (1 + 0.5 + 1 + 0.5) * 40 * rate, rtol=0.01)
+
+
+@pytest.mark.ranks(3)
+def test_another_optimizer_after_a_resize(comm, folder):
+    """The local updates use it, too: with a rate of 0 nothing moves."""
+    strategy = md.ParameterServer(1, md.ASP(), "colocated", push_every=50, pull_every=50)
+    part = comm.Split(int(comm.rank >= 2))
+    if comm.rank < 2:
+        fit(part, optim.sgd(0.1), strategy=strategy, checkpoint=folder, stop_after=5)
+        md.free(part)
+    comm.Barrier()
+    part.Free()
+    model, seen = models.mlp([12, 16, 3], seed=7), []
+
+    def slower(before, now, run):
+        run.exchange.optimizer = optim.sgd(0.0)
+
+    md.train(comm, model, TRAIN, optimizer=optim.sgd(0.1), global_batch=20, steps=12, seed=1,
+             strategy=strategy, checkpoint=folder, resume=True, on_resize=slower,
+             callbacks=[lambda report: seen.append(parameters_digest(model.parameters))],
+    )  # fmt: skip
+    assert len(seen) == 7
+    assert len(set(seen)) == 1

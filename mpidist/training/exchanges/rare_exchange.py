@@ -43,13 +43,18 @@ class RareExchange:
         self, client: Client, parameters: dict[str, Any], optimizer, *,
         push_every: int, pull_every: int, global_batch: int,
     ):  # fmt: skip
-        self._client, self._parameters, self._optimizer = client, parameters, optimizer
+        self._client, self._parameters = client, parameters
         self._push_every, self._pull_every, self._batch = push_every, pull_every, global_batch
-        self._weighs = "weight" in inspect.signature(optimizer.update).parameters
+        self.use(optimizer)
         # Without local updates no worker needs memory for a state.
         self._state = optimizer.init(parameters) if pull_every > 1 else None
         self._sums = {name: np.zeros_like(array) for name, array in parameters.items()}
         self._samples = self._steps = 0
+
+    def use(self, optimizer) -> None:
+        """Use another optimizer for the local updates, with the state that is there."""
+        self._optimizer = optimizer
+        self._weighs = "weight" in inspect.signature(optimizer.update).parameters
 
     def step(self, gradients: dict[str, Any], samples: int) -> None:
         """Finish one step with its mean gradients over `samples` samples."""

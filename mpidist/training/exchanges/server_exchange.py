@@ -162,6 +162,8 @@ class Served(WholeModel):
             for shard in (self.served[1].shard, self.served[1].copy):
                 if shard is not None:
                     shard.use(optimizer)
+        if self._rare is not None:
+            self._rare.use(optimizer)
 
     def _attend(self) -> bool:
         self.agreement.listen()
