@@ -215,12 +215,12 @@ def _found(path: str, pick: Callable[[Histories], T]) -> tuple[T, Histories]:
 def first(
     path: str, step: int | None = None, history: int | None = None, passed: Collection = ()
 ) -> Entry | None:
-    """Return the newest committed step folder of a history, but none of those in `passed`.
+    """Return the newest committed step folder of a history that is not in `passed`.
 
-    Step folders of the older histories that this history continues count too. If `history` is None,
-    the newest history is meant. With `step`, only folders of this step count. Returns None if all
-    step folders that fit `step` and `history` are in `passed`. Raises NoCheckpoint if no step
-    folder fits; the message lists the steps or histories that exist.
+    The search covers the whole line of the history: its own steps, and the steps of older histories
+    that led to them. If `history` is None, the newest history is searched. If `step` is given, only
+    folders of this step are searched. Returns None if all folders found are in `passed`. Raises
+    NoCheckpoint if no step folder is found; the message lists the steps or histories that exist.
     """
 
     def pick(listed: Histories) -> Entry | None:

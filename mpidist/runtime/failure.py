@@ -406,7 +406,7 @@ def _meet_at_exit() -> None:
             waited = time.monotonic() - start
             if _exit_code and waited > LEAVE_TOGETHER:
                 called = f"mpidist: {this_rank()} called sys.exit({_exit_code})"
-                ago = f"{waited:.0f} s ago and other ranks go on; it ends the job"
+                ago = f"{waited:.0f} s ago and other ranks go on; this rank ends the job"
                 print(called, ago, file=sys.stderr)
                 _announce()
                 flush_streams()

@@ -3,14 +3,21 @@
     worker sends                    each server
     pull    -> names, rows          -> waits for slower workers -> answers with values, version
     push    -> gradients, samples   -> applies the gradients as the model's consistency says
-    clock   -> tick                 -> advances the worker's clock, serves what waited for the clock
+    clock   -> tick                 -> advances the worker's clock, answers the pulls that waited
+                                       for it
 
-A pull asks the servers that hold what is wanted; the others only get the worker's push, which may
-be empty, and its tick (the message that ends the clock). If a worker has not pulled in a clock (a
-training step), its push or its tick first sends an empty pull, which asks every server. A server
-that was not asked in `SILENT` clocks is asked, too, so the messages of a worker are at most so many
-clocks ahead of a server. After a wait of `LATE` seconds all servers are asked, so that each of them
-knows who waits for whom. In modes with `Consistency.asks_all`, every clock asks every server.
+A clock is one training step of a worker. A tick is the message that ends a clock. A pull asks only
+the servers that hold the wanted tensors or rows: a server that is asked must answer, and the worker
+waits for the answer. The other servers get only the worker's push, which may be empty, and its
+tick. There are four cases in which a worker asks more servers:
+
+- If a worker has not pulled in a clock (other than the first one), its push or its tick first
+  sends an empty pull to every server.
+- The first pull of a clock asks each server at least once in `SILENT` clocks. So the messages of at
+  most `SILENT` clocks of a worker can wait at a server.
+- If a worker has waited for `LATE` seconds, it asks all servers, so that each server knows which
+  workers wait.
+- In the modes with `Consistency.asks_all`, the first pull of each clock asks every server.
 """
 
 from __future__ import annotations
@@ -48,8 +55,8 @@ from .wire.client_stream import ClientStream, is_here, whole_push
 from .wire.trial_update import has_the_same_bits
 from .wire.wire_pieces import WirePiece, cut_shard
 
-#: For how many clocks a server need not be asked, and the seconds of a wait after which all servers
-#: are asked. Tests change these numbers.
+#: A worker asks each server at least once in `SILENT` clocks, and asks all servers when it has
+#: waited for `LATE` seconds. Tests change these numbers.
 SILENT, LATE = 16, 0.25
 
 _NOTHING = np.empty(0, np.int64)
@@ -115,9 +122,9 @@ class Client:
     def pull(self, what=None, *, out: Mapping | None = None) -> dict:
         """Fetch parameters with all updates that the consistency mode guarantees in this step.
 
-        The call waits for slower workers if the model's consistency mode (as BSP or SSP) requires
-        it. A server never answers a pull while it is in the middle of an update. After the call,
-        `versions` has the number of updates that the values of each server include.
+        The call waits for slower workers if the model's consistency mode (such as BSP or SSP)
+        requires that. A server never answers a pull while it is in the middle of an update. After
+        the call, `versions` has the number of updates that the values of each server include.
 
         Parameters
         ----------
@@ -185,7 +192,7 @@ class Client:
     ) -> dict:
         """Do ``push``, ``clock`` and ``pull`` with one request to each server and one answer.
 
-        `what` are the names or rows to pull, as of ``pull``, for example the rows of the next
+        `what` has the names or rows to pull, as for ``pull``, for example the rows of the next
         minibatch. Returns the parameters for the next step, in the form that ``pull`` returns.
         """
         self._open()

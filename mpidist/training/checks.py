@@ -80,11 +80,11 @@ def last_step(
     step: int = 0,
     position: Position | None = None,
 ) -> int:
-    """Return at which step the run will end; it has done `step` steps so far.
+    """Return the number of the step at which the run will end.
 
-    `position` is the next position of the run in the data. The remaining epochs are counted in
-    samples from `position`, so a run that is resumed with another global batch still ends at the
-    end of its last epoch.
+    The run has done `step` steps so far, and `position` is its next position in the data. The
+    remaining epochs are counted in samples from `position`. So a run that is resumed with another
+    global batch still ends at the end of its last epoch.
     """
     if (epochs is None) == (steps is None):
         raise ConfigError(f"epochs={brief(epochs)}, steps={brief(steps)}: give one of the two")
@@ -183,7 +183,7 @@ def _reason(strategy, name: str) -> str:
 
 
 def check_model(model, predicts: bool) -> None:
-    """Raise ConfigError for an object that is no model, or that lacks a method the run needs."""
+    """Raise ConfigError if `model` is not a model, or lacks a method that the run needs."""
     if isinstance(model, type) or not hasattr(model, "parameters"):
         raise ConfigError(f"model is {brief(model)}; {_MODEL}")
     _, problem = named_arrays(model)
@@ -200,7 +200,7 @@ def check_model(model, predicts: bool) -> None:
 
 
 def check_optimizer(optimizer) -> None:
-    """Raise ConfigError if `optimizer` is no optimizer but, for example, the name of one."""
+    """Raise ConfigError if `optimizer` is not an optimizer but, for example, its name."""
     if has_methods(optimizer, "init", "update"):
         return
     call = ""
@@ -306,7 +306,10 @@ def check_reading(loading, quarantine, retry_bad) -> None:
 
 
 def check_loss(loss) -> Any:
-    """Return the loss that a model returned; raise ConfigError if the loss is not a number."""
+    """Return the loss of a model; raise ConfigError unless it is one number, as a scalar or array.
+
+    NaN and infinity are allowed here.
+    """
     if isinstance(loss, Real):
         return loss
     if getattr(loss, "shape", None) in ((), (1,)) and loss.dtype.kind in "fiuV":

@@ -2,9 +2,13 @@
 
 ::
 
-    worker 0   | 0 | 1 | 2 | 3 |            a piece is added in the order of the workers, updated,
-    worker 1   | 0 | 1 |                    and answered to all of them, when its last push is here;
-    answered   | 0 | 1 |                    a server needs `WINDOW` pieces of memory per worker
+    worker 0   | 0 | 1 | 2 | 3 |            pieces that have arrived from worker 0
+    worker 1   | 0 | 1 |                    pieces that have arrived from worker 1
+    answered   | 0 | 1 |                    updated parameters that the server has sent back
+
+When piece k has arrived from all workers that push in pieces, the server adds the gradients in the
+order of the workers, updates the parameters of this piece, and sends them to these workers. A
+server needs memory for `WINDOW` pieces per worker.
 
 A `PushStream` receives the pieces of one worker. A `StreamedUpdate` is one update of a model from
 pushes of which at least one comes in pieces; the others may be whole messages. The result has the
@@ -61,7 +65,7 @@ class PushStream:
         return self.here > before
 
     def piece(self, number: int) -> np.ndarray:
-        """Return the memory of a piece that has arrived, until `use` is called."""
+        """Return the memory of a piece that has arrived; it is valid until `use` releases it."""
         return self._slots[number % len(self._slots)]
 
     def use(self) -> None:
@@ -132,7 +136,9 @@ class PieceViews(NamedTuple):
 
 
 class ShardPieces:
-    """The pieces of a shard, and their views, which are made once.
+    """The pieces of a server's shard, each with NumPy views of the arrays that it covers.
+
+    The views are made once, and again if the optimizer replaces an array.
 
     Attributes
     ----------
@@ -147,7 +153,10 @@ class ShardPieces:
         self._scalars: dict[tuple[str, ...], np.ndarray] = {}
 
     def begin(self) -> None:
-        """Begin an update: all pieces start from the present scalars of the optimizer."""
+        """Begin an update: copy the optimizer's scalars (such as Adam's step count) for all pieces.
+
+        Each piece starts from these copies, so that every piece is updated with the same scalars.
+        """
         leaves = self._shard.leaves()
         arrays = [*self._shard.parameters.values(), *(leaf for _, leaf in leaves)]
         # An optimizer may have put another array in the place of one.
@@ -172,7 +181,7 @@ class ShardPieces:
                 where[key] = view
 
     def end(self) -> None:
-        """End an update: the optimizer's state gets its scalars."""
+        """End an update: write the new scalars to the optimizer's state, and count the update."""
         for (leaf, _, scalar), path in zip(self._before, self._scalars, strict=True):
             if isinstance(leaf, np.ndarray):
                 leaf[...] = scalar
@@ -184,7 +193,7 @@ class ShardPieces:
         self._shard.version += 1
 
     def views(self, number: int) -> PieceViews:
-        """Return the views of one piece."""
+        """Return the views of the parameters and of the optimizer's state in piece `number`."""
         found = self._views.get(number)
         if found is None:
             found = self._views[number] = self._make(self.pieces[number])
@@ -269,7 +278,7 @@ class StreamedUpdate:
     Attributes
     ----------
     updates : bool
-        Whether the parameters change; not if all shares are 0.
+        Whether the parameters change. They do not change if all shares are 0.
     """
 
     def __init__(
@@ -351,7 +360,7 @@ class StreamedUpdate:
 
 
 class ScaledPush:
-    """A push in one message, multiplied by its share, which is added to sums part by part."""
+    """A push that came in one message. `add` adds a part of it, times its share, to a sum."""
 
     def __init__(self, shard: ServerShard, share: float, parts: Parts):
         self._found: dict[int, tuple[np.ndarray | None, np.ndarray]] = {}

@@ -1,14 +1,15 @@
-"""Downpour SGD: a worker pushes and pulls only every few steps, and updates its own copy between.
+"""Downpour SGD: a worker pushes and pulls only every few steps, with local updates between.
 
     push_every=2, pull_every=3     step    1     2     3     4     5     6
                                    push          x           x           x
                                    pull                x                 x
                                    local   x     x           x     x
 
-Each step adds its gradient to a sum, which a push sends as one mean gradient over all its samples.
-In a step without a pull the worker applies its gradient to its own parameters, with an optimizer
-state of its own and the weight that the servers use. A pull replaces the worker's parameters by
-those of the servers; gradients that are not pushed yet are missing in them until the next push.
+Each step adds its gradient to a sum. A push sends this sum as one mean gradient over all samples
+since the last push. In a step without a pull the worker applies its gradient to its own parameters.
+This local update uses an optimizer state of the worker's own, and gives the gradient the same
+weight as the servers do. A pull replaces the worker's parameters by those of the servers. If the
+worker still has gradients to push, the pulled parameters do not contain them.
 
 Dean et al., "Large scale distributed deep networks", NIPS 2012.
 """
@@ -34,7 +35,7 @@ class RareExchange:
     optimizer : object with init and update
         For the local updates, with a state of its own.
     push_every, pull_every : int
-        How many steps are between two pushes, and between two pulls.
+        The worker pushes after every `push_every` steps, and pulls after every `pull_every` steps.
     global_batch : int
         A local update of n samples has the weight ``n / global_batch``.
     """
@@ -79,8 +80,10 @@ class RareExchange:
     def flush(self) -> None:
         """Push what is not pushed yet, and pull; the next step counts as the first one again.
 
-        The push belongs to the clock that this worker has entered. No step pushes again in this
-        clock, because something is left to push only if `push_every` is at least 2.
+        The servers count the steps of a worker in clocks, and accept one push of a worker per
+        clock. The last step has ended its clock, so this push belongs to the clock of the next
+        step. The next step itself does not push: something is left to push only if `push_every` is
+        at least 2, and the next step counts as the first one.
         """
         if self._samples:
             self._push()
