@@ -6,15 +6,15 @@
     clock   -> tick                 -> advances the worker's clock, answers the pulls that waited
                                        for it
 
-A clock is one training step of a worker. A tick is the message that ends a clock. A pull asks only
-the servers that hold the wanted tensors or rows: a server that is asked must answer, and the worker
-waits for the answer. The other servers get only the worker's push, which may be empty, and its
-tick. There are four cases in which a worker asks more servers:
+A clock is one training step of a worker, and a tick is the message that ends it. A pull asks only
+the servers that hold the wanted tensors or rows: these must answer, and the worker waits for them.
+The other servers get only the worker's push, which may be empty, and its tick. A worker asks more
+servers in four cases:
 
-- If a worker has not pulled in a clock (other than the first one), its push or its tick first
-  sends an empty pull to every server.
-- The first pull of a clock asks each server at least once in `SILENT` clocks. So the messages of at
-  most `SILENT` clocks of a worker can wait at a server.
+- If a worker has not pulled in a clock after the first, its push or its tick first sends an empty
+  pull to every server.
+- The first pull of a clock asks each server at least once in `SILENT` clocks. So no server keeps
+  the messages of more than `SILENT` clocks of a worker.
 - If a worker has waited for `LATE` seconds, it asks all servers, so that each server knows which
   workers wait.
 - In the modes with `Consistency.asks_all`, the first pull of each clock asks every server.
@@ -33,23 +33,13 @@ from ..errors import ClosedError, MpidistError, ProtocolError
 from ..events import OPEN
 from ..runtime import ulfm
 from . import protocol
+from .layout import routing
 from .layout.placement import ServerLayout
 from .layout.push_checks import checked_samples, not_finite
-from .layout.routing import (
-    ShardPart,
-    WholeShard,
-    data_bytes,
-    encode_parts,
-    has_all,
-    part_of,
-    route,
-    views,
-)
 from .layout.row_selection import Selection
 from .link import GroupCall
 from .model_facts import Request
 from .protocol import CLOCK, HEADER_BYTES, PIECES, PULL, PUSH, Header, largest, selection_words
-from .shards import updates_in_pieces
 from .wire.bound_push_pull import BoundPushPull, bind
 from .wire.client_stream import ClientStream, is_here, whole_push
 from .wire.trial_update import has_the_same_bits
@@ -99,14 +89,13 @@ class Client:
         self._batch, self._drops = asked.global_batch, asked.nonfinite == "drop"
         self._nonfinite = self.dropped = self.skipped = 0
         self._names = Selection(name, layout)
-        self._whole = [WholeShard(layout, server) for server in range(len(self._servers))]
+        self._whole = [routing.WholeShard(layout, server) for server in range(len(self._servers))]
         self._bound: BoundPushPull | None = None
         self._binds = _BINDS
         self._pieces: list[list[WirePiece]] = [[] for _ in self._servers]
         # A death may break a push off in an elastic run, and then no server may have applied it.
         safe = asked.consistency.streams and not group.votes and ulfm.current is None
-        optimizer = asked.optimizer
-        if safe and updates_in_pieces(optimizer) and has_the_same_bits(optimizer):
+        if safe and has_the_same_bits(asked.optimizer):
             cuts = (cut_shard(layout, k, piece_bytes) for k in range(len(self._servers)))
             self._pieces = [pieces if len(pieces) > 1 else [] for pieces in cuts]
         self._in_pieces = any(self._pieces)
@@ -309,13 +298,15 @@ class Client:
             raise ProtocolError(text)
         return checked_samples(self.name, samples, self._batch)
 
-    def _route(self, server: int, wanted: Mapping) -> tuple[list[ShardPart], np.ndarray | None]:
+    def _route(
+        self, server: int, wanted: Mapping
+    ) -> tuple[list[routing.ShardPart], np.ndarray | None]:
         """Return the wanted parts on a server, and the array that lists them, or None for all."""
-        if has_all(self.layout, wanted):
+        if routing.has_all(self.layout, wanted):
             return self._whole[server].parts, None
         number = self._names.number
-        parts = route(self.layout, server, {number[n]: rows for n, rows in wanted.items()})
-        return parts, encode_parts(parts)
+        parts = routing.route(self.layout, server, {number[n]: rows for n, rows in wanted.items()})
+        return parts, routing.encode_parts(parts)
 
     def _post(
         self, server: int, flags: int, *, pushes=None, samples=None, pull: Any = _NOTHING, ahead=0
@@ -332,7 +323,7 @@ class Client:
         operation = self._link.trail.begin(
             protocol.NAMES[flags], rank, self.name, self.finished, open=bool(flags & PULL)
         )
-        parts: list[ShardPart] = []
+        parts: list[routing.ShardPart] = []
         push: Any = _NOTHING
         if pushes is PIECES:
             push = PIECES
@@ -340,7 +331,7 @@ class Client:
             parts, push = self._route(server, {name: rows for name, (rows, _) in pushes.items()})
         words = [w for w in (push, pull) if isinstance(w, np.ndarray) and w.size]
         data_at = HEADER_BYTES + 8 * sum(w.size for w in words)
-        total = data_at + data_bytes(self.layout, parts)
+        total = data_at + routing.data_bytes(self.layout, parts)
         buffer = self._link.pool.take(total)
         note = (0, 0)
         if server == 0:
@@ -359,9 +350,9 @@ class Client:
         ).write(buffer)
         if words:
             np.concatenate(words, out=buffer[HEADER_BYTES:data_at].view(np.int64))
-        for part, view in views(self.layout, parts, buffer, data_at):
+        for part, view in routing.views(self.layout, parts, buffer, data_at):
             rows, gradient = pushes[self.layout.tensors[part.piece.tensor].name]
-            values, here = part_of(self.layout, part, rows, gradient)
+            values, here = routing.part_of(self.layout, part, rows, gradient)
             view[...] = values[here].reshape(-1)
         self.started = True
         self._link.send(buffer, total, rank, protocol.TO_SERVER)
@@ -382,7 +373,7 @@ class Client:
         quiet: list[int] = []  # servers that are not asked
         routes = [self._route(server, wanted) for server in range(len(self._servers))]
         may_skip = entering and not self._asks_all and any(parts for parts, _ in routes)
-        in_pieces = self._in_pieces and has_all(self.layout, wanted)
+        in_pieces = self._in_pieces and routing.has_all(self.layout, wanted)
         gradients = whole_push(self.layout, pushes, flat) if in_pieces and flags & PUSH else None
         for server, rank in enumerate(self._servers):
             if in_pieces and (pieces := self._pieces[server]):
@@ -402,7 +393,7 @@ class Client:
                     self._post(server, flags & ~PULL, pushes=pushes, samples=samples)
                 continue
             self._silent[server] = 0
-            total = HEADER_BYTES + data_bytes(self.layout, parts)
+            total = HEADER_BYTES + routing.data_bytes(self.layout, parts)
             # The receive of the answer is posted before the request is sent, so that MPI need not
             # buffer the answer.
             incoming = self._link.receive(rank, protocol.TO_WORKER, total)
@@ -426,9 +417,9 @@ class Client:
                 parts, incoming, operation, _ = expected.pop(server)
                 operation[OPEN] = False
                 headers.append(header := incoming.header)
-                for part, view in views(self.layout, parts, incoming.buffer, HEADER_BYTES):
+                for part, view in routing.views(self.layout, parts, incoming.buffer, HEADER_BYTES):
                     name = self.layout.tensors[part.piece.tensor].name
-                    values, here = part_of(self.layout, part, wanted[name], flat[name])
+                    values, here = routing.part_of(self.layout, part, wanted[name], flat[name])
                     values[here] = view.reshape(-1, *values.shape[1:])
                 self._link.received(header.total)
                 self._link.pool.give(incoming.buffer)

@@ -105,6 +105,10 @@ def of_data(comm):
     return {"records_per_file": [100, 90], "ranks_of_nodes": [comm.size], "rank": comm.rank}
 
 
+def of_peers(comm):
+    return {"model": network(), "data": samples()}
+
+
 def of_faults(comm):
     return {}
 
@@ -114,6 +118,7 @@ GIVEN = {
     "collectives.md": of_collectives, "checkpoints.md": of_checkpoints, "models.md": of_models,
     "gradients.md": of_gradients, "tutorial.md": of_tutorial, "recovery.md": of_recovery,
     "data.md": of_data, "faults.md": of_faults, "pipelines.md": lambda comm: {},
+    "comparison.md": lambda comm: {}, "peers.md": of_peers,
 }  # fmt: skip
 #: Pages with blocks that are not run here: see above.
 ELSEWHERE = {"adoption.md", "parameter_servers.md", "one_box_clusters.md", "api.md", "elastic.md"}

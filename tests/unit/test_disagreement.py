@@ -55,6 +55,7 @@ TESTS = {
     "attach": "test_attach.py::test_one_rank_with_another_module",
     "ServerGroup": f"{SETTINGS}::test_server_group",
     "ServerGroup.add": f"{SETTINGS}::test_add",
+    "ServerGroup.remove": "test_servers_models.py::test_one_rank_removes_another",
     "ServerGroup.pause": f"{METHODS}::test_a_tag_that_is_none_on_one_worker",
     "parameter_server": f"{SETTINGS}::test_parameter_server",
     "elastic": "test_elastic_arguments.py::test_an_argument_of_one_rank",
