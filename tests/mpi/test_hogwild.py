@@ -55,7 +55,7 @@ def test_every_update_arrives(comm):
         """Sample k has a gradient of -1 in row k only."""
 
         def __init__(self):
-            self.parameters = {"w": np.zeros((600, 1), "f8")}
+            self.parameters = {"w": np.zeros((3000, 1), "f8")}
 
         def loss_and_gradients(self, batch, gradients, ready=None):
             gradients["w"][...] = 0
@@ -63,9 +63,11 @@ def test_every_update_arrives(comm):
             return 0.0
 
     model = Rows()
-    md.train(comm, model, (np.arange(600),), optimizer=optim.sgd(1.0), global_batch=6, epochs=5,
+    # In a second epoch another rank may change a row while the first one, stopped between reading
+    # and writing it, still does: this change may be lost.
+    md.train(comm, model, (np.arange(3000),), optimizer=optim.sgd(1.0), global_batch=6, epochs=1,
              strategy="hogwild")  # fmt: skip
-    np.testing.assert_allclose(model.parameters["w"], 5 / 6)
+    np.testing.assert_allclose(model.parameters["w"], 1 / 6)
 
 
 def test_few_rows_of_a_gradient():
