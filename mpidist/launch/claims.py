@@ -110,9 +110,9 @@ def network_for(environ: Mapping[str, str], library: str) -> dict[str, str]:
     instead of UCX. If the user has chosen a network library, no variable is returned.
 
     Of libfabric's providers MPICH prefers "sockets" to "tcp" on a TCP network. With "sockets",
-    about one start in a hundred waits for ever in MPI_Init on a busy machine: all ranks wait for
-    messages of the first collective operation (MPICH 5.0.2). The variables also exclude this
-    provider, unless the user has chosen a provider.
+    some 3 of 100 starts wait for ever in MPI_Init on a busy machine: all ranks wait for messages of
+    the first collective operation (MPICH 5.0.2). The variables also exclude this provider, unless
+    the user has chosen a provider.
     """
     slurm = "PMI_FD" in environ and "SLURM_PROCID" in environ and "HYDI_CONTROL_FD" not in environ
     if slurm and "ch4:ucx,ofi" in library and "MPIR_CVAR_CH4_NETMOD" not in environ:
