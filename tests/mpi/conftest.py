@@ -22,6 +22,7 @@ import pytest
 import tiers
 from mpi4py import MPI
 
+import mpidist as md
 from mpidist.collectives import selection
 from mpidist.collectives.engines import executor, native
 from mpidist.runtime import polling
@@ -63,6 +64,18 @@ def comm(request):
 
         free(comm)
         comm.Free()
+
+
+@pytest.fixture
+def own(comm):
+    """A communicator that a test may break."""
+    if comm == MPI.COMM_NULL:
+        yield None
+        return
+    made = comm.Dup()
+    yield made
+    md.free(made)
+    made.Free()
 
 
 @pytest.fixture

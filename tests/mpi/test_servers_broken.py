@@ -18,18 +18,6 @@ SGD = md.optim.sgd(1.0)
 ONES = {"x": np.ones(6)}
 
 
-@pytest.fixture
-def own(comm):
-    """A communicator that a test may break."""
-    if comm == MPI.COMM_NULL:
-        yield None
-        return
-    made = comm.Dup()
-    yield made
-    md.free(made)
-    made.Free()
-
-
 def soon(work, kind=MpidistError):
     """What `work` raises on this rank, within ten seconds."""
     start = time.monotonic()

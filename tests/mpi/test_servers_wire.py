@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 import mpidist as md
 from mpidist.errors import MpidistError, ProtocolError
@@ -380,18 +379,6 @@ def test_push_in_pieces_and_two_models(comm):
                 assert (small.push_pull({"x": np.ones(3)})["x"] == -1 - step).all()
             group.barrier()
             assert (free.pull()["x"] == -5).all()
-
-
-@pytest.fixture
-def own(comm):
-    """A communicator that a test may break."""
-    if comm == MPI.COMM_NULL:
-        yield None
-        return
-    made = comm.Dup()
-    yield made
-    md.free(made)
-    made.Free()
 
 
 class Failing:
