@@ -49,6 +49,11 @@ def build(table: Mapping[str, Callable], name: str, settings: Mapping, kind: str
     return function(**settings)
 
 
+def has_argument(function: Callable, name: str) -> bool:
+    """Whether a function, perhaps a user's own, has an argument of this name."""
+    return name in inspect.signature(function).parameters
+
+
 def checked_whole(name: str, value, low: int, hint: str = "") -> int:
     """Return the setting `value` as an int of at least `low`, or raise ConfigError."""
     with suppress(TypeError):

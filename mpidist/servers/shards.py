@@ -8,7 +8,6 @@ values on 1 server and on 7 servers, and no rank ever needs memory for the whole
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from ..arrays import work_dtype
 from ..errors import ConfigError, nearest, shown
+from ..registry import has_argument
 from .layout.placement import ServerLayout, Tensor
 from .layout.routing import ShardPart, views
 from .rows.row_sums import merge_rows
@@ -127,7 +127,7 @@ class ServerShard:
         # the learning rate. (Adam needs this, because the size of its step does not depend on the
         # length of the gradient.) For any other optimizer, the gradient is multiplied by the
         # weight, which has the same effect in plain gradient descent.
-        self._weighs = "weight" in inspect.signature(optimizer.update).parameters
+        self._weighs = has_argument(optimizer.update, "weight")
         # The tensors of which an update may leave out the rows that no push names.
         kind, tensors = getattr(optimizer, "rows", ""), self.layout.tensors
         self._by_rows = {t for t in self._keys if kind == "exact" or (kind and tensors[t].lazy)}

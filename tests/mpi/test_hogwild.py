@@ -47,21 +47,21 @@ def test_it_learns(comm, optimizer):
         close(model.parameters, other.parameters)
 
 
+class Rows:
+    """Sample k has a gradient of -1 in row k only."""
+
+    def __init__(self):
+        self.parameters = {"w": np.zeros((3000, 1), "f8")}
+
+    def loss_and_gradients(self, batch, gradients, ready=None):
+        gradients["w"][...] = 0
+        np.add.at(gradients["w"], batch[0], -1 / len(batch[0]))
+        return 0.0
+
+
 @pytest.mark.ranks(3)
 def test_every_update_arrives(comm):
     """Ranks that change different rows lose nothing, however they meet."""
-
-    class Rows:
-        """Sample k has a gradient of -1 in row k only."""
-
-        def __init__(self):
-            self.parameters = {"w": np.zeros((3000, 1), "f8")}
-
-        def loss_and_gradients(self, batch, gradients, ready=None):
-            gradients["w"][...] = 0
-            np.add.at(gradients["w"], batch[0], -1 / len(batch[0]))
-            return 0.0
-
     model = Rows()
     # In a second epoch another rank may change a row while the first one, stopped between reading
     # and writing it, still does: this change may be lost.
@@ -135,6 +135,26 @@ def test_an_optimizer_without_weights(comm):
     assert results[0].finished
     for name, array in models_[0].parameters.items():
         np.testing.assert_allclose(array, models_[1].parameters[name], rtol=1e-4, atol=1e-5)
+
+
+class PlainRows(Plain):
+    """It also takes gradients of some rows."""
+
+    rows = "exact"
+
+    def update(self, gradients, state, parameters):
+        for name, array in parameters.items():
+            rows, values = gradients[name]
+            array[rows] -= values
+
+
+@pytest.mark.ranks(3)
+def test_rows_have_the_weight_of_their_samples(comm):
+    """A third of a batch of a rank's own, for an optimizer that takes no weight."""
+    model = Rows()
+    md.train(comm, model, (np.arange(3000),), optimizer=PlainRows(), global_batch=6, epochs=1,
+             strategy="hogwild")  # fmt: skip
+    np.testing.assert_allclose(model.parameters["w"], 1 / 6)
 
 
 @pytest.mark.ranks(2)

@@ -16,11 +16,11 @@ Dean et al., "Large scale distributed deep networks", NIPS 2012.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import numpy as np
 
+from ...registry import has_argument
 from ...servers.client import Client
 
 
@@ -55,7 +55,7 @@ class RareExchange:
     def use(self, optimizer) -> None:
         """Use another optimizer for the local updates, with the state that is there."""
         self._optimizer = optimizer
-        self._weighs = "weight" in inspect.signature(optimizer.update).parameters
+        self._weighs = has_argument(optimizer.update, "weight")
 
     def step(self, gradients: dict[str, Any], samples: int) -> None:
         """Finish one step with its mean gradients over `samples` samples."""

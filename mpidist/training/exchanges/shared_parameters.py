@@ -12,13 +12,12 @@ of these states.
 
 from __future__ import annotations
 
-import inspect
-
 import numpy as np
 
 from ...arrays import array_module
 from ...errors import ConfigError
 from ...peers.mixed_arrays import average_state
+from ...registry import has_argument
 from ...runtime.agreement.run_on_all import run_on_all
 from ...runtime.elastic_requests import tester
 from ...runtime.node_memory.arena import Segment
@@ -76,17 +75,17 @@ class SharedParameters(Peers):
     def update(self) -> None:
         """Update the shared parameters, where this rank's gradients are not zero."""
         if self._factor:
-            gradients = self.gradients
-            if getattr(self.optimizer, "rows", "") == "exact":
-                gradients = {name: nonzero_rows(array) for name, array in gradients.items()}
             weight = self._factor / self.comm.size
             if self.optimizer is not self._asked:  # a function `on_resize` may replace it
                 self._asked = self.optimizer
-                self._weighs = "weight" in inspect.signature(self.optimizer.update).parameters
+                self._weighs = has_argument(self.optimizer.update, "weight")
             more = {"weight": weight} if self._weighs else {}
             if not self._weighs:
                 for gradient in self.gradients.values():
                     gradient *= weight
+            gradients = self.gradients
+            if getattr(self.optimizer, "rows", "") == "exact":
+                gradients = {name: nonzero_rows(array) for name, array in gradients.items()}
             self.optimizer.update(gradients, self.optimizer_state, self.model.parameters, **more)
         self.steps += 1
         self._equal = False
