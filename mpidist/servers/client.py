@@ -6,50 +6,28 @@
     clock   -> tick                 -> advances the worker's clock, answers the pulls that waited
                                        for it
 
-A clock is one training step of a worker, and a tick is the message that ends it. A pull asks only
-the servers that hold the wanted tensors or rows: these must answer, and the worker waits for them.
-The other servers get only the worker's push, which may be empty, and its tick. A worker asks more
-servers in four cases:
-
-- If a worker has not pulled in a clock after the first, its push or its tick first sends an empty
-  pull to every server.
-- The first pull of a clock asks each server at least once in `SILENT` clocks. So no server keeps
-  the messages of more than `SILENT` clocks of a worker.
-- If a worker has waited for `LATE` seconds, it asks all servers, so that each server knows which
-  workers wait.
-- In the modes with `Consistency.asks_all`, the first pull of each clock asks every server.
+A clock is one training step of a worker, and a tick is the message that ends it. The module
+`wire.client_requests` tells which servers get a message, and which must answer.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any
-
-import numpy as np
 
 from ..errors import ClosedError, MpidistError, ProtocolError
-from ..events import OPEN
 from ..runtime import ulfm
-from . import protocol
-from .layout import routing
 from .layout.placement import ServerLayout
 from .layout.push_checks import checked_samples, not_finite
 from .layout.row_selection import Selection
 from .link import GroupCall
 from .model_facts import Request
-from .protocol import CLOCK, HEADER_BYTES, PIECES, PULL, PUSH, Header, largest, selection_words
+from .protocol import CLOCK, LEAVE, PULL, PUSH, Header, largest
 from .wire.bound_push_pull import BoundPushPull, bind
-from .wire.client_stream import ClientStream, is_here, whole_push
+from .wire.client_requests import ClientRequests
 from .wire.trial_update import has_the_same_bits
 from .wire.wire_pieces import WirePiece, cut_shard
 
-#: A worker asks each server at least once in `SILENT` clocks, and asks all servers when it has
-#: waited for `LATE` seconds. Tests change these numbers.
-SILENT, LATE = 16, 0.25
-
-_NOTHING = np.empty(0, np.int64)
 _BINDS = 8  # how often a client remembers the arrays of a push_pull that then do not come again
 
 
@@ -60,9 +38,6 @@ class Client:
     ----------
     versions : list of int
         The updates in each server's shard at this worker's newest pull from the server.
-    finished : int
-        The number of clocks (steps) that this worker has finished, or passed over because it was
-        late (`BackupWorkers`).
     dropped : int
         How many pushes of this worker the servers have not applied, according to the answer to its
         newest pull.
@@ -71,39 +46,35 @@ class Client:
         the slowest worker.
     group : ServerGroup
         The group that the model belongs to.
-    note : tuple of two int
-        Two integers that the next request carries to the first server, and sets to zero.
+    requests : ClientRequests
     """
 
     def __init__(self, group, asked: Request, layout: ServerLayout, model: int, piece_bytes: int):
         self.name, self.layout, self.group = (name := asked.name), layout, group
-        self._link, self._servers, self._model = group.link, group.server_ranks, model
+        self._link, self._servers = group.link, group.server_ranks
         calls = (f"{call} {name!r}" for call in ("pull", "push", "clock of", "push_pull"))
         self._pulling, self._pushing, self._ticking, self._fused = (
             GroupCall(group.link, call) for call in calls
         )
-        self.versions = [0] * len(self._servers)
-        self.finished, self.note = 0, (0, 0)
         self.gaps: Counter[int] = Counter()
-        self.closed = self.started = self.removed = False
+        self.closed = self.removed = False
         self._batch, self._drops = asked.global_batch, asked.nonfinite == "drop"
         self._nonfinite = self.dropped = self.skipped = 0
         self._names = Selection(name, layout)
-        self._whole = [routing.WholeShard(layout, server) for server in range(len(self._servers))]
         self._bound: BoundPushPull | None = None
         self._binds = _BINDS
-        self._pieces: list[list[WirePiece]] = [[] for _ in self._servers]
+        pieces: list[list[WirePiece]] = [[] for _ in self._servers]
         # A death may break a push off in an elastic run, and then no server may have applied it.
         safe = asked.consistency.streams and not group.votes and ulfm.current is None
         if safe and has_the_same_bits(asked.optimizer):
             cuts = (cut_shard(layout, k, piece_bytes) for k in range(len(self._servers)))
-            self._pieces = [pieces if len(pieces) > 1 else [] for pieces in cuts]
-        self._in_pieces = any(self._pieces)
-        self._asks_all = asked.consistency.asks_all or group.votes
-        self._silent: Counter[int] = Counter()  # clocks since each server was asked
-        self._entered = self._pushed = -1
+            pieces = [each if len(each) > 1 else [] for each in cuts]
+        asks_all = asked.consistency.asks_all or group.votes
+        self.requests = ClientRequests(
+            group.link, self._servers, model, self._names, pieces, asks_all
+        )
+        self.versions = self.requests.versions
         self._staleness: Counter[int] = Counter()
-        self._queue: Counter[int] = Counter()
         self._waits = {"server": 0.0, "worker": 0.0}
 
     # -- the four calls of the step loop ---------------------------------------------------
@@ -157,8 +128,8 @@ class Client:
             pushes, samples = self._checked(gradients, samples)
             self._enter()
             for server in range(len(self._servers)):
-                self._post(server, PUSH, pushes=pushes, samples=samples)
-            self._pushed = self.finished
+                self.requests.post(server, PUSH, pushes=pushes, samples=samples)
+            self.requests.pushed = self.finished
             self._link.background()
 
     def clock(self) -> None:
@@ -167,8 +138,8 @@ class Client:
         with self._ticking:
             self._enter()
             for server in range(len(self._servers)):
-                self._post(server, CLOCK)
-            self.finished += 1
+                self.requests.post(server, CLOCK)
+            self.requests.clock += 1
             self._link.background()
 
     def push_pull(
@@ -194,27 +165,29 @@ class Client:
             pushes, samples = self._checked(gradients, samples)
             self._enter()
             self._ask(PUSH | CLOCK | PULL, wanted, results, pushes, samples)
-            if self._binds and not self._in_pieces:
+            if self._binds and not self.requests.in_pieces:
                 self._binds -= 1
-                self._bound = bind(self._link, self._servers, self._whole, gradients, out)
+                self._bound = bind(self._link, self._servers, self.requests.whole, gradients, out)
         return results
 
     def _push_pull_again(self, bound: BoundPushPull, samples: int | None) -> dict:
         """Do a push_pull of the arrays of `bound`, whose gradients are packed."""
         self._enter()
-        self._pushed, self.started, self._binds = self.finished, True, _BINDS
-        note, self.note = self.note, (0, 0)
-        entered, clock = int(not self._asks_all and self._entered == self.finished), self.finished
-        waited, headers = bound.exchange(self.name, self._model, clock, samples, entered, note)
-        self._silent.clear()
+        requests, self._binds = self.requests, _BINDS
+        requests.pushed, requests.started = self.finished, True
+        entered, note = int(requests.has_entered), requests.take_note()
+        waited, headers = bound.exchange(
+            self.name, requests.model, self.finished, samples, entered, note
+        )
+        requests.silent.clear()
         self.versions[:] = [header.version for header in headers]
-        self._queue.update(header.queue for header in headers)
+        requests.queue.update(header.queue for header in headers)
         self._end_call(headers, waited, True, True)
         return bound.results()
 
     def begin_at(self, clock: int) -> None:
         """Let this worker begin at `clock` instead of 0, before its first call."""
-        self.finished = clock
+        self.requests.clock = clock
 
     def repeat_push_pull(
         self, gradients: Mapping, *, out: Mapping, samples: int | None, known: Collection[int]
@@ -238,8 +211,13 @@ class Client:
         """Leave the model, as `close` does, but from inside another call of the server group."""
         if not self.closed:
             for server in range(len(self._servers)):
-                self._post(server, protocol.LEAVE)
+                self.requests.post(server, LEAVE)
             self.closed = True
+
+    @property
+    def finished(self) -> int:
+        """How many clocks this worker has finished, or passed over because it was late."""
+        return self.requests.clock
 
     @property
     def stats(self) -> dict:
@@ -259,7 +237,7 @@ class Client:
             "versions": list(self.versions),
             "gaps": dict(self.gaps),
             "staleness": dict(self._staleness),
-            "queue": dict(self._queue),
+            "queue": dict(self.requests.queue),
             "waits": dict(self._waits),
             "imbalance": self.layout.imbalance,
             "nonfinite": self._nonfinite,
@@ -278,7 +256,7 @@ class Client:
 
     def _enter(self) -> None:
         """Begin this step by an empty pull, unless this worker has already pulled in this step."""
-        if self._entered < self.finished and self.finished > 0:
+        if self.requests.entered < self.finished and self.finished > 0:
             self._ask(PULL, {}, {})
 
     def _checked(self, gradients: Mapping, samples) -> tuple[dict, int | None]:
@@ -293,143 +271,18 @@ class Client:
         return {}, 0
 
     def _check_push(self, samples) -> int | None:
-        if (clock := self.finished) == self._pushed:
+        if (clock := self.finished) == self.requests.pushed:
             text = f"client {self.name!r}: second push in clock {clock}; call clock() first"
             raise ProtocolError(text)
         return checked_samples(self.name, samples, self._batch)
 
-    def _route(
-        self, server: int, wanted: Mapping
-    ) -> tuple[list[routing.ShardPart], np.ndarray | None]:
-        """Return the wanted parts on a server, and the array that lists them, or None for all."""
-        if routing.has_all(self.layout, wanted):
-            return self._whole[server].parts, None
-        number = self._names.number
-        parts = routing.route(self.layout, server, {number[n]: rows for n, rows in wanted.items()})
-        return parts, routing.encode_parts(parts)
-
-    def _post(
-        self, server: int, flags: int, *, pushes=None, samples=None, pull: Any = _NOTHING, ahead=0
-    ) -> list:
-        """Send one message with flags, the data to push, and a list of the parts to pull.
-
-        `pull` is None for all that the server holds. `pushes` or `pull` are PIECES if the data
-        travel in pieces of their own. The message belongs to the clock `ahead` of this one.
-
-        Returns the record of this message in `Link.trail` (the requests sent and served); the
-        record is marked as open (unfinished) if the message asks for an answer.
-        """
-        rank = self._servers[server]
-        operation = self._link.trail.begin(
-            protocol.NAMES[flags], rank, self.name, self.finished, open=bool(flags & PULL)
-        )
-        parts: list[routing.ShardPart] = []
-        push: Any = _NOTHING
-        if pushes is PIECES:
-            push = PIECES
-        elif pushes is not None:
-            parts, push = self._route(server, {name: rows for name, (rows, _) in pushes.items()})
-        words = [w for w in (push, pull) if isinstance(w, np.ndarray) and w.size]
-        data_at = HEADER_BYTES + 8 * sum(w.size for w in words)
-        total = data_at + routing.data_bytes(self.layout, parts)
-        buffer = self._link.pool.take(total)
-        note = (0, 0)
-        if server == 0:
-            note, self.note = self.note, note
-        Header(
-            flags,
-            model=self._model,
-            clock=self.finished + ahead,
-            total=total,
-            push_words=selection_words(push),
-            pull_words=selection_words(pull),
-            samples=-1 if samples is None else samples,
-            gap=int(not self._asks_all and self._entered == self.finished),
-            note0=note[0],
-            note1=note[1],
-        ).write(buffer)
-        if words:
-            np.concatenate(words, out=buffer[HEADER_BYTES:data_at].view(np.int64))
-        for part, view in routing.views(self.layout, parts, buffer, data_at):
-            rows, gradient = pushes[self.layout.tensors[part.piece.tensor].name]
-            values, here = routing.part_of(self.layout, part, rows, gradient)
-            view[...] = values[here].reshape(-1)
-        self.started = True
-        self._link.send(buffer, total, rank, protocol.TO_SERVER)
-        self._link.reap()
-        return operation
-
     def _ask(
         self, flags: int, wanted: dict, results: dict, pushes=None, samples=None, known=()
     ) -> None:
-        """Send a request to each server that must answer, and receive the answers.
-
-        Servers in `known` have the push already.
-        """
-        flat, finish = self._names.targets(wanted, results)
-        self._pushed = self.finished if flags & PUSH else self._pushed
-        entering = flags & CLOCK or self._entered < self.finished
-        expected: dict[int, tuple] = {}
-        quiet: list[int] = []  # servers that are not asked
-        routes = [self._route(server, wanted) for server in range(len(self._servers))]
-        may_skip = entering and not self._asks_all and any(parts for parts, _ in routes)
-        in_pieces = self._in_pieces and routing.has_all(self.layout, wanted)
-        gradients = whole_push(self.layout, pushes, flat) if in_pieces and flags & PUSH else None
-        for server, rank in enumerate(self._servers):
-            if in_pieces and (pieces := self._pieces[server]):
-                incoming = self._link.receive(rank, protocol.TO_WORKER, HEADER_BYTES)
-                push = pushes if gradients is None else PIECES
-                operation = self._post(server, flags, pushes=push, samples=samples, pull=PIECES)
-                stream = ClientStream(self._link, rank, self.layout, pieces, flat, gradients)
-                expected[server] = [], incoming, operation, stream
-                continue
-            parts, words = routes[server]
-            if not (parts or entering):
-                continue
-            self._silent[server] += 1
-            if may_skip and not parts and self._silent[server] < SILENT:
-                quiet.append(server)
-                if flags & CLOCK:
-                    self._post(server, flags & ~PULL, pushes=pushes, samples=samples)
-                continue
-            self._silent[server] = 0
-            total = HEADER_BYTES + routing.data_bytes(self.layout, parts)
-            # The receive of the answer is posted before the request is sent, so that MPI need not
-            # buffer the answer.
-            incoming = self._link.receive(rank, protocol.TO_WORKER, total)
-            if server in known:
-                operation = self._post(server, flags & ~PUSH, pull=words)
-            else:
-                operation = self._post(server, flags, pushes=pushes, samples=samples, pull=words)
-            expected[server] = parts, incoming, operation, None
-        headers: list[Header] = []
-        late = time.monotonic() + LATE
-
-        def all_here() -> bool:
-            if quiet and time.monotonic() > late:
-                for server in quiet:
-                    rank = self._servers[server]
-                    incoming = self._link.receive(rank, protocol.TO_WORKER, HEADER_BYTES)
-                    operation = self._post(server, PULL, ahead=bool(flags & CLOCK))
-                    expected[server] = [], incoming, operation, None
-                quiet.clear()
-            for server in [s for s, one in expected.items() if is_here(*one)]:
-                parts, incoming, operation, _ = expected.pop(server)
-                operation[OPEN] = False
-                headers.append(header := incoming.header)
-                for part, view in routing.views(self.layout, parts, incoming.buffer, HEADER_BYTES):
-                    name = self.layout.tensors[part.piece.tensor].name
-                    values, here = routing.part_of(self.layout, part, wanted[name], flat[name])
-                    values[here] = view.reshape(-1, *values.shape[1:])
-                self._link.received(header.total)
-                self._link.pool.give(incoming.buffer)
-                self.versions[server] = header.version
-                self._queue[header.queue] += 1
-            return not expected
-
-        waited = self._link.wait(all_here, lambda: [self._servers[s] for s in expected])
-        self._end_call(headers, waited, bool(flags & CLOCK), bool(entering))
-        finish()
+        """Ask the servers, see `ClientRequests.ask`, and count what the answers tell."""
+        entering = bool(flags & CLOCK) or self.requests.entered < self.finished
+        headers, waited = self.requests.ask(flags, wanted, results, pushes, samples, known)
+        self._end_call(headers, waited, bool(flags & CLOCK), entering)
 
     def _end_call(self, headers: list[Header], waited: float, ticks: bool, entering: bool) -> None:
         """Count what the answers of one call tell."""
@@ -438,12 +291,13 @@ class Client:
         self._waits["worker"] += blocked
         self._waits["server"] += waited - blocked
         self._link.touched = False  # from here on, no server waits for this rank
-        self.finished += ticks
+        requests = self.requests
+        requests.clock += ticks
         if entering:
             self.gaps[gap] += 1
             before, self.dropped = self.dropped, dropped
-            if oldest >= 0 and self._pushed == self.finished - 1 and dropped == before:
+            if oldest >= 0 and requests.pushed == self.finished - 1 and dropped == before:
                 self._staleness[oldest] += 1
             # With backup workers, a late worker goes on at the clock of the others.
             self.skipped += headers[0].clock - self.finished
-            self.finished = self._entered = headers[0].clock
+            requests.clock = requests.entered = headers[0].clock

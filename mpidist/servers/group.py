@@ -28,13 +28,12 @@ from .consistency import BSP, Consistency
 from .layout.agree_on_roles import agree_on_roles
 from .layout.load_report import group_facts, group_text
 from .layout.placement import ServerLayout
-from .link import GroupCall, Link, nothing
-from .model_facts import KeptModel, Request, check_function
+from .link import GroupCall, Link
+from .model_facts import Request, check_function
 from .modes.model_changes import ModelChanges
 from .modes.stale_gradients import KeepStale, Stale
 from .protocol import BARRIER, BYE, HEADER_BYTES, PAUSE, TO_SERVER, TO_WORKER
 from .server import Hosted, Server
-from .votes import start_votes
 
 
 class ServerGroup:
@@ -169,32 +168,6 @@ class ServerGroup:
         given = (seed, global_batch, None, nonfinite, policy, rows, spread)
         return self._host(Request(name, model, optimizer, mode, *given))
 
-    def add_again(
-        self,
-        name: str,
-        model: Mapping,
-        kept: KeptModel,
-        *,
-        optimizer,
-        consistency: Consistency,
-        global_batch: int | None = None,
-        nonfinite: str = "raise",
-        stale: Stale | None = None,
-    ) -> Client | None:
-        """Add a model after a death, with what the ranks have `kept`. Collective, like `add`."""
-        policy = KeepStale() if stale is None else stale
-        client = self._host(
-            Request(name, model, optimizer, consistency, 0, global_batch, kept, nonfinite, policy)
-        )
-        if self._server is not None:
-            hosted = self._hosted(name)
-            hosted.gate.begin_at(kept.clocks)
-            hosted.copied[:] = kept.clocks
-            hosted.applied = kept.applied
-        if client is not None:
-            client.begin_at(kept.clocks[self.worker_ranks.index(self.comm.rank)])
-        return client
-
     def _host(self, asked: Request) -> Client | None:
         self._open()
         name = asked.name
@@ -222,23 +195,6 @@ class ServerGroup:
         for client in self._clients:
             client.closed |= client.name == name
             client.removed |= client.name == name
-
-    def vote(self, copies: bool = False) -> None:
-        """Let servers apply the pushes of a clock only when all servers have them; see `votes`.
-
-        With `copies`, each server also keeps a copy of the shards of the one before (`replicas`),
-        which is equal after `fill_copies`. All ranks call this, before the first model is added.
-        """
-        self.replicated = copies and len(self.server_ranks) > 1
-        self.votes = len(self.server_ranks) > 1
-        start_votes(self._server, self.server_ranks, copies)
-
-    def fill_copies(self, name: str) -> None:
-        """Make the copies equal to their shards. All servers call it, before they serve."""
-        server = self._server
-        if server is not None and server.copies is not None:
-            with GroupCall(self.link, "fill_copies"), self.link.serving(nothing):
-                server.copies.fill(server.models.index(self._hosted(name)))
 
     def hosted(self, name: str) -> tuple[Server, Hosted] | None:
         """Return this rank's server and its part of a model, or None if this rank is no server.

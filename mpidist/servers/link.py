@@ -123,7 +123,7 @@ class Link:
         The function that every wait calls: the `poll` of this rank's server. `background` returns
         true when it did something.
     on_note : callable or None
-        A function that the first server calls with the rank of a worker and its `Client.note`.
+        A function that the first server calls with the rank of a worker and the note of a request.
     moved : bool
         Whether a piece of a message has arrived in a wait, whose idle time then begins again.
     waits : dict

@@ -19,6 +19,7 @@ from mpidist.servers.protocol import (
     Header,
     MessagePool,
 )
+from mpidist.servers.replicas.elastic_servers import ElasticServerGroup
 from mpidist.servers.replicas.shard_copies import ShardCopies
 from mpidist.servers.replicas.shard_ranges import all_ranges, pack, range_bytes
 from mpidist.servers.shards import ServerShard
@@ -55,7 +56,7 @@ def run(comm, servers, mode, optimizer, placement="dedicated", replicas=True, st
     """Train; return the parameters of rank 0, and of each server its shard and its copy."""
     shapes = SHAPES if optimizer == "adam" else HALF
     params, rng = arrays(1, shapes=shapes), np.random.default_rng(comm.rank)
-    with md.ServerGroup(comm, servers=servers, placement=placement) as group:
+    with ElasticServerGroup(comm, servers=servers, placement=placement) as group:
         group.vote(copies=replicas)
         client = group.add(
             "m", params, optimizer=OPTIMIZERS[optimizer](), consistency=MODES[mode],
@@ -128,7 +129,7 @@ def test_copies_of_servers_that_work_too(comm, mode):
 def test_the_end_waits_for_the_last_updates(comm, mode):
     """Workers leave after a push without a pull; a long update is still on its way to the copy."""
     shapes = {"w": ((300_000 + 7,), "f4")}
-    with md.ServerGroup(comm, servers=2) as group:
+    with ElasticServerGroup(comm, servers=2) as group:
         group.vote(copies=True)
         client = group.add(
             "m", shapes, optimizer=md.optim.momentum(0.1), consistency=MODES[mode], global_batch=8

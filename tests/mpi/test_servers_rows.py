@@ -7,6 +7,7 @@ import pytest
 
 import mpidist as md
 from mpidist.servers import client as client_module
+from mpidist.servers.replicas.elastic_servers import ElasticServerGroup
 
 ROWS, WIDTH = 400, 4
 MODES = [md.BSP(), md.SSP(0), md.SSP(2), md.DSSP(1, 3), md.ASP(), md.BackupWorkers(0)]
@@ -213,7 +214,7 @@ def test_workers_that_wait_for_each_other_at_two_servers_are_found(comm):
 @pytest.mark.parametrize("optimizer", [md.optim.adam(0.01), md.optim.sgd(0.1)], ids=["adam", "sgd"])
 def test_copies_of_row_updates_have_the_same_bits(comm, mode, optimizer):
     """Merged rows are forwarded as rows, to the copy on the next server."""
-    with md.ServerGroup(comm, servers=2) as group:
+    with ElasticServerGroup(comm, servers=2) as group:
         group.vote(copies=True)
         client = group.add(
             "m", {"e": ((300, 4), "f4", "normal"), "b": ((40,), "f4")}, optimizer=optimizer,

@@ -91,7 +91,6 @@ WITHOUT_ARGUMENTS = {
     # `md.train` calls them, with what it has compared
     "AllReduce.open", "ParameterServer.open", "Pipeline.open", "PeerAverage.open",
     "Hogwild.open",
-    "ServerGroup.add_again",  # `md.train` calls it, with what the living ranks have compared
 }  # fmt: skip
 
 

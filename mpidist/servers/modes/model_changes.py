@@ -51,7 +51,7 @@ class ModelChanges:
         # Other ranks need no notice of this error. A server that is in `add`, too, receives an
         # earlier pull or push of this worker there, and raises an error.
         quiet = self._quiet == link.counters.messages_sent
-        started = any(client.started for client in clients)
+        started = any(client.requests.started for client in clients)
         if (started or self._quiet is not None) and not quiet:
             raise ProtocolError(
                 f"{doing}: the workers have begun; call group.pause(tag) on all workers first, and "

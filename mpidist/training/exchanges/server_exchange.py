@@ -28,6 +28,7 @@ from ...runtime.polling import wait_until
 from ...runtime.ulfm import is_death, keep_alive
 from ...servers.group import ServerGroup
 from ...servers.model_facts import KeptModel
+from ...servers.replicas.elastic_servers import ElasticServerGroup
 from ..checks import check_loss
 from ..feed import beside
 from .allreduce_exchange import check_in_place
@@ -93,10 +94,14 @@ class Served(WholeModel):
     def __init__(self, comm, model, optimizer, strategy, kept: Kept | None = None, **settings: Any):
         self.comm, self.model = comm, model
         self.kept = Kept(strategy.servers) if kept is None else kept
-        self.group = ServerGroup(comm, servers=self.kept.servers, placement=strategy.placement)
         self.elastic = kept is not None
+        roles = {"servers": self.kept.servers, "placement": strategy.placement}
+        self.group: Any
         if self.elastic:
+            self.group = ElasticServerGroup(comm, **roles)
             self.group.vote(strategy.keeps_copies)
+        else:
+            self.group = ServerGroup(comm, **roles)
         self.dedicated = not self.group.is_worker
         self.agreement: Any = None
         try:

@@ -28,7 +28,7 @@ class OwnTimes:
         mine = self._window.take()
         if mine is not None:
             data, gradients = (int(1e9 * phase) for phase in mine)
-            self.client.note = data, max(1, gradients)
+            self.client.requests.note = data, max(1, gradients)
 
 
 class Times:

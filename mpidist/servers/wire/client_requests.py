@@ -1,0 +1,242 @@
+"""The requests of one worker to the servers of one model, and the answers it waits for.
+
+A pull asks only the servers that hold the wanted tensors or rows: these must answer, and the worker
+waits for them. The other servers get only the worker's push, which may be empty, and its tick. A
+worker asks more servers in four cases:
+
+- If a worker has not pulled in a clock after the first, its push or its tick first sends an empty
+  pull to every server.
+- The first pull of a clock asks each server at least once in `SILENT` clocks. So no server keeps
+  the messages of more than `SILENT` clocks of a worker.
+- If a worker has waited for `LATE` seconds, it asks all servers, so that each server knows which
+  workers wait.
+- In the modes with `Consistency.asks_all`, the first pull of each clock asks every server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...events import OPEN
+from ..layout import routing
+from ..layout.row_selection import Selection
+from ..link import Link
+from ..protocol import (
+    CLOCK,
+    HEADER_BYTES,
+    NAMES,
+    PIECES,
+    PULL,
+    PUSH,
+    TO_SERVER,
+    TO_WORKER,
+    Header,
+    selection_words,
+)
+from .client_stream import ClientStream, is_here, whole_push
+from .wire_pieces import WirePiece
+
+#: A worker asks each server at least once in `SILENT` clocks, and asks all servers when it has
+#: waited for `LATE` seconds. Tests change these numbers.
+SILENT, LATE = 16, 0.25
+
+_NOTHING = np.empty(0, np.int64)
+
+
+class ClientRequests:
+    """What a client sends to the servers, and the answers.
+
+    Parameters
+    ----------
+    link : Link
+    servers : sequence of int
+        The ranks of the servers.
+    model : int
+        The model's number in its group.
+    names : Selection
+        The tensors of the model.
+    pieces : sequence of list of WirePiece
+        What each server sends and receives in pieces; empty for whole messages.
+    asks_all : bool
+        Whether the first pull of a clock asks every server.
+
+    Attributes
+    ----------
+    versions : list of int
+        The updates in each server's shard at the newest answer of the server.
+    clock, entered, pushed : int
+        The worker's clock, the newest that the servers have let it into, and that of its newest
+        push; -1 for none.
+    note : tuple of two int
+        Two integers that the next request carries to the first server, and sets to zero.
+    queue : Counter
+        How many workers waited for a server at the same time.
+    started : bool
+        Whether a message has been sent.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        servers: Sequence[int],
+        model: int,
+        names: Selection,
+        pieces: Sequence[list[WirePiece]],
+        asks_all: bool,
+    ):
+        self.link, self.servers, self.model, self.asks_all = link, servers, model, asks_all
+        self.layout, self._names, self._pieces = names.layout, names, pieces
+        self.whole = [routing.WholeShard(self.layout, k) for k in range(len(servers))]
+        self.in_pieces = any(pieces)
+        self.versions = [0] * len(servers)
+        self.clock, self.entered, self.pushed = 0, -1, -1
+        self.note, self.started = (0, 0), False
+        self.queue: Counter[int] = Counter()
+        self.silent: Counter[int] = Counter()  # clocks since each server was asked
+
+    def take_note(self) -> tuple[int, int]:
+        """Return the note for the first server, and set it to zero."""
+        note, self.note = self.note, (0, 0)
+        return note
+
+    @property
+    def has_entered(self) -> bool:
+        """Whether a server has let the worker into its clock, so that others need not."""
+        return not self.asks_all and self.entered == self.clock
+
+    def _route(
+        self, server: int, wanted: Mapping
+    ) -> tuple[list[routing.ShardPart], np.ndarray | None]:
+        """Return the wanted parts on a server, and the array that lists them, or None for all."""
+        if routing.has_all(self.layout, wanted):
+            return self.whole[server].parts, None
+        number = self._names.number
+        parts = routing.route(self.layout, server, {number[n]: rows for n, rows in wanted.items()})
+        return parts, routing.encode_parts(parts)
+
+    def post(
+        self, server: int, flags: int, *, pushes=None, samples=None, pull: Any = _NOTHING, ahead=0
+    ) -> list:
+        """Send one message with flags, the data to push, and a list of the parts to pull.
+
+        `pull` is None for all that the server holds. `pushes` or `pull` are PIECES if the data
+        travel in pieces of their own. The message belongs to the clock `ahead` of this one.
+
+        Returns the record of this message in `Link.trail` (the requests sent and served); the
+        record is marked as open (unfinished) if the message asks for an answer.
+        """
+        rank = self.servers[server]
+        operation = self.link.trail.begin(
+            NAMES[flags], rank, self._names.model, self.clock, open=bool(flags & PULL)
+        )
+        parts: list[routing.ShardPart] = []
+        push: Any = _NOTHING
+        if pushes is PIECES:
+            push = PIECES
+        elif pushes is not None:
+            parts, push = self._route(server, {name: rows for name, (rows, _) in pushes.items()})
+        words = [w for w in (push, pull) if isinstance(w, np.ndarray) and w.size]
+        data_at = HEADER_BYTES + 8 * sum(w.size for w in words)
+        total = data_at + routing.data_bytes(self.layout, parts)
+        buffer = self.link.pool.take(total)
+        note = self.take_note() if server == 0 else (0, 0)
+        Header(
+            flags,
+            model=self.model,
+            clock=self.clock + ahead,
+            total=total,
+            push_words=selection_words(push),
+            pull_words=selection_words(pull),
+            samples=-1 if samples is None else samples,
+            gap=int(self.has_entered),
+            note0=note[0],
+            note1=note[1],
+        ).write(buffer)
+        if words:
+            np.concatenate(words, out=buffer[HEADER_BYTES:data_at].view(np.int64))
+        for part, view in routing.views(self.layout, parts, buffer, data_at):
+            rows, gradient = pushes[self.layout.tensors[part.piece.tensor].name]
+            values, here = routing.part_of(self.layout, part, rows, gradient)
+            view[...] = values[here].reshape(-1)
+        self.started = True
+        self.link.send(buffer, total, rank, TO_SERVER)
+        self.link.reap()
+        return operation
+
+    def ask(
+        self, flags: int, wanted: dict, results: dict, pushes=None, samples=None, known=()
+    ) -> tuple[list[Header], float]:
+        """Send a request to each server that must answer, and receive the answers into `results`.
+
+        Servers in `known` have the push already. Returns the headers of the answers, and the
+        seconds waited.
+        """
+        flat, finish = self._names.targets(wanted, results)
+        self.pushed = self.clock if flags & PUSH else self.pushed
+        entering = flags & CLOCK or self.entered < self.clock
+        expected: dict[int, tuple] = {}
+        quiet: list[int] = []  # servers that are not asked
+        routes = [self._route(server, wanted) for server in range(len(self.servers))]
+        may_skip = entering and not self.asks_all and any(parts for parts, _ in routes)
+        in_pieces = self.in_pieces and routing.has_all(self.layout, wanted)
+        gradients = whole_push(self.layout, pushes, flat) if in_pieces and flags & PUSH else None
+        for server, rank in enumerate(self.servers):
+            if in_pieces and (pieces := self._pieces[server]):
+                incoming = self.link.receive(rank, TO_WORKER, HEADER_BYTES)
+                push = pushes if gradients is None else PIECES
+                operation = self.post(server, flags, pushes=push, samples=samples, pull=PIECES)
+                stream = ClientStream(self.link, rank, self.layout, pieces, flat, gradients)
+                expected[server] = [], incoming, operation, stream
+                continue
+            parts, words = routes[server]
+            if not (parts or entering):
+                continue
+            self.silent[server] += 1
+            if may_skip and not parts and self.silent[server] < SILENT:
+                quiet.append(server)
+                if flags & CLOCK:
+                    self.post(server, flags & ~PULL, pushes=pushes, samples=samples)
+                continue
+            self.silent[server] = 0
+            total = HEADER_BYTES + routing.data_bytes(self.layout, parts)
+            # The receive of the answer is posted before the request is sent, so that MPI need not
+            # buffer the answer.
+            incoming = self.link.receive(rank, TO_WORKER, total)
+            if server in known:
+                operation = self.post(server, flags & ~PUSH, pull=words)
+            else:
+                operation = self.post(server, flags, pushes=pushes, samples=samples, pull=words)
+            expected[server] = parts, incoming, operation, None
+        headers: list[Header] = []
+        late = time.monotonic() + LATE
+
+        def all_here() -> bool:
+            if quiet and time.monotonic() > late:
+                for server in quiet:
+                    rank = self.servers[server]
+                    incoming = self.link.receive(rank, TO_WORKER, HEADER_BYTES)
+                    operation = self.post(server, PULL, ahead=bool(flags & CLOCK))
+                    expected[server] = [], incoming, operation, None
+                quiet.clear()
+            for server in [s for s, one in expected.items() if is_here(*one)]:
+                parts, incoming, operation, _ = expected.pop(server)
+                operation[OPEN] = False
+                headers.append(header := incoming.header)
+                for part, view in routing.views(self.layout, parts, incoming.buffer, HEADER_BYTES):
+                    name = self.layout.tensors[part.piece.tensor].name
+                    values, here = routing.part_of(self.layout, part, wanted[name], flat[name])
+                    values[here] = view.reshape(-1, *values.shape[1:])
+                self.link.received(header.total)
+                self.link.pool.give(incoming.buffer)
+                self.versions[server] = header.version
+                self.queue[header.queue] += 1
+            return not expected
+
+        waited = self.link.wait(all_here, lambda: [self.servers[s] for s in expected])
+        finish()
+        return headers, waited
