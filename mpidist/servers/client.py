@@ -257,7 +257,7 @@ class Client:
     def _enter(self) -> None:
         """Begin this step by an empty pull, unless this worker has already pulled in this step."""
         if self.requests.entered < self.finished and self.finished > 0:
-            self._ask(PULL, {}, {})
+            self._end_call(*self.requests.ask(PULL, {}, {}), False, True)
 
     def _checked(self, gradients: Mapping, samples) -> tuple[dict, int | None]:
         """Return what a push sends and its samples, after all checks; nothing is sent before."""

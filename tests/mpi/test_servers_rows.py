@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import mpidist as md
-from mpidist.servers import client as client_module
 from mpidist.servers.replicas.elastic_servers import ElasticServerGroup
+from mpidist.servers.wire import client_requests
 
 ROWS, WIDTH = 400, 4
 MODES = [md.BSP(), md.SSP(0), md.SSP(2), md.DSSP(1, 3), md.ASP(), md.BackupWorkers(0)]
@@ -171,7 +171,7 @@ def test_only_servers_concerned_are_asked(comm):
 @pytest.mark.ranks(3, 4)
 def test_a_server_that_is_never_concerned_is_asked_now_and_then(comm, monkeypatch):
     """So that the messages of a worker do not pile up there; the clocks of all stay equal."""
-    monkeypatch.setattr(client_module, "SILENT", 3)
+    monkeypatch.setattr(client_requests, "SILENT", 3)
     with md.ServerGroup(comm, servers=2) as group:
         client = group.add("m", {"e": ((1000, 8), "f4")}, optimizer=md.optim.sgd(1.0))
         if client is None:
