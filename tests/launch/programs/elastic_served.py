@@ -34,6 +34,7 @@ from mpidist.servers.replicas.shard_copies import ShardCopies
 from mpidist.servers.server import Hosted, Server
 from mpidist.servers.votes import Votes
 from mpidist.servers.wire.bound_push_pull import BoundExchange
+from mpidist.servers.wire.client_requests import ClientRequests
 from mpidist.training.exchanges import replicated_servers
 from mpidist.training.exchanges.replicated_servers import ReplicatedServers
 
@@ -68,7 +69,7 @@ def patch(kind, name, moment, number=None, before=False):
     setattr(kind, name, call)
 
 
-patch(Client, "_post", "pushed", lambda self, server, *_: self.finished if server == 0 else -1)
+patch(ClientRequests, "post", "pushed", lambda self, server, *_: self.clock if server == 0 else -1)
 # The same of a push_pull of known arrays, whose messages go to the servers in their order.
 patch(BoundExchange, "post", "pushed", lambda self, link, name, model, clock, *_: (
     clock if self.rank == min(groups[-1].server_ranks) else -1))  # fmt: skip
